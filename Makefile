@@ -1,0 +1,38 @@
+# Everything a person or CI runs. Needs Python >= 3.11 and make; each target makes .venv first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help demo test check unit format clean
+
+help:            ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 12
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)   ## train examples/digits.py on every GPU, or on 2 CPU processes where there is none
+	@if $(BIN)/python -m ddp_kit.launcher.devices; \
+	then $(BIN)/ddpkit launch --gpus all examples/digits.py; \
+	else $(BIN)/ddpkit launch --nproc-per-node 2 examples/digits.py; fi
+
+test: check      ## lint, types, all tests
+	$(BIN)/python -m pytest
+
+check: $(STAMP)  ## lint and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+unit: $(STAMP)   ## the quick tests alone
+	$(BIN)/python -m pytest -m "not slow"
+
+format: $(STAMP) ## lay the code out and fix what can be fixed by machine
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:           ## remove .venv and caches
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist build

@@ -1,0 +1,67 @@
+"""ddpkit: training on several GPUs as one command and one object.
+
+Public names load on first use, so that `import ddp_kit` (and with it the command line) does not import torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Public name -> the module that owns it.
+_HOME = {
+    "BatchPlan": "batch",
+    "Callback": "callbacks",
+    "CheckpointConfig": "config",
+    "ConfigError": "errors",
+    "DataConfig": "config",
+    "DataError": "errors",
+    "DdpKitError": "errors",
+    "FitResult": "trainer",
+    "LaunchError": "errors",
+    "LogRow": "trainer",
+    "Loss": "metrics",
+    "LossError": "errors",
+    "ParallelConfig": "config",
+    "Step": "trainer",
+    "Trainer": "trainer",
+    "TrainerConfig": "config",
+    "UsageError": "errors",
+    "World": "world",
+    "WorldError": "errors",
+}
+
+__all__ = ["__version__", *_HOME]
+
+if TYPE_CHECKING:
+    from ddp_kit.batch import BatchPlan as BatchPlan
+    from ddp_kit.callbacks import Callback as Callback
+    from ddp_kit.config import CheckpointConfig as CheckpointConfig
+    from ddp_kit.config import DataConfig as DataConfig
+    from ddp_kit.config import ParallelConfig as ParallelConfig
+    from ddp_kit.config import TrainerConfig as TrainerConfig
+    from ddp_kit.errors import ConfigError as ConfigError
+    from ddp_kit.errors import DataError as DataError
+    from ddp_kit.errors import DdpKitError as DdpKitError
+    from ddp_kit.errors import LaunchError as LaunchError
+    from ddp_kit.errors import LossError as LossError
+    from ddp_kit.errors import UsageError as UsageError
+    from ddp_kit.errors import WorldError as WorldError
+    from ddp_kit.metrics import Loss as Loss
+    from ddp_kit.trainer import FitResult as FitResult
+    from ddp_kit.trainer import LogRow as LogRow
+    from ddp_kit.trainer import Step as Step
+    from ddp_kit.trainer import Trainer as Trainer
+    from ddp_kit.world import World as World
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value  # the next look-up does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,105 @@
+"""Who takes which samples of an optimizer step: global batch x micro-batch x accumulation x ranks.
+
+Pure arithmetic over positions. Nothing is ever rounded: a global batch that does not divide is split unevenly,
+and every sample of a step is taken exactly once, whatever the number of ranks.
+"""
+
+from dataclasses import dataclass
+
+from ddp_kit.errors import ConfigError
+
+DEFAULT_GLOBAL_BATCH = 32
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward and backward pass of one rank."""
+
+    positions: range
+    """Positions within the optimizer step's samples."""
+    samples: int
+    """How many of them count: all, or none where a rank only stands in (see `BatchPlan.micro_batches`)."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The sizes of an optimizer step, in samples, and how it is divided."""
+
+    global_batch: int
+    """Samples per optimizer step over all ranks."""
+    micro_batch: int
+    """Samples per forward pass of one rank, at most."""
+    accumulation: int
+    """Forward and backward passes per optimizer step of the rank with the largest share."""
+    world_size: int
+
+    def steps(self, samples: int, drop_last: bool = False) -> int:
+        """Optimizer steps in one pass over `samples` samples."""
+        return samples // self.global_batch if drop_last else -(-samples // self.global_batch)
+
+    def step_samples(self, step: int, samples: int) -> range:
+        """The positions within an epoch of `samples` samples that make up its optimizer step number `step`."""
+        return range(step * self.global_batch, min((step + 1) * self.global_batch, samples))
+
+    def micro_batches(self, rank: int, samples: int) -> tuple[MicroBatch, ...]:
+        """The passes of `rank` in an optimizer step of `samples` samples; at least one.
+
+        A full step has `accumulation` passes, or fewer where there are not enough samples; a short step as many
+        as its samples need. A rank without a sample of its own stands in with the step's first one, counted zero
+        times: DistributedDataParallel needs every rank in every reduction.
+        """
+        own = split(samples, self.world_size, rank)
+        if not own:
+            return (MicroBatch(range(1), 0),)
+        needed = -(-len(own) // self.micro_batch)
+        passes = max(needed, min(self.accumulation, len(own))) if samples >= self.global_batch else needed
+        shares = (split(len(own), passes, number) for number in range(passes))
+        return tuple(MicroBatch(range(own.start + share.start, own.start + share.stop), len(share)) for share in shares)
+
+
+def split(total: int, parts: int, number: int) -> range:
+    """Part `number` of `total` positions cut into `parts` neighbours whose sizes differ by at most one."""
+    size, larger = divmod(total, parts)
+    start = number * size + min(number, larger)
+    return range(start, start + size + (number < larger))
+
+
+def plan_batches(
+    global_batch: int | None, micro_batch: int | None, accumulation: int | None, world_size: int
+) -> BatchPlan:
+    """Complete the three sizes for `world_size` ranks: two given determine the third, none given is 32 globally.
+
+    Raises `ConfigError` where all three are given and do not agree.
+    """
+    if global_batch is None:
+        global_batch = DEFAULT_GLOBAL_BATCH if micro_batch is None else micro_batch * (accumulation or 1) * world_size
+    share = _ceil(global_batch, world_size)
+    if micro_batch is None:
+        micro_batch = _ceil(share, accumulation or 1)
+    passes = _ceil(share, micro_batch)
+    if accumulation is None:
+        accumulation = passes
+    if accumulation != passes and micro_batch != _ceil(share, accumulation):
+        raise _disagreement(global_batch, micro_batch, accumulation, world_size)
+    return BatchPlan(global_batch, micro_batch, accumulation, world_size)
+
+
+def _ceil(total: int, parts: int) -> int:
+    return -(-total // parts)
+
+
+def _disagreement(global_batch: int, micro_batch: int, accumulation: int, world_size: int) -> ConfigError:
+    share = _ceil(global_batch, world_size)
+    product = micro_batch * accumulation * world_size
+    ways = (
+        f"micro_batch_size={_ceil(share, accumulation)} (keeps the other two)",
+        f"accumulation_steps={_ceil(share, micro_batch)} (keeps the other two)",
+        f"global_batch_size={product} (keeps the other two)",
+    )
+    return ConfigError(
+        f"the batch sizes do not agree: micro_batch_size {micro_batch} x accumulation_steps {accumulation} "
+        f"x {world_size} {'rank' if world_size == 1 else 'ranks'} = {product}, "
+        f"but global_batch_size is {global_batch}; the nearest settings that work:",
+        "change one of the three, or leave one out and it follows from the others",
+        ways,
+    )

@@ -1,0 +1,303 @@
+"""What a training run is to do: `TrainerConfig` and its parts, frozen, checked when made.
+
+Every mistake is listed in one `ConfigError`, each with the field, the value found and the nearest one that works.
+"""
+
+import json
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails
+
+from ddp_kit import contract
+from ddp_kit.errors import ConfigError, nearest, speak_plainly
+
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-true"]
+Strategy = Literal["ddp"]
+
+Count = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def _not_yet(what: str, leave: object) -> AfterValidator:
+    """Refuse a setting whose engine is not built, instead of ignoring it."""
+
+    def refuse(value: Any) -> Any:
+        if value != leave:
+            raise ValueError(f"{what} is not available in this version; leave it at {leave!r}")
+        return value
+
+    return AfterValidator(refuse)
+
+
+class _Part(BaseModel):
+    """A frozen piece of configuration whose mistakes come as one `ConfigError`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    # Hidden from type checkers, so that they go on checking the fields' own names and types.
+    if not TYPE_CHECKING:
+
+        def __init__(self, **values: Any) -> None:
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                problems = tuple(_problems(type(self), error.errors()))
+                speak_plainly(contract.speaker_rank())
+                raise _config_error(type(self).__name__, problems) from None
+
+
+class DataConfig(_Part):
+    """How samples reach the model."""
+
+    num_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        0, description='Loader processes per rank; "auto": the CPU cores this rank has to itself, at most 8.'
+    )
+    pin_memory: bool | Literal["auto"] = Field(
+        "auto", description='Page-locked host memory, for copies beside the computation; "auto": on a GPU.'
+    )
+    prefetch_batches: Annotated[int, Field(ge=0)] = Field(
+        2, description="Micro-batches copied to the device ahead of their use (GPU only)."
+    )
+    shuffle: bool = Field(True, description="A new order each epoch, a pure function of (seed, epoch).")
+    drop_last: bool = Field(
+        False, description="Leave out the short last global batch; False trains on it, exactly weighted."
+    )
+    seed_samples: Annotated[bool, _not_yet("random augmentation seeded per sample", leave=False)] = Field(
+        False, description="Random augmentation depends on (seed, epoch, sample) alone. Not available yet."
+    )
+
+
+class CheckpointConfig(_Part):
+    """When and where the state of a run is saved. Not available yet: `dir` stays None."""
+
+    dir: Annotated[Path | None, _not_yet("saving checkpoints", leave=None)] = Field(
+        None, description="Folder of the checkpoints; None: off."
+    )
+    every_steps: Annotated[Count | None, _not_yet("saving checkpoints", leave=None)] = Field(
+        None, description="Optimizer steps between saves."
+    )
+    every_seconds: Annotated[PositiveFloat | None, _not_yet("saving checkpoints", leave=None)] = Field(
+        None, description="Seconds between saves."
+    )
+    keep_last: Annotated[Count, _not_yet("saving checkpoints", leave=2)] = Field(
+        2, description="How many whole checkpoints are kept."
+    )
+    background: Annotated[bool, _not_yet("choosing how checkpoints are written", leave=True)] = Field(
+        True, description="Write beside the training loop."
+    )
+    resume: Annotated[Literal["auto"] | Path | None, _not_yet("resuming from a checkpoint", leave="auto")] = Field(
+        "auto", description='"auto": the newest whole checkpoint in `dir`, if any; a path; None: start afresh.'
+    )
+
+
+class ParallelConfig(_Part):
+    """How the model is spread over the ranks."""
+
+    strategy: Strategy = Field("ddp", description="ddp: a whole replica on every rank, gradients averaged.")
+    find_unused_parameters: bool = Field(
+        False, description="For models that leave some parameters out of some steps; costs a graph walk per step."
+    )
+    bucket_mb: PositiveFloat = Field(25.0, description="Size of the gradient buckets that are reduced together, MiB.")
+
+
+class TrainerConfig(_Part):
+    """What a training run is to do. All sizes are in samples.
+
+    Of `global_batch_size`, `micro_batch_size` and `accumulation_steps`, two determine the third.
+    None given: a global batch of 32. All three: they must agree with the number of ranks.
+    """
+
+    epochs: Count | None = Field(None, description="Passes over the data; 1 where max_steps is not given either.")
+    max_steps: Count | None = Field(
+        None, description="Optimizer steps; with epochs too, what comes first ends the run."
+    )
+    global_batch_size: Count | None = Field(None, description="Samples per optimizer step over all ranks.")
+    micro_batch_size: (
+        Count | Annotated[Literal["auto"], _not_yet("searching the largest micro-batch", leave=None)] | None
+    ) = Field(None, description="Samples per forward pass of one rank, at most.")
+    accumulation_steps: Count | None = Field(None, description="Forward and backward passes per optimizer step.")
+    precision: Precision = Field("fp32", description="Arithmetic of forward and backward; see precision.py.")
+    max_grad_norm: PositiveFloat | None = Field(None, description="Clip the global gradient norm to this; None: off.")
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(0, description="Data order and every random state.")
+    deterministic: bool = Field(False, description="Only algorithms that repeat bit by bit; may be slower.")
+    log_every: Count = Field(10, description="Optimizer steps between log points, where the host waits for the device.")
+    eval_every: Count | None = Field(None, description="Optimizer steps between evaluations; None: after each epoch.")
+    data: DataConfig = DataConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    parallel: ParallelConfig = ParallelConfig()
+
+    @field_validator("parallel", mode="before")
+    @classmethod
+    def _strategy_by_name(cls, value: Any) -> Any:
+        return {"strategy": value} if isinstance(value, str) else value
+
+    @property
+    def last_epoch(self) -> int | None:
+        """The number of epochs that ends a run; None where only max_steps does."""
+        return 1 if self.epochs is None and self.max_steps is None else self.epochs
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Self:
+        """Read a YAML, TOML or JSON file; `overrides` wins over it, with dots for parts: `{"data.shuffle": False}`.
+
+        Raises `ConfigError` for a file that is missing or unreadable, and for every mistake in the values.
+        """
+        values = _read(Path(path))
+        for name, value in (overrides or {}).items():
+            _put(values, name, value)
+        return cls(**values)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    parsers: dict[str, Callable[[str], Any]] = {
+        ".yaml": yaml.safe_load,
+        ".yml": yaml.safe_load,
+        ".toml": tomllib.loads,
+        ".json": json.loads,
+    }
+    try:
+        parse = parsers[path.suffix.lower()]
+        values = parse(path.read_text(encoding="utf-8"))
+    except KeyError:
+        problem = f"the ending {path.suffix!r} is not one of {', '.join(parsers)}"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    except (yaml.YAMLError, ValueError) as error:
+        problem = f"not valid {path.suffix.lstrip('.').upper()}: {error}"
+    else:
+        if values is None:
+            return {}
+        if isinstance(values, dict) and all(isinstance(name, str) for name in values):
+            return values
+        problem = f"a table of settings is expected at the top, found {type(values).__name__}"
+    speak_plainly(contract.speaker_rank())
+    raise ConfigError(f"cannot read the configuration {path}: {problem}", "check the path and the file") from None
+
+
+def _put(values: dict[str, Any], name: str, value: Any) -> None:
+    """Set `a.b` inside nested tables; a nested table given as a value is merged, not replaced."""
+    if isinstance(value, Mapping):
+        for inner, inner_value in value.items():
+            _put(values, f"{name}.{inner}", inner_value)
+        return
+    *parts, last = name.split(".")
+    for part in parts:
+        table = values.get(part)
+        values[part] = dict(table) if isinstance(table, dict) else {}
+        values = values[part]
+    values[last] = value
+
+
+# --- saying what is wrong ---------------------------------------------------------------------------------------
+
+
+def _config_error(owner: str, problems: tuple[str, ...]) -> ConfigError:
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return ConfigError(f"{owner} has {count}:", "correct these and start again; nothing has run yet", problems)
+
+
+def _problems(owner: type[BaseModel], errors: list[ErrorDetails]) -> Iterator[str]:
+    """One sentence for each mistake: field, value, what is allowed, the nearest that works."""
+    seen = set()
+    for error in errors:
+        inner = error.get("ctx", {}).get("error")
+        if isinstance(inner, ConfigError):  # a part was made on the way and listed its own problems
+            yield from (f"{error['loc'][0]}.{problem}" for problem in inner.problems)
+            continue
+        # Members of a union report one error each, under the same field: one sentence covers them.
+        path = _field_path(owner, error["loc"])
+        if path not in seen:
+            seen.add(path)
+            same = [other for other in errors if _field_path(owner, other["loc"]) == path]
+            yield _sentence(owner, path, same)
+
+
+def _field_path(owner: type[BaseModel], location: tuple[int | str, ...]) -> tuple[str, ...]:
+    """The part of pydantic's location that the user typed: field names, without the members of unions."""
+    path: list[str] = []
+    model: type[BaseModel] | None = owner
+    for step in map(str, location):
+        if model is None:
+            break
+        path.append(step)
+        field = model.model_fields.get(step)
+        kind = field.annotation if field else None
+        model = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    return tuple(path)
+
+
+def _sentence(owner: type[BaseModel], path: tuple[str, ...], errors: list[ErrorDetails]) -> str:
+    name, value = ".".join(path), errors[0]["input"]
+    own = [error for error in errors if error["type"] == "value_error"]
+    if errors[0]["type"] == "extra_forbidden":
+        return f"{name} = {value!r}: there is no such setting; {_nearest_setting(path)}"
+    if own:
+        return f"{name} = {value!r}: {own[0]['ctx']['error']}"
+    allowed = list(dict.fromkeys(text for error in errors for text in _allowed(error)))
+    return f"{name} = {value!r}: allowed is {' or '.join(allowed)}; nearest: {_nearest_value(owner, path, errors)}"
+
+
+def _allowed(error: ErrorDetails) -> Iterator[str]:
+    context = error.get("ctx", {})
+    limits = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+    if error["type"] == "literal_error":
+        yield context["expected"].replace("'", '"')
+    elif error["type"].startswith(("int_", "float_", "bool_", "finite_")):
+        yield {"int": "a whole number", "bool": "true or false"}.get(error["type"].split("_")[0], "a number")
+    elif bounds := [f"{word} {context[key]}" for key, word in limits.items() if key in context]:
+        yield " and ".join(bounds)
+    else:
+        yield error["msg"][0].lower() + error["msg"][1:]
+
+
+def _nearest_setting(path: tuple[str, ...]) -> str:
+    """Look for the name where it was typed, then in all other parts."""
+    names = list(_setting_names(TrainerConfig))
+    typed = ".".join(path)
+    close = nearest(typed, names)
+    if close is None:
+        by_last = {name.rsplit(".", 1)[-1]: name for name in reversed(names)}
+        close = by_last.get(nearest(path[-1], list(by_last)) or "")
+    return f"nearest: {close}" if close else f"the settings are: {', '.join(names)}"
+
+
+def _setting_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _setting_names(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _nearest_value(owner: type[BaseModel], path: tuple[str, ...], errors: list[ErrorDetails]) -> str:
+    """A value that would have been accepted, as close to the one found as we can say."""
+    value = errors[0]["input"]
+    for error in errors:
+        context = error.get("ctx", {})
+        if error["type"] == "literal_error" and isinstance(value, str):
+            choices = [text.strip("'") for text in context["expected"].replace(" or ", ", ").split(", ")]
+            close = nearest(value, choices)
+            if close:
+                return repr(close)
+        if "ge" in context:
+            return str(context["ge"])
+        if "lt" in context:
+            return str(context["lt"] - 1)
+        if error["type"] == "int_from_float":
+            return str(max(1, round(value)))
+    field = _field(owner, path)
+    return repr(field.get_default()) if field.get_default() is not None else "None (off)"
+
+
+def _field(owner: type[BaseModel], path: tuple[str, ...]) -> Any:
+    *parts, last = path
+    for part in parts:
+        kind = owner.model_fields[part].annotation
+        assert isinstance(kind, type)
+        owner = kind
+    return owner.model_fields[last]

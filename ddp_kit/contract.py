@@ -1,0 +1,103 @@
+"""What the launcher and its workers agree on: environment variables, exit codes, files.
+
+The only place that names them. The variables are torchrun's, so that any script written for it runs here,
+and a `Trainer` started by torchrun, Slurm or plain `python` finds what it needs.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+from ddp_kit.errors import WorldError
+
+RANK = "RANK"
+LOCAL_RANK = "LOCAL_RANK"
+WORLD_SIZE = "WORLD_SIZE"
+LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
+GROUP_RANK = "GROUP_RANK"  # the node's number
+MASTER_ADDR = "MASTER_ADDR"
+MASTER_PORT = "MASTER_PORT"
+
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+GPU_ORDER = "CUDA_DEVICE_ORDER"
+THREADS = "OMP_NUM_THREADS"
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+PROCESSES_DEFAULT = "PET_NPROC_PER_NODE"  # torchrun reads the default of --nproc-per-node from here
+
+RUN_FOLDER_PREFIX = "ddpkit-"
+
+
+class ExitCode(IntEnum):
+    """Exit codes of `ddpkit`. A failed worker's own code, or 128 + signal, is passed on unchanged."""
+
+    OK = 0
+    LAUNCH_FAILED = 1
+    USAGE = 2
+
+    @staticmethod
+    def of_signal(number: int) -> int:
+        """The shell's convention for a process that a signal ended."""
+        return 128 + number
+
+
+@dataclass(frozen=True)
+class WorkerEnv:
+    """Where one worker stands in its job, as its environment says it."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    node_rank: int = 0
+
+
+def from_env(env: Mapping[str, str] | None = None) -> WorkerEnv:
+    """Read a worker's place from its environment; one process alone where RANK and WORLD_SIZE are not set.
+
+    Raises `WorldError` where the variables are incomplete or contradict each other.
+    """
+    env = os.environ if env is None else env
+    if RANK not in env and WORLD_SIZE not in env:
+        return WorkerEnv()
+    missing = [name for name in (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) if not env.get(name)]
+    if missing:
+        raise WorldError(
+            f"this process has part of a launcher's environment, but {', '.join(missing)} is not set",
+            "start the script with `ddpkit launch`, or unset RANK and WORLD_SIZE to run it alone",
+        )
+    values = {name: _number(env, name) for name in (RANK, WORLD_SIZE)}
+    worker = WorkerEnv(
+        rank=values[RANK],
+        world_size=values[WORLD_SIZE],
+        local_rank=_number(env, LOCAL_RANK, values[RANK]),
+        local_world_size=_number(env, LOCAL_WORLD_SIZE, values[WORLD_SIZE]),
+        node_rank=_number(env, GROUP_RANK, 0),
+    )
+    if not 0 <= worker.rank < worker.world_size:
+        raise WorldError(
+            f"{RANK}={worker.rank} does not fit {WORLD_SIZE}={worker.world_size}",
+            f"{RANK} counts from 0 to {WORLD_SIZE} - 1; let `ddpkit launch` set both",
+        )
+    return worker
+
+
+def speaker_rank() -> int:
+    """This process's rank for the purpose of speaking to the user; never raises."""
+    text = os.environ.get(RANK, "0")
+    return int(text) if text.isdecimal() else 0
+
+
+def make_cublas_repeatable() -> None:
+    """Ask cuBLAS for its repeatable workspaces; it reads this when CUDA starts.
+
+    Source: NVIDIA cuBLAS documentation, "Results reproducibility". A value of the user's own stays.
+    """
+    os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name, "" if default is None else str(default))
+    if not text.isdecimal():
+        raise WorldError(f"{name}={text!r} is not a whole number", "let `ddpkit launch` set it")
+    return int(text)

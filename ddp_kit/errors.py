@@ -1,0 +1,117 @@
+"""Every error that ddpkit raises on purpose. Each says what was asked, what was found, and what to do now.
+
+    DdpKitError
+    ├── ConfigError   a TrainerConfig (or a combination of its values) that cannot be used; also a ValueError
+    ├── WorldError    the processes and devices are not what was asked for
+    ├── DataError     the dataset or loader cannot be used
+    ├── LossError     what the user's loss, metric or optimizer gave back cannot be used
+    ├── UsageError    a command line that cannot be used: exit code 2
+    └── LaunchError   the launcher could not bring the job up
+
+A mistake of the user is shown as its message, without a traceback: see `speak_plainly`.
+"""
+
+import sys
+import time
+from difflib import get_close_matches
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar
+
+_PACKAGE = Path(__file__).parent
+_HOLD_BACK_SECONDS = 5.0
+
+
+class DdpKitError(Exception):
+    """The base of all errors raised on purpose.
+
+    `message` says what was asked and what was found; `hint` says what to do now.
+    """
+
+    same_on_every_rank: ClassVar[bool] = False
+    """True where every rank is bound to find the same mistake, so that one of them speaks for all."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message, hint)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  hint: {self.hint}"
+
+
+class ConfigError(DdpKitError, ValueError):
+    """A configuration that cannot be used; `problems` lists every mistake found, not only the first."""
+
+    same_on_every_rank = True
+
+    def __init__(self, message: str, hint: str, problems: tuple[str, ...] = ()) -> None:
+        super().__init__(message, hint)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        lines = [self.message, *(f"  {number}. {text}" for number, text in enumerate(self.problems, 1))]
+        return "\n".join([*lines, f"  hint: {self.hint}"])
+
+
+class WorldError(DdpKitError):
+    """The processes or devices at hand are not what was asked for."""
+
+
+class DataError(DdpKitError):
+    """The dataset or loader cannot be used."""
+
+    same_on_every_rank = True
+
+
+class LossError(DdpKitError):
+    """What the user's loss function, metric or optimizer gave back cannot be used."""
+
+
+class UsageError(DdpKitError):
+    """A command line that cannot be used."""
+
+
+class LaunchError(DdpKitError):
+    """The launcher could not bring the job up."""
+
+
+def nearest(name: str, known: list[str]) -> str | None:
+    """The known name closest in spelling, or None where nothing is close."""
+    found = get_close_matches(name, known, n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def speak_plainly(rank: int) -> None:
+    """From now on an uncaught `DdpKitError` ends this process with its message instead of a traceback.
+
+    Where every rank finds the same mistake, rank 0 speaks. The others hold back for a few seconds, in which the
+    launcher ends them; a rank that is still there after that speaks for itself, so nothing is lost.
+    All other exceptions go to the hook that was there before.
+    """
+    before = sys.excepthook
+    if getattr(before, "speaks_plainly", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, DdpKitError):
+            before(kind, error, trace)
+            return
+        if error.same_on_every_rank and rank > 0:
+            time.sleep(_HOLD_BACK_SECONDS)
+        speaker = f" (rank {rank})" if rank > 0 else ""
+        sys.stderr.write(f"ddpkit: error{speaker}{_place(trace)}: {error}\n")
+
+    hook.speaks_plainly = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The last line of the user's own code on the way to the error."""
+    place = ""
+    while trace is not None:
+        file = Path(trace.tb_frame.f_code.co_filename)
+        if file.suffix == ".py" and _PACKAGE not in file.parents and "site-packages" not in file.parts:
+            place = f" at {file.name}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place

@@ -1,0 +1,75 @@
+"""The command `ddpkit`: parse, call, exit code. Importing this imports neither torch nor NVML."""
+
+import argparse
+import os
+import sys
+import uuid
+from collections.abc import Callable, Sequence
+
+from ddp_kit import __version__
+from ddp_kit.contract import ExitCode
+from ddp_kit.errors import DdpKitError, UsageError, nearest
+
+_HELP = """\
+commands:
+  launch    start one process per GPU and give each its rank: `ddpkit launch --help`
+
+examples:
+  ddpkit launch train.py                       one process per visible GPU (one process without any)
+  ddpkit launch --gpus 4 train.py --lr 0.1     four GPUs; what follows the script is its own
+  ddpkit launch --nproc-per-node 2 train.py    two processes, on the CPU too
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: this process's) and return its exit code; argparse exits for --help."""
+    parser = argparse.ArgumentParser(
+        prog="ddpkit",
+        description="Training on several GPUs as one command.",
+        epilog=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="ddpkit [-h] [--version] COMMAND ...",
+    )
+    parser.add_argument("--version", action="version", version=f"ddpkit {__version__}")
+    parser.add_argument("command", metavar="COMMAND", help="what to do; see below")
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = parser.parse_args(words[:1]).command  # what follows belongs to the command
+    try:
+        return _command(command)(words[1:])
+    except UsageError as error:
+        return _report(error, ExitCode.USAGE)
+    except DdpKitError as error:
+        return _report(error, ExitCode.LAUNCH_FAILED)
+
+
+def launch(words: Sequence[str]) -> int:
+    """`ddpkit launch`: what was asked -> plan -> run -> verdict."""
+    # Imported here: the agent imports torch, which only this command should pay for.
+    from ddp_kit.launcher import agent, devices, plan, spec, verdict
+
+    asked = spec.parse(words, agent.torchrun_parser(), os.environ)
+    spec.check_script(asked)
+    settled = plan.make(asked, devices.gpus(), os.environ, run_id=str(uuid.uuid4()))
+    for line in settled.says:
+        sys.stderr.write(f"ddpkit: {line}\n")
+    outcome = agent.run(settled)
+    judgement = verdict.judge(outcome)
+    if judgement.text:
+        sys.stderr.write(f"ddpkit: {judgement.text}\n")
+    return judgement.exit_code
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"launch": launch}
+
+
+def _command(name: str) -> Callable[[Sequence[str]], int]:
+    if name in _COMMANDS:
+        return _COMMANDS[name]
+    close = nearest(name, list(_COMMANDS))
+    instead = f"`ddpkit launch {name} ...`" if name.endswith(".py") else f"`ddpkit {close or 'launch'} ...`"
+    raise UsageError(f"there is no command {name!r}; the commands are: {', '.join(_COMMANDS)}", f"type {instead}")
+
+
+def _report(error: DdpKitError, code: ExitCode) -> int:
+    sys.stderr.write(f"ddpkit: error: {error}\n")
+    return int(code)

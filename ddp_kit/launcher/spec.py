@@ -1,0 +1,108 @@
+"""What was asked: a command line, with torchrun's flags and ours, as a `LaunchSpec`."""
+
+import argparse
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ddp_kit.contract import PROCESSES_DEFAULT, ExitCode
+from ddp_kit.errors import UsageError, nearest
+
+_DESCRIPTION = """\
+Start a script in several processes, each with its rank and its GPU. Takes every torchrun command line.
+One default differs from torchrun: with neither --gpus nor --nproc-per-node there is one process per visible
+GPU, and one process where there is no GPU."""
+
+_EXAMPLES = f"""\
+examples:
+  ddpkit launch train.py
+  ddpkit launch --gpus 4 train.py --lr 0.1
+  ddpkit launch --gpus 0,2 -m package.train
+  ddpkit launch --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --gpus all train.py
+
+exit codes:
+  {ExitCode.OK:<9d} every process ended well
+  {ExitCode.LAUNCH_FAILED:<9d} the job could not be brought up
+  {ExitCode.USAGE:<9d} the command line cannot be used
+  other     that of the process that failed first; 128 + the signal's number where a signal ended it
+"""
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """A launch as it was asked for."""
+
+    gpus: str | None
+    """The words after --gpus; None where it was not given."""
+    processes: str | None
+    """The words after --nproc-per-node, or PET_NPROC_PER_NODE; None where neither was given."""
+    torchrun: Mapping[str, Any]
+    """All of torchrun's settings by their names in its own parser, the script and its arguments among them."""
+
+    @property
+    def script(self) -> str:
+        """The script, module or program to run."""
+        return str(self.torchrun["training_script"])
+
+
+def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[str, str]) -> LaunchSpec:
+    """Parse `words` with torchrun's own parser, to which our flags are added.
+
+    Raises `UsageError` for an unknown flag; argparse itself reports other mistakes and exits with code 2.
+    """
+    torchrun.prog = "ddpkit launch"
+    torchrun.usage = "ddpkit launch [flags] script.py [arguments of the script]"
+    torchrun.description, torchrun.epilog = _DESCRIPTION, _EXAMPLES
+    torchrun.formatter_class = argparse.RawDescriptionHelpFormatter
+    ours = torchrun.add_argument_group("ddpkit's own")
+    ours.add_argument(
+        "--gpus",
+        metavar="N|all|0,2",
+        help="GPUs to use, one process each: a number of them (free ones first), all, or a list of positions",
+    )
+    for action in torchrun._actions:  # the positional arguments, in the words of the usage line
+        action.metavar = {"training_script": "script.py", "training_script_args": "..."}.get(
+            action.dest, action.metavar
+        )
+    torchrun.set_defaults(nproc_per_node=env.get(PROCESSES_DEFAULT))
+    found, unknown = torchrun.parse_known_args(list(words))
+    flags = vars(found)
+    if unknown:
+        raise _unknown_flag(unknown[0], torchrun)
+    gpus, processes = flags.pop("gpus"), flags.pop("nproc_per_node")
+    return LaunchSpec(gpus=gpus, processes=processes, torchrun=MappingProxyType(flags))
+
+
+def check_script(spec: LaunchSpec) -> None:
+    """Raise `UsageError` where the script is not there; a module is left to python to find."""
+    script = spec.script
+    if spec.torchrun["module"] or "${" in script:
+        return
+    if spec.torchrun["no_python"]:
+        if shutil.which(script) is None:
+            raise UsageError(f"there is no program {script!r} to run", "check its path, or leave out --no-python")
+        return
+    if not Path(script).exists():
+        where = "" if Path(script).is_absolute() else f" in {Path.cwd()}"
+        raise UsageError(f"there is no script {script!r}{where}", _nearest_script(Path(script)))
+
+
+def _nearest_script(missing: Path) -> str:
+    folder = missing.parent if missing.parent.is_dir() else Path()
+    there = [path.name for path in folder.glob("*.py")]
+    close = nearest(missing.name, there)
+    if close:
+        return f"the nearest is {folder / close}"
+    return f"the scripts in {folder.resolve()} are: {', '.join(sorted(there)[:10])}" if there else "check the path"
+
+
+def _unknown_flag(word: str, parser: argparse.ArgumentParser) -> UsageError:
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    close = nearest(word.split("=")[0], flags)
+    hint = f"did you mean {close}? " if close else ""
+    return UsageError(
+        f"there is no flag {word!r}", f"{hint}`ddpkit launch --help` lists all; the script's own follow it"
+    )

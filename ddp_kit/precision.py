@@ -1,0 +1,105 @@
+"""The arithmetic of forward and backward: fp32, tf32, bf16, fp16 (autocast) and bf16-true.
+
+precision  weights   matrix products         gradient scaling   needs
+fp32       float32   float32                 no                 anything
+tf32       float32   TensorFloat-32          no                 NVIDIA GPU, Ampere or newer
+bf16       float32   bfloat16 by autocast    no                 CPU, or a GPU with bfloat16
+fp16       float32   float16 by autocast     yes                CPU or GPU
+bf16-true  bfloat16  bfloat16                no                 as bf16; the batch's floats are converted too
+"""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddp_kit.errors import ConfigError
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """One of the five precisions, on one device.
+
+    Raises `ConfigError` where the device does not have it.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        _check(name, device)
+        self.batch_dtype = torch.bfloat16 if name == "bf16-true" else None
+        """The type that floating-point tensors of a batch are converted to; None: left as they are."""
+        self._autocast_dtype = _AUTOCAST.get(name)
+        self._device = device
+        self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+        if device.type == "cuda":
+            _choose_float32(tf32=name == "tf32")
+
+    def prepare(self, model: nn.Module) -> None:
+        """Convert the weights where the precision asks for it; the parameters stay the same objects."""
+        if self.batch_dtype is not None:
+            model.to(self.batch_dtype)
+
+    def forward(self) -> AbstractContextManager[object]:
+        """The context in which the user's loss function runs."""
+        if self._autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=self._autocast_dtype)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss as it enters the backward pass."""
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Bring the gradients to their true size, once per step, before clipping."""
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+
+    def apply(self, optimizer: Optimizer) -> bool:
+        """One optimizer step. False where fp16 overflowed: the step is left out and the scale lowered.
+
+        fp16 alone makes the host wait here: whether the step counts is known on the device only.
+        """
+        if self._scaler is None:
+            optimizer.step()
+            return True
+        before = self._scaler.get_scale()
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        return self._scaler.get_scale() >= before
+
+
+def _check(name: str, device: torch.device) -> None:
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_name(device)
+        if name == "tf32" and torch.cuda.get_device_capability(device) < (8, 0):
+            raise _unavailable(name, gpu, "fp32 or fp16")
+        if name.startswith("bf16") and not torch.cuda.is_bf16_supported(including_emulation=False):
+            raise _unavailable(name, gpu, "fp16 or fp32")
+    elif name == "tf32":
+        raise _unavailable(name, "the CPU", "fp32 or bf16")
+
+
+def _unavailable(name: str, device: str, instead: str) -> ConfigError:
+    return ConfigError(f"precision={name!r} is not available on {device}", f"use precision={instead}")
+
+
+def _choose_float32(tf32: bool) -> None:
+    """Set what float32 matrix products and convolutions may use.
+
+    Through torch's older switches: reading those after the newer ones were set raises an error in torch, and
+    torch.compile reads them. cuDNN's own default would be TF32 even for fp32.
+    """
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiply all gradients by a scalar that is on the device, without waiting for its value."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), group in by_kind.items():
+        torch._foreach_mul_(group, factor.to(device=device, dtype=dtype))
