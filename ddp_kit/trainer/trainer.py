@@ -1,9 +1,9 @@
-"""The training loop: `Trainer`, and what it reports."""
+"""The training loop."""
 
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,81 +11,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from ddp_kit import contract, log
+from ddp_kit import log
 from ddp_kit.batch import MicroBatch, plan_batches
 from ddp_kit.callbacks import Callback
 from ddp_kit.config import TrainerConfig
-from ddp_kit.errors import ConfigError, LossError
+from ddp_kit.errors import LossError
 from ddp_kit.loader import Data, build_loader, check_batch_size, on_device, open_data, shuffles
 from ddp_kit.metrics import Loss, Mean, checked, reduced
 from ddp_kit.placement import place, without_reduction
 from ddp_kit.precision import Precision, scale_gradients
 from ddp_kit.progress import ProgressReport
 from ddp_kit.sampler import EvalBatches, ExactDistributedSampler, TrainBatches
+from ddp_kit.trainer.records import FitResult, LogRow, Step
+from ddp_kit.trainer.setup import (
+    LossFunction,
+    MetricFunction,
+    checked_metrics,
+    evaluating,
+    only_repeatable_algorithms,
+    optimizer_for,
+    scheduler_for,
+)
 from ddp_kit.world import join, seed_everything
-
-LossFunction = Callable[[nn.Module, Any], "Tensor | Loss"]
-MetricFunction = Callable[[Any, Any], "Tensor | Loss"]
-
-
-@dataclass(frozen=True)
-class LogRow:
-    """One log point: what happened since the one before."""
-
-    step: int
-    """Optimizer steps done."""
-    epoch: int
-    """Counted from 0."""
-    loss: float
-    """Mean over the interval's samples (or weights) on all ranks."""
-    learning_rate: float
-    """Of the optimizer's first parameter group, for the step to come."""
-    samples_per_second: float
-    """Over all ranks."""
-    step_seconds: float
-    """Wall time per optimizer step, evaluations left out."""
-    data_seconds: float
-    """The part of it in which this rank waited for a batch."""
-
-    def __str__(self) -> str:
-        return (
-            f"epoch {self.epoch}  loss {self.loss:.4f}  lr {self.learning_rate:.3g}  "
-            f"{self.samples_per_second:,.0f} samples/s  data {self.data_seconds / self.step_seconds:.0%}"
-        )
-
-
-@dataclass(frozen=True)
-class Step:
-    """One optimizer step that was just done."""
-
-    number: int
-    """Counted from 1 over the whole run: `trainer.step`."""
-    epoch: int
-    """Counted from 0."""
-    samples: int
-    """Samples in this step over all ranks."""
-    ends_epoch: bool
-    log: LogRow | None
-    """The interval's figures at a log point, else None."""
-
-
-@dataclass(frozen=True)
-class FitResult:
-    """What a run came to; the same on every rank, apart from times."""
-
-    steps: int
-    """Optimizer steps done."""
-    samples: int
-    """Samples trained on over all ranks, counted once per epoch."""
-    loss: float
-    """The mean over the last logged interval."""
-    history: tuple[LogRow, ...]
-    """One row per log point."""
-    metrics: dict[str, float]
-    """Of the last evaluation; empty without one."""
 
 
 @dataclass
@@ -139,7 +89,7 @@ class Trainer:
     ) -> None:
         self.config = config or TrainerConfig()
         if self.config.deterministic:
-            _only_repeatable_algorithms()
+            only_repeatable_algorithms()
         self.world = join()
         log.start(self.world.is_main)
         micro_batch = self.config.micro_batch_size
@@ -152,10 +102,10 @@ class Trainer:
         self._precision.prepare(model)
         self._placed = place(model, self.world, self.config.parallel)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.optimizer = _optimizer_for(model, optimizer)
-        self.scheduler = _scheduler_for(self.optimizer, scheduler)
+        self.optimizer = optimizer_for(model, optimizer)
+        self.scheduler = scheduler_for(self.optimizer, scheduler)
         self._loss_fn = loss_fn
-        self._metrics = _checked_metrics(metrics or {})
+        self._metrics = checked_metrics(metrics or {})
         self._callbacks = tuple(callbacks)
         self._weighted: bool | None = None  # whether the loss function returns Loss; known from its first call
         self.step = 0
@@ -365,7 +315,7 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self, loader: DataLoader[Any], batches: EvalBatches) -> dict[str, float]:
         means = {name: Mean(self.world.device) for name in ("loss", *self._metrics)}
-        with _evaluating(self.model) as outputs:
+        with evaluating(self.model) as outputs:
             for samples, batch in zip(batches.sizes(), self._on_device(loader), strict=True):
                 with self._precision.forward():
                     value = checked(self._loss_fn(self.model, batch), "the loss function")
@@ -412,57 +362,3 @@ class Trainer:
 def _ratio(samples: int, weight: Tensor) -> Tensor:
     """samples / weight, and 0 where nothing had a weight; decided on the device."""
     return torch.where(weight > 0, samples / weight, torch.zeros_like(weight))
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[list[Any]]:
-    """The model in evaluation mode, its outputs noted; every module's own mode comes back afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    outputs: list[Any] = []
-    hook = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
-    model.eval()
-    try:
-        yield outputs
-    finally:
-        hook.remove()
-        for module, mode in modes.items():
-            module.training = mode
-
-
-def _only_repeatable_algorithms() -> None:
-    contract.make_cublas_repeatable()
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-
-
-def _optimizer_for(model: nn.Module, optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]) -> Optimizer:
-    made = optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
-    if not isinstance(made, Optimizer):
-        raise ConfigError(
-            f"optimizer is a {type(made).__name__}", "give a torch Optimizer, or a function parameters -> Optimizer"
-        )
-    own = set(model.parameters())
-    if not any(parameter in own for group in made.param_groups for parameter in group["params"]):
-        raise ConfigError(
-            "the optimizer holds none of the model's parameters, so nothing would be trained",
-            "make it from model.parameters() of the model that the Trainer gets",
-        )
-    return made
-
-
-def _scheduler_for(
-    optimizer: Optimizer, scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None
-) -> LRScheduler | None:
-    made = scheduler if scheduler is None or isinstance(scheduler, LRScheduler) else scheduler(optimizer)
-    if made is not None and (not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau)):
-        raise ConfigError(
-            f"scheduler is a {type(made).__name__}, which cannot tick once per optimizer step by itself",
-            "give an LRScheduler that needs no value, or a function optimizer -> LRScheduler",
-        )
-    return made
-
-
-def _checked_metrics(metrics: Mapping[str, MetricFunction]) -> dict[str, MetricFunction]:
-    if "loss" in metrics:
-        raise ConfigError("a metric is called 'loss', the name of the loss itself", "choose another name for it")
-    return dict(metrics)

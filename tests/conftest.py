@@ -1,0 +1,68 @@
+"""What many tests need: the real command, and scripts to start with it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def _environment(extra: dict[str, str] | None) -> dict[str, str]:
+    """This process's environment without what a launcher or pytest has put there."""
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC", "PET_", "PYTEST", "OMP_NUM_THREADS")
+    return {name: value for name, value in os.environ.items() if not name.startswith(ours)} | (extra or {})
+
+
+def _run(command: list[str], env: dict[str, str] | None, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        command, env=_environment(env), cwd=cwd, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL
+    )
+
+
+@pytest.fixture
+def root() -> Path:
+    return ROOT
+
+
+@pytest.fixture
+def ddpkit(tmp_path: Path) -> Run:
+    """Run the installed command in an empty folder."""
+
+    def run(*words: object, env: dict[str, str] | None = None, cwd: Path = tmp_path) -> object:
+        return _run([str(BIN / "ddpkit"), *map(str, words)], env, cwd)
+
+    return run
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Run:
+    """Run a script in `processes` processes with `launcher`: python (1 process), torchrun or ddpkit."""
+    commands = {
+        "python": lambda _: [sys.executable],
+        "torchrun": lambda processes: [str(BIN / "torchrun"), "--nproc-per-node", str(processes)],
+        "ddpkit": lambda processes: [str(BIN / "ddpkit"), "launch", "--nproc-per-node", str(processes)],
+    }
+
+    def run(launcher: str, processes: int, script: Path, *words: str, env: dict[str, str] | None = None) -> object:
+        return _run([*commands[launcher](processes), str(script), *words], env, tmp_path)
+
+    return run
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], Path]:
+    """Write a script and return its path."""
+
+    def write(text: str, name: str = "script.py") -> Path:
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write

@@ -1,0 +1,38 @@
+"""Every example runs on a laptop's CPU and comes to what it promises."""
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Start = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.mark.slow
+def test_the_gpt_learns_more_than_how_often_each_character_occurs(start: Start, root: Path) -> None:
+    run = start("ddpkit", 2, root / "examples" / "gpt.py")
+    assert run.returncode == 0, run.stderr
+    (loss,) = re.findall(r"loss on text not seen: ([\d.]+)", run.stdout)
+    (entropy,) = re.findall(r"each character occurs: ([\d.]+)", run.stdout)
+    assert float(loss) < float(entropy) - 0.5
+
+
+@pytest.mark.slow
+def test_the_gpt_s_weighted_loss_does_not_depend_on_the_ranks(start: Start, root: Path) -> None:
+    losses = set()
+    for launcher, ranks in (("python", 1), ("ddpkit", 3)):
+        run = start(launcher, ranks, root / "examples" / "gpt.py", "--steps", "4")
+        assert run.returncode == 0, run.stderr
+        losses |= set(re.findall(r"loss on text not seen: ([\d.]+)", run.stdout))
+    assert len(losses) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "said"), [("imperative", "stopped after"), ("plain_ddp", "ranks, mean loss")])
+def test_an_example_runs_in_one_and_in_three_processes(start: Start, root: Path, name: str, said: str) -> None:
+    for processes in (1, 3):
+        run = start("ddpkit", processes, root / "examples" / f"{name}.py")
+        assert run.returncode == 0, run.stderr
+        assert said in run.stdout

@@ -1,0 +1,54 @@
+"""What a person sees: a bar on a terminal, lines elsewhere, from rank 0 alone."""
+
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+FIT = """
+import torch
+from torch import nn
+from ddp_kit import Trainer, TrainerConfig
+
+model = nn.Linear(2, 1)
+config = TrainerConfig(global_batch_size=4, log_every=5)
+trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, batch: m(batch).square().mean(), config)
+trainer.fit(torch.ones(80, 2))
+print(f"done on rank {trainer.world.rank}")
+"""
+
+
+@pytest.mark.slow
+def test_elsewhere_there_are_plain_lines_of_rank_0(
+    start: Callable[..., "subprocess.CompletedProcess[str]"], script: Callable[[str], Path]
+) -> None:
+    run = start("ddpkit", 2, script(FIT))
+    assert run.returncode == 0, run.stderr
+    lines = [line.split("INFO")[1].strip() for line in run.stderr.splitlines() if "INFO" in line]
+    assert lines[0] == "2 ranks on cpu, fp32: global batch 4 = micro-batch 2 x accumulation 1 x 2; 20 steps"
+    assert [line.split("  ")[0] for line in lines[1:]] == [f"step {step}/20" for step in (5, 10, 15, 20)]
+    assert "\x1b[" not in run.stderr
+    assert sorted(run.stdout.splitlines()) == ["done on rank 0", "done on rank 1"]
+
+
+@pytest.mark.slow
+def test_on_a_terminal_there_is_one_bar(script: Callable[[str], Path]) -> None:
+    ours, theirs = pty.openpty()
+    command = [str(Path(sys.executable).with_name("ddpkit")), "launch", "--nproc-per-node", "2", str(script(FIT))]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as run:
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                shown += os.read(ours, 4096)
+            except OSError:  # the last process has closed the terminal
+                break
+    assert run.returncode == 0, shown
+    assert b"20/20" in shown
+    assert b"step 20/20" not in shown, "no plain lines beside the bar"
+    assert shown.count(b"done on rank") == 2

@@ -1,0 +1,154 @@
+"""The import rules of the house, read from the syntax tree."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "ddp_kit"
+STANDARD_LIBRARY_ONLY = {"errors", "contract", "config"}
+
+FLOOR = {
+    "errors": 0, "contract": 0, "config": 0,
+    "log": 1, "world": 1, "batch": 1,
+    "sampler": 2, "loader": 2, "precision": 2, "placement": 2, "metrics": 2, "callbacks": 2, "progress": 2,
+    "trainer": 3,
+}  # fmt: skip
+OUTSIDE_THE_FLOORS = {"__init__", "__main__"}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def room(name: str) -> str:
+    """A module, or the folder that it has become."""
+    return name.split(".")[0]
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of what a module imports when it runs, wherever the statement stands; not what types alone need."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body.clear()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_imports(path: Path) -> set[str]:
+    """The package's modules that a module imports, such as `errors` or `launcher.plan`."""
+    known = {name_of(module) for module in modules()}
+    found = set()
+    for full in imports(path):
+        name = full.removeprefix("ddp_kit.")
+        if name != full:
+            found.add(name if name in known else name.rpartition(".")[0])
+    return {name for name in found if name}
+
+
+def test_every_module_has_its_floor() -> None:
+    upstairs = {room(name_of(path)) for path in modules() if "launcher" not in path.parts} - OUTSIDE_THE_FLOORS
+    assert upstairs == set(FLOOR)
+
+
+@pytest.mark.parametrize("path", [path for path in modules() if "launcher" not in path.parts], ids=name_of)
+def test_a_floor_imports_only_floors_below_it(path: Path) -> None:
+    own = room(name_of(path))
+    if own in OUTSIDE_THE_FLOORS:
+        return
+    for other in map(room, own_imports(path)):
+        assert other in FLOOR, f"{own} imports {other}"
+        # The ground floor builds on itself: errors, then contract, then config.
+        below = FLOOR[other] < FLOOR[own] or FLOOR[other] == FLOOR[own] == 0
+        assert below or other == own, f"{own} imports {other}"
+
+
+@pytest.mark.parametrize("name", sorted(STANDARD_LIBRARY_ONLY))
+def test_the_ground_floor_needs_little_beside_the_standard_library(name: str) -> None:
+    roots = {full.split(".")[0] for full in imports(PACKAGE / f"{name}.py")}
+    assert not roots & {"torch", "loguru", "rich", "pynvml"}
+    assert name == "config" or not roots & {"pydantic", "yaml"}
+
+
+def test_the_launcher_imports_the_ground_floor_and_itself() -> None:
+    for path in (PACKAGE / "launcher").rglob("*.py"):
+        for other in own_imports(path):
+            assert other.startswith("launcher.") or FLOOR.get(other) == 0 or other == "", f"{path.name} imports {other}"
+
+
+def test_nothing_outside_the_launcher_imports_it() -> None:
+    for path in modules():
+        if "launcher" not in path.parts and name_of(path) != "__main__":
+            assert not any(other.startswith("launcher") for other in own_imports(path)), path.name
+
+
+def test_only_the_agent_imports_torch_in_the_launcher() -> None:
+    with_torch = {path.name for path in (PACKAGE / "launcher").rglob("*.py") if _uses(path, "torch")}
+    assert with_torch == {"agent.py"}
+
+
+def _uses(path: Path, root: str) -> bool:
+    return any(full.split(".")[0] == root for full in imports(path))
+
+
+def test_the_environment_is_touched_in_four_places_alone() -> None:
+    touching = {
+        name_of(path)
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv", "environb")
+    }
+    assert touching <= {"contract", "launcher.cli", "launcher.agent", "launcher.warm"}
+
+
+def test_environment_variables_are_named_in_the_contract_alone() -> None:
+    import ddp_kit.contract as contract
+
+    names = {
+        value for name, value in vars(contract).items() if name.isupper() and isinstance(value, str) and value.isupper()
+    }
+    assert {"RANK", "CUDA_VISIBLE_DEVICES"} <= names
+    for path in modules():
+        if name_of(path) == "contract":
+            continue
+        written = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+        assert not written & names, f"{path.name} spells out {written & names}"
+
+
+def test_records_that_cross_a_boundary_are_frozen() -> None:
+    for path in modules():
+        if path.stem == "__main__":
+            continue
+        module = import_module(f"ddp_kit.{name_of(path)}".removesuffix(".__init__"))
+        for kind in vars(module).values():
+            if isinstance(kind, type) and kind.__module__ == module.__name__ and is_dataclass(kind):
+                public = not kind.__name__.startswith("_")
+                assert kind.__dataclass_params__.frozen or not public, kind  # type: ignore[attr-defined]
+                assert fields(kind)
+
+
+def test_modules_and_functions_stay_readable() -> None:
+    for path in modules():
+        text = path.read_text()
+        assert text.count("\n") <= 450, f"{path.name} has outgrown one file"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                assert node.end_lineno - node.lineno < 60, f"{path.name}: {node.name} needs scrolling"
+
+
+def test_the_drawing_in_the_design_has_no_python_outside_the_package() -> None:
+    for folder in ("launch", "docker"):
+        assert not list((PACKAGE.parent / folder).rglob("*.py")), f"{folder}/ would be importable"

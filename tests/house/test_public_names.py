@@ -1,0 +1,61 @@
+"""What users import, and what it costs."""
+
+import subprocess
+import sys
+
+import pytest
+
+import ddp_kit
+
+PUBLIC = {
+    "__version__",
+    "BatchPlan",
+    "Callback",
+    "CheckpointConfig",
+    "ConfigError",
+    "DataConfig",
+    "DataError",
+    "DdpKitError",
+    "FitResult",
+    "LaunchError",
+    "LogRow",
+    "Loss",
+    "LossError",
+    "ParallelConfig",
+    "Step",
+    "Trainer",
+    "TrainerConfig",
+    "UsageError",
+    "World",
+    "WorldError",
+}
+
+
+def test_the_public_names_are_these() -> None:
+    assert set(ddp_kit.__all__) == PUBLIC
+    assert set(dir(ddp_kit)) == PUBLIC
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_every_public_name_is_there_and_documented(name: str) -> None:
+    value = getattr(ddp_kit, name)
+    assert name == "__version__" or value.__doc__
+
+
+def test_another_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Trainr'"):
+        ddp_kit.Trainr  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("statement", "torch_loaded"),
+    [
+        ("import ddp_kit", False),
+        ("from ddp_kit import TrainerConfig, ConfigError", False),
+        ("from ddp_kit import Loss", True),
+    ],
+)
+def test_torch_is_imported_only_by_what_needs_it(statement: str, torch_loaded: bool) -> None:
+    code = f"{statement}; import sys; print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == f"{torch_loaded}\n"

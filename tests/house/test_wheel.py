@@ -1,0 +1,37 @@
+"""What a user gets from the wheel."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    root = Path(__file__).parents[2]
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(root)]
+    subprocess.run(command, check=True, capture_output=True)
+    (built,) = out.glob("*.whl")
+    return zipfile.ZipFile(built)
+
+
+def test_its_top_level_is_the_package_alone(wheel: zipfile.ZipFile) -> None:
+    tops = {name.split("/")[0] for name in wheel.namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"ddp_kit"}
+
+
+def test_it_holds_every_module_the_types_and_the_licence(wheel: zipfile.ZipFile) -> None:
+    package = Path(__file__).parents[2] / "ddp_kit"
+    modules = {f"ddp_kit/{path.relative_to(package)}" for path in package.rglob("*.py")}
+    names = set(wheel.namelist())
+    assert modules <= names
+    assert "ddp_kit/py.typed" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_it_brings_the_command(wheel: zipfile.ZipFile) -> None:
+    (entry_points,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+    assert "ddpkit = ddp_kit.launcher.cli:main" in wheel.read(entry_points).decode()

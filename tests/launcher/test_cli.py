@@ -1,0 +1,153 @@
+"""The command line: its surface, its mistakes, its exit codes; on the real command."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddp_kit.launcher import agent
+
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def test_importing_the_command_line_imports_neither_torch_nor_nvml() -> None:
+    code = "import sys, ddp_kit.launcher.cli; print([m for m in ('torch', 'pynvml', 'pydantic') if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "[]\n"
+
+
+def test_the_commands_and_their_flags(ddpkit: Command) -> None:
+    top, launch = ddpkit("--help"), ddpkit("launch", "--help")
+    assert top.returncode == launch.returncode == 0
+    assert "ddpkit launch --gpus 4 train.py" in top.stdout
+    for action in agent.torchrun_parser()._actions:
+        for flag in action.option_strings:
+            assert flag in launch.stdout
+    assert "--gpus N|all|0,2" in launch.stdout
+    assert "One default differs from torchrun" in launch.stdout
+    assert "exit codes:" in launch.stdout
+
+
+def test_the_version_is_the_package_s(ddpkit: Command) -> None:
+    from ddp_kit import __version__
+
+    assert ddpkit("--version").stdout == f"ddpkit {__version__}\n"
+
+
+def test_python_m_is_the_same_command() -> None:
+    run = subprocess.run([sys.executable, "-m", "ddp_kit", "--version"], capture_output=True, text=True)
+    assert run.stdout.startswith("ddpkit ")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["launch", "--gpus", "4", "train.py"], "this machine has no NVIDIA GPU"),
+        (["launch", "tain.py"], "the nearest is train.py"),
+        (["launch", "--nnodez", "2", "train.py"], "did you mean --nnodes?"),
+        (["launch", "--no-python", "no-such-program"], "there is no program 'no-such-program'"),
+        (["launch", "--nnodes", "2:1", "train.py"], "torch refuses this command line"),
+        (["launch", "--nproc-per-node", "many", "train.py"], "Unsupported nproc_per_node value: many"),
+        (["launch", "-r", "9", "train.py"], "9 does not match"),
+        (["launch"], "the following arguments are required: script.py"),
+        (["lunch", "train.py"], "there is no command 'lunch'"),
+        (["train.py"], "type `ddpkit launch train.py ...`"),
+        ([], "the following arguments are required: COMMAND"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_exit_code_2_with_what_to_type_and_no_traceback(
+    ddpkit: Command, tmp_path: Path, words: list[str], said: str
+) -> None:
+    (tmp_path / "train.py").touch()
+    run = ddpkit(*words, env={"FAKE_NVML": ""})
+    assert run.returncode == 2
+    assert said in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_a_pet_variable_that_cannot_be_read_is_a_usage_error(ddpkit: Command) -> None:
+    run = ddpkit("launch", "train.py", env={"PET_STANDALONE": "yes"})
+    assert run.returncode == 2
+    assert "a PET_ variable has a value that cannot be used" in run.stderr
+
+
+def test_gpus_are_taken_free_ones_first_and_named(
+    ddpkit: Command, script: Callable[[str], Path], machine: Callable[..., dict[str, str]]
+) -> None:
+    shows = script("import os; print(os.environ['LOCAL_RANK'], os.environ['CUDA_VISIBLE_DEVICES'])")
+    run = ddpkit("launch", "--gpus", "2", shows, env=machine(1, 0, 3, 0))
+    assert run.returncode == 0, run.stderr
+    assert sorted(run.stdout.splitlines()) == ["0 1,3", "1 1,3"]
+    assert "ddpkit: GPU 1: Fake GPU, 0.0 of 80 GiB used, free" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "said"),
+    [
+        ("sys.exit(7)", 7, "rank 1 failed first: exit code 7"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "rank 1 failed first: killed by SIGSEGV"),
+    ],
+)
+def test_the_exit_code_is_the_first_failing_worker_s(
+    ddpkit: Command, script: Callable[[str], Path], ending: str, code: int, said: str
+) -> None:
+    wait = "signal.pause()  # until it is ended"
+    failing = script(f"import os, signal, sys\nif os.environ['RANK'] == '1':\n    {ending}\n{wait}")
+    run = ddpkit("launch", "--nproc-per-node", "2", failing)
+    assert run.returncode == code
+    assert said in run.stderr.splitlines()[-1]
+    assert "ChildFailedError" not in run.stderr
+
+
+def test_an_interrupted_launcher_ends_its_workers_and_says_so(script: Callable[[str], Path], tmp_path: Path) -> None:
+    waiting = script("import os, signal; print(os.getpid(), flush=True); signal.pause()")
+    command = [str(Path(sys.executable).with_name("ddpkit")), "launch", "--nproc-per-node", "2", str(waiting)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        workers = [int(launcher.stdout.readline()) for _ in range(2)]
+        launcher.send_signal(signal.SIGTERM)
+        _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 143
+    assert "ddpkit: stopped by SIGTERM" in errors
+    assert "Traceback" not in errors
+    for worker in workers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(worker, 0)
+
+
+def test_nothing_is_left_in_the_folder_for_temporary_files(
+    ddpkit: Command, script: Callable[[str], Path], tmp_path: Path
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    where = script("import os; print(os.environ['TORCHELASTIC_ERROR_FILE'])")
+    run = ddpkit("launch", "--nproc-per-node", "2", where, env={"TMPDIR": str(temporary)})
+    assert str(temporary) in run.stdout
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_log_folder_of_the_user_s_own_is_kept(ddpkit: Command, script: Callable[[str], Path], tmp_path: Path) -> None:
+    run = ddpkit("launch", "--nproc-per-node", "2", "-r", "3", "--log-dir", tmp_path / "logs", script("print('hello')"))
+    assert run.returncode == 0, run.stderr
+    logs = sorted((tmp_path / "logs").rglob("stdout.log"))
+    assert [log.parent.name for log in logs] == ["0", "1"]
+    assert [log.read_text() for log in logs] == ["hello\n", "hello\n"]
+
+
+def test_modules_programs_and_macros_start_as_with_torchrun(ddpkit: Command, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    run = ddpkit("launch", "--nproc-per-node", "2", "-m", "package.train", "--where=${local_rank}")
+    assert sorted(run.stdout.splitlines()) == ["__main__ ['--where=0']", "__main__ ['--where=1']"]
+    assert ddpkit("launch", "--no-python", "echo", "hello").stdout == "hello\n"
+
+
+def test_a_host_name_that_does_not_resolve_is_no_obstacle_on_one_node(
+    ddpkit: Command, script: Callable[[str], Path]
+) -> None:
+    assert "127.0.0.1" in ddpkit("launch", script("import os; print(os.environ['MASTER_ADDR'])")).stdout

@@ -1,0 +1,56 @@
+"""Means kept as (sum, weight), and what a user's function may return."""
+
+import math
+
+import pytest
+import torch
+
+from ddp_kit.errors import LossError
+from ddp_kit.metrics import Loss, Mean, checked, reduced
+
+CPU = torch.device("cpu")
+
+
+def test_a_mean_counts_every_batch_by_its_samples() -> None:
+    mean = Mean(CPU)
+    mean.add(torch.tensor(1.0), samples=3)
+    mean.add(torch.tensor(5.0), samples=1)
+    assert reduced([mean]) == [2.0]
+
+
+def test_a_loss_counts_by_its_own_weight() -> None:
+    mean = Mean(CPU)
+    mean.add(Loss(torch.tensor(6.0), weight=2), samples=1)
+    mean.add(Loss(torch.tensor([4.0]), weight=torch.tensor([3])), samples=1)
+    assert reduced([mean]) == [2.0]
+
+
+def test_a_mean_over_nothing_is_not_a_number() -> None:
+    assert math.isnan(reduced([Mean(CPU)])[0])
+
+
+def test_sums_do_not_lose_small_values() -> None:
+    mean = Mean(CPU)
+    mean.add(torch.tensor(2.0**30), samples=1)
+    for _ in range(64):
+        mean.add(torch.tensor(1.0), samples=1)
+    assert reduced([mean]) == [(2.0**30 + 64) / 65]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "returned None"),
+        (3.5, "returned a float"),
+        ((torch.tensor(1.0), 2), "returned a tuple"),
+        (torch.ones(4), "a tensor of shape (4,) where one number is needed"),
+        (Loss(torch.ones(2, 3), weight=6), "a tensor of shape (2, 3) where one number is needed"),
+        (Loss(torch.tensor(1.0), weight=torch.ones(2)), "a Loss whose weight is a tensor of shape (2,)"),
+        (Loss(torch.tensor(1.0), weight="many"), "a Loss whose weight is a str"),
+    ],
+)
+def test_what_cannot_be_a_loss_is_refused_with_its_shape_or_type(value: object, said: str) -> None:
+    with pytest.raises(LossError) as caught:
+        checked(value, "the loss function")
+    assert said in caught.value.message
+    assert caught.value.hint

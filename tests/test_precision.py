@@ -1,0 +1,70 @@
+"""The five precisions, on the device at hand."""
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_kit.errors import ConfigError
+from ddp_kit.precision import Precision, scale_gradients
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "product", "weights"),
+    [
+        ("fp32", torch.float32, torch.float32),
+        ("bf16", torch.bfloat16, torch.float32),
+        ("fp16", torch.float16, torch.float32),
+        ("bf16-true", torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_each_precision_computes_in_its_type(name: str, product: torch.dtype, weights: torch.dtype) -> None:
+    model = nn.Linear(4, 4)
+    parameter = model.weight
+    precision = Precision(name, CPU)
+    precision.prepare(model)
+    with precision.forward():
+        output = model(torch.ones(2, 4, dtype=precision.batch_dtype or torch.float32))
+    assert output.dtype == product
+    assert model.weight.dtype == weights
+    assert model.weight is parameter, "an optimizer made before keeps its parameters"
+
+
+def test_tf32_on_the_cpu_is_refused_with_what_to_use() -> None:
+    with pytest.raises(ConfigError, match="precision='tf32' is not available on the CPU") as caught:
+        Precision("tf32", CPU)
+    assert "fp32" in caught.value.hint
+
+
+def test_fp16_scales_the_loss_and_gives_true_gradients() -> None:
+    weight = nn.Parameter(torch.tensor([2.0]))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    precision = Precision("fp16", CPU)
+    loss = (weight * 3.0).sum()
+    scaled = precision.scaled(loss)
+    assert scaled > loss
+    scaled.backward()
+    precision.unscale(optimizer)
+    assert weight.grad is not None
+    assert weight.grad.item() == 3.0
+    assert precision.apply(optimizer)
+    assert weight.item() == 0.5
+
+
+def test_an_fp16_overflow_leaves_the_step_out() -> None:
+    weight = nn.Parameter(torch.tensor([2.0]))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    precision = Precision("fp16", CPU)
+    precision.scaled((weight * float("inf")).sum()).backward()
+    precision.unscale(optimizer)
+    assert not precision.apply(optimizer)
+    assert weight.item() == 2.0
+
+
+def test_gradients_of_all_types_are_scaled_by_a_tensor() -> None:
+    parameters = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
+    for parameter in parameters[:2]:
+        parameter.grad = torch.full_like(parameter, 3.0)
+    scale_gradients(parameters, torch.tensor(0.5, dtype=torch.float64))
+    assert [None if one.grad is None else one.grad.tolist() for one in parameters] == [[1.5, 1.5], [1.5, 1.5], None]

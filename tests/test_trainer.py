@@ -1,0 +1,331 @@
+"""The loop in one process; what several ranks make of it is in end_to_end."""
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from ddp_kit import Callback, ConfigError, DataConfig, FitResult, LogRow, Loss, LossError, Trainer, TrainerConfig
+
+
+def regression(samples: int, seed: int = 0) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 3, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.randn(samples, 1, generator=generator, dtype=torch.float64))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def mean_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    return F.mse_loss(model(x), y)
+
+
+def weights_of(batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Another weight for each sample; some weigh nothing."""
+    return (batch[0][:, 0] * 3).round().clamp(min=0)
+
+
+def weighted_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
+    x, y = batch
+    weights = weights_of(batch)
+    return Loss(((model(x) - y).squeeze(1) ** 2 * weights).sum(), weight=weights.sum())
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def trained(config: TrainerConfig, data: Any, loss: Callable[..., Any] = mean_loss, **options: Any) -> Trainer:
+    trainer = Trainer(network(), options.pop("optimizer", sgd), loss, config, **options)
+    trainer.fit(data)
+    return trainer
+
+
+def by_hand(data: TensorDataset, global_batch: int, epochs: int, weighted: bool, clip: float | None) -> nn.Module:
+    """The loop that anyone would write for one process that holds the whole global batch."""
+    model = network()
+    optimizer = sgd(model.parameters())
+    for _ in range(epochs):
+        for start in range(0, len(data), global_batch):
+            x, y = data[start : start + global_batch]
+            errors = (model(x) - y).squeeze(1) ** 2
+            weights = weights_of((x, y)) if weighted else torch.ones(len(x), dtype=torch.float64)
+            loss = (errors * weights).sum() / weights.sum() if weights.sum() else (errors * weights).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+    return model
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    samples=st.integers(1, 40),
+    global_batch=st.integers(1, 24),
+    accumulation=st.integers(1, 5),
+    epochs=st.integers(1, 2),
+    weighted=st.booleans(),
+    clip=st.none() | st.just(0.3),
+)
+def test_a_step_is_that_of_the_whole_global_batch(
+    samples: int, global_batch: int, accumulation: int, epochs: int, weighted: bool, clip: float | None
+) -> None:
+    data = regression(samples)
+    config = TrainerConfig(
+        epochs=epochs,
+        global_batch_size=global_batch,
+        accumulation_steps=accumulation,
+        max_grad_norm=clip,
+        data=DataConfig(shuffle=False),
+    )
+    trainer = trained(config, data, weighted_loss if weighted else mean_loss)
+    expected = by_hand(data, global_batch, epochs, weighted, clip)
+    for ours, theirs in zip(trainer.model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_the_result_counts_steps_and_samples_and_logs_every_interval() -> None:
+    trainer = Trainer(network(), sgd, mean_loss, TrainerConfig(epochs=2, global_batch_size=8, log_every=4))
+    result = trainer.fit(regression(21))
+    assert (result.steps, result.samples, trainer.step, trainer.epoch) == (6, 42, 6, 2)
+    assert [row.step for row in result.history] == [4, 6]
+    assert result.loss == result.history[-1].loss
+    assert [row.epoch for row in result.history] == [1, 1]
+    assert all(row.samples_per_second > 0 and row.step_seconds >= row.data_seconds > 0 for row in result.history)
+
+
+def test_the_logged_loss_is_the_mean_over_the_samples_of_the_interval() -> None:
+    data = regression(10)
+    config = TrainerConfig(global_batch_size=4, log_every=3, data=DataConfig(shuffle=False))
+    trainer = Trainer(network(), lambda p: torch.optim.SGD(p, lr=0.0), mean_loss, config)
+    expected = mean_loss(network(), data[:]).item()
+    assert trainer.fit(data).loss == pytest.approx(expected, abs=1e-15)
+    assert trainer.evaluate(data) == {"loss": pytest.approx(expected, abs=1e-15)}
+
+
+@pytest.mark.parametrize(
+    ("limits", "steps"), [({"epochs": 3}, 9), ({"max_steps": 5}, 5), ({"epochs": 1, "max_steps": 5}, 3), ({}, 3)]
+)
+def test_a_run_ends_at_what_comes_first(limits: dict[str, int], steps: int) -> None:
+    assert trained(TrainerConfig(global_batch_size=4, **limits), regression(10)).step == steps
+
+
+def test_steps_can_be_left_and_taken_up_again_where_they_were_left() -> None:
+    data = regression(23)
+    config = TrainerConfig(epochs=3, global_batch_size=5, log_every=2)
+    whole = trained(config, data)
+    parts = Trainer(network(), sgd, mean_loss, config)
+    while parts.epoch < 3:
+        for step in parts.steps(data):
+            if step.number % 4 == 0:
+                break
+    assert parts.step == whole.step == 15
+    for ours, theirs in zip(parts.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_steps_say_what_they_were() -> None:
+    trainer = Trainer(network(), sgd, mean_loss, TrainerConfig(epochs=2, global_batch_size=4, log_every=2))
+    steps = list(trainer.steps(regression(6)))
+    assert [(step.number, step.epoch, step.samples, step.ends_epoch) for step in steps] == [
+        (1, 0, 4, False),
+        (2, 0, 2, True),
+        (3, 1, 4, False),
+        (4, 1, 2, True),
+    ]
+    assert [step.log is not None for step in steps] == [False, True, False, True]
+
+
+def test_the_scheduler_ticks_once_per_step() -> None:
+    rates: list[float] = []
+
+    class Watch(Callback):
+        def on_log(self, trainer: Trainer, row: LogRow) -> None:
+            rates.append(row.learning_rate)
+
+    config = TrainerConfig(max_steps=3, global_batch_size=8, accumulation_steps=4, log_every=1)
+    trained(config, regression(24), scheduler=lambda o: LambdaLR(o, lambda tick: 1 / (1 + tick)), callbacks=[Watch()])
+    assert rates == pytest.approx([0.05 / 2, 0.05 / 3, 0.05 / 4])
+
+
+def test_the_scheduler_does_not_tick_where_fp16_left_the_step_out() -> None:
+    def overflowing(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return mean_loss(model, batch) * float("inf")
+
+    trainer = Trainer(
+        network().float(),
+        sgd,
+        overflowing,
+        TrainerConfig(max_steps=2, precision="fp16", global_batch_size=4),
+        scheduler=lambda optimizer: LambdaLR(optimizer, lambda tick: 0.5**tick),
+    )
+    data = TensorDataset(*(tensor.float() for tensor in regression(8).tensors))
+    trainer.fit(data)
+    assert trainer.scheduler is not None
+    assert trainer.scheduler.last_epoch == 0
+
+
+def test_callbacks_hear_every_event_in_order() -> None:
+    heard: list[str] = []
+
+    class Listener(Callback):
+        def on_fit_start(self, trainer: Trainer) -> None:
+            heard.append("start")
+
+        def on_step(self, trainer: Trainer) -> None:
+            heard.append("step")
+
+        def on_log(self, trainer: Trainer, row: LogRow) -> None:
+            heard.append(f"log {row.step}")
+
+        def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+            heard.append(f"evaluate {sorted(metrics)}")
+
+        def on_fit_end(self, trainer: Trainer, result: FitResult) -> None:
+            heard.append(f"end {result.steps}")
+
+    trainer = Trainer(
+        network(), sgd, mean_loss, TrainerConfig(global_batch_size=4, log_every=2), callbacks=[Listener()]
+    )
+    trainer.fit(regression(8), regression(4))
+    assert heard == ["start", "step", "step", "log 2", "evaluate ['loss']", "end 2"]
+
+
+def test_evaluation_happens_when_it_is_due_and_always_at_the_end() -> None:
+    due: list[int] = []
+
+    class Watch(Callback):
+        def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+            due.append(trainer.step)
+
+    config = TrainerConfig(epochs=2, global_batch_size=4, eval_every=3)
+    Trainer(network(), sgd, mean_loss, config, callbacks=[Watch()]).fit(regression(14), regression(3))
+    assert due == [3, 6, 8]
+
+
+@pytest.mark.parametrize("samples", [1, 7, 33])
+def test_metrics_see_the_model_s_output_and_count_each_sample_once(samples: int) -> None:
+    data = regression(samples)
+    trainer = Trainer(
+        network(),
+        sgd,
+        mean_loss,
+        TrainerConfig(global_batch_size=4),
+        metrics={
+            "absolute": lambda output, batch: (output - batch[1]).abs().mean(),
+            "share above": lambda output, batch: Loss((output > batch[1]).double().sum(), weight=len(output)),
+        },
+    )
+    output = trainer.model(data.tensors[0])
+    assert trainer.evaluate(data) == pytest.approx(
+        {
+            "loss": F.mse_loss(output, data.tensors[1]).item(),
+            "absolute": (output - data.tensors[1]).abs().mean().item(),
+            "share above": (output > data.tensors[1]).double().mean().item(),
+        },
+        abs=1e-14,
+    )
+
+
+def test_evaluation_leaves_every_module_in_its_own_mode() -> None:
+    model = nn.Sequential(nn.Linear(3, 4).double(), nn.BatchNorm1d(4).double().eval(), nn.Linear(4, 1).double())
+    trainer = Trainer(model, sgd, mean_loss, TrainerConfig(global_batch_size=4))
+    trainer.evaluate(regression(8))
+    assert [module.training for module in model.modules()] == [True, True, False, True]
+
+
+def test_the_user_s_own_loader_is_trained_on_with_its_collate_function() -> None:
+    seen: list[int] = []
+
+    def collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        seen.append(len(samples))
+        return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+
+    trained(TrainerConfig(micro_batch_size=5), DataLoader(regression(12), batch_size=5, collate_fn=collate))
+    assert seen == [5, 5, 2]
+
+
+def test_the_drawing_of_random_numbers_is_the_same_in_every_run() -> None:
+    class Noisy(Dataset[tuple[Tensor, Tensor]]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            return torch.rand(3, dtype=torch.float64), torch.tensor([random.random()], dtype=torch.float64)
+
+    first, second = (trained(TrainerConfig(global_batch_size=4, seed=5), Noisy()) for _ in range(2))
+    for ours, theirs in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_bf16_true_converts_the_batch_too() -> None:
+    types: set[torch.dtype] = set()
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        types.update((batch[0].dtype, model(batch[0]).dtype))
+        return mean_loss(model, batch)
+
+    trained(TrainerConfig(precision="bf16-true", global_batch_size=4), regression(8), loss)
+    assert types == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"optimizer": lambda p: "adam"}, ConfigError, "optimizer is a str"),
+        ({"optimizer": sgd([nn.Parameter(torch.ones(1))])}, ConfigError, "none of the model's parameters"),
+        ({"scheduler": lambda o: ReduceLROnPlateau(o)}, ConfigError, "scheduler is a ReduceLROnPlateau"),
+        ({"metrics": {"loss": mean_loss}}, ConfigError, "a metric is called 'loss'"),
+        ({"loss": lambda model, batch: None}, LossError, "returned None"),
+        ({"loss": lambda model, batch: model(batch[0])}, LossError, "where one number is needed"),
+    ],
+)
+def test_what_does_not_fit_together_is_said(change: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        trained(TrainerConfig(global_batch_size=4), regression(8), **change)
+
+
+def test_a_loss_function_that_changes_its_mind_is_stopped() -> None:
+    calls = iter([mean_loss, weighted_loss])
+    with pytest.raises(LossError, match="a plain tensor at some steps and a Loss at others"):
+        trained(TrainerConfig(global_batch_size=4), regression(8), lambda *given: next(calls)(*given))
+
+
+def test_a_metric_without_the_model_s_output_is_said() -> None:
+    trainer = Trainer(
+        network(), sgd, lambda model, batch: model[0].weight.sum(), metrics={"any": lambda output, batch: output}
+    )
+    with pytest.raises(LossError, match="did not call the model"):
+        trainer.evaluate(regression(2))
+
+
+def test_a_model_without_parameters_to_train_is_said() -> None:
+    with pytest.raises(ConfigError, match="no parameter that requires a gradient"):
+        Trainer(nn.Tanh(), sgd, mean_loss)
+
+
+def test_a_weight_of_zero_everywhere_leaves_the_weights_as_they_are() -> None:
+    trainer = Trainer(
+        network(),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        lambda model, batch: Loss(mean_loss(model, batch) * 0, weight=0),
+        TrainerConfig(global_batch_size=4),
+    )
+    result = trainer.fit(regression(4))
+    assert math.isnan(result.loss)
+    for ours, theirs in zip(trainer.model.parameters(), network().parameters(), strict=True):
+        assert torch.equal(ours, theirs)
