@@ -4,7 +4,7 @@ import atexit
 import random
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -43,6 +43,8 @@ def join() -> World:
     """
     speak_plainly(contract.speaker_rank())
     place = contract.from_env()
+    if dist.is_initialized():
+        place = replace(place, rank=dist.get_rank(), world_size=dist.get_world_size())
     device = _device(place)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -7,8 +7,9 @@ import argparse
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+import psutil
 from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -56,7 +57,24 @@ def run(plan: Plan) -> Outcome:
                 "check that --rdzv-endpoint or --master-addr and --master-port name a host and port that every "
                 "node reaches, and that the port is free on that host",
             ) from None
+        finally:
+            _end_leftovers(grace=config.shutdown_timeout or 0)
     return Outcome()
+
+
+def _end_leftovers(grace: float) -> None:
+    """End the workers that torch forgot: a signal in the middle of their start leaves it without a list of them.
+
+    Every child of this process is a worker. `grace`: seconds between SIGTERM and SIGKILL.
+    """
+    left = psutil.Process().children()
+    for worker in left:
+        with suppress(psutil.NoSuchProcess):
+            worker.terminate()
+    _, stubborn = psutil.wait_procs(left, timeout=grace)
+    for worker in stubborn:
+        with suppress(psutil.NoSuchProcess):
+            worker.kill()
 
 
 @contextmanager

@@ -243,7 +243,8 @@ class Trainer:
 
     def _sum_over_ranks(self, weight: Tensor | float) -> Callable[[], Tensor]:
         """Start adding up the step's weight, beside the backward pass; the result is ready when called for."""
-        own = torch.as_tensor(weight, dtype=torch.float64, device=self.world.device).detach().clone().reshape(())
+        own = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        own += weight.detach().sum() if isinstance(weight, Tensor) else weight  # filled in place: no copy from the host
         work = dist.all_reduce(own, async_op=True) if self.world.world_size > 1 else None
 
         def result() -> Tensor:

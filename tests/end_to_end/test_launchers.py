@@ -30,7 +30,7 @@ def test_a_real_model_ends_with_the_same_loss_however_it_is_started(start: Start
 
 @pytest.mark.slow
 def test_workers_find_the_same_environment_as_under_torchrun(start: Start, script: Callable[[str], Path]) -> None:
-    shows = script("import os; print((os.environ['RANK'], dict(os.environ)))")
+    shows = script("say((os.environ['RANK'], dict(os.environ)))")
 
     def seen(launcher: str) -> dict[str, dict[str, str]]:
         run = start(launcher, 2, shows, env={"MY_OWN": "kept"})

@@ -18,7 +18,7 @@ model = nn.Linear(2, 1)
 config = TrainerConfig(global_batch_size=4, log_every=5)
 trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, batch: m(batch).square().mean(), config)
 trainer.fit(torch.ones(80, 2))
-print(f"done on rank {trainer.world.rank}")
+say(f"done on rank {trainer.world.rank}")
 """
 
 

@@ -79,7 +79,7 @@ def test_a_pet_variable_that_cannot_be_read_is_a_usage_error(ddpkit: Command) ->
 def test_gpus_are_taken_free_ones_first_and_named(
     ddpkit: Command, script: Callable[[str], Path], machine: Callable[..., dict[str, str]]
 ) -> None:
-    shows = script("import os; print(os.environ['LOCAL_RANK'], os.environ['CUDA_VISIBLE_DEVICES'])")
+    shows = script("say(os.environ['LOCAL_RANK'], os.environ['CUDA_VISIBLE_DEVICES'])")
     run = ddpkit("launch", "--gpus", "2", shows, env=machine(1, 0, 3, 0))
     assert run.returncode == 0, run.stderr
     assert sorted(run.stdout.splitlines()) == ["0 1,3", "1 1,3"]
@@ -104,8 +104,19 @@ def test_the_exit_code_is_the_first_failing_worker_s(
     assert "ChildFailedError" not in run.stderr
 
 
+def test_an_interrupt_in_the_middle_of_the_start_leaves_no_worker_behind(script: Callable[[str], Path]) -> None:
+    waiting = script("import signal; say(os.getpid()); signal.pause()")
+    command = [str(Path(sys.executable).with_name("ddpkit")), "launch", "--nproc-per-node", "6", str(waiting)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        launcher.stdout.readline()  # the first worker runs, others are about to be started
+        launcher.send_signal(signal.SIGTERM)
+        launcher.communicate(timeout=60)  # ends when the last process that holds the pipe has ended
+    assert launcher.returncode == 143
+
+
 def test_an_interrupted_launcher_ends_its_workers_and_says_so(script: Callable[[str], Path], tmp_path: Path) -> None:
-    waiting = script("import os, signal; print(os.getpid(), flush=True); signal.pause()")
+    waiting = script("import signal; say(os.getpid()); signal.pause()")
     command = [str(Path(sys.executable).with_name("ddpkit")), "launch", "--nproc-per-node", "2", str(waiting)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
@@ -125,7 +136,7 @@ def test_nothing_is_left_in_the_folder_for_temporary_files(
 ) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    where = script("import os; print(os.environ['TORCHELASTIC_ERROR_FILE'])")
+    where = script("say(os.environ['TORCHELASTIC_ERROR_FILE'])")
     run = ddpkit("launch", "--nproc-per-node", "2", where, env={"TMPDIR": str(temporary)})
     assert str(temporary) in run.stdout
     assert list(temporary.iterdir()) == []
@@ -141,7 +152,9 @@ def test_a_log_folder_of_the_user_s_own_is_kept(ddpkit: Command, script: Callabl
 
 def test_modules_programs_and_macros_start_as_with_torchrun(ddpkit: Command, tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "train.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    (tmp_path / "package" / "train.py").write_text(
+        "import os, sys; os.write(1, f'{__name__} {sys.argv[1:]}\\n'.encode())"
+    )
     run = ddpkit("launch", "--nproc-per-node", "2", "-m", "package.train", "--where=${local_rank}")
     assert sorted(run.stdout.splitlines()) == ["__main__ ['--where=0']", "__main__ ['--where=1']"]
     assert ddpkit("launch", "--no-python", "echo", "hello").stdout == "hello\n"

@@ -1,0 +1,113 @@
+"""What the documents say is done: their commands run, their scripts run, their links lead somewhere."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ddp_kit.config import TrainerConfig
+from ddp_kit.launcher.devices import gpus
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [
+    path
+    for path in sorted(ROOT.rglob("*.md"))
+    if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SCRIPT_NAME = re.compile(r"# ([\w/]+\.py)\n")
+
+
+@dataclass(frozen=True)
+class Command:
+    document: Path
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.document.relative_to(ROOT)}: {self.line}"
+
+
+def blocks(document: Path, language: str) -> Iterator[str]:
+    yield from (text for found, text in BLOCK.findall(document.read_text()) if found == language)
+
+
+def commands() -> list[Command]:
+    lines = [
+        Command(document, line.split("  #")[0].strip())
+        for document in DOCUMENTS
+        for block in blocks(document, "bash")
+        for line in block.splitlines()
+    ]
+    return list({command.line: command for command in lines if command.line}.values())
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's files and the scripts of its documents, where commands may write."""
+    folder = tmp_path_factory.mktemp("clone")
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    for document in DOCUMENTS:
+        for block in blocks(document, "python"):
+            name = SCRIPT_NAME.match(block)
+            assert name, f"a python block in {document.name} does not begin with its file's name"
+            (folder / name[1]).write_text(block)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", commands(), ids=str)
+def test_a_command_in_the_documents_runs(command: Command, clone: Path) -> None:
+    words = command.line.split()
+    if "--gpus" in words and not gpus():
+        pytest.skip("needs GPUs; there are none on this machine")
+    folder = clone
+    if words[:2] == ["make", "demo"]:
+        folder = ROOT  # it makes its environment beside the Makefile
+        if Path(sys.prefix) != ROOT / ".venv":
+            pytest.skip("needs to run in the environment that the Makefile makes")
+    elif words[0] == "make":
+        words.insert(1, "--dry-run")  # these are what is running this test
+    elif words[:2] == ["pip", "install"]:
+        words.insert(2, "--dry-run")  # the tests' own environment stays as it is
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "MAKE", "MFLAGS"))
+    }
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    run = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stdout + run.stderr
+    if words[:2] == ["make", "demo"]:
+        assert "test accuracy" in run.stdout
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_in_the_documents_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", document.read_text()):
+        if "://" not in target:
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_the_table_of_settings_names_every_setting() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for name in TrainerConfig.model_fields:
+        assert f"`{name}`" in readme, f"the README does not tell of {name}"
+
+
+def test_every_dependency_has_its_reason() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = re.search(r"^dependencies = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)
+    assert listed
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    for name in re.findall(r'"([\w-]+)', listed[1]):
+        assert f"| {name} |" in contributing

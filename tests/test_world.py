@@ -1,0 +1,50 @@
+"""This process among the others."""
+
+import random
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ddp_kit import world
+from ddp_kit.world import World, seed_everything
+
+CPU = torch.device("cpu")
+
+OWN_GROUP = """
+import os, tempfile
+import torch.distributed as dist
+from ddp_kit import world
+rank = int(os.environ.pop("RANK")); os.environ.pop("WORLD_SIZE")
+dist.init_process_group("gloo", init_method="file://" + os.environ["MEETING"], rank=rank, world_size=2)
+found = world.join()
+say(found.rank, found.world_size, found.is_main)
+"""
+
+
+def test_one_process_alone_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    found = world.join()
+    assert (found.rank, found.world_size, found.is_main) == (0, 1, True)
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_group_that_the_script_made_itself_is_used(
+    start: Callable[..., "subprocess.CompletedProcess[str]"], script: Callable[[str], Path], tmp_path: Path
+) -> None:
+    run = start("ddpkit", 2, script(OWN_GROUP), env={"MEETING": str(tmp_path / "meeting")})
+    assert run.returncode == 0, run.stderr
+    assert sorted(run.stdout.splitlines()) == ["0 2 True", "1 2 False"]
+
+
+def test_every_random_state_is_set_the_same_in_every_run_and_another_on_every_rank() -> None:
+    def drawn(rank: int) -> tuple[float, float, float]:
+        seed_everything(3, World(rank, 2, rank, 2, 0, CPU))
+        return random.random(), float(np.random.rand()), torch.rand(()).item()
+
+    assert drawn(0) == drawn(0)
+    assert not set(drawn(0)) & set(drawn(1))
