@@ -17,13 +17,13 @@ _HOME = {
     "DataConfig": "config",
     "DataError": "errors",
     "DdpKitError": "errors",
-    "FitResult": "trainer",
+    "FitResult": "records",
     "LaunchError": "errors",
-    "LogRow": "trainer",
+    "LogRow": "records",
     "Loss": "metrics",
     "LossError": "errors",
     "ParallelConfig": "config",
-    "Step": "trainer",
+    "Step": "records",
     "Trainer": "trainer",
     "TrainerConfig": "config",
     "UsageError": "errors",
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from ddp_kit.errors import UsageError as UsageError
     from ddp_kit.errors import WorldError as WorldError
     from ddp_kit.metrics import Loss as Loss
-    from ddp_kit.trainer import FitResult as FitResult
-    from ddp_kit.trainer import LogRow as LogRow
-    from ddp_kit.trainer import Step as Step
+    from ddp_kit.records import FitResult as FitResult
+    from ddp_kit.records import LogRow as LogRow
+    from ddp_kit.records import Step as Step
     from ddp_kit.trainer import Trainer as Trainer
     from ddp_kit.world import World as World
 

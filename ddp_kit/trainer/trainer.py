@@ -24,8 +24,8 @@ from ddp_kit.metrics import Loss, Mean, checked, reduced
 from ddp_kit.placement import place, without_reduction
 from ddp_kit.precision import Precision, scale_gradients
 from ddp_kit.progress import ProgressReport
+from ddp_kit.records import FitResult, LogRow, Step
 from ddp_kit.sampler import EvalBatches, ExactDistributedSampler, TrainBatches
-from ddp_kit.trainer.records import FitResult, LogRow, Step
 from ddp_kit.trainer.setup import (
     LossFunction,
     MetricFunction,

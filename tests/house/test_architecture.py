@@ -13,7 +13,7 @@ STANDARD_LIBRARY_ONLY = {"errors", "contract", "config"}
 
 FLOOR = {
     "errors": 0, "contract": 0, "config": 0,
-    "log": 1, "world": 1, "batch": 1,
+    "log": 1, "world": 1, "batch": 1, "records": 1,
     "sampler": 2, "loader": 2, "precision": 2, "placement": 2, "metrics": 2, "callbacks": 2, "progress": 2,
     "trainer": 3,
 }  # fmt: skip
