@@ -24,7 +24,7 @@ class LogRow:
 
     def __str__(self) -> str:
         return (
-            f"epoch {self.epoch}  loss {self.loss:.4f}  lr {self.learning_rate:.3g}  "
+            f"epoch {self.epoch}  loss {self.loss:.4g}  lr {self.learning_rate:.3g}  "
             f"{self.samples_per_second:,.0f} samples/s  data {self.data_seconds / self.step_seconds:.0%}"
         )
 

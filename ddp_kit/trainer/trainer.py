@@ -330,7 +330,7 @@ class Trainer:
                     means[name].add(checked(function(outputs[-1], batch), f"metric {name!r}"), samples)
                 outputs.clear()
         values = dict(zip(means, reduced(list(means.values())), strict=True))
-        log.logger.info("evaluation at step {}: {}", self.step, "  ".join(f"{k} {v:.4f}" for k, v in values.items()))
+        log.logger.info("evaluation at step {}: {}", self.step, "  ".join(f"{k} {v:.4g}" for k, v in values.items()))
         self._tell("on_evaluate", values)
         return values
 
