@@ -1,4 +1,4 @@
-"""The events of a training run, for code that watches or steers it from outside."""
+"""The events of a training run, for code that watches it from outside."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from ddp_kit.records import FitResult, LogRow
 
 
 class Callback:
-    """Override what is needed; every rank calls every event, so a callback may use collectives.
+    """Override what is needed. Every rank calls every event, in the same order.
 
     `trainer` is the `Trainer` that tells.
 

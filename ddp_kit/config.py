@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
-from pydantic_core import ErrorDetails
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ddp_kit import contract
 from ddp_kit.errors import ConfigError, nearest, speak_plainly
@@ -19,7 +19,14 @@ from ddp_kit.errors import ConfigError, nearest, speak_plainly
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-true"]
 Strategy = Literal["ddp"]
 
-Count = Annotated[int, Field(ge=1)]
+
+def _no_truth_value(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError("int_type", "a whole number is needed, not true or false")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -117,9 +124,7 @@ class TrainerConfig(_Part):
         None, description="Optimizer steps; with epochs too, what comes first ends the run."
     )
     global_batch_size: Count | None = Field(None, description="Samples per optimizer step over all ranks.")
-    micro_batch_size: (
-        Count | Annotated[Literal["auto"], _not_yet("searching the largest micro-batch", leave=None)] | None
-    ) = Field(None, description="Samples per forward pass of one rank, at most.")
+    micro_batch_size: Count | None = Field(None, description="Samples per forward pass of one rank, at most.")
     accumulation_steps: Count | None = Field(None, description="Forward and backward passes per optimizer step.")
     precision: Precision = Field("fp32", description="Arithmetic of forward and backward; see precision.py.")
     max_grad_norm: PositiveFloat | None = Field(None, description="Clip the global gradient norm to this; None: off.")
@@ -130,6 +135,18 @@ class TrainerConfig(_Part):
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     parallel: ParallelConfig = ParallelConfig()
+
+    @field_validator("micro_batch_size", mode="before")
+    @classmethod
+    def _no_search_yet(cls, value: Any) -> Any:
+        if value == "auto":
+            raise ValueError("searching the largest micro-batch is not available in this version; leave it at None")
+        return value
+
+    @field_validator("data", "checkpoint", "parallel", mode="before")
+    @classmethod
+    def _empty_part(cls, value: Any) -> Any:
+        return {} if value is None else value  # `data:` with nothing below it, in a YAML file
 
     @field_validator("parallel", mode="before")
     @classmethod
@@ -255,8 +272,20 @@ def _allowed(error: ErrorDetails) -> Iterator[str]:
         yield error["msg"][0].lower() + error["msg"][1:]
 
 
+# What other libraries call the precisions.
+_SYNONYMS = {
+    **dict.fromkeys(("float32", "32", "32-true", "no", "float", "full"), "fp32"),
+    **dict.fromkeys(("bfloat16", "bf16-mixed"), "bf16"),
+    **dict.fromkeys(("float16", "half", "16", "16-mixed", "fp16-mixed"), "fp16"),
+    "bfloat16-true": "bf16-true",
+}
+_OPTIMIZER_S_OWN = {"lr", "learning_rate", "weight_decay", "momentum", "betas", "optimizer"}
+
+
 def _nearest_setting(path: tuple[str, ...]) -> str:
     """Look for the name where it was typed, then in all other parts."""
+    if path[-1] in _OPTIMIZER_S_OWN:
+        return "it belongs to the optimizer that you give the Trainer"
     names = list(_setting_names(TrainerConfig))
     typed = ".".join(path)
     close = nearest(typed, names)
@@ -281,8 +310,8 @@ def _nearest_value(owner: type[BaseModel], path: tuple[str, ...], errors: list[E
         context = error.get("ctx", {})
         if error["type"] == "literal_error" and isinstance(value, str):
             choices = [text.strip("'") for text in context["expected"].replace(" or ", ", ").split(", ")]
-            close = nearest(value, choices)
-            if close:
+            close = _SYNONYMS.get(value.lower()) or nearest(value, choices)
+            if close in choices:
                 return repr(close)
         if "ge" in context:
             return str(context["ge"])

@@ -1,7 +1,7 @@
 """What the launcher and its workers agree on: environment variables, exit codes, files.
 
 The only place that names them. The variables are torchrun's, so that any script written for it runs here,
-and a `Trainer` started by torchrun, Slurm or plain `python` finds what it needs.
+and a `Trainer` started by torchrun or by plain `python` finds what it needs.
 """
 
 import os
@@ -32,8 +32,8 @@ class ExitCode(IntEnum):
     """Exit codes of `ddpkit`. A failed worker's own code, or 128 + signal, is passed on unchanged."""
 
     OK = 0
-    LAUNCH_FAILED = 1
     USAGE = 2
+    LAUNCH_FAILED = 3
 
     @staticmethod
     def of_signal(number: int) -> int:

@@ -19,7 +19,6 @@ from types import TracebackType
 from typing import ClassVar
 
 _PACKAGE = Path(__file__).parent
-_HOLD_BACK_SECONDS = 5.0
 
 
 class DdpKitError(Exception):
@@ -28,8 +27,8 @@ class DdpKitError(Exception):
     `message` says what was asked and what was found; `hint` says what to do now.
     """
 
-    same_on_every_rank: ClassVar[bool] = False
-    """True where every rank is bound to find the same mistake, so that one of them speaks for all."""
+    hold_back_seconds: ClassVar[float] = 1.0
+    """How long the other ranks leave the word to rank 0, which has probably found the same mistake."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message, hint)
@@ -43,7 +42,7 @@ class DdpKitError(Exception):
 class ConfigError(DdpKitError, ValueError):
     """A configuration that cannot be used; `problems` lists every mistake found, not only the first."""
 
-    same_on_every_rank = True
+    hold_back_seconds = 5.0  # every rank finds it, but some may still be starting
 
     def __init__(self, message: str, hint: str, problems: tuple[str, ...] = ()) -> None:
         super().__init__(message, hint)
@@ -61,7 +60,7 @@ class WorldError(DdpKitError):
 class DataError(DdpKitError):
     """The dataset or loader cannot be used."""
 
-    same_on_every_rank = True
+    hold_back_seconds = 5.0
 
 
 class LossError(DdpKitError):
@@ -85,8 +84,8 @@ def nearest(name: str, known: list[str]) -> str | None:
 def speak_plainly(rank: int) -> None:
     """From now on an uncaught `DdpKitError` ends this process with its message instead of a traceback.
 
-    Where every rank finds the same mistake, rank 0 speaks. The others hold back for a few seconds, in which the
-    launcher ends them; a rank that is still there after that speaks for itself, so nothing is lost.
+    Where every rank finds the same mistake, rank 0 speaks. The others hold back for a moment, in which the launcher
+    ends them; a rank that is still there after that speaks for itself, so nothing is lost.
     All other exceptions go to the hook that was there before.
     """
     before = sys.excepthook
@@ -97,8 +96,8 @@ def speak_plainly(rank: int) -> None:
         if not isinstance(error, DdpKitError):
             before(kind, error, trace)
             return
-        if error.same_on_every_rank and rank > 0:
-            time.sleep(_HOLD_BACK_SECONDS)
+        if rank > 0:
+            time.sleep(error.hold_back_seconds)
         speaker = f" (rank {rank})" if rank > 0 else ""
         sys.stderr.write(f"ddpkit: error{speaker}{_place(trace)}: {error}\n")
 

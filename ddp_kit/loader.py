@@ -2,24 +2,31 @@
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sized
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-
-# torch's own walk over nested containers; public under torch.utils.pytree only from later versions on.
-from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from ddp_kit.config import DataConfig
 from ddp_kit.errors import DataError
-from ddp_kit.world import World
+from ddp_kit.world import World, mixed_seed
 
 Data = Dataset[Any] | DataLoader[Any]
 
 
-def open_data(data: object, role: str) -> "tuple[Dataset[Any], DataLoader[Any] | None]":
+def open_data(data: object, role: str) -> "tuple[Any, DataLoader[Any] | None]":
     """The dataset, and the user's own DataLoader where that is what they gave.
 
     Raises `DataError` for what cannot be divided over ranks.
@@ -38,26 +45,57 @@ def open_data(data: object, role: str) -> "tuple[Dataset[Any], DataLoader[Any] |
         )
     if len(dataset) == 0:
         raise DataError(f"{role} is empty: {type(dataset).__name__} has 0 samples", "check the path it was made from")
-    if loader is not None and not isinstance(loader.sampler, RandomSampler | SequentialSampler):
+    if loader is not None:
+        _check_loader(loader, role)
+    return dataset, loader
+
+
+def _check_loader(loader: "DataLoader[Any]", role: str) -> None:
+    """Raise `DataError` where the Trainer could not divide the samples as the user's DataLoader would give them."""
+    batches = loader.batch_sampler
+    if type(batches) is not BatchSampler:
+        made = "batch_size=None" if batches is None else f"a {type(batches).__name__}"
         raise DataError(
-            f"{role} is a DataLoader with a sampler of its own ({type(loader.sampler).__name__})",
+            f"{role} is a DataLoader with batches of its own making ({made})",
+            "give it a batch_size instead: the Trainer makes the batches of all ranks",
+        )
+    sampler = batches.sampler
+    plain = type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    )
+    if not plain:
+        raise DataError(
+            f"{role} is a DataLoader with a sampler of its own ({type(sampler).__name__})",
             "leave the sampler out: the Trainer divides the samples over the ranks, in an order it can repeat",
         )
-    return dataset, loader  # type: ignore[return-value]
 
 
-def shuffles(loader: "DataLoader[Any] | None", default: bool) -> bool:
-    """Whether the samples are shuffled: as the user's DataLoader says, else as configured."""
-    return default if loader is None else isinstance(loader.sampler, RandomSampler)
+@dataclass(frozen=True)
+class Batching:
+    """What the user's own DataLoader says of its batches."""
+
+    size: int
+    shuffle: bool
+    drop_last: bool
 
 
-def check_batch_size(loader: "DataLoader[Any] | None", micro_batch: int) -> None:
+def batching(loader: "DataLoader[Any] | None") -> Batching | None:
+    """None where there is no DataLoader of the user's own."""
+    if loader is None:
+        return None
+    batches = loader.batch_sampler
+    assert isinstance(batches, BatchSampler), "checked when it was opened"
+    return Batching(batches.batch_size, isinstance(batches.sampler, RandomSampler), batches.drop_last)
+
+
+def check_batch_size(own: Batching | None, micro_batch: int) -> None:
     """Raise `DataError` where the user's DataLoader and the configuration disagree."""
-    if loader is not None and loader.batch_size is not None and loader.batch_size != micro_batch:
+    if own is not None and own.size != micro_batch:
         raise DataError(
-            f"the DataLoader has batch_size={loader.batch_size}, but the configuration makes micro-batches of "
+            f"the DataLoader has batch_size={own.size}, but the configuration makes micro-batches of "
             f"{micro_batch} samples",
-            f"set micro_batch_size={loader.batch_size} in the TrainerConfig, or batch_size={micro_batch} there",
+            f"set micro_batch_size={own.size} in the TrainerConfig (the samples of one rank in one pass, so that the "
+            f"global batch grows with the ranks); or give the dataset itself, and the configuration decides",
         )
 
 
@@ -71,7 +109,7 @@ def build_loader(
 ) -> "DataLoader[Any]":
     """A DataLoader over `batches`; what the user's own DataLoader (`template`) chose is kept."""
     pinned = world.device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
-    generator = torch.Generator().manual_seed(seed * world.world_size + world.rank)
+    generator = torch.Generator().manual_seed(mixed_seed(seed, world.rank))
     if template is None:
         workers = _workers(config, world)
         return DataLoader(
@@ -94,6 +132,7 @@ def build_loader(
         generator=template.generator or generator,
         prefetch_factor=template.prefetch_factor,
         persistent_workers=template.persistent_workers,
+        in_order=template.in_order,
     )
 
 
@@ -104,39 +143,68 @@ def on_device(loader: Iterable[Any], device: torch.device, dtype: torch.dtype | 
     """
     if device.type != "cuda" or ahead == 0:
         for batch in loader:
-            yield _moved(batch, device, dtype)
+            yield _with_objects(_with_tensors(batch, device, dtype), device)
         return
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     waiting: deque[tuple[Any, torch.cuda.Event]] = deque()
     for batch in loader:
         with torch.cuda.stream(stream):
-            copy = _moved(batch, device, dtype)
-            waiting.append((copy, stream.record_event()))
+            moved = _with_tensors(batch, device, dtype)
+            waiting.append((moved, stream.record_event()))
         if len(waiting) > ahead:
-            yield _arrived(*waiting.popleft())
+            yield _arrived(*waiting.popleft(), device)
     while waiting:
-        yield _arrived(*waiting.popleft())
+        yield _arrived(*waiting.popleft(), device)
 
 
-def _moved(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+def _with_tensors(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     def move(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            kind = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
-            # non_blocking waits for nothing only from pinned memory; from other memory torch copies in order
-            return leaf.to(device, kind, non_blocking=True)
-        return leaf.to(device) if hasattr(leaf, "to") else leaf
+        if not isinstance(leaf, Tensor):
+            return leaf
+        kind = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
+        # non_blocking waits for nothing only from pinned memory; from other memory torch copies in order
+        return leaf.to(device, kind, non_blocking=True)
 
-    return pytree.tree_map(move, batch)
+    return _each(move, batch)
 
 
-def _arrived(batch: Any, event: torch.cuda.Event) -> Any:
+def _with_objects(batch: Any, device: torch.device) -> Any:
+    """Objects that know how to move themselves, on the stream that uses them: what they allocate we cannot see."""
+    return _each(lambda leaf: leaf.to(device) if hasattr(leaf, "to") and not isinstance(leaf, Tensor) else leaf, batch)
+
+
+def _arrived(batch: Any, event: torch.cuda.Event, device: torch.device) -> Any:
     """Hand a batch to the computation: it waits for the copy, and the memory is not reused before it is done."""
-    current = torch.cuda.current_stream()
+    current = torch.cuda.current_stream(device)
     current.wait_event(event)
-    for leaf in pytree.tree_leaves(batch):
+
+    def keep(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.is_cuda:
             leaf.record_stream(current)
-    return batch
+        return leaf
+
+    return _with_objects(_each(keep, batch), device)
+
+
+def _each(function: Callable[[Any], Any], batch: Any) -> Any:
+    """The same nesting of containers, with `function` applied to each leaf: what is none, or moves itself."""
+    if isinstance(batch, Tensor | str | bytes) or hasattr(batch, "to"):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        changed = {name: _each(function, value) for name, value in batch.items()}
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
+            return changed
+        clone = copy(batch)  # a subclass with a constructor or state of its own
+        clone.update(changed)
+        return clone
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_each(function, value) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(_each(function, value) for value in batch)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        values = {field.name: getattr(batch, field.name) for field in fields(batch) if field.init}
+        return replace(batch, **{name: _each(function, value) for name, value in values.items()})
+    return function(batch)
 
 
 def _workers(config: DataConfig, world: World) -> int:

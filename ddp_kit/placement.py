@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +21,10 @@ def place(model: nn.Module, world: World, config: ParallelConfig) -> nn.Module:
             f"the model {type(model).__name__} has no parameter that requires a gradient",
             "nothing could be trained; set requires_grad=True on what is to learn",
         )
+    if isinstance(model, DistributedDataParallel):
+        raise ConfigError(
+            "the model is wrapped in DistributedDataParallel", "give the model itself; the Trainer wraps it"
+        )
     model.to(world.device)
     if world.world_size == 1:
         return model
@@ -33,6 +38,13 @@ def place(model: nn.Module, world: World, config: ParallelConfig) -> nn.Module:
         # Buffers are sent from rank 0, torch's default: its BatchNorm statistics count. Without any, nothing is sent.
         # static_graph stays off: it fails under accumulation unless the first step reduces every micro-batch.
     )
+
+
+def send_buffers(model: nn.Module, world: World) -> None:
+    """Give all ranks rank 0's buffers, such as BatchNorm's statistics: one model is evaluated. A collective."""
+    if world.world_size > 1:
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
 
 
 def without_reduction(placed: nn.Module) -> AbstractContextManager[None]:

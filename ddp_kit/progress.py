@@ -52,7 +52,8 @@ def _bar() -> Progress:
         BarColumn(bar_width=30),
         TimeRemainingColumn(),
         TextColumn("{task.description}"),
-        console=Console(stderr=True),
-        redirect_stdout=True,  # lines that the script prints appear above the bar
+        console=Console(stderr=True, soft_wrap=True),
+        # What the script prints appears above the bar, in one piece; where its output goes elsewhere it is left alone.
+        redirect_stdout=sys.stdout.isatty(),
         redirect_stderr=True,
     )

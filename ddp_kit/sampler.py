@@ -4,7 +4,6 @@ Step k of an epoch holds the same samples at every number of ranks.
 """
 
 from collections.abc import Iterator, Sized
-from hashlib import blake2b
 from itertools import islice
 from typing import Any, cast
 
@@ -14,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ddp_kit.batch import BatchPlan, MicroBatch, split
 from ddp_kit.errors import DataError
+from ddp_kit.world import mixed_seed
 
 
 class ExactDistributedSampler(DistributedSampler[Any]):
@@ -31,10 +31,7 @@ class ExactDistributedSampler(DistributedSampler[Any]):
         """All samples of this epoch in their order over all ranks."""
         if not self.shuffle:
             return list(range(self.total_size))
-        # Not seed + epoch, as in torch: epoch 1 of seed 0 would be epoch 0 of seed 1. A digest of both, because the
-        # generator uses no more than 32 bits of its seed.
-        digest = blake2b(f"{self.seed},{self.epoch}".encode(), digest_size=4).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest))
+        generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
         return cast(list[int], torch.randperm(self.total_size, generator=generator).tolist())
 
     def __iter__(self) -> Iterator[int]:

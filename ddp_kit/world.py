@@ -4,14 +4,16 @@ import atexit
 import random
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
 
 from ddp_kit import contract
-from ddp_kit.errors import WorldError, speak_plainly
+from ddp_kit.errors import DataError, WorldError, speak_plainly
 
 # gloo would wait for 30 minutes by default; NCCL's own default is 10.
 _TIMEOUT = timedelta(minutes=10)
@@ -60,15 +62,51 @@ def join() -> World:
     )
 
 
+def mixed_seed(*numbers: int) -> int:
+    """One seed made of several numbers, 32 bits: torch's CPU generator uses no more of it.
+
+    Not their sum, as in torch's DistributedSampler, where epoch 1 of seed 0 is epoch 0 of seed 1.
+    """
+    return int.from_bytes(blake2b(repr(numbers).encode(), digest_size=4).digest())
+
+
+def check_agreement(world: World, facts: Mapping[str, int | str]) -> None:
+    """Raise `DataError` where the ranks do not agree on these facts. A collective: all ranks call it.
+
+    They travel as numbers; text as a digest.
+    """
+    if world.world_size == 1:
+        return
+    numbers = [
+        fact if isinstance(fact, int) else int.from_bytes(blake2b(fact.encode(), digest_size=7).digest())
+        for fact in facts.values()
+    ]
+    own = torch.tensor(numbers, dtype=torch.int64, device=world.device)
+    everyone = [torch.empty_like(own) for _ in range(world.world_size)]
+    dist.all_gather(everyone, own)
+    for name, values in zip(facts, zip(*(one.tolist() for one in everyone), strict=True), strict=True):
+        if len(set(values)) > 1:
+            found = (
+                f": {', '.join(map(str, values))} on ranks 0 to {len(values) - 1}"
+                if isinstance(facts[name], int)
+                else ""
+            )
+            raise DataError(
+                f"the ranks do not agree on {name}{found}",
+                "every rank runs the whole script and has to build the same data and configuration; "
+                "set the random seed before building them, and do not divide the data yourself",
+            )
+
+
 def seed_everything(seed: int, world: World) -> None:
     """Set every random state of this process: the same in every run, different on every rank."""
-    own = seed * world.world_size + world.rank
+    own = mixed_seed(seed, world.rank)
     random.seed(own)
     torch.manual_seed(own)  # the GPU's state too
     if "numpy" in sys.modules:  # where it is not imported, nothing draws from it
         import numpy as np
 
-        np.random.seed(own % 2**32)
+        np.random.seed(own)
 
 
 def _device(place: contract.WorkerEnv) -> torch.device:

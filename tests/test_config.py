@@ -34,6 +34,27 @@ def test_a_setting_in_the_wrong_part_is_found() -> None:
     assert problems_of(num_workers=4) == ("num_workers = 4: there is no such setting; nearest: data.num_workers",)
 
 
+def test_what_belongs_to_the_optimizer_is_said_to() -> None:
+    assert problems_of(lr=3e-4) == (
+        "lr = 0.0003: there is no such setting; it belongs to the optimizer that you give the Trainer",
+    )
+
+
+@pytest.mark.parametrize(("called", "ours"), [("float16", "fp16"), ("16-mixed", "fp16"), ("bf16-mixed", "bf16")])
+def test_other_names_of_a_precision_are_understood_as_such(called: str, ours: str) -> None:
+    (problem,) = problems_of(precision=called)
+    assert problem.endswith(f"nearest: '{ours}'")
+
+
+def test_true_is_no_number() -> None:
+    assert problems_of(epochs=True) == ("epochs = True: allowed is a whole number; nearest: None (off)",)
+
+
+def test_a_part_left_empty_is_the_default(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("epochs: 3\ndata:\n")
+    assert TrainerConfig.load(tmp_path / "run.yaml") == TrainerConfig(epochs=3)
+
+
 def test_a_strange_name_gets_the_list_of_settings() -> None:
     (problem,) = problems_of(zzz=1)
     assert "the settings are: epochs, max_steps" in problem
@@ -133,4 +154,6 @@ def test_whatever_is_given_it_is_accepted_or_every_problem_is_said(values: dict[
         for problem in error.problems:
             name = problem.split(" = ")[0].split(".")[0]
             assert name in values
-            assert "nearest" in problem or "the settings are" in problem or "not available" in problem
+            assert any(
+                said in problem for said in ("nearest", "the settings are", "not available", "belongs to the opt")
+            )

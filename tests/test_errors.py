@@ -11,7 +11,7 @@ from ddp_kit import errors
 
 RAISE = """
 from ddp_kit import errors
-errors._HOLD_BACK_SECONDS = 0.0
+errors.ConfigError.hold_back_seconds = 0.0
 errors.speak_plainly(rank={rank})
 raise {what}
 """

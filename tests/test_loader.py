@@ -1,16 +1,26 @@
 """From a dataset, or the user's own DataLoader, to batches on the device."""
 
 from collections import namedtuple
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from ddp_kit.config import DataConfig
 from ddp_kit.errors import DataError
-from ddp_kit.loader import build_loader, check_batch_size, on_device, open_data, shuffles
+from ddp_kit.loader import Batching, batching, build_loader, check_batch_size, on_device, open_data
 from ddp_kit.world import World
 
 CPU = torch.device("cpu")
@@ -47,7 +57,11 @@ class WorkerNumber(Dataset[int]):
         (WithoutLength(), "without __getitem__ or without __len__"),
         (TensorDataset(torch.empty(0)), "is empty"),
         (42, "is a int"),
-        (DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 10, 10)), "sampler of its own"),
+        (DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 10, 10)), "a sampler of its own .WeightedRandom"),
+        (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), "a sampler of its own .RandomSampler"),
+        (DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=3)), "a sampler of its own .RandomSampler"),
+        (DataLoader(DATA, batch_sampler=[[1, 2], [3]]), "batches of its own making .a list"),
+        (DataLoader(DATA, batch_size=None), "batches of its own making .batch_size=None"),
     ],
 )
 def test_data_that_cannot_be_divided_is_refused(data: object, said: str) -> None:
@@ -74,22 +88,20 @@ def test_the_user_s_own_loader_keeps_what_it_chose() -> None:
     assert list(made) == [(0, 0, 0), (1, 1), (0,)]
 
 
-def test_whether_samples_are_shuffled_is_the_user_s_choice_where_they_made_one() -> None:
-    assert shuffles(None, True)
-    assert not shuffles(DataLoader(DATA), True)
-    assert shuffles(DataLoader(DATA, shuffle=True), False)
+def test_what_the_user_s_own_loader_says_of_its_batches() -> None:
+    assert batching(None) is None
+    assert batching(DataLoader(DATA, batch_size=3)) == Batching(3, shuffle=False, drop_last=False)
+    assert batching(DataLoader(DATA, shuffle=True, drop_last=True)) == Batching(1, shuffle=True, drop_last=True)
+    sampler = BatchSampler(RandomSampler(DATA), 4, drop_last=True)
+    assert batching(DataLoader(DATA, batch_sampler=sampler)) == Batching(4, shuffle=True, drop_last=True)
 
 
 def test_a_batch_size_in_conflict_with_the_configuration_is_an_error_that_says_so() -> None:
-    check_batch_size(DataLoader(DATA, batch_size=4), 4)
+    check_batch_size(Batching(4, shuffle=False, drop_last=False), 4)
+    check_batch_size(None, 4)
     with pytest.raises(DataError, match="batch_size=4, but the configuration makes micro-batches of 8") as caught:
-        check_batch_size(DataLoader(DATA, batch_size=4), 8)
+        check_batch_size(Batching(4, shuffle=False, drop_last=False), 8)
     assert "micro_batch_size=4" in caught.value.hint
-
-
-def test_a_loader_that_does_not_batch_by_size_is_no_conflict() -> None:
-    loader = DataLoader(DATA, batch_sampler=BatchSampler(torch.utils.data.SequentialSampler(DATA), 3, False))
-    check_batch_size(loader, 8)
 
 
 Pair = namedtuple("Pair", "left right")
@@ -110,6 +122,24 @@ def test_any_nesting_reaches_the_device_and_keeps_its_shape() -> None:
     assert isinstance(moved["pair"], Pair)
     assert moved["pair"].right[1:] == ["text", None]
     assert moved["own"].moved_to == CPU
+
+
+class Named(dict[str, Tensor]):
+    """What some collate functions return."""
+
+
+@dataclass
+class Sample:
+    image: Tensor
+    name: str
+
+
+def test_subclasses_of_containers_and_dataclasses_are_converted_too() -> None:
+    batch = [Named(x=torch.ones(1)), Sample(torch.ones(1), "one"), pack_sequence([torch.ones(2), torch.ones(1)])]
+    ((named, sample, packed),) = on_device([batch], CPU, torch.bfloat16, ahead=0)
+    assert (type(named), named["x"].dtype) == (Named, torch.bfloat16)
+    assert (sample.image.dtype, sample.name) == (torch.bfloat16, "one")
+    assert isinstance(packed, PackedSequence)
 
 
 def test_floating_point_is_converted_where_asked_and_whole_numbers_never() -> None:

@@ -62,6 +62,13 @@ def test_an_fp16_overflow_leaves_the_step_out() -> None:
     assert weight.item() == 2.0
 
 
+def test_the_factor_of_low_precision_gradients_is_not_rounded_itself() -> None:
+    parameter = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    parameter.grad = torch.full_like(parameter, 384.0)
+    scale_gradients([parameter], torch.tensor(1.003, dtype=torch.float64))  # 1.0 in bfloat16
+    assert parameter.grad.item() == torch.tensor(384.0 * 1.003).bfloat16().item() != 384.0
+
+
 def test_gradients_of_all_types_are_scaled_by_a_tensor() -> None:
     parameters = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
     for parameter in parameters[:2]:

@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,18 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from ddp_kit import Callback, ConfigError, DataConfig, FitResult, LogRow, Loss, LossError, Trainer, TrainerConfig
+from ddp_kit import (
+    Callback,
+    ConfigError,
+    DataConfig,
+    DataError,
+    FitResult,
+    LogRow,
+    Loss,
+    LossError,
+    Trainer,
+    TrainerConfig,
+)
 
 
 def regression(samples: int, seed: int = 0) -> TensorDataset:
@@ -287,8 +299,14 @@ def test_bf16_true_converts_the_batch_too() -> None:
     ("change", "error", "said"),
     [
         ({"optimizer": lambda p: "adam"}, ConfigError, "optimizer is a str"),
-        ({"optimizer": sgd([nn.Parameter(torch.ones(1))])}, ConfigError, "none of the model's parameters"),
+        ({"optimizer": sgd([nn.Parameter(torch.ones(1))])}, ConfigError, "holds 1 parameters that are not"),
         ({"scheduler": lambda o: ReduceLROnPlateau(o)}, ConfigError, "scheduler is a ReduceLROnPlateau"),
+        ({"scheduler": LambdaLR(sgd([nn.Parameter(torch.ones(1))]), lambda tick: 1.0)}, ConfigError, "of another opt"),
+        ({"scheduler": 0.1}, ConfigError, "scheduler is a float"),
+        ({"optimizer": "adam"}, ConfigError, "optimizer is a str"),
+        ({"optimizer": lambda p: torch.optim.LBFGS(p)}, ConfigError, "LBFGS"),
+        ({"callbacks": [print]}, ConfigError, "callbacks holds a builtin_function_or_method"),
+        ({"loss": None}, ConfigError, "loss_fn is a NoneType"),
         ({"metrics": {"loss": mean_loss}}, ConfigError, "a metric is called 'loss'"),
         ({"loss": lambda model, batch: None}, LossError, "returned None"),
         ({"loss": lambda model, batch: model(batch[0])}, LossError, "where one number is needed"),
@@ -329,3 +347,112 @@ def test_a_weight_of_zero_everywhere_leaves_the_weights_as_they_are() -> None:
     assert math.isnan(result.loss)
     for ours, theirs in zip(trainer.model.parameters(), network().parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_configuration_of_another_kind_is_said() -> None:
+    with pytest.raises(ConfigError, match="config is a dict"):
+        Trainer(network(), sgd, mean_loss, {"epochs": 3})  # type: ignore[arg-type]
+
+
+def test_a_parameter_that_only_the_optimizer_knows_is_refused() -> None:
+    temperature = nn.Parameter(torch.ones(1))
+    with pytest.raises(ConfigError, match="holds 1 parameters that are not the model's"):
+        Trainer(network(), lambda parameters: sgd([*parameters, temperature]), mean_loss)
+
+
+def test_unfreezing_after_the_trainer_was_made_is_refused() -> None:
+    model = network()
+    model[0].weight.requires_grad_(False)
+    trainer = Trainer(model, sgd, mean_loss, TrainerConfig(max_steps=2))
+    next(trainer.steps(regression(64)))
+    model[0].weight.requires_grad_(True)
+    with pytest.raises(ConfigError, match="frozen or unfrozen"):
+        trainer.fit(regression(64))
+
+
+def test_gradients_from_before_do_not_enter_the_first_step() -> None:
+    data, config = regression(8), TrainerConfig(max_steps=1, global_batch_size=8)
+    model = network()
+    mean_loss(model, data[:]).backward()
+    Trainer(model, sgd, mean_loss, config).fit(data)
+    for ours, theirs in zip(model.parameters(), trained(config, data).model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_step_that_failed_in_the_middle_leaves_nothing_behind() -> None:
+    data, config = regression(8), TrainerConfig(max_steps=1, global_batch_size=8, accumulation_steps=2)
+    calls = iter([mean_loss, None])  # the second micro-batch fails
+
+    def failing(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        function = next(calls, mean_loss)
+        if function is None:
+            raise ZeroDivisionError
+        return function(model, batch)
+
+    trainer = Trainer(network(), sgd, failing, config)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(data)
+    trainer.fit(data)
+    for ours, theirs in zip(trainer.model.parameters(), trained(config, data).model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_random_stream_goes_on_where_a_run_was_left() -> None:
+    drawn: list[float] = []
+
+    def noisy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        drawn.append(torch.rand(()).item())
+        return mean_loss(model, batch)
+
+    trainer = Trainer(network(), sgd, noisy, TrainerConfig(global_batch_size=2))
+    for _ in range(4):
+        next(trainer.steps(regression(8)))
+    assert len(set(drawn)) == 4
+
+
+def test_other_data_in_the_middle_of_an_epoch_are_refused() -> None:
+    trainer = Trainer(network(), sgd, mean_loss, TrainerConfig(max_steps=100, global_batch_size=2))
+    steps = trainer.steps(regression(20))
+    for _ in range(8):
+        next(steps)
+    with pytest.raises(DataError, match="epoch 0 was left after 8 of 10 steps, but this data makes 5 steps"):
+        trainer.fit(regression(10))
+
+
+def test_callbacks_see_the_step_counted_that_was_just_done() -> None:
+    seen: list[tuple[str, int]] = []
+
+    class Watch(Callback):
+        def on_step(self, trainer: Trainer) -> None:
+            seen.append(("step", trainer.step))
+
+        def on_log(self, trainer: Trainer, row: LogRow) -> None:
+            seen.append(("log", row.step))
+
+    trained(TrainerConfig(max_steps=2, global_batch_size=4, log_every=1), regression(8), callbacks=[Watch()])
+    assert seen == [("step", 1), ("log", 1), ("step", 2), ("log", 2)]
+
+
+def test_a_fit_with_nothing_left_to_do_still_evaluates() -> None:
+    trainer = trained(TrainerConfig(global_batch_size=4), regression(8))
+    result = trainer.fit(regression(8), regression(3))
+    assert result.history == ()
+    assert set(result.metrics) == {"loss"}
+
+
+def test_a_model_that_is_wrapped_already_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(network())
+        with pytest.raises(ConfigError, match="wrapped in DistributedDataParallel"):
+            Trainer(wrapped, sgd, mean_loss)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_deterministic_allows_only_algorithms_that_repeat() -> None:
+    try:
+        trained(TrainerConfig(global_batch_size=4, deterministic=True), regression(8))
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -5,6 +5,8 @@ The only launcher file that imports torch.
 
 import argparse
 import os
+import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -39,11 +41,12 @@ def run(plan: Plan) -> Outcome:
     os.environ.update(plan.env)
     with _run_folder(plan) as folder:
         settings = argparse.Namespace(**{**plan.torchrun, "log_dir": folder})
+        settings.signals_to_handle = _not_ignored(settings.signals_to_handle)
         if settings.master_port is None:
             settings.master_port = 29500  # torchrun's default for the static rendezvous of several nodes
         try:
             config, program, arguments = torchrun.config_from_args(settings)
-        except (ValueError, AssertionError, RuntimeError, NotADirectoryError) as error:
+        except (ValueError, AssertionError, RuntimeError, OSError) as error:
             raise UsageError(f"torch refuses this command line: {error}", "see `ddpkit launch --help`") from None
         try:
             elastic_launch(config, program)(*arguments)
@@ -80,12 +83,22 @@ def _end_leftovers(grace: float) -> None:
 @contextmanager
 def _run_folder(plan: Plan) -> Iterator[str]:
     """Where torch keeps logs and error files: the user's folder, or a private one that goes with the job."""
-    keeps_logs = str(plan.torchrun["redirects"]) != "0" or str(plan.torchrun["tee"]) != "0"
-    if plan.torchrun["log_dir"] is not None or keeps_logs:
-        yield plan.torchrun["log_dir"]
-        return
-    with tempfile.TemporaryDirectory(prefix=RUN_FOLDER_PREFIX, ignore_cleanup_errors=True) as folder:
+    named, redirects = plan.torchrun["log_dir"], str(plan.torchrun["redirects"])
+    if named is not None:
+        yield named
+    elif redirects != "0":  # what was redirected is wanted afterwards, and its place has to be known
+        folder = tempfile.mkdtemp(prefix=RUN_FOLDER_PREFIX)
+        sys.stderr.write(f"ddpkit: logs in {folder}\n")
         yield folder
+    else:
+        with tempfile.TemporaryDirectory(prefix=RUN_FOLDER_PREFIX, ignore_cleanup_errors=True) as folder:
+            yield folder
+
+
+def _not_ignored(names: str) -> str:
+    """The signals that close the job, without those that were ignored when the launcher started, as under nohup."""
+    ignored = {number.name for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN}
+    return ",".join(name for name in names.split(",") if name.strip() not in ignored)
 
 
 def _failure(rank: int, failure: ProcessFailure) -> Failure:

@@ -2,9 +2,11 @@
 
 import argparse
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Callable, Sequence
+from types import FrameType
 
 from ddp_kit import __version__
 from ddp_kit.contract import ExitCode
@@ -34,8 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", metavar="COMMAND", help="what to do; see below")
     words = list(sys.argv[1:] if argv is None else argv)
     command = parser.parse_args(words[:1]).command  # what follows belongs to the command
+    # Until the agent has handlers of its own; raised rather than fatal, so that what was made is cleaned up.
+    signal.signal(signal.SIGTERM, _stop)
     try:
         return _command(command)(words[1:])
+    except KeyboardInterrupt:
+        return _stopped(signal.SIGINT)
+    except _StoppedError:
+        return _stopped(signal.SIGTERM)
     except UsageError as error:
         return _report(error, ExitCode.USAGE)
     except DdpKitError as error:
@@ -68,6 +76,19 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
     close = nearest(name, list(_COMMANDS))
     instead = f"`ddpkit launch {name} ...`" if name.endswith(".py") else f"`ddpkit {close or 'launch'} ...`"
     raise UsageError(f"there is no command {name!r}; the commands are: {', '.join(_COMMANDS)}", f"type {instead}")
+
+
+class _StoppedError(BaseException):
+    """SIGTERM came before the job was up."""
+
+
+def _stop(_number: int, _frame: FrameType | None) -> None:
+    raise _StoppedError
+
+
+def _stopped(by: signal.Signals) -> int:
+    sys.stderr.write(f"ddpkit: stopped by {by.name}\n")
+    return ExitCode.of_signal(by)
 
 
 def _report(error: DdpKitError, code: ExitCode) -> int:

@@ -1,7 +1,8 @@
 """The GPUs of this machine, through NVML: no torch, no CUDA context."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pynvml
 
@@ -45,13 +46,17 @@ def visible(machine: tuple[Gpu, ...], env: Mapping[str, str]) -> tuple[tuple[str
     """The GPUs that a process with this environment would see, each with the word that selects it.
 
     As CUDA reads CUDA_VISIBLE_DEVICES: numbers or (beginnings of) UUIDs; what follows an invalid one is not seen.
+    A MIG device is taken at its word: it is one device to CUDA, of which NVML's list of GPUs does not tell.
     """
     words = env.get(VISIBLE_GPUS)
     if words is None:
         return tuple((str(gpu.index), gpu) for gpu in machine)
     seen: list[tuple[str, Gpu]] = []
     for word in (part.strip() for part in words.split(",")):
-        found = next((gpu for gpu in machine if _selects(word, gpu)), None)
+        if word.startswith("MIG-"):
+            found: Gpu | None = Gpu(len(seen), word, "MIG device", memory_total=0, memory_used=0, processes=0)
+        else:
+            found = next((gpu for gpu in machine if _selects(word, gpu)), None)
         if found is None:
             break
         seen.append((word, found))
@@ -64,15 +69,23 @@ def _selects(word: str, gpu: Gpu) -> bool:
 
 def _gpu(index: int) -> Gpu:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    memory = _asked(pynvml.nvmlDeviceGetMemoryInfo, handle)
     return Gpu(
         index=index,
         uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
-        name=_text(pynvml.nvmlDeviceGetName(handle)),
-        memory_total=memory.total,
-        memory_used=memory.used,
-        processes=len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle)),
+        name=_text(_asked(pynvml.nvmlDeviceGetName, handle) or "GPU"),
+        memory_total=memory.total if memory else 0,
+        memory_used=memory.used if memory else 0,
+        processes=len(_asked(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()),
     )
+
+
+def _asked(question: Callable[[Any], Any], handle: Any) -> Any:
+    """NVML's answer, or None where this GPU does not tell: some share the host's memory, some hide their processes."""
+    try:
+        return question(handle)
+    except pynvml.NVMLError:
+        return None
 
 
 def _text(value: str | bytes) -> str:

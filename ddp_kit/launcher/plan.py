@@ -48,6 +48,8 @@ def make(spec: LaunchSpec, machine: tuple[Gpu, ...], env: Mapping[str, str], run
         says = tuple(f"GPU {gpu}" for _, gpu in chosen)
     elif processes is None:
         processes = str(max(1, len(seen)))
+    if processes.lstrip("-").isdecimal() and int(processes) < 1:
+        raise UsageError(f"--nproc-per-node {processes} asks for no process", "type at least 1")
     if contract.THREADS not in env and processes.isdecimal() and int(processes) > 1:
         added[contract.THREADS] = "1"
         says = (*says, f"{contract.THREADS}=1 for each of {processes} processes; set it yourself to change this")
@@ -95,9 +97,9 @@ def _by_position(
     spec: LaunchSpec, machine: tuple[Gpu, ...], seen: tuple[tuple[str, Gpu], ...]
 ) -> tuple[tuple[str, Gpu], ...]:
     words = [word.strip() for word in str(spec.gpus).split(",") if word.strip()]
-    if not all(word.isdecimal() for word in words) or len(set(words)) < len(words):
+    if not words or not all(word.isdecimal() for word in words) or len(set(words)) < len(words):
         raise UsageError(
-            f"--gpus {spec.gpus} is neither a number of GPUs, nor `all`, nor a list of different positions",
+            f"--gpus {spec.gpus!r} is neither a number of GPUs, nor `all`, nor a list of different positions",
             "type for example --gpus 2, --gpus all or --gpus 0,2",
         )
     if any(int(word) >= len(seen) for word in words):

@@ -25,8 +25,8 @@ examples:
 
 exit codes:
   {ExitCode.OK:<9d} every process ended well
-  {ExitCode.LAUNCH_FAILED:<9d} the job could not be brought up
   {ExitCode.USAGE:<9d} the command line cannot be used
+  {ExitCode.LAUNCH_FAILED:<9d} the job could not be brought up
   other     that of the process that failed first; 128 + the signal's number where a signal ended it
 """
 
@@ -68,12 +68,33 @@ def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[
             action.dest, action.metavar
         )
     torchrun.set_defaults(nproc_per_node=env.get(PROCESSES_DEFAULT))
-    found, unknown = torchrun.parse_known_args(list(words))
-    flags = vars(found)
+    own, script, arguments = _split(words, torchrun)
+    found, unknown = torchrun.parse_known_args([*own, *script])
+    flags = vars(found) | {"training_script_args": arguments}
     if unknown:
         raise _unknown_flag(unknown[0], torchrun)
     gpus, processes = flags.pop("gpus"), flags.pop("nproc_per_node")
     return LaunchSpec(gpus=gpus, processes=processes, torchrun=MappingProxyType(flags))
+
+
+def _split(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str], list[str]]:
+    """The launcher's words, the script (none where it is missing), and what follows it, which is the script's own.
+
+    argparse alone would take `--local=3` behind the script for an abbreviation of one of the launcher's flags.
+    """
+    actions = {flag: action for action in parser._actions for flag in action.option_strings}
+    position = 0
+    while position < len(words) and words[position].startswith("-") and words[position] != "--":
+        name, has_value, _ = words[position].partition("=")
+        short = not name.startswith("--")
+        candidates = [action for flag, action in actions.items() if flag == (name[:2] if short else name)]
+        candidates = candidates or [action for flag, action in actions.items() if not short and flag.startswith(name)]
+        alone = has_value or (short and len(name) > 2) or not candidates or candidates[0].nargs == 0
+        position += 1 if alone else 2
+    own, rest = list(words[:position]), list(words[position:])
+    if rest[:1] == ["--"]:
+        rest = rest[1:]
+    return own, rest[:1], rest[1:]
 
 
 def check_script(spec: LaunchSpec) -> None:
@@ -85,18 +106,21 @@ def check_script(spec: LaunchSpec) -> None:
         if shutil.which(script) is None:
             raise UsageError(f"there is no program {script!r} to run", "check its path, or leave out --no-python")
         return
-    if not Path(script).exists():
-        where = "" if Path(script).is_absolute() else f" in {Path.cwd()}"
-        raise UsageError(f"there is no script {script!r}{where}", _nearest_script(Path(script)))
+    path = Path(script)
+    if not path.exists():
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise UsageError(f"there is no script {script!r}{where}", _nearest_script(path))
+    if path.is_dir() and not (path / "__main__.py").exists():
+        raise UsageError(f"{script!r} is a folder without a __main__.py", "name the script in it")
 
 
 def _nearest_script(missing: Path) -> str:
-    folder = missing.parent if missing.parent.is_dir() else Path()
-    there = [path.name for path in folder.glob("*.py")]
-    close = nearest(missing.name, there)
+    there = {path.stem: path for path in sorted(missing.parent.glob("*.py"))}  # nothing where the folder is missing
+    close = nearest(missing.stem, list(there))
     if close:
-        return f"the nearest is {folder / close}"
-    return f"the scripts in {folder.resolve()} are: {', '.join(sorted(there)[:10])}" if there else "check the path"
+        return f"the nearest is {there[close]}"
+    names = ", ".join(path.name for path in list(there.values())[:10])
+    return f"the scripts in {missing.parent.resolve()} are: {names}" if there else "check the path"
 
 
 def _unknown_flag(word: str, parser: argparse.ArgumentParser) -> UsageError:

@@ -10,7 +10,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ddp_kit import contract
-from ddp_kit.errors import ConfigError
+from ddp_kit.callbacks import Callback
+from ddp_kit.config import TrainerConfig
+from ddp_kit.errors import ConfigError, LossError
 from ddp_kit.metrics import Loss
 
 LossFunction = Callable[[nn.Module, Any], "Tensor | Loss"]
@@ -23,17 +25,48 @@ def only_repeatable_algorithms() -> None:
     torch.backends.cudnn.benchmark = False
 
 
+def checked_config(config: object) -> TrainerConfig:
+    """The configuration; the default one for None."""
+    if config is None:
+        return TrainerConfig()
+    if not isinstance(config, TrainerConfig):
+        raise ConfigError(
+            f"config is a {type(config).__name__}", "give a TrainerConfig, such as TrainerConfig(epochs=3)"
+        )
+    return config
+
+
+def checked_function(value: Any, name: str) -> Any:
+    """The function, if it can be called."""
+    if not callable(value):
+        raise ConfigError(f"{name} is a {type(value).__name__}", "give a function")
+    return value
+
+
+def trainable(model: nn.Module) -> tuple[nn.Parameter, ...]:
+    """The parameters that a gradient is asked for."""
+    return tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
+
+
 def optimizer_for(model: nn.Module, optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]) -> Optimizer:
-    made = optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
+    """The optimizer, made if need be, once it is sure to train this model and nothing else."""
+    made: object = optimizer
+    if not isinstance(optimizer, Optimizer) and callable(optimizer):
+        made = optimizer(model.parameters())
     if not isinstance(made, Optimizer):
         raise ConfigError(
             f"optimizer is a {type(made).__name__}", "give a torch Optimizer, or a function parameters -> Optimizer"
         )
-    own = set(model.parameters())
-    if not any(parameter in own for group in made.param_groups for parameter in group["params"]):
+    if isinstance(made, torch.optim.LBFGS):
         raise ConfigError(
-            "the optimizer holds none of the model's parameters, so nothing would be trained",
-            "make it from model.parameters() of the model that the Trainer gets",
+            "LBFGS evaluates the loss several times within a step, which the loop cannot do", "use another optimizer"
+        )
+    own = set(model.parameters())
+    strangers = sum(parameter not in own for group in made.param_groups for parameter in group["params"])
+    if strangers:
+        raise ConfigError(
+            f"the optimizer holds {strangers} parameters that are not the model's: the ranks would train them apart",
+            "make it from model.parameters(); put a loss that has parameters of its own into the model",
         )
     return made
 
@@ -41,27 +74,68 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | Callable[[Iterable[nn
 def scheduler_for(
     optimizer: Optimizer, scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None
 ) -> LRScheduler | None:
-    made = scheduler if scheduler is None or isinstance(scheduler, LRScheduler) else scheduler(optimizer)
-    if made is not None and (not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau)):
+    """The scheduler, made if need be, once it is sure to move this optimizer's learning rate at every tick."""
+    made: object = scheduler
+    if scheduler is not None and not isinstance(scheduler, LRScheduler) and callable(scheduler):
+        made = scheduler(optimizer)
+    if made is None:
+        return None
+    if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
         raise ConfigError(
             f"scheduler is a {type(made).__name__}, which cannot tick once per optimizer step by itself",
             "give an LRScheduler that needs no value, or a function optimizer -> LRScheduler",
+        )
+    if made.optimizer is not optimizer:
+        raise ConfigError(
+            "the scheduler moves the learning rate of another optimizer",
+            "make it from the optimizer that the Trainer gets, or give a function optimizer -> LRScheduler",
         )
     return made
 
 
 def checked_metrics(metrics: Mapping[str, MetricFunction]) -> dict[str, MetricFunction]:
+    """The metrics by name, none of which is the loss itself."""
     if "loss" in metrics:
         raise ConfigError("a metric is called 'loss', the name of the loss itself", "choose another name for it")
-    return dict(metrics)
+    return {name: checked_function(function, f"metric {name!r}") for name, function in metrics.items()}
+
+
+def checked_callbacks(callbacks: object) -> tuple[Callback, ...]:
+    """The callbacks, each of which hears every event."""
+    given = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
+    for callback in given:
+        if not isinstance(callback, Callback):
+            raise ConfigError(
+                f"callbacks holds a {type(callback).__name__}",
+                "derive it from ddp_kit.Callback and give a list of them",
+            )
+    return tuple(given)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """DDP's complaint about unused parameters, with the setting that a user of the Trainer can reach."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "find_unused_parameters" not in str(error):
+            raise
+        raise LossError(
+            "some of the model's parameters got no gradient in the step before, so DDP still waits for theirs",
+            'if that is as it should be, set TrainerConfig(parallel={"find_unused_parameters": True})',
+        ) from error
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[list[Any]]:
-    """The model in evaluation mode, its outputs noted; every module's own mode comes back afterwards."""
+    """The model in evaluation mode, its last output noted; every module's own mode comes back afterwards."""
     modes = {module: module.training for module in model.modules()}
     outputs: list[Any] = []
-    hook = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+
+    def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        outputs[:] = [output]
+
+    hook = model.register_forward_hook(note)
     model.eval()
     try:
         yield outputs

@@ -18,10 +18,10 @@ from ddp_kit import log
 from ddp_kit.batch import MicroBatch, plan_batches
 from ddp_kit.callbacks import Callback
 from ddp_kit.config import TrainerConfig
-from ddp_kit.errors import LossError
-from ddp_kit.loader import Data, build_loader, check_batch_size, on_device, open_data, shuffles
+from ddp_kit.errors import ConfigError, DataError, LossError
+from ddp_kit.loader import Data, batching, build_loader, check_batch_size, on_device, open_data
 from ddp_kit.metrics import Loss, Mean, checked, reduced
-from ddp_kit.placement import place, without_reduction
+from ddp_kit.placement import place, send_buffers, without_reduction
 from ddp_kit.precision import Precision, scale_gradients
 from ddp_kit.progress import ProgressReport
 from ddp_kit.records import FitResult, LogRow, Step
@@ -29,13 +29,18 @@ from ddp_kit.sampler import EvalBatches, ExactDistributedSampler, TrainBatches
 from ddp_kit.trainer.setup import (
     LossFunction,
     MetricFunction,
+    checked_callbacks,
+    checked_config,
+    checked_function,
     checked_metrics,
     evaluating,
+    explained,
     only_repeatable_algorithms,
     optimizer_for,
     scheduler_for,
+    trainable,
 )
-from ddp_kit.world import join, seed_everything
+from ddp_kit.world import check_agreement, join, mixed_seed, seed_everything
 
 
 @dataclass
@@ -64,7 +69,7 @@ class Trainer:
         for each of this rank's micro-batches:               # gradients are reduced with the last one only
             loss_fn(model, batch).backward()                 # weighted by its share of the global batch
         clip the gradients, step the optimizer, tick the scheduler
-        every log_every steps: reduce the loss, report       # the only place where the host waits
+        every log_every steps: reduce the loss, report       # here the host waits for the device (fp16: at every step)
     evaluate every eval_every steps, or after each epoch; and at the end
 
     `model`: any Module. `optimizer`: an Optimizer, or a callable `parameters -> Optimizer`.
@@ -87,32 +92,38 @@ class Trainer:
         metrics: Mapping[str, MetricFunction] | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        self.config = config or TrainerConfig()
+        self.config = checked_config(config)
         if self.config.deterministic:
             only_repeatable_algorithms()
         self.world = join()
         log.start(self.world.is_main)
-        micro_batch = self.config.micro_batch_size
-        assert micro_batch != "auto", "refused by the configuration"
         self.batch_plan = plan_batches(
-            self.config.global_batch_size, micro_batch, self.config.accumulation_steps, self.world.world_size
+            self.config.global_batch_size,
+            self.config.micro_batch_size,
+            self.config.accumulation_steps,
+            self.world.world_size,
         )
         self._precision = Precision(self.config.precision, self.world.device)
         self.model = model
         self._precision.prepare(model)
         self._placed = place(model, self.world, self.config.parallel)
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._parameters = trainable(model)
         self.optimizer = optimizer_for(model, optimizer)
         self.scheduler = scheduler_for(self.optimizer, scheduler)
-        self._loss_fn = loss_fn
+        self._loss_fn = checked_function(loss_fn, "loss_fn")
         self._metrics = checked_metrics(metrics or {})
-        self._callbacks = tuple(callbacks)
+        self._callbacks = checked_callbacks(callbacks)
+        self._seeded = False
+        self._model_called = self.world.world_size == 1  # else the first loss has to come through the DDP wrapper
+        if not self._model_called:
+            self._first_call = self._placed.register_forward_pre_hook(self._note_call)
         self._weighted: bool | None = None  # whether the loss function returns Loss; known from its first call
         self.step = 0
         """Optimizer steps done."""
         self.epoch = 0
         """Epochs done."""
         self._steps_in_epoch = 0
+        self._epoch_length: int | None = None  # in steps, of an epoch that is begun and not done
         self._samples = 0
 
     # --- what users call ----------------------------------------------------------------------------------------
@@ -138,6 +149,8 @@ class Trainer:
                     progress.log(step.number, str(step.log))
                 if evaluation is not None and self._evaluation_due(step, total):
                     metrics = self._evaluate(*evaluation)
+        if evaluation is not None and not history:
+            metrics = self._evaluate(*evaluation)
         result = FitResult(
             steps=self.step,
             samples=self._samples,
@@ -162,28 +175,48 @@ class Trainer:
     # --- one optimizer step -------------------------------------------------------------------------------------
 
     def _steps(self, feed: _Feed) -> Iterator[Step]:
-        seed_everything(self.config.seed, self.world)
-        if not self.model.training:
-            self.model.train()
+        self._prepare(feed)
         last_step = self._last_step(feed.batches.steps)
         interval = _Interval(Mean(self.world.device))
         while self.step < last_step:
             feed.batches.set_position(self.epoch, self._steps_in_epoch)
             batches = self._on_device(feed.loader)
-            for number in range(self._steps_in_epoch, min(feed.batches.steps, last_step)):
+            for number in range(self._steps_in_epoch, feed.batches.steps):
                 samples = feed.batches.samples(number)
                 self._run_step(batches, feed.batches.micro_batches(number), samples, interval)
-                self._tell("on_step")
                 row = None
                 epoch = self.epoch
                 ends_epoch = self._advance(samples, feed.batches.steps)
+                self._tell("on_step")
                 if self.step % self.config.log_every == 0 or self.step == last_step:
                     row = self._log_row(interval, epoch)
                     interval = _Interval(Mean(self.world.device))
                     self._tell("on_log", row)
+                left = time.perf_counter()
                 yield Step(self.step, epoch, samples, ends_epoch, row)
+                interval.started += time.perf_counter() - left  # evaluations and the like are not training
                 if self.step == last_step:
                     return
+
+    def _prepare(self, feed: _Feed) -> None:
+        """What has to hold before the first step of a call."""
+        if self._epoch_length not in (None, feed.batches.steps):
+            raise DataError(
+                f"epoch {self.epoch} was left after {self._steps_in_epoch} of {self._epoch_length} steps, "
+                f"but this data makes {feed.batches.steps} steps an epoch",
+                "go on with the data that the epoch was begun with, or make a new Trainer",
+            )
+        if {id(parameter) for parameter in trainable(self.model)} != {id(parameter) for parameter in self._parameters}:
+            raise ConfigError(
+                "parameters were frozen or unfrozen (requires_grad) after the Trainer was made",
+                "make a new Trainer after that: what is reduced over the ranks is settled when it is made",
+            )
+        if not self._seeded:  # once: a run that is left and taken up again goes on in its random streams
+            seed_everything(self.config.seed, self.world)
+            self._seeded = True
+        if not self.model.training:
+            self.model.train()
+        self.model.zero_grad(set_to_none=True)  # of a step that was not finished, or of the user's own
 
     def _run_step(
         self, batches: Iterator[Any], passes: tuple[MicroBatch, ...], samples: int, interval: _Interval
@@ -214,12 +247,18 @@ class Trainer:
         applied = self._precision.apply(self.optimizer)
         if applied and self.scheduler is not None:
             self.scheduler.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
         interval.steps += 1
         interval.samples += samples
 
     def _loss(self, batch: Any) -> "Tensor | Loss":
-        value = checked(self._loss_fn(self._placed, batch), "the loss function")
+        with explained():
+            value = checked(self._loss_fn(self._placed, batch), "the loss function")
+        if not self._model_called:
+            raise LossError(
+                "the loss function did not call the model that it was given, so the ranks would train apart",
+                "use its first argument: def loss_fn(model, batch): ... model(inputs) ...",
+            )
         weighted = isinstance(value, Loss)
         if self._weighted not in (None, weighted):
             raise LossError(
@@ -228,6 +267,10 @@ class Trainer:
             )
         self._weighted = weighted
         return value
+
+    def _note_call(self, _module: nn.Module, _inputs: Any) -> None:
+        self._model_called = True
+        self._first_call.remove()
 
     def _objective(self, value: "Tensor | Loss", micro_batch: MicroBatch, samples: int) -> Tensor:
         """What this pass adds to the loss of the global batch, times the ranks that DDP's mean divides by.
@@ -261,9 +304,11 @@ class Trainer:
         self._samples += samples
         self._steps_in_epoch += 1
         if self._steps_in_epoch < steps_per_epoch:
+            self._epoch_length = steps_per_epoch
             return False
         self.epoch += 1
         self._steps_in_epoch = 0
+        self._epoch_length = None
         return True
 
     def _last_step(self, steps_per_epoch: int) -> int:
@@ -287,9 +332,12 @@ class Trainer:
         )
 
     def _announce(self, total: int) -> None:
+        if total == self.step:
+            log.logger.warning("nothing left to train: all {} steps are done; raise epochs or max_steps", total)
+            return
         plan, world = self.batch_plan, self.world
         log.logger.info(
-            "{} {} on {}, {}: global batch {} = micro-batch {} x accumulation {} x {}{}; {} steps",
+            "{} {} on {}, {}: global batch {} = micro-batch {} x accumulation {} x {}{}; {}{} steps",
             world.world_size,
             "rank" if world.world_size == 1 else "ranks",
             world.device.type,
@@ -299,6 +347,7 @@ class Trainer:
             plan.accumulation,
             world.world_size,
             "" if plan.micro_batch * plan.accumulation * world.world_size == plan.global_batch else ", at most",
+            f"from step {self.step} to " if self.step else "",
             total,
         )
 
@@ -315,6 +364,7 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self, loader: DataLoader[Any], batches: EvalBatches) -> dict[str, float]:
+        send_buffers(self.model, self.world)
         means = {name: Mean(self.world.device) for name in ("loss", *self._metrics)}
         with evaluating(self.model) as outputs:
             for samples, batch in zip(batches.sizes(), self._on_device(loader), strict=True):
@@ -327,7 +377,7 @@ class Trainer:
                             f"metric {name!r} needs the model's output, but the loss function did not call the model",
                             "call model(...) inside the loss function",
                         )
-                    means[name].add(checked(function(outputs[-1], batch), f"metric {name!r}"), samples)
+                    means[name].add(checked(function(outputs[0], batch), f"metric {name!r}"), samples)
                 outputs.clear()
         values = dict(zip(means, reduced(list(means.values())), strict=True))
         log.logger.info("evaluation at step {}: {}", self.step, "  ".join(f"{k} {v:.4g}" for k, v in values.items()))
@@ -338,18 +388,31 @@ class Trainer:
 
     def _train_feed(self, data: Data) -> _Feed:
         dataset, template = open_data(data, "train_data")
-        check_batch_size(template, self.batch_plan.micro_batch)
-        settings = self.config.data
-        sampler = self._sampler(dataset, shuffle=shuffles(template, settings.shuffle))
-        drop_last = settings.drop_last or bool(template and template.drop_last)
+        self._check_agreement(len(dataset), "train_data")
+        own, settings = batching(template), self.config.data
+        check_batch_size(own, self.batch_plan.micro_batch)
+        sampler = self._sampler(dataset, shuffle=own.shuffle if own else settings.shuffle)
+        drop_last = settings.drop_last or bool(own and own.drop_last)
         batches = TrainBatches(sampler, self.batch_plan, drop_last=drop_last)
-        return _Feed(build_loader(dataset, batches, settings, self.world, self.config.seed, template), batches)
+        seed = mixed_seed(
+            self.config.seed, self.step
+        )  # other draws in the loader's processes when it is taken up again
+        return _Feed(build_loader(dataset, batches, settings, self.world, seed, template), batches)
 
     def _eval_feed(self, data: Data) -> tuple[DataLoader[Any], EvalBatches]:
         dataset, template = open_data(data, "eval_data")
-        size = (template.batch_size if template else None) or self.batch_plan.micro_batch
+        self._check_agreement(len(dataset), "eval_data")
+        own = batching(template)
+        size = own.size if own else self.batch_plan.micro_batch
         batches = EvalBatches(self._sampler(dataset, shuffle=False), size)
         return build_loader(dataset, batches, self.config.data, self.world, self.config.seed, template), batches
+
+    def _check_agreement(self, samples: int, role: str) -> None:
+        facts: dict[str, int | str] = {
+            f"the number of samples in {role}": samples,
+            "the configuration": self.config.model_dump_json(),
+        }
+        check_agreement(self.world, facts)
 
     def _sampler(self, dataset: Any, *, shuffle: bool) -> ExactDistributedSampler:
         return ExactDistributedSampler(

@@ -29,6 +29,67 @@ trainer.fit(torch.randn(40, 2))
 """
 
 
+WITH_RANKS = """
+import torch
+from torch import nn
+from ddp_kit import Trainer, TrainerConfig
+rank = int(os.environ["RANK"])
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1), nn.Linear(2, 1))
+samples, uses, config = 40, lambda given, batch: given[2](given[1](given[0](batch))), TrainerConfig(global_batch_size=8)
+{change}
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = model
+    def forward(self, batch):
+        return uses(self.layers, batch)
+whole = Whole()
+loss = {loss}
+trainer = Trainer(whole, lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss, config)
+data = torch.randn(samples, 2)
+result = trainer.fit(data, data)
+say(rank, result.metrics["loss"], whole.eval()(data).mean().item())
+"""
+USUAL = "lambda given, batch: given(batch).mean()"
+UNUSED_PARAMETERS_ALLOWED = 'config = TrainerConfig(global_batch_size=8, parallel={"find_unused_parameters": True})'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "loss", "said"),
+    [
+        (
+            "samples += rank",
+            USUAL,
+            "the ranks do not agree on the number of samples in train_data: 40, 41 on ranks 0 to 1",
+        ),
+        ("config = TrainerConfig(seed=rank)", USUAL, "the ranks do not agree on the configuration"),
+        (UNUSED_PARAMETERS_ALLOWED, "lambda given, batch: whole(batch).mean()", "did not call the model"),
+        ("", USUAL, 'parallel={"find_unused_parameters": True}'),
+    ],
+    ids=["other data", "other configuration", "another model", "unused parameters"],
+)
+def test_what_would_train_the_ranks_apart_is_refused_once(
+    start: Start, script: Script, change: str, loss: str, said: str
+) -> None:
+    run = start("ddpkit", 2, script(WITH_RANKS.replace("{change}", change).replace("{loss}", loss)))
+    assert run.returncode == 1
+    assert run.stderr.count(said) == 1
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.slow
+def test_one_model_is_evaluated_its_batch_norm_statistics_included(start: Start, script: Script) -> None:
+    text = WITH_RANKS.replace("{change}", UNUSED_PARAMETERS_ALLOWED).replace("{loss}", USUAL)
+    run = start("ddpkit", 2, script(text))
+    assert run.returncode == 0, run.stderr
+    ranks = [[float(word) for word in line.split()] for line in run.stdout.splitlines()]
+    assert ranks[0][1] == ranks[1][1]
+    for _, metric, loss_of_the_own_model in ranks:
+        assert metric == pytest.approx(loss_of_the_own_model, abs=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "processes"), [("python", 1), ("torchrun", 3), ("ddpkit", 3)])
 def test_five_mistakes_in_a_configuration_are_listed_once(

@@ -26,6 +26,7 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) { *handle = &gp
 int nvmlDeviceGetUUID(gpu_t *gpu, char *text, unsigned size) { snprintf(text, size, "%s", gpu->uuid); return 0; }
 int nvmlDeviceGetName(gpu_t *gpu, char *text, unsigned size) { snprintf(text, size, "Fake GPU"); return 0; }
 int nvmlDeviceGetMemoryInfo(gpu_t *gpu, unsigned long long *memory) {
+    if (!gpu->total) return 3; /* not supported: a GPU that shares the host's memory */
     memory[0] = gpu->total; memory[1] = gpu->total - gpu->used; memory[2] = gpu->used;
     return 0;
 }

@@ -51,6 +51,9 @@ def test_python_m_is_the_same_command() -> None:
         (["launch", "--nnodez", "2", "train.py"], "did you mean --nnodes?"),
         (["launch", "--no-python", "no-such-program"], "there is no program 'no-such-program'"),
         (["launch", "--nnodes", "2:1", "train.py"], "torch refuses this command line"),
+        (["launch", "--nproc-per-node", "0", "train.py"], "asks for no process"),
+        (["launch", "--log-dir", "/proc/nowhere", "train.py"], "torch refuses this command line"),
+        (["launch", "."], "is a folder without a __main__.py"),
         (["launch", "--nproc-per-node", "many", "train.py"], "Unsupported nproc_per_node value: many"),
         (["launch", "-r", "9", "train.py"], "9 does not match"),
         (["launch"], "the following arguments are required: script.py"),
@@ -84,6 +87,15 @@ def test_gpus_are_taken_free_ones_first_and_named(
     assert run.returncode == 0, run.stderr
     assert sorted(run.stdout.splitlines()) == ["0 1,3", "1 1,3"]
     assert "ddpkit: GPU 1: Fake GPU, 0.0 of 80 GiB used, free" in run.stderr
+
+
+def test_a_gpu_that_does_not_tell_of_its_memory_is_no_obstacle(
+    ddpkit: Command, script: Callable[[str], Path], machine: Callable[..., dict[str, str]]
+) -> None:
+    environment = machine(0)
+    Path(environment["FAKE_NVML"]).write_text("GPU-0000-uuid 0 0 0")
+    run = ddpkit("launch", "--gpus", "all", script("print('ran')"), env=environment)
+    assert run.stdout == "ran\n", run.stderr
 
 
 @pytest.mark.parametrize(
@@ -148,6 +160,51 @@ def test_a_log_folder_of_the_user_s_own_is_kept(ddpkit: Command, script: Callabl
     logs = sorted((tmp_path / "logs").rglob("stdout.log"))
     assert [log.parent.name for log in logs] == ["0", "1"]
     assert [log.read_text() for log in logs] == ["hello\n", "hello\n"]
+
+
+@pytest.mark.parametrize("words", [["--local=3", "--log"], ["--", "y"], ["-x", "--gpus", "2", "--nproc-per-node=9"]])
+def test_what_follows_the_script_is_the_script_s_own(
+    ddpkit: Command, script: Callable[[str], Path], words: list[str]
+) -> None:
+    shows = script("import sys; print(sys.argv[1:])")
+    for before in ([], ["--"], ["--nproc_per_node", "1"], ["-t0", "--redirect=0", "--log-d", "logs"]):
+        run = ddpkit("launch", *before, shows, *words)
+        assert run.stdout == f"{words}\n", run.stderr
+
+
+def test_a_hang_up_that_was_ignored_at_the_start_stays_ignored(script: Callable[[str], Path]) -> None:
+    waiting = script("import signal; say(os.getpid()); signal.pause()")
+    command = [str(Path(sys.executable).with_name("ddpkit")), "launch", "--nproc-per-node", "2", str(waiting)]
+    with subprocess.Popen(
+        ["nohup", *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        workers = [int(launcher.stdout.readline()) for _ in range(2)]
+        launcher.send_signal(signal.SIGHUP)
+        os.kill(workers[0], signal.SIGUSR1)  # what ends the job is this
+        launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGUSR1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_before_anything_runs_is_one_line_and_leaves_nothing(
+    script: Callable[[str], Path], tmp_path: Path, number: signal.Signals
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    command = [sys.executable, "-X", "importtime", "-m", "ddp_kit", "launch", str(script("pass"))]
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as launcher:
+        assert launcher.stderr is not None
+        for line in launcher.stderr:
+            if "torch._utils" in line:  # in the middle of importing torch
+                break
+        launcher.send_signal(number)
+        _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + number
+    assert errors.splitlines()[-1] == f"ddpkit: stopped by {number.name}"
+    assert "Traceback" not in errors
+    assert list(temporary.iterdir()) == []
 
 
 def test_modules_programs_and_macros_start_as_with_torchrun(ddpkit: Command, tmp_path: Path) -> None:

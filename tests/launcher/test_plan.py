@@ -77,10 +77,17 @@ def test_gpus_on_a_machine_with_none_says_what_to_type_instead() -> None:
     assert "ddpkit launch --nproc-per-node 4 train.py" in caught.value.hint
 
 
-@pytest.mark.parametrize(("words", "said"), [("0", "asks for no GPU"), ("two", "neither"), ("1,1", "different")])
+@pytest.mark.parametrize(
+    ("words", "said"), [("0", "asks for no GPU"), ("two", "neither"), ("1,1", "different"), (",", "neither")]
+)
 def test_other_words_after_gpus_are_refused(words: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         planned(f"--gpus {words} train.py", machine(0, 0))
+
+
+def test_a_mig_device_is_taken_at_its_word() -> None:
+    assert gpus_of("--gpus 1 train.py", machine(0), {"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}) == ("MIG-1", "1")
+    assert planned("train.py", machine(0), {"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}).torchrun["nproc_per_node"] == "2"
 
 
 def test_gpus_and_processes_that_disagree_are_refused() -> None:
