@@ -7,6 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A slow machine is no failure; and CI tries the same examples every time.
+settings.register_profile(
+    "ddpkit", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
+)
+settings.load_profile("ddpkit")
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
