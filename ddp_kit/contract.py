@@ -23,7 +23,9 @@ VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 GPU_ORDER = "CUDA_DEVICE_ORDER"
 THREADS = "OMP_NUM_THREADS"
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-PROCESSES_DEFAULT = "PET_NPROC_PER_NODE"  # torchrun reads the default of --nproc-per-node from here
+# Where torchrun reads the defaults of --nproc-per-node and --master-port from.
+PROCESSES_DEFAULT = "PET_NPROC_PER_NODE"
+MASTER_PORT_DEFAULT = "PET_MASTER_PORT"
 
 RUN_FOLDER_PREFIX = "ddpkit-"
 

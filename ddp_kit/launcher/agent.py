@@ -24,6 +24,8 @@ from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher.plan import Plan
 from ddp_kit.launcher.verdict import Failure, Outcome
 
+_GRACE_SECONDS = 30  # torch's own default
+
 
 def torchrun_parser() -> argparse.ArgumentParser:
     """torchrun's own flag parser: its flags are always those of the torch installed."""
@@ -41,7 +43,8 @@ def run(plan: Plan) -> Outcome:
     os.environ.update(plan.env)
     with _run_folder(plan) as folder:
         settings = argparse.Namespace(**{**plan.torchrun, "log_dir": folder})
-        settings.signals_to_handle = _not_ignored(settings.signals_to_handle)
+        if hasattr(settings, "signals_to_handle"):  # not every torch has this flag, or --shutdown-timeout
+            settings.signals_to_handle = _not_ignored(settings.signals_to_handle)
         if settings.master_port is None:
             settings.master_port = 29500  # torchrun's default for the static rendezvous of several nodes
         try:
@@ -61,7 +64,8 @@ def run(plan: Plan) -> Outcome:
                 "node reaches, and that the port is free on that host",
             ) from None
         finally:
-            _end_leftovers(grace=config.shutdown_timeout or 0)
+            grace = getattr(config, "shutdown_timeout", None)
+            _end_leftovers(_GRACE_SECONDS if grace is None else grace)
     return Outcome()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ddp_kit.contract import PROCESSES_DEFAULT, ExitCode
+from ddp_kit.contract import MASTER_PORT_DEFAULT, PROCESSES_DEFAULT, ExitCode
 from ddp_kit.errors import UsageError, nearest
 
 _DESCRIPTION = """\
@@ -67,7 +67,8 @@ def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[
         action.metavar = {"training_script": "script.py", "training_script_args": "..."}.get(
             action.dest, action.metavar
         )
-    torchrun.set_defaults(nproc_per_node=env.get(PROCESSES_DEFAULT))
+    # None: not given. torch's own defaults would not tell, and that of the port differs between its versions.
+    torchrun.set_defaults(nproc_per_node=env.get(PROCESSES_DEFAULT), master_port=env.get(MASTER_PORT_DEFAULT))
     own, script, arguments = _split(words, torchrun)
     found, unknown = torchrun.parse_known_args([*own, *script])
     flags = vars(found) | {"training_script_args": arguments}

@@ -104,12 +104,24 @@ def test_one_node_meets_on_loopback_at_a_free_port() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    ["--nnodes 2", "--nnodes 1:2", "--master-port 29501", "--rdzv-endpoint host:1", "--rdzv-backend c10d"],
+    [
+        "--nnodes 2",
+        "--nnodes 1:2",
+        "--master_port=1",
+        "--master-port 29501",
+        "--rdzv-endpoint host:1",
+        "--rdzv-backend c10d",
+    ],
 )
 def test_a_meeting_point_of_the_user_s_own_stays(words: str) -> None:
     settings = planned(f"{words} train.py").torchrun
     assert settings["rdzv_id"] == "none"
     assert settings["local_addr"] is None
+
+
+def test_a_port_from_the_environment_is_the_user_s_own_too() -> None:
+    assert planned("train.py", env={"PET_MASTER_PORT": "29501"}).torchrun["master_port"] == 29501
+    assert planned("train.py", env={"PET_MASTER_PORT": "29501"}).torchrun["rdzv_backend"] == "static"
 
 
 def test_several_processes_get_one_thread_each_unless_the_user_chose() -> None:
