@@ -16,7 +16,6 @@ import time
 from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar
 
 _PACKAGE = Path(__file__).parent
 
@@ -27,8 +26,8 @@ class DdpKitError(Exception):
     `message` says what was asked and what was found; `hint` says what to do now.
     """
 
-    hold_back_seconds: ClassVar[float] = 1.0
-    """How long the other ranks leave the word to rank 0, which has probably found the same mistake."""
+    hold_back_seconds = 5.0
+    """How long ranks other than 0 leave the word to rank 0, which has probably found the same mistake."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message, hint)
@@ -41,8 +40,6 @@ class DdpKitError(Exception):
 
 class ConfigError(DdpKitError, ValueError):
     """A configuration that cannot be used; `problems` lists every mistake found, not only the first."""
-
-    hold_back_seconds = 5.0  # every rank finds it, but some may still be starting
 
     def __init__(self, message: str, hint: str, problems: tuple[str, ...] = ()) -> None:
         super().__init__(message, hint)
@@ -59,8 +56,6 @@ class WorldError(DdpKitError):
 
 class DataError(DdpKitError):
     """The dataset or loader cannot be used."""
-
-    hold_back_seconds = 5.0
 
 
 class LossError(DdpKitError):

@@ -115,11 +115,14 @@ def _device(place: contract.WorkerEnv) -> torch.device:
     gpus = torch.cuda.device_count()
     if place.local_rank < gpus:
         return torch.device("cuda", place.local_rank)
-    raise WorldError(
+    error = WorldError(
         f"rank {place.rank} has no GPU: {place.local_world_size} processes on this node, {gpus} visible to them",
         f"start as many processes as GPUs: `ddpkit launch --gpus {gpus} ...`; "
         f"to train on the CPU, set {contract.VISIBLE_GPUS}=''",
     )
+    if place.local_rank == gpus:
+        error.hold_back_seconds = 0.0  # the first rank without one speaks for those after it
+    raise error
 
 
 def _start_group(device: torch.device) -> None:
