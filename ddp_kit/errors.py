@@ -12,12 +12,13 @@ A mistake of the user is shown as its message, without a traceback: see `speak_p
 """
 
 import sys
+import sysconfig
 import time
 from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
 
-_PACKAGE = Path(__file__).parent
+_NOT_THE_USER_S = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")), Path("<frozen runpy>").parent)
 
 
 class DdpKitError(Exception):
@@ -105,7 +106,7 @@ def _place(trace: TracebackType | None) -> str:
     place = ""
     while trace is not None:
         file = Path(trace.tb_frame.f_code.co_filename)
-        if file.suffix == ".py" and _PACKAGE not in file.parents and "site-packages" not in file.parts:
+        if not any(folder in file.parents for folder in _NOT_THE_USER_S) and "site-packages" not in file.parts:
             place = f" at {file.name}:{trace.tb_lineno}"
         trace = trace.tb_next
     return place

@@ -4,8 +4,8 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sized
 from copy import copy
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -60,10 +60,10 @@ def _check_loader(loader: "DataLoader[Any]", role: str) -> None:
             "give it a batch_size instead: the Trainer makes the batches of all ranks",
         )
     sampler = batches.sampler
-    plain = type(sampler) is SequentialSampler or (
-        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-    )
-    if not plain:
+    samples = len(cast(Sized, loader.dataset))
+    whole = isinstance(sampler, SequentialSampler | RandomSampler) and len(sampler) == samples
+    whole = whole and type(sampler) in (SequentialSampler, RandomSampler)  # not a class of the user's own
+    if not whole or getattr(sampler, "replacement", False):
         raise DataError(
             f"{role} is a DataLoader with a sampler of its own ({type(sampler).__name__})",
             "leave the sampler out: the Trainer divides the samples over the ranks, in an order it can repeat",
@@ -170,7 +170,12 @@ def _with_tensors(batch: Any, device: torch.device, dtype: torch.dtype | None) -
 
 def _with_objects(batch: Any, device: torch.device) -> Any:
     """Objects that know how to move themselves, on the stream that uses them: what they allocate we cannot see."""
-    return _each(lambda leaf: leaf.to(device) if hasattr(leaf, "to") and not isinstance(leaf, Tensor) else leaf, batch)
+
+    def move(leaf: Any) -> Any:
+        moves_itself = hasattr(leaf, "to") and not isinstance(leaf, Tensor | type)
+        return leaf.to(device) if moves_itself else leaf
+
+    return _each(move, batch)
 
 
 def _arrived(batch: Any, event: torch.cuda.Event, device: torch.device) -> Any:
@@ -187,23 +192,28 @@ def _arrived(batch: Any, event: torch.cuda.Event, device: torch.device) -> Any:
 
 
 def _each(function: Callable[[Any], Any], batch: Any) -> Any:
-    """The same nesting of containers, with `function` applied to each leaf: what is none, or moves itself."""
+    """The same nesting of containers, with `function` applied to each leaf: what is none, or moves itself.
+
+    Containers are copied and filled, not made anew: what their constructors do was done once already.
+    """
     if isinstance(batch, Tensor | str | bytes) or hasattr(batch, "to"):
         return function(batch)
-    if isinstance(batch, Mapping):
-        changed = {name: _each(function, value) for name, value in batch.items()}
-        if type(batch) is dict or not isinstance(batch, MutableMapping):
-            return changed
-        clone = copy(batch)  # a subclass with a constructor or state of its own
-        clone.update(changed)
+    if isinstance(batch, MutableMapping) and type(batch) is not dict:
+        clone = copy(batch)
+        for name, value in batch.items():
+            clone[name] = _each(function, value)
         return clone
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_each(function, value) for value in batch))
+    if isinstance(batch, Mapping):
+        return {name: _each(function, value) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_make"):  # a named tuple
+        return batch._make(_each(function, value) for value in batch)
     if isinstance(batch, list | tuple):
         return type(batch)(_each(function, value) for value in batch)
     if is_dataclass(batch) and not isinstance(batch, type):
-        values = {field.name: getattr(batch, field.name) for field in fields(batch) if field.init}
-        return replace(batch, **{name: _each(function, value) for name, value in values.items()})
+        filled = copy(batch)
+        for name in (field.name for field in fields(batch) if hasattr(batch, field.name)):
+            object.__setattr__(filled, name, _each(function, getattr(batch, name)))  # frozen ones too
+        return filled
     return function(batch)
 
 

@@ -3,11 +3,12 @@
 Step k of an epoch holds the same samples at every number of ranks.
 """
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from itertools import islice
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import torch
+from torch import Tensor
 from torch.utils.data import Sampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -27,12 +28,12 @@ class ExactDistributedSampler(DistributedSampler[Any]):
         self.total_size = len(data)
         self.num_samples = len(self._share())
 
-    def order(self) -> list[int]:
+    def order(self) -> Sequence[int]:
         """All samples of this epoch in their order over all ranks."""
         if not self.shuffle:
-            return list(range(self.total_size))
+            return range(self.total_size)
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
-        return cast(list[int], torch.randperm(self.total_size, generator=generator).tolist())
+        return _Numbers(torch.randperm(self.total_size, generator=generator))
 
     def __iter__(self) -> Iterator[int]:
         share = self._share()
@@ -40,6 +41,23 @@ class ExactDistributedSampler(DistributedSampler[Any]):
 
     def _share(self) -> range:
         return split(self.total_size, self.num_replicas, self.rank)
+
+
+class _Numbers(Sequence[int]):
+    """The numbers of a tensor, made into Python's where they are asked for: 8 bytes each for a whole epoch, not 36."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __len__(self) -> int:
+        return len(self._tensor)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return cast("int | list[int]", self._tensor[index].tolist())
 
 
 class TrainBatches(Sampler[list[int]]):
@@ -75,7 +93,7 @@ class TrainBatches(Sampler[list[int]]):
             start = self._plan.step_samples(step, len(order)).start
             for micro_batch in self.micro_batches(step):
                 first, last = micro_batch.positions.start, micro_batch.positions.stop
-                yield order[start + first : start + last]
+                yield list(order[start + first : start + last])
 
 
 class EvalBatches(Sampler[list[int]]):

@@ -3,8 +3,8 @@
 import atexit
 import random
 import sys
+import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from hashlib import blake2b
@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 from ddp_kit import contract
-from ddp_kit.errors import DataError, WorldError, speak_plainly
+from ddp_kit.errors import WorldError, speak_plainly
 
 # gloo would wait for 30 minutes by default; NCCL's own default is 10.
 _TIMEOUT = timedelta(minutes=10)
 _DRAIN_SECONDS = 0.05
+_FAREWELL_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,11 @@ def join() -> World:
     """
     speak_plainly(contract.speaker_rank())
     place = contract.from_env()
-    if dist.is_initialized():
-        place = replace(place, rank=dist.get_rank(), world_size=dist.get_world_size())
-    device = _device(place)
+    if dist.is_initialized() and place.world_size != dist.get_world_size():
+        device = _current_device()  # the script started its processes itself, and chose their devices
+        place = replace(place, rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=device.index or 0)
+    else:
+        device = _device(place)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if place.world_size > 1 and not dist.is_initialized():
@@ -70,34 +73,6 @@ def mixed_seed(*numbers: int) -> int:
     return int.from_bytes(blake2b(repr(numbers).encode(), digest_size=4).digest())
 
 
-def check_agreement(world: World, facts: Mapping[str, int | str]) -> None:
-    """Raise `DataError` where the ranks do not agree on these facts. A collective: all ranks call it.
-
-    They travel as numbers; text as a digest.
-    """
-    if world.world_size == 1:
-        return
-    numbers = [
-        fact if isinstance(fact, int) else int.from_bytes(blake2b(fact.encode(), digest_size=7).digest())
-        for fact in facts.values()
-    ]
-    own = torch.tensor(numbers, dtype=torch.int64, device=world.device)
-    everyone = [torch.empty_like(own) for _ in range(world.world_size)]
-    dist.all_gather(everyone, own)
-    for name, values in zip(facts, zip(*(one.tolist() for one in everyone), strict=True), strict=True):
-        if len(set(values)) > 1:
-            found = (
-                f": {', '.join(map(str, values))} on ranks 0 to {len(values) - 1}"
-                if isinstance(facts[name], int)
-                else ""
-            )
-            raise DataError(
-                f"the ranks do not agree on {name}{found}",
-                "every rank runs the whole script and has to build the same data and configuration; "
-                "set the random seed before building them, and do not divide the data yourself",
-            )
-
-
 def seed_everything(seed: int, world: World) -> None:
     """Set every random state of this process: the same in every run, different on every rank."""
     own = mixed_seed(seed, world.rank)
@@ -107,6 +82,10 @@ def seed_everything(seed: int, world: World) -> None:
         import numpy as np
 
         np.random.seed(own)
+
+
+def _current_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _device(place: contract.WorkerEnv) -> torch.device:
@@ -138,4 +117,8 @@ def _stop_group() -> None:
     # it; one that finds it shutting down aborts the process, in 1 of 4 runs at 3 ranks (torch 2.13, pytorch/pytorch
     # pull request 179291). Nothing tells when they are through, so the interpreter is left to them for a moment.
     time.sleep(_DRAIN_SECONDS)
-    dist.destroy_process_group()
+    if getattr(sys, "last_value", None) is not None:
+        return  # this rank failed: others may sit in a collective, and NCCL's teardown would wait for them
+    farewell = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    farewell.start()
+    farewell.join(_FAREWELL_SECONDS)

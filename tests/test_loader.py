@@ -1,7 +1,7 @@
 """From a dataset, or the user's own DataLoader, to batches on the device."""
 
-from collections import namedtuple
-from dataclasses import dataclass
+from collections import Counter, namedtuple
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -140,6 +141,27 @@ def test_subclasses_of_containers_and_dataclasses_are_converted_too() -> None:
     assert (type(named), named["x"].dtype) == (Named, torch.bfloat16)
     assert (sample.image.dtype, sample.name) == (torch.bfloat16, "one")
     assert isinstance(packed, PackedSequence)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    x: Tensor
+    made: list[int] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "x", self.x / 255)
+
+
+def test_a_container_s_constructor_is_not_run_again() -> None:
+    scaled, counter = Scaled(torch.full((1,), 255.0)), Counter(a=1, b=2)
+    scaled.made.append(7)
+    ((moved, counted),) = on_device([(scaled, counter)], CPU, None, ahead=0)
+    assert (moved.x.item(), moved.made, counted) == (1.0, [7], Counter(a=1, b=2))
+
+
+def test_a_sampler_over_something_else_is_refused() -> None:
+    with pytest.raises(DataError, match="a sampler of its own"):
+        open_data(DataLoader(DATA, sampler=SequentialSampler(range(5))), "train_data")
 
 
 def test_floating_point_is_converted_where_asked_and_whole_numbers_never() -> None:

@@ -53,7 +53,7 @@ def test_the_order_changes_with_the_epoch_and_the_seed_and_never_repeats_another
     def order(seed: int, epoch: int) -> list[int]:
         sampler = ExactDistributedSampler(range(50), 0, 1, shuffle=True, seed=seed)
         sampler.set_epoch(epoch)
-        return sampler.order()
+        return list(sampler.order())
 
     orders = [order(seed, epoch) for seed in range(4) for epoch in range(4)]
     assert len({tuple(one) for one in orders}) == 16

@@ -450,6 +450,15 @@ def test_a_model_that_is_wrapped_already_is_refused(monkeypatch: pytest.MonkeyPa
         torch.distributed.destroy_process_group()
 
 
+def test_a_loop_that_was_overtaken_says_so() -> None:
+    trainer = Trainer(network(), sgd, mean_loss, TrainerConfig(global_batch_size=2, epochs=3))
+    first = trainer.steps(regression(8))
+    next(first)
+    next(trainer.steps(regression(8)))
+    with pytest.raises(DataError, match="overtaken"):
+        next(first)
+
+
 def test_deterministic_allows_only_algorithms_that_repeat() -> None:
     try:
         trained(TrainerConfig(global_batch_size=4, deterministic=True), regression(8))

@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     command = parser.parse_args(words[:1]).command  # what follows belongs to the command
     # Until the agent has handlers of its own; raised rather than fatal, so that what was made is cleaned up.
-    signal.signal(signal.SIGTERM, _stop)
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, _stop)
     try:
         return _command(command)(words[1:])
     except KeyboardInterrupt:

@@ -86,16 +86,29 @@ def _split(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[
     actions = {flag: action for action in parser._actions for flag in action.option_strings}
     position = 0
     while position < len(words) and words[position].startswith("-") and words[position] != "--":
-        name, has_value, _ = words[position].partition("=")
-        short = not name.startswith("--")
-        candidates = [action for flag, action in actions.items() if flag == (name[:2] if short else name)]
-        candidates = candidates or [action for flag, action in actions.items() if not short and flag.startswith(name)]
-        alone = has_value or (short and len(name) > 2) or not candidates or candidates[0].nargs == 0
-        position += 1 if alone else 2
+        position += 2 if _takes_the_next_word(words[position], actions) else 1
     own, rest = list(words[:position]), list(words[position:])
-    if rest[:1] == ["--"]:
-        rest = rest[1:]
-    return own, rest[:1], rest[1:]
+    script, arguments = _without_dashes(rest)[:1], _without_dashes(rest)[1:]
+    return own, script, _without_dashes(arguments)
+
+
+def _takes_the_next_word(word: str, actions: Mapping[str, argparse.Action]) -> bool:
+    """Whether a flag's value is the word behind it: not in `--flag=value`, `-r3` or for flags without a value."""
+    name, has_value, _ = word.partition("=")
+    if name.startswith("--"):
+        known = [action for flag, action in actions.items() if flag.startswith(name)]
+        action = actions.get(name, known[0] if known else None)
+        return not has_value and action is not None and action.nargs != 0
+    for position, letter in enumerate(name[1:], 2):  # several short flags may share a dash, as in -mr 3
+        action = actions.get(f"-{letter}")
+        if action is None or action.nargs != 0:
+            return action is not None and not has_value and position == len(name)
+    return False
+
+
+def _without_dashes(words: list[str]) -> list[str]:
+    """argparse drops one `--` before the script and one behind it, and so does torchrun."""
+    return words[1:] if words[:1] == ["--"] else words
 
 
 def check_script(spec: LaunchSpec) -> None:
@@ -108,7 +121,7 @@ def check_script(spec: LaunchSpec) -> None:
             raise UsageError(f"there is no program {script!r} to run", "check its path, or leave out --no-python")
         return
     path = Path(script)
-    if not path.exists():
+    if not script or not path.exists():
         where = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise UsageError(f"there is no script {script!r}{where}", _nearest_script(path))
     if path.is_dir() and not (path / "__main__.py").exists():

@@ -14,6 +14,7 @@ from ddp_kit.callbacks import Callback
 from ddp_kit.config import TrainerConfig
 from ddp_kit.errors import ConfigError, LossError
 from ddp_kit.metrics import Loss
+from ddp_kit.sampler import TrainBatches
 
 LossFunction = Callable[[nn.Module, Any], "Tensor | Loss"]
 MetricFunction = Callable[[Any, Any], "Tensor | Loss"]
@@ -68,6 +69,8 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | Callable[[Iterable[nn
             f"the optimizer holds {strangers} parameters that are not the model's: the ranks would train them apart",
             "make it from model.parameters(); put a loss that has parameters of its own into the model",
         )
+    if made.state:
+        made.load_state_dict(made.state_dict())  # torch moves the state to where the parameters are now
     return made
 
 
@@ -93,6 +96,16 @@ def scheduler_for(
     return made
 
 
+def check_sync_batch_norm(model: nn.Module, batches: TrainBatches, world_size: int) -> None:
+    """Raise `ConfigError` where ranks would run SyncBatchNorm, a collective in every pass, another number of times."""
+    uneven = any(batches.samples(step) % world_size for step in (0, batches.steps - 1))
+    if world_size > 1 and uneven and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        raise ConfigError(
+            f"the model has SyncBatchNorm, but {world_size} ranks do not share every global batch evenly",
+            f"set data.drop_last=True and a global_batch_size that {world_size} divides",
+        )
+
+
 def checked_metrics(metrics: Mapping[str, MetricFunction]) -> dict[str, MetricFunction]:
     """The metrics by name, none of which is the loss itself."""
     if "loss" in metrics:
@@ -114,9 +127,16 @@ def checked_callbacks(callbacks: object) -> tuple[Callback, ...]:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """DDP's complaint about unused parameters, with the setting that a user of the Trainer can reach."""
+    """What DDP complains of, in the words of what a user of the Trainer can do about it."""
     try:
         yield
+    except AttributeError as error:
+        if "'DistributedDataParallel' object has no attribute" not in str(error):
+            raise
+        raise LossError(
+            f"the loss function used model.{error.name}, but at several ranks it gets the model in DDP's wrapper",
+            "let the loss function call model(...) alone, or look things up on your own model",
+        ) from error
     except RuntimeError as error:
         if "find_unused_parameters" not in str(error):
             raise

@@ -26,9 +26,11 @@ from ddp_kit.precision import Precision, scale_gradients
 from ddp_kit.progress import ProgressReport
 from ddp_kit.records import FitResult, LogRow, Step
 from ddp_kit.sampler import EvalBatches, ExactDistributedSampler, TrainBatches
+from ddp_kit.trainer.agreement import check_agreement, fact_of_weights, facts_of_data, facts_of_run
 from ddp_kit.trainer.setup import (
     LossFunction,
     MetricFunction,
+    check_sync_batch_norm,
     checked_callbacks,
     checked_config,
     checked_function,
@@ -40,7 +42,7 @@ from ddp_kit.trainer.setup import (
     scheduler_for,
     trainable,
 )
-from ddp_kit.world import check_agreement, join, mixed_seed, seed_everything
+from ddp_kit.world import join, mixed_seed, seed_everything
 
 
 @dataclass
@@ -93,6 +95,9 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.config = checked_config(config)
+        self._loss_fn = checked_function(loss_fn, "loss_fn")
+        self._metrics = checked_metrics(metrics or {})
+        self._callbacks = checked_callbacks(callbacks)
         if self.config.deterministic:
             only_repeatable_algorithms()
         self.world = join()
@@ -110,10 +115,8 @@ class Trainer:
         self._parameters = trainable(model)
         self.optimizer = optimizer_for(model, optimizer)
         self.scheduler = scheduler_for(self.optimizer, scheduler)
-        self._loss_fn = checked_function(loss_fn, "loss_fn")
-        self._metrics = checked_metrics(metrics or {})
-        self._callbacks = checked_callbacks(callbacks)
         self._seeded = False
+        self._turn: object = None  # the loop over steps() that is going on
         self._model_called = self.world.world_size == 1  # else the first loss has to come through the DDP wrapper
         if not self._model_called:
             self._first_call = self._placed.register_forward_pre_hook(self._note_call)
@@ -134,6 +137,7 @@ class Trainer:
         `train_data`, `eval_data`: a Dataset with a length, or a DataLoader over one, whose batching is replaced.
         Returns a `FitResult`. A collective: all ranks call it.
         """
+        self._agree(train_data=train_data, eval_data=eval_data)
         feed = self._train_feed(train_data)
         evaluation = None if eval_data is None else self._eval_feed(eval_data)
         metrics: dict[str, float] = {}
@@ -166,16 +170,19 @@ class Trainer:
 
         Stop whenever you like, on all ranks at the same step; a later call goes on from there.
         """
+        self._agree(train_data=train_data)
         return self._steps(self._train_feed(train_data))
 
     def evaluate(self, data: Data) -> dict[str, float]:
         """The mean loss and all metrics over `data`, each sample counted once. A collective: all ranks call it."""
+        self._agree(eval_data=data)
         return self._evaluate(*self._eval_feed(data))
 
     # --- one optimizer step -------------------------------------------------------------------------------------
 
     def _steps(self, feed: _Feed) -> Iterator[Step]:
         self._prepare(feed)
+        turn = self._turn = object()
         last_step = self._last_step(feed.batches.steps)
         interval = _Interval(Mean(self.world.device))
         while self.step < last_step:
@@ -195,6 +202,10 @@ class Trainer:
                 left = time.perf_counter()
                 yield Step(self.step, epoch, samples, ends_epoch, row)
                 interval.started += time.perf_counter() - left  # evaluations and the like are not training
+                if self._turn is not turn:
+                    raise DataError(
+                        "this loop over steps() was overtaken by a later one", "finish or leave one at a time"
+                    )
                 if self.step == last_step:
                     return
 
@@ -388,30 +399,28 @@ class Trainer:
 
     def _train_feed(self, data: Data) -> _Feed:
         dataset, template = open_data(data, "train_data")
-        self._check_agreement(len(dataset), "train_data")
         own, settings = batching(template), self.config.data
         check_batch_size(own, self.batch_plan.micro_batch)
         sampler = self._sampler(dataset, shuffle=own.shuffle if own else settings.shuffle)
         drop_last = settings.drop_last or bool(own and own.drop_last)
         batches = TrainBatches(sampler, self.batch_plan, drop_last=drop_last)
-        seed = mixed_seed(
-            self.config.seed, self.step
-        )  # other draws in the loader's processes when it is taken up again
+        check_sync_batch_norm(self.model, batches, self.world.world_size)
+        # Taken up again, the loader's processes draw other numbers than before.
+        seed = mixed_seed(self.config.seed, self.step)
         return _Feed(build_loader(dataset, batches, settings, self.world, seed, template), batches)
 
     def _eval_feed(self, data: Data) -> tuple[DataLoader[Any], EvalBatches]:
         dataset, template = open_data(data, "eval_data")
-        self._check_agreement(len(dataset), "eval_data")
         own = batching(template)
         size = own.size if own else self.batch_plan.micro_batch
         batches = EvalBatches(self._sampler(dataset, shuffle=False), size)
         return build_loader(dataset, batches, self.config.data, self.world, self.config.seed, template), batches
 
-    def _check_agreement(self, samples: int, role: str) -> None:
-        facts: dict[str, int | str] = {
-            f"the number of samples in {role}": samples,
-            "the configuration": self.config.model_dump_json(),
-        }
+    def _agree(self, **data: object) -> None:
+        """Refuse to go on where the ranks would go apart, or wait for each other."""
+        facts = facts_of_data(data) | facts_of_run(self.config, self.optimizer, self._metrics)
+        if self.step == 0 and self.world.world_size > 1:
+            facts |= fact_of_weights(self.model)
         check_agreement(self.world, facts)
 
     def _sampler(self, dataset: Any, *, shuffle: bool) -> ExactDistributedSampler:

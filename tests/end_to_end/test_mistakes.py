@@ -36,6 +36,7 @@ from ddp_kit import Trainer, TrainerConfig
 rank = int(os.environ["RANK"])
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1), nn.Linear(2, 1))
+rate, late, keep, choose = 0.1, 0, None, lambda data, _: data
 samples, uses, config = 40, lambda given, batch: given[2](given[1](given[0](batch))), TrainerConfig(global_batch_size=8)
 {change}
 class Whole(nn.Module):
@@ -46,8 +47,10 @@ class Whole(nn.Module):
         return uses(self.layers, batch)
 whole = Whole()
 loss = {loss}
-trainer = Trainer(whole, lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss, config)
-data = torch.randn(samples, 2)
+trainer = Trainer(whole, lambda parameters: torch.optim.SGD(parameters, lr=rate), loss, config)
+with torch.no_grad():
+    model[3].bias += late
+data = choose(torch.randn(samples, 2), keep)
 result = trainer.fit(data, data)
 say(rank, result.metrics["loss"], whole.eval()(data).mean().item())
 """
@@ -64,11 +67,14 @@ UNUSED_PARAMETERS_ALLOWED = 'config = TrainerConfig(global_batch_size=8, paralle
             USUAL,
             "the ranks do not agree on the number of samples in train_data: 40, 41 on ranks 0 to 1",
         ),
-        ("config = TrainerConfig(seed=rank)", USUAL, "the ranks do not agree on the configuration"),
+        ("config = TrainerConfig(seed=rank)", USUAL, "the ranks do not agree on the setting seed"),
+        ("rate = 0.1 + rank", USUAL, "the ranks do not agree on the optimizer and its settings"),
+        ("late = rank", USUAL, "the ranks do not agree on the weights of the model"),
+        ("choose = torch.utils.data.Subset; keep = [rank, 3, 5]", USUAL, "the samples that train_data is a subset of"),
         (UNUSED_PARAMETERS_ALLOWED, "lambda given, batch: whole(batch).mean()", "did not call the model"),
         ("", USUAL, 'parallel={"find_unused_parameters": True}'),
     ],
-    ids=["other data", "other configuration", "another model", "unused parameters"],
+    ids=["other data", "seed", "optimizer", "weights", "subset", "another model", "unused parameters"],
 )
 def test_what_would_train_the_ranks_apart_is_refused_once(
     start: Start, script: Script, change: str, loss: str, said: str

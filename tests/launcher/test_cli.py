@@ -53,6 +53,7 @@ def test_python_m_is_the_same_command() -> None:
         (["launch", "--nnodes", "2:1", "train.py"], "torch refuses this command line"),
         (["launch", "--nproc-per-node", "0", "train.py"], "asks for no process"),
         (["launch", "--log-dir", "/proc/nowhere", "train.py"], "torch refuses this command line"),
+        (["launch", ""], "there is no script ''"),
         (["launch", "."], "is a folder without a __main__.py"),
         (["launch", "--nproc-per-node", "many", "train.py"], "Unsupported nproc_per_node value: many"),
         (["launch", "-r", "9", "train.py"], "9 does not match"),
@@ -162,7 +163,7 @@ def test_a_log_folder_of_the_user_s_own_is_kept(ddpkit: Command, script: Callabl
     assert [log.read_text() for log in logs] == ["hello\n", "hello\n"]
 
 
-@pytest.mark.parametrize("words", [["--local=3", "--log"], ["--", "y"], ["-x", "--gpus", "2", "--nproc-per-node=9"]])
+@pytest.mark.parametrize("words", [["--local=3", "--log"], ["y", "--"], ["-x", "--gpus", "2", "--nproc-per-node=9"]])
 def test_what_follows_the_script_is_the_script_s_own(
     ddpkit: Command, script: Callable[[str], Path], words: list[str]
 ) -> None:
@@ -170,6 +171,7 @@ def test_what_follows_the_script_is_the_script_s_own(
     for before in ([], ["--"], ["--nproc_per_node", "1"], ["-t0", "--redirect=0", "--log-d", "logs"]):
         run = ddpkit("launch", *before, shows, *words)
         assert run.stdout == f"{words}\n", run.stderr
+    assert ddpkit("launch", shows, "--", *words).stdout == f"{words}\n", "as with torchrun, one -- is dropped"
 
 
 def test_a_hang_up_that_was_ignored_at_the_start_stays_ignored(script: Callable[[str], Path]) -> None:
