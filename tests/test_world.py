@@ -33,6 +33,7 @@ def test_one_process_alone_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> No
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.slow
 def test_a_group_that_the_script_made_itself_is_used(
     start: Callable[..., "subprocess.CompletedProcess[str]"], script: Callable[[str], Path], tmp_path: Path
 ) -> None:

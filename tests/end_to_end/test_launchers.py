@@ -43,6 +43,7 @@ def test_workers_find_the_same_environment_as_under_torchrun(start: Start, scrip
     assert ours["1"]["MY_OWN"] == "kept"
 
 
+@pytest.mark.slow
 def test_the_script_sees_itself_as_under_torchrun(start: Start, script: Callable[[str], Path]) -> None:
     shows = script(
         "import sys, torch.distributed as dist\n"

@@ -11,6 +11,8 @@ import pytest
 
 from ddp_kit.launcher import agent
 
+pytestmark = pytest.mark.slow
+
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
