@@ -18,7 +18,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
 
-_NOT_THE_USER_S = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")), Path("<frozen runpy>").parent)
+_NOT_THE_USER_S = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")))
 
 
 class DdpKitError(Exception):
@@ -106,7 +106,8 @@ def _place(trace: TracebackType | None) -> str:
     place = ""
     while trace is not None:
         file = Path(trace.tb_frame.f_code.co_filename)
-        if not any(folder in file.parents for folder in _NOT_THE_USER_S) and "site-packages" not in file.parts:
+        library = "site-packages" in file.parts or any(folder in file.parents for folder in _NOT_THE_USER_S)
+        if file.suffix == ".py" and not library:
             place = f" at {file.name}:{trace.tb_lineno}"
         trace = trace.tb_next
     return place
