@@ -60,10 +60,8 @@ def _check_loader(loader: "DataLoader[Any]", role: str) -> None:
             "give it a batch_size instead: the Trainer makes the batches of all ranks",
         )
     sampler = batches.sampler
-    samples = len(cast(Sized, loader.dataset))
-    whole = isinstance(sampler, SequentialSampler | RandomSampler) and len(sampler) == samples
-    whole = whole and type(sampler) in (SequentialSampler, RandomSampler)  # not a class of the user's own
-    if not whole or getattr(sampler, "replacement", False):
+    plain = type(sampler) in (SequentialSampler, RandomSampler) and not getattr(sampler, "replacement", False)
+    if not plain or len(cast(Sized, sampler)) != len(cast(Sized, loader.dataset)):
         raise DataError(
             f"{role} is a DataLoader with a sampler of its own ({type(sampler).__name__})",
             "leave the sampler out: the Trainer divides the samples over the ranks, in an order it can repeat",

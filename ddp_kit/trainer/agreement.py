@@ -28,8 +28,6 @@ def check_agreement(world: World, facts: Facts) -> None:
 
     Facts travel as numbers; text as a digest.
     """
-    if world.world_size == 1:
-        return
     numbers = [fact if isinstance(fact, int) else _digest(fact) for fact in facts.values()]
     own = torch.tensor(numbers, dtype=torch.int64, device=world.device)
     everyone = [torch.empty_like(own) for _ in range(world.world_size)]
@@ -74,13 +72,13 @@ def facts_of_data(data: Mapping[str, object]) -> Facts:
     return facts
 
 
-def fact_of_weights(model: nn.Module) -> Facts:
+def fact_of_weights(model: nn.Module, world: World) -> Facts:
     """The weights, summed up as whole numbers: their bits count, and the order of the sum does not."""
-    total = 0
+    total = torch.zeros((), dtype=torch.int64, device=world.device)
     for parameter in model.parameters():
         bits = parameter.detach().contiguous().flatten().view(_SAME_SIZE[min(8, parameter.element_size())])
-        total += int(bits.sum(dtype=torch.int64))
-    return {"the weights of the model": repr(total)}
+        total += bits.sum(dtype=torch.int64)
+    return {"the weights of the model": repr(total.item())}
 
 
 def _digest(text: str) -> int:

@@ -418,9 +418,11 @@ class Trainer:
 
     def _agree(self, **data: object) -> None:
         """Refuse to go on where the ranks would go apart, or wait for each other."""
+        if self.world.world_size == 1:
+            return
         facts = facts_of_data(data) | facts_of_run(self.config, self.optimizer, self._metrics)
-        if self.step == 0 and self.world.world_size > 1:
-            facts |= fact_of_weights(self.model)
+        if self.step == 0:
+            facts |= fact_of_weights(self.model, self.world)
         check_agreement(self.world, facts)
 
     def _sampler(self, dataset: Any, *, shuffle: bool) -> ExactDistributedSampler:
