@@ -19,6 +19,19 @@ GROUP_RANK = "GROUP_RANK"  # the node's number
 MASTER_ADDR = "MASTER_ADDR"
 MASTER_PORT = "MASTER_PORT"
 
+GROUP_WORLD_SIZE = "GROUP_WORLD_SIZE"
+ROLE_RANK = "ROLE_RANK"
+ROLE_NAME = "ROLE_NAME"
+ROLE_WORLD_SIZE = "ROLE_WORLD_SIZE"
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
+MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
+RUN_ID = "TORCHELASTIC_RUN_ID"
+USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+PYTHON = "PYTHON_EXEC"  # the interpreter for the workers, instead of the launcher's own
+
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 GPU_ORDER = "CUDA_DEVICE_ORDER"
 THREADS = "OMP_NUM_THREADS"
@@ -27,7 +40,19 @@ CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 PROCESSES_DEFAULT = "PET_NPROC_PER_NODE"
 MASTER_PORT_DEFAULT = "PET_MASTER_PORT"
 
+# Beginnings of the names of variables that libraries read when they are imported.
+IMPORT_TIME_VARIABLES = (
+    "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "BLIS_", "TORCH_CPP_LOG_LEVEL", "TORCH_LOGS", "TORCH_SHOW_CPP",
+    "PYTHON", "LD_PRELOAD", "LD_LIBRARY_PATH", "MALLOC_", "GLIBC_TUNABLES",
+)  # fmt: skip
+# What the warm server's imports need: no thread of a BLAS, and no CUDA for the question whether there is any.
+HIDDEN_FROM_WORKERS = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
 RUN_FOLDER_PREFIX = "ddpkit-"
+
+# Marks in the `extraInfo` of an error file that was not left by the script itself.
+NOTE_MARK = "ddpkit"
+NOTE_AT_START = "at_start"
 
 
 class ExitCode(IntEnum):
@@ -36,6 +61,7 @@ class ExitCode(IntEnum):
     OK = 0
     USAGE = 2
     LAUNCH_FAILED = 3
+    NODE_LOST = 4
 
     @staticmethod
     def of_signal(number: int) -> int:
@@ -52,6 +78,49 @@ class WorkerEnv:
     world_size: int = 1
     local_world_size: int = 1
     node_rank: int = 0
+
+
+@dataclass(frozen=True)
+class JobEnv:
+    """What a worker is told of its job, beside its own place."""
+
+    nodes: int
+    role: str
+    role_rank: int
+    role_world_size: int
+    master_addr: str
+    master_port: int
+    restarts: int
+    max_restarts: int
+    run_id: str
+    agent_serves_store: bool = True
+
+
+def to_env(worker: WorkerEnv, job: JobEnv) -> dict[str, str]:
+    """torchrun's variables for one worker. Source: LocalElasticAgent._start_workers of torch 2.13."""
+    return {
+        RANK: str(worker.rank),
+        LOCAL_RANK: str(worker.local_rank),
+        WORLD_SIZE: str(worker.world_size),
+        LOCAL_WORLD_SIZE: str(worker.local_world_size),
+        GROUP_RANK: str(worker.node_rank),
+        GROUP_WORLD_SIZE: str(job.nodes),
+        ROLE_NAME: job.role,
+        ROLE_RANK: str(job.role_rank),
+        ROLE_WORLD_SIZE: str(job.role_world_size),
+        MASTER_ADDR: job.master_addr,
+        MASTER_PORT: str(job.master_port),
+        RESTART_COUNT: str(job.restarts),
+        MAX_RESTARTS: str(job.max_restarts),
+        RUN_ID: job.run_id,
+        USE_AGENT_STORE: str(job.agent_serves_store),
+        NCCL_ERROR_HANDLING: os.environ.get(NCCL_ERROR_HANDLING, "1"),
+    }
+
+
+def agent_serves_store() -> bool:
+    """Whether the launcher serves the workers' store; else the worker of rank 0 does. torchrun's own switch."""
+    return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
 
 def from_env(env: Mapping[str, str] | None = None) -> WorkerEnv:

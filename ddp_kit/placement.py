@@ -47,7 +47,7 @@ def send_buffers(model: nn.Module, world: World) -> None:
     buffers = list(model.buffers())
     if world.world_size > 1 and buffers:
         # As DDP itself sends them: many in one piece.
-        dist._broadcast_coalesced(dist.group.WORLD, buffers, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined, arg-type]
+        dist._broadcast_coalesced(dist.group.WORLD, buffers, _BROADCAST_BYTES, 0)  # type: ignore[arg-type]
 
 
 def without_reduction(placed: nn.Module) -> AbstractContextManager[None]:

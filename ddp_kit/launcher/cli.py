@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from ddp_kit import __version__
-from ddp_kit.contract import ExitCode
+from ddp_kit.contract import PYTHON, ExitCode
 from ddp_kit.errors import DdpKitError, UsageError, nearest
 
 _HELP = """\
@@ -54,18 +54,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 def launch(words: Sequence[str]) -> int:
     """`ddpkit launch`: what was asked -> plan -> run -> verdict."""
     # Imported here: the agent imports torch, which only this command should pay for.
-    from ddp_kit.launcher import agent, devices, plan, spec, verdict
+    from ddp_kit.launcher.warm.client import WarmServer
 
-    asked = spec.parse(words, agent.torchrun_parser(), os.environ)
-    spec.check_script(asked)
-    settled = plan.make(asked, devices.gpus(), os.environ, run_id=str(uuid.uuid4()))
-    for line in settled.says:
-        sys.stderr.write(f"ddpkit: {line}\n")
-    outcome = agent.run(settled)
-    judgement = verdict.judge(outcome)
+    # First of all, so that it imports torch while this process does.
+    warm = WarmServer(words, os.environ) if _may_start_warm(words) else None
+    try:
+        from ddp_kit.launcher import agent, devices, plan, spec, verdict
+
+        asked = spec.parse(words, agent.torchrun_parser(), os.environ)
+        spec.check_script(asked)
+        settled = plan.make(asked, devices.gpus(), os.environ, run_id=str(uuid.uuid4()))
+        for line in settled.says:
+            _say(line)
+        judgement = verdict.judge(agent.run(settled, None if asked.cold else warm, _say))
+    finally:
+        if warm is not None:
+            warm.close()
     if judgement.text:
-        sys.stderr.write(f"ddpkit: {judgement.text}\n")
+        _say(judgement.text)
     return judgement.exit_code
+
+
+def _may_start_warm(words: Sequence[str]) -> bool:
+    """Whether a server is worth starting before the command line is understood."""
+    cold_words = {"-h", "--help", "--cold", "--no-python", "--no_python", "--run-path", "--run_path"}
+    return sys.platform == "linux" and not cold_words.intersection(words) and PYTHON not in os.environ
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"ddpkit: {line}\n")
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"launch": launch}
@@ -88,10 +105,10 @@ def _stop(_number: int, _frame: FrameType | None) -> None:
 
 
 def _stopped(by: signal.Signals) -> int:
-    sys.stderr.write(f"ddpkit: stopped by {by.name}\n")
+    _say(f"stopped by {by.name}")
     return ExitCode.of_signal(by)
 
 
 def _report(error: DdpKitError, code: ExitCode) -> int:
-    sys.stderr.write(f"ddpkit: error: {error}\n")
+    _say(f"error: {error}")
     return int(code)

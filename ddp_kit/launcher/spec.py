@@ -39,6 +39,8 @@ class LaunchSpec:
     """The words after --gpus; None where it was not given."""
     processes: str | None
     """The words after --nproc-per-node, or PET_NPROC_PER_NODE; None where neither was given."""
+    cold: bool
+    """Whether every worker is to be started by python itself."""
     torchrun: Mapping[str, Any]
     """All of torchrun's settings by their names in its own parser, the script and its arguments among them."""
 
@@ -63,6 +65,9 @@ def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[
         metavar="N|all|0,2",
         help="GPUs to use, one process each: a number of them (free ones first), all, or a list of positions",
     )
+    ours.add_argument(
+        "--cold", action="store_true", help="start every worker by python itself instead of forking it warm"
+    )
     for action in torchrun._actions:  # the positional arguments, in the words of the usage line
         action.metavar = {"training_script": "script.py", "training_script_args": "..."}.get(
             action.dest, action.metavar
@@ -74,8 +79,8 @@ def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[
     flags = vars(found) | {"training_script_args": arguments}
     if unknown:
         raise _unknown_flag(unknown[0], torchrun)
-    gpus, processes = flags.pop("gpus"), flags.pop("nproc_per_node")
-    return LaunchSpec(gpus=gpus, processes=processes, torchrun=MappingProxyType(flags))
+    gpus, processes, cold = flags.pop("gpus"), flags.pop("nproc_per_node"), flags.pop("cold")
+    return LaunchSpec(gpus=gpus, processes=processes, cold=cold, torchrun=MappingProxyType(flags))
 
 
 def _split(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str], list[str]]:

@@ -15,19 +15,41 @@ class Failure:
     pid: int
     exit_code: int
     """As the operating system reports it; below 0: minus the number of the signal that ended it."""
-    time: float
-    """Seconds since 1970."""
+    after: float
+    """Seconds since this round's workers were started, by the clock of their own node."""
+    host: str = ""
+    """Its node; empty where the job has only one."""
     message: str = ""
     """What the worker left in its error file, if anything."""
+    at_start: bool = False
+    """Whether it failed at the imports or the syntax of its script: starting again cannot help."""
+    told: bool = False
+    """Whether the launcher had told it to stop before it ended."""
+
+    @property
+    def from_outside(self) -> bool:
+        """Whether someone else ended it."""
+        return self.exit_code in (-signal.SIGKILL, -signal.SIGTERM)
+
+    def __str__(self) -> str:
+        how, _ = _ending(self.exit_code)
+        where = f", host {self.host}" if self.host else ""
+        because = f": {self.message}" if self.message else ""
+        return f"rank {self.rank} failed first: {how} (local rank {self.local_rank}{where}, pid {self.pid}){because}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the workers of this node ended; nothing set where all went well."""
+    """How a job ended; nothing set where all went well. The same on every node."""
 
     failures: tuple[Failure, ...] = ()
-    stopped_by: signal.Signals | None = None
-    """The signal that stopped the launcher itself."""
+    stopped_by: int = 0
+    """The signal that stopped the launcher itself, or the one of the node that left."""
+    lost: str = ""
+    """Why the job could not go on although no worker had failed."""
+    note: str = ""
+    """Why there was no further restart although there were some left."""
+    restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,27 +60,35 @@ class Verdict:
     text: str = ""
 
 
+def first_failure(failures: tuple[Failure, ...]) -> Failure:
+    """The worker that failed before all others, those that were told to stop left aside."""
+    return min(failures, key=lambda failure: (failure.told, failure.after))
+
+
 def judge(outcome: Outcome) -> Verdict:
     """The exit code of the first failing worker, and a line that names it."""
-    if outcome.stopped_by is not None:
-        return Verdict(ExitCode.of_signal(outcome.stopped_by), f"stopped by {outcome.stopped_by.name}")
+    if outcome.lost:
+        code = ExitCode.of_signal(outcome.stopped_by) if outcome.stopped_by else ExitCode.NODE_LOST
+        by = f" (stopped by {_signal_name(outcome.stopped_by)})" if outcome.stopped_by else ""
+        return Verdict(code, f"the job cannot go on: {outcome.lost}{by}")
+    if outcome.stopped_by:
+        return Verdict(ExitCode.of_signal(outcome.stopped_by), f"stopped by {_signal_name(outcome.stopped_by)}")
     if not outcome.failures:
         return Verdict(ExitCode.OK)
-    # Workers that the launcher told to stop after the first failure report SIGTERM at about the same time.
-    first = min(outcome.failures, key=lambda failure: (failure.exit_code == -signal.SIGTERM, failure.time))
-    how, code = _ending(first.exit_code)
-    because = f": {first.message}" if first.message else ""
-    return Verdict(
-        code, f"rank {first.rank} failed first: {how} (local rank {first.local_rank}, pid {first.pid}){because}"
-    )
+    first = first_failure(outcome.failures)
+    _, code = _ending(first.exit_code)
+    note = f"\n  {outcome.note}" if outcome.note else ""
+    return Verdict(code, f"{first}{note}")
 
 
 def _ending(exit_code: int) -> tuple[str, int]:
     if exit_code >= 0:
         return f"exit code {exit_code}", exit_code
-    number = -exit_code
+    return f"killed by {_signal_name(-exit_code)}", ExitCode.of_signal(-exit_code)
+
+
+def _signal_name(number: int) -> str:
     try:
-        name = signal.Signals(number).name
+        return signal.Signals(number).name
     except ValueError:
-        name = f"signal {number}"
-    return f"killed by {name}", ExitCode.of_signal(number)
+        return f"signal {number}"

@@ -1,0 +1,114 @@
+"""Who decides for a job of several nodes: `job.Job`, fed from a TCPStore by two threads of the rendezvous' host."""
+
+import json
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError
+
+from ddp_kit.launcher.job import End, Go, Job, Limits, Node, Order, Report, State, Stop
+from ddp_kit.launcher.verdict import Failure, Outcome
+
+# The store's keys.
+NODES = "ddpkit/nodes"
+EVENTS = "ddpkit/events"
+ORDERS = "ddpkit/orders"
+ORDER = "ddpkit/order/{number}"
+SEAT = "ddpkit/seat/{round}/{node}"
+BEAT = "ddpkit/beat/{node}"
+
+_FOREVER = timedelta(days=7)
+
+
+class Coordinator:
+    """Reads events and beats, writes orders."""
+
+    def __init__(self, store: Any, limits: Limits, beat_seconds: float) -> None:
+        self._store = store
+        self._beat_seconds = beat_seconds
+        self._job = Job(limits, time.monotonic())
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._beats: dict[int, bytes] = {}
+        self._known = 0  # one more than the highest number of a node that joined
+        self._orders = 0
+        self._gone: set[int] = set()  # those that know how the job ended
+
+    def start(self) -> None:
+        """Begin to decide."""
+        for work in (self._listen, self._watch):
+            threading.Thread(target=self._guarded, args=[work], name="ddpkit-coordinator", daemon=True).start()
+
+    def deserted(self, host: int) -> bool:
+        """Whether no node but `host` is there that does not know how the job ended."""
+        with self._lock:
+            return not set(self._job.alive) - self._gone - {host}
+
+    def close(self) -> None:
+        """Stop deciding."""
+        self._closed.set()
+
+    def _guarded(self, work: Any) -> None:
+        with suppress(DistError, RuntimeError):  # the store goes when the host does
+            work()
+
+    def _listen(self) -> None:
+        store = self._store.clone()
+        store.set_timeout(_FOREVER)
+        while not self._closed.is_set():
+            event = json.loads(store.queue_pop(EVENTS))
+            with self._lock:
+                self._publish(self._follow(event, time.monotonic()))
+
+    def _follow(self, event: dict[str, Any], now: float) -> list[Order]:
+        if "bye" in event:
+            self._gone.add(event["bye"])
+            return []
+        if "report" in event:
+            fields = event["report"]
+            failures = tuple(Failure(**failure) for failure in fields.pop("failures"))
+            return self._job.reported(Report(**{**fields, "state": State[fields["state"]], "failures": failures}), now)
+        node = Node(**event["joined"])
+        self._known = max(self._known, node.number + 1)
+        return self._job.joined(node, now)
+
+    def _watch(self) -> None:
+        store = self._store.clone()
+        while not self._closed.wait(self._beat_seconds / 2):
+            with self._lock:
+                alive = self._job.alive
+            beats = store.multi_get([BEAT.format(node=number) for number in alive]) if alive else []
+            now = time.monotonic()
+            with self._lock:
+                for number, beat in zip(alive, beats, strict=True):
+                    if self._beats.get(number) != beat:
+                        self._beats[number] = beat
+                        self._job.heard(number, now)
+                self._publish(self._job.tick(now))
+
+    def _publish(self, orders: list[Order]) -> None:
+        """Called with the lock held."""
+        for order in orders:
+            if isinstance(order, Go):
+                number = next(iter(order.seats.values())).round
+                keys = [SEAT.format(round=number, node=node) for node in range(self._known)]
+                seats = [order.seats.get(node) for node in range(self._known)]
+                self._store.multi_set(keys, [json.dumps(asdict(seat) if seat else None) for seat in seats])
+                self._write({"go": number, "nodes": self._known, "why": order.why})
+            elif isinstance(order, Stop):
+                self._write({"stop": order.round})
+            elif isinstance(order, End):
+                self._write({"end": asdict(order.outcome)})
+
+    def _write(self, order: dict[str, Any]) -> None:
+        self._store.set(ORDER.format(number=self._orders), json.dumps(order))
+        self._orders = self._store.add(ORDERS, 1)
+
+
+def read_outcome(fields: dict[str, Any]) -> Outcome:
+    """An outcome as it was written."""
+    return Outcome(**{**fields, "failures": tuple(Failure(**failure) for failure in fields["failures"])})

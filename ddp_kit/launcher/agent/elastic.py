@@ -1,0 +1,333 @@
+"""The agent: one per node. It acts on the job's orders and reports how its workers are."""
+
+import socket
+from collections.abc import Callable
+from string import Template
+from typing import Any, Protocol
+
+from torch.distributed import HashStore, Store, TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.utils import macros
+
+from ddp_kit import contract
+from ddp_kit.contract import NOTE_AT_START, NOTE_MARK, JobEnv, WorkerEnv
+from ddp_kit.launcher.agent.inbox import Cut, Inbox, Placed, Signalled
+from ddp_kit.launcher.agent.workers import Workers
+from ddp_kit.launcher.job import End, Seat, State, Stop
+from ddp_kit.launcher.verdict import Failure, Outcome
+from ddp_kit.launcher.warm.client import WarmServer
+from ddp_kit.launcher.warm.messages import Program
+
+
+class Link(Protocol):
+    """A node's line to its job: `Solo` or `Meeting`. Orders come through the inbox."""
+
+    pulse: float | None
+    """Seconds after which `check` wants to be called again; None: never."""
+
+    def join(self) -> None:
+        """Take part."""
+
+    def report(self, round_: int, state: State, failures: tuple[Failure, ...] = (), signal: int = 0) -> None:
+        """Say how the workers of this node are, or what stops it."""
+
+    def check(self) -> None:
+        """Put bad news into the inbox where the job is out of reach."""
+
+    def take_listening(self) -> socket.socket | None:
+        """The socket for the workers' store of the next round; None: that store is there already."""
+
+    def close(self) -> None:
+        """Leave, once every other node knows how the job ended."""
+
+
+class Seats(RendezvousHandler):
+    """torch's name for what says where this node stands: here the seat that the job has given it."""
+
+    def __init__(self, link: Link, run_id: str, backend: str) -> None:
+        self._link = link
+        self._run_id = run_id
+        self._backend = backend
+        self._store: Store = HashStore()
+        self.seat: Seat | None = None
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether the agent serves the workers' store; else the worker of rank 0 does."""
+        return self._backend == "static" or contract.agent_serves_store()
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """The seat as torch's agent wants it. On the first node this starts the round's store, a fresh one each."""
+        assert self.seat is not None
+        if self.seat.group_rank == 0:
+            self._store = self._serve(self.seat)
+        place = RendezvousStoreInfo(self.seat.master_addr, self.seat.master_port)
+        return RendezvousInfo(self._store, self.seat.group_rank, self.seat.group_world_size, place)
+
+    def _serve(self, seat: Seat) -> Store:
+        listening = self._link.take_listening()
+        if listening is None:
+            return HashStore()
+        if not self.use_agent_store:
+            listening.close()
+            return HashStore()
+        return TCPStore(
+            "127.0.0.1",
+            seat.master_port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+
+    def end_round(self) -> None:
+        """Close the round's store: the next one may want its port."""
+        self._store = HashStore()
+
+    def get_backend(self) -> str:
+        return self._backend
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        self.end_round()
+        return True
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent with its events, metrics, log files and timers, on orders instead of polls.
+
+    join the job
+    loop:
+        Placed   start a fresh store (first node) and the workers at this seat
+        Stop     stop the workers; report STOPPED
+        workers  all ended well: report DONE; one failed: stop the others, report FAILED
+        signal   report LEFT, pass it on to the workers, give them their grace
+        End      keep the outcome, which is the same on every node
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        link: Link,
+        inbox: Inbox,
+        warm: WarmServer | None,
+        program: Program | None,
+        say: Callable[[str], None],
+        host: str,
+        **torch_settings: Any,
+    ) -> None:
+        super().__init__(spec, **torch_settings)
+        assert isinstance(spec.rdzv_handler, Seats)
+        self._seats = spec.rdzv_handler
+        self._link = link
+        self._inbox = inbox
+        self._warm = warm
+        self._program = program
+        self._say = say
+        self._host = host
+        self._running = False
+        self._last = RunResult(WorkerState.SUCCEEDED)
+        self.outcome = Outcome()
+
+    def _invoke_run(self, role: str = "") -> RunResult:  # noqa: ARG002  # torch's own signature
+        self._link.join()
+        while True:
+            item = self._inbox.take()
+            if isinstance(item, Placed):
+                self._place(item)
+            elif isinstance(item, Stop):
+                self._obey_stop(item)
+            elif isinstance(item, End):
+                return self._finish(item.outcome)
+            elif isinstance(item, Cut):
+                return self._finish(Outcome(lost=item.why))
+            elif isinstance(item, Signalled):
+                self._leave(item)
+            else:
+                self._look_at_workers()
+                self._sleep()
+
+    def _sleep(self) -> None:
+        """Until something happens: an item in the inbox, or the end of a worker."""
+        watched = self._pcontext.watched() if isinstance(self._pcontext, Workers) and self._running else ()
+        self._inbox.wait(self._link.pulse, watched)
+        self._link.check()
+
+    def _place(self, order: Placed) -> None:
+        if order.why:
+            self._say(order.why)
+        self._seats.seat = order.seat
+        self._remaining_restarts = self._worker_group.spec.max_restarts - order.seat.restarts
+        self._initialize_workers(self._worker_group)
+        self._running = True
+
+    def _assign_worker_ranks(
+        self,
+        store: Store,  # noqa: ARG002  # torch asks the store; here the seat says it all
+        group_rank: int,  # noqa: ARG002
+        group_world_size: int,  # noqa: ARG002
+        spec: WorkerSpec,
+    ) -> list[Worker]:
+        seat = self._seats.seat
+        assert seat is not None
+        return [
+            Worker(
+                local_rank=local_rank,
+                global_rank=seat.first_rank + local_rank,
+                role_rank=seat.first_role_rank + local_rank,
+                world_size=seat.world_size,
+                role_world_size=seat.role_world_size,
+            )
+            for local_rank in range(spec.local_world_size)
+        ]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        spec, prefix = worker_group.spec, self._log_line_prefix_template
+        envs = {worker.local_rank: self._environment(worker, worker_group) for worker in worker_group.workers}
+        names = {
+            worker.local_rank: {"role_name": spec.role, "rank": worker.global_rank, "local_rank": worker.local_rank}
+            for worker in worker_group.workers
+        }
+        self._setup_local_watchdog(envs=envs)  # type: ignore[arg-type]
+        self._setup_healthcheck()
+        self._pcontext = Workers(
+            program=self._program,
+            warm=self._warm,
+            inbox=self._inbox,
+            grace=self._shutdown_timeout,
+            say=self._say,
+            name=spec.role,
+            entrypoint=spec.entrypoint,
+            args={rank: tuple(macros.substitute(list(spec.args), str(rank))) for rank in envs},
+            envs=envs,
+            logs_specs=self._logs_specs,
+            log_line_prefixes={rank: Template(prefix).safe_substitute(names[rank]) for rank in envs}
+            if prefix
+            else None,
+            numa_options=spec.numa_options,
+            duplicate_stdout_filters=spec.duplicate_stdout_filters,
+            duplicate_stderr_filters=spec.duplicate_stderr_filters,
+        )
+        self._pcontext.start()
+        return self._pcontext.pids()
+
+    def _environment(self, worker: Worker, group: WorkerGroup) -> dict[str, str | None]:
+        spec, seat = group.spec, self._seats.seat
+        assert seat is not None
+        place = WorkerEnv(
+            rank=worker.global_rank,
+            local_rank=worker.local_rank,
+            world_size=worker.world_size,
+            local_world_size=spec.local_world_size,
+            node_rank=seat.group_rank,
+        )
+        job = JobEnv(
+            nodes=seat.group_world_size,
+            role=spec.role,
+            role_rank=worker.role_rank,
+            role_world_size=worker.role_world_size,
+            master_addr=seat.master_addr,
+            master_port=seat.master_port,
+            restarts=seat.restarts,
+            max_restarts=spec.max_restarts,
+            run_id=self._seats.get_run_id(),
+            agent_serves_store=self._seats.use_agent_store,
+        )
+        env: dict[str, str | None] = {**contract.to_env(place, job)}
+        self._set_local_rank_env(env, worker.local_rank, spec)
+        return env
+
+    def _look_at_workers(self) -> None:
+        if not self._running:
+            return
+        result = self._monitor_workers(self._worker_group)
+        if result.state is WorkerState.HEALTHY:
+            return
+        self._running = False
+        self._last = result
+        if result.state is WorkerState.SUCCEEDED:
+            self._link.report(self._round, State.DONE)
+        else:
+            self._report_down(State.FAILED)
+
+    def _obey_stop(self, order: Stop) -> None:
+        if order.round == self._round:
+            self._stop_workers(self._worker_group)
+            self._report_down(State.STOPPED)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown(timeout=self._shutdown_timeout)
+        if self._running:
+            self._running = False
+            self._last = self._monitor_workers(worker_group)
+
+    def _report_down(self, state: State) -> None:
+        """Report that no worker of the round is left; only then is its store closed."""
+        failures = tuple(self._failure(rank, failure) for rank, failure in self._last.failures.items())
+        self._seats.end_round()
+        self._store = self._worker_group.store = None
+        self._link.report(self._round, state, failures)
+
+    @property
+    def _round(self) -> int:
+        return -1 if self._seats.seat is None else self._seats.seat.round
+
+    def _failure(self, rank: int, failure: ProcessFailure) -> Failure:
+        assert isinstance(self._pcontext, Workers)
+        after, told = self._pcontext.story(failure.local_rank)
+        note = _note(failure)
+        extra = note.get("extraInfo") or {}
+        return Failure(
+            rank=rank,
+            local_rank=failure.local_rank,
+            pid=failure.pid,
+            exit_code=failure.exitcode,
+            after=after,
+            host=self._host,
+            message=str(note.get("message", "")),
+            at_start=bool(extra.get(NOTE_AT_START)),
+            told=told,
+        )
+
+    def _leave(self, item: Signalled) -> None:
+        self.outcome = Outcome(stopped_by=item.number)
+        self._link.report(self._round, State.LEFT, signal=item.number)
+        raise SignalException(
+            f"stopped by {item.number.name}", item.number
+        )  # torch's agent passes it on to the workers
+
+    def _finish(self, outcome: Outcome) -> RunResult:
+        self._stop_workers(self._worker_group)
+        self.outcome = outcome
+        if outcome == Outcome():
+            return RunResult(WorkerState.SUCCEEDED, {worker.global_rank: None for worker in self._worker_group.workers})
+        return RunResult(WorkerState.FAILED, failures=self._last.failures)
+
+    def recorded_failures(self) -> dict[int, ProcessFailure]:
+        """The failures of this node's workers of which the script itself left a record, as torch's @record does."""
+
+        def by_script(failure: ProcessFailure) -> bool:
+            note = _note(failure)
+            return bool(note) and NOTE_MARK not in (note.get("extraInfo") or {})
+
+        failures = self._last.failures
+        return failures if any(map(by_script, failures.values())) else {}
+
+
+def _note(failure: ProcessFailure) -> dict[str, Any]:
+    """What the script, or `warm.script` in its place, left behind in torch's form; empty where there is nothing."""
+    return failure.message if isinstance(failure.message, dict) else {}

@@ -1,0 +1,92 @@
+"""What the agent's loop waits for: orders, signals, and bad news from other threads."""
+
+import os
+import select
+import signal
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from ddp_kit.launcher.job import Order, Seat
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """A signal that closes the job came."""
+
+    number: signal.Signals
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The job starts a round in which this node has a seat."""
+
+    seat: Seat
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The job is out of reach."""
+
+    why: str
+
+
+Item = Order | Placed | Signalled | Cut
+
+
+class StoppedError(Exception):
+    """A signal came while the node was still looking for its job."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class Inbox:
+    """A queue that `select` can wait for, safe to fill from signal handlers and threads."""
+
+    def __init__(self) -> None:
+        self._items: deque[Item] = deque()
+        self._read_end, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def fileno(self) -> int:
+        """Readable when something is there."""
+        return self._read_end
+
+    def put(self, item: Item) -> None:
+        """Add at the end; never blocks."""
+        self._items.append(item)
+        with suppress(BlockingIOError):  # full of wake-ups already
+            os.write(self._write_end, b"!")
+
+    def take(self) -> Item | None:
+        """The oldest item, or None."""
+        if not self._items:
+            return None
+        with suppress(BlockingIOError):
+            os.read(self._read_end, 1)
+        return self._items.popleft()
+
+    def wait(self, timeout: float | None, watched: Iterable[Any] = ()) -> None:
+        """Return when something is there or one of `watched` is readable, or after `timeout` seconds."""
+        select.select([self, *watched], [], [], timeout)
+
+    def take_signal(self) -> Signalled | None:
+        """The oldest signal alone; orders wait."""
+        found = next((item for item in self._items if isinstance(item, Signalled)), None)
+        if found is not None:
+            self._items.remove(found)
+        return found
+
+    def on_signal(self, number: int, _frame: FrameType | None) -> None:
+        """A signal handler: it only enqueues, the loop acts."""
+        self.put(Signalled(signal.Signals(number)))
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        os.close(self._read_end)
+        os.close(self._write_end)

@@ -1,0 +1,77 @@
+"""Sockets to listen on: on loopback where the job stays on this machine, and whose port is taken by whom."""
+
+import errno
+import ipaddress
+import socket
+from contextlib import suppress
+
+import psutil
+
+from ddp_kit.errors import LaunchError
+
+_BACKLOG = 4096  # as many nodes as may come at the same moment
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A socket that listens on `port` (0: any free one): on loopback alone where `address` is that, else everywhere.
+
+    Raises `LaunchError` where the port is taken, saying by whom.
+    """
+    try:
+        if is_loopback(address):
+            return socket.create_server(("127.0.0.1", port), backlog=_BACKLOG)
+        if socket.has_dualstack_ipv6():
+            with suppress(OSError):  # a machine whose kernel knows IPv6 may still have none
+                return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
+        return socket.create_server(("", port), backlog=_BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise LaunchError(
+                f"port {port} on this machine is in use{holder(port)}",
+                "end that process, or name another port: --rdzv-endpoint HOST:PORT or --master-port PORT",
+            ) from None
+        raise LaunchError(f"port {port} cannot be listened on: {error.strerror}", "name another port") from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address means this machine to itself alone."""
+    if host == "localhost":
+        return True
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
+
+
+def is_here(host: str) -> bool:
+    """Whether a host's name or address belongs to this machine: one can bind to it.
+
+    Raises `LaunchError` for a name that does not resolve.
+    """
+    if is_loopback(host) or host == socket.gethostname():
+        return True
+    for family, kind, protocol, _, address in resolve(host):
+        with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind((address[0], 0))
+            return True
+    return False
+
+
+def resolve(host: str) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+    """The TCP addresses of a host. Raises `LaunchError` where its name does not resolve."""
+    try:
+        return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)  # type: ignore[return-value]
+    except OSError as error:
+        raise LaunchError(
+            f"the host name {host!r} does not resolve on {socket.gethostname()}: {error.strerror}",
+            "check --rdzv-endpoint or --master-addr, or give an address instead of a name",
+        ) from None
+
+
+def holder(port: int) -> str:
+    """` by pid N (its command)`, where the system tells; else nothing."""
+    with suppress(psutil.Error, OSError):
+        for found in psutil.net_connections("tcp"):
+            if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN and found.pid:
+                command = " ".join(psutil.Process(found.pid).cmdline()[:6])
+                return f" by pid {found.pid} ({command})"
+    return ""

@@ -1,0 +1,247 @@
+"""The job of several nodes. The node that hosts the rendezvous decides; all meet at its TCPStore.
+
+    node                                         host of the rendezvous (`coordinator.py`)
+    adds itself, pushes "joined"           -->   pops events, feeds them to `job.Job`
+    waits for the next order               <--   sets a seat for each node, then one order for all
+    adds to its beat now and then          -->   reads all beats, by its own monotonic clock
+    pushes reports                         -->   ...
+
+Everything is JSON, and a node makes a fixed number of store operations per round, however many nodes there are.
+The agent's loop never waits for the network: one thread sends, one listens.
+"""
+
+import json
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, TCPStore
+
+from ddp_kit.errors import LaunchError
+from ddp_kit.launcher.agent.coordinator import BEAT, EVENTS, NODES, ORDER, ORDERS, SEAT, Coordinator, read_outcome
+from ddp_kit.launcher.agent.inbox import Cut, Inbox, Placed, StoppedError
+from ddp_kit.launcher.agent.listening import holder, is_here, is_loopback, listen, resolve
+from ddp_kit.launcher.job import End, Limits, Node, Report, Seat, State, Stop
+from ddp_kit.launcher.verdict import Failure
+
+_JOB = "ddpkit/job"
+_FOREVER = timedelta(days=7)  # a wait that ends in a time-out makes torch write to the terminal
+_HANDSHAKE = timedelta(seconds=10)
+_BEATS_PER_SILENCE = 6
+_RETRY_SECONDS = 0.2
+_SAY_AFTER_SECONDS = 3.0
+_FAREWELL_SECONDS = 60.0
+
+
+class Meeting:
+    """A node's line to a job of several nodes."""
+
+    def __init__(
+        self,
+        node: Node,
+        limits: Limits,
+        inbox: Inbox,
+        say: Callable[[str], None],
+        endpoint: tuple[str, int],
+        run_id: str,
+        hosts: bool | None = None,
+    ) -> None:
+        """`hosts`: whether this node hosts the rendezvous; None: where the endpoint is an address of this machine.
+
+        Raises `LaunchError` where the endpoint cannot be had or reached, `StoppedError` when told to stop meanwhile.
+        """
+        self._limits, self._inbox, self._say = limits, inbox, say
+        self._host, self._port = endpoint
+        self.pulse: float | None = limits.silence / _BEATS_PER_SILENCE
+        self._beat_seconds = self.pulse
+        self._coordinator: Coordinator | None = None
+        self._store: Any = self._meet(run_id, hosts)  # torch's type stubs lack half of its methods
+        self._number = self._store.add(NODES, 1) - 1
+        address = node.address if self._coordinator else self._own_address(node)
+        serves_control = self._coordinator is not None and node.rank is not None
+        self._listening = None if serves_control else listen(address, 0)
+        port = self._port if self._listening is None else self._listening.getsockname()[1]
+        self._node = replace(node, number=self._number, address=address, port=port)
+        if self._coordinator is not None:
+            self._coordinator.start()
+            self._store.set(_JOB, run_id)  # whoever waits for this finds the coordinator there, and number 0 taken
+        self._outgoing: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._contact = time.monotonic()
+        self._over = False
+        self._sender = threading.Thread(target=self._guarded, args=[self._send], name="ddpkit-send", daemon=True)
+
+    # Meeting -----------------------------------------------------------------------------------------------------
+
+    def _meet(self, run_id: str, hosts: bool | None) -> TCPStore:
+        if self._port == 0:
+            raise LaunchError("several nodes cannot meet at port 0", "name one port for all: --rdzv-endpoint HOST:PORT")
+        if hosts or (hosts is None and is_here(self._host)):
+            try:
+                return self._serve()
+            except LaunchError:
+                if hosts:
+                    raise  # this very node was to host it
+        store = self._reach()
+        try:
+            found = store.get(_JOB).decode()
+        except DistError:
+            found = ""
+        if found != run_id:
+            taken = f"is that of the job {found!r}" if found else "is not one of ddpkit's"
+            raise LaunchError(
+                f"the rendezvous at {self._host}:{self._port} {taken}, this node's job is {run_id!r}{self._who()}",
+                "give every node of a job the same --rdzv-id, and every job a port of its own",
+            )
+        store.set_timeout(_FOREVER)
+        return store
+
+    def _serve(self) -> TCPStore:
+        listening = listen(self._host, self._port)
+        store = TCPStore(
+            "127.0.0.1",
+            self._port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+            timeout=_FOREVER,
+        )
+        self._coordinator = Coordinator(store, self._limits, self._beat_seconds)
+        return store
+
+    def _reach(self) -> TCPStore:
+        """Connect, as soon as somebody listens there."""
+        started, said = time.monotonic(), False
+        while True:
+            try:
+                with socket.create_connection((self._host, self._port), timeout=_HANDSHAKE.total_seconds()):
+                    break
+            except socket.gaierror:
+                resolve(self._host)  # says what is wrong
+            except OSError as error:
+                waited = time.monotonic() - started
+                if waited > self._limits.join:
+                    raise LaunchError(
+                        f"nobody answers at {self._host}:{self._port} after {waited:.0f} s: {error.strerror or error}",
+                        "start the node that hosts the rendezvous, and check that its port can be reached from here",
+                    ) from None
+                if waited > _SAY_AFTER_SECONDS and not said:
+                    self._say(f"waiting for the rendezvous at {self._host}:{self._port}")
+                    said = True
+            self._inbox.wait(_RETRY_SECONDS)
+            stopped = self._inbox.take_signal()
+            if stopped is not None:
+                raise StoppedError(stopped.number)
+        try:
+            return TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=_HANDSHAKE)
+        except (DistError, RuntimeError, ValueError):
+            raise LaunchError(
+                f"what listens at {self._host}:{self._port} is no rendezvous{self._who()}",
+                "end that process, or name another port: --rdzv-endpoint HOST:PORT or --master-port PORT",
+            ) from None
+
+    def _who(self) -> str:
+        return f"; the port is held{who}" if is_here(self._host) and (who := holder(self._port)) else ""
+
+    def _own_address(self, node: Node) -> str:
+        """The address of this machine on the way to the rendezvous, unless its user named one."""
+        if node.address != self._host:
+            return node.address
+        with socket.create_connection((self._host, self._port)) as probe:
+            address: str = probe.getsockname()[0]
+        return "127.0.0.1" if is_loopback(address) else address
+
+    # The agent's side --------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Take part."""
+        self._sender.start()
+
+    def report(self, round_: int, state: State, failures: tuple[Failure, ...] = (), signal: int = 0) -> None:
+        """Say how the workers of this node are, or what stops it."""
+        if self._listening is None:
+            self._listening = listen(self._node.address, 0)
+        report = Report(self._number, round_, state, failures, self._listening.getsockname()[1], signal)
+        self._outgoing.put({"report": asdict(report) | {"state": state.name}})
+
+    def take_listening(self) -> socket.socket | None:
+        """The socket for the workers' store of the next round; None: the rendezvous' own store is that one."""
+        listening, self._listening = self._listening, None
+        return listening
+
+    def check(self) -> None:
+        """Put bad news into the inbox where the host of the rendezvous does not answer any more."""
+        if not self._over and time.monotonic() - self._contact > self._limits.silence:
+            self._cut()
+
+    def close(self) -> None:
+        """Leave, once every other node knows how the job ended."""
+        self._over = True
+        self._outgoing.put({"bye": self._number})
+        self._outgoing.put(None)
+        if self._sender.is_alive():
+            self._sender.join(self._limits.silence)
+        if self._coordinator is not None:
+            deadline = time.monotonic() + _FAREWELL_SECONDS
+            while not self._coordinator.deserted(self._number) and time.monotonic() < deadline:
+                self._inbox.wait(self._beat_seconds)
+                if self._inbox.take_signal() is not None:
+                    break
+                while self._inbox.take() is not None:
+                    pass
+            self._coordinator.close()
+        if self._listening is not None:
+            self._listening.close()
+
+    # The threads -------------------------------------------------------------------------------------------------
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except (DistError, RuntimeError):
+            self._cut()
+
+    def _cut(self) -> None:
+        if not self._over:
+            self._over = True
+            self._inbox.put(Cut(f"the host of the rendezvous, {self._host}:{self._port}, is gone or out of reach"))
+
+    def _send(self) -> None:
+        beat = BEAT.format(node=self._number)
+        self._store.add(beat, 1)
+        first_order = self._store.add(ORDERS, 0)
+        self._store.queue_push(EVENTS, json.dumps({"joined": asdict(self._node)}))
+        listener = threading.Thread(
+            target=self._guarded, args=[lambda: self._listen(first_order)], name="ddpkit-listen", daemon=True
+        )
+        listener.start()
+        while True:
+            self._contact = time.monotonic()
+            try:
+                event = self._outgoing.get(timeout=self._beat_seconds)
+            except queue.Empty:
+                self._store.add(beat, 1)
+                continue
+            if event is None:
+                return
+            self._store.queue_push(EVENTS, json.dumps(event))
+
+    def _listen(self, number: int) -> None:
+        store = self._store.clone()
+        while True:
+            order = json.loads(store.get(ORDER.format(number=number)))
+            number += 1
+            if "end" in order:
+                self._over = True
+                self._inbox.put(End(read_outcome(order["end"])))
+                return
+            if "stop" in order:
+                self._inbox.put(Stop(order["stop"]))
+            elif self._number in range(order["nodes"]):
+                seat = json.loads(store.get(SEAT.format(round=order["go"], node=self._number)))
+                if seat is not None:
+                    self._inbox.put(Placed(Seat(**seat), order["why"]))

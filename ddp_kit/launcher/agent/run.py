@@ -1,0 +1,250 @@
+"""From a plan to an outcome: torch's own settings, the right rendezvous, the agent."""
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import psutil
+from torch.distributed import DistError
+from torch.distributed import run as torchrun
+from torch.distributed.elastic import events, metrics
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from ddp_kit.contract import ERROR_FILE, PYTHON, RUN_FOLDER_PREFIX, SIGNALS
+from ddp_kit.errors import LaunchError, UsageError
+from ddp_kit.launcher.agent.elastic import Agent, Link, Seats
+from ddp_kit.launcher.agent.inbox import Inbox, StoppedError
+from ddp_kit.launcher.agent.listening import is_here
+from ddp_kit.launcher.agent.meeting import Meeting
+from ddp_kit.launcher.agent.solo import Solo
+from ddp_kit.launcher.job import Limits, Node
+from ddp_kit.launcher.plan import Plan
+from ddp_kit.launcher.verdict import Failure, Outcome
+from ddp_kit.launcher.warm.client import WarmServer
+from ddp_kit.launcher.warm.messages import Program
+
+Say = Callable[[str], None]
+
+_C10D_PORT = 29400  # torch's default for this rendezvous
+_STATIC_PORT = 29500  # and for the static one
+_RUN_PATH = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+def torchrun_parser() -> argparse.ArgumentParser:
+    """torchrun's own flag parser: its flags are always those of the torch installed."""
+    try:
+        return torchrun.get_args_parser()
+    except ValueError as error:
+        raise UsageError(f"a PET_ variable has a value that cannot be used: {error}", "booleans are 0 or 1") from None
+
+
+def run(plan: Plan, warm: WarmServer | None, say: Say) -> Outcome:
+    """Run this node's workers to their end. `warm`: where to fork them from; None: every one starts cold.
+
+    Raises `UsageError` for settings that torch refuses, `LaunchError` where the nodes do not come together.
+    """
+    os.environ.update(plan.env)
+    with _run_folder(plan, say) as folder:
+        settings = argparse.Namespace(**{**plan.torchrun, "log_dir": folder})
+        if hasattr(settings, "signals_to_handle"):  # not every torch has this flag, or --shutdown-timeout
+            settings.signals_to_handle = _not_ignored(settings.signals_to_handle)
+        if settings.master_port is None:
+            settings.master_port = _STATIC_PORT
+        try:
+            config, program, arguments = torchrun.config_from_args(settings)
+        except (ValueError, AssertionError, RuntimeError, OSError) as error:
+            raise UsageError(f"torch refuses this command line: {error}", "see `ddpkit launch --help`") from None
+        if callable(program):  # --run-path
+            program, arguments = sys.executable, ["-u", "-c", _RUN_PATH, *arguments]
+        if config.rdzv_backend not in ("c10d", "static") or config.rdzv_configs.get("store_type", "tcp") != "tcp":
+            return _torchs_own(config, program, arguments)
+        return _ours(settings, config, program, arguments, warm, say)
+
+
+def _ours(
+    settings: argparse.Namespace,
+    config: LaunchConfig,
+    program: str,
+    arguments: list[str],
+    warm: WarmServer | None,
+    say: Say,
+) -> Outcome:
+    inbox = Inbox()
+    handled = [name.strip() for name in config.signals_to_handle.split(",") if name.strip()]
+    os.environ[SIGNALS] = config.signals_to_handle
+    for name in handled:
+        signal.signal(getattr(signal, name), inbox.on_signal)
+    try:
+        link = _link(settings, config, inbox, say)
+    except StoppedError as error:
+        return Outcome(stopped_by=error.number)
+    seats = Seats(link, config.run_id, config.rdzv_backend)
+    spec = WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        entrypoint=program,
+        args=tuple(arguments),
+        rdzv_handler=seats,
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        local_addr=config.local_addr,
+        event_log_handler=config.event_log_handler,
+        numa_options=config.numa_options,
+        duplicate_stdout_filters=config.duplicate_stdout_filters,
+        duplicate_stderr_filters=config.duplicate_stderr_filters,
+        virtual_local_rank=config.virtual_local_rank,
+    )
+    agent = Agent(
+        spec,
+        link,
+        inbox,
+        warm,
+        _program(settings, program),
+        say,
+        host=socket.gethostname() if config.max_nodes > 1 else "",
+        logs_specs=config.logs_specs,
+        log_line_prefix_template=config.log_line_prefix_template,
+        shutdown_timeout=config.shutdown_timeout,
+    )
+    metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
+    try:
+        agent.run()
+        events.record(agent.get_event_succeeded(), config.event_log_handler)
+    except SignalException:
+        events.record(agent.get_event_failed(), config.event_log_handler)
+    finally:
+        link.close()
+        seats.shutdown()
+    _summarise(settings.training_script, agent.recorded_failures())
+    return agent.outcome
+
+
+def _program(settings: argparse.Namespace, program: str) -> Program | None:
+    """What a warm worker would become; None where python itself has to start it."""
+    if settings.no_python or settings.run_path or PYTHON in os.environ:
+        return None
+    return Program(program, settings.training_script, (), settings.module)
+
+
+def _link(settings: argparse.Namespace, config: LaunchConfig, inbox: Inbox, say: Say) -> Link:
+    """The job of this node alone, or the meeting of several."""
+    static = config.rdzv_backend == "static"
+    host, port = _endpoint(config.rdzv_endpoint, _STATIC_PORT if static else _C10D_PORT)
+    conf = config.rdzv_configs
+    attempts, interval = conf.get("keep_alive_max_attempt"), conf.get("keep_alive_interval")
+    limits = Limits(
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        max_restarts=config.max_restarts,
+        join=float(conf.get("join_timeout", conf["timeout"] if static else Limits.join)),
+        last_call=float(conf.get("last_call_timeout", Limits.last_call)),
+        silence=Limits.silence if attempts is None and interval is None else float(interval or 1) * int(attempts or 3),
+    )
+    node = Node(
+        number=0,
+        host=socket.gethostname(),
+        processes=config.nproc_per_node,
+        role=config.role,
+        rank=settings.node_rank if static else None,
+        nnodes=str(settings.nnodes),
+        address=config.local_addr or host,
+        port=port,
+    )
+    if config.max_nodes == 1 and (settings.node_rank == 0 if static else is_here(host)):
+        return Solo(node, limits, inbox)
+    named = str(conf["is_host"]).lower() in ("1", "true", "t", "yes", "y") if "is_host" in conf else None
+    hosts = settings.node_rank == 0 if static else named
+    return Meeting(node, limits, inbox, say, endpoint=(host, port), run_id=config.run_id, hosts=hosts)
+
+
+def _endpoint(words: str, default_port: int) -> tuple[str, int]:
+    """Host and port of `host`, `host:port` or `[v6 address]:port`."""
+    host, colon, port = words.strip().rpartition(":")
+    if not colon or port.endswith("]") or (host.count(":") and not host.startswith("[")):
+        host, port = words.strip(), str(default_port)
+    if not port.isdecimal() or int(port) > 65535:
+        raise UsageError(f"{words!r} is no place to meet: {port!r} is not a port", "write it as HOST:PORT")
+    return host.strip("[]") or "localhost", int(port)
+
+
+def _summarise(script: str, failures: dict[int, ProcessFailure]) -> None:
+    """torchrun's own summary, where the script has left a record of its failure (torch's @record does)."""
+    if not failures:
+        return
+    summary = ChildFailedError(script, failures)
+    sys.stderr.write(f"{summary}\n")
+    _, first = summary.get_first_failure()
+    if os.environ.get(ERROR_FILE):  # this launcher is itself the worker of another
+        get_error_handler().dump_error_file(first.error_file, first.exitcode)
+
+
+def _torchs_own(config: LaunchConfig, program: str, arguments: list[str]) -> Outcome:
+    """A rendezvous of another kind, a plug-in's or etcd's: torch's agent, with cold workers."""
+    try:
+        elastic_launch(config, program)(*arguments)
+    except ChildFailedError as error:
+        _summarise(program, error.failures)
+        return Outcome(tuple(_failure(rank, failure) for rank, failure in error.failures.items()))
+    except SignalException as error:
+        return Outcome(stopped_by=error.sigval)
+    except (RendezvousError, DistError, ValueError, ImportError) as error:
+        raise LaunchError(
+            f"the nodes of the job did not come together: {error}",
+            "check --rdzv-backend and --rdzv-endpoint; c10d needs nothing beside torch",
+        ) from None
+    finally:
+        _end_leftovers(config.shutdown_timeout or 0)
+    return Outcome()
+
+
+def _failure(rank: int, failure: ProcessFailure) -> Failure:
+    message = str(failure.message.get("message", "")) if isinstance(failure.message, dict) else ""
+    told = failure.exitcode == -signal.SIGTERM  # that is how torch's agent ends the others
+    return Failure(
+        rank, failure.local_rank, failure.pid, failure.exitcode, failure.timestamp, message=message, told=told
+    )
+
+
+def _end_leftovers(grace: float) -> None:
+    """End the workers that torch forgot: a signal in the middle of their start leaves it without a list of them.
+
+    `grace`: seconds between SIGTERM and SIGKILL.
+    """
+    left = psutil.Process().children()
+    for worker in left:
+        with suppress(psutil.NoSuchProcess):
+            worker.terminate()
+    _, stubborn = psutil.wait_procs(left, timeout=grace)
+    for worker in stubborn:
+        with suppress(psutil.NoSuchProcess):
+            worker.kill()
+
+
+@contextmanager
+def _run_folder(plan: Plan, say: Say) -> Iterator[str]:
+    """Where torch keeps logs and error files: the user's folder, or a private one that goes with the job."""
+    named, redirects = plan.torchrun["log_dir"], str(plan.torchrun["redirects"])
+    if named is not None:
+        yield named
+    elif redirects != "0":  # what was redirected is wanted afterwards, and its place has to be known
+        folder = tempfile.mkdtemp(prefix=RUN_FOLDER_PREFIX)
+        say(f"logs in {folder}")
+        yield folder
+    else:
+        with tempfile.TemporaryDirectory(prefix=RUN_FOLDER_PREFIX, ignore_cleanup_errors=True) as folder:
+            yield folder
+
+
+def _not_ignored(names: str) -> str:
+    """The signals that close the job, without those that were ignored when the launcher started, as under nohup."""
+    ignored = {number.name for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN}
+    return ",".join(name for name in names.split(",") if name.strip() not in ignored)

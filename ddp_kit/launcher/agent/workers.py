@@ -1,0 +1,187 @@
+"""The worker processes of one round on one node: started warm where that can be, cold where not."""
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SubprocessContext
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
+from torch.numa import binding
+
+from ddp_kit.launcher.agent.inbox import Inbox
+from ddp_kit.launcher.warm.client import Fork, WarmServer
+from ddp_kit.launcher.warm.messages import Program
+
+_SIGNAL_LOOK_SECONDS = 0.05
+_UNKILLABLE_SECONDS = (
+    5.0  # a process in the kernel's uninterruptible sleep outlives SIGKILL; the launcher does not wait
+)
+
+
+class Workers(SubprocessContext):
+    """torch's worker processes with its log files and tees; forked, watched without polling, ended within one grace."""
+
+    def __init__(
+        self,
+        *,
+        program: Program | None,
+        warm: WarmServer | None,
+        inbox: Inbox,
+        grace: float,
+        say: Callable[[str], None],
+        **torch_settings: Any,
+    ) -> None:
+        super().__init__(**torch_settings)
+        self._program = program
+        self._warm = warm
+        self._inbox = inbox
+        self._grace = grace
+        self._say = say
+        self._pidfds: dict[int, int] = {}  # local rank -> descriptor, of cold workers
+        self._began = time.monotonic()
+        self._after: dict[int, float] = {}  # local rank -> seconds from the start to its end
+        self._told: set[int] = set()
+
+    def start(self) -> None:
+        """Start the workers and the tees. Signals stay with the agent's own handlers."""
+        self._start()
+        for tail in self._tail_logs:
+            tail.start()
+
+    def _start(self) -> None:
+        forks = self._fork() if self._warm is not None and self._program is not None else {}
+        refusals = {fork.refusal for fork in forks.values() if not fork.started()}
+        for refusal in sorted(refusals):
+            self._say(f"starting cold: {refusal}")
+        for local_rank in range(self.nprocs):
+            fork = forks.get(local_rank)
+            if fork is not None and not fork.refusal:
+                self.subprocess_handlers[local_rank] = _Forked(fork)  # type: ignore[assignment]
+            else:
+                self._start_cold(local_rank)
+
+    def _fork(self) -> dict[int, Fork]:
+        assert self._warm is not None
+        assert self._program is not None
+        forks = {}
+        for local_rank in range(self.nprocs):
+            words = tuple(map(str, self.args[local_rank]))
+            skip = 3 if self._program.module else 2  # -u (-m) name
+            forks[local_rank] = self._warm.fork(
+                Program(self._program.python, self._program.name, words[skip:], self._program.module),
+                {**os.environ, **self.envs[local_rank]},
+                self.stdouts[local_rank],
+                self.stderrs[local_rank],
+                _cpus(local_rank, self._numa_options),
+            )
+        return forks
+
+    def _start_cold(self, local_rank: int) -> None:
+        assert isinstance(self.entrypoint, str)
+        handler = get_subprocess_handler(
+            entrypoint=self.entrypoint,
+            args=self.args[local_rank],
+            env=self.envs[local_rank],
+            stdout=self.stdouts[local_rank],
+            stderr=self.stderrs[local_rank],
+            local_rank_id=local_rank,
+            numa_options=self._numa_options,
+        )
+        self.subprocess_handlers[local_rank] = handler
+        if hasattr(os, "pidfd_open"):
+            self._pidfds[local_rank] = os.pidfd_open(handler.proc.pid)
+
+    def watched(self) -> list[Any]:
+        """What becomes readable when a worker ends."""
+        warm = [self._warm] if self._warm is not None and not self._warm.gone else []
+        return [*self._pidfds.values(), *warm]
+
+    def _poll(self) -> RunProcsResult | None:
+        self._note_ends()
+        failed = any(self._exit_code(rank) for rank in self._after)
+        if self._running_local_ranks and not failed:
+            return None
+        self.close()
+        failures = {
+            rank: ProcessFailure(rank, handler.proc.pid, code, self.error_files[rank])
+            for rank, handler in self.subprocess_handlers.items()
+            if (code := handler.proc.poll())
+        }
+        values = {} if failures else dict.fromkeys(range(self.nprocs))
+        return RunProcsResult(values, failures, self.stdouts, self.stderrs)
+
+    def _exit_code(self, local_rank: int) -> int | None:
+        code: int | None = self.subprocess_handlers[local_rank].proc.poll()
+        return code
+
+    def _note_ends(self) -> None:
+        for rank in list(self._running_local_ranks):
+            proc = self.subprocess_handlers[rank].proc
+            if proc.poll() is not None:
+                ended = getattr(proc, "ended_at", None) or time.monotonic()
+                self._after[rank] = ended - self._began
+                self._running_local_ranks.discard(rank)
+                if rank in self._pidfds:
+                    os.close(self._pidfds.pop(rank))
+
+    def story(self, local_rank: int) -> tuple[float, bool]:
+        """Seconds from the start of the workers to this one's end, and whether it had been told to stop."""
+        return self._after.get(local_rank, 0.0), local_rank in self._told
+
+    def close(self, death_sig: signal.Signals | None = None, timeout: float | None = None) -> None:
+        """End what still runs, within the user's grace on every path."""
+        super().close(death_sig, self._grace if timeout is None else timeout)  # type: ignore[arg-type]
+
+    def _close(self, death_sig: signal.Signals, timeout: float = 30) -> None:
+        """Send `death_sig`; after `timeout` seconds, or at a further signal to the launcher, SIGKILL."""
+        if not self.subprocess_handlers:
+            return
+        self._note_ends()
+        self._told |= self._running_local_ranks
+        self._signal(death_sig)
+        deadline = time.monotonic() + timeout
+        while self._running_local_ranks and time.monotonic() < deadline and self._inbox.take_signal() is None:
+            self._wait_for_ends(deadline - time.monotonic())
+        self._signal(signal.SIGKILL)
+        deadline = time.monotonic() + max(timeout, _UNKILLABLE_SECONDS)
+        while self._running_local_ranks and time.monotonic() < deadline:
+            self._wait_for_ends(deadline - time.monotonic())
+        for handler in self.subprocess_handlers.values():
+            for file in (getattr(handler, "_stdout", None), getattr(handler, "_stderr", None)):
+                if file is not None:
+                    file.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for rank in self._running_local_ranks:
+            pid = self.subprocess_handlers[rank].proc.pid
+            with suppress(ProcessLookupError):
+                try:
+                    os.killpg(pid, number)
+                except ProcessLookupError:  # forked a moment ago, and not yet the leader of its group
+                    os.kill(pid, number)
+
+    def _wait_for_ends(self, timeout: float) -> None:
+        """Until a worker ends, or for a moment: the caller looks for signals in between."""
+        select.select(self.watched(), [], [], min(timeout, _SIGNAL_LOOK_SECONDS))
+        self._note_ends()
+
+
+class _Forked:
+    """A warm worker in the place of torch's handler of a subprocess."""
+
+    def __init__(self, fork: Fork) -> None:
+        self.proc = fork
+
+
+def _cpus(local_rank: int, numa_options: Any) -> tuple[int, ...]:
+    """The cores that --numa-binding gives this rank; empty without it."""
+    if numa_options is None:
+        return ()
+    return tuple(
+        sorted(binding._get_validated_logical_cpus_to_bind_to(gpu_index=local_rank, numa_options=numa_options))
+    )

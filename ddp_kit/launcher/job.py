@@ -1,0 +1,328 @@
+"""The course of a job over all its nodes, decided in one place: a pure state machine without I/O or clock.
+
+    gathering --enough nodes--> running --a failure, a node lost or a newcomer--> stopping --all stopped--> running
+                                   |                                                  |
+                                   +------------- every node done --> ended <---------+-- nothing left to try
+
+Reports of nodes go in, orders for them come out. Time is seconds of one monotonic clock, the one of whoever runs
+this: no clock of another node is ever looked at.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+from ddp_kit.launcher.verdict import Failure, Outcome, first_failure
+
+IDENTICAL_FAILURES = 5
+"""After so many restarts in a row that ended in the same failure without progress, no further one is tried."""
+HOST = 0
+"""The number of the node that hosts the rendezvous: without it the job ends."""
+PROGRESS_SECONDS = 300.0
+"""A round that lasted so long counts as progress."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A launcher that wants to take part."""
+
+    number: int
+    """In the order of arrival."""
+    host: str
+    processes: int
+    role: str = "default"
+    rank: int | None = None
+    """The node rank that its user gave it; None: any."""
+    nnodes: str = "1"
+    """Its --nnodes, which must be the same everywhere."""
+    address: str = ""
+    """Where other nodes reach it."""
+    port: int = 0
+    """Where it would serve the workers' store in the next round; it listens there already."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A node's place in one round."""
+
+    round: int
+    restarts: int
+    """How many restarts after failures there were so far."""
+    group_rank: int
+    group_world_size: int
+    first_rank: int
+    world_size: int
+    first_role_rank: int
+    role_world_size: int
+    master_addr: str
+    """Where the workers' store of this round is: on the node of group rank 0."""
+    master_port: int
+
+
+class State(Enum):
+    """What a node says about its workers of a round."""
+
+    DONE = auto()
+    """All ended well."""
+    FAILED = auto()
+    """At least one failed; the others were stopped."""
+    STOPPED = auto()
+    """They were stopped as ordered."""
+    LEFT = auto()
+    """The node leaves the job; its launcher was told to stop."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """One node's word to the job."""
+
+    node: int
+    round: int
+    state: State
+    failures: tuple[Failure, ...] = ()
+    port: int = 0
+    """Where the node would serve the workers' store in the next round: a fresh one for each."""
+    signal: int = 0
+    """What stopped the launcher, where it leaves."""
+
+
+@dataclass(frozen=True)
+class Go:
+    """Start workers: each node at its own seat."""
+
+    seats: Mapping[int, Seat]
+    why: str = ""
+    """Why the round before ended."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Stop the workers of a round and report."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class End:
+    """The job is over."""
+
+    outcome: Outcome
+
+
+Order = Go | Stop | End
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many nodes, how many restarts, how long to wait. Seconds."""
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    max_restarts: int = 0
+    join: float = 600.0
+    """For enough nodes to come."""
+    last_call: float = 30.0
+    """For more nodes, once there are enough."""
+    silence: float = 3.0
+    """After which a node that is not heard of is dead."""
+
+
+class _Phase(Enum):
+    GATHERING = auto()
+    RUNNING = auto()
+    STOPPING = auto()
+    ENDED = auto()
+
+
+@dataclass
+class _Round:
+    """What is known of the round that runs, or is being stopped."""
+
+    number: int = -1
+    members: tuple[int, ...] = ()
+    done: set[int] = field(default_factory=set)
+    down: set[int] = field(default_factory=set)
+    failures: list[Failure] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    newcomers: bool = False
+
+
+class Job:
+    """The machine. Every method that something may follow from returns the orders that follow, in their order."""
+
+    def __init__(self, limits: Limits, now: float) -> None:
+        self._limits = limits
+        self._phase = _Phase.GATHERING
+        self._nodes: dict[int, Node] = {}
+        self._heard: dict[int, float] = {}
+        self._began = now
+        self._enough_since: float | None = None
+        self._round = _Round()
+        self._restarts = 0
+        self._same: list[tuple[int, int, str]] = []  # the latest failures without progress, all alike
+        self._left_by = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last order was given."""
+        return self._phase is _Phase.ENDED
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """The nodes that are there."""
+        return tuple(self._nodes)
+
+    def joined(self, node: Node, now: float) -> list[Order]:
+        """A node is there."""
+        twin = next(
+            (other for other in self._nodes.values() if node.rank is not None and other.rank == node.rank), None
+        )
+        if self._phase is _Phase.GATHERING:
+            problem = self._misfit(node, twin)
+            if problem:
+                return self._end(Outcome(lost=problem))
+        elif twin is not None:  # a replacement that came before its predecessor's silence was noticed
+            self._lose(twin.number, f"{twin.host} was replaced")
+        self._nodes[node.number] = node
+        self._heard[node.number] = now
+        if self._phase is _Phase.GATHERING:
+            return self._gather(now)
+        return self._proceed()
+
+    def _misfit(self, node: Node, twin: Node | None) -> str:
+        if twin is not None:
+            return f"two nodes were given node rank {node.rank}: {twin.host} and {node.host}"
+        for other in self._nodes.values():
+            if other.nnodes != node.nnodes:
+                return f"{other.host} was started with --nnodes {other.nnodes}, {node.host} with --nnodes {node.nnodes}"
+        return ""
+
+    def heard(self, number: int, now: float) -> None:
+        """A node gave a sign of life."""
+        if number in self._heard:
+            self._heard[number] = now
+
+    def reported(self, report: Report, now: float) -> list[Order]:
+        """A node said how its workers are; what concerns an earlier round is old news."""
+        if report.node not in self._nodes:
+            return []
+        self._heard[report.node] = now
+        if report.state is State.LEFT:
+            self._left_by = report.signal
+            self._lose(report.node, f"{self._nodes[report.node].host} left the job")
+        elif report.round == self._round.number:
+            self._nodes[report.node] = replace(self._nodes[report.node], port=report.port)
+            self._round.failures += report.failures
+            (self._round.done if report.state is State.DONE else self._round.down).add(report.node)
+        return self._proceed()
+
+    def tick(self, now: float) -> list[Order]:
+        """Time has passed."""
+        for number, heard in list(self._heard.items()):
+            if now - heard > self._limits.silence:
+                self._lose(number, f"{self._nodes[number].host} has not been heard of for {self._limits.silence:g} s")
+        return self._gather(now) if self._phase is _Phase.GATHERING else self._proceed()
+
+    def _lose(self, number: int, why: str) -> None:
+        self._nodes.pop(number)
+        self._heard.pop(number)
+        if number in self._round.members:
+            self._round.lost.append(why)
+
+    def _gather(self, now: float) -> list[Order]:
+        limits, here = self._limits, len(self._nodes)
+        if here < limits.min_nodes:
+            self._enough_since = None
+            if now - self._began > limits.join:
+                wanted = f"{limits.min_nodes} nodes" if limits.min_nodes > 1 else "the node"
+                return self._end(Outcome(lost=f"only {here} of {wanted} came within {limits.join:g} s"))
+            return []
+        if self._enough_since is None:
+            self._enough_since = now
+        if here >= limits.max_nodes or now - self._enough_since >= limits.last_call:
+            return self._go("")
+        return []
+
+    def _proceed(self) -> list[Order]:
+        """Whatever follows from what is known."""
+        if self._phase is _Phase.RUNNING:
+            members = set(self._round.members) & set(self._nodes)
+            room = len(self._nodes) > len(members) and len(members) < self._limits.max_nodes
+            self._round.newcomers = room and not self._round.done
+            if self._round.lost or self._round.down or self._round.newcomers:
+                self._phase = _Phase.STOPPING
+                after = self._decide()
+                return after if after is not None else [Stop(self._round.number)]
+            if members <= self._round.done:
+                return self._end(Outcome())
+        elif self._phase is _Phase.STOPPING:
+            return self._decide() or []
+        return []
+
+    def _decide(self) -> list[Order] | None:
+        """Once every member that lives has stopped: go on, or end. None: some have not."""
+        round_, limits = self._round, self._limits
+        members = [number for number in round_.members if number in self._nodes]
+        if not set(members) <= round_.down:
+            return None
+        if len(self._nodes) < limits.min_nodes or HOST not in self._nodes:
+            what = "; ".join(round_.lost) or "too few nodes are left"
+            return self._end(Outcome(lost=what, stopped_by=self._left_by))
+        if round_.lost:
+            return self._go("; ".join(round_.lost))
+        if all(failure.told for failure in round_.failures):
+            return self._go("a node joined" if round_.newcomers else "the round was stopped")
+        return self._after_failure(tuple(round_.failures))
+
+    def _after_failure(self, failures: tuple[Failure, ...]) -> list[Order]:
+        first = first_failure(failures)
+        outcome = Outcome(failures=failures, restarts=self._restarts)
+        if first.at_start:
+            left = self._limits.max_restarts - self._restarts
+            return self._end(replace(outcome, note="not restarted: it failed at its imports" if left else ""))
+        kind = (first.rank, first.exit_code, first.message)
+        if first.after >= PROGRESS_SECONDS or self._same[-1:] != [kind] or first.from_outside:
+            self._same.clear()
+        self._same.append(kind)
+        if self._restarts >= self._limits.max_restarts:
+            return self._end(outcome)
+        if len(self._same) > IDENTICAL_FAILURES:
+            note = f"not restarted again: the same failure {len(self._same)} times in a row, without progress"
+            return self._end(replace(outcome, note=note))
+        self._restarts += 1
+        return self._go(f"{first}; restart {self._restarts} of {self._limits.max_restarts}")
+
+    def _go(self, why: str) -> list[Order]:
+        places = sorted(self._nodes.values(), key=lambda node: (node.rank is None, node.rank, node.number))
+        members = places[: self._limits.max_nodes]
+        self._phase = _Phase.RUNNING
+        self._round = _Round(self._round.number + 1, tuple(node.number for node in members))
+        return [Go(self._seats(members), why)]
+
+    def _seats(self, members: Sequence[Node]) -> dict[int, Seat]:
+        seats: dict[int, Seat] = {}
+        in_role = Counter[str]()
+        for node in members:
+            in_role[node.role] += node.processes
+        before, before_in_role = 0, Counter[str]()
+        for position, node in enumerate(members):
+            seats[node.number] = Seat(
+                round=self._round.number,
+                restarts=self._restarts,
+                group_rank=position,
+                group_world_size=len(members),
+                first_rank=before,
+                world_size=in_role.total(),
+                first_role_rank=before_in_role[node.role],
+                role_world_size=in_role[node.role],
+                master_addr=members[0].address,
+                master_port=members[0].port,
+            )
+            before += node.processes
+            before_in_role[node.role] += node.processes
+        return seats
+
+    def _end(self, outcome: Outcome) -> list[Order]:
+        self._phase = _Phase.ENDED
+        return [End(outcome)]

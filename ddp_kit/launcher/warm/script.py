@@ -1,0 +1,179 @@
+"""Becoming the user's script: a forked process takes the shape that `python -u script.py` would have given it."""
+
+import atexit
+import builtins
+import ctypes
+import importlib.machinery
+import io
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+
+from ddp_kit.contract import ERROR_FILE, LOCAL_RANK, NOTE_AT_START, NOTE_MARK
+from ddp_kit.launcher.warm.messages import Program
+
+_GLOO_DRAIN_SECONDS = 0.05
+_HOLD_BACK_SECONDS = 5.0
+
+
+def obstacle(program: Program, preloaded: frozenset[str]) -> str:
+    """Why this program has to be started by python itself; empty where it can be forked."""
+    if not program.module and (not program.name.endswith(".py") or not Path(program.name).is_file()):
+        return f"{program.name} is not a .py file"
+    folder = Path.cwd() if program.module else Path(program.name).resolve().parent
+    if sys.flags.safe_path:
+        return ""
+    for path in folder.iterdir():
+        name = path.name.removesuffix(".py")
+        if name in preloaded and (path.suffix == ".py" or (path / "__init__.py").exists()):
+            origin = getattr(sys.modules[name], "__file__", None) or ""
+            if Path(origin) not in (path, path / "__init__.py"):
+                return f"{path.name} in {folder} has the name of a module that torch imports"
+    return ""
+
+
+def set_title(program: Program) -> None:
+    """Show the program's own words in `ps`: the kernel reads them from the memory where this process's words were.
+
+    A last byte that is not 0 tells it that they were replaced. Source: get_mm_cmdline in Linux's fs/proc/base.c.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5), counted after the name
+    room = end - start
+    if start and room > 2:
+        words = b" ".join(map(os.fsencode, program.words))[: room - 2]
+        ctypes.memmove(start, words.ljust(room - 1, b"\0") + b".", room)
+
+
+def become(program: Program) -> None:
+    """Run `program` as the main program of this process. The interpreter ends as it would have ended."""
+    atexit.register(_drain)  # first registered, so last to run
+    sys.orig_argv[:] = program.words
+    try:
+        if program.module:
+            _run_module(program)
+        else:
+            _run_script(program)
+    except SystemExit:
+        raise
+    except KeyboardInterrupt as error:
+        _show(error.with_traceback(_own_frames(error.__traceback__)))
+        _die_by_interrupt()
+    except BaseException as error:
+        _end_in_error(error)
+
+
+def _run_script(program: Program) -> None:
+    main = _new_main()
+    path = os.path.join(os.getcwd(), program.name)  # noqa: PTH118, PTH109  # as python does: not normalised
+    sys.argv[:] = [program.name, *program.arguments]
+    if not sys.flags.safe_path:
+        sys.path.insert(0, str(Path(program.name).resolve().parent))
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    vars(main).update(__file__=path, __cached__=None, __loader__=loader)
+    exec(_compiled(path), vars(main))  # noqa: S102
+
+
+def _compiled(path: str) -> CodeType:
+    with io.open_code(path) as file:
+        return compile(file.read(), path, "exec", dont_inherit=True)
+
+
+def _run_module(program: Program) -> None:
+    _new_main()
+    sys.argv[:] = ["-m", *program.arguments]
+    if not sys.flags.safe_path:
+        sys.path.insert(0, str(Path.cwd()))
+    runpy._run_module_as_main(program.name)  # type: ignore[attr-defined]  # what `python -m` itself calls
+
+
+def _new_main() -> ModuleType:
+    main = ModuleType("__main__")
+    vars(main).update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main
+    return main
+
+
+def _end_in_error(error: BaseException) -> None:
+    """What the interpreter does after an uncaught exception: the hook, then exit code 1."""
+    error.with_traceback(_own_frames(error.__traceback__))
+    at_start = _at_start(error)
+    _leave_note(error, at_start)
+    if at_start and os.environ.get(LOCAL_RANK, "0") != "0":
+        time.sleep(_HOLD_BACK_SECONDS)  # every rank has found the same; the launcher ends this one in the meantime
+    _show(error)
+    sys.exit(1)
+
+
+def _own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the script's own first frame on."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
+
+
+def _at_start(error: BaseException) -> bool:
+    """Whether an import at the script's top level failed, or its syntax is wrong: starting again would not help."""
+    if not isinstance(error, ImportError | SyntaxError):
+        return False
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return all(code.co_name == "<module>" or code.co_filename.startswith("<frozen ") for code in codes)
+
+
+def _show(error: BaseException) -> None:
+    kind, trace = type(error), error.__traceback__
+    sys.last_type, sys.last_value, sys.last_traceback = kind, error, trace
+    try:
+        sys.excepthook(kind, error, trace)
+    except SystemExit:
+        raise
+    except BaseException as second:
+        second.with_traceback(_own_frames(second.__traceback__)).__context__ = None
+        sys.stderr.write("Error in sys.excepthook:\n")
+        sys.__excepthook__(type(second), second, second.__traceback__)
+        sys.stderr.write("\nOriginal exception was:\n")
+        sys.__excepthook__(kind, error, trace)
+
+
+def _leave_note(error: BaseException, at_start: bool) -> None:
+    """Tell the launcher what went wrong, in the form of torch's own error files; one of the script's own stays."""
+    path = os.environ.get(ERROR_FILE)
+    if not path or isinstance(error, GeneratorExit):
+        return
+    extra = {
+        "py_callstack": "".join(traceback.format_exception(error)),
+        "timestamp": str(int(time.time())),
+        NOTE_MARK: True,
+        NOTE_AT_START: at_start,
+    }
+    text = "".join(traceback.format_exception_only(error)).strip()
+    with suppress(OSError), Path(path).open("x") as file:
+        json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+
+
+def _die_by_interrupt() -> None:
+    """As the interpreter after an uncaught KeyboardInterrupt: threads, exit handlers, streams, then the signal."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _drain() -> None:
+    """Give native threads a moment to let go of their last tensors.
+
+    gloo's needs the interpreter for that; in torch 2.13 it aborts the process when the interpreter is already gone.
+    """
+    if len(list(Path("/proc/self/task").iterdir())) > 1:
+        time.sleep(_GLOO_DRAIN_SECONDS)

@@ -1,0 +1,165 @@
+"""The warm server: imports torch, then forks a worker for each `Start`; runs no tensor operation and no thread.
+
+Started by `client.WarmServer` as a process of its own, never imported by the launcher.
+"""
+
+import ctypes
+import gc
+import os
+import random
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from multiprocessing import current_process
+from pathlib import Path
+
+from ddp_kit.contract import IMPORT_TIME_VARIABLES, THREADS
+from ddp_kit.launcher.warm import script
+from ddp_kit.launcher.warm.messages import Channel, ClosedError, Ended, Program, Start, Started
+
+_PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel")
+_SET_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
+
+
+def main(descriptor: int, hidden: tuple[str, ...]) -> None:
+    """Serve until the launcher goes. In a worker `serve` returns, and the worker becomes its script.
+
+    `hidden`: variables that were set for this server alone.
+    """
+    channel = Channel(socket.socket(fileno=descriptor))
+    server = _Server(channel, hidden, _preload())
+    program = server.serve()
+    script.become(program)
+
+
+def _preload() -> str:
+    """Import what every worker needs; returns why that cannot be."""
+    try:
+        for name in _PRELOADED:
+            import_module(name)
+    except BaseException as error:  # the worker, started cold, will show it
+        return f"torch cannot be imported here ({type(error).__name__}: {error})"
+    gc.collect()
+    gc.freeze()  # a collection in a worker shall not touch, and so copy, what all of them share
+    return ""
+
+
+class _Server:
+    def __init__(self, channel: Channel, hidden: tuple[str, ...], broken: str) -> None:
+        self._channel = channel
+        self._hidden = hidden
+        self._broken = broken
+        self._env = {name: value for name, value in os.environ.items() if name not in hidden}
+        self._running: dict[int, tuple[int, int]] = {}  # pidfd -> worker's number, pid
+        self._modules = frozenset(name for name in sys.modules if "." not in name)
+
+    def serve(self) -> Program:
+        """Fork workers and report their ends; returns in the workers only."""
+        try:
+            while True:
+                ready, _, _ = select.select([self._channel.fileno(), *self._running], [], [])
+                for pidfd in self._running.keys() & ready:
+                    self._report_end(pidfd)
+                if self._channel.fileno() in ready:
+                    for message in self._channel.receive():
+                        if isinstance(message, Start) and self._start(message):
+                            return message.program
+        except ClosedError:
+            os._exit(0)  # workers die with this process
+
+    def _start(self, start: Start) -> bool:
+        """Fork; True in the worker."""
+        refusal = self._broken or self._obstacle(start)
+        if refusal:
+            self._channel.send(Started(start.number, 0, refusal))
+            return False
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._leave(parent)
+            _set_up(start, self._env, self._hidden)
+            return True
+        self._running[os.pidfd_open(pid)] = start.number, pid
+        self._channel.send(Started(start.number, pid))
+        return False
+
+    def _obstacle(self, start: Start) -> str:
+        """Why a worker forked now would not be like one started by python; empty where nothing is in the way."""
+        if len(list(Path("/proc/self/task").iterdir())) != 1:
+            return "an import has started a thread"
+        if sys.modules["torch"].cuda.is_initialized():
+            return "an import has initialised CUDA"
+        if any(_points_to(link, "/dev/nvidia") for link in Path("/proc/self/fd").iterdir()):
+            return "an import has opened a GPU"
+        for name in {*start.env, *self._env}:
+            if (
+                name.startswith(IMPORT_TIME_VARIABLES)
+                and name != THREADS
+                and start.env.get(name) != self._env.get(name)
+            ):
+                return f"its {name} differs from the launcher's, and imports read it"
+        return script.obstacle(start.program, self._modules)
+
+    def _leave(self, parent: int) -> None:
+        """The worker's first steps: it dies with the server, and holds nothing of it."""
+        ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != parent:  # the server died before the line above
+            os._exit(0)
+        os.setsid()
+        self._channel.close()
+        for descriptor in self._running:
+            os.close(descriptor)
+
+    def _report_end(self, pidfd: int) -> None:
+        number, pid = self._running.pop(pidfd)
+        os.close(pidfd)
+        _, status = os.waitpid(pid, 0)
+        self._channel.send(Ended(number, os.waitstatus_to_exitcode(status)))
+
+
+def _points_to(link: Path, beginning: str) -> bool:
+    try:
+        return str(link.readlink()).startswith(beginning)
+    except OSError:  # the listing's own descriptor
+        return False
+
+
+def _set_up(start: Start, server_env: dict[str, str], hidden: tuple[str, ...]) -> None:
+    """Give this worker what python would have given it."""
+    for path, stream in ((start.stdout, 1), (start.stderr, 2)):
+        if path:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            os.dup2(descriptor, stream)
+            os.close(descriptor)
+    for name in {*server_env, *hidden}.difference(start.env):
+        os.environ.pop(name, None)
+    for name, value in start.env.items():
+        if server_env.get(name) != value or name in hidden:
+            os.environ[name] = value
+    if start.cpus:
+        os.sched_setaffinity(0, start.cpus)
+    _set_threads(start.env.get(THREADS, ""))
+    _reseed()
+    script.set_title(start.program)
+
+
+def _set_threads(words: str) -> None:
+    """torch's and BLAS's threads as they would be in a fresh process: this one's BLAS was held to a single thread."""
+    torch = sys.modules["torch"]
+    threads = int(words) if words.isdecimal() and int(words) > 0 else 0
+    if threads:
+        torch.set_num_threads(threads)
+    if threads != 1:
+        limits: Callable[..., object] = import_module("threadpoolctl").threadpool_limits
+        limits(threads or len(os.sched_getaffinity(0)), user_api="blas")
+
+
+def _reseed() -> None:
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy.random" in sys.modules:
+        numpy.random.seed()  # torch's own seed is a constant until the script sets one
+    current_process().authkey = os.urandom(32)

@@ -1,0 +1,285 @@
+"""The course of a job, decided by a machine without clocks or sockets: every story can be told in numbers."""
+
+import signal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_kit.launcher.job import (
+    IDENTICAL_FAILURES,
+    PROGRESS_SECONDS,
+    End,
+    Go,
+    Job,
+    Limits,
+    Node,
+    Order,
+    Report,
+    State,
+    Stop,
+)
+from ddp_kit.launcher.verdict import Failure, Outcome
+
+
+def node(number: int, **changes: object) -> Node:
+    return Node(**{"number": number, "host": f"h{number}", "processes": 2, "port": 100 + number, **changes})  # type: ignore[arg-type]
+
+
+def job(limits: Limits, *nodes: Node) -> tuple[Job, list[Order]]:
+    """A job to which these nodes have come at time 0."""
+    machine = Job(limits, 0.0)
+    return machine, [order for one in nodes for order in machine.joined(one, 0.0)]
+
+
+def failure(rank: int = 1, **changes: object) -> Failure:
+    return Failure(**{"rank": rank, "local_rank": rank, "pid": 7, "exit_code": 1, "after": 1.0, **changes})  # type: ignore[arg-type]
+
+
+def report(number: int, state: State, *failures: Failure, round: int = 0, port: int = 0) -> Report:
+    return Report(number, round, state, failures, port or 200 + number)
+
+
+def the_go(orders: list[Order]) -> Go:
+    (order,) = orders
+    assert isinstance(order, Go)
+    return order
+
+
+def the_end(orders: list[Order]) -> Outcome:
+    (order,) = orders
+    assert isinstance(order, End)
+    return order.outcome
+
+
+TWO = Limits(min_nodes=2, max_nodes=2)
+ELASTIC = Limits(min_nodes=1, max_nodes=2)
+
+
+def test_a_single_node_starts_at_once_and_ends_when_its_workers_do() -> None:
+    machine, orders = job(Limits(), node(0))
+    assert the_go(orders).seats[0].world_size == 2
+    assert the_end(machine.reported(report(0, State.DONE), 1.0)) == Outcome()
+
+
+def test_ranks_count_through_the_nodes_and_through_the_roles() -> None:
+    mixed = [
+        node(0, processes=1, role="ps"),
+        node(1, processes=3),
+        node(2, processes=2),
+        node(3, processes=2, role="ps"),
+    ]
+    seats = the_go(job(Limits(min_nodes=4, max_nodes=4), *mixed)[1]).seats
+    assert [(s.group_rank, s.first_rank, s.world_size) for s in seats.values()] == [
+        (0, 0, 8), (1, 1, 8), (2, 4, 8), (3, 6, 8)
+    ]  # fmt: skip
+    assert [(s.first_role_rank, s.role_world_size) for s in seats.values()] == [(0, 3), (0, 5), (3, 5), (1, 3)]
+    assert {(s.master_addr, s.master_port) for s in seats.values()} == {("", 100)}
+
+
+def test_given_node_ranks_decide_whoever_comes_first() -> None:
+    seats = the_go(job(TWO, node(0, rank=1), node(1, rank=0))[1]).seats
+    assert (seats[0].group_rank, seats[1].group_rank) == (1, 0)
+
+
+def test_it_waits_for_the_last_call_where_more_nodes_may_come() -> None:
+    machine, orders = job(ELASTIC, node(0))
+    machine.heard(0, 29.0)
+    assert not orders
+    assert not machine.tick(29.0)
+    assert the_go(machine.tick(30.0)).seats.keys() == {0}
+
+
+def test_too_few_nodes_are_an_end_not_an_endless_wait() -> None:
+    machine, _ = job(TWO, node(0))
+    machine.heard(0, 601.0)
+    assert the_end(machine.tick(601.0)).lost == "only 1 of 2 nodes came within 600 s"
+
+
+def test_a_failure_is_followed_by_a_stop_everywhere_and_then_a_restart_with_a_fresh_store() -> None:
+    machine, _ = job(Limits(min_nodes=2, max_nodes=2, max_restarts=1), node(0), node(1))
+    assert machine.reported(report(1, State.FAILED, failure(2)), 1.0) == [Stop(0)]
+    go = the_go(machine.reported(report(0, State.STOPPED, port=777), 1.1))
+    assert (go.seats[0].round, go.seats[0].restarts, go.seats[1].master_port) == (1, 1, 777)
+    assert "rank 2 failed first" in go.why
+
+
+def test_without_restarts_left_all_failures_are_in_the_end_and_the_first_one_leads() -> None:
+    machine, _ = job(TWO, node(0), node(1))
+    machine.reported(report(1, State.FAILED, failure(2, after=1.2)), 1.0)
+    outcome = the_end(machine.reported(report(0, State.STOPPED, failure(0, after=1.1), failure(1, told=True)), 1.0))
+    assert {each.rank for each in outcome.failures} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("limits", [ELASTIC, Limits(min_nodes=1, max_nodes=2, max_restarts=3)])
+def test_a_dead_node_costs_no_restart_even_where_its_death_made_workers_fail(limits: Limits) -> None:
+    machine, _ = job(limits, node(0), node(1))
+    assert machine.reported(report(0, State.FAILED, failure(0)), 1.0) == [Stop(0)]
+    machine.heard(0, 3.5)
+    go = the_go(machine.tick(3.6))
+    assert (go.seats.keys(), go.seats[0].restarts) == ({0}, 0)
+    assert "h1 has not been heard of for 3 s" in go.why
+
+
+def test_a_dead_node_ends_a_job_that_needs_it() -> None:
+    machine, _ = job(TWO, node(0), node(1))
+    machine.heard(0, 3.5)
+    assert machine.tick(3.6) == [Stop(0)]
+    assert the_end(machine.reported(report(0, State.STOPPED), 3.7)).lost == "h1 has not been heard of for 3 s"
+
+
+def test_a_newcomer_is_let_in_where_there_is_room() -> None:
+    machine, _ = job(ELASTIC, node(0))
+    machine.heard(0, 30.0)
+    machine.tick(30.0)
+    assert machine.joined(node(1), 31.0) == [Stop(0)]
+    go = the_go(machine.reported(report(0, State.STOPPED, failure(0, told=True)), 31.1))
+    assert (go.seats.keys(), go.seats[0].restarts, go.why) == ({0, 1}, 0, "a node joined")
+
+
+def test_a_newcomer_without_room_waits_until_somebody_dies() -> None:
+    machine, _ = job(ELASTIC, node(0), node(1))
+    assert not machine.joined(node(2), 1.0)
+    for number in (0, 2):
+        machine.heard(number, 3.5)
+    assert machine.tick(3.6) == [Stop(0)]
+    assert the_go(machine.reported(report(0, State.STOPPED), 3.7)).seats.keys() == {0, 2}
+
+
+def test_a_newcomer_does_not_disturb_a_job_that_is_about_to_end() -> None:
+    machine, _ = job(Limits(min_nodes=1, max_nodes=3), node(0), node(1))
+    for number in (0, 1):
+        machine.heard(number, 30.0)
+    machine.tick(30.0)
+    machine.reported(report(0, State.DONE), 31.0)
+    assert not machine.joined(node(2), 31.1)
+    assert the_end(machine.reported(report(1, State.DONE), 31.2)) == Outcome()
+
+
+def test_a_replacement_may_come_before_the_death_is_noticed() -> None:
+    machine, _ = job(TWO, node(0, rank=0), node(1, rank=1))
+    assert machine.joined(node(2, rank=1), 1.0) == [Stop(0)]
+    assert the_go(machine.reported(report(0, State.STOPPED), 1.1)).seats.keys() == {0, 2}
+
+
+def test_a_node_that_was_told_to_stop_leaves_and_the_others_go_on() -> None:
+    machine, _ = job(ELASTIC, node(0), node(1))
+    leaving = Report(1, 0, State.LEFT, signal=signal.SIGTERM)
+    assert machine.reported(leaving, 1.0) == [Stop(0)]
+    assert the_go(machine.reported(report(0, State.STOPPED), 1.1)).seats.keys() == {0}
+
+
+def test_without_the_host_of_the_rendezvous_the_job_ends() -> None:
+    machine, _ = job(ELASTIC, node(0), node(1))
+    machine.reported(Report(0, 0, State.LEFT, signal=signal.SIGTERM), 1.0)
+    outcome = the_end(machine.reported(report(1, State.STOPPED), 1.1))
+    assert (outcome.lost, outcome.stopped_by) == ("h0 left the job", signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("second", "problem"),
+    [
+        (node(1, rank=0), "two nodes were given node rank 0: h0 and h1"),
+        (node(1, rank=1, nnodes="3"), "h0 was started with --nnodes 1, h1 with --nnodes 3"),
+    ],
+)
+def test_nodes_that_do_not_fit_together_are_told_so(second: Node, problem: str) -> None:
+    assert the_end(job(TWO, node(0, rank=0), second)[1]).lost == problem
+
+
+def test_an_error_at_the_imports_is_not_tried_again() -> None:
+    machine, _ = job(Limits(max_restarts=3), node(0))
+    outcome = the_end(machine.reported(report(0, State.FAILED, failure(at_start=True)), 1.0))
+    assert outcome.note == "not restarted: it failed at its imports"
+
+
+def run_into(machine: Job, one: Failure, times: int) -> list[Order]:
+    for round_ in range(times):
+        orders = machine.reported(report(0, State.FAILED, one, round=round_), 1.0)
+        if isinstance(orders[0], End):
+            return [*orders, *[Stop(round_)]]
+    return []
+
+
+def test_a_crash_loop_is_left_before_the_restarts_are_used_up() -> None:
+    machine, _ = job(Limits(max_restarts=100), node(0))
+    end, last = run_into(machine, failure(message="ValueError: no"), 100)
+    assert isinstance(end, End)
+    assert last == Stop(IDENTICAL_FAILURES)
+    assert "the same failure 6 times in a row" in end.outcome.note
+
+
+@pytest.mark.parametrize("harmless", [failure(exit_code=-9), failure(after=PROGRESS_SECONDS)])
+def test_kills_from_outside_and_failures_after_progress_are_no_crash_loop(harmless: Failure) -> None:
+    machine, _ = job(Limits(max_restarts=50), node(0))
+    _, last = run_into(machine, harmless, 100)
+    assert last == Stop(50)
+
+
+def test_old_news_changes_nothing() -> None:
+    machine, _ = job(Limits(max_restarts=2), node(0))
+    the_go(machine.reported(report(0, State.FAILED, failure()), 1.0))
+    assert not machine.reported(report(0, State.FAILED, failure()), 1.1)
+
+
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["join", "silence", "done", "failed", "left", "tick"]), st.integers(0, 5)), max_size=40
+)
+
+
+@given(EVENTS, st.integers(1, 3), st.integers(0, 2), st.integers(0, 3))
+def test_whatever_happens_rounds_are_whole_and_the_job_ends_once(
+    events: list[tuple[str, int]], least: int, more: int, restarts: int
+) -> None:
+    """A model of the nodes: each obeys, until it falls silent."""
+    limits = Limits(min_nodes=least, max_nodes=least + more, max_restarts=restarts)
+    machine, now = Job(limits, 0.0), 0.0
+    living: set[int] = set()
+    rounds: list[Go] = []
+    ended = 0
+
+    def obey(orders: list[Order]) -> None:
+        nonlocal ended
+        for order in orders:
+            assert not ended, "an order after the end"
+            if isinstance(order, Go):
+                sizes = {seat.group_world_size for seat in order.seats.values()}
+                assert sizes == {len(order.seats)}
+                assert least <= len(order.seats) <= least + more
+                assert sorted(seat.first_rank for seat in order.seats.values()) == list(
+                    range(0, 2 * len(order.seats), 2)
+                )
+                rounds.append(order)
+            elif isinstance(order, Stop):
+                for number in sorted(living & rounds[-1].seats.keys()):
+                    obey(machine.reported(report(number, State.STOPPED, round=order.round), now))
+            else:
+                ended += 1
+
+    def beat() -> None:
+        for number in living:
+            machine.heard(number, now)
+
+    for kind, number in [*events, *[("tick", 0)] * 5]:
+        now += 1.0
+        beat()
+        if kind == "join" and number not in living and number not in machine.alive:
+            living.add(number)
+            obey(machine.joined(node(number), now))
+        elif kind == "silence":
+            living.discard(number)
+        elif number in living and rounds and number in rounds[-1].seats and not ended:
+            latest = rounds[-1].seats[number].round
+            if kind == "done":
+                obey(machine.reported(report(number, State.DONE, round=latest), now))
+            elif kind == "failed":
+                obey(machine.reported(report(number, State.FAILED, failure(), round=latest), now))
+            elif kind == "left":
+                living.discard(number)
+                obey(machine.reported(Report(number, latest, State.LEFT), now))
+        obey(machine.tick(now))
+        if ended:
+            break
+    if rounds and not ended and not living & rounds[-1].seats.keys():
+        raise AssertionError("a round without anybody goes on")
+    assert max([seat.restarts for go in rounds for seat in go.seats.values()], default=0) <= restarts
