@@ -48,6 +48,9 @@ IMPORT_TIME_VARIABLES = (
 # What the warm server's imports need: no thread of a BLAS, and no CUDA for the question whether there is any.
 HIDDEN_FROM_WORKERS = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
+# For the launcher's own import of torch: its stores write stack traces to the terminal when a peer is gone.
+QUIET_IMPORT = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+
 RUN_FOLDER_PREFIX = "ddpkit-"
 
 # Marks in the `extraInfo` of an error file that was not left by the script itself.

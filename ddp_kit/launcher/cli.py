@@ -5,11 +5,12 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
 from ddp_kit import __version__
-from ddp_kit.contract import PYTHON, ExitCode
+from ddp_kit.contract import PYTHON, QUIET_IMPORT, ExitCode
 from ddp_kit.errors import DdpKitError, UsageError, nearest
 
 _HELP = """\
@@ -59,7 +60,9 @@ def launch(words: Sequence[str]) -> int:
     # First of all, so that it imports torch while this process does.
     warm = WarmServer(words, os.environ) if _may_start_warm(words) else None
     try:
-        from ddp_kit.launcher import agent, devices, plan, spec, verdict
+        with _import_quietly():
+            from ddp_kit.launcher import agent
+        from ddp_kit.launcher import devices, plan, spec, verdict
 
         asked = spec.parse(words, agent.torchrun_parser(), os.environ)
         spec.check_script(asked)
@@ -79,6 +82,16 @@ def _may_start_warm(words: Sequence[str]) -> bool:
     """Whether a server is worth starting before the command line is understood."""
     cold_words = {"-h", "--help", "--cold", "--no-python", "--no_python", "--run-path", "--run_path"}
     return sys.platform == "linux" and not cold_words.intersection(words) and PYTHON not in os.environ
+
+
+@contextmanager
+def _import_quietly() -> Iterator[None]:
+    """Variables for this process's imports alone; the workers do not see them."""
+    added = {name: value for name, value in QUIET_IMPORT.items() if name not in os.environ}
+    os.environ.update(added)
+    yield
+    for name in added:
+        del os.environ[name]
 
 
 def _say(line: str) -> None:

@@ -53,8 +53,27 @@ def make(spec: LaunchSpec, machine: tuple[Gpu, ...], env: Mapping[str, str], run
     if contract.THREADS not in env and processes.isdecimal() and int(processes) > 1:
         added[contract.THREADS] = "1"
         says = (*says, f"{contract.THREADS}=1 for each of {processes} processes; set it yourself to change this")
+    says += _overruled(spec.torchrun)
     settings = {**spec.torchrun, "nproc_per_node": processes, **_meeting_point(spec.torchrun, run_id)}
     return Plan(torchrun=MappingProxyType(settings), env=MappingProxyType(added), says=says)
+
+
+def _overruled(torchrun: Mapping[str, Any]) -> tuple[str, ...]:
+    """Which of two flags wins where both cannot: as with torchrun, which does not say so."""
+    if torchrun["standalone"]:
+        winner = "--standalone"
+        losers = {"rdzv_endpoint": "--rdzv-endpoint", "master_port": "--master-port"}
+    elif torchrun["rdzv_backend"] != "static":
+        winner = f"--rdzv-backend {torchrun['rdzv_backend']}"
+        losers = {"node_rank": "--node-rank", "master_port": "--master-port"}
+    else:
+        winner = "--rdzv-endpoint"
+        losers = {"master_port": "--master-port"} if torchrun["rdzv_endpoint"] else {}
+    return tuple(
+        f"{winner} wins over {flag} {torchrun[name]}, which is not used"
+        for name, flag in losers.items()
+        if torchrun[name]
+    )
 
 
 def _meeting_point(torchrun: Mapping[str, Any], run_id: str) -> dict[str, Any]:

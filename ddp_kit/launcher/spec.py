@@ -2,6 +2,8 @@
 
 import argparse
 import shutil
+import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +133,19 @@ def check_script(spec: LaunchSpec) -> None:
         raise UsageError(f"there is no script {script!r}{where}", _nearest_script(path))
     if path.is_dir() and not (path / "__main__.py").exists():
         raise UsageError(f"{script!r} is a folder without a __main__.py", "name the script in it")
+    if path.suffix == ".py" and path.is_file():
+        _check_syntax(path)
+
+
+def _check_syntax(path: Path) -> None:
+    """One message now instead of one traceback per process later."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the script's own run shows them
+            compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:  # ValueError: a null byte
+        what = "".join(traceback.format_exception_only(error)).rstrip()
+        raise UsageError(f"python cannot read {path}:\n{what}", "mend that line; nothing was started") from None
 
 
 def _nearest_script(missing: Path) -> str:

@@ -56,6 +56,7 @@ def test_python_m_is_the_same_command() -> None:
         (["launch", "--nproc-per-node", "0", "train.py"], "asks for no process"),
         (["launch", "--log-dir", "/proc/nowhere", "train.py"], "torch refuses this command line"),
         (["launch", ""], "there is no script ''"),
+        (["launch", "typo.py"], "SyntaxError: '(' was never closed"),
         (["launch", "."], "is a folder without a __main__.py"),
         (["launch", "--nproc-per-node", "many", "train.py"], "Unsupported nproc_per_node value: many"),
         (["launch", "-r", "9", "train.py"], "9 does not match"),
@@ -70,6 +71,7 @@ def test_a_mistake_is_exit_code_2_with_what_to_type_and_no_traceback(
     ddpkit: Command, tmp_path: Path, words: list[str], said: str
 ) -> None:
     (tmp_path / "train.py").touch()
+    (tmp_path / "typo.py").write_text("print(1\n")
     run = ddpkit(*words, env={"FAKE_NVML": ""})
     assert run.returncode == 2
     assert said in run.stderr

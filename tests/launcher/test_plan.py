@@ -128,3 +128,15 @@ def test_several_processes_get_one_thread_each_unless_the_user_chose() -> None:
     assert planned("--nproc-per-node 2 train.py").env["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in planned("--nproc-per-node 1 train.py").env
     assert "OMP_NUM_THREADS" not in planned("--nproc-per-node 2 train.py", env={"OMP_NUM_THREADS": "4"}).env
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--standalone --rdzv-endpoint h:1", "--standalone wins over --rdzv-endpoint h:1, which is not used"),
+        ("--rdzv-backend c10d --node-rank 1", "--rdzv-backend c10d wins over --node-rank 1, which is not used"),
+        ("--rdzv-endpoint h:1 --master-port 5", "--rdzv-endpoint wins over --master-port 5, which is not used"),
+    ],
+)
+def test_of_two_flags_that_exclude_each_other_the_winner_is_named(words: str, said: str) -> None:
+    assert planned(f"{words} train.py").says[-1] == said

@@ -29,6 +29,8 @@ class Coordinator:
 
     def __init__(self, store: Any, limits: Limits, beat_seconds: float) -> None:
         self._store = store
+        self._events, self._signs = store.clone(), store.clone()  # connections that wait for one thing each
+        self._events.set_timeout(_FOREVER)
         self._beat_seconds = beat_seconds
         self._job = Job(limits, time.monotonic())
         self._lock = threading.Lock()
@@ -57,10 +59,8 @@ class Coordinator:
             work()
 
     def _listen(self) -> None:
-        store = self._store.clone()
-        store.set_timeout(_FOREVER)
         while not self._closed.is_set():
-            event = json.loads(store.queue_pop(EVENTS))
+            event = json.loads(self._events.queue_pop(EVENTS))
             with self._lock:
                 self._publish(self._follow(event, time.monotonic()))
 
@@ -77,11 +77,10 @@ class Coordinator:
         return self._job.joined(node, now)
 
     def _watch(self) -> None:
-        store = self._store.clone()
         while not self._closed.wait(self._beat_seconds / 2):
             with self._lock:
                 alive = self._job.alive
-            beats = store.multi_get([BEAT.format(node=number) for number in alive]) if alive else []
+            beats = self._signs.multi_get([BEAT.format(node=number) for number in alive]) if alive else []
             now = time.monotonic()
             with self._lock:
                 for number, beat in zip(alive, beats, strict=True):

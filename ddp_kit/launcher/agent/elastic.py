@@ -16,11 +16,14 @@ from torch.distributed.elastic.utils import macros
 from ddp_kit import contract
 from ddp_kit.contract import NOTE_AT_START, NOTE_MARK, JobEnv, WorkerEnv
 from ddp_kit.launcher.agent.inbox import Cut, Inbox, Placed, Signalled
+from ddp_kit.launcher.agent.listening import allow_connections
 from ddp_kit.launcher.agent.workers import Workers
 from ddp_kit.launcher.job import End, Seat, State, Stop
 from ddp_kit.launcher.verdict import Failure, Outcome
 from ddp_kit.launcher.warm.client import WarmServer
 from ddp_kit.launcher.warm.messages import Program
+
+_CONNECTIONS = 2  # of each worker to its store
 
 
 class Link(Protocol):
@@ -75,6 +78,7 @@ class Seats(RendezvousHandler):
         if not self.use_agent_store:
             listening.close()
             return HashStore()
+        allow_connections(_CONNECTIONS * seat.world_size)
         return TCPStore(
             "127.0.0.1",
             seat.master_port,

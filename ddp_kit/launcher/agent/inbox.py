@@ -1,5 +1,6 @@
 """What the agent's loop waits for: orders, signals, and bad news from other threads."""
 
+import math
 import os
 import select
 import signal
@@ -46,6 +47,17 @@ class StoppedError(Exception):
         self.number = number
 
 
+def wait_readable(sources: Iterable[Any], timeout: float | None) -> None:
+    """Return when one of `sources` is readable, or after `timeout` seconds.
+
+    By poll: the host of a large job holds more descriptors than `select` can take.
+    """
+    poll = select.poll()
+    for source in sources:
+        poll.register(source, select.POLLIN)
+    poll.poll(None if timeout is None else max(0, math.ceil(timeout * 1000)))
+
+
 class Inbox:
     """A queue that `select` can wait for, safe to fill from signal handlers and threads."""
 
@@ -73,7 +85,7 @@ class Inbox:
 
     def wait(self, timeout: float | None, watched: Iterable[Any] = ()) -> None:
         """Return when something is there or one of `watched` is readable, or after `timeout` seconds."""
-        select.select([self, *watched], [], [], timeout)
+        wait_readable([self, *watched], timeout)
 
     def take_signal(self) -> Signalled | None:
         """The oldest signal alone; orders wait."""

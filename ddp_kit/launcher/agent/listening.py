@@ -2,6 +2,7 @@
 
 import errno
 import ipaddress
+import resource
 import socket
 from contextlib import suppress
 
@@ -10,6 +11,7 @@ import psutil
 from ddp_kit.errors import LaunchError
 
 _BACKLOG = 4096  # as many nodes as may come at the same moment
+_OTHER_DESCRIPTORS = 256
 
 
 def listen(address: str, port: int) -> socket.socket:
@@ -31,6 +33,15 @@ def listen(address: str, port: int) -> socket.socket:
                 "end that process, or name another port: --rdzv-endpoint HOST:PORT or --master-port PORT",
             ) from None
         raise LaunchError(f"port {port} cannot be listened on: {error.strerror}", "name another port") from None
+
+
+def allow_connections(count: int) -> None:
+    """Let this process hold so many, where its hard limit does; the default of many systems is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _OTHER_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def is_loopback(host: str) -> bool:

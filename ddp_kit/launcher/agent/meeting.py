@@ -25,7 +25,7 @@ from torch.distributed import DistError, TCPStore
 from ddp_kit.errors import LaunchError
 from ddp_kit.launcher.agent.coordinator import BEAT, EVENTS, NODES, ORDER, ORDERS, SEAT, Coordinator, read_outcome
 from ddp_kit.launcher.agent.inbox import Cut, Inbox, Placed, StoppedError
-from ddp_kit.launcher.agent.listening import holder, is_here, is_loopback, listen, resolve
+from ddp_kit.launcher.agent.listening import allow_connections, holder, is_here, is_loopback, listen, resolve
 from ddp_kit.launcher.job import End, Limits, Node, Report, Seat, State, Stop
 from ddp_kit.launcher.verdict import Failure
 
@@ -33,6 +33,7 @@ _JOB = "ddpkit/job"
 _FOREVER = timedelta(days=7)  # a wait that ends in a time-out makes torch write to the terminal
 _HANDSHAKE = timedelta(seconds=10)
 _BEATS_PER_SILENCE = 6
+_CONNECTIONS = 3  # of each node, while it comes
 _RETRY_SECONDS = 0.2
 _SAY_AFTER_SECONDS = 3.0
 _FAREWELL_SECONDS = 60.0
@@ -60,7 +61,8 @@ class Meeting:
         self.pulse: float | None = limits.silence / _BEATS_PER_SILENCE
         self._beat_seconds = self.pulse
         self._coordinator: Coordinator | None = None
-        self._store: Any = self._meet(run_id, hosts)  # torch's type stubs lack half of its methods
+        self._store = self._meet(run_id, hosts)  # a TCPStore; torch's type stubs lack half of its methods
+        self._orders = self._store.clone()  # a connection of its own: it waits most of the time
         self._number = self._store.add(NODES, 1) - 1
         address = node.address if self._coordinator else self._own_address(node)
         serves_control = self._coordinator is not None and node.rank is not None
@@ -77,7 +79,7 @@ class Meeting:
 
     # Meeting -----------------------------------------------------------------------------------------------------
 
-    def _meet(self, run_id: str, hosts: bool | None) -> TCPStore:
+    def _meet(self, run_id: str, hosts: bool | None) -> Any:
         if self._port == 0:
             raise LaunchError("several nodes cannot meet at port 0", "name one port for all: --rdzv-endpoint HOST:PORT")
         if hosts or (hosts is None and is_here(self._host)):
@@ -86,7 +88,7 @@ class Meeting:
             except LaunchError:
                 if hosts:
                     raise  # this very node was to host it
-        store = self._reach()
+        store: Any = self._reach()
         try:
             found = store.get(_JOB).decode()
         except DistError:
@@ -102,6 +104,7 @@ class Meeting:
 
     def _serve(self) -> TCPStore:
         listening = listen(self._host, self._port)
+        allow_connections(_CONNECTIONS * self._limits.max_nodes)
         store = TCPStore(
             "127.0.0.1",
             self._port,
@@ -231,9 +234,8 @@ class Meeting:
             self._store.queue_push(EVENTS, json.dumps(event))
 
     def _listen(self, number: int) -> None:
-        store = self._store.clone()
         while True:
-            order = json.loads(store.get(ORDER.format(number=number)))
+            order = json.loads(self._orders.get(ORDER.format(number=number)))
             number += 1
             if "end" in order:
                 self._over = True
@@ -242,6 +244,6 @@ class Meeting:
             if "stop" in order:
                 self._inbox.put(Stop(order["stop"]))
             elif self._number in range(order["nodes"]):
-                seat = json.loads(store.get(SEAT.format(round=order["go"], node=self._number)))
+                seat = json.loads(self._orders.get(SEAT.format(round=order["go"], node=self._number)))
                 if seat is not None:
                     self._inbox.put(Placed(Seat(**seat), order["why"]))

@@ -1,7 +1,6 @@
 """The worker processes of one round on one node: started warm where that can be, cold where not."""
 
 import os
-import select
 import signal
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 from torch.numa import binding
 
-from ddp_kit.launcher.agent.inbox import Inbox
+from ddp_kit.launcher.agent.inbox import Inbox, wait_readable
 from ddp_kit.launcher.warm.client import Fork, WarmServer
 from ddp_kit.launcher.warm.messages import Program
 
@@ -167,7 +166,7 @@ class Workers(SubprocessContext):
 
     def _wait_for_ends(self, timeout: float) -> None:
         """Until a worker ends, or for a moment: the caller looks for signals in between."""
-        select.select(self.watched(), [], [], min(timeout, _SIGNAL_LOOK_SECONDS))
+        wait_readable(self.watched(), min(timeout, _SIGNAL_LOOK_SECONDS))
         self._note_ends()
 
 

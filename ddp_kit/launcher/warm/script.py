@@ -18,6 +18,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
 from ddp_kit.contract import ERROR_FILE, LOCAL_RANK, NOTE_AT_START, NOTE_MARK
+from ddp_kit.errors import DdpKitError
 from ddp_kit.launcher.warm.messages import Program
 
 _GLOO_DRAIN_SECONDS = 0.05
@@ -146,7 +147,7 @@ def _show(error: BaseException) -> None:
 def _leave_note(error: BaseException, at_start: bool) -> None:
     """Tell the launcher what went wrong, in the form of torch's own error files; one of the script's own stays."""
     path = os.environ.get(ERROR_FILE)
-    if not path or isinstance(error, GeneratorExit):
+    if not path or isinstance(error, DdpKitError):  # such a one has said all there is to say
         return
     extra = {
         "py_callstack": "".join(traceback.format_exception(error)),
@@ -154,7 +155,7 @@ def _leave_note(error: BaseException, at_start: bool) -> None:
         NOTE_MARK: True,
         NOTE_AT_START: at_start,
     }
-    text = "".join(traceback.format_exception_only(error)).strip()
+    text = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
     with suppress(OSError), Path(path).open("x") as file:
         json.dump({"message": {"message": text, "extraInfo": extra}}, file)
 

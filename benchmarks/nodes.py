@@ -1,0 +1,252 @@
+"""How the rendezvous grows: 2 to 2,000 nodes without workers against a real store on this machine.
+
+    python benchmarks/nodes.py [--nodes 2,8,32,...] [--processes 4] [--torch-up-to 64]
+
+Every node is the launcher's own `Meeting`, with its connections and threads; only the workers are missing. All nodes
+share the cores of this machine, so the time of a large job is the sum of all its nodes' work, not that of one.
+Prints a table and writes it into benchmarks/RESULTS.md.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import resource
+import select
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+from ddp_kit.launcher.agent.inbox import Inbox, Placed
+from ddp_kit.launcher.agent.listening import listen
+from ddp_kit.launcher.agent.meeting import Meeting
+from ddp_kit.launcher.job import Limits, Node, State, Stop
+
+RESULTS = Path(__file__).with_name("RESULTS.md")
+BEGIN, FINISH = "<!-- nodes:begin -->", "<!-- nodes:end -->"
+SILENCE = 60.0  # two cores that play 2,000 nodes are slow, not dead
+
+
+class Counting:
+    """A store that counts what it is asked for."""
+
+    def __init__(self, store: Any, asked: Counter[str]) -> None:
+        self._store = store
+        self._asked = asked
+
+    def clone(self) -> "Counting":
+        return Counting(self._store.clone(), self._asked)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        self._asked[name] += 1
+        return getattr(self._store, name)  # type: ignore[no-any-return]
+
+
+class CountedMeeting(Meeting):
+    """A node whose store operations are counted."""
+
+    asked: Counter[str]
+
+    def _meet(self, run_id: str, hosts: bool | None) -> Any:
+        self.asked = Counter()
+        return Counting(super()._meet(run_id, hosts), self.asked)
+
+
+def a_node(total: int, port: int, hosts: bool) -> tuple[CountedMeeting, Inbox]:
+    inbox = Inbox()
+    limits = Limits(min_nodes=total, max_nodes=total, max_restarts=1, silence=SILENCE)
+    node = Node(number=0, host="simulated", processes=8, address="127.0.0.1")
+    return CountedMeeting(node, limits, inbox, print, ("127.0.0.1", port), "simulation", hosts), inbox
+
+
+def play(total: int, port: int, own: int, hosts: bool) -> None:
+    """Some of the nodes: connect, then meet twice on the word of standard input; figures go to standard output."""
+    nodes = [a_node(total, port, hosts and number == 0) for number in range(own)]
+    tell({"connected": own})
+    listen_to_parent()
+    start = time.monotonic()
+    for meeting, _ in nodes:
+        meeting.join()
+    placed = await_seats(nodes)
+    beats = sum(meeting.asked["add"] - 3 for meeting, _ in nodes)
+    operations = [sum(meeting.asked.values()) for meeting, _ in nodes]
+    tell({"start": start, "placed": placed, "operations": sum(operations) - beats})
+    listen_to_parent()
+    start = time.monotonic()
+    if hosts:
+        nodes[0][0].report(0, State.FAILED)
+    tell({"start": start, "placed": await_seats(nodes)})
+    listen_to_parent()
+    os._exit(0)
+
+
+def await_seats(nodes: list[tuple[CountedMeeting, Inbox]]) -> float:
+    """Obey orders until every node has a seat; the time of the last one."""
+    poll = select.poll()
+    by_descriptor = {inbox.fileno(): (meeting, inbox) for meeting, inbox in nodes}
+    for descriptor in by_descriptor:
+        poll.register(descriptor, select.POLLIN)
+    waiting = set(by_descriptor)
+    while waiting:
+        for descriptor, _ in poll.poll():
+            meeting, inbox = by_descriptor[descriptor]
+            item = inbox.take()
+            if isinstance(item, Placed):
+                waiting.discard(descriptor)
+            elif isinstance(item, Stop):
+                meeting.report(item.round, State.STOPPED)
+            else:
+                raise SystemExit(f"unexpected: {item}")
+    return time.monotonic()
+
+
+def tell(figures: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(figures) + "\n")
+    sys.stdout.flush()
+
+
+def listen_to_parent() -> None:
+    sys.stdin.readline()
+
+
+def simulate(total: int, processes: int) -> dict[str, float]:
+    """One job of `total` nodes: seconds of its first rendezvous and of one after a failure, operations per node."""
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    processes = min(processes, total)
+    shares = [total // processes + (number < total % processes) for number in range(processes)]
+    players = []
+    quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    for number, share in enumerate(shares):
+        command = [sys.executable, __file__, "--play", f"{total},{port},{share},{int(number == 0)}"]
+        players.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=quiet))
+    try:
+        ask(players)
+        first = ask(players, go=True)
+        second = ask(players, go=True)
+        return {
+            "first": max(one["placed"] for one in first) - min(one["start"] for one in first),
+            "restart": max(one["placed"] for one in second) - min(one["start"] for one in second),
+            "operations": sum(one["operations"] for one in first) / total,
+        }
+    finally:
+        for player in players:
+            player.kill()
+            player.wait()
+
+
+def ask(players: "list[subprocess.Popen[str]]", go: bool = False) -> list[dict[str, float]]:
+    answers = []
+    if go:
+        for player in players:
+            assert player.stdin is not None
+            player.stdin.write("go\n")
+            player.stdin.flush()
+    for player in players:
+        assert player.stdout is not None
+        line = player.stdout.readline()
+        if not line:
+            raise SystemExit("a player ended early")
+        answers.append(json.loads(line))
+    return answers
+
+
+class CountedBackend(C10dRendezvousBackend):
+    """torch's own, with its store operations counted."""
+
+    asked = 0
+
+    def _call_store(self, store_op: str, *args: Any, **kwargs: Any) -> Any:
+        self.asked += 1
+        return super()._call_store(store_op, *args, **kwargs)
+
+
+def torchs_own(total: int) -> tuple[float, float]:
+    """Seconds and store operations per node of torch's own c10d rendezvous, each node a thread."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=600))
+    backends, handlers = [], []
+    for _ in range(total):
+        connection = store.clone()  # type: ignore[attr-defined]
+        backends.append(CountedBackend(connection, "simulation"))
+        parameters = RendezvousParameters("c10d", "", "simulation", total, total, "127.0.0.1")
+        handlers.append(create_handler(connection, backends[-1], parameters))
+    threads = [threading.Thread(target=handler.next_rendezvous) for handler in handlers]
+    start = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = time.monotonic() - start
+    for handler in handlers:
+        handler._stop_heartbeats()
+    return seconds, sum(backend.asked for backend in backends) / total
+
+
+def table(sizes: list[int], rounds: int, processes: int, torch_up_to: int) -> str:
+    rows = [
+        "| nodes | first rendezvous | after a failure | store operations per node | torch's c10d | its operations |",
+        "|---|---|---|---|---|---|",
+    ]
+    for total in sizes:
+        runs = [simulate(total, processes) for _ in range(rounds)]
+        first, again, operations = (
+            statistics.median(run[key] for run in runs) for key in ("first", "restart", "operations")
+        )
+        peer, peer_operations = "not run", ""
+        if total <= torch_up_to:
+            seconds, count = torchs_own(total)
+            peer, peer_operations = f"{seconds:.2f} s", f"{count:.0f}"
+        rows.append(
+            f"| {total} | {first * 1000:.0f} ms | {again * 1000:.0f} ms "
+            f"| {operations:.1f} | {peer} | {peer_operations} |"
+        )
+        print(rows[-1], flush=True)
+    return "\n".join(rows)
+
+
+def machine() -> str:
+    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    name = model[1] if model else platform.machine()
+    return f"{name}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", default="2,8,32,128,512,1000,2000")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--torch-up-to", type=int, default=64)
+    parser.add_argument("--play", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if options.play:
+        total, port, own, hosts = map(int, options.play.split(","))
+        play(total, port, own, bool(hosts))
+        return
+    sizes = [int(word) for word in options.nodes.split(",")]
+    rows = table(sizes, options.rounds, options.processes, options.torch_up_to)
+    result = f"{machine()}; `python {' '.join(sys.argv)}`\n\n{rows}\n"
+    text = RESULTS.read_text() if RESULTS.exists() else f"# Results\n\n{BEGIN}\n{FINISH}\n"
+    if BEGIN not in text:
+        text += f"\n{BEGIN}\n{FINISH}\n"
+    before, after = text.split(BEGIN)[0], text.split(FINISH)[1]
+    RESULTS.write_text(f"{before}{BEGIN}\n{result}{FINISH}{after}")
+
+
+if __name__ == "__main__":
+    main()
