@@ -10,8 +10,6 @@ Prints a table and writes it into benchmarks/RESULTS.md.
 import argparse
 import json
 import os
-import platform
-import re
 import resource
 import select
 import statistics
@@ -20,12 +18,11 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import torch
+from report import machine, table, write_section
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -36,8 +33,16 @@ from ddp_kit.launcher.agent.listening import listen
 from ddp_kit.launcher.agent.meeting import Meeting
 from ddp_kit.launcher.job import Limits, Node, State, Stop
 
-RESULTS = Path(__file__).with_name("RESULTS.md")
-BEGIN, FINISH = "<!-- nodes:begin -->", "<!-- nodes:end -->"
+HEADER = (
+    "nodes",
+    "first rendezvous, ms",
+    "after a failure, ms",
+    "store operations per node",
+    "torch's c10d, ms",
+    "its operations per node",
+)
+ABOUT = """\
+`python benchmarks/nodes.py`: medians of 3, connections made beforehand. Every node is a real one without workers."""
 SILENCE = 60.0  # two cores that play 2,000 nodes are slow, not dead
 
 
@@ -196,32 +201,18 @@ def torchs_own(total: int) -> tuple[float, float]:
     return seconds, sum(backend.asked for backend in backends) / total
 
 
-def table(sizes: list[int], rounds: int, processes: int, torch_up_to: int) -> str:
-    rows = [
-        "| nodes | first rendezvous | after a failure | store operations per node | torch's c10d | its operations |",
-        "|---|---|---|---|---|---|",
-    ]
+def rows(sizes: list[int], rounds: int, processes: int, torch_up_to: int) -> Iterator[list[str]]:
     for total in sizes:
         runs = [simulate(total, processes) for _ in range(rounds)]
         first, again, operations = (
             statistics.median(run[key] for run in runs) for key in ("first", "restart", "operations")
         )
-        peer, peer_operations = "not run", ""
+        cells = [f"{total}", f"{first * 1000:.0f}", f"{again * 1000:.0f}", f"{operations:.1f}", "not run", ""]
         if total <= torch_up_to:
             seconds, count = torchs_own(total)
-            peer, peer_operations = f"{seconds:.2f} s", f"{count:.0f}"
-        rows.append(
-            f"| {total} | {first * 1000:.0f} ms | {again * 1000:.0f} ms "
-            f"| {operations:.1f} | {peer} | {peer_operations} |"
-        )
-        print(rows[-1], flush=True)
-    return "\n".join(rows)
-
-
-def machine() -> str:
-    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    name = model[1] if model else platform.machine()
-    return f"{name}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
+            cells[-2:] = [f"{seconds * 1000:.0f}", f"{count:.1f}"]
+        print(" | ".join(cells), file=sys.stderr, flush=True)
+        yield cells
 
 
 def main() -> None:
@@ -229,7 +220,7 @@ def main() -> None:
     parser.add_argument("--nodes", default="2,8,32,128,512,1000,2000")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=4)
-    parser.add_argument("--torch-up-to", type=int, default=64)
+    parser.add_argument("--torch-up-to", type=int, default=128)
     parser.add_argument("--play", help=argparse.SUPPRESS)
     options = parser.parse_args()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -239,13 +230,9 @@ def main() -> None:
         play(total, port, own, bool(hosts))
         return
     sizes = [int(word) for word in options.nodes.split(",")]
-    rows = table(sizes, options.rounds, options.processes, options.torch_up_to)
-    result = f"{machine()}; `python {' '.join(sys.argv)}`\n\n{rows}\n"
-    text = RESULTS.read_text() if RESULTS.exists() else f"# Results\n\n{BEGIN}\n{FINISH}\n"
-    if BEGIN not in text:
-        text += f"\n{BEGIN}\n{FINISH}\n"
-    before, after = text.split(BEGIN)[0], text.split(FINISH)[1]
-    RESULTS.write_text(f"{before}{BEGIN}\n{result}{FINISH}{after}")
+    drawn = table(HEADER, rows(sizes, options.rounds, options.processes, options.torch_up_to))
+    write_section("nodes", f"{machine(('torch', 'ddpkit'))}.\n{ABOUT}\n\n{drawn}")
+    sys.stdout.write(f"{drawn}\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,183 @@
+"""Several hosts on this machine, made of namespaces: a network, a host name and processes of its own for each.
+
+    with network(folder, 2) as (h1, h2):
+        tree = h1.start("ddpkit", "launch", ..., env=env)
+        tree.die()     # everything that runs there, at once: the kernel still closes its connections
+        h2.unplug()    # or not even that
+
+The hosts are h1, h2, ... at 10.77.0.11, .12, ..., joined by a switch. They share the file system, so that one
+folder shows what all of them do. No namespace has a name and every process is tied to the one that made the rig:
+rigs of several test runs do not meet, and nothing outlasts the test run, killed or not.
+"""
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+_PROGRAMS = ("ip", "nsenter", "unshare", "setpriv", "bash")
+# Its arguments: hosts file, resolver file, file for what is left, host name, command. Runs as the first process of the
+# host, which adopts what others leave; that has a second to end.
+_INIT = """\
+mount --bind "$1" /etc/hosts && mount --bind "$2" /etc/resolv.conf && echo "$4" >/proc/sys/kernel/hostname || exit 125
+file=$3
+shift 4
+"$@"
+code=$?
+for _ in 1 2 3 4 5 6 7 8 9 10; do
+  left=
+  for each in /proc/[0-9]*; do
+    [ "$each" = /proc/1 ] || { read -r name && left="$left $name"; } <"$each/comm"
+  done
+  [ -z "$left" ] && break
+  sleep 0.1
+done 2>/dev/null
+echo "$left" >"$file"
+exit $code
+"""
+
+
+def missing() -> str:
+    """Why there can be no hosts here; empty where there can."""
+    absent = [name for name in _PROGRAMS if shutil.which(name) is None]
+    if absent:
+        return f"hosts are made with programs that are not installed: {', '.join(absent)}"
+    if os.geteuid() != 0:
+        return "only root may make network namespaces"
+    attempt = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True)
+    return f"no namespaces can be made here: {attempt.stderr.strip()}" if attempt.returncode else ""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A command on a host, and all that came of it; what it says, on both outputs, goes to one file."""
+
+    process: "subprocess.Popen[bytes]"
+    log: Path
+
+    def die(self) -> None:
+        """End all its processes at once, as when the host goes down."""
+        self.process.kill()
+        self.process.wait()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the command itself, not to what it has started."""
+        (first,) = psutil.Process(self.process.pid).children()
+        (command,) = first.children()
+        command.send_signal(number)
+
+    def wait(self, seconds: float) -> int:
+        """The exit code of the command, and `TimeoutExpired` where it goes on for longer."""
+        return self.process.wait(timeout=seconds)
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    @property
+    def left(self) -> str:
+        """The names of the processes that were still there a second after the command had ended."""
+        return self.log.with_suffix(".left").read_text().strip()
+
+    @property
+    def last_line(self) -> str:
+        return ([line for line in self.output.splitlines() if line.strip()] or [""])[-1]
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host that is up; what is started on it ends with the network."""
+
+    name: str
+    address: str
+    folder: Path
+    stack: ExitStack = field(repr=False)
+    keeper: int
+    """The process that holds its network."""
+    switch: int
+    """The process that holds the network between the hosts."""
+    numbers: "itertools.count[int]" = field(default_factory=itertools.count, repr=False)
+
+    def start(self, *command: object, env: Mapping[str, str]) -> Tree:
+        log = self.folder / f"{self.name}-{next(self.numbers)}.log"
+        # This process's death is unshare's, which is the first process's, which is that of the whole tree.
+        tied = ["setpriv", "--pdeathsig", "KILL", "nsenter", f"--net=/proc/{self.keeper}/ns/net"]
+        own = ["unshare", "--mount", "--uts", "--pid", "--mount-proc", "--fork", "--kill-child"]
+        files = [str(self.folder / "hosts"), str(self.folder / "resolv.conf"), str(log.with_suffix(".left"))]
+        words = [*tied, *own, "bash", "-c", _INIT, "init", *files, self.name, *map(str, command)]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                words, env=dict(env), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+        tree = Tree(process, log)
+        self.stack.callback(tree.die)
+        return tree
+
+    def unplug(self) -> None:
+        """Pull its cable: nothing arrives and nothing is answered, and nobody is told."""
+        _ip(self.switch, "link", "set", self.name, "down")
+
+    def plug_in(self) -> None:
+        _ip(self.switch, "link", "set", self.name, "up")
+
+
+@contextmanager
+def network(folder: Path, count: int, *, resolves: bool = True) -> Iterator[list[Host]]:
+    """`count` hosts whose logs go to `folder`; with `resolves` each finds the address of every name in its hosts file.
+
+    A host that does not find even its own name is common: a container, a laptop, a fresh cloud machine.
+    """
+    addresses = {f"h{number}": f"10.77.0.{10 + number}" for number in range(1, count + 1)}
+    folder.mkdir(parents=True, exist_ok=True)
+    known = {"localhost": "127.0.0.1"} | (addresses if resolves else {})
+    (folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in known.items()))
+    (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # where nobody answers, and says so at once
+    with ExitStack() as stack:  # undone from the last to the first
+        switch = _namespace(stack)
+        _ip(switch, "link", "set", "lo", "up")
+        _ip(switch, "link", "add", "switch", "type", "bridge")
+        _ip(switch, "link", "set", "switch", "up")
+        hosts = []
+        for name, address in addresses.items():
+            keeper = _namespace(stack)
+            _ip(switch, "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(keeper))
+            _ip(switch, "link", "set", name, "master", "switch", "up")
+            _ip(keeper, "link", "set", "lo", "up")
+            _ip(keeper, "addr", "add", f"{address}/24", "dev", "eth0")
+            _ip(keeper, "link", "set", "eth0", "up")
+            hosts.append(Host(name, address, folder, stack, keeper, switch))
+        yield hosts
+
+
+def _namespace(stack: ExitStack) -> int:
+    """A process in a network namespace of its own, which ends when its input does: with this process at the latest."""
+    process = subprocess.Popen(
+        ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    stack.enter_context(process.stdout)
+    stack.enter_context(process.stdin)
+    process.stdin.write(b"\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == b"\n", "unshare --net failed"  # the answer comes from the namespace
+    return process.pid
+
+
+def _ip(namespace: int, *words: str) -> None:
+    command = ["nsenter", f"--net=/proc/{namespace}/ns/net", "ip", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"

@@ -1,0 +1,318 @@
+"""`ddpkit launch` on several hosts: what becomes of a job when processes, hosts, cables and clocks fail."""
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hosts import Host, Tree
+
+pytestmark = pytest.mark.slow
+
+Hosts = Callable[..., list[Host]]
+BIN = Path(sys.executable).parent
+RENDEZVOUS = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "h1:29400", "--rdzv-id", "j")
+SECONDS = 60.0
+"""How long to wait for what must come; benchmarks measure how soon it does."""
+STEP_SECONDS = 0.05
+
+TRAIN = f"""\
+import os, signal, sys, time
+from datetime import timedelta
+from pathlib import Path
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # gloo's own is half an hour
+told = os.environ
+name = f"{{os.uname().nodename}}-{{told['LOCAL_RANK']}}"
+attempt, rank = told["TORCHELASTIC_RESTART_COUNT"], told["RANK"]
+fault, stop = Path(name + ".fault"), Path("stop")
+step = 0
+with open(name + ".rows", "a", buffering=1) as rows:
+    while True:
+        total = torch.tensor([1.0, stop.exists()])
+        dist.all_reduce(total)
+        rows.write(f"{{attempt}} {{total[0]:.0f}} {{step}} {{rank}}\\n")
+        if total[1] > 0:  # seen by all ranks in the same step
+            break
+        if fault.exists():
+            code = int(fault.read_text())
+            fault.unlink()
+            if code < 0:
+                os.kill(os.getpid(), -code)
+            os._exit(code)  # at once: with its threads alive, torch may abort while Python ends
+        step += 1
+        time.sleep({STEP_SECONDS})
+dist.destroy_process_group()
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step, as one rank saw it."""
+
+    attempt: int
+    world_size: int
+    step: int
+    rank: int
+
+
+@dataclass
+class Job:
+    """The script on some hosts, watched through the lines that its ranks write.
+
+    job = Job(folder)
+    job.start(h1, "--nnodes", "2"); job.start(h2, "--nnodes", "2")
+    job.trains(h1, h2, world_size=4)
+    job.stop()
+    """
+
+    folder: Path
+    processes: int = 2
+    """Per host."""
+    agents: dict[str, Tree] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        (self.folder / "train.py").write_text(TRAIN)
+
+    def start(self, host: Host, *flags: str, env: dict[str, str] | None = None) -> Tree:
+        """Start this host's agent; the next one on the same host takes its place."""
+        given = {name: os.environ[name] for name in ("PYTHONPATH", "HOME", "LANG") if name in os.environ}
+        given |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"} | (env or {})
+        command = ("env", "-C", self.folder, BIN / "ddpkit", "launch", "--nproc-per-node", self.processes)
+        self.agents[host.name] = host.start(*command, *flags, "train.py", env=given)
+        return self.agents[host.name]
+
+    def rows(self, host: Host) -> list[list[Row]]:
+        """What each rank of this host has written so far, line by line."""
+        paths = [self.folder / f"{host.name}-{local_rank}.rows" for local_rank in range(self.processes)]
+        texts = [path.read_text() if path.exists() else "" for path in paths]
+        whole = [text[: text.rfind("\n") + 1].splitlines() for text in texts]
+        return [[Row(*map(int, line.split())) for line in lines] for lines in whole]
+
+    def trains(
+        self, *hosts: Host, world_size: int, attempt: int | None = None, steps: int = 2, seconds: float = SECONDS
+    ) -> list[Row]:
+        """Wait until every rank of these hosts makes `steps` more steps in a world of this size; the last of each.
+
+        With `attempt` only the steps of that one count.
+        """
+        skip = [[len(rows) for rows in self.rows(host)] for host in hosts]
+        deadline = time.monotonic() + seconds
+        while True:
+            new = [
+                [row for row in rows[seen:] if row.world_size == world_size and attempt in (None, row.attempt)]
+                for host, counts in zip(hosts, skip, strict=True)
+                for rows, seen in zip(self.rows(host), counts, strict=True)
+            ]
+            if all(len(rows) >= steps for rows in new):
+                return [rows[-1] for rows in new]
+            ended = [host.name for host in hosts if self.agents[host.name].ended]
+            if ended or time.monotonic() > deadline:
+                what = f"the agent of {' and '.join(ended)} has ended" if ended else f"{seconds} s are over"
+                pytest.fail(f"{what}, and there is no world of {world_size} on all of them\n{self}")
+            time.sleep(0.05)
+
+    def fail(self, host: Host, code: int, local_rank: int = 0) -> int:
+        """Have a rank exit with this code, or, below 0, end by this signal; its number."""
+        rank = self.rows(host)[local_rank][-1].rank
+        new = self.folder / "new.fault"
+        new.write_text(str(code))
+        new.rename(self.folder / f"{host.name}-{local_rank}.fault")  # read whole or not at all
+        return rank
+
+    def stop(self) -> None:
+        """Have all ranks end after the same step, and expect that all is well."""
+        (self.folder / "stop").touch()
+        assert self.ends(*self.agents) == [0] * len(self.agents), str(self)
+
+    def ends(self, *names: str, seconds: float = SECONDS) -> list[int]:
+        """The exit codes of these hosts' agents, which have to end, and to leave no process behind."""
+        deadline = time.monotonic() + seconds
+        while not all(self.agents[name].ended for name in names):
+            assert time.monotonic() < deadline, f"after {seconds} s still there\n{self}"
+            time.sleep(0.05)
+        assert not any(left := [self.agents[name].left for name in names]), f"left behind: {left}"
+        return [self.agents[name].wait(0) for name in names]
+
+    def verdicts(self, *names: str) -> set[str]:
+        """The different last lines of these agents."""
+        return {self.agents[name].last_line for name in names}
+
+    def __str__(self) -> str:
+        """What all hosts have said and done last, for whoever looks at a failed test."""
+        paths = sorted(self.folder.glob("*.rows"))
+        rows = [f"{path.stem}: {', '.join(path.read_text().splitlines()[-3:])}" for path in paths]
+        said = [f"--- {name}\n{tree.output[-3000:]}" for name, tree in self.agents.items()]
+        return "\n".join([*rows, *said])
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
+def test_two_hosts_train_as_one_world(hosts: Hosts, job: Job, rendezvous: str) -> None:
+    h1, h2 = hosts(2)
+    static = ("--master-addr", "h1", "--master-port", "29500", "--node-rank")
+    for number, host in enumerate((h1, h2)):
+        job.start(host, "--nnodes", "2", *(RENDEZVOUS if rendezvous == "c10d" else (*static, str(number))))
+    last = job.trains(h1, h2, world_size=4)
+    assert sorted(row.rank for row in last) == [0, 1, 2, 3]
+    if rendezvous == "static":
+        assert [row.rank for row in last] == [0, 1, 2, 3], "ranks follow --node-rank"
+    job.stop()
+
+
+@pytest.mark.parametrize("how", ["processes killed", "power cut"])
+def test_survivors_go_on_without_a_dead_host_and_its_replacement_is_let_in(hosts: Hosts, job: Job, how: str) -> None:
+    h1, h2 = hosts(2)
+    for host in (h1, h2):
+        job.start(host, "--nnodes", "1:2", *RENDEZVOUS)
+    job.trains(h1, h2, world_size=4)
+    if how == "power cut":
+        h2.unplug()  # no connection is closed: nobody is told
+    job.agents["h2"].die()
+    job.trains(h1, world_size=2)
+    h2.plug_in()
+    job.start(h2, "--nnodes", "1:2", *RENDEZVOUS)
+    job.trains(h1, h2, world_size=4)
+    job.stop()
+
+
+@pytest.mark.parametrize("victim", ["h2", "h1"])
+def test_where_every_host_is_needed_a_dead_one_ends_the_other(hosts: Hosts, job: Job, victim: str) -> None:
+    for host in (both := hosts(2)):
+        job.start(host, "--nnodes", "2", *RENDEZVOUS)
+    job.trains(*both, world_size=4)
+    job.agents.pop(victim).die()
+    assert job.ends(*job.agents) != [0], str(job)
+    (verdict,) = job.verdicts(*job.agents)
+    assert_blames(victim, verdict)
+
+
+@pytest.mark.parametrize("victim", ["h3", "h1"])
+def test_all_who_survive_a_dead_host_end_with_one_verdict(hosts: Hosts, job: Job, victim: str) -> None:
+    job.processes = 1
+    for host in (three := hosts(3)):
+        job.start(host, "--nnodes", "3", *RENDEZVOUS)
+    job.trains(*three, world_size=3)
+    job.agents.pop(victim).die()
+    codes = job.ends(*job.agents)
+    assert codes[0] != 0, str(job)
+    assert len(set(codes)) == 1, str(job)
+    assert len(job.verdicts(*job.agents)) == 1, str(job)
+    assert_blames(victim, job.verdicts(*job.agents).pop())
+
+
+def assert_blames(host: str, verdict: str) -> None:
+    """The line is the launcher's, and names this host by name or address: not a worker that was only its peer."""
+    assert verdict.startswith("ddpkit: ")
+    assert re.search(rf"\b(?:{host}|10\.77\.0\.1{host[1:]})\b", verdict), f"{verdict!r} does not name {host}"
+
+
+def test_every_agent_exits_with_the_code_of_the_worker_that_failed_and_names_it(hosts: Hosts, job: Job) -> None:
+    h1, h2 = hosts(2)
+    for host in (h1, h2):
+        job.start(host, "--nnodes", "2", *RENDEZVOUS)
+    job.trains(h1, h2, world_size=4)
+    rank = job.fail(h2, 7)
+    assert job.ends("h1", "h2") == [7, 7], str(job)
+    (verdict,) = job.verdicts("h1", "h2")
+    assert f"rank {rank} failed first: exit code 7" in verdict
+
+
+def test_a_killed_worker_restarts_the_ranks_of_all_hosts(hosts: Hosts, job: Job) -> None:
+    h1, h2 = hosts(2)
+    for host in (h1, h2):
+        job.start(host, "--nnodes", "2", "--max-restarts", "1", *RENDEZVOUS)
+    job.trains(h1, h2, world_size=4, attempt=0)
+    job.fail(h2, -signal.SIGKILL, local_rank=1)
+    job.trains(h1, h2, world_size=4, attempt=1)
+    job.stop()
+
+
+@pytest.mark.parametrize("seconds", [3600, -3600])
+def test_an_hour_between_the_clocks_of_two_hosts_changes_nothing(
+    hosts: Hosts, job: Job, clock_off_by: Callable[[int], dict[str, str]], seconds: int
+) -> None:
+    h1, h2 = hosts(2)
+    off = clock_off_by(seconds)
+    date = h2.start("date", "+%s", env={"PATH": os.environ["PATH"]} | off)
+    assert date.wait(20) == 0
+    assert int(date.output) - time.time() == pytest.approx(seconds, abs=60), "the rig's clock is not off"
+    job.start(h1, "--nnodes", "1:2", *RENDEZVOUS)
+    job.start(h2, "--nnodes", "1:2", *RENDEZVOUS, env=off)
+    job.trains(h1, h2, world_size=4, steps=round(22 / STEP_SECONDS), seconds=120)
+    worlds = {(row.attempt, row.world_size) for host in (h1, h2) for rows in job.rows(host) for row in rows}
+    assert worlds == {(0, 4)}, "nobody was dropped on the way"
+    job.stop()
+
+
+def test_the_first_failure_is_named_by_what_happened_first_not_by_the_clocks(
+    hosts: Hosts, job: Job, clock_off_by: Callable[[int], dict[str, str]]
+) -> None:
+    h1, h2 = hosts(2)
+    flags = ("--nnodes", "2", "--max-restarts", "1", *RENDEZVOUS)
+    job.start(h1, *flags)
+    job.start(h2, *flags, env=clock_off_by(3600))  # so h1's workers seem to have failed an hour earlier
+    job.trains(h1, h2, world_size=4)
+    job.fail(h2, 7)
+    job.trains(h1, h2, world_size=4, attempt=1)
+    rank = job.fail(h2, 7)
+    assert job.ends("h1", "h2") == [7, 7], str(job)
+    (verdict,) = job.verdicts("h1", "h2")
+    assert f"rank {rank} failed first: exit code 7" in verdict
+
+
+def test_a_host_that_is_cut_off_stops_by_itself_and_the_majority_goes_on(hosts: Hosts, job: Job) -> None:
+    job.processes = 1
+    h1, h2, h3 = hosts(3)
+    for host in (h1, h2, h3):
+        job.start(host, "--nnodes", "2:3", *RENDEZVOUS)
+    job.trains(h1, h2, h3, world_size=3)
+    h3.unplug()
+    job.trains(h1, h2, world_size=2)
+    alone = job.agents["h3"]
+    assert job.ends("h3") != [0], str(job)
+    assert_blames("h1", alone.last_line)  # whom it cannot reach
+    del job.agents["h3"]
+    job.stop()
+
+
+def test_one_host_needs_no_name_that_resolves(hosts: Hosts, job: Job) -> None:
+    (h1,) = hosts(1, resolves=False)
+    lookup = h1.start("getent", "hosts", "h1", env={"PATH": os.environ["PATH"]})
+    assert lookup.wait(20) != 0, "the rig's name resolves"
+    job.start(h1)
+    job.trains(h1, world_size=2)
+    job.stop()
+
+
+def test_a_rendezvous_that_does_not_resolve_is_named_in_an_error(hosts: Hosts, job: Job) -> None:
+    (h1,) = hosts(1, resolves=False)
+    endpoint = ("--rdzv-backend", "c10d", "--rdzv-id", "j", "--rdzv-endpoint", "nowhere:29400")
+    agent = job.start(h1, "--nnodes", "2", *endpoint)
+    assert job.ends("h1") == [3], str(job)
+    assert "nowhere" in agent.output
+    assert "hint: " in agent.output
+    assert "Traceback" not in agent.output
+
+
+def test_an_agent_that_is_asked_to_stop_leaves_and_the_other_goes_on(hosts: Hosts, job: Job) -> None:
+    h1, h2 = hosts(2)
+    for host in (h1, h2):
+        job.start(host, "--nnodes", "1:2", *RENDEZVOUS)
+    job.trains(h1, h2, world_size=4)
+    job.agents["h2"].send(signal.SIGTERM)
+    assert job.ends("h2") == [128 + signal.SIGTERM], str(job)
+    job.trains(h1, world_size=2)
+    del job.agents["h2"]
+    job.stop()
