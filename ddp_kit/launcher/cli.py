@@ -65,7 +65,7 @@ def launch(words: Sequence[str]) -> int:
         from ddp_kit.launcher import devices, plan, spec, verdict
 
         asked = spec.parse(words, agent.torchrun_parser(), os.environ)
-        spec.check_script(asked)
+        spec.check_script(asked, os.environ)
         settled = plan.make(asked, devices.gpus(), os.environ, run_id=str(uuid.uuid4()))
         for line in settled.says:
             _say(line)

@@ -181,7 +181,7 @@ class Job:
         if self._phase is _Phase.GATHERING:
             problem = self._misfit(node, twin)
             if problem:
-                return self._end(Outcome(lost=problem))
+                return self._end(Outcome(lost=problem, started=False))
         elif twin is not None:  # a replacement that came before its predecessor's silence was noticed
             self._lose(twin.number, f"{twin.host} was replaced")
         self._nodes[node.number] = node
@@ -236,7 +236,8 @@ class Job:
             self._enough_since = None
             if now - self._began > limits.join:
                 wanted = f"{limits.min_nodes} nodes" if limits.min_nodes > 1 else "the node"
-                return self._end(Outcome(lost=f"only {here} of {wanted} came within {limits.join:g} s"))
+                what = f"only {here} of {wanted} came within {limits.join:g} s"
+                return self._end(Outcome(lost=what, started=False))
             return []
         if self._enough_since is None:
             self._enough_since = now

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ddp_kit.contract import MASTER_PORT_DEFAULT, PROCESSES_DEFAULT, ExitCode
+from ddp_kit.contract import MASTER_PORT_DEFAULT, PROCESSES_DEFAULT, PYTHON, ExitCode
 from ddp_kit.errors import UsageError, nearest
 
 _DESCRIPTION = """\
@@ -29,6 +29,7 @@ exit codes:
   {ExitCode.OK:<9d} every process ended well
   {ExitCode.USAGE:<9d} the command line cannot be used
   {ExitCode.LAUNCH_FAILED:<9d} the job could not be brought up
+  {ExitCode.NODE_LOST:<9d} a node was lost that the job cannot do without
   other     that of the process that failed first; 128 + the signal's number where a signal ended it
 """
 
@@ -118,9 +119,11 @@ def _without_dashes(words: list[str]) -> list[str]:
     return words[1:] if words[:1] == ["--"] else words
 
 
-def check_script(spec: LaunchSpec) -> None:
-    """Raise `UsageError` where the script is not there; a module is left to python to find."""
+def check_script(spec: LaunchSpec, env: Mapping[str, str]) -> None:
+    """Raise `UsageError` where the script or its interpreter is not there; a module is left to python to find."""
     script = spec.script
+    if not spec.torchrun["no_python"] and PYTHON in env and shutil.which(env[PYTHON]) is None:
+        raise UsageError(f"there is no interpreter {env[PYTHON]!r}", f"check {PYTHON}, or unset it")
     if spec.torchrun["module"] or "${" in script:
         return
     if spec.torchrun["no_python"]:

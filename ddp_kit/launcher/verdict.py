@@ -47,6 +47,8 @@ class Outcome:
     """The signal that stopped the launcher itself, or the one of the node that left."""
     lost: str = ""
     """Why the job could not go on although no worker had failed."""
+    started: bool = True
+    """Whether any worker was."""
     note: str = ""
     """Why there was no further restart although there were some left."""
     restarts: int = 0
@@ -68,17 +70,17 @@ def first_failure(failures: tuple[Failure, ...]) -> Failure:
 def judge(outcome: Outcome) -> Verdict:
     """The exit code of the first failing worker, and a line that names it."""
     if outcome.lost:
-        code = ExitCode.of_signal(outcome.stopped_by) if outcome.stopped_by else ExitCode.NODE_LOST
+        code: int = ExitCode.NODE_LOST if outcome.started else ExitCode.LAUNCH_FAILED
+        code = ExitCode.of_signal(outcome.stopped_by) if outcome.stopped_by else code
         by = f" (stopped by {_signal_name(outcome.stopped_by)})" if outcome.stopped_by else ""
-        return Verdict(code, f"the job cannot go on: {outcome.lost}{by}")
+        return Verdict(code, f"the job cannot {'go on' if outcome.started else 'start'}: {outcome.lost}{by}")
     if outcome.stopped_by:
         return Verdict(ExitCode.of_signal(outcome.stopped_by), f"stopped by {_signal_name(outcome.stopped_by)}")
     if not outcome.failures:
         return Verdict(ExitCode.OK)
     first = first_failure(outcome.failures)
-    _, code = _ending(first.exit_code)
     note = f"\n  {outcome.note}" if outcome.note else ""
-    return Verdict(code, f"{first}{note}")
+    return Verdict(_ending(first.exit_code)[1], f"{first}{note}")
 
 
 def _ending(exit_code: int) -> tuple[str, int]:

@@ -15,6 +15,7 @@ from torch.distributed.elastic.utils import macros
 
 from ddp_kit import contract
 from ddp_kit.contract import NOTE_AT_START, NOTE_MARK, JobEnv, WorkerEnv
+from ddp_kit.errors import UsageError
 from ddp_kit.launcher.agent.inbox import Cut, Inbox, Placed, Signalled
 from ddp_kit.launcher.agent.listening import allow_connections
 from ddp_kit.launcher.agent.workers import Workers
@@ -252,7 +253,12 @@ class Agent(LocalElasticAgent):
             agent_serves_store=self._seats.use_agent_store,
         )
         env: dict[str, str | None] = {**contract.to_env(place, job)}
-        self._set_local_rank_env(env, worker.local_rank, spec)
+        try:
+            self._set_local_rank_env(env, worker.local_rank, spec)
+        except ValueError as error:
+            raise UsageError(
+                f"--virtual-local-rank: {error}", "ask for no more processes than GPUs are visible"
+            ) from None
         return env
 
     def _look_at_workers(self) -> None:
@@ -282,6 +288,7 @@ class Agent(LocalElasticAgent):
     def _report_down(self, state: State) -> None:
         """Report that no worker of the round is left; only then is its store closed."""
         failures = tuple(self._failure(rank, failure) for rank, failure in self._last.failures.items())
+        self._shutdown(timeout=self._shutdown_timeout)  # torch's timers and health check go with the workers
         self._seats.end_round()
         self._store = self._worker_group.store = None
         self._link.report(self._round, state, failures)

@@ -8,12 +8,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic import events, metrics
 from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.events import handlers
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
 from torch.distributed.elastic.rendezvous import RendezvousError
@@ -59,10 +61,15 @@ def run(plan: Plan, warm: WarmServer | None, say: Say) -> Outcome:
             settings.signals_to_handle = _not_ignored(settings.signals_to_handle)
         if settings.master_port is None:
             settings.master_port = _STATIC_PORT
+        if settings.rdzv_backend == "c10d" and not settings.rdzv_endpoint:
+            settings.rdzv_endpoint = f"localhost:{_C10D_PORT}"  # torch's default
+        if settings.rdzv_backend != "static":
+            settings.node_rank = 0  # not used there; the user has been told
         try:
             config, program, arguments = torchrun.config_from_args(settings)
         except (ValueError, AssertionError, RuntimeError, OSError) as error:
             raise UsageError(f"torch refuses this command line: {error}", "see `ddpkit launch --help`") from None
+        _check_event_handler(config.event_log_handler)
         if callable(program):  # --run-path
             program, arguments = sys.executable, ["-u", "-c", _RUN_PATH, *arguments]
         if config.rdzv_backend not in ("c10d", "static") or config.rdzv_configs.get("store_type", "tcp") != "tcp":
@@ -79,10 +86,7 @@ def _ours(
     say: Say,
 ) -> Outcome:
     inbox = Inbox()
-    handled = [name.strip() for name in config.signals_to_handle.split(",") if name.strip()]
-    os.environ[SIGNALS] = config.signals_to_handle
-    for name in handled:
-        signal.signal(getattr(signal, name), inbox.on_signal)
+    _handle_signals(config.signals_to_handle, inbox, say)
     try:
         link = _link(settings, config, inbox, say)
     except StoppedError as error:
@@ -128,6 +132,23 @@ def _ours(
     return agent.outcome
 
 
+def _handle_signals(names: str, inbox: Inbox, say: Say) -> None:
+    os.environ[SIGNALS] = names
+    for name in filter(None, map(str.strip, names.split(","))):
+        try:
+            signal.signal(signal.Signals[name], inbox.on_signal)
+        except (KeyError, ValueError, OSError):  # no such signal, or one that cannot be handled
+            say(f"--signals-to-handle: {name} cannot be handled and is left out")
+
+
+def _check_event_handler(name: str) -> None:
+    try:
+        events.get_logging_handler(name)
+    except KeyError:
+        known = ", ".join(repr(known) for known in getattr(handlers, "_log_handlers", ()))
+        raise UsageError(f"there is no event log handler {name!r}", f"--event-log-handler is one of: {known}") from None
+
+
 def _program(settings: argparse.Namespace, program: str) -> Program | None:
     """What a warm worker would become; None where python itself has to start it."""
     if settings.no_python or settings.run_path or PYTHON in os.environ:
@@ -140,15 +161,6 @@ def _link(settings: argparse.Namespace, config: LaunchConfig, inbox: Inbox, say:
     static = config.rdzv_backend == "static"
     host, port = _endpoint(config.rdzv_endpoint, _STATIC_PORT if static else _C10D_PORT)
     conf = config.rdzv_configs
-    attempts, interval = conf.get("keep_alive_max_attempt"), conf.get("keep_alive_interval")
-    limits = Limits(
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-        max_restarts=config.max_restarts,
-        join=float(conf.get("join_timeout", conf["timeout"] if static else Limits.join)),
-        last_call=float(conf.get("last_call_timeout", Limits.last_call)),
-        silence=Limits.silence if attempts is None and interval is None else float(interval or 1) * int(attempts or 3),
-    )
     node = Node(
         number=0,
         host=socket.gethostname(),
@@ -160,10 +172,35 @@ def _link(settings: argparse.Namespace, config: LaunchConfig, inbox: Inbox, say:
         port=port,
     )
     if config.max_nodes == 1 and (settings.node_rank == 0 if static else is_here(host)):
-        return Solo(node, limits, inbox)
+        return Solo(node, _limits(config), inbox)
     named = str(conf["is_host"]).lower() in ("1", "true", "t", "yes", "y") if "is_host" in conf else None
     hosts = settings.node_rank == 0 if static else named
-    return Meeting(node, limits, inbox, say, endpoint=(host, port), run_id=config.run_id, hosts=hosts)
+    return Meeting(node, _limits(config), inbox, say, endpoint=(host, port), run_id=config.run_id, hosts=hosts)
+
+
+def _limits(config: LaunchConfig) -> Limits:
+    """How many nodes and restarts, and how long to wait: torch's own names in --rdzv-conf."""
+
+    def seconds(name: str, default: float) -> float:
+        words = config.rdzv_configs.get(name, default)
+        try:
+            found = float(words)
+        except ValueError:
+            found = 0.0
+        if found <= 0:
+            raise UsageError(f"--rdzv-conf {name}={words} is not a number above 0", "give it in seconds, as 30")
+        return found
+
+    conf = config.rdzv_configs
+    named = "keep_alive_interval" in conf or "keep_alive_max_attempt" in conf
+    return Limits(
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        max_restarts=config.max_restarts,
+        join=seconds("join_timeout", float(conf["timeout"]) if config.rdzv_backend == "static" else Limits.join),
+        last_call=seconds("last_call_timeout", Limits.last_call),
+        silence=seconds("keep_alive_interval", 5) * seconds("keep_alive_max_attempt", 3) if named else Limits.silence,
+    )
 
 
 def _endpoint(words: str, default_port: int) -> tuple[str, int]:
@@ -183,7 +220,7 @@ def _summarise(script: str, failures: dict[int, ProcessFailure]) -> None:
     summary = ChildFailedError(script, failures)
     sys.stderr.write(f"{summary}\n")
     _, first = summary.get_first_failure()
-    if os.environ.get(ERROR_FILE):  # this launcher is itself the worker of another
+    if os.environ.get(ERROR_FILE) and Path(first.error_file).exists():  # this launcher is itself the worker of another
         get_error_handler().dump_error_file(first.error_file, first.exitcode)
 
 
@@ -196,9 +233,11 @@ def _torchs_own(config: LaunchConfig, program: str, arguments: list[str]) -> Out
         return Outcome(tuple(_failure(rank, failure) for rank, failure in error.failures.items()))
     except SignalException as error:
         return Outcome(stopped_by=error.sigval)
-    except (RendezvousError, DistError, ValueError, ImportError) as error:
+    except ValueError as error:
+        raise UsageError(f"torch refuses this rendezvous: {error}", "see `ddpkit launch --help`") from None
+    except (RendezvousError, DistError, ImportError) as error:
         raise LaunchError(
-            f"the nodes of the job did not come together: {error}",
+            f"the nodes of the job did not come together by --rdzv-backend {config.rdzv_backend}: {error}",
             "check --rdzv-backend and --rdzv-endpoint; c10d needs nothing beside torch",
         ) from None
     finally:

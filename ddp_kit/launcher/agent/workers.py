@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 from torch.numa import binding
 
+from ddp_kit.errors import LaunchError
 from ddp_kit.launcher.agent.inbox import Inbox, wait_readable
 from ddp_kit.launcher.warm.client import Fork, WarmServer
 from ddp_kit.launcher.warm.messages import Program
@@ -54,8 +55,9 @@ class Workers(SubprocessContext):
 
     def _start(self) -> None:
         forks = self._fork() if self._warm is not None and self._program is not None else {}
-        refusals = {fork.refusal for fork in forks.values() if not fork.started()}
-        for refusal in sorted(refusals):
+        if not self._answered(forks.values()):
+            return
+        for refusal in sorted({fork.refusal for fork in forks.values() if fork.refusal}):
             self._say(f"starting cold: {refusal}")
         for local_rank in range(self.nprocs):
             fork = forks.get(local_rank)
@@ -80,17 +82,34 @@ class Workers(SubprocessContext):
             )
         return forks
 
+    def _answered(self, forks: Iterable[Fork]) -> bool:
+        """Wait for the server, which may still be importing torch; False where the launcher is told to stop first."""
+        for fork in forks:
+            while not fork.answered and self._warm is not None:
+                wait_readable([self._warm], _SIGNAL_LOOK_SECONDS)
+                self._warm.pump()
+                stopped = self._inbox.take_signal()
+                if stopped is not None:
+                    self._inbox.put(stopped)  # the agent's loop acts on it; it ends the server, and with it the forks
+                    return False
+        return True
+
     def _start_cold(self, local_rank: int) -> None:
         assert isinstance(self.entrypoint, str)
-        handler = get_subprocess_handler(
-            entrypoint=self.entrypoint,
-            args=self.args[local_rank],
-            env=self.envs[local_rank],
-            stdout=self.stdouts[local_rank],
-            stderr=self.stderrs[local_rank],
-            local_rank_id=local_rank,
-            numa_options=self._numa_options,
-        )
+        try:
+            handler = get_subprocess_handler(
+                entrypoint=self.entrypoint,
+                args=self.args[local_rank],
+                env=self.envs[local_rank],
+                stdout=self.stdouts[local_rank],
+                stderr=self.stderrs[local_rank],
+                local_rank_id=local_rank,
+                numa_options=self._numa_options,
+            )
+        except OSError as error:
+            raise LaunchError(
+                f"{self.entrypoint} cannot be started: {error.strerror or error}", "check that it can be run by hand"
+            ) from None
         self.subprocess_handlers[local_rank] = handler
         if hasattr(os, "pidfd_open"):
             self._pidfds[local_rank] = os.pidfd_open(handler.proc.pid)
@@ -108,11 +127,16 @@ class Workers(SubprocessContext):
         self.close()
         failures = {
             rank: ProcessFailure(rank, handler.proc.pid, code, self.error_files[rank])
-            for rank, handler in self.subprocess_handlers.items()
+            for rank, handler in sorted(self.subprocess_handlers.items(), key=lambda pair: self._order(pair[0]))
             if (code := handler.proc.poll())
         }
         values = {} if failures else dict.fromkeys(range(self.nprocs))
         return RunProcsResult(values, failures, self.stdouts, self.stderrs)
+
+    def _order(self, local_rank: int) -> tuple[bool, float]:
+        """The first failure first: torch takes the first of those with the same time, which it knows in seconds."""
+        after, told = self.story(local_rank)
+        return told, after
 
     def _exit_code(self, local_rank: int) -> int | None:
         code: int | None = self.subprocess_handlers[local_rank].proc.poll()

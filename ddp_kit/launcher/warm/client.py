@@ -48,7 +48,7 @@ class WarmServer:
     def fork(
         self, program: Program, env: Mapping[str, str], stdout: str = "", stderr: str = "", cpus: tuple[int, ...] = ()
     ) -> "Fork":
-        """Ask for a worker; `Fork.started` waits for the answer."""
+        """Ask for a worker; `pump` until it is answered."""
         self._count += 1
         worker = self._workers[self._count] = Fork(self)
         try:
@@ -95,18 +95,13 @@ class Fork:
     def __init__(self, server: WarmServer) -> None:
         self._server = server
         self.answered = False
+        """Whether it runs, or was refused."""
         self.pid = 0
         self.refusal = ""
         """Why the server did not fork; empty where it did."""
         self.returncode: int | None = None
         self.ended_at = 0.0
         """When its end was noticed: seconds of this machine's monotonic clock."""
-
-    def started(self) -> bool:
-        """Wait for the server's answer; False where it refuses."""
-        while not self.answered:
-            self._server.pump(timeout=None)
-        return not self.refusal
 
     def poll(self) -> int | None:
         """The exit code, minus the signal's number, or None while it runs."""

@@ -50,7 +50,6 @@ def _preload() -> str:
 class _Server:
     def __init__(self, channel: Channel, hidden: tuple[str, ...], broken: str) -> None:
         self._channel = channel
-        self._hidden = hidden
         self._broken = broken
         self._env = {name: value for name, value in os.environ.items() if name not in hidden}
         self._running: dict[int, tuple[int, int]] = {}  # pidfd -> worker's number, pid
@@ -80,7 +79,7 @@ class _Server:
         pid = os.fork()
         if pid == 0:
             self._leave(parent)
-            _set_up(start, self._env, self._hidden)
+            _set_up(start)
             return True
         self._running[os.pidfd_open(pid)] = start.number, pid
         self._channel.send(Started(start.number, pid))
@@ -127,21 +126,19 @@ def _points_to(link: Path, beginning: str) -> bool:
         return False
 
 
-def _set_up(start: Start, server_env: dict[str, str], hidden: tuple[str, ...]) -> None:
+def _set_up(start: Start) -> None:
     """Give this worker what python would have given it."""
     for path, stream in ((start.stdout, 1), (start.stderr, 2)):
         if path:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             os.dup2(descriptor, stream)
             os.close(descriptor)
-    for name in {*server_env, *hidden}.difference(start.env):
-        os.environ.pop(name, None)
-    for name, value in start.env.items():
-        if server_env.get(name) != value or name in hidden:
-            os.environ[name] = value
     if start.cpus:
         os.sched_setaffinity(0, start.cpus)
     _set_threads(start.env.get(THREADS, ""))
+    for name in set(os.environ).difference(start.env):  # last: some imports set variables
+        del os.environ[name]
+    os.environ.update(start.env)
     _reseed()
     script.set_title(start.program)
 

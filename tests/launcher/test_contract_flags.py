@@ -1,0 +1,549 @@
+"""The contract of torchrun's command line: the same words once to `torchrun` and once to `ddpkit launch`.
+
+What can be seen of both must be equal: the workers' lines and environments, the log folder, success or failure.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import argparse_util
+from torch.distributed import run as torchrun
+
+pytestmark = pytest.mark.slow
+
+BIN = Path(sys.executable).parent
+COMMANDS = {"torchrun": [str(BIN / "torchrun")], "ddpkit": [str(BIN / "ddpkit"), "launch"]}
+FLAGS = {flag for action in torchrun.get_args_parser()._actions for flag in action.option_strings}
+
+# Each worker says on both streams who it is, and leaves its environment in the folder it was started in.
+WORKER = """\
+import json, os, sys
+rank, attempt = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+with open(f"environment.{rank}.{attempt}", "w") as file:
+    json.dump(dict(os.environ), file)
+os.write(1, f"out {rank} of {__name__} {sys.argv[1:]}\\napple, {rank}\\n".encode())
+os.write(2, f"err {rank}\\nkiwi {rank}\\n".encode())
+"""
+WAITS = f"""\
+{WORKER}
+import signal
+def stop(number, frame):
+    os.write(1, f"got {{signal.Signals(number).name}} {{rank}}\\n".encode())
+    sys.exit(0)
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, stop)
+os.write(1, b"waits\\n")
+signal.alarm(120)
+while True:
+    signal.pause()
+"""
+RECORDED = f"""\
+{WORKER}
+import signal
+from torch.distributed.elastic.multiprocessing.errors import record
+@record
+def main():
+    if rank == "1":
+        raise ValueError("the root cause")
+    signal.alarm(120)
+    signal.pause()
+main()
+"""
+
+
+@dataclass
+class Seen:
+    """What is left of a launch, without what is different in each of torchrun's own."""
+
+    failed: bool
+    lines: list[str]
+    """What the workers wrote, on either stream, sorted: ranks take no turns."""
+    environments: dict[str, dict[str, str]]
+    """What was added, by rank and attempt, as in 1.0."""
+    logs: dict[str, list[str]]
+    """The lines of each file in the folder logs, sorted."""
+    places: set[str] = field(compare=False)
+    """Where the workers are told to meet."""
+    code: int = field(compare=False)
+    errors: str = field(compare=False)
+
+
+Same = Callable[..., Seen]
+
+
+def _start(launcher: str, words: list[str], folder: Path, env: dict[str, str]) -> "subprocess.Popen[str]":
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC", "PET_", "PYTEST", "OMP_NUM_THREADS")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    paths = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), clean.get("PYTHONPATH")]))
+    environment = clean | env | ({"PYTHONPATH": paths} if paths else {})
+    folder.mkdir(exist_ok=True)
+    command, pipe = [*COMMANDS[launcher], *words], subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=environment, text=True, stdin=pipe, stdout=pipe, stderr=pipe)
+
+
+def _seen(agents: list["subprocess.Popen[str]"], folder: Path, before: str = "") -> Seen:
+    """What is to be seen of a launch on as many nodes as there are agents. `before`: what was read already."""
+    try:
+        written = [agent.communicate(timeout=120) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    both = "\n".join([before, *(stream for streams in written for stream in streams)])
+    environments, places = {}, set()
+    for file in folder.glob("environment.*"):
+        found = json.loads(file.read_text())
+        places.add(f"{found.pop('MASTER_ADDR')}:{found.pop('MASTER_PORT')}")
+        error_file = "/".join(Path(found.pop("TORCHELASTIC_ERROR_FILE")).parts[-3:])
+        given = {name: _any_run(value, folder) for name, value in found.items() if os.environ.get(name) != value}
+        environments[file.name.removeprefix("environment.")] = given | {"error file": error_file}
+    return Seen(
+        failed=any(agent.returncode for agent in agents),
+        lines=sorted(line for line in both.splitlines() if re.search(r"\b(out|apple,|err|kiwi|got \w+) \d", line)),
+        environments=environments,
+        logs={
+            _any_run(str(file.relative_to(folder)), folder): sorted(_any_run(file.read_text(), folder).splitlines())
+            for file in (folder / "logs").rglob("*")
+            if file.is_file() and file.name != "error.json"  # it holds a time
+        },
+        places=places,
+        code=max(agent.returncode for agent in agents),
+        errors="\n".join(errors for _, errors in written),
+    )
+
+
+def _run(launcher: str, words: list[str], folder: Path, env: dict[str, str]) -> Seen:
+    return _seen([_start(launcher, words, folder, env)], folder)
+
+
+def _any_run(text: str, folder: Path) -> str:
+    text = re.sub(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "<id>", text.replace(str(folder), "<folder>"))
+    return re.sub(r"^logs/([^/]+)_\w{8}/", r"logs/\1_<random>/", text)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> str:
+    (tmp_path / "worker.py").write_text(WORKER)
+    return str(tmp_path / "worker.py")
+
+
+@pytest.fixture
+def same(tmp_path: Path) -> Same:
+    """Run torchrun and ddpkit launch with the same words, see the same, and return it; what ddpkit said with it."""
+
+    def run(*words: object, env: dict[str, str] | None = None) -> Seen:
+        seen = {}
+        for launcher in COMMANDS:
+            shutil.rmtree(tmp_path / launcher, ignore_errors=True)
+            seen[launcher] = _run(launcher, list(map(str, words)), tmp_path / launcher, env or {})
+        assert seen["ddpkit"] == seen["torchrun"], seen["ddpkit"].errors
+        return seen["ddpkit"]
+
+    return run
+
+
+@pytest.fixture
+def plugins(tmp_path: Path) -> dict[str, str]:
+    """An installed package with a place for logs, a rendezvous and an event log handler of its own."""
+    site = tmp_path / "site"
+    (site / "plugins-1.0.dist-info").mkdir(parents=True)
+    (site / "plugins-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: plugins\nVersion: 1.0\n")
+    (site / "plugins-1.0.dist-info" / "entry_points.txt").write_text(
+        "[torchrun.logs_specs]\nflat = plugins:Flat\n[torchrun.handlers]\nmeeting = plugins:meeting\n"
+    )
+    (site / "plugins.py").write_text("""\
+import logging
+from torch.distributed import HashStore
+from torch.distributed.elastic.events import handlers
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+class Flat(DefaultLogsSpecs):
+    def reify(self, envs):
+        places = super().reify(envs)
+        places.stdouts = {rank: f"logs/{env['ROLE_NAME']}-{rank}.txt" for rank, env in envs.items()}
+        return places
+
+class Meeting(RendezvousHandler):
+    use_agent_store = property(lambda self: False)
+
+    def __init__(self, parameters):
+        self.run_id = f"{parameters.run_id} at {parameters.endpoint}, {parameters.get('colour')}"
+
+    get_backend = lambda self: "meeting"
+    get_run_id = lambda self: self.run_id
+    next_rendezvous = lambda self: RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 1))
+    is_closed = lambda self: False
+    set_closed = lambda self: None
+    num_nodes_waiting = lambda self: 0
+    shutdown = lambda self: True
+
+def meeting():
+    handlers._log_handlers["listed"] = logging.FileHandler("events.txt", delay=True)
+    return Meeting
+""")
+    return {"PYTHONPATH": str(site)}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_dashes_underscores_and_unique_prefixes_name_the_same_flags(same: Same, worker: str) -> None:
+    seen = same("--nproc_per_node=2", "--max-restarts", 1, "--log_dir", "logs", "--redirects=0:1", worker, "-x", "1")
+    assert seen.environments["1.0"]["TORCHELASTIC_MAX_RESTARTS"] == "1"
+    again = same("--nproc-per", 2, "--max-r", 1, "--log-d=logs", "--redir", "0:1", "--", worker, "-x", "1")
+    assert again.lines == seen.lines
+    assert again.environments == seen.environments
+
+
+PAIRS = """
+PET_NNODES=1:1 PET_NPROC_PER_NODE=2 PET_RDZV_BACKEND=c10d PET_RDZV_ENDPOINT=localhost:0 PET_RDZV_ID=from_here
+PET_RDZV_CONF=join_timeout=60,last_call_timeout=1 PET_MAX_RESTARTS=3 PET_MONITOR_INTERVAL=0.05 PET_START_METHOD=fork
+PET_EVENT_LOG_HANDLER=console PET_ROLE=trainer PET_LOG_DIR=logs PET_REDIRECTS=0:1 PET_TEE=1:3
+PET_LOG_LINE_PREFIX_TEMPLATE=${rank}> PET_LOCAL_RANKS_FILTER=1 PET_DUPLICATE_STDOUT_FILTERS=apple
+PET_DUPLICATE_STDERR_FILTERS=kiwi PET_NODE_RANK=0 PET_MASTER_ADDR=127.0.0.1 PET_MASTER_PORT=29999
+PET_LOCAL_ADDR=127.0.0.1 PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT PET_SHUTDOWN_TIMEOUT=5
+"""
+FROM_ENVIRONMENT = dict(pair.split("=", 1) for pair in PAIRS.split())
+SWITCHES = ["PET_STANDALONE", "PET_MODULE", "PET_NO_PYTHON", "PET_RUN_PATH", "PET_VIRTUAL_LOCAL_RANK"]
+
+
+def test_every_default_that_torchrun_takes_from_the_environment_is_tried_here() -> None:
+    taken = (argparse_util.env, argparse_util.check_env)
+    names = {f"PET_{a.dest.upper()}" for a in torchrun.get_args_parser()._actions if isinstance(a, taken)}
+    assert names <= {*FROM_ENVIRONMENT, *SWITCHES}
+
+
+def test_a_pet_variable_is_the_default_of_its_flag(same: Same, worker: str) -> None:
+    off = dict.fromkeys(SWITCHES, "0")
+    seen = same(worker, env=FROM_ENVIRONMENT | off)
+    first = seen.environments["1.0"]
+    names = ["WORLD_SIZE", "TORCHELASTIC_RUN_ID", "ROLE_NAME", "TORCHELASTIC_MAX_RESTARTS"]
+    assert [first[name] for name in names] == ["2", "from_here", "trainer", "3"]
+    assert first["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGTERM,SIGINT"
+    logs = "logs/from_here_<random>/attempt_0"
+    assert seen.logs[f"{logs}/0/stdout.log"] == ["apple, 0", "out 0 of __main__ []"]
+    assert [line[-8:] for line in seen.logs[f"{logs}/filtered_stdout.log"]] == ["apple, 1"]
+    assert all(line.endswith(("1", "[]")) for line in seen.lines), "rank 0 is filtered out"
+    assert '"torchelastic.worker.status.SUCCEEDED"' in seen.errors
+    named = same("--role", "named", "--max-restarts=0", worker, env=FROM_ENVIRONMENT).environments["0.0"]
+    assert (named["ROLE_NAME"], named["TORCHELASTIC_MAX_RESTARTS"]) == ("named", "0"), "a flag comes first"
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_switch_is_1_or_0_in_its_pet_variable(same: Same, worker: str, tmp_path: Path, switch: str) -> None:
+    Path(worker).chmod(0o755)
+    Path(worker).write_text(f"#!{sys.executable}\n{WORKER}")
+    script = "worker" if switch == "PET_MODULE" else worker
+    environment = {switch: "1", "PET_RDZV_ID": "mine", "CUDA_VISIBLE_DEVICES": "3,5", "PYTHONPATH": str(tmp_path)}
+    seen = same("--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", script, env=environment)
+    assert len(seen.lines) == 8
+    by_rank = [seen.environments[rank] for rank in ("0.0", "1.0")]
+    virtual = [(env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) for env in by_rank]
+    assert virtual == ([("0", "3"), ("0", "5")] if "VIRTUAL" in switch else [("0", "3,5"), ("1", "3,5")])
+    assert by_rank[0]["TORCHELASTIC_RUN_ID"] == ("<id>" if switch == "PET_STANDALONE" else "mine")
+
+
+@pytest.mark.parametrize(
+    ("words", "files", "on_console"),
+    [
+        ("-r 3", {"0/stdout", "0/stderr", "1/stdout", "1/stderr"}, []),
+        ("-r 0:1,1:2", {"0/stdout", "1/stderr"}, ["apple, 1", "err 0", "kiwi 0", "out 1 of __main__ []"]),
+        ("-t 0:1,1:2", {"0/stdout", "1/stderr"}, None),
+        ("-r 1 -t 1:3", {"0/stdout", "1/stdout", "1/stderr"}, None),
+    ],
+)
+def test_logs_lie_where_torchrun_puts_them(
+    same: Same, worker: str, words: str, files: set[str], on_console: list[str] | None
+) -> None:
+    where = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id", "job_1", "--log-dir", "logs"]
+    seen = same("--nproc-per-node", 2, *where, *words.split(), worker)
+    assert set(seen.logs) == {f"logs/job_1_<random>/attempt_0/{file}.log" for file in files}
+    assert seen.environments["1.0"]["error file"] == "attempt_0/1/error.json"
+    assert on_console in (None, seen.lines)
+    if "-t" in words:
+        assert "[default1]:err 1" in seen.lines
+        assert ("err 0" in seen.lines) or "-r" in words
+
+
+def test_the_prefix_of_a_teed_line_is_the_user_s_own(same: Same, worker: str) -> None:
+    template = "<${role_name} ${rank} ${local_rank}> "
+    words = ["--nproc-per-node", 2, "--log-dir", "logs", "--role", "trainer", "-t", 3, worker]
+    assert "[trainer1]:err 1" in same(*words).lines
+    assert "<trainer 1 1> err 1" in same(*words, env={"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": template}).lines
+    if "--log-line-prefix-template" in FLAGS:
+        assert "<trainer 1 1> err 1" in same("--log-line-prefix-template", template, *words).lines
+
+
+@pytest.mark.parametrize("tee", ["0", "3"])
+def test_only_the_ranks_asked_for_reach_the_console(same: Same, worker: str, tee: str) -> None:
+    words = ["--nproc-per-node", 3, "--log-dir", "logs", "-t", tee]
+    seen = same(*words, "--local-ranks-filter", "0,2", worker)
+    assert {line.split()[1] for line in seen.lines} == {"0", "2"}
+    assert len(seen.logs) == (6 if tee == "3" else 0), "the files have all ranks"
+
+
+def test_lines_that_match_a_filter_are_duplicated_to_a_file_of_all_ranks(same: Same, worker: str) -> None:
+    words = ["--nproc-per-node", 2, "--log-dir", "logs", "-t", 3]
+    seen = same(*words, "--duplicate-stdout-filters", "cherry,apple,, ", "--duplicate_stderr_filters=kiwi", worker)
+    logs = {Path(name).name: lines for name, lines in seen.logs.items()}
+    assert logs["filtered_stdout.log"] == ["[default0]:apple, 0", "[default1]:apple, 1"], "two commas are a comma"
+    assert logs["filtered_stderr.log"] == ["[default0]:kiwi 0", "[default1]:kiwi 1"]
+    assert len(seen.lines) == 8, "the console still has every line"
+
+
+def test_the_local_rank_is_put_into_the_script_s_name_and_arguments(same: Same, worker: str, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        (tmp_path / f"worker_{rank}.py").write_text(WORKER)
+    seen = same("--nproc-per-node", 2, tmp_path / "worker_${local_rank}.py", "--to=${local_rank}", "$HOME", "${rank}")
+    assert "out 1 of __main__ ['--to=1', '$HOME', '${rank}']" in seen.lines
+
+
+def test_a_program_that_is_not_python_gets_its_rank_and_its_arguments(same: Same, tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text('#!/bin/sh\necho "out $RANK of $WORLD_SIZE" "$@"\n')
+    program.chmod(0o755)
+    seen = same("--no-python", "--nproc-per-node", 2, program, "--to", "${local_rank}", "a b")
+    assert seen.lines == ["out 0 of 2 --to 0 a b", "out 1 of 2 --to 1 a b"]
+
+
+def test_python_exec_names_the_interpreter(same: Same, worker: str, tmp_path: Path) -> None:
+    python = tmp_path / "other-python"
+    python.write_text(f'#!/bin/sh\nOTHER="$1 $2" exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    seen = same("--nproc-per-node", 2, worker, env={"PYTHON_EXEC": str(python)})
+    assert seen.environments["1.0"]["OTHER"] == f"-u {worker}"
+    missing = _run("ddpkit", [worker], tmp_path, {"PYTHON_EXEC": "/nowhere/python"})
+    assert_one_message(missing, {2, 3}, "/nowhere/python")
+
+
+def test_python_m_ddp_kit_is_the_same_launcher(worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COMMANDS, "module", [sys.executable, "-m", "ddp_kit", "launch"])
+    seen = [_run(name, [worker], tmp_path / name, {}) for name in COMMANDS]
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_a_run_path_script_fails_as_under_torchrun(same: Same, worker: str) -> None:
+    Path(worker).write_text(WORKER + "sys.exit(0 if rank == '0' else 7)")
+    assert same("--run-path", "--start-method=fork", "--nproc-per-node", 2, worker).failed
+
+
+def test_logs_specs_a_rendezvous_and_an_event_log_handler_come_from_plugins(
+    same: Same, worker: str, plugins: dict[str, str], tmp_path: Path
+) -> None:
+    meeting = ["--rdzv-backend=meeting", "--rdzv-endpoint=corner:7", "--rdzv-id=us", "--rdzv-conf", "colour=blue"]
+    listed = ["--event-log-handler", "listed", "--logs-specs", "flat", "--log-dir", "logs"]
+    seen = same("--nproc-per-node", 2, *meeting, *listed, worker, env=plugins)
+    assert seen.environments["1.0"]["TORCHELASTIC_RUN_ID"] == "us at corner:7, blue"
+    assert seen.logs["logs/default-1.txt"] == ["apple, 1", "out 1 of __main__ []"]
+    names = {
+        launcher: [json.loads(line)["name"] for line in (tmp_path / launcher / "events.txt").read_text().splitlines()]
+        for launcher in COMMANDS
+    }
+    assert set(names["ddpkit"]) == set(names["torchrun"])
+    assert "torchelastic.worker.status.SUCCEEDED" in names["ddpkit"]
+
+
+ALL_CONF = (
+    "timeout=900,join_timeout=600,last_call_timeout=30,close_timeout=30,heartbeat_timeout=5,keep_alive_interval=5,"
+    "keep_alive_max_attempt=3,is_host=1,store_type=tcp,read_timeout=60"
+)
+
+
+@pytest.mark.parametrize("conf", [ALL_CONF, "store_type=file"])
+def test_c10d_meets_at_the_endpoint_named(same: Same, worker: str, conf: str) -> None:
+    endpoint = "store" if "file" in conf else f"localhost:{free_port()}"
+    words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id=job", "--rdzv-conf", conf]
+    assert same("--nnodes=1", "--nproc-per-node=2", *words, worker).environments["1.0"]["TORCHELASTIC_RUN_ID"] == "job"
+
+
+def test_standalone_takes_a_fresh_place_and_id_whatever_else_is_named(same: Same, worker: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        seen = same("--standalone", "--rdzv-backend=etcd", "--rdzv-endpoint", place, "--rdzv-id=mine", worker)
+    assert seen.environments["0.0"]["TORCHELASTIC_RUN_ID"] == "<id>"
+
+
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+def test_two_agents_are_one_job(worker: str, tmp_path: Path, rendezvous: str) -> None:
+    seen = {}
+    for launcher in COMMANDS:
+        port, folder = free_port(), tmp_path / launcher
+        c10d = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=two"]
+        static = [["--node-rank", rank, "--master-addr", "127.0.0.1", f"--master-port={port}"] for rank in "01"]
+        words = static if rendezvous == "static" else [c10d, c10d]
+        every = ["--nnodes=2", "--nproc-per-node=2"]
+        seen[launcher] = _seen([_start(launcher, [*every, *own, worker], folder, {}) for own in words], folder)
+        if rendezvous == "static":
+            assert seen[launcher].places == {f"127.0.0.1:{port}"}
+    assert not seen["ddpkit"].failed, seen["ddpkit"].errors
+    assert seen["ddpkit"] == seen["torchrun"]
+    places = [(env["GROUP_RANK"], env["LOCAL_RANK"]) for _, env in sorted(seen["ddpkit"].environments.items())]
+    assert places == [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")]
+
+
+def test_a_failed_group_is_started_again_until_it_ends_well(same: Same, worker: str) -> None:
+    Path(worker).write_text(WORKER + "sys.exit(7 if attempt < 2 else 0)\n")
+    words = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=job", "--log-dir=logs", "-r=1", worker]
+    seen = same("--nproc-per-node=1", "--max-restarts=3", *words)
+    assert not seen.failed
+    assert set(seen.environments) == {"0.0", "0.1", "0.2"}
+    assert set(seen.logs) == {f"logs/job_<random>/attempt_{attempt}/0/stdout.log" for attempt in range(3)}
+    given_up = same("--nproc-per-node=1", "--max-restarts=1", *words)
+    assert given_up.code == 7
+
+
+def test_a_root_cause_is_summed_up_and_handed_on_as_by_torchrun(tmp_path: Path, worker: str) -> None:
+    Path(worker).write_text(RECORDED)
+    summaries, handed_on = [], []
+    for launcher in COMMANDS:
+        own = tmp_path / f"{launcher}.json"
+        words = ["--nproc-per-node=2", worker]
+        seen = _run(launcher, words, tmp_path / launcher, {"TORCHELASTIC_ERROR_FILE": str(own)})
+        assert seen.failed
+        assert f"\n{worker} FAILED\n" in seen.errors
+        summary = re.split(r"Root Cause \(first observed failure\):\n\[\d\]:\n", seen.errors)[-1]
+        assert "traceback : Traceback (most recent call last):\n" in summary
+        assert "\n  ValueError: the root cause\n" in summary
+        summaries.append(re.sub(r"(time|error_file)( *): .*|pid: \d+", r"\1", summary[: summary.index("\n====")]))
+        error: dict[str, Any] = json.loads(own.read_text())["message"]
+        del error["extraInfo"]["timestamp"]
+        handed_on.append(error)
+    assert "ChildFailedError" not in seen.errors, "ddpkit's own frames are no help"
+    assert seen.code == 1
+    assert summaries[0] == summaries[1]
+    assert handed_on[0] == handed_on[1]
+    assert handed_on[0]["message"] == "ValueError: the root cause"
+
+
+@pytest.mark.parametrize(
+    ("number", "named"), [(signal.SIGTERM, None), (signal.SIGUSR1, "SIGTERM,SIGUSR1")], ids=["default", "named"]
+)
+def test_a_signal_to_the_launcher_reaches_every_worker(
+    worker: str, tmp_path: Path, number: signal.Signals, named: str | None
+) -> None:
+    Path(worker).write_text(WAITS)
+    seen = {}
+    for launcher in COMMANDS:
+        words = ["--nproc-per-node=2", *(["--signals-to-handle", named] if named else []), worker]
+        agent = _start(launcher, words, tmp_path / launcher, {})
+        assert agent.stdout is not None
+        before: list[str] = []
+        while before.count("waits\n") < 2:
+            before.append(agent.stdout.readline())
+            assert before[-1], agent.communicate()
+        agent.send_signal(number)
+        seen[launcher] = _seen([agent], tmp_path / launcher, "".join(before))
+    for rank in "01":
+        assert f"got {number.name} {rank}" in seen["ddpkit"].lines
+    assert seen["ddpkit"].lines == seen["torchrun"].lines
+    assert seen["ddpkit"].environments == seen["torchrun"].environments
+    assert seen["ddpkit"].failed or number is signal.SIGUSR1, "a signal that only warns lets the job end well"
+
+
+def test_a_signal_that_this_system_lacks_does_not_stop_the_job(same: Same, worker: str) -> None:
+    assert not same("--nproc-per-node=2", "--signals-to-handle", "SIGTERM,SIGNONE", worker).failed
+
+
+STUBBORN = f"""\
+{WORKER}
+import pathlib, signal
+signal.alarm(120)
+if rank == "1":
+    while not pathlib.Path("ready").exists():
+        pass
+    sys.exit(7)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path("ready").touch()
+while True:
+    signal.pause()
+"""
+
+
+def test_a_worker_that_will_not_end_is_killed_after_the_shutdown_timeout(worker: str, tmp_path: Path) -> None:
+    """In torch it is killed after 30 seconds here, whatever was asked: this test ends before."""
+    Path(worker).write_text(STUBBORN)
+    agent = _start("ddpkit", ["--nproc-per-node=2", "--shutdown-timeout=1", worker], tmp_path, {})
+    try:
+        agent.wait(timeout=25)
+    finally:
+        agent.kill()
+    seen = _seen([agent], tmp_path)
+    assert seen.code == 7
+    assert "rank 1 failed first: exit code 7" in seen.errors
+
+
+def assert_one_message(seen: Seen, codes: set[int], *said: str) -> None:
+    assert seen.code in codes, seen.errors
+    for words in said:
+        assert words in seen.errors
+    assert "Traceback" not in seen.errors
+    assert seen.errors.count("error: ") <= 1, seen.errors
+
+
+NO_ETCD = pytest.mark.skipif(importlib.util.find_spec("etcd") is not None, reason="etcd is installed here")
+
+
+@pytest.mark.parametrize(
+    ("words", "codes", "said"),
+    [
+        ("--rdzv-endpont here:1", {2}, "did you mean --rdzv-endpoint?"),
+        ("--m 1", {2}, "ambiguous option: --m"),
+        ("-m --no-python", {2}, "--no-python"),
+        ("--no-python", {2}, "train.py"),  # which is not executable
+        ("--nnodes 3:1", {2}, "max_nodes"),
+        ("--nnodes two", {2}, "two"),
+        ("--nproc-per-node lots", {2}, "lots"),
+        ("--shutdown-timeout -1", {2}, "shutdown_timeout"),
+        ("--local-ranks-filter a,b", {2}, "local_ranks_filter"),
+        ("--logs-specs nowhere", {2}, "nowhere"),
+        ("--event-log-handler nowhere", {2}, "nowhere"),
+        ("--rdzv-conf timeout", {2}, "timeout"),
+        ("--rdzv-conf join_timeout=soon --rdzv-backend c10d --rdzv-endpoint localhost:0", {2}, "soon"),
+        ("--rdzv-backend nonsense", {2, 3}, "nonsense"),
+        ("--rdzv-backend c10d --rdzv-endpoint localhost:99999", {2, 3}, "99999"),
+        ("--virtual-local-rank --nproc-per-node 2", {2}, "CUDA_VISIBLE_DEVICES"),
+        ("--nnodes 2 --rdzv-conf join_timeout=1 --rdzv-backend c10d --rdzv-endpoint localhost:PORT", {3}, "1"),
+        pytest.param("--rdzv-backend etcd --rdzv-endpoint localhost:2379", {2, 3}, "etcd", marks=NO_ETCD),
+        pytest.param("--rdzv-backend etcd-v2 --rdzv-endpoint localhost:2379", {2, 3}, "etcd", marks=NO_ETCD),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mistake_is_one_message_without_a_traceback(tmp_path: Path, words: str, codes: set[int], said: str) -> None:
+    (tmp_path / "train.py").touch()
+    words = words.replace("PORT", str(free_port()))
+    seen = _run("ddpkit", [*words.split(), "train.py"], tmp_path, {"CUDA_VISIBLE_DEVICES": "3"})
+    assert_one_message(seen, codes, said)
+
+
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+def test_who_holds_the_port_is_named(worker: str, tmp_path: Path, rendezvous: str) -> None:
+    (tmp_path / "holder.py").write_text(
+        "import signal, socket\nserver = socket.create_server(('127.0.0.1', 0))\n"
+        "print(server.getsockname()[1], flush=True)\nsignal.pause()\n"
+    )
+    with subprocess.Popen([sys.executable, tmp_path / "holder.py"], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        port = holder.stdout.readline().strip()
+        c10d = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+        words = c10d if rendezvous == "c10d" else ["--master-addr=127.0.0.1", f"--master-port={port}"]
+        agent = _start("ddpkit", ["--nproc-per-node=1", *words, worker], tmp_path, {})
+        try:
+            agent.wait(timeout=30)  # a process that is no store never answers: nobody may wait for it
+        finally:
+            agent.kill()
+            holder.kill()
+        assert_one_message(_seen([agent], tmp_path), {3}, port, str(holder.pid), "holder.py")
