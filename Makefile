@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test check unit format clean
+.PHONY: help demo test check unit format bench clean
 
 help:            ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 12
@@ -33,6 +33,11 @@ unit: $(STAMP)   ## the quick tests alone
 format: $(STAMP) ## lay the code out and fix what can be fixed by machine
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## the launch against its peers, and the rendezvous of many nodes: an hour, writes benchmarks/RESULTS.md
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt accelerate
+	$(BIN)/python benchmarks/launch.py
+	$(BIN)/python benchmarks/nodes.py
 
 clean:           ## remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist build

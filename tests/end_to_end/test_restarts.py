@@ -1,0 +1,128 @@
+"""Failures and what follows: restarts that work, and those that are not worth trying. One node; see rigs/ for more."""
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+Start = Callable[..., "subprocess.CompletedProcess[str]"]
+Script = Callable[[str], Path]
+BIN = Path(sys.executable).parent
+
+MEETS = """\
+import signal, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), dist.get_rank()
+total = torch.ones(1)
+dist.all_reduce(total)
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("flags", [(), ("--cold",)])
+def test_every_restart_after_a_kill_comes_up(
+    script: Script, ranks: int, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    kills = 3 if flags else 10
+    main = script(f"""{MEETS}
+say("there", attempt, int(total.item()))
+if attempt < {kills}:
+    if rank == attempt % {ranks}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+dist.barrier()
+""")
+    words = ["launch", *flags, "--nproc-per-node", str(ranks), "--max-restarts", str(kills), str(main)]
+    run = subprocess.run([BIN / "ddpkit", *words], capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    there = re.findall(r"there (\d+) (\d+)", run.stdout)
+    assert {total for _, total in there} == {str(ranks)}
+    assert [attempt for attempt, _ in there].count(str(kills)) == ranks
+    assert len(re.findall(rf"killed by SIGKILL .*; restart \d+ of {kills}", run.stderr)) == kills
+
+
+def test_without_restarts_left_the_last_failure_is_the_verdict(start: Start, script: Script) -> None:
+    run = start("ddpkit", 2, script("import sys\nif os.environ['RANK'] == '1': sys.exit(9)\nsay('ok')"))
+    assert run.returncode == 9
+    assert "rank 1 failed first: exit code 9" in run.stderr.splitlines()[-1]
+
+
+def launch(*words: object) -> "subprocess.CompletedProcess[str]":
+    command = [BIN / "ddpkit", "launch", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize("statement", ["import nowhere_to_be_found", "from os import nothing_like_it"])
+def test_an_import_error_at_the_top_is_shown_once_and_not_tried_again(script: Script, statement: str) -> None:
+    main = script(f"import os\n{statement}\n")
+    run = launch("--nproc-per-node", 3, "--max-restarts", 5, main)
+    assert run.returncode == 1
+    assert run.stderr.count("Traceback") == 1
+    assert "restart 1 of" not in run.stderr
+    assert "not restarted: it failed at its imports" in run.stderr
+
+
+def test_an_import_error_in_the_middle_of_the_work_is_a_failure_like_others(script: Script) -> None:
+    main = script("def work():\n    import nowhere_to_be_found\nwork()\n")
+    run = launch("--nproc-per-node", 1, "--max-restarts", 1, main)
+    assert run.returncode == 1
+    assert run.stderr.count("Traceback") == 2
+    assert "restart 1 of 1" in run.stderr
+
+
+def test_a_script_that_always_fails_is_left_before_its_restarts_are_used_up(script: Script) -> None:
+    run = launch("--nproc-per-node", 1, "--max-restarts", 50, script("raise ValueError('always')"))
+    assert run.returncode == 1
+    assert run.stderr.count("ValueError: always\n  ") == 1  # the verdict, with its note
+    assert "not restarted again: the same failure 6 times in a row, without progress" in run.stderr
+
+
+def test_a_script_that_mends_itself_is_restarted_as_often_as_allowed(script: Script) -> None:
+    main = script("attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\nassert attempt == 4, attempt\nsay('done')")
+    run = launch("--nproc-per-node", 1, "--max-restarts", 4, main)
+    assert (run.returncode, run.stdout) == (0, "done\n"), run.stderr
+
+
+@pytest.mark.parametrize("flags", [(), ("-m",)])
+def test_no_worker_outlives_a_launcher_that_is_killed(script: Script, flags: tuple[str, ...], tmp_path: Path) -> None:
+    main = script(
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); say(os.getpid())\nwhile True: signal.pause()"
+    )
+    words = [*flags, main.stem if flags else str(main)]
+    command = [str(BIN / "ddpkit"), "launch", "--nproc-per-node", "3", *words]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=tmp_path
+    ) as launcher:
+        assert launcher.stdout is not None
+        workers = [os.pidfd_open(int(launcher.stdout.readline())) for _ in range(3)]
+        launcher.send_signal(signal.SIGKILL)
+        for worker in workers:
+            assert select.select([worker], [], [], 60)[0], "it is still there"
+            os.close(worker)
+
+
+def test_a_second_interrupt_ends_workers_that_ignore_the_first_at_once(script: Script) -> None:
+    main = script(
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); say(os.getpid())\nwhile True: signal.pause()"
+    )
+    command = [str(BIN / "ddpkit"), "launch", "--nproc-per-node", "2", "--shutdown-timeout", "3000", str(main)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        workers = [os.pidfd_open(int(launcher.stdout.readline())) for _ in range(2)]
+        launcher.send_signal(signal.SIGINT)
+        assert not select.select(workers, [], [], 0.5)[0], "they have their grace"
+        launcher.send_signal(signal.SIGINT)
+        _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 130
+    assert "stopped by SIGINT" in errors
+    for worker in workers:
+        os.close(worker)

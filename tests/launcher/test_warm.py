@@ -1,0 +1,144 @@
+"""The warm server and its line to the launcher; with a real server where one is needed."""
+
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddp_kit.launcher.warm import script
+from ddp_kit.launcher.warm.client import Fork, WarmServer
+from ddp_kit.launcher.warm.messages import Channel, ClosedError, Ended, Program, Start, Started
+
+
+def a_program(path: Path | str, *arguments: str, module: bool = False) -> Program:
+    return Program(sys.executable, str(path), arguments, module)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Start(1, a_program("train.py", "--lr", "0.1"), {"A": "1", "ODD": "\udcff"}, "out", "err", (0, 2)),
+        Started(2, 4711, "why not"),
+        Ended(3, -9),
+    ],
+)
+def test_messages_arrive_as_they_were_sent(message: Start | Started | Ended) -> None:
+    one, other = map(Channel, socket.socketpair())
+    one.send(message)
+    assert list(other.receive()) == [message]
+    one.close()
+    with pytest.raises(ClosedError):
+        list(other.receive())
+    other.close()
+
+
+def test_messages_of_any_size_and_in_any_pieces_are_put_together() -> None:
+    ends = socket.socketpair()
+    ends[0].setblocking(False)
+    reader = Channel(ends[1])
+    words = {"LARGE": "x" * 300_000}
+    sent = [Start(number, a_program("train.py"), words) for number in range(3)]
+    pipe = socket.socketpair()
+    got: list[object] = []
+    child = os.fork()
+    if child == 0:
+        ends[0].setblocking(True)
+        writer = Channel(ends[0])
+        for message in sent:
+            writer.send(message)
+        os._exit(0)
+    while len(got) < 3:
+        got += reader.receive()
+    os.waitpid(child, 0)
+    assert got == sent
+    for end in (*ends, *pipe):
+        end.close()
+
+
+def test_a_program_s_words_are_those_that_python_would_be_given() -> None:
+    assert a_program("a b.py", "x").words == (sys.executable, "-u", "a b.py", "x")
+    assert a_program("pack.age", module=True).words == (sys.executable, "-u", "-m", "pack.age")
+
+
+def test_files_that_hide_modules_which_torch_imports_are_an_obstacle(tmp_path: Path) -> None:
+    main = tmp_path / "train.py"
+    main.touch()
+    assert script.obstacle(a_program(main), frozenset(["queue", "json"])) == ""
+    (tmp_path / "json").mkdir()  # a folder of data, not a package
+    assert script.obstacle(a_program(main), frozenset(["queue", "json"])) == ""
+    (tmp_path / "queue.py").touch()
+    assert "queue.py" in script.obstacle(a_program(main), frozenset(["queue", "json"]))
+
+
+def test_what_is_no_python_file_is_an_obstacle(tmp_path: Path) -> None:
+    (tmp_path / "train").touch()
+    assert "not a .py file" in script.obstacle(a_program(tmp_path / "train"), frozenset())
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[WarmServer]:
+    warm = WarmServer(["x" * 200], os.environ)
+    yield warm
+    warm.close()
+
+
+def started(server: WarmServer, worker: Fork) -> Fork:
+    while not worker.answered:
+        server.pump(timeout=None)
+    return worker
+
+
+def gone(pid: int) -> None:
+    """Wait for a process that is not our child; the test's own time limit ends a wait in vain."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    select.select([descriptor], [], [])
+    os.close(descriptor)
+
+
+@pytest.mark.slow
+def test_a_worker_is_forked_runs_and_its_end_is_told(server: WarmServer, tmp_path: Path) -> None:
+    main = tmp_path / "train.py"
+    main.write_text("import os, sys; print(sys.argv[1:], os.environ['MINE']); sys.exit(3)")
+    out = tmp_path / "out.txt"
+    worker = started(server, server.fork(a_program(main, "a", "b"), {**os.environ, "MINE": "7"}, stdout=str(out)))
+    assert (worker.refusal, worker.wait(60)) == ("", 3)
+    assert out.read_text() == "['a', 'b'] 7\n"
+
+
+@pytest.mark.slow
+def test_workers_show_their_own_words_to_ps(server: WarmServer, tmp_path: Path) -> None:
+    main = tmp_path / "train.py"
+    main.write_text("import signal; signal.pause()")
+    os.mkfifo(tmp_path / "ready")
+    main.write_text("import signal, sys\nopen(sys.argv[1], 'w').close()\nsignal.pause()")
+    worker = started(server, server.fork(a_program(main, str(tmp_path / "ready")), os.environ))
+    (tmp_path / "ready").read_text()
+    assert psutil.Process(worker.pid).cmdline() == [sys.executable, "-u", str(main), str(tmp_path / "ready")]
+
+
+@pytest.mark.slow
+def test_an_environment_that_imports_would_read_differently_is_refused(server: WarmServer, tmp_path: Path) -> None:
+    main = tmp_path / "train.py"
+    main.touch()
+    worker = started(server, server.fork(a_program(main), {**os.environ, "MKL_NUM_THREADS": "3"}))
+    assert "MKL_NUM_THREADS" in worker.refusal
+
+
+@pytest.mark.slow
+def test_workers_die_with_the_server_and_the_launcher_knows(server: WarmServer, tmp_path: Path) -> None:
+    main = tmp_path / "train.py"
+    main.write_text("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: signal.pause()")
+    worker = started(server, server.fork(a_program(main), os.environ))
+    os.kill(server._process.pid, signal.SIGKILL)
+    assert worker.wait(60) == -signal.SIGKILL
+    gone(worker.pid)
+    assert started(server, server.fork(a_program(main), os.environ)).refusal, "and from then on it is said"
