@@ -1,5 +1,6 @@
 """The agent: one per node. It acts on the job's orders and reports how its workers are."""
 
+import os
 import socket
 from collections.abc import Callable
 from string import Template
@@ -25,6 +26,8 @@ from ddp_kit.launcher.warm.client import WarmServer
 from ddp_kit.launcher.warm.messages import Program
 
 _CONNECTIONS = 2  # of each worker to its store
+_TELLS_OF_ENDS = hasattr(os, "pidfd_open")  # Linux; elsewhere the agent looks for itself
+_POLL_SECONDS = 0.1
 
 
 class Link(Protocol):
@@ -169,7 +172,7 @@ class Agent(LocalElasticAgent):
     def _sleep(self) -> None:
         """Until something happens: an item in the inbox, or the end of a worker."""
         watched = self._pcontext.watched() if isinstance(self._pcontext, Workers) and self._running else ()
-        self._inbox.wait(self._link.pulse, watched)
+        self._inbox.wait(self._link.pulse if _TELLS_OF_ENDS else _POLL_SECONDS, watched)
         self._link.check()
 
     def _place(self, order: Placed) -> None:

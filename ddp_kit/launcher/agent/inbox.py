@@ -63,6 +63,8 @@ class Inbox:
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
+        self.signals = 0
+        """How many have come."""
         self._read_end, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def fileno(self) -> int:
@@ -96,6 +98,7 @@ class Inbox:
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         """A signal handler: it only enqueues, the loop acts."""
+        self.signals += 1
         self.put(Signalled(signal.Signals(number)))
 
     def close(self) -> None:

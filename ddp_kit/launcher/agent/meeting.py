@@ -192,10 +192,10 @@ class Meeting:
             deadline = time.monotonic() + _FAREWELL_SECONDS
             while not self._coordinator.deserted(self._number) and time.monotonic() < deadline:
                 self._inbox.wait(self._beat_seconds)
-                if self._inbox.take_signal() is not None:
-                    break
                 while self._inbox.take() is not None:
                     pass
+                if self._inbox.signals > 1:
+                    break
             self._coordinator.close()
         if self._listening is not None:
             self._listening.close()

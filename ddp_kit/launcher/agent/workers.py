@@ -12,15 +12,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 from torch.numa import binding
 
-from ddp_kit.errors import LaunchError
+from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher.agent.inbox import Inbox, wait_readable
 from ddp_kit.launcher.warm.client import Fork, WarmServer
 from ddp_kit.launcher.warm.messages import Program
 
 _SIGNAL_LOOK_SECONDS = 0.05
-_UNKILLABLE_SECONDS = (
-    5.0  # a process in the kernel's uninterruptible sleep outlives SIGKILL; the launcher does not wait
-)
+# In the kernel's uninterruptible sleep a process outlives SIGKILL; the launcher does not wait for it.
+_UNKILLABLE_SECONDS = 5.0
 
 
 class Workers(SubprocessContext):
@@ -88,10 +87,8 @@ class Workers(SubprocessContext):
             while not fork.answered and self._warm is not None:
                 wait_readable([self._warm], _SIGNAL_LOOK_SECONDS)
                 self._warm.pump()
-                stopped = self._inbox.take_signal()
-                if stopped is not None:
-                    self._inbox.put(stopped)  # the agent's loop acts on it; it ends the server, and with it the forks
-                    return False
+                if self._inbox.signals:
+                    return False  # the agent's loop acts on it; it ends the server, and with it the forks
         return True
 
     def _start_cold(self, local_rank: int) -> None:
@@ -161,14 +158,14 @@ class Workers(SubprocessContext):
         super().close(death_sig, self._grace if timeout is None else timeout)  # type: ignore[arg-type]
 
     def _close(self, death_sig: signal.Signals, timeout: float = 30) -> None:
-        """Send `death_sig`; after `timeout` seconds, or at a further signal to the launcher, SIGKILL."""
+        """Send `death_sig`; after `timeout` seconds, or at the second signal to the launcher, SIGKILL."""
         if not self.subprocess_handlers:
             return
         self._note_ends()
         self._told |= self._running_local_ranks
         self._signal(death_sig)
         deadline = time.monotonic() + timeout
-        while self._running_local_ranks and time.monotonic() < deadline and self._inbox.take_signal() is None:
+        while self._running_local_ranks and time.monotonic() < deadline and self._inbox.signals < 2:
             self._wait_for_ends(deadline - time.monotonic())
         self._signal(signal.SIGKILL)
         deadline = time.monotonic() + max(timeout, _UNKILLABLE_SECONDS)
@@ -205,6 +202,10 @@ def _cpus(local_rank: int, numa_options: Any) -> tuple[int, ...]:
     """The cores that --numa-binding gives this rank; empty without it."""
     if numa_options is None:
         return ()
-    return tuple(
-        sorted(binding._get_validated_logical_cpus_to_bind_to(gpu_index=local_rank, numa_options=numa_options))
-    )
+    try:
+        cpus = binding._get_validated_logical_cpus_to_bind_to(gpu_index=local_rank, numa_options=numa_options)
+    except Exception as error:  # whatever the machine does not tell torch
+        raise UsageError(
+            f"--numa-binding cannot be had on this machine: {error}", "leave it out, or install numactl"
+        ) from None
+    return tuple(sorted(cpus))
