@@ -99,7 +99,8 @@ def _run_module(program: Program) -> None:
 def _new_main() -> ModuleType:
     main = ModuleType("__main__")
     vars(main).update(__builtins__=builtins, __annotations__={})
-    sys.modules["__main__"] = main
+    # Where multiprocessing, imported by the server, has taken the server's own main module for the one to pickle by.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     return main
 
 

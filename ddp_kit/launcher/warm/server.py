@@ -15,6 +15,7 @@ from collections.abc import Callable
 from importlib import import_module
 from multiprocessing import current_process
 from pathlib import Path
+from threading import main_thread
 
 from ddp_kit.contract import IMPORT_TIME_VARIABLES, THREADS
 from ddp_kit.launcher.warm import script
@@ -140,6 +141,7 @@ def _set_up(start: Start) -> None:
         del os.environ[name]
     os.environ.update(start.env)
     _reseed()
+    main_thread()._set_native_id()  # type: ignore[attr-defined]  # Python 3.11 leaves it at the parent's
     script.set_title(start.program)
 
 
@@ -147,7 +149,7 @@ def _set_threads(words: str) -> None:
     """torch's and BLAS's threads as they would be in a fresh process: this one's BLAS was held to a single thread."""
     torch = sys.modules["torch"]
     threads = int(words) if words.isdecimal() and int(words) > 0 else 0
-    if threads:
+    if threads and threads != torch.get_num_threads():  # a needless call changes how many threads later ones start
         torch.set_num_threads(threads)
     if threads != 1:
         limits: Callable[..., object] = import_module("threadpoolctl").threadpool_limits
@@ -158,5 +160,6 @@ def _reseed() -> None:
     random.seed()
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy.random" in sys.modules:
-        numpy.random.seed()  # torch's own seed is a constant until the script sets one
+        numpy.random.seed()
+    sys.modules["torch"].default_generator.seed()
     current_process().authkey = os.urandom(32)

@@ -1,0 +1,1 @@
+"""A module beside the one that is run."""

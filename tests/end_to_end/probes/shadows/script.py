@@ -1,0 +1,15 @@
+"""A script beside which lie modules that have the names of others: it imports those beside it."""
+
+import json
+import queue
+import sys
+
+import typing_extensions
+import utils
+
+print(
+    json.dumps(
+        {module.__name__: [module.__file__, module.MARK] for module in (queue, typing_extensions, utils)}
+        | {"path": sys.path}
+    )
+)
