@@ -22,6 +22,9 @@ from ddp_kit.launcher.warm import script
 from ddp_kit.launcher.warm.messages import Channel, ClosedError, Ended, Program, Start, Started
 
 _PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel")
+# What DistributedDataParallel and optimizers import when the first one is made; too long to let the first start wait.
+_PRELOADED_WHEN_IDLE = ("torch._dynamo",)
+_IDLE_SECONDS = 5.0
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 
 
@@ -31,15 +34,15 @@ def main(descriptor: int, hidden: tuple[str, ...]) -> None:
     `hidden`: variables that were set for this server alone.
     """
     channel = Channel(socket.socket(fileno=descriptor))
-    server = _Server(channel, hidden, _preload())
+    server = _Server(channel, hidden, _preload(_PRELOADED))
     program = server.serve()
     script.become(program)
 
 
-def _preload() -> str:
-    """Import what every worker needs; returns why that cannot be."""
+def _preload(names: tuple[str, ...]) -> str:
+    """Import what workers need; returns why that cannot be."""
     try:
-        for name in _PRELOADED:
+        for name in names:
             import_module(name)
     except BaseException as error:  # the worker, started cold, will show it
         return f"torch cannot be imported here ({type(error).__name__}: {error})"
@@ -54,13 +57,18 @@ class _Server:
         self._broken = broken
         self._env = {name: value for name, value in os.environ.items() if name not in hidden}
         self._running: dict[int, tuple[int, int]] = {}  # pidfd -> worker's number, pid
-        self._modules = frozenset(name for name in sys.modules if "." not in name)
+        self._modules = _top_level_modules()
 
     def serve(self) -> Program:
         """Fork workers and report their ends; returns in the workers only."""
+        idle: float | None = _IDLE_SECONDS
         try:
             while True:
-                ready, _, _ = select.select([self._channel.fileno(), *self._running], [], [])
+                ready, _, _ = select.select([self._channel.fileno(), *self._running], [], [], idle)
+                if not ready:
+                    idle = None
+                    _preload(_PRELOADED_WHEN_IDLE)  # restarts find it there; where it cannot be had, they do without
+                    self._modules = _top_level_modules()
                 for pidfd in self._running.keys() & ready:
                     self._report_end(pidfd)
                 if self._channel.fileno() in ready:
@@ -118,6 +126,10 @@ class _Server:
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
         self._channel.send(Ended(number, os.waitstatus_to_exitcode(status)))
+
+
+def _top_level_modules() -> frozenset[str]:
+    return frozenset(name for name in sys.modules if "." not in name)
 
 
 def _points_to(link: Path, beginning: str) -> bool:
