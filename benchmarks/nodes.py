@@ -75,7 +75,7 @@ def a_node(total: int, port: int, hosts: bool) -> tuple[CountedMeeting, Inbox]:
     inbox = Inbox()
     limits = Limits(min_nodes=total, max_nodes=total, max_restarts=1, silence=SILENCE)
     node = Node(number=0, host="simulated", processes=8, address="127.0.0.1")
-    return CountedMeeting(node, limits, inbox, print, ("127.0.0.1", port), "simulation", hosts), inbox
+    return CountedMeeting(node, limits, inbox, print, ("127.0.0.1", port), "simulation", 0.0, hosts), inbox
 
 
 def play(total: int, port: int, own: int, hosts: bool) -> None:

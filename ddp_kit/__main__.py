@@ -1,8 +1,6 @@
 """`python -m ddp_kit` is the command `ddpkit`."""
 
-import sys
-
-from ddp_kit.launcher.cli import main
+from ddp_kit.launcher.cli import entry
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

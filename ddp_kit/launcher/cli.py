@@ -1,13 +1,15 @@
 """The command `ddpkit`: parse, call, exit code. Importing this imports neither torch nor NVML."""
 
 import argparse
+import logging
 import os
 import signal
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NoReturn
 
 from ddp_kit import __version__
 from ddp_kit.contract import PYTHON, QUIET_IMPORT, ExitCode
@@ -38,18 +40,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     command = parser.parse_args(words[:1]).command  # what follows belongs to the command
     # Until the agent has handlers of its own; raised rather than fatal, so that what was made is cleaned up.
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
-        signal.signal(signal.SIGTERM, _stop)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _StoppedError.handler)
     try:
         return _command(command)(words[1:])
-    except KeyboardInterrupt:
-        return _stopped(signal.SIGINT)
-    except _StoppedError:
-        return _stopped(signal.SIGTERM)
+    except _StoppedError as stopped:
+        _say(f"stopped by {stopped.by.name}")
+        return ExitCode.of_signal(stopped.by)
     except UsageError as error:
         return _report(error, ExitCode.USAGE)
     except DdpKitError as error:
         return _report(error, ExitCode.LAUNCH_FAILED)
+
+
+def entry() -> NoReturn:
+    """The command as a process: end with the exit code as soon as all is said.
+
+    Python's own way out would wait for torch's threads, or meet one that wakes up meanwhile: torch then aborts.
+    """
+    code = main()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
 
 
 def launch(words: Sequence[str]) -> int:
@@ -57,11 +74,14 @@ def launch(words: Sequence[str]) -> int:
     # Imported here: the agent imports torch, which only this command should pay for.
     from ddp_kit.launcher.warm.client import WarmServer
 
+    _open_standard_streams()
     # First of all, so that it imports torch while this process does.
     warm = WarmServer(words, os.environ) if _may_start_warm(words) else None
     try:
         with _import_quietly():
             from ddp_kit.launcher import agent
+        if _StoppedError.latest is not None:
+            raise _StoppedError.latest
         from ddp_kit.launcher import devices, plan, spec, verdict
 
         asked = spec.parse(words, agent.torchrun_parser(), os.environ)
@@ -76,6 +96,15 @@ def launch(words: Sequence[str]) -> int:
     if judgement.text:
         _say(judgement.text)
     return judgement.exit_code
+
+
+def _open_standard_streams() -> None:
+    """Whoever closed one wants to hear nothing; the next socket of this process shall not take its number."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
 
 
 def _may_start_warm(words: Sequence[str]) -> bool:
@@ -95,7 +124,8 @@ def _import_quietly() -> Iterator[None]:
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(f"ddpkit: {line}\n")
+    with suppress(OSError, ValueError, AttributeError):  # nobody reads it; that is no reason to end a job
+        sys.stderr.write(f"ddpkit: {line}\n")
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"launch": launch}
@@ -110,16 +140,20 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
 
 
 class _StoppedError(BaseException):
-    """SIGTERM came before the job was up."""
+    """A signal came before the job was up."""
 
+    latest: "_StoppedError | None" = None
+    """torch's import takes NumPy's for failed, and goes on, where this is raised in the middle of it."""
 
-def _stop(_number: int, _frame: FrameType | None) -> None:
-    raise _StoppedError
+    def __init__(self, by: signal.Signals) -> None:
+        super().__init__(by)
+        self.by = by
 
-
-def _stopped(by: signal.Signals) -> int:
-    _say(f"stopped by {by.name}")
-    return ExitCode.of_signal(by)
+    @classmethod
+    def handler(cls, number: int, _frame: FrameType | None) -> None:
+        """Handle a signal."""
+        cls.latest = cls(signal.Signals(number))
+        raise cls.latest
 
 
 def _report(error: DdpKitError, code: ExitCode) -> int:

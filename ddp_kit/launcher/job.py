@@ -65,6 +65,8 @@ class State(Enum):
 
     DONE = auto()
     """All ended well."""
+    FAILING = auto()
+    """At least one failed; the others are being stopped, which may take their whole grace."""
     FAILED = auto()
     """At least one failed; the others were stopped."""
     STOPPED = auto()
@@ -145,7 +147,9 @@ class _Round:
     down: set[int] = field(default_factory=set)
     failures: list[Failure] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-    newcomers: bool = False
+    failing: bool = False
+    ordered: bool = False
+    """Whether the job itself stopped it for the sake of a newcomer; what fails then does so in consequence."""
 
 
 class Job:
@@ -162,6 +166,7 @@ class Job:
         self._restarts = 0
         self._same: list[tuple[int, int, str]] = []  # the latest failures without progress, all alike
         self._left_by = 0
+        self._outcome = Outcome()
 
     @property
     def ended(self) -> bool:
@@ -174,16 +179,18 @@ class Job:
         return tuple(self._nodes)
 
     def joined(self, node: Node, now: float) -> list[Order]:
-        """A node is there."""
+        """A node is there. One that comes after the end is told how it was."""
+        if self._phase is _Phase.ENDED:
+            return [End(self._outcome)]
         twin = next(
             (other for other in self._nodes.values() if node.rank is not None and other.rank == node.rank), None
         )
-        if self._phase is _Phase.GATHERING:
-            problem = self._misfit(node, twin)
-            if problem:
-                return self._end(Outcome(lost=problem, started=False))
-        elif twin is not None:  # a replacement that came before its predecessor's silence was noticed
+        if twin is not None and (self._phase is not _Phase.GATHERING or twin.host == node.host):
+            # A replacement that came before its predecessor's silence was noticed.
             self._lose(twin.number, f"{twin.host} was replaced")
+            twin = None
+        if self._phase is _Phase.GATHERING and (problem := self._misfit(node, twin)):
+            return self._end(Outcome(lost=problem, started=False))
         self._nodes[node.number] = node
         self._heard[node.number] = now
         if self._phase is _Phase.GATHERING:
@@ -210,7 +217,12 @@ class Job:
         self._heard[report.node] = now
         if report.state is State.LEFT:
             self._left_by = report.signal
-            self._lose(report.node, f"{self._nodes[report.node].host} left the job")
+            why = f"{self._nodes[report.node].host} left the job"
+            self._lose(report.node, why)
+            if self._phase is _Phase.GATHERING and report.node == HOST:
+                return self._end(Outcome(lost=why, stopped_by=report.signal, started=False))
+        elif report.round == self._round.number and report.state is State.FAILING:
+            self._round.failing = True
         elif report.round == self._round.number:
             self._nodes[report.node] = replace(self._nodes[report.node], port=report.port)
             self._round.failures += report.failures
@@ -232,7 +244,7 @@ class Job:
 
     def _gather(self, now: float) -> list[Order]:
         limits, here = self._limits, len(self._nodes)
-        if here < limits.min_nodes:
+        if here < limits.min_nodes or HOST not in self._nodes:
             self._enough_since = None
             if now - self._began > limits.join:
                 wanted = f"{limits.min_nodes} nodes" if limits.min_nodes > 1 else "the node"
@@ -250,8 +262,9 @@ class Job:
         if self._phase is _Phase.RUNNING:
             members = set(self._round.members) & set(self._nodes)
             room = len(self._nodes) > len(members) and len(members) < self._limits.max_nodes
-            self._round.newcomers = room and not self._round.done
-            if self._round.lost or self._round.down or self._round.newcomers:
+            disturbed = bool(self._round.lost or self._round.down or self._round.failing)
+            self._round.ordered = room and not self._round.done and not disturbed
+            if disturbed or self._round.ordered:
                 self._phase = _Phase.STOPPING
                 after = self._decide()
                 return after if after is not None else [Stop(self._round.number)]
@@ -272,8 +285,10 @@ class Job:
             return self._end(Outcome(lost=what, stopped_by=self._left_by))
         if round_.lost:
             return self._go("; ".join(round_.lost))
+        if round_.ordered:
+            return self._go("a node joined")
         if all(failure.told for failure in round_.failures):
-            return self._go("a node joined" if round_.newcomers else "the round was stopped")
+            return self._go("the round was stopped")
         return self._after_failure(tuple(round_.failures))
 
     def _after_failure(self, failures: tuple[Failure, ...]) -> list[Order]:
@@ -295,6 +310,7 @@ class Job:
         return self._go(f"{first}; restart {self._restarts} of {self._limits.max_restarts}")
 
     def _go(self, why: str) -> list[Order]:
+        self._left_by = 0
         places = sorted(self._nodes.values(), key=lambda node: (node.rank is None, node.rank, node.number))
         members = places[: self._limits.max_nodes]
         self._phase = _Phase.RUNNING
@@ -325,5 +341,5 @@ class Job:
         return seats
 
     def _end(self, outcome: Outcome) -> list[Order]:
-        self._phase = _Phase.ENDED
+        self._phase, self._outcome = _Phase.ENDED, outcome
         return [End(outcome)]

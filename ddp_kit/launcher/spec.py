@@ -93,7 +93,7 @@ def _split(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[
     """
     actions = {flag: action for action in parser._actions for flag in action.option_strings}
     position = 0
-    while position < len(words) and words[position].startswith("-") and words[position] != "--":
+    while position < len(words) and words[position].startswith("-") and words[position] not in ("--", "-"):
         position += 2 if _takes_the_next_word(words[position], actions) else 1
     own, rest = list(words[:position]), list(words[position:])
     script, arguments = _without_dashes(rest)[:1], _without_dashes(rest)[1:]
@@ -124,12 +124,19 @@ def check_script(spec: LaunchSpec, env: Mapping[str, str]) -> None:
     script = spec.script
     if not spec.torchrun["no_python"] and PYTHON in env and shutil.which(env[PYTHON]) is None:
         raise UsageError(f"there is no interpreter {env[PYTHON]!r}", f"check {PYTHON}, or unset it")
-    if spec.torchrun["module"] or "${" in script:
+    if spec.torchrun["module"] or "${" in script or script == "-":  # the last: python reads it from standard input
         return
     if spec.torchrun["no_python"]:
         if shutil.which(script) is None:
             raise UsageError(f"there is no program {script!r} to run", "check its path, or leave out --no-python")
         return
+    try:
+        _check_file(script)
+    except OSError as error:
+        raise UsageError(f"the script {script!r} cannot be read: {error.strerror}", "check its permissions") from None
+
+
+def _check_file(script: str) -> None:
     path = Path(script)
     if not script or not path.exists():
         where = "" if path.is_absolute() else f" in {Path.cwd()}"

@@ -48,13 +48,13 @@ WARM_IS_NOT_COLD: dict[str, str] = {
     "ends: stacks/stderr": "the script is called from the server's code",
     "ends: too deep/stderr": "the script is called from the server's code, in five frames of the thousand",
     "*/*.command line of ps": "the words are those of python, but the kernel gives them with blanks in between",
-    "*/*.dies with its parent": "the kernel ends the workers of a launcher that was killed",
     "*/drawn.hash of a word": "all ranks have the server's hash seed, as with PYTHONHASHSEED",
     "*/launcher": "the last line names the exception; where a script cannot be warm, a line says why",
 }
 
 # Where any worker may differ from plain python.
 WORKER_IS_NOT_PYTHON: dict[str, str] = {
+    "*/*.dies with its parent": "the kernel ends the workers of a launcher that was killed",
     "*environment.*RANK": "the place in the job, as torchrun gives it",
     "*environment.*WORLD_SIZE": "the place in the job, as torchrun gives it",
     "*environment.ROLE_NAME": "the place in the job, as torchrun gives it",

@@ -34,4 +34,4 @@ def test_it_holds_every_module_the_types_and_the_licence(wheel: zipfile.ZipFile)
 
 def test_it_brings_the_command(wheel: zipfile.ZipFile) -> None:
     (entry_points,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
-    assert "ddpkit = ddp_kit.launcher.cli:main" in wheel.read(entry_points).decode()
+    assert "ddpkit = ddp_kit.launcher.cli:entry" in wheel.read(entry_points).decode()

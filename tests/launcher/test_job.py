@@ -216,6 +216,62 @@ def test_kills_from_outside_and_failures_after_progress_are_no_crash_loop(harmle
     assert last == Stop(50)
 
 
+def test_what_fails_because_a_newcomer_was_let_in_is_no_failure() -> None:
+    machine, _ = job(Limits(min_nodes=2, max_nodes=3), node(0), node(1))
+    for number in (0, 1):
+        machine.heard(number, 30.0)
+    machine.tick(30.0)
+    assert machine.joined(node(2), 31.0) == [Stop(0)]
+    assert not machine.reported(report(0, State.STOPPED, failure(0, told=True)), 31.1)
+    go = the_go(
+        machine.reported(report(1, State.FAILED, failure(2)), 31.2)
+    )  # its peer had been stopped a moment before
+    assert (go.seats.keys(), go.seats[0].restarts) == ({0, 1, 2}, 0)
+
+
+def test_others_are_stopped_as_soon_as_a_node_is_failing_not_when_it_has_failed() -> None:
+    machine, _ = job(TWO, node(0), node(1))
+    assert machine.reported(report(1, State.FAILING), 1.0) == [Stop(0)]
+    assert not machine.reported(report(0, State.STOPPED, failure(0, told=True)), 1.1)
+    outcome = the_end(machine.reported(report(1, State.FAILED, failure(2)), 5.0))
+    assert [each.rank for each in outcome.failures] == [0, 2]
+
+
+def test_a_host_that_leaves_while_nodes_gather_tells_them() -> None:
+    machine, _ = job(TWO, node(0))
+    outcome = the_end(machine.reported(Report(0, -1, State.LEFT, signal=signal.SIGTERM), 1.0))
+    assert (outcome.lost, outcome.stopped_by, outcome.started) == ("h0 left the job", signal.SIGTERM, False)
+
+
+def test_no_round_starts_before_the_host_is_there() -> None:
+    machine, orders = job(ELASTIC, node(1), node(2))
+    assert not orders
+    assert 0 in the_go(machine.joined(node(0), 1.0)).seats
+
+
+def test_a_node_that_comes_after_the_end_is_told_how_it_was() -> None:
+    machine, _ = job(Limits(), node(0))
+    machine.reported(report(0, State.DONE), 1.0)
+    assert the_end(machine.joined(node(1), 2.0)) == Outcome()
+    assert machine.alive == (0,)
+
+
+def test_a_node_started_again_while_others_gather_takes_its_own_place() -> None:
+    machine, _ = job(Limits(min_nodes=3, max_nodes=3), node(0, rank=0), node(1, rank=1, host="h1"))
+    assert not machine.joined(node(2, rank=1, host="h1"), 1.0)
+    assert machine.alive == (0, 2)
+
+
+def test_a_signal_of_long_ago_does_not_colour_a_later_loss() -> None:
+    machine, _ = job(Limits(min_nodes=2, max_nodes=3), node(0), node(1), node(2))
+    machine.reported(Report(2, 0, State.LEFT, signal=signal.SIGTERM), 1.0)
+    machine.reported(report(0, State.STOPPED), 1.1)
+    machine.reported(report(1, State.STOPPED), 1.1)
+    machine.heard(0, 5.0)
+    machine.tick(5.0)
+    assert the_end(machine.reported(report(0, State.STOPPED, round=1), 5.1)).stopped_by == 0
+
+
 def test_old_news_changes_nothing() -> None:
     machine, _ = job(Limits(max_restarts=2), node(0))
     the_go(machine.reported(report(0, State.FAILED, failure()), 1.0))

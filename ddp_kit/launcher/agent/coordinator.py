@@ -20,6 +20,8 @@ ORDERS = "ddpkit/orders"
 ORDER = "ddpkit/order/{number}"
 SEAT = "ddpkit/seat/{round}/{node}"
 BEAT = "ddpkit/beat/{node}"
+# In the place of a seat, for a node that is no more part of the job; null is for one that waits for a place.
+LOST = "lost"
 
 _FOREVER = timedelta(days=7)
 
@@ -38,6 +40,7 @@ class Coordinator:
         self._beats: dict[int, bytes] = {}
         self._known = 0  # one more than the highest number of a node that joined
         self._orders = 0
+        self._latecomers: set[int] = set()  # after the end
         self._gone: set[int] = set()  # those that know how the job ended
 
     def start(self) -> None:
@@ -67,13 +70,16 @@ class Coordinator:
     def _follow(self, event: dict[str, Any], now: float) -> list[Order]:
         if "bye" in event:
             self._gone.add(event["bye"])
-            return []
+            early = not self._job.ended  # something went wrong there
+            return self._job.reported(Report(event["bye"], -1, State.LEFT), now) if early else []
         if "report" in event:
             fields = event["report"]
             failures = tuple(Failure(**failure) for failure in fields.pop("failures"))
             return self._job.reported(Report(**{**fields, "state": State[fields["state"]], "failures": failures}), now)
         node = Node(**event["joined"])
         self._known = max(self._known, node.number + 1)
+        if self._job.ended:
+            self._latecomers.add(node.number)
         return self._job.joined(node, now)
 
     def _watch(self) -> None:
@@ -95,13 +101,18 @@ class Coordinator:
             if isinstance(order, Go):
                 number = next(iter(order.seats.values())).round
                 keys = [SEAT.format(round=number, node=node) for node in range(self._known)]
-                seats = [order.seats.get(node) for node in range(self._known)]
-                self._store.multi_set(keys, [json.dumps(asdict(seat) if seat else None) for seat in seats])
+                self._store.multi_set(keys, [json.dumps(self._seat(order, node)) for node in range(self._known)])
                 self._write({"go": number, "nodes": self._known, "why": order.why})
             elif isinstance(order, Stop):
                 self._write({"stop": order.round})
             elif isinstance(order, End):
-                self._write({"end": asdict(order.outcome)})
+                lost = sorted(set(range(self._known)).difference(self._job.alive, self._latecomers))
+                self._write({"end": asdict(order.outcome), "lost": lost})
+
+    def _seat(self, order: Go, node: int) -> Any:
+        if node in order.seats:
+            return asdict(order.seats[node])
+        return None if node in self._job.alive else LOST
 
     def _write(self, order: dict[str, Any]) -> None:
         self._store.set(ORDER.format(number=self._orders), json.dumps(order))

@@ -16,9 +16,9 @@ from torch.distributed.elastic.utils import macros
 
 from ddp_kit import contract
 from ddp_kit.contract import NOTE_AT_START, NOTE_MARK, JobEnv, WorkerEnv
-from ddp_kit.errors import UsageError
+from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher.agent.inbox import Cut, Inbox, Placed, Signalled
-from ddp_kit.launcher.agent.listening import allow_connections
+from ddp_kit.launcher.agent.listening import allow_connections, own_loopback
 from ddp_kit.launcher.agent.workers import Workers
 from ddp_kit.launcher.job import End, Seat, State, Stop
 from ddp_kit.launcher.verdict import Failure, Outcome
@@ -28,6 +28,7 @@ from ddp_kit.launcher.warm.messages import Program
 _CONNECTIONS = 2  # of each worker to its store
 _TELLS_OF_ENDS = hasattr(os, "pidfd_open")  # Linux; elsewhere the agent looks for itself
 _POLL_SECONDS = 0.1
+_SERVER_LOST = "the process that forks the workers was killed, and all of them with it"
 
 
 class Link(Protocol):
@@ -84,7 +85,7 @@ class Seats(RendezvousHandler):
             return HashStore()
         allow_connections(_CONNECTIONS * seat.world_size)
         return TCPStore(
-            "127.0.0.1",
+            own_loopback(seat.master_addr),
             seat.master_port,
             is_master=True,
             wait_for_workers=False,
@@ -148,6 +149,7 @@ class Agent(LocalElasticAgent):
         self._say = say
         self._host = host
         self._running = False
+        self._down = -1  # the latest round that this node has reported as failed or stopped
         self._last = RunResult(WorkerState.SUCCEEDED)
         self.outcome = Outcome()
 
@@ -204,7 +206,7 @@ class Agent(LocalElasticAgent):
         ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        spec, prefix = worker_group.spec, self._log_line_prefix_template
+        spec = worker_group.spec
         envs = {worker.local_rank: self._environment(worker, worker_group) for worker in worker_group.workers}
         names = {
             worker.local_rank: {"role_name": spec.role, "rank": worker.global_rank, "local_rank": worker.local_rank}
@@ -212,12 +214,27 @@ class Agent(LocalElasticAgent):
         }
         self._setup_local_watchdog(envs=envs)  # type: ignore[arg-type]
         self._setup_healthcheck()
-        self._pcontext = Workers(
+        try:
+            self._pcontext = self._make_workers(envs, names, spec)
+        except OSError as error:
+            raise LaunchError(
+                f"the folder for logs, {self._logs_specs.root_log_dir}, cannot be used: {error.strerror or error}",
+                "name another one with --log-dir, or make room where TMPDIR is",
+            ) from None
+        self._pcontext.start()
+        return self._pcontext.pids()
+
+    def _make_workers(
+        self, envs: dict[int, dict[str, str | None]], names: dict[int, dict[str, Any]], spec: WorkerSpec
+    ) -> Workers:
+        prefix = self._log_line_prefix_template
+        return Workers(
             program=self._program,
             warm=self._warm,
             inbox=self._inbox,
             grace=self._shutdown_timeout,
             say=self._say,
+            on_failure=lambda: self._link.report(self._round, State.FAILING),
             name=spec.role,
             entrypoint=spec.entrypoint,
             args={rank: tuple(macros.substitute(list(spec.args), str(rank))) for rank in envs},
@@ -230,8 +247,6 @@ class Agent(LocalElasticAgent):
             duplicate_stdout_filters=spec.duplicate_stdout_filters,
             duplicate_stderr_filters=spec.duplicate_stderr_filters,
         )
-        self._pcontext.start()
-        return self._pcontext.pids()
 
     def _environment(self, worker: Worker, group: WorkerGroup) -> dict[str, str | None]:
         spec, seat = group.spec, self._seats.seat
@@ -278,7 +293,7 @@ class Agent(LocalElasticAgent):
             self._report_down(State.FAILED)
 
     def _obey_stop(self, order: Stop) -> None:
-        if order.round == self._round:
+        if order.round == self._round != self._down:
             self._stop_workers(self._worker_group)
             self._report_down(State.STOPPED)
 
@@ -294,6 +309,7 @@ class Agent(LocalElasticAgent):
         self._shutdown(timeout=self._shutdown_timeout)  # torch's timers and health check go with the workers
         self._seats.end_round()
         self._store = self._worker_group.store = None
+        self._down = self._round
         self._link.report(self._round, state, failures)
 
     @property
@@ -312,7 +328,7 @@ class Agent(LocalElasticAgent):
             exit_code=failure.exitcode,
             after=after,
             host=self._host,
-            message=str(note.get("message", "")),
+            message=_SERVER_LOST if self._pcontext.lost(failure.local_rank) else str(note.get("message", "")),
             at_start=bool(extra.get(NOTE_AT_START)),
             told=told,
         )

@@ -21,7 +21,8 @@ def listen(address: str, port: int) -> socket.socket:
     """
     try:
         if is_loopback(address):
-            return socket.create_server(("127.0.0.1", port), backlog=_BACKLOG)
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            return socket.create_server((own_loopback(address), port), family=family, backlog=_BACKLOG)
         if socket.has_dualstack_ipv6():
             with suppress(OSError):  # a machine whose kernel knows IPv6 may still have none
                 return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
@@ -51,6 +52,11 @@ def is_loopback(host: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return False
+
+
+def own_loopback(address: str) -> str:
+    """Where this machine reaches what it serves at `address` itself."""
+    return "::1" if ":" in address and is_loopback(address) else "127.0.0.1"
 
 
 def is_here(host: str) -> bool:

@@ -23,20 +23,29 @@ from typing import Any
 from torch.distributed import DistError, TCPStore
 
 from ddp_kit.errors import LaunchError
-from ddp_kit.launcher.agent.coordinator import BEAT, EVENTS, NODES, ORDER, ORDERS, SEAT, Coordinator, read_outcome
+from ddp_kit.launcher.agent.coordinator import BEAT, EVENTS, LOST, NODES, ORDER, ORDERS, SEAT, Coordinator, read_outcome
 from ddp_kit.launcher.agent.inbox import Cut, Inbox, Placed, StoppedError
-from ddp_kit.launcher.agent.listening import allow_connections, holder, is_here, is_loopback, listen, resolve
+from ddp_kit.launcher.agent.listening import (
+    allow_connections,
+    holder,
+    is_here,
+    is_loopback,
+    listen,
+    own_loopback,
+    resolve,
+)
 from ddp_kit.launcher.job import End, Limits, Node, Report, Seat, State, Stop
 from ddp_kit.launcher.verdict import Failure
 
 _JOB = "ddpkit/job"
+_TAKEN_FOR_LOST = "the others have taken this node for lost, or another one has taken its node rank"
 _FOREVER = timedelta(days=7)  # a wait that ends in a time-out makes torch write to the terminal
 _HANDSHAKE = timedelta(seconds=10)
 _BEATS_PER_SILENCE = 6
 _CONNECTIONS = 3  # of each node, while it comes
 _RETRY_SECONDS = 0.2
 _SAY_AFTER_SECONDS = 3.0
-_FAREWELL_SECONDS = 60.0
+_FAREWELL_SECONDS = 30.0
 
 
 class Meeting:
@@ -50,9 +59,12 @@ class Meeting:
         say: Callable[[str], None],
         endpoint: tuple[str, int],
         run_id: str,
+        grace: float,
         hosts: bool | None = None,
     ) -> None:
-        """`hosts`: whether this node hosts the rendezvous; None: where the endpoint is an address of this machine.
+        """`grace`: seconds that other nodes may take to stop their workers.
+
+        `hosts`: whether this node hosts the rendezvous; None: where the endpoint is an address of this machine.
 
         Raises `LaunchError` where the endpoint cannot be had or reached, `StoppedError` when told to stop meanwhile.
         """
@@ -61,23 +73,35 @@ class Meeting:
         self.pulse: float | None = limits.silence / _BEATS_PER_SILENCE
         self._beat_seconds = self.pulse
         self._coordinator: Coordinator | None = None
-        self._store = self._meet(run_id, hosts)  # a TCPStore; torch's type stubs lack half of its methods
-        self._orders = self._store.clone()  # a connection of its own: it waits most of the time
-        self._number = self._store.add(NODES, 1) - 1
-        address = node.address if self._coordinator else self._own_address(node)
-        serves_control = self._coordinator is not None and node.rank is not None
-        self._listening = None if serves_control else listen(address, 0)
-        port = self._port if self._listening is None else self._listening.getsockname()[1]
-        self._node = replace(node, number=self._number, address=address, port=port)
-        if self._coordinator is not None:
-            self._coordinator.start()
-            self._store.set(_JOB, run_id)  # whoever waits for this finds the coordinator there, and number 0 taken
+        self._farewell = grace + _FAREWELL_SECONDS
+        try:
+            self._store = self._meet(run_id, hosts)  # a TCPStore; torch's type stubs lack half of its methods
+            self._node = self._enter(node, run_id)
+        except (DistError, OSError) as error:
+            raise LaunchError(
+                f"the host of the rendezvous, {self._host}:{self._port}, went away while this node joined: {error}",
+                "start this node again once the host is up",
+            ) from None
+        self._number = self._node.number
         self._outgoing: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._contact = time.monotonic()
         self._over = False
         self._sender = threading.Thread(target=self._guarded, args=[self._send], name="ddpkit-send", daemon=True)
 
     # Meeting -----------------------------------------------------------------------------------------------------
+
+    def _enter(self, node: Node, run_id: str) -> Node:
+        """Take a number, and a port for the workers' store."""
+        self._orders = self._store.clone()  # a connection of its own: it waits most of the time
+        number = self._store.add(NODES, 1) - 1
+        address = node.address if self._coordinator else self._own_address(node)
+        serves_control = self._coordinator is not None and node.rank is not None
+        self._listening = None if serves_control else listen(address, 0)
+        port = self._port if self._listening is None else self._listening.getsockname()[1]
+        if self._coordinator is not None:
+            self._coordinator.start()
+            self._store.set(_JOB, run_id)  # whoever waits for this finds the coordinator there, and number 0 taken
+        return replace(node, number=number, address=address, port=port)
 
     def _meet(self, run_id: str, hosts: bool | None) -> Any:
         if self._port == 0:
@@ -106,7 +130,7 @@ class Meeting:
         listening = listen(self._host, self._port)
         allow_connections(_CONNECTIONS * self._limits.max_nodes)
         store = TCPStore(
-            "127.0.0.1",
+            own_loopback(self._host),
             self._port,
             is_master=True,
             wait_for_workers=False,
@@ -154,7 +178,7 @@ class Meeting:
         """The address of this machine on the way to the rendezvous, unless its user named one."""
         if node.address != self._host:
             return node.address
-        with socket.create_connection((self._host, self._port)) as probe:
+        with socket.create_connection((self._host, self._port), timeout=_HANDSHAKE.total_seconds()) as probe:
             address: str = probe.getsockname()[0]
         return "127.0.0.1" if is_loopback(address) else address
 
@@ -189,7 +213,7 @@ class Meeting:
         if self._sender.is_alive():
             self._sender.join(self._limits.silence)
         if self._coordinator is not None:
-            deadline = time.monotonic() + _FAREWELL_SECONDS
+            deadline = time.monotonic() + self._farewell
             while not self._coordinator.deserted(self._number) and time.monotonic() < deadline:
                 self._inbox.wait(self._beat_seconds)
                 while self._inbox.take() is not None:
@@ -239,11 +263,16 @@ class Meeting:
             number += 1
             if "end" in order:
                 self._over = True
-                self._inbox.put(End(read_outcome(order["end"])))
+                thrown_out = self._number in order["lost"]
+                self._inbox.put(Cut(_TAKEN_FOR_LOST) if thrown_out else End(read_outcome(order["end"])))
                 return
             if "stop" in order:
                 self._inbox.put(Stop(order["stop"]))
             elif self._number in range(order["nodes"]):
                 seat = json.loads(self._orders.get(SEAT.format(round=order["go"], node=self._number)))
+                if seat == LOST:
+                    self._over = True
+                    self._inbox.put(Cut(_TAKEN_FOR_LOST))
+                    return
                 if seat is not None:
                     self._inbox.put(Placed(Seat(**seat), order["why"]))

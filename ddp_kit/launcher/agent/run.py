@@ -1,6 +1,7 @@
 """From a plan to an outcome: torch's own settings, the right rendezvous, the agent."""
 
 import argparse
+import logging
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ import psutil
 from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic import events, metrics
+from torch.distributed.elastic.agent.server import api as agent_api
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.events import handlers
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -21,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ddp_kit.contract import ERROR_FILE, PYTHON, RUN_FOLDER_PREFIX, SIGNALS
+from ddp_kit.contract import ERROR_FILE, LOG_LEVEL, PYTHON, RUN_FOLDER_PREFIX, SIGNALS
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher.agent.elastic import Agent, Link, Seats
 from ddp_kit.launcher.agent.inbox import Inbox, StoppedError
@@ -119,6 +121,8 @@ def _ours(
         log_line_prefix_template=config.log_line_prefix_template,
         shutdown_timeout=config.shutdown_timeout,
     )
+    if LOG_LEVEL not in os.environ:  # what torch's agent would warn of, the last line says
+        logging.getLogger(agent_api.__name__).setLevel(logging.ERROR)
     metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
     try:
         agent.run()
@@ -167,15 +171,19 @@ def _link(settings: argparse.Namespace, config: LaunchConfig, inbox: Inbox, say:
         processes=config.nproc_per_node,
         role=config.role,
         rank=settings.node_rank if static else None,
-        nnodes=str(settings.nnodes),
+        nnodes=str(config.min_nodes) + (f":{config.max_nodes}" if config.max_nodes > config.min_nodes else ""),
         address=config.local_addr or host,
         port=port,
     )
     if config.max_nodes == 1 and (settings.node_rank == 0 if static else is_here(host)):
         return Solo(node, _limits(config), inbox)
+    if static and settings.node_rank == 0 and not is_here(host):
+        say(f"--master-addr {host} is no address of this machine, which hosts the rendezvous as node rank 0")
     named = str(conf["is_host"]).lower() in ("1", "true", "t", "yes", "y") if "is_host" in conf else None
     hosts = settings.node_rank == 0 if static else named
-    return Meeting(node, _limits(config), inbox, say, endpoint=(host, port), run_id=config.run_id, hosts=hosts)
+    grace = float(config.shutdown_timeout or 0)
+    endpoint = (host, port)
+    return Meeting(node, _limits(config), inbox, say, endpoint, run_id=config.run_id, grace=grace, hosts=hosts)
 
 
 def _limits(config: LaunchConfig) -> Limits:
@@ -218,7 +226,8 @@ def _summarise(script: str, failures: dict[int, ProcessFailure]) -> None:
     if not failures:
         return
     summary = ChildFailedError(script, failures)
-    sys.stderr.write(f"{summary}\n")
+    with suppress(OSError, ValueError, AttributeError):  # nobody reads it
+        sys.stderr.write(f"{summary}\n")
     _, first = summary.get_first_failure()
     if os.environ.get(ERROR_FILE) and Path(first.error_file).exists():  # this launcher is itself the worker of another
         get_error_handler().dump_error_file(first.error_file, first.exitcode)

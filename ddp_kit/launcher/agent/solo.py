@@ -27,8 +27,8 @@ class Solo:
         self._pass_on(self._job.joined(replace(self._node, port=self._listen()), time.monotonic()))
 
     def report(self, round_: int, state: State, failures: tuple[Failure, ...] = (), signal: int = 0) -> None:  # noqa: ARG002
-        """Say how the workers of this node are. Where it leaves there is nobody to tell."""
-        if state is State.LEFT:
+        """Say how the workers of this node are. That it leaves, or is about to fail, there is nobody to tell."""
+        if state in (State.LEFT, State.FAILING):
             return
         port = 0 if state is State.DONE else self._listen()
         report = Report(self._node.number, round_, state, failures, port)

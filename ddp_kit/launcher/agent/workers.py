@@ -2,19 +2,23 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.numa import binding
 
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher.agent.inbox import Inbox, wait_readable
 from ddp_kit.launcher.warm.client import Fork, WarmServer
+from ddp_kit.launcher.warm.dying import die_with_parent
 from ddp_kit.launcher.warm.messages import Program
 
 _SIGNAL_LOOK_SECONDS = 0.05
@@ -33,6 +37,7 @@ class Workers(SubprocessContext):
         inbox: Inbox,
         grace: float,
         say: Callable[[str], None],
+        on_failure: Callable[[], None],
         **torch_settings: Any,
     ) -> None:
         super().__init__(**torch_settings)
@@ -41,6 +46,7 @@ class Workers(SubprocessContext):
         self._inbox = inbox
         self._grace = grace
         self._say = say
+        self._on_failure = on_failure  # called before the other workers are stopped
         self._pidfds: dict[int, int] = {}  # local rank -> descriptor, of cold workers
         self._began = time.monotonic()
         self._after: dict[int, float] = {}  # local rank -> seconds from the start to its end
@@ -94,14 +100,14 @@ class Workers(SubprocessContext):
     def _start_cold(self, local_rank: int) -> None:
         assert isinstance(self.entrypoint, str)
         try:
-            handler = get_subprocess_handler(
-                entrypoint=self.entrypoint,
-                args=self.args[local_rank],
-                env=self.envs[local_rank],
-                stdout=self.stdouts[local_rank],
-                stderr=self.stderrs[local_rank],
-                local_rank_id=local_rank,
-                numa_options=self._numa_options,
+            handler = _Cold(
+                self.entrypoint,
+                self.args[local_rank],
+                {name: value for name, value in self.envs[local_rank].items() if value is not None},
+                self.stdouts[local_rank],
+                self.stderrs[local_rank],
+                local_rank,
+                self._numa_options,
             )
         except OSError as error:
             raise LaunchError(
@@ -121,14 +127,23 @@ class Workers(SubprocessContext):
         failed = any(self._exit_code(rank) for rank in self._after)
         if self._running_local_ranks and not failed:
             return None
+        if failed:
+            self._on_failure()
         self.close()
         failures = {
-            rank: ProcessFailure(rank, handler.proc.pid, code, self.error_files[rank])
+            rank: self._process_failure(rank, handler.proc.pid, code)
             for rank, handler in sorted(self.subprocess_handlers.items(), key=lambda pair: self._order(pair[0]))
             if (code := handler.proc.poll())
         }
         values = {} if failures else dict.fromkeys(range(self.nprocs))
         return RunProcsResult(values, failures, self.stdouts, self.stderrs)
+
+    def _process_failure(self, local_rank: int, pid: int, code: int) -> ProcessFailure:
+        """What torch makes of a worker's end and its error file; without a file that was left half-written."""
+        try:
+            return ProcessFailure(local_rank, pid, code, self.error_files[local_rank])
+        except (ValueError, LookupError, TypeError, AttributeError, OSError):
+            return ProcessFailure(local_rank, pid, code, "")
 
     def _order(self, local_rank: int) -> tuple[bool, float]:
         """The first failure first: torch takes the first of those with the same time, which it knows in seconds."""
@@ -153,6 +168,10 @@ class Workers(SubprocessContext):
         """Seconds from the start of the workers to this one's end, and whether it had been told to stop."""
         return self._after.get(local_rank, 0.0), local_rank in self._told
 
+    def lost(self, local_rank: int) -> bool:
+        """Whether this one died because the warm server did."""
+        return bool(getattr(self.subprocess_handlers[local_rank].proc, "lost", False))
+
     def close(self, death_sig: signal.Signals | None = None, timeout: float | None = None) -> None:
         """End what still runs, within the user's grace on every path."""
         super().close(death_sig, self._grace if timeout is None else timeout)  # type: ignore[arg-type]
@@ -162,12 +181,14 @@ class Workers(SubprocessContext):
         if not self.subprocess_handlers:
             return
         self._note_ends()
+        if not self._running_local_ranks:
+            return
         self._told |= self._running_local_ranks
         self._signal(death_sig)
         deadline = time.monotonic() + timeout
         while self._running_local_ranks and time.monotonic() < deadline and self._inbox.signals < 2:
             self._wait_for_ends(deadline - time.monotonic())
-        self._signal(signal.SIGKILL)
+        self._kill()
         deadline = time.monotonic() + max(timeout, _UNKILLABLE_SECONDS)
         while self._running_local_ranks and time.monotonic() < deadline:
             self._wait_for_ends(deadline - time.monotonic())
@@ -177,18 +198,36 @@ class Workers(SubprocessContext):
                     file.close()
 
     def _signal(self, number: signal.Signals) -> None:
+        """Tell the ranks alone, who need their data loaders to save; a program of another kind with all it started."""
         for rank in self._running_local_ranks:
             pid = self.subprocess_handlers[rank].proc.pid
             with suppress(ProcessLookupError):
-                try:
-                    os.killpg(pid, number)
-                except ProcessLookupError:  # forked a moment ago, and not yet the leader of its group
-                    os.kill(pid, number)
+                (os.kill if self._program is not None else os.killpg)(pid, number)
+
+    def _kill(self) -> None:
+        """End what still runs of the ranks that were told to stop, and what they have left behind."""
+        for rank in self._told:
+            pid = self.subprocess_handlers[rank].proc.pid
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            if rank in self._running_local_ranks:  # also one forked a moment ago, not yet the leader of its group
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _wait_for_ends(self, timeout: float) -> None:
         """Until a worker ends, or for a moment: the caller looks for signals in between."""
         wait_readable(self.watched(), min(timeout, _SIGNAL_LOOK_SECONDS))
         self._note_ends()
+
+
+class _Cold(SubprocessHandler):
+    """torch's handler of a subprocess; the process dies with this one."""
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> "subprocess.Popen[bytes]":
+        tied = partial(die_with_parent, os.getpid()) if sys.platform == "linux" else None
+        return subprocess.Popen(
+            args, env=env, stdout=self._stdout, stderr=self._stderr, start_new_session=True, preexec_fn=tied
+        )
 
 
 class _Forked:

@@ -85,7 +85,8 @@ class WarmServer:
         self.gone = True
         for worker in self._workers.values():
             worker.refusal = "" if worker.answered else "the process that had imported torch is gone"
-            worker.answered, worker.returncode, worker.ended_at = True, -signal.SIGKILL, time.monotonic()
+            worker.answered, worker.lost = True, True
+            worker.returncode, worker.ended_at = -signal.SIGKILL, time.monotonic()
         self._workers.clear()
 
 
@@ -99,6 +100,8 @@ class Fork:
         self.pid = 0
         self.refusal = ""
         """Why the server did not fork; empty where it did."""
+        self.lost = False
+        """Whether it died with the server."""
         self.returncode: int | None = None
         self.ended_at = 0.0
         """When its end was noticed: seconds of this machine's monotonic clock."""

@@ -32,7 +32,11 @@ def obstacle(program: Program, preloaded: frozenset[str]) -> str:
     folder = Path.cwd() if program.module else Path(program.name).resolve().parent
     if sys.flags.safe_path:
         return ""
-    for path in folder.iterdir():
+    try:
+        there = list(folder.iterdir())
+    except OSError as error:
+        return f"{folder} cannot be listed ({error.strerror})"
+    for path in there:
         name = path.name.removesuffix(".py")
         if name in preloaded and (path.suffix == ".py" or (path / "__init__.py").exists()):
             origin = getattr(sys.modules[name], "__file__", None) or ""
@@ -157,8 +161,12 @@ def _leave_note(error: BaseException, at_start: bool) -> None:
         NOTE_AT_START: at_start,
     }
     text = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
-    with suppress(OSError), Path(path).open("x") as file:
-        json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+    whole = Path(f"{path}.{os.getpid()}")  # this process may be killed at any moment: all of the file or nothing
+    with suppress(OSError):
+        whole.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+        os.link(whole, path)  # fails where there is one
+    with suppress(OSError):
+        whole.unlink()
 
 
 def _die_by_interrupt() -> None:

@@ -3,7 +3,6 @@
 Started by `client.WarmServer` as a process of its own, never imported by the launcher.
 """
 
-import ctypes
 import gc
 import os
 import random
@@ -12,20 +11,37 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import current_process
 from pathlib import Path
 from threading import main_thread
+from typing import Any
 
 from ddp_kit.contract import IMPORT_TIME_VARIABLES, THREADS
 from ddp_kit.launcher.warm import script
+from ddp_kit.launcher.warm.dying import die_with_parent
 from ddp_kit.launcher.warm.messages import Channel, ClosedError, Ended, Program, Start, Started
 
 _PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel")
 # What DistributedDataParallel and optimizers import when the first one is made; too long to let the first start wait.
 _PRELOADED_WHEN_IDLE = ("torch._dynamo",)
 _IDLE_SECONDS = 5.0
-_SET_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
+_OWN_FAULTS = {
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGABRT,
+    signal.SIGTRAP,
+    signal.SIGSYS,
+}
+
+
+@dataclass(frozen=True)
+class _Dispositions:
+    mask: set[int]
+    child_ended: Any
 
 
 def main(descriptor: int, hidden: tuple[str, ...]) -> None:
@@ -33,9 +49,16 @@ def main(descriptor: int, hidden: tuple[str, ...]) -> None:
 
     `hidden`: variables that were set for this server alone.
     """
+    # What is sent to the whole job is for its workers, who would all die with this process. Blocked rather than
+    # ignored: a worker takes back what it inherited, and a signal that has come meanwhile is delivered to it.
+    inherited = _Dispositions(
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OWN_FAULTS),
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL),  # ignored, it would hide how workers end
+    )
     channel = Channel(socket.socket(fileno=descriptor))
-    server = _Server(channel, hidden, _preload(_PRELOADED))
-    program = server.serve()
+    program = _Server(channel, hidden, _preload(_PRELOADED)).serve()
+    signal.signal(signal.SIGCHLD, inherited.child_ended)
+    signal.pthread_sigmask(signal.SIG_SETMASK, inherited.mask)
     script.become(program)
 
 
@@ -85,7 +108,11 @@ class _Server:
             self._channel.send(Started(start.number, 0, refusal))
             return False
         parent = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._channel.send(Started(start.number, 0, f"the system refuses another process ({error.strerror})"))
+            return False
         if pid == 0:
             self._leave(parent)
             _set_up(start)
@@ -113,9 +140,7 @@ class _Server:
 
     def _leave(self, parent: int) -> None:
         """The worker's first steps: it dies with the server, and holds nothing of it."""
-        ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() != parent:  # the server died before the line above
-            os._exit(0)
+        die_with_parent(parent)
         os.setsid()
         self._channel.close()
         for descriptor in self._running:
@@ -143,7 +168,11 @@ def _set_up(start: Start) -> None:
     """Give this worker what python would have given it."""
     for path, stream in ((start.stdout, 1), (start.stderr, 2)):
         if path:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            try:
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            except OSError as error:
+                sys.stderr.write(f"ddpkit: the log {path} cannot be written: {error.strerror}\n")
+                os._exit(1)
             os.dup2(descriptor, stream)
             os.close(descriptor)
     if start.cpus:
