@@ -1,6 +1,5 @@
 """Becoming the user's script: a forked process takes the shape that `python -u script.py` would have given it."""
 
-import atexit
 import builtins
 import ctypes
 import importlib.machinery
@@ -8,20 +7,19 @@ import io
 import json
 import os
 import runpy
-import signal
 import sys
-import threading
 import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
+from typing import NoReturn
 
 from ddp_kit.contract import ERROR_FILE, LOCAL_RANK, NOTE_AT_START, NOTE_MARK
 from ddp_kit.errors import DdpKitError
+from ddp_kit.launcher.warm.ending import INTERRUPTED, code_of, leave
 from ddp_kit.launcher.warm.messages import Program
 
-_GLOO_DRAIN_SECONDS = 0.05
 _HOLD_BACK_SECONDS = 5.0
 
 
@@ -58,22 +56,32 @@ def set_title(program: Program) -> None:
         ctypes.memmove(start, words.ljust(room - 1, b"\0") + b".", room)
 
 
-def become(program: Program) -> None:
-    """Run `program` as the main program of this process. The interpreter ends as it would have ended."""
-    atexit.register(_drain)  # first registered, so last to run
+def become(program: Program) -> NoReturn:
+    """Run `program` as the main program of this process, and end as the interpreter would have ended."""
+    kept = frozenset(sys.modules)
     sys.orig_argv[:] = program.words
+    leave(_run(program), kept)
+
+
+def _run(program: Program) -> int:
+    """The exit code."""
     try:
-        if program.module:
-            _run_module(program)
-        else:
-            _run_script(program)
-    except SystemExit:
-        raise
-    except KeyboardInterrupt as error:
-        _show(error.with_traceback(_own_frames(error.__traceback__)))
-        _die_by_interrupt()
-    except BaseException as error:
-        _end_in_error(error)
+        try:
+            if program.module:
+                _run_module(program)
+            else:
+                _run_script(program)
+        except SystemExit:
+            raise
+        except KeyboardInterrupt as error:
+            _show(error.with_traceback(_own_frames(error.__traceback__)))
+            return INTERRUPTED
+        except BaseException as error:
+            _show_and_note(error)
+            return 1
+    except SystemExit as end:  # also one that an exception hook has raised
+        return code_of(end)
+    return 0
 
 
 def _run_script(program: Program) -> None:
@@ -108,15 +116,14 @@ def _new_main() -> ModuleType:
     return main
 
 
-def _end_in_error(error: BaseException) -> None:
-    """What the interpreter does after an uncaught exception: the hook, then exit code 1."""
+def _show_and_note(error: BaseException) -> None:
+    """An uncaught exception: the hook's affair, and the launcher's."""
     error.with_traceback(_own_frames(error.__traceback__))
     at_start = _at_start(error)
     _leave_note(error, at_start)
     if at_start and os.environ.get(LOCAL_RANK, "0") != "0":
         time.sleep(_HOLD_BACK_SECONDS)  # every rank has found the same; the launcher ends this one in the meantime
     _show(error)
-    sys.exit(1)
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
@@ -167,23 +174,3 @@ def _leave_note(error: BaseException, at_start: bool) -> None:
         os.link(whole, path)  # fails where there is one
     with suppress(OSError):
         whole.unlink()
-
-
-def _die_by_interrupt() -> None:
-    """As the interpreter after an uncaught KeyboardInterrupt: threads, exit handlers, streams, then the signal."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def _drain() -> None:
-    """Give native threads a moment to let go of their last tensors.
-
-    gloo's needs the interpreter for that; in torch 2.13 it aborts the process when the interpreter is already gone.
-    """
-    if len(list(Path("/proc/self/task").iterdir())) > 1:
-        time.sleep(_GLOO_DRAIN_SECONDS)
