@@ -142,7 +142,9 @@ class _Round:
     """What is known of the round that runs, or is being stopped."""
 
     number: int = -1
-    members: tuple[int, ...] = ()
+    members: frozenset[int] = frozenset()
+    here: set[int] = field(default_factory=set)
+    """The members that are still there; `done` and `down` are among them."""
     done: set[int] = field(default_factory=set)
     down: set[int] = field(default_factory=set)
     failures: list[Failure] = field(default_factory=list)
@@ -160,6 +162,7 @@ class Job:
         self._phase = _Phase.GATHERING
         self._nodes: dict[int, Node] = {}
         self._heard: dict[int, float] = {}
+        self._by_rank: dict[int, int] = {}  # given node rank -> the latest node with it
         self._began = now
         self._enough_since: float | None = None
         self._round = _Round()
@@ -182,9 +185,7 @@ class Job:
         """A node is there. One that comes after the end is told how it was."""
         if self._phase is _Phase.ENDED:
             return [End(self._outcome)]
-        twin = next(
-            (other for other in self._nodes.values() if node.rank is not None and other.rank == node.rank), None
-        )
+        twin = self._nodes.get(self._by_rank.get(node.rank, -1)) if node.rank is not None else None
         if twin is not None and (self._phase is not _Phase.GATHERING or twin.host == node.host):
             # A replacement that came before its predecessor's silence was noticed.
             self._lose(twin.number, f"{twin.host} was replaced")
@@ -193,6 +194,8 @@ class Job:
             return self._end(Outcome(lost=problem, started=False))
         self._nodes[node.number] = node
         self._heard[node.number] = now
+        if node.rank is not None:
+            self._by_rank[node.rank] = node.number
         if self._phase is _Phase.GATHERING:
             return self._gather(now)
         return self._proceed()
@@ -200,9 +203,9 @@ class Job:
     def _misfit(self, node: Node, twin: Node | None) -> str:
         if twin is not None:
             return f"two nodes were given node rank {node.rank}: {twin.host} and {node.host}"
-        for other in self._nodes.values():
-            if other.nnodes != node.nnodes:
-                return f"{other.host} was started with --nnodes {other.nnodes}, {node.host} with --nnodes {node.nnodes}"
+        other = next(iter(self._nodes.values()), node)  # the others are like this one
+        if other.nnodes != node.nnodes:
+            return f"{other.host} was started with --nnodes {other.nnodes}, {node.host} with --nnodes {node.nnodes}"
         return ""
 
     def heard(self, number: int, now: float) -> None:
@@ -226,7 +229,8 @@ class Job:
         elif report.round == self._round.number:
             self._nodes[report.node] = replace(self._nodes[report.node], port=report.port)
             self._round.failures += report.failures
-            (self._round.done if report.state is State.DONE else self._round.down).add(report.node)
+            if report.node in self._round.here:
+                (self._round.done if report.state is State.DONE else self._round.down).add(report.node)
         return self._proceed()
 
     def tick(self, now: float) -> list[Order]:
@@ -241,6 +245,8 @@ class Job:
         self._heard.pop(number)
         if number in self._round.members:
             self._round.lost.append(why)
+        for among in (self._round.here, self._round.done, self._round.down):
+            among.discard(number)
 
     def _gather(self, now: float) -> list[Order]:
         limits, here = self._limits, len(self._nodes)
@@ -260,15 +266,15 @@ class Job:
     def _proceed(self) -> list[Order]:
         """Whatever follows from what is known."""
         if self._phase is _Phase.RUNNING:
-            members = set(self._round.members) & set(self._nodes)
-            room = len(self._nodes) > len(members) and len(members) < self._limits.max_nodes
+            here = len(self._round.here)
+            room = here < min(len(self._nodes), self._limits.max_nodes)
             disturbed = bool(self._round.lost or self._round.down or self._round.failing)
             self._round.ordered = room and not self._round.done and not disturbed
             if disturbed or self._round.ordered:
                 self._phase = _Phase.STOPPING
                 after = self._decide()
                 return after if after is not None else [Stop(self._round.number)]
-            if members <= self._round.done:
+            if here == len(self._round.done):
                 return self._end(Outcome())
         elif self._phase is _Phase.STOPPING:
             return self._decide() or []
@@ -277,8 +283,7 @@ class Job:
     def _decide(self) -> list[Order] | None:
         """Once every member that lives has stopped: go on, or end. None: some have not."""
         round_, limits = self._round, self._limits
-        members = [number for number in round_.members if number in self._nodes]
-        if not set(members) <= round_.down:
+        if len(round_.down) < len(round_.here):
             return None
         if len(self._nodes) < limits.min_nodes or HOST not in self._nodes:
             what = "; ".join(round_.lost) or "too few nodes are left"
@@ -314,7 +319,8 @@ class Job:
         places = sorted(self._nodes.values(), key=lambda node: (node.rank is None, node.rank, node.number))
         members = places[: self._limits.max_nodes]
         self._phase = _Phase.RUNNING
-        self._round = _Round(self._round.number + 1, tuple(node.number for node in members))
+        numbers = frozenset(node.number for node in members)
+        self._round = _Round(self._round.number + 1, numbers, set(numbers))
         return [Go(self._seats(members), why)]
 
     def _seats(self, members: Sequence[Node]) -> dict[int, Seat]:
