@@ -135,7 +135,8 @@ def simulate(total: int, processes: int) -> dict[str, float]:
     processes = min(processes, total)
     shares = [total // processes + (number < total % processes) for number in range(processes)]
     players = []
-    quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    # torch asks for the name of every address it connects to; a slow name server is not what is measured here.
+    quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "RES_OPTIONS": "timeout:1 attempts:1"}
     for number, share in enumerate(shares):
         command = [sys.executable, __file__, "--play", f"{total},{port},{share},{int(number == 0)}"]
         players.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=quiet))

@@ -40,7 +40,7 @@ from ddp_kit.launcher.verdict import Failure
 _JOB = "ddpkit/job"
 _TAKEN_FOR_LOST = "the others have taken this node for lost, or another one has taken its node rank"
 _FOREVER = timedelta(days=7)  # a wait that ends in a time-out makes torch write to the terminal
-_HANDSHAKE = timedelta(seconds=10)
+_HANDSHAKE = timedelta(seconds=30)
 _BEATS_PER_SILENCE = 6
 _CONNECTIONS = 3  # of each node, while it comes
 _RETRY_SECONDS = 0.2
