@@ -277,7 +277,7 @@ def main() -> None:
     shown = [name for name in names if any(name == launcher for _, launcher, _ in results.values)]
     drawn = table(["", "ranks", *shown, "ddpkit / torchrun"], rows(results, shown))
     notes = "".join(f"\n- no {line}" for line in lacking)
-    section = f"{machine(PACKAGES)}.\n{ABOUT}\n\n{drawn}\n{notes}"
+    section = f"`python {' '.join(sys.argv)}` on {machine(PACKAGES)}.\n{ABOUT}\n\n{drawn}\n{notes}"
     sys.stdout.write(f"{section}\n\n")
     for words, value, bound in checks(results):
         good = value is not None and value <= bound
