@@ -6,7 +6,9 @@ The only launcher folder that imports torch.
     elastic.py   the agent: orders of the job in, reports to it out
     workers.py   the worker processes of one round, warm or cold
     solo.py      the job of a single node, decided in this process
-    meeting.py   the job of several nodes, decided by one of them over a TCPStore
+    meeting.py   a node's line to a job of several nodes, over a TCPStore
+    coordinator.py   who decides for such a job, on the node that hosts the store
+    listening.py     sockets to listen on, and who holds a port
     inbox.py     what the agent's loop waits for
 """
 

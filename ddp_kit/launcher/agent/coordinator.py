@@ -5,7 +5,6 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any
 
 from torch.distributed import DistError
@@ -23,16 +22,13 @@ BEAT = "ddpkit/beat/{node}"
 # In the place of a seat, for a node that is no more part of the job; null is for one that waits for a place.
 LOST = "lost"
 
-_FOREVER = timedelta(days=7)
-
 
 class Coordinator:
-    """Reads events and beats, writes orders."""
+    """Reads events and beats, writes orders. `store`: a TCPStore whose time-out is longer than any job."""
 
     def __init__(self, store: Any, limits: Limits, beat_seconds: float) -> None:
         self._store = store
         self._events, self._signs = store.clone(), store.clone()  # connections that wait for one thing each
-        self._events.set_timeout(_FOREVER)
         self._beat_seconds = beat_seconds
         self._job = Job(limits, time.monotonic())
         self._lock = threading.Lock()
@@ -74,8 +70,8 @@ class Coordinator:
             return self._job.reported(Report(event["bye"], -1, State.LEFT), now) if early else []
         if "report" in event:
             fields = event["report"]
-            failures = tuple(Failure(**failure) for failure in fields.pop("failures"))
-            return self._job.reported(Report(**{**fields, "state": State[fields["state"]], "failures": failures}), now)
+            state, failures = State[fields["state"]], _read_failures(fields)
+            return self._job.reported(Report(**{**fields, "state": state, "failures": failures}), now)
         node = Node(**event["joined"])
         self._known = max(self._known, node.number + 1)
         if self._job.ended:
@@ -121,4 +117,8 @@ class Coordinator:
 
 def read_outcome(fields: dict[str, Any]) -> Outcome:
     """An outcome as it was written."""
-    return Outcome(**{**fields, "failures": tuple(Failure(**failure) for failure in fields["failures"])})
+    return Outcome(**{**fields, "failures": _read_failures(fields)})
+
+
+def _read_failures(fields: dict[str, Any]) -> tuple[Failure, ...]:
+    return tuple(Failure(**failure) for failure in fields["failures"])

@@ -319,7 +319,7 @@ class Agent(LocalElasticAgent):
     def _failure(self, rank: int, failure: ProcessFailure) -> Failure:
         assert isinstance(self._pcontext, Workers)
         after, told = self._pcontext.story(failure.local_rank)
-        note = _note(failure)
+        note = note_of(failure)
         extra = note.get("extraInfo") or {}
         return Failure(
             rank=rank,
@@ -351,13 +351,13 @@ class Agent(LocalElasticAgent):
         """The failures of this node's workers of which the script itself left a record, as torch's @record does."""
 
         def by_script(failure: ProcessFailure) -> bool:
-            note = _note(failure)
+            note = note_of(failure)
             return bool(note) and NOTE_MARK not in (note.get("extraInfo") or {})
 
         failures = self._last.failures
         return failures if any(map(by_script, failures.values())) else {}
 
 
-def _note(failure: ProcessFailure) -> dict[str, Any]:
+def note_of(failure: ProcessFailure) -> dict[str, Any]:
     """What the script, or `warm.script` in its place, left behind in torch's form; empty where there is nothing."""
     return failure.message if isinstance(failure.message, dict) else {}

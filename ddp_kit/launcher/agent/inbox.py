@@ -100,8 +100,3 @@ class Inbox:
         """A signal handler: it only enqueues, the loop acts."""
         self.signals += 1
         self.put(Signalled(signal.Signals(number)))
-
-    def close(self) -> None:
-        """Give the descriptors back."""
-        os.close(self._read_end)
-        os.close(self._write_end)

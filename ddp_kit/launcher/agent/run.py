@@ -25,7 +25,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ddp_kit.contract import ERROR_FILE, LOG_LEVEL, PYTHON, RUN_FOLDER_PREFIX, SIGNALS
 from ddp_kit.errors import LaunchError, UsageError
-from ddp_kit.launcher.agent.elastic import Agent, Link, Seats
+from ddp_kit.launcher.agent.elastic import Agent, Link, Seats, note_of
 from ddp_kit.launcher.agent.inbox import Inbox, StoppedError
 from ddp_kit.launcher.agent.listening import is_here
 from ddp_kit.launcher.agent.meeting import Meeting
@@ -255,7 +255,7 @@ def _torchs_own(config: LaunchConfig, program: str, arguments: list[str]) -> Out
 
 
 def _failure(rank: int, failure: ProcessFailure) -> Failure:
-    message = str(failure.message.get("message", "")) if isinstance(failure.message, dict) else ""
+    message = str(note_of(failure).get("message", ""))
     told = failure.exitcode == -signal.SIGTERM  # that is how torch's agent ends the others
     return Failure(
         rank, failure.local_rank, failure.pid, failure.exitcode, failure.timestamp, message=message, told=told
