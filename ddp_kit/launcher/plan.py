@@ -14,6 +14,16 @@ _LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where one process of this node runs."""
+
+    gpu: Gpu | None = None
+    """None: on no GPU, or on one that the machine does not tell of."""
+    cpus: tuple[int, ...] = ()
+    """The CPU cores it may use; empty: all that the launcher may."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """What this node will start."""
 
@@ -21,6 +31,10 @@ class Plan:
     """torchrun's settings, all choices made."""
     env: Mapping[str, str]
     """What the workers find in their environment beside the user's own variables and their ranks."""
+    origin: Mapping[str, str]
+    """Why each variable of `env` has its value, in a few words, such as `--gpus 2`."""
+    places: tuple[Place, ...]
+    """By local rank; empty where their number is left to torch (`--nproc-per-node auto`)."""
     says: tuple[str, ...]
     """What the user is told before the start."""
 
@@ -32,6 +46,7 @@ def make(spec: LaunchSpec, machine: tuple[Gpu, ...], env: Mapping[str, str], run
     """
     seen = visible(machine, env)
     added: dict[str, str] = {}
+    origin: dict[str, str] = {}
     says: tuple[str, ...] = ()
     processes = spec.processes
     if spec.gpus is not None:
@@ -42,9 +57,12 @@ def make(spec: LaunchSpec, machine: tuple[Gpu, ...], env: Mapping[str, str], run
                 "leave one of the two out",
             )
         processes = str(len(chosen))
+        seen = chosen
         added[contract.VISIBLE_GPUS] = ",".join(word for word, _ in chosen)
+        origin[contract.VISIBLE_GPUS] = f"--gpus {spec.gpus}"
         if contract.VISIBLE_GPUS not in env:
             added[contract.GPU_ORDER] = "PCI_BUS_ID"  # numbers mean what NVML and nvidia-smi mean by them
+            origin[contract.GPU_ORDER] = "so that GPU numbers are those of nvidia-smi"
         says = tuple(f"GPU {gpu}" for _, gpu in chosen)
     elif processes is None:
         processes = str(max(1, len(seen)))
@@ -52,10 +70,18 @@ def make(spec: LaunchSpec, machine: tuple[Gpu, ...], env: Mapping[str, str], run
         raise UsageError(f"--nproc-per-node {processes} asks for no process", "type at least 1")
     if contract.THREADS not in env and processes.isdecimal() and int(processes) > 1:
         added[contract.THREADS] = "1"
+        origin[contract.THREADS] = f"one of {processes} processes"
         says = (*says, f"{contract.THREADS}=1 for each of {processes} processes; set it yourself to change this")
     says += _overruled(spec.torchrun)
     settings = {**spec.torchrun, "nproc_per_node": processes, **_meeting_point(spec.torchrun, run_id)}
-    return Plan(torchrun=MappingProxyType(settings), env=MappingProxyType(added), says=says)
+    count = int(processes) if processes.isdecimal() else 0
+    return Plan(
+        torchrun=MappingProxyType(settings),
+        env=MappingProxyType(added),
+        origin=MappingProxyType(origin),
+        places=tuple(Place(gpu=seen[rank][1] if rank < len(seen) else None) for rank in range(count)),
+        says=says,
+    )
 
 
 def _overruled(torchrun: Mapping[str, Any]) -> tuple[str, ...]:

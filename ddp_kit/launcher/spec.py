@@ -44,6 +44,8 @@ class LaunchSpec:
     """The words after --nproc-per-node, or PET_NPROC_PER_NODE; None where neither was given."""
     cold: bool
     """Whether every worker is to be started by python itself."""
+    dry_run: bool
+    """Whether to say what would be done instead of doing it."""
     torchrun: Mapping[str, Any]
     """All of torchrun's settings by their names in its own parser, the script and its arguments among them."""
 
@@ -71,6 +73,9 @@ def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[
     ours.add_argument(
         "--cold", action="store_true", help="start every worker by python itself instead of forking it warm"
     )
+    ours.add_argument(
+        "--dry-run", action="store_true", help="say what would run where, with which environment, and start nothing"
+    )
     for action in torchrun._actions:  # the positional arguments, in the words of the usage line
         action.metavar = {"training_script": "script.py", "training_script_args": "..."}.get(
             action.dest, action.metavar
@@ -82,8 +87,13 @@ def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[
     flags = vars(found) | {"training_script_args": arguments}
     if unknown:
         raise _unknown_flag(unknown[0], torchrun)
-    gpus, processes, cold = flags.pop("gpus"), flags.pop("nproc_per_node"), flags.pop("cold")
-    return LaunchSpec(gpus=gpus, processes=processes, cold=cold, torchrun=MappingProxyType(flags))
+    return LaunchSpec(
+        gpus=flags.pop("gpus"),
+        processes=flags.pop("nproc_per_node"),
+        cold=flags.pop("cold"),
+        dry_run=flags.pop("dry_run"),
+        torchrun=MappingProxyType(flags),
+    )
 
 
 def _split(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str], list[str]]:
