@@ -33,6 +33,8 @@ NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 LOG_LEVEL = "LOGLEVEL"  # of torch's agent
 PYTHON = "PYTHON_EXEC"  # the interpreter for the workers, instead of the launcher's own
 
+NO_COLOUR = "NO_COLOR"  # see no-color.org
+
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 GPU_ORDER = "CUDA_DEVICE_ORDER"
 THREADS = "OMP_NUM_THREADS"
@@ -53,6 +55,10 @@ HIDDEN_FROM_WORKERS = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHE
 QUIET_IMPORT = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 RUN_FOLDER_PREFIX = "ddpkit-"
+# In a run folder, beside the names that torch gives: each rank's, in its own folder, and the job's.
+OUTPUT_LOG = "output.log"
+STEP_FILE = "step"
+VERDICT_FILE = "verdict.json"
 
 # Marks in the `extraInfo` of an error file that was not left by the script itself.
 NOTE_MARK = "ddpkit"
@@ -66,6 +72,8 @@ class ExitCode(IntEnum):
     USAGE = 2
     LAUNCH_FAILED = 3
     NODE_LOST = 4
+    REQUEUE = 75
+    """A worker's own, too: it has saved, and wants to be started again. sysexits.h calls it EX_TEMPFAIL."""
 
     @staticmethod
     def of_signal(number: int) -> int:

@@ -43,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _StoppedError.handler)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # warnings to workers, of which there are none yet
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
     try:
         return _command(command)(words[1:])
     except _StoppedError as stopped:
@@ -76,7 +79,7 @@ def launch(words: Sequence[str]) -> int:
 
     _open_standard_streams()
     # First of all, so that it imports torch while this process does.
-    warm = WarmServer(words, os.environ) if _may_start_warm(words) else None
+    warm = WarmServer(words, os.environ, _may_start_warm(words)) if sys.platform == "linux" else None
     try:
         with _import_quietly():
             from ddp_kit.launcher import agent
@@ -89,7 +92,7 @@ def launch(words: Sequence[str]) -> int:
         settled = plan.make(asked, devices.gpus(), os.environ, run_id=str(uuid.uuid4()))
         for line in settled.says:
             _say(line)
-        judgement = verdict.judge(agent.run(settled, None if asked.cold else warm, _say))
+        judgement = verdict.judge(agent.run(settled, warm, asked.cold, _say))
     finally:
         if warm is not None:
             warm.close()
@@ -110,7 +113,7 @@ def _open_standard_streams() -> None:
 def _may_start_warm(words: Sequence[str]) -> bool:
     """Whether a server is worth starting before the command line is understood."""
     cold_words = {"-h", "--help", "--cold", "--no-python", "--no_python", "--run-path", "--run_path"}
-    return sys.platform == "linux" and not cold_words.intersection(words) and PYTHON not in os.environ
+    return not cold_words.intersection(words) and PYTHON not in os.environ
 
 
 @contextmanager

@@ -2,8 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable
-from string import Template
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch.distributed import HashStore, Store, TCPStore
@@ -17,8 +16,9 @@ from torch.distributed.elastic.utils import macros
 from ddp_kit import contract
 from ddp_kit.contract import NOTE_AT_START, NOTE_MARK, JobEnv, WorkerEnv
 from ddp_kit.errors import LaunchError, UsageError
-from ddp_kit.launcher.agent.inbox import Cut, Inbox, Placed, Signalled
+from ddp_kit.launcher.agent.inbox import Cut, Inbox, Notified, Placed, Signalled
 from ddp_kit.launcher.agent.listening import allow_connections, own_loopback
+from ddp_kit.launcher.agent.logs import Console
 from ddp_kit.launcher.agent.workers import Workers
 from ddp_kit.launcher.job import End, Seat, State, Stop
 from ddp_kit.launcher.verdict import Failure, Outcome
@@ -137,6 +137,8 @@ class Agent(LocalElasticAgent):
         program: Program | None,
         say: Callable[[str], None],
         host: str,
+        console: Console,
+        cpus: Sequence[tuple[int, ...]],
         **torch_settings: Any,
     ) -> None:
         super().__init__(spec, **torch_settings)
@@ -148,6 +150,8 @@ class Agent(LocalElasticAgent):
         self._program = program
         self._say = say
         self._host = host
+        self._console = console
+        self._cpus = cpus
         self._running = False
         self._down = -1  # the latest round that this node has reported as failed or stopped
         self._last = RunResult(WorkerState.SUCCEEDED)
@@ -167,6 +171,8 @@ class Agent(LocalElasticAgent):
                 return self._finish(Outcome(lost=item.why))
             elif isinstance(item, Signalled):
                 self._leave(item)
+            elif isinstance(item, Notified):
+                self._pass_on(item)
             else:
                 self._look_at_workers()
                 self._sleep()
@@ -174,8 +180,15 @@ class Agent(LocalElasticAgent):
     def _sleep(self) -> None:
         """Until something happens: an item in the inbox, or the end of a worker."""
         watched = self._pcontext.watched() if isinstance(self._pcontext, Workers) and self._running else ()
-        self._inbox.wait(self._link.pulse if _TELLS_OF_ENDS else _POLL_SECONDS, watched)
+        pulses = [self._link.pulse if _TELLS_OF_ENDS else _POLL_SECONDS]
+        if isinstance(self._pcontext, Workers) and self._running:
+            pulses.append(self._pcontext.patience())
+        self._inbox.wait(min((pulse for pulse in pulses if pulse is not None), default=None), watched)
         self._link.check()
+
+    def _pass_on(self, item: Notified) -> None:
+        if isinstance(self._pcontext, Workers) and self._running:
+            self._pcontext.pass_on(item.number)
 
     def _place(self, order: Placed) -> None:
         if order.why:
@@ -208,14 +221,10 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec = worker_group.spec
         envs = {worker.local_rank: self._environment(worker, worker_group) for worker in worker_group.workers}
-        names = {
-            worker.local_rank: {"role_name": spec.role, "rank": worker.global_rank, "local_rank": worker.local_rank}
-            for worker in worker_group.workers
-        }
         self._setup_local_watchdog(envs=envs)  # type: ignore[arg-type]
         self._setup_healthcheck()
         try:
-            self._pcontext = self._make_workers(envs, names, spec)
+            self._pcontext = self._make_workers(envs, spec)
         except OSError as error:
             raise LaunchError(
                 f"the folder for logs, {self._logs_specs.root_log_dir}, cannot be used: {error.strerror or error}",
@@ -224,10 +233,7 @@ class Agent(LocalElasticAgent):
         self._pcontext.start()
         return self._pcontext.pids()
 
-    def _make_workers(
-        self, envs: dict[int, dict[str, str | None]], names: dict[int, dict[str, Any]], spec: WorkerSpec
-    ) -> Workers:
-        prefix = self._log_line_prefix_template
+    def _make_workers(self, envs: dict[int, dict[str, str | None]], spec: WorkerSpec) -> Workers:
         return Workers(
             program=self._program,
             warm=self._warm,
@@ -235,14 +241,13 @@ class Agent(LocalElasticAgent):
             grace=self._shutdown_timeout,
             say=self._say,
             on_failure=lambda: self._link.report(self._round, State.FAILING),
+            console=self._console,
+            cpus=self._cpus,
             name=spec.role,
             entrypoint=spec.entrypoint,
             args={rank: tuple(macros.substitute(list(spec.args), str(rank))) for rank in envs},
             envs=envs,
             logs_specs=self._logs_specs,
-            log_line_prefixes={rank: Template(prefix).safe_substitute(names[rank]) for rank in envs}
-            if prefix
-            else None,
             numa_options=spec.numa_options,
             duplicate_stdout_filters=spec.duplicate_stdout_filters,
             duplicate_stderr_filters=spec.duplicate_stderr_filters,

@@ -22,6 +22,13 @@ class Signalled:
 
 
 @dataclass(frozen=True)
+class Notified:
+    """A signal came that is meant for the workers."""
+
+    number: signal.Signals
+
+
+@dataclass(frozen=True)
 class Placed:
     """The job starts a round in which this node has a seat."""
 
@@ -36,7 +43,7 @@ class Cut:
     why: str
 
 
-Item = Order | Placed | Signalled | Cut
+Item = Order | Placed | Signalled | Notified | Cut
 
 
 class StoppedError(Exception):
@@ -64,7 +71,7 @@ class Inbox:
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
         self.signals = 0
-        """How many have come."""
+        """How many that close the job have come."""
         self._read_end, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def fileno(self) -> int:
@@ -100,3 +107,7 @@ class Inbox:
         """A signal handler: it only enqueues, the loop acts."""
         self.signals += 1
         self.put(Signalled(signal.Signals(number)))
+
+    def on_notice(self, number: int, _frame: FrameType | None) -> None:
+        """A handler of signals that the workers shall get, and that shut nothing down."""
+        self.put(Notified(signal.Signals(number)))

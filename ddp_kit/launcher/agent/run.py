@@ -23,11 +23,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ddp_kit.contract import ERROR_FILE, LOG_LEVEL, PYTHON, RUN_FOLDER_PREFIX, SIGNALS
+from ddp_kit.contract import ERROR_FILE, LOG_LEVEL, NO_COLOUR, PYTHON, RUN_FOLDER_PREFIX, SIGNALS
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher.agent.elastic import Agent, Link, Seats, note_of
 from ddp_kit.launcher.agent.inbox import Inbox, StoppedError
 from ddp_kit.launcher.agent.listening import is_here
+from ddp_kit.launcher.agent.logs import Console
 from ddp_kit.launcher.agent.meeting import Meeting
 from ddp_kit.launcher.agent.solo import Solo
 from ddp_kit.launcher.job import Limits, Node
@@ -51,13 +52,13 @@ def torchrun_parser() -> argparse.ArgumentParser:
         raise UsageError(f"a PET_ variable has a value that cannot be used: {error}", "booleans are 0 or 1") from None
 
 
-def run(plan: Plan, warm: WarmServer | None, say: Say) -> Outcome:
-    """Run this node's workers to their end. `warm`: where to fork them from; None: every one starts cold.
+def run(plan: Plan, warm: WarmServer | None, cold: bool, say: Say) -> Outcome:
+    """Run this node's workers to their end. `warm`: who starts them; None: this process. `cold`: without a fork.
 
     Raises `UsageError` for settings that torch refuses, `LaunchError` where the nodes do not come together.
     """
     os.environ.update(plan.env)
-    with _run_folder(plan, say) as folder:
+    with _run_folder(plan, warm, say) as folder:
         settings = argparse.Namespace(**{**plan.torchrun, "log_dir": folder})
         if hasattr(settings, "signals_to_handle"):  # not every torch has this flag, or --shutdown-timeout
             settings.signals_to_handle = _not_ignored(settings.signals_to_handle)
@@ -76,14 +77,16 @@ def run(plan: Plan, warm: WarmServer | None, say: Say) -> Outcome:
             program, arguments = sys.executable, ["-u", "-c", _RUN_PATH, *arguments]
         if config.rdzv_backend not in ("c10d", "static") or config.rdzv_configs.get("store_type", "tcp") != "tcp":
             return _torchs_own(config, program, arguments)
-        return _ours(settings, config, program, arguments, warm, say)
+        become = None if cold else _program(settings, program)
+        return _ours(settings, config, (program, arguments), become, plan, warm, say)
 
 
 def _ours(
     settings: argparse.Namespace,
     config: LaunchConfig,
-    program: str,
-    arguments: list[str],
+    command: tuple[str, list[str]],
+    program: Program | None,
+    plan: Plan,
     warm: WarmServer | None,
     say: Say,
 ) -> Outcome:
@@ -97,8 +100,8 @@ def _ours(
     spec = WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
-        entrypoint=program,
-        args=tuple(arguments),
+        entrypoint=command[0],
+        args=tuple(command[1]),
         rdzv_handler=seats,
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
@@ -114,11 +117,17 @@ def _ours(
         link,
         inbox,
         warm,
-        _program(settings, program),
+        program,
         say,
         host=socket.gethostname() if config.max_nodes > 1 else "",
+        console=Console(
+            direct=config.nproc_per_node == 1 and config.max_nodes == 1,
+            colour=NO_COLOUR not in os.environ,
+            template=config.log_line_prefix_template or "",
+            keep=plan.torchrun["log_dir"] is not None,
+        ),
+        cpus=[place.cpus for place in plan.places],
         logs_specs=config.logs_specs,
-        log_line_prefix_template=config.log_line_prefix_template,
         shutdown_timeout=config.shutdown_timeout,
     )
     if LOG_LEVEL not in os.environ:  # what torch's agent would warn of, the last line says
@@ -137,7 +146,11 @@ def _ours(
 
 
 def _handle_signals(names: str, inbox: Inbox, say: Say) -> None:
+    """`names`: of those that close the job. SIGUSR1 and SIGUSR2 are the workers' else, unless they are ignored."""
     os.environ[SIGNALS] = names
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, inbox.on_notice)
     for name in filter(None, map(str.strip, names.split(","))):
         try:
             signal.signal(signal.Signals[name], inbox.on_signal)
@@ -278,7 +291,7 @@ def _end_leftovers(grace: float) -> None:
 
 
 @contextmanager
-def _run_folder(plan: Plan, say: Say) -> Iterator[str]:
+def _run_folder(plan: Plan, warm: WarmServer | None, say: Say) -> Iterator[str]:
     """Where torch keeps logs and error files: the user's folder, or a private one that goes with the job."""
     named, redirects = plan.torchrun["log_dir"], str(plan.torchrun["redirects"])
     if named is not None:
@@ -289,6 +302,8 @@ def _run_folder(plan: Plan, say: Say) -> Iterator[str]:
         yield folder
     else:
         with tempfile.TemporaryDirectory(prefix=RUN_FOLDER_PREFIX, ignore_cleanup_errors=True) as folder:
+            if warm is not None:
+                warm.own(folder)
             yield folder
 
 

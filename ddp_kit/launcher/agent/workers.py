@@ -3,31 +3,34 @@
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SubprocessContext
+from torch.distributed.elastic.multiprocessing.api import LogsSpecs, RunProcsResult, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.numa import binding
 
+from ddp_kit.contract import ExitCode
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher.agent.inbox import Inbox, wait_readable
-from ddp_kit.launcher.warm.client import Fork, WarmServer
-from ddp_kit.launcher.warm.dying import die_with_parent
+from ddp_kit.launcher.agent.logs import Console, Remembered
+from ddp_kit.launcher.output import LastWords, Output
+from ddp_kit.launcher.warm.client import Process, WarmServer
 from ddp_kit.launcher.warm.messages import Program
 
 _SIGNAL_LOOK_SECONDS = 0.05
 # In the kernel's uninterruptible sleep a process outlives SIGKILL; the launcher does not wait for it.
 _UNKILLABLE_SECONDS = 5.0
+_LAST_OUTPUT_SECONDS = 2.0  # for what is left in the pipes, once all workers have ended
 
 
 class Workers(SubprocessContext):
-    """torch's worker processes with its log files and tees; forked, watched without polling, ended within one grace."""
+    """torch's worker processes with its log files; forked, watched without polling, ended within one grace."""
 
     def __init__(
         self,
@@ -38,98 +41,119 @@ class Workers(SubprocessContext):
         grace: float,
         say: Callable[[str], None],
         on_failure: Callable[[], None],
+        console: Console,
+        cpus: Sequence[tuple[int, ...]],
+        logs_specs: LogsSpecs,
         **torch_settings: Any,
     ) -> None:
-        super().__init__(**torch_settings)
+        """`cpus`: the cores of each local rank; empty where they are left to torch or the system."""
+        self._logs = Remembered(logs_specs)
+        super().__init__(logs_specs=self._logs, **torch_settings)
         self._program = program
         self._warm = warm
         self._inbox = inbox
         self._grace = grace
         self._say = say
         self._on_failure = on_failure  # called before the other workers are stopped
-        self._pidfds: dict[int, int] = {}  # local rank -> descriptor, of cold workers
+        self._cpus = cpus
+        self._output = Output(console.streams(self._logs.dest, self.name, self.envs), console.direct, console.colour)
         self._began = time.monotonic()
         self._after: dict[int, float] = {}  # local rank -> seconds from the start to its end
         self._told: set[int] = set()
+        self._words: dict[int, LastWords] | None = None  # once all have ended
 
     def start(self) -> None:
-        """Start the workers and the tees. Signals stay with the agent's own handlers."""
+        """Start the workers. Signals stay with the agent's own handlers."""
         self._start()
-        for tail in self._tail_logs:
+        self._output.start()
+        for tail in self._tail_logs[2:]:  # those that filter; the others' work is the output's
             tail.start()
 
     def _start(self) -> None:
-        forks = self._fork() if self._warm is not None and self._program is not None else {}
-        if not self._answered(forks.values()):
+        if self._warm is None:
+            for local_rank in range(self.nprocs):
+                self.subprocess_handlers[local_rank] = self._start_here(local_rank)
             return
-        for refusal in sorted({fork.refusal for fork in forks.values() if fork.refusal}):
-            self._say(f"starting cold: {refusal}")
-        for local_rank in range(self.nprocs):
-            fork = forks.get(local_rank)
-            if fork is not None and not fork.refusal:
-                self.subprocess_handlers[local_rank] = _Forked(fork)  # type: ignore[assignment]
-            else:
-                self._start_cold(local_rank)
+        processes = {local_rank: self._ask(self._warm, local_rank) for local_rank in range(self.nprocs)}
+        if not self._answered(processes.values(), self._warm):
+            return
+        for process in processes.values():
+            if process.error:
+                raise _cannot_start(self._command(0)[0], process.error)
+        for reason in sorted({process.cold for process in processes.values() if process.cold}):
+            self._say(f"starting cold: {reason}")
+        self.subprocess_handlers = {rank: _Served(process) for rank, process in processes.items()}  # type: ignore[misc]
 
-    def _fork(self) -> dict[int, Fork]:
-        assert self._warm is not None
-        assert self._program is not None
-        forks = {}
-        for local_rank in range(self.nprocs):
-            words = tuple(map(str, self.args[local_rank]))
-            skip = 3 if self._program.module else 2  # -u (-m) name
-            forks[local_rank] = self._warm.fork(
-                Program(self._program.python, self._program.name, words[skip:], self._program.module),
-                {**os.environ, **self.envs[local_rank]},
-                self.stdouts[local_rank],
-                self.stderrs[local_rank],
-                _cpus(local_rank, self._numa_options),
-            )
-        return forks
+    def _command(self, local_rank: int) -> tuple[str, ...]:
+        return (str(self.entrypoint), *map(str, self.args[local_rank]))
 
-    def _answered(self, forks: Iterable[Fork]) -> bool:
+    def _ask(self, warm: WarmServer, local_rank: int) -> Process:
+        command, program = self._command(local_rank), self._program
+        if program is not None:
+            skip = 4 if program.module else 3  # python -u (-m) name
+            program = replace(program, arguments=command[skip:])
+        return warm.start(
+            command,
+            self._environment(local_rank),
+            program,
+            self._output.ends(local_rank),
+            self._cores(local_rank),
+        )
+
+    def _environment(self, local_rank: int) -> dict[str, str]:
+        env = {**os.environ, **self.envs[local_rank]}
+        return {name: value for name, value in env.items() if value is not None}
+
+    def _cores(self, local_rank: int) -> tuple[int, ...]:
+        """--numa-binding's, else those near the worker's GPU."""
+        if self._numa_options is not None:
+            return _bound(local_rank, self._numa_options)
+        return self._cpus[local_rank] if local_rank < len(self._cpus) else ()
+
+    def _answered(self, processes: Iterable[Process], warm: WarmServer) -> bool:
         """Wait for the server, which may still be importing torch; False where the launcher is told to stop first."""
-        for fork in forks:
-            while not fork.answered and self._warm is not None:
-                wait_readable([self._warm], _SIGNAL_LOOK_SECONDS)
-                self._warm.pump()
+        for process in processes:
+            while not process.answered:
+                wait_readable([warm], _SIGNAL_LOOK_SECONDS)
+                warm.pump()
                 if self._inbox.signals:
-                    return False  # the agent's loop acts on it; it ends the server, and with it the forks
+                    return False  # the agent's loop acts on it; it ends the server, and with it the workers
         return True
 
-    def _start_cold(self, local_rank: int) -> None:
-        assert isinstance(self.entrypoint, str)
+    def _start_here(self, local_rank: int) -> SubprocessHandler:
         try:
-            handler = _Cold(
-                self.entrypoint,
+            return _Cold(
+                str(self.entrypoint),
                 self.args[local_rank],
-                {name: value for name, value in self.envs[local_rank].items() if value is not None},
-                self.stdouts[local_rank],
-                self.stderrs[local_rank],
+                self._environment(local_rank),
+                None,
+                None,
                 local_rank,
                 self._numa_options,
+                ends=self._output.ends(local_rank),
             )
         except OSError as error:
-            raise LaunchError(
-                f"{self.entrypoint} cannot be started: {error.strerror or error}", "check that it can be run by hand"
-            ) from None
-        self.subprocess_handlers[local_rank] = handler
-        if hasattr(os, "pidfd_open"):
-            self._pidfds[local_rank] = os.pidfd_open(handler.proc.pid)
+            raise _cannot_start(str(self.entrypoint), error.strerror or str(error)) from None
 
     def watched(self) -> list[Any]:
         """What becomes readable when a worker ends."""
-        warm = [self._warm] if self._warm is not None and not self._warm.gone else []
-        return [*self._pidfds.values(), *warm]
+        return [self._warm] if self._warm is not None and not self._warm.gone else []
+
+    def patience(self) -> float | None:
+        """Seconds after which `_poll` has something to decide though no worker has ended; None: never."""
+        left = [self._after[rank] for rank in self._after if self._exit_code(rank) == ExitCode.REQUEUE]
+        return max(0.0, self._began + min(left) + self._grace - time.monotonic()) if left else None
 
     def _poll(self) -> RunProcsResult | None:
         self._note_ends()
-        failed = any(self._exit_code(rank) for rank in self._after)
-        if self._running_local_ranks and not failed:
+        codes = {rank: self._exit_code(rank) for rank in self._after}
+        failed = any(code not in (0, ExitCode.REQUEUE) for code in codes.values())
+        if self._running_local_ranks and not failed and self.patience() != 0.0:
             return None
-        if failed:
+        if any(codes.values()):
             self._on_failure()
         self.close()
+        self._settle()
         failures = {
             rank: self._process_failure(rank, handler.proc.pid, code)
             for rank, handler in sorted(self.subprocess_handlers.items(), key=lambda pair: self._order(pair[0]))
@@ -161,16 +185,42 @@ class Workers(SubprocessContext):
                 ended = getattr(proc, "ended_at", None) or time.monotonic()
                 self._after[rank] = ended - self._began
                 self._running_local_ranks.discard(rank)
-                if rank in self._pidfds:
-                    os.close(self._pidfds.pop(rank))
+                if proc.poll():
+                    self._output.failed(rank)
 
     def story(self, local_rank: int) -> tuple[float, bool]:
         """Seconds from the start of the workers to this one's end, and whether it had been told to stop."""
         return self._after.get(local_rank, 0.0), local_rank in self._told
 
+    def ended_well(self) -> tuple[int, ...]:
+        """The local ranks that had ended with exit code 0 before anyone was told to stop."""
+        return tuple(rank for rank in sorted(self._after) if rank not in self._told and self._exit_code(rank) == 0)
+
+    def saved(self) -> bool:
+        """Whether the workers have ended with the exit code that asks for another run, and none in another way."""
+        codes = {self._exit_code(rank) for rank in self._after}
+        return ExitCode.REQUEUE in codes and codes <= {0, ExitCode.REQUEUE}
+
+    def last_words(self, local_rank: int) -> LastWords:
+        """How a failed worker ended, in its own words."""
+        return (self._words or {}).get(local_rank, LastWords())
+
     def lost(self, local_rank: int) -> bool:
         """Whether this one died because the warm server did."""
         return bool(getattr(self.subprocess_handlers[local_rank].proc, "lost", False))
+
+    def pass_on(self, number: signal.Signals) -> None:
+        """Give a signal to every worker that has something to do with it; the others it would end."""
+        deaf = []
+        for rank in sorted(self._running_local_ranks):
+            pid = self.subprocess_handlers[rank].proc.pid
+            if not handles(pid, number):
+                deaf.append(str(rank))
+                continue
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        if deaf:
+            self._say(f"{number.name} was not passed on to local rank {', '.join(deaf)}: no handler for it there")
 
     def close(self, death_sig: signal.Signals | None = None, timeout: float | None = None) -> None:
         """End what still runs, within the user's grace on every path."""
@@ -181,21 +231,28 @@ class Workers(SubprocessContext):
         if not self.subprocess_handlers:
             return
         self._note_ends()
-        if not self._running_local_ranks:
+        if self._running_local_ranks:
+            self._told |= self._running_local_ranks
+            self._signal(death_sig)
+            deadline = time.monotonic() + timeout
+            while self._running_local_ranks and time.monotonic() < deadline and self._inbox.signals < 2:
+                self._wait_for_ends(deadline - time.monotonic())
+            self._kill()
+            deadline = time.monotonic() + max(timeout, _UNKILLABLE_SECONDS)
+            while self._running_local_ranks and time.monotonic() < deadline:
+                self._wait_for_ends(deadline - time.monotonic())
+        self._settle()
+
+    def _settle(self) -> None:
+        """All have ended: clear up after them, and take their last words."""
+        if self._words is not None:
             return
-        self._told |= self._running_local_ranks
-        self._signal(death_sig)
-        deadline = time.monotonic() + timeout
-        while self._running_local_ranks and time.monotonic() < deadline and self._inbox.signals < 2:
-            self._wait_for_ends(deadline - time.monotonic())
-        self._kill()
-        deadline = time.monotonic() + max(timeout, _UNKILLABLE_SECONDS)
-        while self._running_local_ranks and time.monotonic() < deadline:
-            self._wait_for_ends(deadline - time.monotonic())
-        for handler in self.subprocess_handlers.values():
-            for file in (getattr(handler, "_stdout", None), getattr(handler, "_stderr", None)):
-                if file is not None:
-                    file.close()
+        if self._warm is not None:
+            self._warm.clear()
+        failed = [rank for rank in self._after if self._exit_code(rank)]
+        if all(rank in self._told for rank in failed):
+            failed = []  # they were stopped; what they say of it is for the console
+        self._words = self._output.end(failed, _LAST_OUTPUT_SECONDS, hurry=lambda: self._inbox.signals > 1)
 
     def _signal(self, number: signal.Signals) -> None:
         """Tell the ranks alone, who need their data loaders to save; a program of another kind with all it started."""
@@ -205,14 +262,14 @@ class Workers(SubprocessContext):
                 (os.kill if self._program is not None else os.killpg)(pid, number)
 
     def _kill(self) -> None:
-        """End what still runs of the ranks that were told to stop, and what they have left behind."""
-        for rank in self._told:
-            pid = self.subprocess_handlers[rank].proc.pid
-            with suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-            if rank in self._running_local_ranks:  # also one forked a moment ago, not yet the leader of its group
+        """End what still runs of the ranks that were told to stop; the server sees to all that they have started."""
+        for rank in self._running_local_ranks:
+            proc = self.subprocess_handlers[rank].proc
+            if self._warm is not None and isinstance(proc, Process):
+                self._warm.kill(proc)
+            else:
                 with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                    os.killpg(proc.pid, signal.SIGKILL)
 
     def _wait_for_ends(self, timeout: float) -> None:
         """Until a worker ends, or for a moment: the caller looks for signals in between."""
@@ -221,23 +278,38 @@ class Workers(SubprocessContext):
 
 
 class _Cold(SubprocessHandler):
-    """torch's handler of a subprocess; the process dies with this one."""
+    """torch's handler of a subprocess, for systems without a warm server."""
+
+    def __init__(self, *words: Any, ends: tuple[int, int]) -> None:
+        self._worker_s_ends = ends
+        super().__init__(*words)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> "subprocess.Popen[bytes]":
-        tied = partial(die_with_parent, os.getpid()) if sys.platform == "linux" else None
-        return subprocess.Popen(
-            args, env=env, stdout=self._stdout, stderr=self._stderr, start_new_session=True, preexec_fn=tied
-        )
+        out, err = self._worker_s_ends
+        return subprocess.Popen(args, env=env, stdout=out, stderr=err, start_new_session=True)
 
 
-class _Forked:
-    """A warm worker in the place of torch's handler of a subprocess."""
+class _Served:
+    """A worker of the server in the place of torch's handler of a subprocess."""
 
-    def __init__(self, fork: Fork) -> None:
-        self.proc = fork
+    def __init__(self, process: Process) -> None:
+        self.proc = process
 
 
-def _cpus(local_rank: int, numa_options: Any) -> tuple[int, ...]:
+def handles(pid: int, number: signal.Signals) -> bool:
+    """Whether a process catches or ignores a signal, instead of being ended by it."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith(("SigCgt:", "SigIgn:")) and int(line.split()[1], 16) >> (number - 1) & 1:
+                return True
+    return False
+
+
+def _cannot_start(command: str, why: str) -> LaunchError:
+    return LaunchError(f"{command} cannot be started: {why}", "check that it can be run by hand")
+
+
+def _bound(local_rank: int, numa_options: Any) -> tuple[int, ...]:
     """The cores that --numa-binding gives this rank; empty without it."""
     if numa_options is None:
         return ()

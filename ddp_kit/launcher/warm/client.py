@@ -1,5 +1,6 @@
 """The launcher's end of the warm server."""
 
+import os
 import select
 import signal
 import socket
@@ -7,10 +8,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ddp_kit.contract import HIDDEN_FROM_WORKERS
-from ddp_kit.launcher.warm.messages import Channel, ClosedError, Ended, Program, Start, Started
+from ddp_kit.launcher.warm.dying import adopt_orphans, end_children
+from ddp_kit.launcher.warm.messages import (
+    Channel,
+    Clear,
+    ClosedError,
+    Ended,
+    Kill,
+    Message,
+    Owns,
+    Program,
+    Start,
+    Started,
+)
 
 # The package's folder leads the path for this one import only: the current folder is the script's business.
 _CODE = """\
@@ -19,25 +33,33 @@ path = sys.path[0 if sys.flags.safe_path else 1:]
 sys.path.insert(0, sys.argv[1])
 from ddp_kit.launcher.warm import server
 sys.path[:] = path
-server.main(int(sys.argv[2]), tuple(filter(None, sys.argv[3].split(","))))
+server.main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "warm", tuple(filter(None, sys.argv[5].split(","))))
 """
+_LAST_SECONDS = 10.0  # that the server may take to clear up
 
 
 class WarmServer:
-    """A process that imports torch while the launcher does, and forks workers from then on."""
+    """A process that imports torch while the launcher does, starts workers from then on, and clears up after them."""
 
-    def __init__(self, words: Sequence[str], env: Mapping[str, str]) -> None:
-        """Start it. `words`: the launch's command line, which gives `ps` room for those of the workers."""
+    def __init__(self, words: Sequence[str], env: Mapping[str, str], warm: bool = True) -> None:
+        """Start it. `words`: the launch's command line, which gives `ps` room for those of the workers.
+
+        `warm`: whether it imports torch at all.
+        """
         ours, theirs = socket.socketpair()
-        hidden = {name: value for name, value in HIDDEN_FROM_WORKERS.items() if name not in env}
+        hidden = {name: value for name, value in HIDDEN_FROM_WORKERS.items() if name not in env} if warm else {}
         package = str(Path(__file__).parents[3])
-        command = [sys.executable, "-u", "-c", _CODE, package, str(theirs.fileno()), ",".join(hidden), *words]
+        how = [package, str(theirs.fileno()), str(os.getpid()), "warm" if warm else "cold", ",".join(hidden)]
+        adopt_orphans()  # this process, too: should the server be killed, what it looked after comes here
         with theirs:
             self._process = subprocess.Popen(
-                command, env={**env, **hidden}, pass_fds=[theirs.fileno()], start_new_session=True
+                [sys.executable, "-u", "-c", _CODE, *how, *words],
+                env={**env, **hidden},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
             )
         self._channel = Channel(ours)
-        self._workers: dict[int, Fork] = {}
+        self._workers: dict[int, Process] = {}
         self._count = 0
         self.gone = False
 
@@ -45,17 +67,35 @@ class WarmServer:
         """For `select`: readable when a worker may have ended."""
         return self._channel.fileno()
 
-    def fork(
-        self, program: Program, env: Mapping[str, str], stdout: str = "", stderr: str = "", cpus: tuple[int, ...] = ()
-    ) -> "Fork":
-        """Ask for a worker; `pump` until it is answered."""
+    def start(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        program: Program | None = None,
+        streams: Sequence[int] = (),
+        cpus: tuple[int, ...] = (),
+    ) -> "Process":
+        """Ask for a worker; `pump` until it is answered.
+
+        `command`: what to execute where `program` is None or cannot be forked. `streams`: descriptors for its
+        standard output and error; none: those of this process.
+        """
         self._count += 1
-        worker = self._workers[self._count] = Fork(self)
-        try:
-            self._channel.send(Start(self._count, program, dict(env), stdout, stderr, cpus))
-        except ClosedError:
-            self._lose()
+        worker = self._workers[self._count] = Process(self, self._count)
+        self._send(Start(self._count, tuple(command), dict(env), program, cpus, bool(streams)), streams)
         return worker
+
+    def kill(self, worker: "Process") -> None:
+        """End a worker, and all that it started, at once."""
+        self._send(Kill(worker.number))
+
+    def clear(self) -> None:
+        """End what the workers have left behind; before anything that is asked for later."""
+        self._send(Clear())
+
+    def own(self, folder: str) -> None:
+        """Have a folder removed when this process is gone."""
+        self._send(Owns(folder))
 
     def pump(self, timeout: float | None = 0) -> None:
         """Note what the server says; wait for that at most `timeout` seconds."""
@@ -65,9 +105,8 @@ class WarmServer:
             for message in self._channel.receive():
                 if isinstance(message, Started):
                     worker = self._workers[message.number]
-                    worker.pid, worker.refusal, worker.answered = message.pid, message.refusal, True
-                    if message.refusal:
-                        del self._workers[message.number]
+                    worker.pid, worker.cold, worker.error = message.pid, message.cold, message.error
+                    worker.answered = True
                 elif isinstance(message, Ended):
                     worker = self._workers.pop(message.number)
                     worker.returncode, worker.ended_at = message.returncode, time.monotonic()
@@ -75,31 +114,43 @@ class WarmServer:
             self._lose()
 
     def close(self) -> None:
-        """End the server, and with it every worker that is left."""
+        """End every worker that is left, what they have left behind, and the server."""
         self._channel.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_LAST_SECONDS)
         self._process.kill()
         self._process.wait()
 
+    def _send(self, message: Message, streams: Sequence[int] = ()) -> None:
+        try:
+            self._channel.send(message, streams)
+        except ClosedError:
+            self._lose()
+
     def _lose(self) -> None:
-        """The server died, and its workers with it."""
+        """The server died, and its workers with it; what these had started is now a child of this process."""
         self.gone = True
+        self._process.wait()
+        end_children(lambda _: True, _reap)
         for worker in self._workers.values():
-            worker.refusal = "" if worker.answered else "the process that had imported torch is gone"
             worker.answered, worker.lost = True, True
             worker.returncode, worker.ended_at = -signal.SIGKILL, time.monotonic()
         self._workers.clear()
 
 
-class Fork:
-    """A worker that the server forked; what torch needs to know of a process, as `subprocess.Popen` tells it."""
+class Process:
+    """A worker that the server started; what torch needs to know of a process, as `subprocess.Popen` tells it."""
 
-    def __init__(self, server: WarmServer) -> None:
+    def __init__(self, server: WarmServer, number: int) -> None:
         self._server = server
+        self.number = number
         self.answered = False
-        """Whether it runs, or was refused."""
+        """Whether it is known if it runs."""
         self.pid = 0
-        self.refusal = ""
-        """Why the server did not fork; empty where it did."""
+        self.cold = ""
+        """Why it was executed instead of forked."""
+        self.error = ""
+        """Why it could not be started."""
         self.lost = False
         """Whether it died with the server."""
         self.returncode: int | None = None
@@ -120,3 +171,9 @@ class Fork:
                 raise subprocess.TimeoutExpired("worker", timeout)
             self._server.pump(left)
         return self.returncode
+
+
+def _reap() -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass

@@ -1,13 +1,18 @@
-"""What the launcher and its warm server tell each other: frozen records, as JSON frames over a socketpair."""
+"""What the launcher and its warm server tell each other: frozen records, as JSON frames over a socketpair.
+
+A `Start` may carry two open descriptors, the worker's standard output and standard error.
+"""
 
 import json
 import socket
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 _LENGTH_BYTES = 4
 _READ_BYTES = 1 << 16
+_MOST_DESCRIPTORS = 16  # that come with one read; a frame carries two
 
 
 @dataclass(frozen=True)
@@ -29,27 +34,52 @@ class Program:
 
 @dataclass(frozen=True)
 class Start:
-    """Launcher to server: fork one worker."""
+    """Launcher to server: start one worker."""
 
     number: int
     """Names the worker in later messages."""
-    program: Program
+    command: tuple[str, ...]
+    """What to execute where it cannot be forked."""
     env: Mapping[str, str]
     """The worker's whole environment."""
-    stdout: str = ""
-    """The file that takes standard output; empty: the launcher's own."""
-    stderr: str = ""
+    program: Program | None = None
+    """What a fork of the server would become; None: it has to be executed."""
     cpus: tuple[int, ...] = ()
     """The CPU cores to run on; empty: all that the launcher may use."""
+    streams: bool = False
+    """Whether two descriptors come along; else the worker's streams are the launcher's own."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Launcher to server: end a worker and all that it started, at once."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Clear:
+    """Launcher to server: every worker of a round is gone; end what they have left behind."""
+
+
+@dataclass(frozen=True)
+class Owns:
+    """Launcher to server: a folder that is to go when the launcher does."""
+
+    folder: str
 
 
 @dataclass(frozen=True)
 class Started:
-    """Server to launcher: the worker runs, or why it must be started cold."""
+    """Server to launcher: the worker runs."""
 
     number: int
     pid: int
-    refusal: str = ""
+    """0: it could not be started."""
+    cold: str = ""
+    """Why it was executed instead of forked; empty where it was forked, or never could have been."""
+    error: str = ""
+    """Why it could not be started."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +91,8 @@ class Ended:
     """Its exit code; below 0: minus the signal that ended it."""
 
 
-Message = Start | Started | Ended
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Start, Started, Ended)}
+Message = Start | Kill | Clear | Owns | Started | Ended
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Start, Kill, Clear, Owns, Started, Ended)}
 
 
 class ClosedError(Exception):
@@ -75,25 +105,29 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._unread = bytearray()
+        self._descriptors: deque[int] = deque()
 
     def fileno(self) -> int:
         """For `select`: readable when a message may have come."""
         return self._socket.fileno()
 
-    def send(self, message: Message) -> None:
-        """Send one message, whole. Raises `ClosedError`."""
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Send one message, whole, with copies of `descriptors`. Raises `ClosedError`."""
         body = json.dumps([type(message).__name__, asdict(message)]).encode()
+        frame = len(body).to_bytes(_LENGTH_BYTES, "big") + body
         try:
-            self._socket.sendall(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
+            sent = socket.send_fds(self._socket, [frame], descriptors)
+            self._socket.sendall(frame[sent:])
         except OSError as error:
             raise ClosedError from error
 
     def receive(self) -> Iterator[Message]:
         """Wait until something comes, then give every whole message that is there. Raises `ClosedError`."""
         try:
-            data = self._socket.recv(_READ_BYTES)
+            data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, _MOST_DESCRIPTORS)
         except OSError as error:
             raise ClosedError from error
+        self._descriptors += descriptors
         if not data:
             raise ClosedError
         self._unread += data
@@ -105,6 +139,10 @@ class Channel:
             del self._unread[:end]
             yield _read(name, fields)
 
+    def take_descriptors(self, count: int) -> list[int]:
+        """The next `count` that came along, in the order of the messages; they are the caller's to close."""
+        return [self._descriptors.popleft() for _ in range(count)]
+
     def close(self) -> None:
         """Close this end; the other one sees an end of file."""
         self._socket.close()
@@ -112,8 +150,9 @@ class Channel:
 
 def _read(name: str, fields: dict[str, Any]) -> Message:
     if name == Start.__name__:
-        program = fields.pop("program")
-        program["arguments"] = tuple(program["arguments"])
-        fields |= {"program": Program(**program), "cpus": tuple(fields["cpus"])}
+        program = fields["program"]
+        if program is not None:
+            program = Program(**{**program, "arguments": tuple(program["arguments"])})
+        fields |= {"program": program, "command": tuple(fields["command"]), "cpus": tuple(fields["cpus"])}
     message: Message = _KINDS[name](**fields)
     return message

@@ -1,32 +1,60 @@
-"""The warm server: imports torch, then forks a worker for each `Start`; runs no tensor operation and no thread.
+"""The warm server: imports torch, starts a worker for each `Start`, and ends what a job leaves behind.
 
-Started by `client.WarmServer` as a process of its own, never imported by the launcher.
+    import torch                     (not with --cold: then it only starts, watches and clears)
+    loop:
+        Start         fork a worker, or execute it where a fork would not be like one started by python
+        Kill, Clear   end a worker with all that it started; end what the workers of a round have left
+        a child ends  tell the launcher
+        end of file   the launcher is gone: end everything, remove its folder, go
+
+It runs no tensor operation and no thread. Every descendant whose parent dies becomes its child, so that none gets out
+of sight. Started by `client.WarmServer` as a process of its own, never imported by the launcher.
 """
 
 import gc
 import os
-import random
 import select
+import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from contextlib import suppress
 from importlib import import_module
-from multiprocessing import current_process
 from pathlib import Path
-from threading import main_thread
-from typing import Any
+from typing import NoReturn
 
 from ddp_kit.contract import IMPORT_TIME_VARIABLES, THREADS
-from ddp_kit.launcher.warm import script
-from ddp_kit.launcher.warm.dying import die_with_parent
-from ddp_kit.launcher.warm.messages import Channel, ClosedError, Ended, Program, Start, Started
+from ddp_kit.launcher.masking import masked
+from ddp_kit.launcher.warm import script, worker
+from ddp_kit.launcher.warm.dying import (
+    Child,
+    adopt_orphans,
+    children,
+    die_with_parent,
+    end_children,
+    outlive_parent,
+    strike,
+    wait_for,
+)
+from ddp_kit.launcher.warm.messages import (
+    Channel,
+    Clear,
+    ClosedError,
+    Ended,
+    Kill,
+    Message,
+    Owns,
+    Program,
+    Start,
+    Started,
+)
 
 _PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel")
 # What DistributedDataParallel and optimizers import when the first one is made; too long to let the first start wait.
 _PRELOADED_WHEN_IDLE = ("torch._dynamo",)
 _IDLE_SECONDS = 5.0
+_LEAVING_SECONDS = 0.3  # for what a worker that ended well has started: most of it ends by itself
 _OWN_FAULTS = {
     signal.SIGSEGV,
     signal.SIGBUS,
@@ -38,28 +66,32 @@ _OWN_FAULTS = {
 }
 
 
-@dataclass(frozen=True)
-class _Dispositions:
-    mask: set[int]
-    child_ended: Any
+def main(descriptor: int, launcher: int, warm: bool, hidden: tuple[str, ...]) -> None:
+    """Serve until the launcher goes. In a forked worker `serve` returns, and the worker becomes its script.
 
-
-def main(descriptor: int, hidden: tuple[str, ...]) -> None:
-    """Serve until the launcher goes. In a worker `serve` returns, and the worker becomes its script.
-
-    `hidden`: variables that were set for this server alone.
+    `launcher`: its process. `hidden`: variables that were set for this server alone.
     """
+    die_with_parent(launcher)  # as long as there is no worker, nothing else has to be cleared up
+    adopt_orphans()
     # What is sent to the whole job is for its workers, who would all die with this process. Blocked rather than
     # ignored: a worker takes back what it inherited, and a signal that has come meanwhile is delivered to it.
-    inherited = _Dispositions(
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OWN_FAULTS),
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL),  # ignored, it would hide how workers end
-    )
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OWN_FAULTS - {signal.SIGCHLD})
+    wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    inherited = worker.Inherited(mask, signal.signal(signal.SIGCHLD, _wake), wakes)
+    signal.set_wakeup_fd(wakes[1], warn_on_full_buffer=False)
+    os.set_inheritable(descriptor, False)
     channel = Channel(socket.socket(fileno=descriptor))
-    program = _Server(channel, hidden, _preload(_PRELOADED)).serve()
-    signal.signal(signal.SIGCHLD, inherited.child_ended)
-    signal.pthread_sigmask(signal.SIG_SETMASK, inherited.mask)
-    script.become(program)
+    broken = _preload(_PRELOADED) if warm else ""
+    server = _Server(channel, inherited, warm, broken, hidden)
+    outlive_parent()
+    if os.getppid() == launcher:
+        program = server.serve()
+        inherited.restore()
+        script.become(program)
+
+
+def _wake(*_: object) -> None:
+    """Python's handler of SIGCHLD: the byte in the pipe is what wakes the server."""
 
 
 def _preload(names: tuple[str, ...]) -> str:
@@ -75,54 +107,103 @@ def _preload(names: tuple[str, ...]) -> str:
 
 
 class _Server:
-    def __init__(self, channel: Channel, hidden: tuple[str, ...], broken: str) -> None:
+    def __init__(
+        self, channel: Channel, inherited: worker.Inherited, warm: bool, broken: str, hidden: tuple[str, ...]
+    ) -> None:
         self._channel = channel
+        self._inherited = inherited
+        self._warm = warm
         self._broken = broken
         self._env = {name: value for name, value in os.environ.items() if name not in hidden}
-        self._running: dict[int, tuple[int, int]] = {}  # pidfd -> worker's number, pid
         self._modules = _top_level_modules()
+        self._waiting: deque[Message] = deque()
+        self._running: dict[int, int] = {}  # pid -> the worker's number
+        self._all_well = True  # as far as workers of this round have ended
+        self._traces: set[Path] = set()
+        self._folders: list[str] = []
 
     def serve(self) -> Program:
-        """Fork workers and report their ends; returns in the workers only."""
-        idle: float | None = _IDLE_SECONDS
-        try:
-            while True:
-                ready, _, _ = select.select([self._channel.fileno(), *self._running], [], [], idle)
-                if not ready:
-                    idle = None
-                    _preload(_PRELOADED_WHEN_IDLE)  # restarts find it there; where it cannot be had, they do without
-                    self._modules = _top_level_modules()
-                for pidfd in self._running.keys() & ready:
-                    self._report_end(pidfd)
-                if self._channel.fileno() in ready:
-                    for message in self._channel.receive():
-                        if isinstance(message, Start) and self._start(message):
-                            return message.program
-        except ClosedError:
-            os._exit(0)  # workers die with this process
+        """Start workers and report their ends; returns in the forked workers only."""
+        idle = _IDLE_SECONDS if self._warm else None
+        while True:
+            if not select.select([self._channel.fileno(), self._inherited.wakes[0]], [], [], idle)[0]:
+                idle = None
+                self._preload_more()
+            self.attend()
+            while self._waiting:
+                program = self._act(self._waiting.popleft())
+                if program is not None:
+                    return program
 
-    def _start(self, start: Start) -> bool:
-        """Fork; True in the worker."""
-        refusal = self._broken or self._obstacle(start)
-        if refusal:
-            self._channel.send(Started(start.number, 0, refusal))
-            return False
+    def attend(self) -> None:
+        """Report who has ended, and take what has come. All but a kill can wait for the end of an import."""
+        self._reap()
+        while select.select([self._channel], [], [], 0)[0]:
+            try:
+                for message in self._channel.receive():
+                    if isinstance(message, Kill):
+                        self._kill(message.number)
+                    else:
+                        self._waiting.append(message)
+            except ClosedError:
+                self._end()
+
+    def _preload_more(self) -> None:
+        """Restarts find it there; where it cannot be had, they do without."""
+        attentive = _Attentive(self)
+        sys.meta_path.insert(0, attentive)
+        _preload(_PRELOADED_WHEN_IDLE)
+        sys.meta_path.remove(attentive)
+        self._modules = _top_level_modules()
+
+    def _act(self, message: Message) -> Program | None:
+        if isinstance(message, Start):
+            return self._start(message)
+        if isinstance(message, Clear):
+            self._clear()
+        elif isinstance(message, Owns):
+            self._folders.append(message.folder)
+        return None
+
+    # Starting ----------------------------------------------------------------------------------------------------
+
+    def _start(self, start: Start) -> Program | None:
+        """Start a worker; returns its program in one that was forked."""
+        streams = self._channel.take_descriptors(2) if start.streams else []
+        cold = self._obstacle(start) if start.program is not None and self._warm else ""
+        warm = start.program if self._warm and not cold else None
         parent = os.getpid()
+        errors, tell = os.pipe2(os.O_CLOEXEC)
         try:
             pid = os.fork()
         except OSError as error:
-            self._channel.send(Started(start.number, 0, f"the system refuses another process ({error.strerror})"))
-            return False
-        if pid == 0:
-            self._leave(parent)
-            _set_up(start)
-            return True
-        self._running[os.pidfd_open(pid)] = start.number, pid
-        self._channel.send(Started(start.number, pid))
-        return False
+            pid, cold = 0, ""
+            self._tell(Started(start.number, 0, error=f"the system refuses another process: {error.strerror}"))
+        else:
+            if pid == 0:
+                die_with_parent(parent)
+                os.setsid()
+                self._channel.close()
+                os.close(errors)
+                if warm is None:
+                    worker.execute(start, streams, self._inherited, tell)
+                os.close(tell)
+                worker.set_up(start, streams)
+                return warm
+        for descriptor in (tell, *streams):
+            os.close(descriptor)
+        with os.fdopen(errors, "rb") as pipe:  # its other end is closed by the worker's execve
+            error_text = pipe.read().decode() if pid and warm is None else ""
+        if pid:
+            self._running[pid] = start.number
+            self._tell(Started(start.number, pid, cold, error_text))
+        return None
 
     def _obstacle(self, start: Start) -> str:
         """Why a worker forked now would not be like one started by python; empty where nothing is in the way."""
+        assert start.program is not None
+        if self._broken:
+            return self._broken
         if len(list(Path("/proc/self/task").iterdir())) != 1:
             return "an import has started a thread"
         if sys.modules["torch"].cuda.is_initialized():
@@ -138,19 +219,67 @@ class _Server:
                 return f"its {name} differs from the launcher's, and imports read it"
         return script.obstacle(start.program, self._modules)
 
-    def _leave(self, parent: int) -> None:
-        """The worker's first steps: it dies with the server, and holds nothing of it."""
-        die_with_parent(parent)
-        os.setsid()
-        self._channel.close()
-        for descriptor in self._running:
-            os.close(descriptor)
+    # Ending ------------------------------------------------------------------------------------------------------
 
-    def _report_end(self, pidfd: int) -> None:
-        number, pid = self._running.pop(pidfd)
-        os.close(pidfd)
-        _, status = os.waitpid(pid, 0)
-        self._channel.send(Ended(number, os.waitstatus_to_exitcode(status)))
+    def _reap(self) -> None:
+        """Take every child that has ended, report the workers among them, and end what failed ones have left."""
+        with suppress(BlockingIOError):
+            os.read(self._inherited.wakes[0], 4096)
+        failed = set()
+        with suppress(ChildProcessError):
+            while ended := os.waitpid(-1, os.WNOHANG):
+                pid, status = ended
+                if pid == 0:
+                    break
+                if pid in self._running:
+                    code = os.waitstatus_to_exitcode(status)
+                    self._tell(Ended(self._running.pop(pid), code))
+                    if code != 0:
+                        failed.add(pid)
+        if failed:
+            self._all_well = False
+            strike(lambda child: child.session in failed and self._is_stranger(child), signal.SIGKILL, self._traces)
+
+    def _kill(self, number: int) -> None:
+        """End one worker at once; what it leaves follows when it is reaped."""
+        strike(lambda child: self._running.get(child.pid) == number, signal.SIGKILL, self._traces)
+
+    def _clear(self) -> None:
+        """End what the workers of a round have left, and say what that was where nobody failed."""
+        if self._all_well:
+            wait_for(self._is_stranger, _LEAVING_SECONDS, self._reap)
+            for child in filter(self._is_stranger, children()):
+                if not child.cleans:
+                    command = masked(child.command.replace(b"\0", b" ").decode(errors="replace").strip(), self._env)
+                    sys.stderr.write(f"ddpkit: ended what a process of the job had left running: {command}\n")
+        end_children(self._is_stranger, self._reap, gently=True, traces=self._traces)
+        self._all_well = True
+
+    def _is_stranger(self, child: Child) -> bool:
+        return child.pid not in self._running
+
+    def _end(self) -> NoReturn:
+        """The launcher is gone."""
+        end_children(lambda child: child.pid in self._running, self._reap, traces=self._traces)
+        self._clear()
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)
+
+    def _tell(self, message: Message) -> None:
+        with suppress(ClosedError):  # the end of file comes next
+            self._channel.send(message)
+
+
+class _Attentive:
+    """A finder that finds nothing: each import statement below it lets the server attend to its workers."""
+
+    def __init__(self, server: _Server) -> None:
+        self._server = server
+
+    def find_spec(self, *_: object) -> None:
+        """Called by Python's import machinery."""
+        self._server.attend()
 
 
 def _top_level_modules() -> frozenset[str]:
@@ -162,45 +291,3 @@ def _points_to(link: Path, beginning: str) -> bool:
         return str(link.readlink()).startswith(beginning)
     except OSError:  # the listing's own descriptor
         return False
-
-
-def _set_up(start: Start) -> None:
-    """Give this worker what python would have given it."""
-    for path, stream in ((start.stdout, 1), (start.stderr, 2)):
-        if path:
-            try:
-                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-            except OSError as error:
-                sys.stderr.write(f"ddpkit: the log {path} cannot be written: {error.strerror}\n")
-                os._exit(1)
-            os.dup2(descriptor, stream)
-            os.close(descriptor)
-    if start.cpus:
-        os.sched_setaffinity(0, start.cpus)
-    _set_threads(start.env.get(THREADS, ""))
-    for name in set(os.environ).difference(start.env):  # last: some imports set variables
-        del os.environ[name]
-    os.environ.update(start.env)
-    _reseed()
-    main_thread()._set_native_id()  # type: ignore[attr-defined]  # Python 3.11 leaves it at the parent's
-    script.set_title(start.program)
-
-
-def _set_threads(words: str) -> None:
-    """torch's and BLAS's threads as they would be in a fresh process: this one's BLAS was held to a single thread."""
-    torch = sys.modules["torch"]
-    threads = int(words) if words.isdecimal() and int(words) > 0 else 0
-    if threads and threads != torch.get_num_threads():  # a needless call changes how many threads later ones start
-        torch.set_num_threads(threads)
-    if threads != 1:
-        limits: Callable[..., object] = import_module("threadpoolctl").threadpool_limits
-        limits(threads or len(os.sched_getaffinity(0)), user_api="blas")
-
-
-def _reseed() -> None:
-    random.seed()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy.random" in sys.modules:
-        numpy.random.seed()
-    sys.modules["torch"].default_generator.seed()
-    current_process().authkey = os.urandom(32)

@@ -1,0 +1,58 @@
+"""The traceback at the end of what a process printed."""
+
+import re
+
+_MARK = "Traceback (most recent call last)"
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+# torch puts the rank in front of each line of a traceback once the process group is up.
+_RANK = re.compile(r"^\[rank\d+\]: ?")
+# Warnings of torch's C++ side that follow a traceback while the process ends, such as `[rank0]:[W1120 10:00:00.1 ...`.
+_AFTERWARDS = re.compile(r"^(\[rank\d+\]:)?\[[WEIF]\d{4} |^Exception ignored in|^sys:\d+: |^\s*warnings\.warn\(")
+_CHAINED = re.compile(r"^(The above exception was the direct cause|During handling of the above exception)")
+_FATAL = re.compile(r"^(Fatal Python error: |terminate called )")
+_MOST_LINES = 60
+
+
+def split(text: str) -> tuple[str, str]:
+    """The last traceback in `text`, with those it was chained to and without torch's marks; and all the rest."""
+    lines = text.splitlines(keepends=True)
+    plain = [_RANK.sub("", _ANSI.sub("", line)) for line in lines]
+    starts = [number for number, line in enumerate(plain) if _MARK in line or _FATAL.match(line)]
+    if not starts:
+        return "", text
+    start = _first_of_chain(plain, starts)
+    end = _end(plain, starts[-1])
+    found = [line.rstrip() for line in plain[start:end]]
+    if len(found) > _MOST_LINES:
+        found = [*found[: _MOST_LINES // 3], "  ...", *found[-2 * _MOST_LINES // 3 :]]
+    return "\n".join(found), "".join([*lines[:start], *lines[end:]])
+
+
+def message_of(trace: str) -> str:
+    """The line that names the exception."""
+    lines = trace.splitlines()
+    for line in reversed(lines):
+        if line and not line.startswith((" ", "\t")) and re.match(r"[\w.]+(: |$)", line) and _MARK not in line:
+            return line
+    return lines[0] if lines and _FATAL.match(lines[0]) else ""
+
+
+def _first_of_chain(plain: list[str], starts: list[int]) -> int:
+    first = starts[-1]
+    for start in reversed(starts[:-1]):
+        between = [line for line in plain[start:first] if line.strip()]
+        if not between or not _CHAINED.match(between[-1]):
+            break
+        first = start
+    return first
+
+
+def _end(plain: list[str], start: int) -> int:
+    """One past the last line that belongs to it: an exception's message may have several lines."""
+    end = start
+    for number in range(start, len(plain)):
+        if _AFTERWARDS.match(plain[number]):
+            break
+        if plain[number].strip():
+            end = number
+    return end + 1
