@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 
 from ddp_kit.errors import WorldError
 
@@ -57,7 +58,8 @@ QUIET_IMPORT = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 RUN_FOLDER_PREFIX = "ddpkit-"
 # In a run folder, beside the names that torch gives: each rank's, in its own folder, and the job's.
 OUTPUT_LOG = "output.log"
-STEP_FILE = "step"
+STEP_FILE = "step"  # the last optimizer step done: STEP_BYTES, little-endian
+STEP_BYTES = 8
 VERDICT_FILE = "verdict.json"
 
 # Marks in the `extraInfo` of an error file that was not left by the script itself.
@@ -163,6 +165,17 @@ def from_env(env: Mapping[str, str] | None = None) -> WorkerEnv:
             f"{RANK} counts from 0 to {WORLD_SIZE} - 1; let `ddpkit launch` set both",
         )
     return worker
+
+
+def step_file(env: Mapping[str, str] | None = None) -> Path | None:
+    """Where a worker notes its steps for the launcher; None where none has started it."""
+    error_file = (os.environ if env is None else env).get(ERROR_FILE)
+    return Path(error_file).with_name(STEP_FILE) if error_file else None
+
+
+def read_step(path: Path) -> int:
+    """The step that a worker has noted. Raises `OSError`, `ValueError`."""
+    return int.from_bytes(path.read_bytes()[:STEP_BYTES], "little")
 
 
 def speaker_rank() -> int:

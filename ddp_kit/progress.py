@@ -1,12 +1,15 @@
-"""Showing how far a run is: a bar on a terminal, plain lines elsewhere."""
+"""Showing how far a run is: a bar on a terminal, plain lines elsewhere, a number for the launcher."""
 
+import mmap
 import sys
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ddp_kit.contract import STEP_BYTES, step_file
 from ddp_kit.log import logger
 
 
@@ -44,6 +47,25 @@ class ProgressReport:
             self._bar.update(self._task, completed=done, description=values)
         elif self._shown:
             logger.info("step {}/{}  {}", done, self._total, values)
+
+
+class StepNote:
+    """The last step done, where the launcher finds it after this process has died; in memory, without a system call."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        path = step_file()
+        with suppress(OSError, ValueError):  # the launcher then names no step
+            if path is not None:
+                with path.open("w+b") as file:
+                    file.write(bytes(STEP_BYTES))
+                    file.flush()
+                    self._memory = mmap.mmap(file.fileno(), STEP_BYTES)
+
+    def write(self, step: int) -> None:
+        """Note it."""
+        if self._memory is not None:
+            self._memory[:] = step.to_bytes(STEP_BYTES, "little")
 
 
 def _bar() -> Progress:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from labels import unlabelled
 
 # A slow machine is no failure; and CI tries the same examples every time.
 settings.register_profile(
@@ -28,9 +29,11 @@ def _environment(extra: dict[str, str] | None) -> dict[str, str]:
 
 
 def _run(command: list[str], env: dict[str, str] | None, cwd: Path) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
+    done = subprocess.run(
         command, env=_environment(env), cwd=cwd, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL
     )
+    done.stdout, done.stderr = unlabelled(done.stdout), unlabelled(done.stderr)
+    return done
 
 
 @pytest.fixture

@@ -92,12 +92,17 @@ def launch(words: Sequence[str]) -> int:
         settled = plan.make(asked, devices.gpus(), os.environ, run_id=str(uuid.uuid4()))
         for line in settled.says:
             _say(line)
-        judgement = verdict.judge(agent.run(settled, warm, asked.cold, _say))
+        ended = agent.run(settled, warm, asked.cold, _say)
     finally:
         if warm is not None:
             warm.close()
+    judgement = verdict.judge(ended.outcome, ended.shown)
+    if judgement.trace:
+        _write(f"{judgement.trace}\n")
     if judgement.text:
         _say(judgement.text)
+    if judgement.text and ended.folder:
+        _say(f"logs and verdict in {ended.folder}")
     return judgement.exit_code
 
 
@@ -127,8 +132,12 @@ def _import_quietly() -> Iterator[None]:
 
 
 def _say(line: str) -> None:
+    _write(f"ddpkit: {line}\n")
+
+
+def _write(text: str) -> None:
     with suppress(OSError, ValueError, AttributeError):  # nobody reads it; that is no reason to end a job
-        sys.stderr.write(f"ddpkit: {line}\n")
+        sys.stderr.write(text)
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"launch": launch}

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
-from ddp_kit.launcher.verdict import Failure, Outcome, first_failure
+from ddp_kit.launcher.verdict import Failure, Outcome, asks_for_another_run, first_failure
 
 IDENTICAL_FAILURES = 5
 """After so many restarts in a row that ended in the same failure without progress, no further one is tried."""
@@ -87,6 +87,8 @@ class Report:
     """Where the node would serve the workers' store in the next round: a fresh one for each."""
     signal: int = 0
     """What stopped the launcher, where it leaves."""
+    ended_well: tuple[int, ...] = ()
+    """The ranks that had ended with exit code 0 before any failed here."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,7 @@ class _Round:
     done: set[int] = field(default_factory=set)
     down: set[int] = field(default_factory=set)
     failures: list[Failure] = field(default_factory=list)
+    ended_well: list[int] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     failing: bool = False
     ordered: bool = False
@@ -229,6 +232,7 @@ class Job:
         elif report.round == self._round.number:
             self._nodes[report.node] = replace(self._nodes[report.node], port=report.port)
             self._round.failures += report.failures
+            self._round.ended_well += report.ended_well
             if report.node in self._round.here:
                 (self._round.done if report.state is State.DONE else self._round.down).add(report.node)
         return self._proceed()
@@ -287,7 +291,7 @@ class Job:
             return None
         if len(self._nodes) < limits.min_nodes or HOST not in self._nodes:
             what = "; ".join(round_.lost) or "too few nodes are left"
-            return self._end(Outcome(lost=what, stopped_by=self._left_by))
+            return self._end(Outcome(tuple(round_.failures), lost=what, stopped_by=self._left_by))
         if round_.lost:
             return self._go("; ".join(round_.lost))
         if round_.ordered:
@@ -298,7 +302,9 @@ class Job:
 
     def _after_failure(self, failures: tuple[Failure, ...]) -> list[Order]:
         first = first_failure(failures)
-        outcome = Outcome(failures=failures, restarts=self._restarts)
+        outcome = Outcome(failures, tuple(sorted(self._round.ended_well)), restarts=self._restarts)
+        if asks_for_another_run(outcome):
+            return self._end(outcome)
         if first.at_start:
             left = self._limits.max_restarts - self._restarts
             return self._end(replace(outcome, note="not restarted: it failed at its imports" if left else ""))

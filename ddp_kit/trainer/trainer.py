@@ -23,7 +23,7 @@ from ddp_kit.loader import Data, batching, build_loader, check_batch_size, on_de
 from ddp_kit.metrics import Loss, Mean, checked, reduced
 from ddp_kit.placement import place, send_buffers, without_reduction
 from ddp_kit.precision import Precision, scale_gradients
-from ddp_kit.progress import ProgressReport
+from ddp_kit.progress import ProgressReport, StepNote
 from ddp_kit.records import FitResult, LogRow, Step
 from ddp_kit.sampler import EvalBatches, ExactDistributedSampler, TrainBatches
 from ddp_kit.trainer.agreement import check_agreement, fact_of_weights, facts_of_data, facts_of_run
@@ -128,6 +128,7 @@ class Trainer:
         self._steps_in_epoch = 0
         self._epoch_length: int | None = None  # in steps, of an epoch that is begun and not done
         self._samples = 0
+        self._note = StepNote()
 
     # --- what users call ----------------------------------------------------------------------------------------
 
@@ -312,6 +313,7 @@ class Trainer:
 
     def _advance(self, samples: int, steps_per_epoch: int) -> bool:
         self.step += 1
+        self._note.write(self.step)
         self._samples += samples
         self._steps_in_epoch += 1
         if self._steps_in_epoch < steps_per_epoch:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from labels import unlabelled
 
 pytestmark = pytest.mark.slow
 
@@ -103,7 +104,7 @@ def test_no_worker_outlives_a_launcher_that_is_killed(script: Script, flags: tup
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=tmp_path
     ) as launcher:
         assert launcher.stdout is not None
-        workers = [os.pidfd_open(int(launcher.stdout.readline())) for _ in range(3)]
+        workers = [os.pidfd_open(int(unlabelled(launcher.stdout.readline()))) for _ in range(3)]
         launcher.send_signal(signal.SIGKILL)
         for worker in workers:
             assert select.select([worker], [], [], 60)[0], "it is still there"
@@ -117,7 +118,7 @@ def test_a_second_interrupt_ends_workers_that_ignore_the_first_at_once(script: S
     command = [str(BIN / "ddpkit"), "launch", "--nproc-per-node", "2", "--shutdown-timeout", "3000", str(main)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
-        workers = [os.pidfd_open(int(launcher.stdout.readline())) for _ in range(2)]
+        workers = [os.pidfd_open(int(unlabelled(launcher.stdout.readline()))) for _ in range(2)]
         launcher.send_signal(signal.SIGINT)
         assert not select.select(workers, [], [], 0.5)[0], "they have their grace"
         launcher.send_signal(signal.SIGINT)

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from labels import unlabelled
 
 Facts = dict[str, Any]
 Seen = Callable[[str, str], Facts]
@@ -253,9 +254,9 @@ class Running:
             self.process.communicate(timeout=60)
             return {"exit code": "none: it hangs"}
         code = 128 - code if code < 0 else code  # as a shell says it
-        lines = out.decode(errors="surrogateescape").splitlines()
+        lines = unlabelled(out.decode(errors="surrogateescape")).splitlines()
         printed = [line for line in lines if line.startswith("{")]
-        others, launcher = _told_apart(err.decode(errors="surrogateescape").splitlines())
+        others, launcher = _told_apart(unlabelled(err.decode(errors="surrogateescape")).splitlines())
         return _merged([_flat(json.loads(line)) for line in printed]) | {
             "exit code": code,
             "stdout": [_without_addresses(line) for line in lines if line not in printed],

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from labels import unlabelled
 
 from ddp_kit.launcher import agent
 
@@ -137,7 +138,7 @@ def test_an_interrupted_launcher_ends_its_workers_and_says_so(script: Callable[[
     command = [str(Path(sys.executable).with_name("ddpkit")), "launch", "--nproc-per-node", "2", str(waiting)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
-        workers = [int(launcher.stdout.readline()) for _ in range(2)]
+        workers = [int(unlabelled(launcher.stdout.readline())) for _ in range(2)]
         launcher.send_signal(signal.SIGTERM)
         _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == 143
@@ -185,7 +186,7 @@ def test_a_hang_up_that_was_ignored_at_the_start_stays_ignored(script: Callable[
         ["nohup", *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as launcher:
         assert launcher.stdout is not None
-        workers = [int(launcher.stdout.readline()) for _ in range(2)]
+        workers = [int(unlabelled(launcher.stdout.readline())) for _ in range(2)]
         launcher.send_signal(signal.SIGHUP)
         os.kill(workers[0], signal.SIGUSR1)  # what ends the job is this
         launcher.communicate(timeout=60)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from labels import unlabelled
 from torch.distributed import argparse_util
 from torch.distributed import run as torchrun
 
@@ -100,7 +101,7 @@ def _seen(agents: list["subprocess.Popen[str]"], folder: Path, before: str = "")
     finally:
         for agent in agents:
             agent.kill()
-    both = "\n".join([before, *(stream for streams in written for stream in streams)])
+    both = unlabelled("\n".join([before, *(stream for streams in written for stream in streams)]))
     environments, places = {}, set()
     for file in folder.glob("environment.*"):
         found = json.loads(file.read_text())
@@ -444,7 +445,7 @@ def test_a_signal_to_the_launcher_reaches_every_worker(
         assert agent.stdout is not None
         before: list[str] = []
         while before.count("waits\n") < 2:
-            before.append(agent.stdout.readline())
+            before.append(unlabelled(agent.stdout.readline()))
             assert before[-1], agent.communicate()
         agent.send_signal(number)
         seen[launcher] = _seen([agent], tmp_path / launcher, "".join(before))

@@ -1,10 +1,13 @@
 """Who failed first, with what, and the exit code."""
 
+import json
 import signal
+from dataclasses import replace
 
 import pytest
 
-from ddp_kit.launcher.verdict import Failure, Outcome, judge
+from ddp_kit.contract import ExitCode
+from ddp_kit.launcher.verdict import Failure, Outcome, first_failure, judge, record
 
 
 def failure(rank: int, exit_code: int, time: float, message: str = "", told: bool = False) -> Failure:
@@ -19,7 +22,10 @@ def test_the_first_failure_counts_not_those_that_were_stopped_after_it() -> None
     stopped = failure(0, -signal.SIGTERM, 10.0, told=True)
     verdict = judge(Outcome((stopped, failure(2, 9, 12.0), failure(1, 7, 11.0, "ValueError: no"))))
     assert verdict.exit_code == 7
-    assert verdict.text == "rank 1 failed first: exit code 7 (local rank 1, pid 101): ValueError: no"
+    assert verdict.text.splitlines() == [
+        "rank 1 failed first: exit code 7 (local rank 1, pid 101): ValueError: no",
+        "  rank 2 failed after it: exit code 9",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +47,52 @@ def test_a_lost_node_has_an_exit_code_of_its_own() -> None:
     assert (verdict.exit_code, verdict.text) == (4, "the job cannot go on: h2 has not been heard of for 3 s")
 
 
-def test_an_error_file_of_torchs_record_gives_the_message_and_the_place() -> None:
+def test_what_the_others_say_alike_is_said_once() -> None:
     first = failure(3, 1, 2.0, "ValueError: no")
-    verdict = judge(Outcome((first, failure(1, 1, 2.5, "RuntimeError: Connection closed by peer")), note="not again"))
-    assert verdict.text == "rank 3 failed first: exit code 1 (local rank 3, pid 103): ValueError: no\n  not again"
+    echoes = [
+        failure(rank, 1, 2.5, f"RuntimeError: [pair.cc:538] Closed by peer [10.0.0.{rank}]:4{rank}") for rank in (0, 1)
+    ]
+    verdict = judge(Outcome((*echoes, first), note="not again"))
+    assert verdict.text.splitlines() == [
+        "rank 3 failed first: exit code 1 (local rank 3, pid 103): ValueError: no",
+        "  ranks 0, 1 failed after it with the same: RuntimeError: Closed by peer",
+        "  not again",
+    ]
+
+
+def test_a_rank_that_only_says_that_another_went_away_is_not_the_first() -> None:
+    echo = replace(failure(0, 1, 1.0, "RuntimeError: Connection closed by peer"), echo=True)
+    on_its_way_out = failure(1, 1, 1.1, "ValueError: no", told=True)
+    assert first_failure((echo, on_its_way_out)).rank == 1
+    stopped = failure(2, -signal.SIGTERM, 0.9, told=True)
+    assert first_failure((echo, stopped)).rank == 0
+
+
+def test_a_rank_that_left_early_is_named_where_the_others_only_miss_it() -> None:
+    echo = replace(failure(0, 1, 1.0, "RuntimeError: Connection closed by peer"), echo=True)
+    verdict = judge(Outcome((echo,), ended_well=(1,)))
+    assert verdict.exit_code == 1
+    assert verdict.text.startswith("rank 1 ended early, with exit code 0, while others still needed it; then rank 0")
+
+
+def test_the_traceback_is_shown_once() -> None:
+    first = replace(failure(3, 1, 2.0, "ValueError: no"), trace="Traceback ...")
+    assert judge(Outcome((first,))).trace == "Traceback ..."
+    assert judge(Outcome((first,)), shown={3}).trace == ""
+
+
+def test_workers_that_have_saved_ask_for_another_run() -> None:
+    saved = tuple(failure(rank, ExitCode.REQUEUE, 1.0) for rank in range(2))
+    echo = replace(failure(2, 1, 0.5, "Connection closed by peer"), echo=True)
+    assert judge(Outcome((*saved, echo), stopped_by=signal.SIGTERM)).exit_code == ExitCode.REQUEUE
+    assert judge(Outcome((*saved, failure(2, 1, 2.0, "ValueError: no")))).exit_code == 1
+
+
+def test_the_record_for_programs_names_the_first_failure() -> None:
+    outcome = Outcome((failure(1, -signal.SIGSEGV, 2.0),))
+    found = json.loads(json.dumps(record(outcome)))
+    assert (found["exit_code"], found["first_failure"]["rank"], found["first_failure"]["how"]) == (
+        139,
+        1,
+        "killed by SIGSEGV",
+    )

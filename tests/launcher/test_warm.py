@@ -5,15 +5,26 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
 import pytest
 
 from ddp_kit.launcher.warm import script
-from ddp_kit.launcher.warm.client import Fork, WarmServer
-from ddp_kit.launcher.warm.messages import Channel, ClosedError, Ended, Program, Start, Started
+from ddp_kit.launcher.warm.client import Process, WarmServer
+from ddp_kit.launcher.warm.messages import (
+    Channel,
+    Clear,
+    ClosedError,
+    Ended,
+    Kill,
+    Message,
+    Owns,
+    Program,
+    Start,
+    Started,
+)
 
 
 def a_program(path: Path | str, *arguments: str, module: bool = False) -> Program:
@@ -23,12 +34,16 @@ def a_program(path: Path | str, *arguments: str, module: bool = False) -> Progra
 @pytest.mark.parametrize(
     "message",
     [
-        Start(1, a_program("train.py", "--lr", "0.1"), {"A": "1", "ODD": "\udcff"}, "out", "err", (0, 2)),
-        Started(2, 4711, "why not"),
+        Start(1, ("python", "train.py"), {"A": "1", "ODD": "\udcff"}, a_program("train.py", "--lr", "0.1"), (0, 2)),
+        Start(1, ("bash",), {}),
+        Kill(7),
+        Clear(),
+        Owns("/tmp/folder"),
+        Started(2, 4711, "why cold", "why not at all"),
         Ended(3, -9),
     ],
 )
-def test_messages_arrive_as_they_were_sent(message: Start | Started | Ended) -> None:
+def test_messages_arrive_as_they_were_sent(message: Message) -> None:
     one, other = map(Channel, socket.socketpair())
     one.send(message)
     assert list(other.receive()) == [message]
@@ -43,7 +58,7 @@ def test_messages_of_any_size_and_in_any_pieces_are_put_together() -> None:
     ends[0].setblocking(False)
     reader = Channel(ends[1])
     words = {"LARGE": "x" * 300_000}
-    sent = [Start(number, a_program("train.py"), words) for number in range(3)]
+    sent = [Start(number, ("python",), words, a_program("train.py")) for number in range(3)]
     got: list[object] = []
     child = os.fork()
     if child == 0:
@@ -87,7 +102,13 @@ def server(tmp_path: Path) -> Iterator[WarmServer]:
     warm.close()
 
 
-def started(server: WarmServer, worker: Fork) -> Fork:
+def forked(
+    server: WarmServer, program: Program, env: Mapping[str, str] = os.environ, streams: tuple[int, ...] = ()
+) -> Process:
+    return started(server, server.start(program.words, env, program, streams))
+
+
+def started(server: WarmServer, worker: Process) -> Process:
     while not worker.answered:
         server.pump(timeout=None)
     return worker
@@ -108,8 +129,10 @@ def test_a_worker_is_forked_runs_and_its_end_is_told(server: WarmServer, tmp_pat
     main = tmp_path / "train.py"
     main.write_text("import os, sys; print(sys.argv[1:], os.environ['MINE']); sys.exit(3)")
     out = tmp_path / "out.txt"
-    worker = started(server, server.fork(a_program(main, "a", "b"), {**os.environ, "MINE": "7"}, stdout=str(out)))
-    assert (worker.refusal, worker.wait(60)) == ("", 3)
+    with out.open("w") as file:
+        streams = (file.fileno(), file.fileno())
+        worker = forked(server, a_program(main, "a", "b"), {**os.environ, "MINE": "7"}, streams)
+    assert (worker.cold, worker.wait(60)) == ("", 3)
     assert out.read_text() == "['a', 'b'] 7\n"
 
 
@@ -119,25 +142,25 @@ def test_workers_show_their_own_words_to_ps(server: WarmServer, tmp_path: Path) 
     main.write_text("import signal; signal.pause()")
     os.mkfifo(tmp_path / "ready")
     main.write_text("import signal, sys\nopen(sys.argv[1], 'w').close()\nsignal.pause()")
-    worker = started(server, server.fork(a_program(main, str(tmp_path / "ready")), os.environ))
+    worker = forked(server, a_program(main, str(tmp_path / "ready")))
     (tmp_path / "ready").read_text()
     assert psutil.Process(worker.pid).cmdline() == [sys.executable, "-u", str(main), str(tmp_path / "ready")]
 
 
 @pytest.mark.slow
-def test_an_environment_that_imports_would_read_differently_is_refused(server: WarmServer, tmp_path: Path) -> None:
+def test_an_environment_that_imports_would_read_differently_is_executed(server: WarmServer, tmp_path: Path) -> None:
     main = tmp_path / "train.py"
     main.touch()
-    worker = started(server, server.fork(a_program(main), {**os.environ, "MKL_NUM_THREADS": "3"}))
-    assert "MKL_NUM_THREADS" in worker.refusal
+    worker = forked(server, a_program(main), {**os.environ, "MKL_NUM_THREADS": "3"})
+    assert "MKL_NUM_THREADS" in worker.cold
 
 
 @pytest.mark.slow
 def test_workers_die_with_the_server_and_the_launcher_knows(server: WarmServer, tmp_path: Path) -> None:
     main = tmp_path / "train.py"
     main.write_text("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: signal.pause()")
-    worker = started(server, server.fork(a_program(main), os.environ))
+    worker = forked(server, a_program(main))
     os.kill(server._process.pid, signal.SIGKILL)
     assert worker.wait(60) == -signal.SIGKILL
     gone(worker.pid)
-    assert started(server, server.fork(a_program(main), os.environ)).refusal, "and from then on it is said"
+    assert forked(server, a_program(main)).lost, "and from then on it is said"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from labels import unlabelled
 
 ROOT = Path(__file__).parents[2]
 SBATCH = ROOT / "launch" / "slurm" / "train.sbatch"
@@ -90,7 +91,7 @@ class Slurm:
             seconds=90,
         )
         exit_code = int(_field(shown, "ExitCode").split(":")[0])
-        return Job(_field(shown, "JobState"), exit_code, (folder / "job.log").read_text())
+        return Job(_field(shown, "JobState"), exit_code, unlabelled((folder / "job.log").read_text()))
 
 
 @pytest.fixture(scope="module")

@@ -70,8 +70,7 @@ class Coordinator:
             return self._job.reported(Report(event["bye"], -1, State.LEFT), now) if early else []
         if "report" in event:
             fields = event["report"]
-            state, failures = State[fields["state"]], _read_failures(fields)
-            return self._job.reported(Report(**{**fields, "state": state, "failures": failures}), now)
+            return self._job.reported(Report(**{**_read(fields), "state": State[fields["state"]]}), now)
         node = Node(**event["joined"])
         self._known = max(self._known, node.number + 1)
         if self._job.ended:
@@ -117,8 +116,10 @@ class Coordinator:
 
 def read_outcome(fields: dict[str, Any]) -> Outcome:
     """An outcome as it was written."""
-    return Outcome(**{**fields, "failures": _read_failures(fields)})
+    return Outcome(**_read(fields))
 
 
-def _read_failures(fields: dict[str, Any]) -> tuple[Failure, ...]:
-    return tuple(Failure(**failure) for failure in fields["failures"])
+def _read(fields: dict[str, Any]) -> dict[str, Any]:
+    """The parts that JSON has no type for."""
+    failures = tuple(Failure(**failure) for failure in fields["failures"])
+    return {**fields, "failures": failures, "ended_well": tuple(fields["ended_well"])}

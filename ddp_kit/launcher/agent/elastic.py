@@ -3,6 +3,10 @@
 import os
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from signal import SIGKILL
 from typing import Any, Protocol
 
 from torch.distributed import HashStore, Store, TCPStore
@@ -16,6 +20,7 @@ from torch.distributed.elastic.utils import macros
 from ddp_kit import contract
 from ddp_kit.contract import NOTE_AT_START, NOTE_MARK, JobEnv, WorkerEnv
 from ddp_kit.errors import LaunchError, UsageError
+from ddp_kit.launcher import hints, last_words
 from ddp_kit.launcher.agent.inbox import Cut, Inbox, Notified, Placed, Signalled
 from ddp_kit.launcher.agent.listening import allow_connections, own_loopback
 from ddp_kit.launcher.agent.logs import Console
@@ -40,7 +45,14 @@ class Link(Protocol):
     def join(self) -> None:
         """Take part."""
 
-    def report(self, round_: int, state: State, failures: tuple[Failure, ...] = (), signal: int = 0) -> None:
+    def report(
+        self,
+        round_: int,
+        state: State,
+        failures: tuple[Failure, ...] = (),
+        ended_well: tuple[int, ...] = (),
+        signal: int = 0,
+    ) -> None:
         """Say how the workers of this node are, or what stops it."""
 
     def check(self) -> None:
@@ -153,6 +165,7 @@ class Agent(LocalElasticAgent):
         self._console = console
         self._cpus = cpus
         self._running = False
+        self._latest: tuple[Failure, ...] = ()  # the failures that this node has reported last
         self._down = -1  # the latest round that this node has reported as failed or stopped
         self._last = RunResult(WorkerState.SUCCEEDED)
         self.outcome = Outcome()
@@ -192,11 +205,19 @@ class Agent(LocalElasticAgent):
 
     def _place(self, order: Placed) -> None:
         if order.why:
-            self._say(order.why)
+            self._tell_why(order.why)
         self._seats.seat = order.seat
         self._remaining_restarts = self._worker_group.spec.max_restarts - order.seat.restarts
         self._initialize_workers(self._worker_group)
         self._running = True
+
+    def _tell_why(self, why: str) -> None:
+        """A restart: what this node knows of the reason, then the job's word."""
+        causes = [failure for failure in self._latest if not failure.told and not failure.echo]
+        if causes and causes[0].rank not in self.shown and causes[0].trace:
+            self._say(f"rank {causes[0].rank} ended with\n{causes[0].trace}")
+        self._latest = ()
+        self._say(why)
 
     def _assign_worker_ranks(
         self,
@@ -293,7 +314,7 @@ class Agent(LocalElasticAgent):
         self._running = False
         self._last = result
         if result.state is WorkerState.SUCCEEDED:
-            self._link.report(self._round, State.DONE)
+            self._link.report(self._round, State.DONE, ended_well=self._ended_well())
         else:
             self._report_down(State.FAILED)
 
@@ -311,32 +332,63 @@ class Agent(LocalElasticAgent):
     def _report_down(self, state: State) -> None:
         """Report that no worker of the round is left; only then is its store closed."""
         failures = tuple(self._failure(rank, failure) for rank, failure in self._last.failures.items())
+        self._latest = failures
         self._shutdown(timeout=self._shutdown_timeout)  # torch's timers and health check go with the workers
         self._seats.end_round()
         self._store = self._worker_group.store = None
         self._down = self._round
-        self._link.report(self._round, state, failures)
+        self._link.report(self._round, state, failures, self._ended_well())
 
     @property
     def _round(self) -> int:
         return -1 if self._seats.seat is None else self._seats.seat.round
 
-    def _failure(self, rank: int, failure: ProcessFailure) -> Failure:
+    def _ended_well(self) -> tuple[int, ...]:
         assert isinstance(self._pcontext, Workers)
-        after, told = self._pcontext.story(failure.local_rank)
-        note = note_of(failure)
+        assert self._seats.seat is not None
+        return tuple(self._seats.seat.first_rank + local_rank for local_rank in self._pcontext.ended_well())
+
+    def _failure(self, rank: int, failure: ProcessFailure) -> Failure:
+        workers, code = self._pcontext, failure.exitcode
+        assert isinstance(workers, Workers)
+        after, told = workers.story(failure.local_rank)
+        words, note = workers.last_words(failure.local_rank), note_of(failure)
         extra = note.get("extraInfo") or {}
+        trace = words.trace or str(extra.get("py_callstack", "")).rstrip()
+        message = str(note.get("message", "")) or last_words.message_of(trace)
+        if workers.lost(failure.local_rank):
+            message = _SERVER_LOST
+        out_of_memory = code == -SIGKILL and not told and workers.killed_for_memory()
         return Failure(
             rank=rank,
             local_rank=failure.local_rank,
             pid=failure.pid,
-            exit_code=failure.exitcode,
+            exit_code=code,
             after=after,
             host=self._host,
-            message=_SERVER_LOST if self._pcontext.lost(failure.local_rank) else str(note.get("message", "")),
+            message=message,
+            trace=trace,
+            step=step_of(failure.error_file),
+            hint=hints.hint(f"{words.tail}\n{trace}\n{message}", code, out_of_memory),
             at_start=bool(extra.get(NOTE_AT_START)),
             told=told,
+            echo=hints.is_echo(message),
+            out_of_memory=out_of_memory,
         )
+
+    @property
+    def shown(self) -> frozenset[int]:
+        """The ranks of this node whose traceback is on the console already."""
+        if not isinstance(self._pcontext, Workers):
+            return frozenset()
+        words = self._pcontext.last_words
+        return frozenset(failure.rank for failure in self._latest if words(failure.local_rank).shown)
+
+    @property
+    def run_folder(self) -> str:
+        """Where torch has put this job's logs on this node; empty: nowhere."""
+        files = self._pcontext.error_files.values() if self._pcontext is not None else ()
+        return next((str(Path(file).parents[2]) for file in files if file != os.devnull), "")
 
     def _leave(self, item: Signalled) -> None:
         self.outcome = Outcome(stopped_by=item.number)
@@ -344,6 +396,13 @@ class Agent(LocalElasticAgent):
         raise SignalException(
             f"stopped by {item.number.name}", item.number
         )  # torch's agent passes it on to the workers
+
+    def left(self) -> None:
+        """The workers have ended after a signal to the launcher: have they saved?"""
+        if isinstance(self._pcontext, Workers) and self._running and self._pcontext.saved():
+            self._last = self._monitor_workers(self._worker_group)
+            failures = tuple(self._failure(rank, failure) for rank, failure in self._last.failures.items())
+            self.outcome = replace(self.outcome, failures=failures)
 
     def _finish(self, outcome: Outcome) -> RunResult:
         self._stop_workers(self._worker_group)
@@ -366,3 +425,10 @@ class Agent(LocalElasticAgent):
 def note_of(failure: ProcessFailure) -> dict[str, Any]:
     """What the script, or `warm.script` in its place, left behind in torch's form; empty where there is nothing."""
     return failure.message if isinstance(failure.message, dict) else {}
+
+
+def step_of(error_file: str) -> int | None:
+    """The last optimizer step that a worker's Trainer has noted beside its error file."""
+    with suppress(OSError, ValueError):
+        return contract.read_step(Path(error_file).with_name(contract.STEP_FILE))
+    return None

@@ -188,11 +188,18 @@ class Meeting:
         """Take part."""
         self._sender.start()
 
-    def report(self, round_: int, state: State, failures: tuple[Failure, ...] = (), signal: int = 0) -> None:
+    def report(
+        self,
+        round_: int,
+        state: State,
+        failures: tuple[Failure, ...] = (),
+        ended_well: tuple[int, ...] = (),
+        signal: int = 0,
+    ) -> None:
         """Say how the workers of this node are, or what stops it."""
         if self._listening is None:
             self._listening = listen(self._node.address, 0)
-        report = Report(self._number, round_, state, failures, self._listening.getsockname()[1], signal)
+        report = Report(self._number, round_, state, failures, self._listening.getsockname()[1], signal, ended_well)
         self._outgoing.put({"report": asdict(report) | {"state": state.name}})
 
     def take_listening(self) -> socket.socket | None:

@@ -1,6 +1,7 @@
 """From a plan to an outcome: torch's own settings, the right rendezvous, the agent."""
 
 import argparse
+import json
 import logging
 import os
 import signal
@@ -9,7 +10,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 from torch.distributed import DistError
@@ -23,8 +26,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ddp_kit.contract import ERROR_FILE, LOG_LEVEL, NO_COLOUR, PYTHON, RUN_FOLDER_PREFIX, SIGNALS
+from ddp_kit.contract import ERROR_FILE, LOG_LEVEL, NO_COLOUR, PYTHON, RUN_FOLDER_PREFIX, SIGNALS, VERDICT_FILE
 from ddp_kit.errors import LaunchError, UsageError
+from ddp_kit.launcher import verdict
 from ddp_kit.launcher.agent.elastic import Agent, Link, Seats, note_of
 from ddp_kit.launcher.agent.inbox import Inbox, StoppedError
 from ddp_kit.launcher.agent.listening import is_here
@@ -52,7 +56,18 @@ def torchrun_parser() -> argparse.ArgumentParser:
         raise UsageError(f"a PET_ variable has a value that cannot be used: {error}", "booleans are 0 or 1") from None
 
 
-def run(plan: Plan, warm: WarmServer | None, cold: bool, say: Say) -> Outcome:
+@dataclass(frozen=True)
+class Ended:
+    """What `run` has come to."""
+
+    outcome: Outcome
+    shown: frozenset[int] = frozenset()
+    """The ranks whose traceback is the last thing on the console already."""
+    folder: str = ""
+    """Where logs are kept; empty: nowhere."""
+
+
+def run(plan: Plan, warm: WarmServer | None, cold: bool, say: Say) -> Ended:
     """Run this node's workers to their end. `warm`: who starts them; None: this process. `cold`: without a fork.
 
     Raises `UsageError` for settings that torch refuses, `LaunchError` where the nodes do not come together.
@@ -76,9 +91,12 @@ def run(plan: Plan, warm: WarmServer | None, cold: bool, say: Say) -> Outcome:
         if callable(program):  # --run-path
             program, arguments = sys.executable, ["-u", "-c", _RUN_PATH, *arguments]
         if config.rdzv_backend not in ("c10d", "static") or config.rdzv_configs.get("store_type", "tcp") != "tcp":
-            return _torchs_own(config, program, arguments)
+            return Ended(_torchs_own(config, program, arguments))
         become = None if cold else _program(settings, program)
-        return _ours(settings, config, (program, arguments), become, plan, warm, say)
+        ended = _ours(settings, config, (program, arguments), become, plan, warm, say)
+        if ended.folder:
+            _keep(verdict.record(ended.outcome), Path(ended.folder) / VERDICT_FILE, say)
+        return ended
 
 
 def _ours(
@@ -89,13 +107,13 @@ def _ours(
     plan: Plan,
     warm: WarmServer | None,
     say: Say,
-) -> Outcome:
+) -> Ended:
     inbox = Inbox()
     _handle_signals(config.signals_to_handle, inbox, say)
     try:
         link = _link(settings, config, inbox, say)
     except StoppedError as error:
-        return Outcome(stopped_by=error.number)
+        return Ended(Outcome(stopped_by=error.number))
     seats = Seats(link, config.run_id, config.rdzv_backend)
     spec = WorkerSpec(
         role=config.role,
@@ -137,12 +155,24 @@ def _ours(
         agent.run()
         events.record(agent.get_event_succeeded(), config.event_log_handler)
     except SignalException:
+        agent.left()
         events.record(agent.get_event_failed(), config.event_log_handler)
     finally:
         link.close()
         seats.shutdown()
     _summarise(settings.training_script, agent.recorded_failures())
-    return agent.outcome
+    kept = plan.torchrun["log_dir"] is not None or str(plan.torchrun["redirects"]) != "0"
+    return Ended(agent.outcome, agent.shown, agent.run_folder if kept else "")
+
+
+def _keep(record: dict[str, Any], path: Path, say: Say) -> None:
+    """Write the verdict beside the logs."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(record, file, indent=1)
+    except OSError as error:
+        say(f"{path} cannot be written: {error.strerror}")
 
 
 def _handle_signals(names: str, inbox: Inbox, say: Say) -> None:

@@ -26,12 +26,19 @@ class Solo:
         """Take part."""
         self._pass_on(self._job.joined(replace(self._node, port=self._listen()), time.monotonic()))
 
-    def report(self, round_: int, state: State, failures: tuple[Failure, ...] = (), signal: int = 0) -> None:  # noqa: ARG002
+    def report(
+        self,
+        round_: int,
+        state: State,
+        failures: tuple[Failure, ...] = (),
+        ended_well: tuple[int, ...] = (),
+        signal: int = 0,  # noqa: ARG002
+    ) -> None:
         """Say how the workers of this node are. That it leaves, or is about to fail, there is nobody to tell."""
         if state in (State.LEFT, State.FAILING):
             return
         port = 0 if state is State.DONE else self._listen()
-        report = Report(self._node.number, round_, state, failures, port)
+        report = Report(self._node.number, round_, state, failures, port, ended_well=ended_well)
         self._pass_on(self._job.reported(report, time.monotonic()))
 
     def check(self) -> None:

@@ -19,6 +19,7 @@ from ddp_kit.contract import ExitCode
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher.agent.inbox import Inbox, wait_readable
 from ddp_kit.launcher.agent.logs import Console, Remembered
+from ddp_kit.launcher.memory import oom_kills
 from ddp_kit.launcher.output import LastWords, Output
 from ddp_kit.launcher.warm.client import Process, WarmServer
 from ddp_kit.launcher.warm.messages import Program
@@ -58,6 +59,7 @@ class Workers(SubprocessContext):
         self._cpus = cpus
         self._output = Output(console.streams(self._logs.dest, self.name, self.envs), console.direct, console.colour)
         self._began = time.monotonic()
+        self._oom_kills = oom_kills()
         self._after: dict[int, float] = {}  # local rank -> seconds from the start to its end
         self._told: set[int] = set()
         self._words: dict[int, LastWords] | None = None  # once all have ended
@@ -205,6 +207,10 @@ class Workers(SubprocessContext):
         """How a failed worker ended, in its own words."""
         return (self._words or {}).get(local_rank, LastWords())
 
+    def killed_for_memory(self) -> bool:
+        """Whether the kernel has killed any process for want of memory since the workers were started."""
+        return oom_kills() > self._oom_kills
+
     def lost(self, local_rank: int) -> bool:
         """Whether this one died because the warm server did."""
         return bool(getattr(self.subprocess_handlers[local_rank].proc, "lost", False))
@@ -253,6 +259,8 @@ class Workers(SubprocessContext):
         if all(rank in self._told for rank in failed):
             failed = []  # they were stopped; what they say of it is for the console
         self._words = self._output.end(failed, _LAST_OUTPUT_SECONDS, hurry=lambda: self._inbox.signals > 1)
+        if failed:
+            self._output.end_line()
 
     def _signal(self, number: signal.Signals) -> None:
         """Tell the ranks alone, who need their data loaders to save; a program of another kind with all it started."""
