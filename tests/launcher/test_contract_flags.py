@@ -117,7 +117,8 @@ def _seen(agents: list["subprocess.Popen[str]"], folder: Path, before: str = "")
         logs={
             _any_run(str(file.relative_to(folder)), folder): sorted(_any_run(file.read_text(), folder).splitlines())
             for file in (folder / "logs").rglob("*")
-            if file.is_file() and file.name != "error.json"  # it holds a time
+            # The first holds a time; the others are ddpkit's own.
+            if file.is_file() and file.name not in ("error.json", "output.log", "verdict.json")
         },
         places=places,
         code=max(agent.returncode for agent in agents),

@@ -142,7 +142,8 @@ def _ours(
             direct=config.nproc_per_node == 1 and config.max_nodes == 1,
             colour=NO_COLOUR not in os.environ,
             template=config.log_line_prefix_template or "",
-            keep=plan.torchrun["log_dir"] is not None,
+            keep=plan.torchrun["log_dir"] is not None
+            and {str(plan.torchrun[n]) for n in ("redirects", "tee")} == {"0"},
         ),
         cpus=[place.cpus for place in plan.places],
         logs_specs=config.logs_specs,
