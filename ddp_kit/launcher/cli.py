@@ -8,6 +8,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 from typing import NoReturn
 
@@ -82,14 +83,16 @@ def launch(words: Sequence[str]) -> int:
             from ddp_kit.launcher import agent
         if _StoppedError.latest is not None:
             raise _StoppedError.latest
-        from ddp_kit.launcher import devices, plan, spec, verdict
+        from ddp_kit.launcher import cpus, devices, plan, reservations, spec, verdict
 
         asked = spec.parse(words, agent.torchrun_parser(), os.environ)
         spec.check_script(asked, os.environ)
-        settled = plan.make(asked, devices.gpus(), os.environ, run_id=str(uuid.uuid4()))
-        for line in settled.says:
-            _say(line)
-        judgement = verdict.judge(agent.run(settled, None if asked.cold else warm, _say))
+        machine, run_id = devices.gpus(), str(uuid.uuid4())
+        make = partial(plan.make, asked, machine, os.environ, run_id, cpus.here())
+        with reservations.reserved(make, hold=not asked.dry_run) as settled:
+            for line in settled.says:
+                _say(line)
+            judgement = verdict.judge(agent.run(settled, None if asked.cold else warm, _say))
     finally:
         if warm is not None:
             warm.close()
