@@ -19,11 +19,13 @@ from ddp_kit.errors import DdpKitError, UsageError, nearest
 _HELP = """\
 commands:
   launch    start one process per GPU and give each its rank: `ddpkit launch --help`
+  devices   the GPUs, who uses them, and which are free
 
 examples:
   ddpkit launch train.py                       one process per visible GPU (one process without any)
   ddpkit launch --gpus 4 train.py --lr 0.1     four GPUs; what follows the script is its own
   ddpkit launch --nproc-per-node 2 train.py    two processes, on the CPU too
+  ddpkit devices                               which GPUs are free?
 """
 
 
@@ -101,6 +103,19 @@ def launch(words: Sequence[str]) -> int:
     return judgement.exit_code
 
 
+def devices(words: Sequence[str]) -> int:
+    """`ddpkit devices`: the GPUs of this machine."""
+    from ddp_kit.launcher import device_list
+
+    parser = argparse.ArgumentParser(
+        prog="ddpkit devices",
+        description="The GPUs of this machine: memory, load, NUMA node, links, who uses them, and which are free.",
+    )
+    parser.parse_args(words)
+    print(device_list.text(os.environ))
+    return ExitCode.OK
+
+
 def _open_standard_streams() -> None:
     """Whoever closed one wants to hear nothing; the next socket of this process shall not take its number."""
     for descriptor in range(3):
@@ -131,7 +146,7 @@ def _say(line: str) -> None:
         sys.stderr.write(f"ddpkit: {line}\n")
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"launch": launch}
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"launch": launch, "devices": devices}
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
