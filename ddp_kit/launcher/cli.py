@@ -8,6 +8,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 from typing import NoReturn
 
@@ -18,11 +19,13 @@ from ddp_kit.errors import DdpKitError, UsageError, nearest
 _HELP = """\
 commands:
   launch    start one process per GPU and give each its rank: `ddpkit launch --help`
+  devices   the GPUs, who uses them, and which are free
 
 examples:
   ddpkit launch train.py                       one process per visible GPU (one process without any)
   ddpkit launch --gpus 4 train.py --lr 0.1     four GPUs; what follows the script is its own
   ddpkit launch --nproc-per-node 2 train.py    two processes, on the CPU too
+  ddpkit devices                               which GPUs are free?
 """
 
 
@@ -85,14 +88,16 @@ def launch(words: Sequence[str]) -> int:
             from ddp_kit.launcher import agent
         if _StoppedError.latest is not None:
             raise _StoppedError.latest
-        from ddp_kit.launcher import devices, plan, spec, verdict
+        from ddp_kit.launcher import cpus, devices, plan, reservations, spec, verdict
 
         asked = spec.parse(words, agent.torchrun_parser(), os.environ)
         spec.check_script(asked, os.environ)
-        settled = plan.make(asked, devices.gpus(), os.environ, run_id=str(uuid.uuid4()))
-        for line in settled.says:
-            _say(line)
-        ended = agent.run(settled, warm, asked.cold, _say)
+        machine, run_id = devices.gpus(), str(uuid.uuid4())
+        make = partial(plan.make, asked, machine, os.environ, run_id, cpus.here())
+        with reservations.reserved(make, hold=not asked.dry_run) as settled:
+            for line in settled.says:
+                _say(line)
+            ended = agent.run(settled, warm, asked.cold, _say)
     finally:
         if warm is not None:
             warm.close()
@@ -104,6 +109,19 @@ def launch(words: Sequence[str]) -> int:
     if judgement.text and ended.folder:
         _say(f"logs and verdict in {ended.folder}")
     return judgement.exit_code
+
+
+def devices(words: Sequence[str]) -> int:
+    """`ddpkit devices`: the GPUs of this machine."""
+    from ddp_kit.launcher import device_list
+
+    parser = argparse.ArgumentParser(
+        prog="ddpkit devices",
+        description="The GPUs of this machine: memory, load, NUMA node, links, who uses them, and which are free.",
+    )
+    parser.parse_args(words)
+    print(device_list.text(os.environ))
+    return ExitCode.OK
 
 
 def _open_standard_streams() -> None:
@@ -140,7 +158,7 @@ def _write(text: str) -> None:
         sys.stderr.write(text)
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"launch": launch}
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"launch": launch, "devices": devices}
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:

@@ -1,91 +1,168 @@
 """The GPUs of this machine, through NVML: no torch, no CUDA context."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pynvml
 
 from ddp_kit.contract import VISIBLE_GPUS
+from ddp_kit.launcher.nvml import asked, bits, handles
+from ddp_kit.launcher.processes import Process, look_at
 
-_GIB = 1024**3
+GIB = 1024**3
+_MASK_WORDS = 32  # room for the numbers of 2048 CPU cores
+_SHOWN_PROCESSES = 3
+# The driver itself takes some memory. What is above is somebody's, whom a container may not see.
+_NOBODY_S_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that computes on a GPU."""
+
+    process: Process
+    memory: int | None = None
+    """Bytes of the GPU's memory; None: not told."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as NVML sees it. Memory in bytes."""
+    """A whole GPU or a MIG device: what one process can have for itself. Memory in bytes."""
 
     index: int
     """NVML's number: the order on the PCI bus."""
     uuid: str
     name: str
     memory_total: int
+    """0: not told."""
     memory_used: int
-    processes: int
-    """Processes that compute on it now."""
+    processes: tuple[GpuProcess, ...] = ()
+    load: int | None = None
+    """Percent of the time that it computes; None: not told."""
+    numa_node: int | None = None
+    near: tuple[int, ...] = ()
+    """The CPU cores near it; empty: not told."""
+    mig: int | None = None
+    """Which MIG device of its GPU this is; None: none."""
+    usable: bool = True
+    """Not so is a GPU in MIG mode on which no MIG device has been made."""
 
-    def __str__(self) -> str:
-        state = f"{self.processes} running on it" if self.processes else "free"
-        used, total = self.memory_used / _GIB, self.memory_total / _GIB
-        return f"{self.index}: {self.name}, {used:.1f} of {total:.0f} GiB used, {state}"
+    @property
+    def label(self) -> str:
+        """How it is called, as `2`, or `2:0` for the first MIG device on GPU 2."""
+        return str(self.index) if self.mig is None else f"{self.index}:{self.mig}"
+
+    @property
+    def is_mig(self) -> bool:
+        """Whether it is a MIG device, of which CUDA shows one to a process at most."""
+        return self.uuid.startswith("MIG-")
+
+    @property
+    def busy(self) -> bool:
+        """Whether someone computes on it."""
+        return bool(self.processes) or self.memory_used > _NOBODY_S_SHARE * self.memory_total > 0
+
+    @property
+    def memory(self) -> str:
+        """As `1.5 of 80 GiB`; empty where it is not told."""
+        if not self.memory_total:
+            return ""
+        return f"{self.memory_used / GIB:.1f} of {self.memory_total / GIB:.0f} GiB"
+
+    def state(self, holder: str = "") -> str:
+        """Held, busy or free, in a few words. `holder`: the launch that holds it, if any."""
+        if holder:
+            return f"held by {holder}"
+        if not self.usable:
+            return "in MIG mode without MIG devices"
+        if self.processes:
+            return f"busy: {len(self.processes)} process{'es' if len(self.processes) > 1 else ''}"
+        return "busy: its memory is used by what cannot be seen from here" if self.busy else "free"
+
+    def described(self, holder: str = "") -> str:
+        """One line on it and on those who use it."""
+        used = f"{self.memory} used, " if self.memory else ""
+        users = [] if holder else [str(user.process) for user in self.processes]
+        shown = f" ({'; '.join(users[:_SHOWN_PROCESSES])}{'; ...' if len(users) > _SHOWN_PROCESSES else ''})"
+        return f"{self.label}: {self.name}, {used}{self.state(holder)}{shown if users else ''}"
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """All NVIDIA GPUs of this machine; none where there is no driver."""
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
-    try:
-        return tuple(_gpu(index) for index in range(pynvml.nvmlDeviceGetCount()))
-    finally:
-        pynvml.nvmlShutdown()
+    """All NVIDIA GPUs of this machine, in MIG mode their MIG devices; none where there is no driver."""
+    with handles() as found:
+        return tuple(unit for index, handle in found for unit in _units(index, handle))
 
 
 def visible(machine: tuple[Gpu, ...], env: Mapping[str, str]) -> tuple[tuple[str, Gpu], ...]:
     """The GPUs that a process with this environment would see, each with the word that selects it.
 
-    As CUDA reads CUDA_VISIBLE_DEVICES: numbers or (beginnings of) UUIDs; what follows an invalid one is not seen.
-    A MIG device is taken at its word: it is one device to CUDA, of which NVML's list of GPUs does not tell.
+    As CUDA reads CUDA_VISIBLE_DEVICES: numbers or (beginnings of) UUIDs; what follows an invalid one is not seen, and
+    nothing is where one stands twice. A MIG device of which NVML does not tell is taken at its word.
     """
     words = env.get(VISIBLE_GPUS)
     if words is None:
-        return tuple((str(gpu.index), gpu) for gpu in machine)
+        return tuple((gpu.uuid if gpu.is_mig else str(gpu.index), gpu) for gpu in machine if gpu.usable)
     seen: list[tuple[str, Gpu]] = []
     for word in (part.strip() for part in words.split(",")):
-        if word.startswith("MIG-"):
-            found: Gpu | None = Gpu(len(seen), word, "MIG device", memory_total=0, memory_used=0, processes=0)
-        else:
-            found = next((gpu for gpu in machine if _selects(word, gpu)), None)
+        found = next((gpu for gpu in machine if gpu.usable and selects(word, gpu)), None)
+        if found is None and word.startswith("MIG-"):
+            found = Gpu(len(seen), word, "MIG device", memory_total=0, memory_used=0)
         if found is None:
             break
+        if any(gpu.uuid == found.uuid for _, gpu in seen):
+            return ()
         seen.append((word, found))
     return tuple(seen)
 
 
-def _selects(word: str, gpu: Gpu) -> bool:
-    return word == str(gpu.index) or (word.startswith("GPU-") and gpu.uuid.startswith(word))
+def selects(word: str, gpu: Gpu) -> bool:
+    """Whether this word of CUDA_VISIBLE_DEVICES means this GPU; the number of one in MIG mode, its first MIG device."""
+    return word == str(gpu.index) or (word.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(word))
 
 
-def _gpu(index: int) -> Gpu:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    memory = _asked(pynvml.nvmlDeviceGetMemoryInfo, handle)
+def _units(index: int, handle: Any) -> tuple[Gpu, ...]:
+    """The GPU itself, or the MIG devices on it."""
+    whole = _gpu(index, handle)
+    if whole is None:
+        return ()
+    mode = asked(pynvml.nvmlDeviceGetMigMode, handle)
+    if not mode or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
+        return (whole,)
+    parts = (_mig_device(whole, handle, number) for number in range(_mig_places(handle)))
+    return tuple(part for part in parts if part is not None) or (replace(whole, usable=False),)
+
+
+def _mig_places(handle: Any) -> int:
+    return asked(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0
+
+
+def _mig_device(whole: Gpu, handle: Any, number: int) -> Gpu | None:
+    part = asked(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
+    found = None if part is None else _gpu(whole.index, part)
+    return found and replace(found, mig=number, numa_node=whole.numa_node, near=whole.near)
+
+
+def _gpu(index: int, handle: Any) -> Gpu | None:
+    """None: a GPU that cannot be named, as one that has failed."""
+    uuid = asked(pynvml.nvmlDeviceGetUUID, handle)
+    if uuid is None:
+        return None
+    memory = asked(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    load = asked(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    users = asked(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
+    nodes = bits(asked(pynvml.nvmlDeviceGetMemoryAffinity, handle, _MASK_WORDS, pynvml.NVML_AFFINITY_SCOPE_NODE))
     return Gpu(
         index=index,
-        uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
-        name=_text(_asked(pynvml.nvmlDeviceGetName, handle) or "GPU"),
+        uuid=_text(uuid),
+        name=_text(asked(pynvml.nvmlDeviceGetName, handle) or "GPU"),
         memory_total=memory.total if memory else 0,
         memory_used=memory.used if memory else 0,
-        processes=len(_asked(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()),
+        processes=tuple(GpuProcess(look_at(user.pid), user.usedGpuMemory) for user in users),
+        load=load.gpu if load else None,
+        numa_node=nodes[0] if nodes else None,
+        near=bits(asked(pynvml.nvmlDeviceGetCpuAffinity, handle, _MASK_WORDS)),
     )
-
-
-def _asked(question: Callable[[Any], Any], handle: Any) -> Any:
-    """NVML's answer, or None where this GPU does not tell: some share the host's memory, some hide their processes."""
-    try:
-        return question(handle)
-    except pynvml.NVMLError:
-        return None
 
 
 def _text(value: str | bytes) -> str:

@@ -1,13 +1,15 @@
 """What will be done: a `Plan` for this node, made from the spec by a pure function."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from ddp_kit import contract
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.devices import Gpu, visible
+from ddp_kit.launcher.choice import Chosen, choose
+from ddp_kit.launcher.cpus import Cpus, threads_each
+from ddp_kit.launcher.devices import Gpu
 from ddp_kit.launcher.spec import LaunchSpec
 
 _LOOPBACK = "127.0.0.1"
@@ -18,7 +20,7 @@ class Place:
     """Where one process of this node runs."""
 
     gpu: Gpu | None = None
-    """None: on no GPU, or on one that the machine does not tell of."""
+    """None: on no GPU, or on what its script takes."""
     cpus: tuple[int, ...] = ()
     """The CPU cores it may use; empty: all that the launcher may."""
 
@@ -39,49 +41,82 @@ class Plan:
     """What the user is told before the start."""
 
 
-def make(spec: LaunchSpec, machine: tuple[Gpu, ...], env: Mapping[str, str], run_id: str) -> Plan:
-    """Settle how many processes run on which GPUs, and where they meet.
+def make(
+    spec: LaunchSpec,
+    machine: tuple[Gpu, ...],
+    env: Mapping[str, str],
+    run_id: str,
+    cpus: Cpus,
+    held: Mapping[str, str],
+) -> Plan:
+    """Settle how many processes run on which GPUs and cores, and where they meet.
 
-    Raises `UsageError` where the GPUs asked for are not there.
+    `cpus`: those that the launcher may use. `held`: by UUID, the other launch that holds a GPU.
+    Raises `UsageError` where the GPUs asked for cannot be had.
     """
-    seen = visible(machine, env)
-    added: dict[str, str] = {}
-    origin: dict[str, str] = {}
-    says: tuple[str, ...] = ()
-    processes = spec.processes
-    if spec.gpus is not None:
-        chosen = _choose(spec, machine, seen)
-        if processes not in (None, str(len(chosen))):
-            raise UsageError(
-                f"--gpus {spec.gpus} means {len(chosen)} processes, one per GPU, but --nproc-per-node is {processes}",
-                "leave one of the two out",
-            )
-        processes = str(len(chosen))
-        seen = chosen
-        added[contract.VISIBLE_GPUS] = ",".join(word for word, _ in chosen)
-        origin[contract.VISIBLE_GPUS] = f"--gpus {spec.gpus}"
-        if contract.VISIBLE_GPUS not in env:
-            added[contract.GPU_ORDER] = "PCI_BUS_ID"  # numbers mean what NVML and nvidia-smi mean by them
-            origin[contract.GPU_ORDER] = "so that GPU numbers are those of nvidia-smi"
-        says = tuple(f"GPU {gpu}" for _, gpu in chosen)
-    elif processes is None:
-        processes = str(max(1, len(seen)))
-    if processes.lstrip("-").isdecimal() and int(processes) < 1:
-        raise UsageError(f"--nproc-per-node {processes} asks for no process", "type at least 1")
-    if contract.THREADS not in env and processes.isdecimal() and int(processes) > 1:
-        added[contract.THREADS] = "1"
-        origin[contract.THREADS] = f"one of {processes} processes"
-        says = (*says, f"{contract.THREADS}=1 for each of {processes} processes; set it yourself to change this")
-    says += _overruled(spec.torchrun)
+    # A number of processes without a word on GPUs is torchrun's way: the script takes the GPUs it wants.
+    by_gpu = spec.gpus is not None or spec.processes is None
+    chosen = choose(spec.gpus, spec.script, machine, env, held) if by_gpu else ()
+    processes = _processes(spec, len(chosen))
+    places = _places(processes, chosen, cpus, bind=spec.torchrun.get("numa_binding") is None)
+    variables = _gpu_variables(spec, chosen, env)
+    if len(places) > 1 and contract.THREADS not in env:
+        threads = threads_each(cpus, [place.cpus for place in places])
+        variables[contract.THREADS] = str(threads), f"the share of each of {len(places)} processes"
     settings = {**spec.torchrun, "nproc_per_node": processes, **_meeting_point(spec.torchrun, run_id)}
-    count = int(processes) if processes.isdecimal() else 0
+    if len(chosen) > 1 and any(gpu.is_mig for _, gpu in chosen):
+        settings["virtual_local_rank"] = True  # CUDA shows a process one MIG device at most
     return Plan(
         torchrun=MappingProxyType(settings),
-        env=MappingProxyType(added),
-        origin=MappingProxyType(origin),
-        places=tuple(Place(gpu=seen[rank][1] if rank < len(seen) else None) for rank in range(count)),
-        says=says,
+        env=MappingProxyType({name: value for name, (value, _) in variables.items()}),
+        origin=MappingProxyType({name: why for name, (_, why) in variables.items()}),
+        places=places,
+        says=(*_said_of_gpus(spec, chosen), *_said_of_threads(variables, processes), *_overruled(spec.torchrun)),
     )
+
+
+def _processes(spec: LaunchSpec, gpus: int) -> str:
+    """How many processes: one per GPU, what --nproc-per-node says, or 1."""
+    if spec.processes is None:
+        return str(max(1, gpus))
+    if spec.gpus is not None and spec.processes != str(gpus):
+        raise UsageError(
+            f"--gpus {spec.gpus} means {gpus} processes, one per GPU, but --nproc-per-node is {spec.processes}",
+            "leave one of the two out",
+        )
+    if spec.processes.lstrip("-").isdecimal() and int(spec.processes) < 1:
+        raise UsageError(f"--nproc-per-node {spec.processes} asks for no process", "type at least 1")
+    return spec.processes
+
+
+def _places(processes: str, chosen: Chosen, cpus: Cpus, bind: bool) -> tuple[Place, ...]:
+    if not chosen:
+        return (Place(),) * (int(processes) if processes.isdecimal() else 0)
+    return tuple(Place(gpu, tuple(cpu for cpu in gpu.near if cpu in cpus.core_of) if bind else ()) for _, gpu in chosen)
+
+
+def _gpu_variables(spec: LaunchSpec, chosen: Chosen, env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Which GPUs the workers see, and why."""
+    if not chosen:
+        return {}
+    why = "one process per visible GPU" if spec.gpus is None else f"--gpus {spec.gpus}"
+    variables = {contract.VISIBLE_GPUS: (",".join(word for word, _ in chosen), why)}
+    if contract.VISIBLE_GPUS not in env:  # numbers mean what NVML and nvidia-smi mean by them
+        variables[contract.GPU_ORDER] = "PCI_BUS_ID", "so that GPU numbers are those of nvidia-smi"
+    return variables
+
+
+def _said_of_gpus(spec: LaunchSpec, chosen: Chosen) -> Iterator[str]:
+    yield from (f"GPU {gpu.described()}" for _, gpu in chosen)
+    busy = [gpu.label for _, gpu in chosen if gpu.busy]
+    if busy and str(spec.gpus).strip().isdecimal():
+        yield f"fewer than {spec.gpus} GPUs are free: this launch shares GPU {', '.join(busy)} with what runs there"
+
+
+def _said_of_threads(variables: Mapping[str, tuple[str, str]], processes: str) -> Iterator[str]:
+    if contract.THREADS in variables:
+        threads, _ = variables[contract.THREADS]
+        yield f"{contract.THREADS}={threads} for each of {processes} processes; set it yourself to change this"
 
 
 def _overruled(torchrun: Mapping[str, Any]) -> tuple[str, ...]:
@@ -118,50 +153,3 @@ def _meeting_point(torchrun: Mapping[str, Any], run_id: str) -> dict[str, Any]:
         "rdzv_id": run_id,
         "local_addr": torchrun["local_addr"] or _LOOPBACK,
     }
-
-
-def _choose(
-    spec: LaunchSpec, machine: tuple[Gpu, ...], seen: tuple[tuple[str, Gpu], ...]
-) -> tuple[tuple[str, Gpu], ...]:
-    asked = str(spec.gpus).strip()
-    if asked == "all":
-        wanted = len(seen)
-    elif asked.isdecimal():
-        wanted = int(asked)
-    else:
-        return _by_position(spec, machine, seen)
-    if wanted == 0 and asked != "all":
-        raise UsageError("--gpus 0 asks for no GPU", "type --gpus 0, (with a comma) for GPU 0 alone")
-    if wanted > len(seen) or not seen:
-        raise _too_few(spec, machine, seen)
-    free_first = sorted(seen, key=lambda pair: (pair[1].processes, pair[1].memory_used))
-    return tuple(pair for pair in seen if pair in free_first[:wanted])
-
-
-def _by_position(
-    spec: LaunchSpec, machine: tuple[Gpu, ...], seen: tuple[tuple[str, Gpu], ...]
-) -> tuple[tuple[str, Gpu], ...]:
-    words = [word.strip() for word in str(spec.gpus).split(",") if word.strip()]
-    if not words or not all(word.isdecimal() for word in words) or len(set(words)) < len(words):
-        raise UsageError(
-            f"--gpus {spec.gpus!r} is neither a number of GPUs, nor `all`, nor a list of different positions",
-            "type for example --gpus 2, --gpus all or --gpus 0,2",
-        )
-    if any(int(word) >= len(seen) for word in words):
-        raise _too_few(spec, machine, seen)
-    return tuple(seen[int(word)] for word in words)
-
-
-def _too_few(spec: LaunchSpec, machine: tuple[Gpu, ...], seen: tuple[tuple[str, Gpu], ...]) -> UsageError:
-    if not machine:
-        found = "this machine has no NVIDIA GPU, or no driver for one"
-    else:
-        limit = "" if len(seen) == len(machine) else f" (limited by {contract.VISIBLE_GPUS})"
-        found = "\n".join([f"found {len(seen)}{limit}:", *(f"    {gpu}" for _, gpu in seen)])
-    asked = str(spec.gpus).strip()
-    processes = asked if asked.isdecimal() else "2"
-    instead = f"--gpus {len(seen)}" if seen else f"--nproc-per-node {processes}"
-    where = "for what there is" if seen else "for processes on the CPU"
-    return UsageError(
-        f"--gpus {spec.gpus} cannot be had: {found}", f"type `ddpkit launch {instead} {spec.script} ...` {where}"
-    )

@@ -23,6 +23,7 @@ examples:
   ddpkit launch train.py
   ddpkit launch --gpus 4 train.py --lr 0.1
   ddpkit launch --gpus 0,2 -m package.train
+  ddpkit launch --gpus free:2 train.py
   ddpkit launch --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --gpus all train.py
 
 exit codes:
@@ -67,8 +68,9 @@ def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[
     ours = torchrun.add_argument_group("ddpkit's own")
     ours.add_argument(
         "--gpus",
-        metavar="N|all|0,2",
-        help="GPUs to use, one process each: a number of them (free ones first), all, or a list of positions",
+        metavar="N|all|0,2|free:N|UUID",
+        help="GPUs to use, one process each: a number of them (free ones first), all, a list of positions in what"
+        " `ddpkit devices` shows, a number of free ones, or a list of UUIDs, of MIG devices too",
     )
     ours.add_argument(
         "--cold", action="store_true", help="start every worker by python itself instead of forking it warm"

@@ -1,13 +1,16 @@
 """A machine with GPUs that are not there: a small NVML of our own."""
 
+import re
 import shutil
 import subprocess
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 GIB = 1024**3
+NOT_A_PROCESS = 4_194_304  # Linux numbers no process so high: as if it were in another container
 
 
 @pytest.fixture(scope="session")
@@ -25,16 +28,29 @@ def fake_nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def machine(fake_nvml: Path, tmp_path: Path) -> Callable[..., dict[str, str]]:
+def machine_of(fake_nvml: Path, tmp_path: Path) -> Callable[[str], dict[str, str]]:
+    """The environment of a machine that the lines tell of, in the words of fake_nvml.c.
+
+    Each UUID gets an ending of its own: what is reserved is seen by every launch on the real machine.
+    """
+
+    def described(lines: str) -> dict[str, str]:
+        table = tmp_path / "gpus.txt"
+        table.write_text(re.sub(r"(GPU|MIG)-\S+", rf"\g<0>-{uuid.uuid4()}", lines))
+        return {"LD_LIBRARY_PATH": str(fake_nvml), "FAKE_NVML": str(table)}
+
+    return described
+
+
+@pytest.fixture
+def machine(machine_of: Callable[[str], dict[str, str]]) -> Callable[..., dict[str, str]]:
     """The environment of a machine with one GPU per number given: the processes that run on it."""
 
     def with_gpus(*processes: int) -> dict[str, str]:
-        lines = [
-            f"GPU-{index}{index}{index}{index}-uuid {80 * GIB} {count * 2 * GIB} {count}"
-            for index, count in enumerate(processes)
-        ]
-        table = tmp_path / "gpus.txt"
-        table.write_text("\n".join(lines))
-        return {"LD_LIBRARY_PATH": str(fake_nvml), "FAKE_NVML": str(table)}
+        lines = []
+        for index, count in enumerate(processes):
+            lines.append(f"gpu GPU-{index}{index}{index}{index} {80 * GIB} {count * 2 * GIB}")
+            lines += [f"process {NOT_A_PROCESS + number} {2 * GIB}" for number in range(count)]
+        return machine_of("\n".join(lines))
 
     return with_gpus

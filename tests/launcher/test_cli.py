@@ -99,7 +99,7 @@ def test_a_gpu_that_does_not_tell_of_its_memory_is_no_obstacle(
     ddpkit: Command, script: Callable[[str], Path], machine: Callable[..., dict[str, str]]
 ) -> None:
     environment = machine(0)
-    Path(environment["FAKE_NVML"]).write_text("GPU-0000-uuid 0 0 0")
+    Path(environment["FAKE_NVML"]).write_text("gpu GPU-0000-uuid 0 0")
     run = ddpkit("launch", "--gpus", "all", script("print('ran')"), env=environment)
     assert run.stdout == "ran\n", run.stderr
 

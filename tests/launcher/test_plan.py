@@ -1,24 +1,45 @@
-"""From what was asked to what will be done: which GPUs, how many processes, where they meet."""
+"""From what was asked to what will be done: which GPUs, how many processes, where they meet, on which cores."""
+
+from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import agent, plan, spec
-from ddp_kit.launcher.devices import Gpu
+from ddp_kit.launcher.cpus import Cpus
+from ddp_kit.launcher.devices import Gpu, GpuProcess
+from ddp_kit.launcher.processes import Process
 
 GIB = 1024**3
+TWO_CORES = Cpus({0: 0, 1: 1})
+EIGHT_CORES_OF_TWO_THREADS = Cpus({cpu: cpu % 8 for cpu in range(16)})
 
 
 def machine(*processes: int) -> tuple[Gpu, ...]:
+    """One GPU per number given: the processes that run on it."""
     return tuple(
-        Gpu(index, f"GPU-{index}{index}-uuid", "Fake GPU", 80 * GIB, count * GIB, count)
+        Gpu(
+            index,
+            f"GPU-{index}{index}-uuid",
+            "Fake GPU",
+            80 * GIB,
+            count * GIB,
+            tuple(GpuProcess(Process(70 + number, "ann", "python other.py")) for number in range(count)),
+        )
         for index, count in enumerate(processes)
     )
 
 
-def planned(words: str, gpus: tuple[Gpu, ...] = (), env: dict[str, str] | None = None) -> plan.Plan:
+def planned(
+    words: str,
+    gpus: tuple[Gpu, ...] = (),
+    env: dict[str, str] | None = None,
+    held: Mapping[str, str] | None = None,
+    cpus: Cpus = TWO_CORES,
+) -> plan.Plan:
     asked = spec.parse(words.split(), agent.torchrun_parser(), env or {})
-    return plan.make(asked, gpus, env or {}, run_id="run-1")
+    return plan.make(asked, gpus, env or {}, "run-1", cpus, held or {})
 
 
 def gpus_of(words: str, gpus: tuple[Gpu, ...], env: dict[str, str] | None = None) -> tuple[str, str]:
@@ -30,7 +51,8 @@ def test_without_a_number_there_is_one_process_per_visible_gpu_and_one_without_a
     assert planned("train.py").torchrun["nproc_per_node"] == "1"
     made = planned("train.py", machine(0, 0, 0))
     assert made.torchrun["nproc_per_node"] == "3"
-    assert "CUDA_VISIBLE_DEVICES" not in made.env
+    assert made.env["CUDA_VISIBLE_DEVICES"] == "0,1,2"
+    assert made.origin["CUDA_VISIBLE_DEVICES"] == "one process per visible GPU"
     assert planned("train.py", machine(0, 0), {"CUDA_VISIBLE_DEVICES": "1"}).torchrun["nproc_per_node"] == "1"
 
 
@@ -58,7 +80,7 @@ def test_positions_are_those_in_the_user_s_own_mask() -> None:
 
 
 def test_what_follows_an_invalid_entry_of_the_mask_is_not_seen_as_in_cuda() -> None:
-    with pytest.raises(UsageError, match="found 1 .limited by CUDA_VISIBLE_DEVICES.:\n    0: Fake GPU"):
+    with pytest.raises(UsageError, match="found 1 .limited by CUDA_VISIBLE_DEVICES=0,-1,2.:\n    0: Fake GPU"):
         planned("--gpus 2 train.py", machine(0, 0, 0), {"CUDA_VISIBLE_DEVICES": "0,-1,2"})
 
 
@@ -67,7 +89,10 @@ def test_more_gpus_than_there_are_lists_what_there_is(words: str) -> None:
     with pytest.raises(UsageError) as caught:
         planned(f"{words} train.py", machine(0, 2))
     assert "found 2:" in caught.value.message
-    assert "1: Fake GPU, 2.0 of 80 GiB used, 2 running on it" in caught.value.message
+    assert (
+        "1: Fake GPU, 2.0 of 80 GiB used, busy: 2 processes (pid 70 of ann: python other.py; pid 71"
+        in caught.value.message
+    )
     assert "--gpus 2 train.py" in caught.value.hint
 
 
@@ -83,6 +108,130 @@ def test_gpus_on_a_machine_with_none_says_what_to_type_instead() -> None:
 def test_other_words_after_gpus_are_refused(words: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         planned(f"--gpus {words} train.py", machine(0, 0))
+
+
+def test_busy_gpus_are_taken_where_free_ones_do_not_suffice_and_that_is_said() -> None:
+    assert not any("shares" in line for line in planned("--gpus 2 train.py", machine(1, 0, 2, 0)).says)
+    shared = planned("--gpus 3 train.py", machine(1, 0, 2, 0)).says
+    assert "GPU 0: Fake GPU, 1.0 of 80 GiB used, busy: 1 process (pid 70 of ann: python other.py)" in shared
+    assert "fewer than 3 GPUs are free: this launch shares GPU 0 with what runs there" in shared
+
+
+def test_what_is_little_on_a_large_gpu_is_much_on_a_small_one() -> None:
+    small, large = machine(0, 0)
+    gpus = (replace(small, memory_total=24 * GIB, memory_used=3 * GIB), replace(large, memory_used=4 * GIB))
+    assert gpus_of("--gpus 1 train.py", gpus) == ("1", "1")
+
+
+def test_free_gpus_are_those_without_processes_and_without_much_memory_in_use() -> None:
+    gpus = machine(0, 1, 0, 0)
+    hidden = replace(gpus[2], memory_used=9 * GIB)  # by processes of another container
+    gpus = (*gpus[:2], hidden, gpus[3])
+    assert gpus_of("--gpus free:2 train.py", gpus) == ("0,3", "2")
+    with pytest.raises(UsageError, match="--gpus free:3 cannot be had: 2 of 4 are free:") as caught:
+        planned("--gpus free:3 train.py", gpus)
+    assert "1: Fake GPU, 1.0 of 80 GiB used, busy: 1 process (pid 70 of ann: python other.py)" in caught.value.message
+    assert "2: Fake GPU, 9.0 of 80 GiB used, busy: its memory is used by what cannot be" in caught.value.message
+    assert "--gpus free:2 train.py" in caught.value.hint
+
+
+def test_without_a_free_gpu_the_hint_is_to_share() -> None:
+    with pytest.raises(UsageError, match="0 of 2 are free") as caught:
+        planned("--gpus free:1 train.py", machine(1, 1))
+    assert "--gpus 1 train.py" in caught.value.hint
+
+
+def test_gpus_that_another_launch_holds_are_passed_over() -> None:
+    held = {"GPU-00-uuid": "pid 7 of ann: ddpkit launch a.py"}
+    for words in ("--gpus 2", "--gpus free:2"):
+        assert planned(f"{words} train.py", machine(0, 0, 0), held=held).env["CUDA_VISIBLE_DEVICES"] == "1,2"
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "hint"),
+    [
+        ("--gpus 3", "--gpus 3 cannot be had: other launches hold 1 of 3:", "--gpus 2 train.py"),
+        ("--gpus free:3", "--gpus free:3 cannot be had: 1 of 3 are free:", "--gpus free:1 train.py"),
+        ("--gpus all", "--gpus all cannot be had: GPU 0 is held by another launch:", "--gpus 2 train.py"),
+        ("--gpus 1,0", "--gpus 1,0 cannot be had: GPU 0 is held by another launch:", "--gpus 2 train.py"),
+        ("--gpus GPU-00", "--gpus GPU-00 cannot be had: GPU 0 is held by", "--gpus 1 train.py"),
+        ("", "one process per visible GPU cannot be had: GPU 0 is held by another launch:", "--gpus 2 train.py"),
+    ],
+)
+def test_who_holds_a_gpu_is_told_with_what_is_free_and_what_to_type(words: str, said: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        planned(f"{words} train.py", machine(0, 1, 0), held={"GPU-00-uuid": "pid 7 of ann: ddpkit launch a.py"})
+    assert caught.value.message.startswith(said)
+    assert "    0: Fake GPU, 0.0 of 80 GiB used, held by pid 7 of ann: ddpkit launch a.py\n" in caught.value.message
+    assert "    2: Fake GPU, 0.0 of 80 GiB used, free" in caught.value.message
+    assert hint in caught.value.hint
+
+
+def test_where_every_gpu_is_held_the_hint_is_to_wait_or_to_share() -> None:
+    held = {"GPU-00-uuid": "pid 7 of ann: a", "GPU-11-uuid": "pid 7 of ann: a"}
+    with pytest.raises(UsageError, match="GPUs 0, 1 are held by another launch") as caught:
+        planned("train.py", machine(0, 0), held=held)
+    assert "--nproc-per-node 2 train.py" in caught.value.hint
+
+
+def test_a_number_of_processes_alone_takes_no_gpu_and_asks_nobody() -> None:
+    made = planned("--nproc-per-node 2 train.py", machine(0, 0), held={"GPU-00-uuid": "pid 7 of ann: a"})
+    assert [place.gpu for place in made.places] == [None, None]
+    assert "CUDA_VISIBLE_DEVICES" not in made.env
+
+
+def test_uuids_may_be_shortened_and_stand_among_positions() -> None:
+    assert gpus_of("--gpus GPU-22,0 train.py", machine(0, 0, 0)) == ("2,0", "2")
+    mask = {"CUDA_VISIBLE_DEVICES": "GPU-22,GPU-00"}
+    assert gpus_of("--gpus GPU-00-uuid train.py", machine(0, 0, 0), mask) == ("GPU-00", "1")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("1,GPU-11", "names GPU 1 more than once"),
+        ("GPU-1", "GPU-1 is the beginning of the UUIDs of GPU 1, 10"),
+        ("GPU-7,GPU-x", "cannot be had: found 11, none of them GPU-x:"),
+        ("MIG-1", "cannot be had: found 11, none of them MIG-1:"),
+        ("free:0", "asks for no GPU"),
+        ("free:x", "neither"),
+        ("free:12", "cannot be had: found 11:"),
+    ],
+)
+def test_words_that_mean_no_gpu_or_several_are_refused(words: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        planned(f"--gpus {words} train.py", machine(*[0] * 11))
+
+
+def test_a_mask_that_names_a_gpu_twice_shows_none_as_in_cuda() -> None:
+    with pytest.raises(UsageError, match="none of these can be used .limited by CUDA_VISIBLE_DEVICES=1,GPU-11."):
+        planned("--gpus 1 train.py", machine(0, 0), {"CUDA_VISIBLE_DEVICES": "1,GPU-11"})
+
+
+def test_positions_that_are_not_the_gpu_s_number_are_told() -> None:
+    with pytest.raises(UsageError, match="position 0 is GPU 1: Fake GPU"):
+        planned("--gpus 2 train.py", machine(0, 0), {"CUDA_VISIBLE_DEVICES": "1"})
+
+
+def with_mig() -> tuple[Gpu, ...]:
+    """A whole GPU, one with two MIG devices, one in MIG mode without any."""
+    whole, parent, empty = machine(0, 0, 0)
+    parts = tuple(replace(parent, uuid=f"MIG-{number}-uuid", mig=number) for number in range(2))
+    return (whole, *parts, replace(empty, usable=False))
+
+
+def test_mig_devices_are_chosen_like_gpus_and_each_process_sees_its_own_alone() -> None:
+    assert gpus_of("--gpus MIG-1-uuid train.py", with_mig()) == ("MIG-1-uuid", "1")
+    assert gpus_of("--gpus all train.py", with_mig()) == ("0,MIG-0-uuid,MIG-1-uuid", "3")
+    assert planned("--gpus 1,2 train.py", with_mig()).torchrun["virtual_local_rank"] is True
+    for words in ("--gpus 1,", "--gpus 0,"):
+        assert planned(f"{words} train.py", with_mig()).torchrun["virtual_local_rank"] is False
+
+
+def test_a_gpu_in_mig_mode_is_its_first_mig_device_to_a_number_in_the_mask() -> None:
+    assert gpus_of("--gpus all train.py", with_mig(), {"CUDA_VISIBLE_DEVICES": "1"}) == ("1", "1")
+    with pytest.raises(UsageError, match="none of these can be used"):
+        planned("--gpus all train.py", with_mig(), {"CUDA_VISIBLE_DEVICES": "2"})
 
 
 def test_a_mig_device_is_taken_at_its_word() -> None:
@@ -124,10 +273,37 @@ def test_a_port_from_the_environment_is_the_user_s_own_too() -> None:
     assert planned("train.py", env={"PET_MASTER_PORT": "29501"}).torchrun["rdzv_backend"] == "static"
 
 
-def test_several_processes_get_one_thread_each_unless_the_user_chose() -> None:
-    assert planned("--nproc-per-node 2 train.py").env["OMP_NUM_THREADS"] == "1"
+def near(*cores: range) -> tuple[Gpu, ...]:
+    """A free GPU for each range: the cores near it."""
+    return tuple(replace(gpu, near=tuple(cpus)) for gpu, cpus in zip(machine(*[0] * len(cores)), cores, strict=True))
+
+
+def test_processes_are_bound_to_those_cores_near_their_gpu_that_the_launcher_may_use() -> None:
+    gpus = near(range(8), range(8, 16), range(64, 72), range(0))
+    places = planned("--gpus 1,0,2,3 train.py", gpus, cpus=EIGHT_CORES_OF_TWO_THREADS).places
+    assert [place.gpu and place.gpu.index for place in places] == [1, 0, 2, 3]
+    assert [place.cpus for place in places] == [tuple(range(8, 16)), tuple(range(8)), (), ()]
+
+
+def test_the_binding_of_torchrun_wins() -> None:
+    made = planned("--numa-binding node --gpus 2 train.py", near(range(8), range(8)), cpus=EIGHT_CORES_OF_TWO_THREADS)
+    assert [place.cpus for place in made.places] == [(), ()]
+
+
+def test_threads_are_shared_out_evenly_unless_the_user_chose() -> None:
+    made = planned("--nproc-per-node 2 train.py", cpus=EIGHT_CORES_OF_TWO_THREADS)
+    assert made.env["OMP_NUM_THREADS"] == "4"
+    assert "OMP_NUM_THREADS=4 for each of 2 processes; set it yourself to change this" in made.says
+    assert planned("--nproc-per-node 9 train.py", cpus=EIGHT_CORES_OF_TWO_THREADS).env["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in planned("--nproc-per-node 1 train.py").env
     assert "OMP_NUM_THREADS" not in planned("--nproc-per-node 2 train.py", env={"OMP_NUM_THREADS": "4"}).env
+
+
+def test_processes_near_the_same_cores_share_these() -> None:
+    gpus = near(range(4), range(4), range(16))
+    for words, threads in {"--gpus 0,1": "2", "--gpus 0,2": "4"}.items():
+        made = planned(f"{words} train.py", gpus, cpus=EIGHT_CORES_OF_TWO_THREADS)
+        assert made.env["OMP_NUM_THREADS"] == threads
 
 
 @pytest.mark.parametrize(

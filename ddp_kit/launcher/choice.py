@@ -1,0 +1,142 @@
+"""Which GPUs a launch gets: those asked for, of those it sees, that no other launch holds."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ddp_kit.contract import VISIBLE_GPUS
+from ddp_kit.errors import UsageError
+from ddp_kit.launcher.devices import Gpu, selects, visible
+
+Chosen = tuple[tuple[str, Gpu], ...]
+"""GPUs, each with the word that selects it in CUDA_VISIBLE_DEVICES."""
+
+
+def choose(
+    asked: str | None, script: str, machine: tuple[Gpu, ...], env: Mapping[str, str], held: Mapping[str, str]
+) -> Chosen:
+    """The GPUs for the words after --gpus; all, or none where there is none, for None: no such words.
+
+    `held`: by UUID, the launch that holds a GPU. Raises `UsageError` where they are not there, held, or not free.
+    """
+    request = _Request(asked, script, machine, visible(machine, env), env.get(VISIBLE_GPUS), held)
+    if asked is None:
+        return request.all() if request.seen else ()
+    words = asked.strip()
+    if words == "all":
+        return request.all()
+    if words.isdecimal():
+        return request.number(int(words))
+    if words.startswith("free:") and words.removeprefix("free:").isdecimal():
+        return request.free(int(words.removeprefix("free:")))
+    return request.named([word.strip() for word in words.split(",") if word.strip()])
+
+
+@dataclass(frozen=True)
+class _Request:
+    asked: str | None
+    script: str
+    machine: tuple[Gpu, ...]
+    seen: Chosen
+    mask: str | None
+    held: Mapping[str, str]
+
+    def all(self) -> Chosen:
+        if not self.seen:
+            raise self._not_there(2)
+        return self._not_held(self.seen)
+
+    def number(self, wanted: int) -> Chosen:
+        if wanted == 0:
+            raise UsageError("--gpus 0 asks for no GPU", "type --gpus 0, (with a comma) for GPU 0 alone")
+        if wanted > len(self.seen):
+            raise self._not_there(wanted)
+        open_ = self._open()
+        if wanted > len(open_):
+            raise self._refusal(f"other launches hold {len(self.seen) - len(open_)} of {len(self.seen)}", wanted)
+        first = sorted(open_, key=lambda pair: (pair[1].busy, len(pair[1].processes), pair[1].memory_used))
+        return tuple(pair for pair in self.seen if pair in first[:wanted])
+
+    def free(self, wanted: int) -> Chosen:
+        if wanted == 0:
+            raise UsageError("--gpus free:0 asks for no GPU", "type at least free:1")
+        if wanted > len(self.seen):
+            raise self._not_there(wanted)
+        free = [pair for pair in self._open() if not pair[1].busy]
+        if wanted > len(free):
+            raise self._refusal(f"{len(free)} of {len(self.seen)} are free", wanted)
+        return tuple(free[:wanted])
+
+    def named(self, words: list[str]) -> Chosen:
+        if not words or not all(word.isdecimal() or word.startswith(("GPU-", "MIG-")) for word in words):
+            raise UsageError(
+                f"--gpus {self.asked!r} is neither a number of GPUs, nor `all`, nor `free:` and a number, nor a list of"
+                " different positions or UUIDs",
+                "type for example --gpus 2, --gpus all, --gpus free:2 or --gpus 0,2; `ddpkit devices` lists them",
+            )
+        found = tuple(self._one(word, len(words)) for word in words)
+        twice = [gpu.label for _, gpu in found if sum(gpu.uuid == other.uuid for _, other in found) > 1]
+        if twice:
+            raise UsageError(
+                f"--gpus {self.asked} names GPU {twice[0]} more than once; the list is of different GPUs",
+                "name it once: there is one process per GPU",
+            )
+        return self._not_held(found)
+
+    def _one(self, word: str, wanted: int) -> tuple[str, Gpu]:
+        if word.isdecimal():
+            found = self.seen[int(word) : int(word) + 1]
+        else:
+            found = tuple(pair for pair in self.seen if selects(word, pair[1]))
+        if len(found) > 1:
+            labels = ", ".join(gpu.label for _, gpu in found)
+            raise UsageError(f"--gpus {self.asked}: {word} is the beginning of the UUIDs of GPU {labels}", "write more")
+        if not found:
+            raise self._not_there(wanted, "" if word.isdecimal() else f", none of them {word}")
+        return found[0]
+
+    def _open(self) -> Chosen:
+        """Those that no other launch holds."""
+        return tuple(pair for pair in self.seen if pair[1].uuid not in self.held)
+
+    def _not_held(self, wanted: Chosen) -> Chosen:
+        taken = [gpu.label for _, gpu in wanted if gpu.uuid in self.held]
+        if taken:
+            many = f"GPUs {', '.join(taken)} are" if len(taken) > 1 else f"GPU {taken[0]} is"
+            raise self._refusal(f"{many} held by another launch", len(wanted))
+        return wanted
+
+    def _not_there(self, wanted: int, which: str = "") -> UsageError:
+        if not self.machine:
+            return UsageError(
+                f"{self._what()} cannot be had: this machine has no NVIDIA GPU, or no driver for one",
+                f"type `ddpkit launch --nproc-per-node {wanted} {self.script} ...` for processes on the CPU",
+            )
+        limit = "" if self.mask is None else f" (limited by {VISIBLE_GPUS}={self.mask})"
+        found = f"found {len(self.seen)}" if self.seen else "none of these can be used"
+        return self._refusal(f"{found}{limit}{which}", wanted)
+
+    def _refusal(self, why: str, wanted: int) -> UsageError:
+        lines = [self._line(position, gpu) for position, (_, gpu) in enumerate(self.seen)]
+        listed = "\n    ".join(lines or [gpu.described(self.held.get(gpu.uuid, "")) for gpu in self.machine])
+        return UsageError(f"{self._what()} cannot be had: {why}:\n    {listed}", self._hint(wanted))
+
+    def _line(self, position: int, gpu: Gpu) -> str:
+        line = gpu.described(self.held.get(gpu.uuid, ""))
+        return line if gpu.label == str(position) else f"position {position} is GPU {line}"
+
+    def _what(self) -> str:
+        return "one process per visible GPU" if self.asked is None else f"--gpus {self.asked}"
+
+    def _hint(self, wanted: int) -> str:
+        open_ = self._open()
+        free = [pair for pair in open_ if not pair[1].busy]
+        insists = (self.asked or "").strip().startswith("free:")
+        if insists and free:
+            instead, why = f"--gpus free:{min(wanted, len(free))}", "for what is free"
+        elif open_:
+            instead, why = f"--gpus {min(wanted, len(open_))}", "for what there is, free ones first"
+        elif self.seen:
+            instead, why = f"--nproc-per-node {wanted}", "to share GPUs with those launches, or wait for them"
+        else:
+            instead, why = f"--nproc-per-node {wanted}", "for processes on the CPU"
+        return f"type `ddpkit launch {instead} {self.script} ...` {why}"

@@ -1,0 +1,37 @@
+"""A launch as far as its choice of GPUs, as `ddpkit launch` makes it, but without torch: `chooser.py GPUS [INNER...]`.
+
+It chooses when its standard input is closed, says what it got or why not, and holds that until it is ended. For each
+word after the first it starts a chooser of its own, when it has its GPUs.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from types import MappingProxyType
+
+from ddp_kit.errors import UsageError
+from ddp_kit.launcher import cpus, devices, plan, reservations, spec
+
+SETTINGS = {
+    "standalone": True,
+    "rdzv_backend": "c10d",
+    "rdzv_endpoint": "",
+    "master_port": None,
+    "local_addr": None,
+    "nnodes": "1",
+    "training_script": "train.py",
+}
+
+asked = spec.LaunchSpec(sys.argv[1], None, cold=False, dry_run=False, torchrun=MappingProxyType(SETTINGS))
+make = partial(plan.make, asked, devices.gpus(), os.environ, "id", cpus.here())
+sys.stdin.read()
+try:
+    with reservations.reserved(make) as settled:
+        os.write(1, f"{os.getpid()} has {settled.env['CUDA_VISIBLE_DEVICES']}\n".encode())
+        for words in sys.argv[2:]:
+            subprocess.Popen([sys.executable, __file__, words], stdin=subprocess.DEVNULL)
+        signal.pause()
+except UsageError as error:
+    os.write(1, f"{os.getpid()} has none: {' | '.join(str(error).splitlines())}\n".encode())

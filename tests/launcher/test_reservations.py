@@ -1,0 +1,198 @@
+"""Two launches never get the same GPU: real processes that choose at the same time and die in every way."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ddp_kit.errors import UsageError
+from ddp_kit.launcher import reservations
+from ddp_kit.launcher.devices import Gpu
+from ddp_kit.launcher.plan import Place, Plan
+
+CHOOSER = [sys.executable, str(Path(__file__).with_name("chooser.py"))]
+DDPKIT = str(Path(sys.executable).with_name("ddpkit"))
+ROOT = Path(__file__).parents[2]
+
+Machine = Callable[..., dict[str, str]]
+
+
+class Launches:
+    """Launches on one machine, each in a session of its own."""
+
+    def __init__(self, env: dict[str, str]) -> None:
+        self.env = os.environ | env | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        self.running: dict[int, subprocess.Popen[bytes]] = {}
+
+    def choose(self, *asked: str, answers: int = 0) -> dict[int, str]:
+        """Start a launch for each of the words after --gpus; all choose at once. What each has, by its pid."""
+        start, go = os.pipe()
+        told, tell = os.pipe()
+        for words in asked:
+            command = [*CHOOSER, *words.split()]
+            chooser = subprocess.Popen(command, stdin=start, stdout=tell, env=self.env, start_new_session=True)
+            self.running[chooser.pid] = chooser
+        for descriptor in (start, tell, go):  # the last one: it is the end of their standard input
+            os.close(descriptor)
+        with os.fdopen(told) as lines:
+            found = [lines.readline().split(" has ") for _ in range(answers or len(asked))]
+        return {int(pid): what.strip() for pid, what in found}
+
+    def end(self, pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+        os.killpg(pid, number)
+        self.running.pop(pid).wait()
+
+
+@pytest.fixture
+def launches_on() -> Iterator[Callable[[dict[str, str]], Launches]]:
+    made: list[Launches] = []
+
+    def on(env: dict[str, str]) -> Launches:
+        made.append(Launches(env))
+        return made[-1]
+
+    yield on
+    for launches in made:
+        for pid in list(launches.running):
+            launches.end(pid)
+
+
+On = Callable[[dict[str, str]], Launches]
+
+
+def winners(results: dict[int, str]) -> dict[int, str]:
+    return {pid: what for pid, what in results.items() if not what.startswith("none")}
+
+
+@pytest.mark.slow
+def test_of_fifty_launches_four_get_the_four_gpus_and_the_others_are_told_who(
+    launches_on: On, machine: Machine
+) -> None:
+    results = launches_on(machine(0, 0, 0, 0)).choose(*["1"] * 50)
+    have = winners(results)
+    assert sorted(have.values()) == ["0", "1", "2", "3"]
+    told = [what for pid, what in results.items() if pid not in have]
+    assert len(told) == 46
+    for line in told:
+        assert "--gpus 1 cannot be had: other launches hold 4 of 4" in line
+        assert all(f"held by pid {pid} of " in line for pid in have)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_gpus_of_a_launcher_that_dies_are_there_at_once(
+    launches_on: On, machine: Machine, number: signal.Signals
+) -> None:
+    launches = launches_on(machine(0, 0))
+    have = launches.choose("1", "1")
+    dying = next(iter(have))
+    launches.end(dying, number)
+    (again,) = launches.choose("1").values()
+    assert again == have[dying]
+
+
+@pytest.mark.slow
+def test_of_launches_that_want_the_same_gpus_one_gets_all_of_them(launches_on: On, machine: Machine) -> None:
+    launches = launches_on(machine(0, 0, 0, 0))
+    have = winners(launches.choose(*["4", "all", "3,2,1,0", "free:4"] * 2))
+    assert list(have.values()) in (["0,1,2,3"], ["3,2,1,0"])
+
+
+@pytest.mark.slow
+def test_a_launch_inside_another_may_use_its_gpus(launches_on: On, machine: Machine) -> None:
+    launches = launches_on(machine(0, 0))
+    assert list(launches.choose("0,1 all", answers=2).values()) == ["0,1", "0,1"]
+    (other,) = launches.choose("1").values()
+    assert other.startswith("none")
+
+
+@pytest.mark.slow
+def test_the_real_command_holds_its_gpus_while_its_job_runs(
+    launches_on: On, machine: Machine, script: Callable[[str], Path]
+) -> None:
+    environment = launches_on(machine(0, 0)).env
+    command = [
+        DDPKIT,
+        "launch",
+        "--gpus",
+        "1",
+        str(script("say(os.environ['CUDA_VISIBLE_DEVICES']); sys.stdin.read()")),
+    ]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with (
+        subprocess.Popen(command, env=environment, text=True, **pipes) as one,
+        subprocess.Popen(command, env=environment, text=True, **pipes) as other,
+    ):
+        assert one.stdout is not None
+        assert other.stdout is not None
+        assert sorted([one.stdout.readline(), other.stdout.readline()]) == ["0\n", "1\n"]
+        third = subprocess.run(command, env=environment, text=True, capture_output=True)
+        shown = subprocess.run([DDPKIT, "devices"], env=environment, text=True, capture_output=True).stdout
+        one.kill()
+        other.communicate()
+    assert third.returncode == 2
+    for launcher in (one, other):
+        assert f"held by pid {launcher.pid} of " in third.stderr
+        assert f"held by pid {launcher.pid} of " in shown
+    assert "ddpkit launch --gpus 1" in shown
+    assert other.returncode == 0
+    assert "held by" not in subprocess.run([DDPKIT, "devices"], env=environment, text=True, capture_output=True).stdout
+
+
+@pytest.fixture
+def plan() -> Plan:
+    """A plan on one GPU that no other test knows of."""
+    gpu = Gpu(0, f"GPU-{uuid.uuid4()}", "Fake GPU", memory_total=0, memory_used=0)
+    return Plan({}, {}, {}, places=(Place(gpu), Place()), says=())
+
+
+def uuid_of(plan: Plan) -> str:
+    gpu = plan.places[0].gpu
+    assert gpu is not None
+    return gpu.uuid
+
+
+def test_a_gpu_is_held_until_the_end_of_the_block(plan: Plan) -> None:
+    with reservations.reserved(lambda held: plan) as settled:
+        assert settled is plan
+        assert reservations.holders()[uuid_of(plan)].pid == os.getpid()
+    assert uuid_of(plan) not in reservations.holders()
+
+
+def test_a_plan_that_is_only_shown_holds_nothing(plan: Plan) -> None:
+    with reservations.reserved(lambda held: plan, hold=False):
+        assert uuid_of(plan) not in reservations.holders()
+
+
+def test_a_plan_that_cannot_be_made_holds_nothing_and_stops_nobody(plan: Plan) -> None:
+    def refuse(held: object) -> Plan:
+        raise UsageError("no", "no")
+
+    with pytest.raises(UsageError), reservations.reserved(refuse):
+        pass
+    with reservations.reserved(lambda held: plan):
+        pass
+
+
+def test_what_another_launch_takes_at_the_same_moment_is_refused(plan: Plan) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.bind(f"\0{reservations._GPU}/{uuid_of(plan)}")
+        taken = pytest.raises(UsageError, match="GPU 0 cannot be reserved: Address already in use")
+        with taken, reservations.reserved(lambda held: plan):
+            pass
+
+
+def test_a_launch_that_hangs_while_it_chooses_stops_the_others_for_a_while_only(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reservations, "_PATIENCE_SECONDS", 0.05)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as hanging:
+        hanging.bind(f"\0{reservations._CHOOSING}")
+        with reservations.reserved(lambda held: plan):
+            assert uuid_of(plan) in reservations.holders()
