@@ -37,6 +37,7 @@ VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 GPU_ORDER = "CUDA_DEVICE_ORDER"
 THREADS = "OMP_NUM_THREADS"
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+NO_COLOR = "NO_COLOR"  # the custom of https://no-color.org
 # Where torchrun reads the defaults of --nproc-per-node and --master-port from.
 PROCESSES_DEFAULT = "PET_NPROC_PER_NODE"
 MASTER_PORT_DEFAULT = "PET_MASTER_PORT"
@@ -63,6 +64,8 @@ class ExitCode(IntEnum):
     """Exit codes of `ddpkit`. A failed worker's own code, or 128 + signal, is passed on unchanged."""
 
     OK = 0
+    BROKEN = 1
+    """`ddpkit doctor` has found something that keeps this machine from training."""
     USAGE = 2
     LAUNCH_FAILED = 3
     NODE_LOST = 4
