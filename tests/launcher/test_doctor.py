@@ -428,6 +428,28 @@ def test_a_check_that_stumbles_is_a_warning_and_the_others_go_on(healthy: Machin
     assert stumbled.found.startswith("memory could not be checked: FileNotFoundError")
 
 
+@pytest.mark.parametrize(("off", "right"), [(1.0, True), (1.0004, True), (1.01, False), (float("nan"), False)])
+def test_a_product_may_be_off_by_what_tf32_rounds_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, off: float, right: bool
+) -> None:
+    import torch
+
+    from ddp_kit.launcher.agent import probe
+
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor * off**0.5)  # in place of a GPU
+    if right:
+        assert probe.product() == {}
+    else:
+        with pytest.raises(ArithmeticError, match="is off by"):
+            probe.product()
+
+
+@pytest.mark.parametrize(("name", "own"), [("localhost", True), ("192.0.2.1", False)])  # the second is nobody's
+def test_a_name_is_held_against_the_addresses_of_this_machine(name: str, own: bool) -> None:
+    with trials.started(os.environ, name, ()) as asked:
+        assert asked.host().facts["own"] == own
+
+
 # The real command on this machine
 
 
@@ -499,13 +521,12 @@ def test_it_works_where_torch_does_not(ddpkit: Command, tmp_path: Path, text: st
 def test_gpus_that_torch_cannot_use_and_memory_errors_are_found(
     ddpkit: Command, machine: Callable[..., dict[str, str]], tmp_path: Path
 ) -> None:
-    facts = {"cuda": "13.0", "architectures": ["sm_90"], "nccl": None}
-    stand_in = (  # a torch that was built for another driver, and that finds nothing that it needs beside that
-        "import sys, types\n"
-        "__version__ = '2.13.0'; __path__ = []\n"
-        f"version = types.SimpleNamespace(cuda={facts['cuda']!r})\n"
-        f"cuda = types.SimpleNamespace(get_arch_list=lambda: {facts['architectures']!r})\n"
-        "distributed = types.SimpleNamespace(is_available=lambda: False)\n"
+    stand_in = (  # a torch that tells what it was built for, and that can do nothing
+        "from types import SimpleNamespace\n"
+        "__version__ = '2.13.0'\n"
+        "version = SimpleNamespace(cuda='13.0')\n"
+        "cuda = SimpleNamespace(get_arch_list=lambda: ['sm_90'])\n"
+        "distributed = SimpleNamespace(is_available=lambda: False)\n"
     )
     variables = {"FAKE_ECC": "3", "FAKE_CUDA": "12080", "CUDA_VISIBLE_DEVICES": "0,1"}
     environment = broken_torch(tmp_path, stand_in) | machine(0, 1) | variables
@@ -524,8 +545,9 @@ def test_gpus_that_torch_cannot_use_and_memory_errors_are_found(
 
 
 @pytest.mark.slow
-def test_the_doctor_itself_imports_no_torch() -> None:
-    code = "import sys; from ddp_kit.launcher.doctor import run; run([], {}); print('torch' in sys.modules)"
+def test_the_doctor_itself_imports_no_torch(tmp_path: Path) -> None:
+    env = broken_torch(tmp_path, "raise ImportError('no')")
+    code = f"import sys; from ddp_kit.launcher.doctor import run; run([], {env}); print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.endswith("\nFalse\n")
 
@@ -533,7 +555,10 @@ def test_the_doctor_itself_imports_no_torch() -> None:
 @pytest.mark.slow
 def test_without_a_loopback_interface_it_says_so(tmp_path: Path) -> None:
     in_a_network_of_its_own = ["unshare", "--user", "--map-root-user", "--net"]
-    if shutil.which("unshare") is None or subprocess.run([*in_a_network_of_its_own, "true"]).returncode:
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*in_a_network_of_its_own, "true"], capture_output=True).returncode
+    ):
         pytest.skip("needs a network namespace, which may not be made here")
     command = [*in_a_network_of_its_own, sys.executable, "-m", "ddp_kit", "doctor"]
     environment = os.environ | broken_torch(tmp_path, "raise ImportError('no')")
@@ -584,6 +609,19 @@ def test_a_doctor_that_is_stopped_leaves_no_process(tmp_path: Path, number: sign
     assert errors == ("ddpkit: stopped by SIGTERM\n" if number == signal.SIGTERM else "")
     assert asked.returncode == (143 if number == signal.SIGTERM else -number)
     assert list((tmp_path / "temporary").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_machine_without_room_for_temporary_files_is_broken() -> None:
+    def without_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    command = [sys.executable, "-m", "ddp_kit", "doctor", "--json"]
+    run = subprocess.run(command, capture_output=True, text=True, preexec_fn=without_room)
+    assert run.returncode == 1, run.stderr
+    (only,) = json.loads(run.stdout)["checks"]
+    assert "no temporary file can be made: " in only["found"]
+    assert only["mend"] == "export TMPDIR=FOLDER"
 
 
 @pytest.mark.slow
