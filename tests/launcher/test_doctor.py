@@ -98,7 +98,7 @@ def test_on_a_good_machine_every_check_is_ok(healthy: Machine) -> None:
 
 def test_without_a_gpu_one_line_says_so(healthy: Machine) -> None:
     healthy = replace(
-        healthy, driver=Driver(error="NVML Shared Library Not Found"), trials=replace(ALL_WELL, nccl=None)
+        healthy, driver=Driver(error="NVML Shared Library Not Found", absent=True), trials=replace(ALL_WELL, nccl=None)
     )
     assert_result(gpus.driver(healthy), Status.OK, "no NVIDIA GPU: training runs on the CPU")
     of_gpus = (gpus.visible_gpus, gpus.left_over, gpus.ecc, torch_checks.torch_and_driver, torch_checks.torch_and_gpus,
@@ -246,6 +246,7 @@ def test_who_holds_a_port_is_named(healthy: Machine) -> None:
         (["dev/nvidia0"], "GPU is lost", "GPU is lost", "sudo reboot"),
         (["dev/nvidia3", "proc/driver/nvidia/version"], "NVML Shared Library Not Found", "/dev/nvidia3", "--gpus all"),
         (["sys/bus/pci/devices/0000:01:00.0"], "Driver Not Loaded", "0000:01:00.0 on the PCI bus", "sudo modprobe"),
+        ([], "GPU is lost", "NVML is there, but NVIDIA's driver does not work: GPU is lost", "sudo reboot"),
         (["dev/nvidia0"], "", "it knows of no GPU", "sudo modprobe nvidia"),
     ],
 )
@@ -264,7 +265,7 @@ def test_the_sound_card_of_a_gpu_and_the_control_node_are_no_gpus(healthy: Machi
     write(healthy.root / "sys/bus/pci/devices/0000:01:00.1", vendor="0x10de\n", **{"class": "0x040300\n"})
     write(healthy.root / "sys/bus/pci/devices/0000:00:02.0", vendor="0x8086\n", **{"class": "0x030000\n"})
     write(healthy.root / "dev", nvidiactl="")
-    assert_result(gpus.driver(replace(healthy, driver=Driver(error="no"))), Status.OK, "no NVIDIA GPU")
+    assert_result(gpus.driver(replace(healthy, driver=Driver(error="no", absent=True))), Status.OK, "no NVIDIA GPU")
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ class Driver:
 
     error: str = ""
     """Why NVML does not work."""
+    absent: bool = False
+    """Whether that is because there is no driver."""
     version: str = "unknown"
     cuda: Version | None = None
     """The newest CUDA that it serves."""
@@ -46,15 +48,18 @@ def ask() -> Driver:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return Driver(error=str(error))
+        absent = error.value in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+        return Driver(error=str(error), absent=absent)
     try:
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            pynvml.nvmlDeviceGetHandleByIndex(index)  # raises where a GPU has fallen off the bus
         cuda = _told(pynvml.nvmlSystemGetCudaDriverVersion)
         return Driver(
             version=str(_told(pynvml.nvmlSystemGetDriverVersion) or "unknown"),
             cuda=(cuda // 1000, cuda % 1000 // 10) if cuda else None,
             cards=tuple(_card(gpu) for gpu in devices.gpus()),
         )
-    except pynvml.NVMLError as error:  # such as a GPU that has fallen off the bus
+    except pynvml.NVMLError as error:
         return Driver(error=str(error))
     finally:
         _told(pynvml.nvmlShutdown)

@@ -24,6 +24,8 @@ def driver(machine: Machine) -> CheckResult:
         found = f"{count} GPU{'s' if count > 1 else ''}: {names}; driver {told.version}, up to CUDA {cuda}"
         return ok("driver", found)
     sign = _sign_of_gpu(machine)
+    if not sign and told.error and not told.absent:
+        sign = "NVML is there"
     if not sign:
         return ok("driver", "no NVIDIA GPU: training runs on the CPU")
     why = told.error or "it knows of no GPU"
