@@ -11,6 +11,8 @@ from ddp_kit.launcher.devices import Gpu
 
 Version = tuple[int, int]
 
+_NO_ANSWER = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)  # the second: a driver too old for the question
+
 
 @dataclass(frozen=True)
 class Card:
@@ -59,7 +61,7 @@ def ask() -> Driver:
             cuda=(cuda // 1000, cuda % 1000 // 10) if cuda else None,
             cards=tuple(_card(gpu) for gpu in devices.gpus()),
         )
-    except pynvml.NVMLError as error:
+    except _NO_ANSWER as error:
         return Driver(error=str(error))
     finally:
         _told(pynvml.nvmlShutdown)
@@ -81,5 +83,5 @@ def _told(question: Callable[..., Any], *about: Any) -> Any:
     """NVML's answer, or None where this driver or this GPU does not tell."""
     try:
         return question(*about)
-    except pynvml.NVMLError:
+    except _NO_ANSWER:
         return None
