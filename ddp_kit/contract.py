@@ -34,12 +34,11 @@ NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 LOG_LEVEL = "LOGLEVEL"  # of torch's agent
 PYTHON = "PYTHON_EXEC"  # the interpreter for the workers, instead of the launcher's own
 
-NO_COLOUR = "NO_COLOR"  # see no-color.org
-
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 GPU_ORDER = "CUDA_DEVICE_ORDER"
 THREADS = "OMP_NUM_THREADS"
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+NO_COLOR = "NO_COLOR"  # the custom of https://no-color.org
 # Where torchrun reads the defaults of --nproc-per-node and --master-port from.
 PROCESSES_DEFAULT = "PET_NPROC_PER_NODE"
 MASTER_PORT_DEFAULT = "PET_MASTER_PORT"
@@ -71,6 +70,8 @@ class ExitCode(IntEnum):
     """Exit codes of `ddpkit`. A failed worker's own code, or 128 + signal, is passed on unchanged."""
 
     OK = 0
+    BROKEN = 1
+    """`ddpkit doctor` has found something that keeps this machine from training."""
     USAGE = 2
     LAUNCH_FAILED = 3
     NODE_LOST = 4

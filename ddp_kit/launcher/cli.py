@@ -20,12 +20,14 @@ _HELP = """\
 commands:
   launch    start one process per GPU and give each its rank: `ddpkit launch --help`
   devices   the GPUs, who uses them, and which are free
+  doctor    check this machine for training, and say how to mend what is wrong
 
 examples:
   ddpkit launch train.py                       one process per visible GPU (one process without any)
   ddpkit launch --gpus 4 train.py --lr 0.1     four GPUs; what follows the script is its own
   ddpkit launch --nproc-per-node 2 train.py    two processes, on the CPU too
   ddpkit devices                               which GPUs are free?
+  ddpkit doctor --dir /data/checkpoints        is this machine fit, and that folder?
 """
 
 
@@ -124,6 +126,13 @@ def devices(words: Sequence[str]) -> int:
     return ExitCode.OK
 
 
+def doctor(words: Sequence[str]) -> int:
+    """`ddpkit doctor`: what keeps this machine from training, or may."""
+    from ddp_kit.launcher.doctor import run
+
+    return run(words, os.environ)
+
+
 def _open_standard_streams() -> None:
     """Whoever closed one wants to hear nothing; the next socket of this process shall not take its number."""
     for descriptor in range(3):
@@ -158,7 +167,7 @@ def _write(text: str) -> None:
         sys.stderr.write(text)
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"launch": launch, "devices": devices}
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"launch": launch, "devices": devices, "doctor": doctor}
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:

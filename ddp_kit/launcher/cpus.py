@@ -4,8 +4,10 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from types import MappingProxyType
+
+from ddp_kit.launcher.cgroups import cpu_quota
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Cpus:
 def here(root: Path = Path("/")) -> Cpus:
     """Those of this process: its affinity, and the quota of its control group. `root`: where /proc and /sys are."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return Cpus(MappingProxyType({cpu: _core(cpu, root) for cpu in sorted(usable)}), _quota(root))
+    return Cpus(MappingProxyType({cpu: _core(cpu, root) for cpu in sorted(usable)}), cpu_quota(root))
 
 
 def threads_each(cpus: Cpus, bound: Sequence[tuple[int, ...]]) -> int:
@@ -40,29 +42,6 @@ def _core(cpu: int, root: Path) -> int:
     text = _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
     first = re.match(r"\d+", text)
     return int(first[0]) if first else cpu
-
-
-def _quota(root: Path) -> float | None:
-    """The smallest quota of the control groups that this process is in, of both versions of the kernel's interface.
-
-    Source: the kernel's documentation of cgroup-v2 (cpu.max) and of the CFS bandwidth control (cpu.cfs_quota_us).
-    """
-    limits = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        group = PurePath(path.strip("/"))
-        # In a container the path may be the host's: then only the mount itself is there.
-        limits += [_limit(mount / part) for part in (group, *group.parents)]
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _limit(group: Path) -> float | None:
-    words = _read(group / "cpu.max").split()
-    quota, period = words if len(words) == 2 else (_read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None  # not so: `max` and -1
 
 
 def _read(path: Path) -> str:

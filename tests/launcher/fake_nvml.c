@@ -159,3 +159,14 @@ int nvmlDeviceGetTopologyCommonAncestor(unit_t *one, unit_t *other, int *level) 
     *level = levels[one->place][other->place];
     return *level < 0 ? NOT_SUPPORTED : OK;
 }
+/* What `ddpkit doctor` asks beside that: FAKE_CUDA is the driver's CUDA, such as 12080; FAKE_ECC each GPU's errors. */
+int nvmlSystemGetDriverVersion(char *text, unsigned size) { snprintf(text, size, "570.1"); return 0; }
+int nvmlSystemGetCudaDriverVersion(int *version) {
+    *version = getenv("FAKE_CUDA") ? atoi(getenv("FAKE_CUDA")) : 12080;
+    return 0;
+}
+int nvmlDeviceGetTotalEccErrors(void *gpu, int kind, int since, unsigned long long *errors) {
+    if (!getenv("FAKE_ECC") || kind != 1 || since != 0) return 3; /* not supported; uncorrected ones, since the reset */
+    *errors = strtoull(getenv("FAKE_ECC"), NULL, 10);
+    return 0;
+}

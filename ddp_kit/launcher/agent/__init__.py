@@ -8,7 +8,8 @@ The only launcher folder that imports torch.
     solo.py      the job of a single node, decided in this process
     meeting.py   a node's line to a job of several nodes, over a TCPStore
     coordinator.py   who decides for such a job, on the node that hosts the store
-    listening.py     sockets to listen on, and who holds a port
+    listening.py     sockets to listen on
+    probe.py     what the doctor asks torch; a program of its own, which nothing here imports
     inbox.py     what the agent's loop waits for
 """
 

@@ -1,4 +1,4 @@
-"""Sockets to listen on: on loopback where the job stays on this machine, and whose port is taken by whom."""
+"""Sockets to listen on: on loopback where the job stays on this machine, and which address is this machine's own."""
 
 import errno
 import ipaddress
@@ -6,9 +6,8 @@ import resource
 import socket
 from contextlib import suppress
 
-import psutil
-
 from ddp_kit.errors import LaunchError
+from ddp_kit.launcher.ports import holder
 
 _BACKLOG = 4096  # as many nodes as may come at the same moment
 _OTHER_DESCRIPTORS = 256
@@ -82,13 +81,3 @@ def resolve(host: str) -> list[tuple[int, int, int, str, tuple[str, int]]]:
             f"the host name {host!r} does not resolve on {socket.gethostname()}: {error.strerror}",
             "check --rdzv-endpoint or --master-addr, or give an address instead of a name",
         ) from None
-
-
-def holder(port: int) -> str:
-    """` by pid N (its command)`, where the system tells; else nothing."""
-    with suppress(psutil.Error, OSError):
-        for found in psutil.net_connections("tcp"):
-            if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN and found.pid:
-                command = " ".join(psutil.Process(found.pid).cmdline()[:6])
-                return f" by pid {found.pid} ({command})"
-    return ""

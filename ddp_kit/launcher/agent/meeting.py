@@ -27,7 +27,6 @@ from ddp_kit.launcher.agent.coordinator import BEAT, EVENTS, LOST, NODES, ORDER,
 from ddp_kit.launcher.agent.inbox import Cut, Inbox, Placed, StoppedError
 from ddp_kit.launcher.agent.listening import (
     allow_connections,
-    holder,
     is_here,
     is_loopback,
     listen,
@@ -35,6 +34,7 @@ from ddp_kit.launcher.agent.listening import (
     resolve,
 )
 from ddp_kit.launcher.job import End, Limits, Node, Report, Seat, State, Stop
+from ddp_kit.launcher.ports import holder
 from ddp_kit.launcher.verdict import Failure
 
 _JOB = "ddpkit/job"

@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ddp_kit.contract import ERROR_FILE, LOG_LEVEL, NO_COLOUR, PYTHON, RUN_FOLDER_PREFIX, SIGNALS, VERDICT_FILE
+from ddp_kit.contract import ERROR_FILE, LOG_LEVEL, NO_COLOR, PYTHON, RUN_FOLDER_PREFIX, SIGNALS, VERDICT_FILE
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher import verdict
 from ddp_kit.launcher.agent.elastic import Agent, Link, Seats, note_of
@@ -140,7 +140,7 @@ def _ours(
         host=socket.gethostname() if config.max_nodes > 1 else "",
         console=Console(
             direct=config.nproc_per_node == 1 and config.max_nodes == 1,
-            colour=NO_COLOUR not in os.environ,
+            colour=not os.environ.get(NO_COLOR),
             template=config.log_line_prefix_template or "",
             keep=plan.torchrun["log_dir"] is not None
             and {str(plan.torchrun[n]) for n in ("redirects", "tee")} == {"0"},

@@ -19,7 +19,7 @@ from ddp_kit.contract import ExitCode
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher.agent.inbox import Inbox, wait_readable
 from ddp_kit.launcher.agent.logs import Console, Remembered
-from ddp_kit.launcher.memory import oom_kills
+from ddp_kit.launcher.cgroups import oom_kills
 from ddp_kit.launcher.output import LastWords, Output
 from ddp_kit.launcher.warm.client import Process, WarmServer
 from ddp_kit.launcher.warm.messages import Program

@@ -1,0 +1,106 @@
+"""What `ddpkit doctor` asks torch and the network: a program of its own, that needs nothing of ddpkit.
+
+    python -P probe.py facts                             torch's versions and what it was built for
+    python -P probe.py reduce BACKEND RANK PORT SOCKET   one of two processes that add two tensors
+    python -P probe.py product                           a matrix product on the only GPU that it sees
+    python -P probe.py host NAME                         the addresses of a host name
+
+The answer is one line of JSON; a failure is an exit code and a last line that says why.
+"""
+
+import json
+import os
+import socket
+import sys
+from datetime import timedelta
+from typing import Any
+
+_TIMEOUT = timedelta(seconds=30)
+_ROUNDING = 1e-3  # of the largest element: 1e-6 is usual, and TF32, which a variable can demand, makes 4e-4
+
+
+def facts() -> dict[str, Any]:
+    """torch's versions and what it was built for."""
+    import torch
+    from torch import distributed
+
+    nccl = distributed.is_available() and distributed.is_nccl_available()
+    return {
+        "version": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "architectures": torch.cuda.get_arch_list(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None,  # type: ignore[no-untyped-call]
+    }
+
+
+def reduce(backend: str, rank: str, port: str, listening: str) -> dict[str, Any]:
+    """An all-reduce of two processes; rank 0 serves their store on the socket `listening`, which it has inherited.
+
+    Raises `ArithmeticError` where the sum is wrong.
+    """
+    import torch
+    from torch import distributed
+
+    first = rank == "0"
+    device = torch.device("cuda", int(rank)) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = distributed.TCPStore(
+        "127.0.0.1", int(port), is_master=first, timeout=_TIMEOUT, master_listen_fd=int(listening) if first else None
+    )
+    distributed.init_process_group(backend, store=store, rank=int(rank), world_size=2, timeout=_TIMEOUT)
+    total = torch.full((2**20,), int(rank) + 1.0, device=device)
+    distributed.all_reduce(total)
+    if not bool((total == 3).all()):
+        raise ArithmeticError(f"1 + 2 became {total.min().item()} to {total.max().item()}")
+    distributed.destroy_process_group()
+    if first:
+        store.wait(["done"])  # the store ends with this process
+    else:
+        store.set("done", "")
+    return {}
+
+
+def product() -> dict[str, Any]:
+    """A matrix product on the GPU. Raises `ArithmeticError` where it is not the CPU's."""
+    import torch
+
+    left, right = torch.randn(2, 1024, 1024, generator=torch.Generator().manual_seed(0))
+    expected = left @ right
+    off = ((left.cuda() @ right.cuda()).cpu() - expected).abs().max() / expected.abs().max()
+    if not bool(off < _ROUNDING):  # a NaN is not
+        raise ArithmeticError(f"a matrix product is off by {off.item():.1e} of its largest element")
+    return {}
+
+
+def host(name: str) -> dict[str, Any]:
+    """The addresses of a host name, and whether one of them is this machine's own."""
+    found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    own = any(_is_own(family, address) for family, _, _, _, address in found)
+    return {"addresses": sorted({str(address[0]) for *_, address in found}), "own": own}
+
+
+def _is_own(family: int, address: Any) -> bool:
+    try:
+        with socket.socket(family) as tried:
+            tried.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def _why(error: Exception) -> str:
+    """The first line of an error, and NCCL's own word, which stands in its last."""
+    lines = str(error).strip().splitlines() or [""]
+    last = f": {lines[-1]}" if "Last error:" in lines else ""
+    return f"{type(error).__name__}: {lines[0]}{last}"
+
+
+if __name__ == "__main__":
+    question = {"facts": facts, "reduce": reduce, "product": product, "host": host}[sys.argv[1]]
+    try:
+        answer = question(*sys.argv[2:])  # type: ignore[operator]
+    except Exception as error:
+        sys.exit(_why(error))
+    print(json.dumps(answer), flush=True)
+    os._exit(0)  # some of torch's threads outlive the interpreter, and abort

@@ -1,0 +1,140 @@
+"""The GPUs, without torch. On a machine that has none, one line says so and the other checks are silent."""
+
+import pwd
+from itertools import takewhile
+from pathlib import Path
+
+from ddp_kit.contract import VISIBLE_GPUS
+from ddp_kit.launcher.doctor.machine import Machine
+from ddp_kit.launcher.doctor.result import CheckResult, fail, ok, warn
+from ddp_kit.launcher.masking import masked
+
+_NVIDIA = "0x10de"
+_DISPLAY_CLASS = "0x03"  # in PCI's list of classes; sound and bridges are other ones
+_INIT = 1
+
+
+def driver(machine: Machine) -> CheckResult:
+    """The NVIDIA driver and its GPUs, or that there are none."""
+    told = machine.driver
+    if told.cards:
+        cuda = ".".join(map(str, told.cuda or ())) or "unknown"
+        count = len(told.cards)
+        names = ", ".join(dict.fromkeys(card.gpu.name for card in told.cards))
+        found = f"{count} GPU{'s' if count > 1 else ''}: {names}; driver {told.version}, up to CUDA {cuda}"
+        return ok("driver", found)
+    sign = _sign_of_gpu(machine)
+    if not sign and told.error and not told.absent:
+        sign = "NVML is there"
+    if not sign:
+        return ok("driver", "no NVIDIA GPU: training runs on the CPU")
+    why = told.error or "it knows of no GPU"
+    return fail("driver", f"{sign}, but NVIDIA's driver does not work: {why}", _driver_mend(machine))
+
+
+def visible_gpus(machine: Machine) -> CheckResult | None:
+    """What CUDA_VISIBLE_DEVICES makes of the GPUs."""
+    cards, words = machine.driver.cards, machine.env.get(VISIBLE_GPUS)
+    if not cards:
+        return None
+    if words is None:
+        return ok("visible GPUs", f"{VISIBLE_GPUS} is not set: all {len(cards)} visible")
+    mend = f"unset {VISIBLE_GPUS}"
+    asked = [word.strip() for word in words.split(",")]
+    if asked in ([""], ["-1"]):
+        return warn("visible GPUs", f"{VISIBLE_GPUS}={words!r} hides all GPUs: training runs on the CPU", mend)
+    # One by one: CUDA shows what stands before an unknown one, and nothing at all where one stands twice.
+    seen = list(takewhile(bool, (machine.driver.visible({VISIBLE_GPUS: word}) for word in asked)))
+    setting = f"{VISIBLE_GPUS}={words}"
+    if len(set(seen)) < len(seen):
+        return fail("visible GPUs", f"{setting} names a GPU twice: CUDA then sees none", mend)
+    if len(seen) < len(asked):
+        found = f"{setting}: there is no GPU {asked[len(seen)]!r}, and CUDA stops reading there: {len(seen)} visible"
+        return fail("visible GPUs", found, mend)
+    if any(gpu.uuid.startswith("MIG-") for (gpu,) in seen):
+        return ok("visible GPUs", f"{setting}: {len(seen)} MIG device{'s' if len(seen) > 1 else ''} visible")
+    return ok("visible GPUs", f"{setting}: {len(seen)} of {len(cards)} visible")
+
+
+def left_over(machine: Machine) -> CheckResult | None:
+    """Processes that hold a GPU although nobody waits for them any more."""
+    if not machine.driver.cards:
+        return None
+    proc = machine.root / "proc"
+    lines, kills = [], []
+    for index, pid in sorted({(card.gpu.index, pid) for card in machine.driver.cards for pid in card.processes}):
+        if not (proc / str(pid)).exists():
+            lines.append(f"GPU {index}: pid {pid}, which is not in {proc}")
+        elif _is_orphan(proc, pid):
+            lines.append(f"GPU {index}: pid {pid} of {_user(proc, pid)}, {_command(proc, pid)}")
+            kills.append(str(pid))
+    if not lines:
+        return ok("GPU processes", "no process without a parent is left on a GPU")
+    mend = "nvidia-smi  # on the host: they may run outside this container"
+    if kills:
+        mend = f"kill {' '.join(dict.fromkeys(kills))}  # if nobody needs them"
+    return warn("GPU processes", f"left on a GPU without a parent: {'; '.join(lines)}", mend)
+
+
+def ecc(machine: Machine) -> CheckResult | None:
+    """Memory errors that the GPUs could not correct."""
+    cards = machine.driver.cards
+    if not cards:
+        return None
+    errors = {card.gpu.index: card.ecc_errors for card in cards if card.ecc_errors}
+    if errors:
+        found = "; ".join(f"GPU {index}: {number} uncorrected memory errors" for index, number in errors.items())
+        reset = "; ".join(f"sudo nvidia-smi --gpu-reset -i {index}" for index in errors)
+        return fail("ECC", found, f"{reset}  # if they come back, the GPU is to be replaced")
+    if all(card.ecc_errors is None for card in cards):
+        return ok("ECC", "these GPUs do not count memory errors (ECC)")
+    return ok("ECC", "no uncorrected memory errors (ECC)")
+
+
+def _sign_of_gpu(machine: Machine) -> str:
+    """Where a GPU shows although the driver does not tell of it."""
+    node = next(iter(sorted((machine.root / "dev").glob("nvidia[0-9]*"))), None)
+    if node is not None:
+        return f"there is {node}"
+    for device in sorted((machine.root / "sys/bus/pci/devices").glob("*")):
+        if _text(device / "vendor") == _NVIDIA and _text(device / "class").startswith(_DISPLAY_CLASS):
+            return f"there is an NVIDIA card at {device.name} on the PCI bus"
+    return ""
+
+
+def _driver_mend(machine: Machine) -> str:
+    error = machine.driver.error.lower()
+    if "mismatch" in error or "lost" in error or "restart" in error:
+        return "sudo reboot"
+    if (machine.root / "proc/driver/nvidia/version").exists():  # the kernel has it: its libraries are missing
+        return "docker run --gpus all ...  # outside a container: reinstall NVIDIA's driver"
+    return "sudo modprobe nvidia  # if there is no such module: install NVIDIA's driver"
+
+
+def _is_orphan(proc: Path, pid: int) -> bool:
+    """Whether its parent is init. In a container, process 1 may be the launcher itself: that is no orphan's parent."""
+    after_name = _text(proc / str(pid) / "stat").rpartition(")")[2].split()
+    return after_name[1:2] == [str(_INIT)] and not any("python" in word for word in _words(proc, _INIT)[:1])
+
+
+def _user(proc: Path, pid: int) -> str:
+    number = (proc / str(pid)).stat().st_uid
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
+
+
+def _command(proc: Path, pid: int) -> str:
+    return masked(" ".join(_words(proc, pid))) or _text(proc / str(pid) / "comm")
+
+
+def _words(proc: Path, pid: int) -> list[str]:
+    return [word for word in _text(proc / str(pid) / "cmdline").split("\0") if word]
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,92 @@
+"""What the system allows a process: memory, cores, descriptors, shared memory."""
+
+import os
+
+from ddp_kit.launcher import cgroups
+from ddp_kit.launcher.doctor.machine import GIB, Machine, size
+from ddp_kit.launcher.doctor.result import CheckResult, fail, ok, warn
+
+_LITTLE_MEMORY = 2 * GIB
+_LITTLE_SHARED_MEMORY = GIB
+_FEW_OPEN_FILES = 4096
+_MANY_OPEN_FILES = 65536
+_LITTLE_LOCKED_MEMORY = 8 * 1024**2  # the kernel's own default
+
+
+def memory(machine: Machine) -> CheckResult:
+    """The memory that the machine has, and that the control groups of a container or a job leave of it."""
+    total = _machine_memory(machine)
+    limit = cgroups.memory_limit(machine.root)
+    may_use = min(total, limit if limit is not None else total)
+    found = f"memory: {size(total)}"
+    if may_use < total:
+        found = f"memory: {size(may_use)} of the machine's {size(total)}, by the limit of its cgroup"
+    if may_use < _LITTLE_MEMORY:
+        mend = "docker run --memory=16g ...  # Slurm: --mem=16G; Kubernetes: resources.limits.memory"
+        return warn("memory", f"{found}: torch alone takes about 0.5 GiB per process", mend)
+    return ok("memory", found)
+
+
+def cpu(machine: Machine) -> CheckResult:
+    """The cores that the machine has, and that affinity and the quota of control groups leave of them."""
+    quota = cgroups.cpu_quota(machine.root)
+    may_use = min(machine.usable_cores, quota if quota is not None else machine.usable_cores)
+    found = f"CPU cores: {machine.cores}"
+    if quota is not None and may_use == quota < machine.cores:
+        found = f"CPU cores: a quota of {quota:g} of the machine's {machine.cores}, which programs still count"
+    elif may_use < machine.cores:
+        found = f"CPU cores: {machine.usable_cores} of the machine's {machine.cores} may be used"
+    if may_use < 1:
+        mend = "docker run --cpus=4 ...  # Slurm: --cpus-per-task=4; Kubernetes: resources.limits.cpu"
+        return warn("cpu", found, mend)
+    return ok("cpu", found)
+
+
+def open_files(machine: Machine) -> CheckResult:
+    """Descriptors: DataLoader workers take one per tensor on its way, connections one per rank."""
+    soft, hard = machine.open_files
+    if soft < 0 or soft >= _FEW_OPEN_FILES:
+        return ok("open files", f"open files: {'no limit' if soft < 0 else f'{soft:,}'}")
+    may_have = _MANY_OPEN_FILES if hard < 0 else min(hard, _MANY_OPEN_FILES)
+    mend = f"ulimit -n {may_have}"
+    if may_have < _FEW_OPEN_FILES:
+        mend = f"docker run --ulimit nofile={_MANY_OPEN_FILES} ...  # else: `nofile` in /etc/security/limits.conf"
+    return warn("open files", f"open files: {soft:,}; DataLoader workers may need more", mend)
+
+
+def locked_memory(machine: Machine) -> CheckResult:
+    """Memory that may be pinned: InfiniBand registers its buffers under this limit."""
+    soft, _ = machine.locked_memory
+    if soft < 0:
+        return ok("locked memory", "locked memory: no limit")
+    infiniband = machine.root / "sys/class/infiniband"
+    needs_all = infiniband.is_dir() and any(infiniband.iterdir())
+    if needs_all or soft < _LITTLE_LOCKED_MEMORY:
+        for_whom = "InfiniBand needs no limit" if needs_all else "pinned buffers may need more"
+        mend = "ulimit -l unlimited  # docker run --ulimit memlock=-1 ..."
+        return warn("locked memory", f"locked memory: {size(soft)}; {for_whom}", mend)
+    return ok("locked memory", f"locked memory: {size(soft)}, and no InfiniBand, which would need more")
+
+
+def shared_memory(machine: Machine) -> CheckResult:
+    """Where DataLoader workers, and NCCL between GPUs without a direct line, pass their data."""
+    shm = machine.root / "dev/shm"
+    larger = "docker run --shm-size=8g ...  # or --ipc=host; else: sudo mount -o remount,size=8G /dev/shm"
+    if not shm.is_dir():
+        return fail("shared memory", f"{shm} is not there", "sudo mount -t tmpfs -o size=8G,mode=1777 tmpfs /dev/shm")
+    if not os.access(shm, os.W_OK | os.X_OK):
+        return fail("shared memory", f"{shm} cannot be written to", f"sudo chmod 1777 {shm}")
+    total, free = machine.space(shm)
+    if total < _LITTLE_SHARED_MEMORY:
+        return warn("shared memory", f"shared memory: {size(total)} in {shm}; DataLoader workers need more", larger)
+    if free < _LITTLE_SHARED_MEMORY:
+        found = f"shared memory: {size(free)} of {size(total)} in {shm} are free"
+        return warn("shared memory", found, f"ls -lS {shm}  # and remove what nobody uses")
+    return ok("shared memory", f"shared memory: {size(total)} in {shm}")
+
+
+def _machine_memory(machine: Machine) -> int:
+    for line in (machine.root / "proc/meminfo").read_text().splitlines():
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError("/proc/meminfo does not tell how much memory there is")

@@ -1,0 +1,97 @@
+"""What is around the training: Python, the clock, the network, the folder of the checkpoints."""
+
+import os
+import shlex
+import socket
+import tempfile
+from collections.abc import Sequence
+
+from ddp_kit.launcher.doctor.machine import GIB, Machine, size
+from ddp_kit.launcher.doctor.result import CheckResult, fail, ok, warn
+from ddp_kit.launcher.ports import holder
+
+_OLDEST_PYTHON = (3, 11)
+_LITTLE_DISK = 5 * GIB
+_TORCH_S_PORTS = (29400, 29500)
+_LOOPBACK = "127.0.0.1"
+_PATIENCE_SECONDS = 5
+
+
+def python(machine: Machine) -> CheckResult:
+    """The interpreter's version."""
+    found = f"Python {'.'.join(map(str, machine.python))}"
+    if machine.python < _OLDEST_PYTHON:
+        oldest = ".".join(map(str, _OLDEST_PYTHON))
+        return fail("python", f"{found} is older than {oldest}", f"python{oldest} -m venv .venv")
+    return ok("python", found)
+
+
+def clock(machine: Machine) -> CheckResult:
+    """Whether a time service keeps the clock right: certificates and logs of several nodes depend on it."""
+    if machine.clock_synchronised is None:
+        return ok("clock", "clock: the kernel does not tell whether it is synchronised")
+    if not machine.clock_synchronised:
+        return warn("clock", "clock: not synchronised", "sudo timedatectl set-ntp true")
+    return ok("clock", "clock: synchronised")
+
+
+def host_name(machine: Machine) -> CheckResult:
+    """Whether the host's name leads to this machine: gloo and the nodes of a job look each other up by it."""
+    name, answer = machine.host, machine.trials.host()
+    mend = f'echo "127.0.1.1 {name}" >> /etc/hosts'
+    if answer.error:
+        return warn("host name", f"host name {name!r} does not resolve: {answer.error}", mend)
+    addresses = ", ".join(answer.facts["addresses"])
+    if not answer.facts["own"]:
+        found = f"host name {name!r} resolves to {addresses}, which is not this machine"
+        return warn("host name", found, f"getent hosts {name}  # and mend that line, in /etc/hosts or in the DNS")
+    return ok("host name", f"host name {name!r} resolves to {addresses}")
+
+
+def loopback(_machine: Machine) -> CheckResult:
+    """Whether processes of this machine can talk to each other over TCP."""
+    try:
+        with socket.create_server((_LOOPBACK, 0)) as server:
+            server.settimeout(_PATIENCE_SECONDS)
+            with socket.create_connection(server.getsockname(), _PATIENCE_SECONDS):
+                server.accept()[0].close()
+    except OSError as error:
+        return fail("loopback", f"{_LOOPBACK} cannot be talked over: {error}", "sudo ip link set lo up")
+    return ok("loopback", f"loopback: {_LOOPBACK} listens and answers")
+
+
+def ports(_machine: Machine, wanted: Sequence[int] = _TORCH_S_PORTS) -> CheckResult:
+    """Whether torch's usual ports are free, which jobs of several nodes meet at."""
+    taken = [port for port in wanted if not _is_free(port)]
+    if taken:
+        found = "; ".join(f"port {port} is in use{holder(port)}" for port in taken)
+        return warn("ports", found, f"ddpkit launch --master-port {max(wanted) + 1} ...  # or end who holds it")
+    return ok("ports", f"ports {' and '.join(map(str, wanted))} are free")
+
+
+def checkpoints(machine: Machine) -> CheckResult:
+    """Whether checkpoints can be written, and how many more bytes of them."""
+    folder = machine.checkpoints
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+        _, free = machine.space(folder)
+    except OSError as error:
+        mend = f"{'sudo chown $USER' if folder.exists() else 'mkdir -p'} {shlex.quote(str(folder))}"
+        return fail("checkpoint folder", f"checkpoint folder {folder} cannot be written to: {error.strerror}", mend)
+    found = f"checkpoint folder {folder}: {size(free)} free"
+    if free < _LITTLE_DISK:
+        return warn("checkpoint folder", found, "ddpkit doctor --dir DIR  # another folder; or free some space")
+    return ok("checkpoint folder", found)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that has just been closed is free
+        try:
+            tried.bind(("", port))
+        except OSError:
+            return False
+    return True
