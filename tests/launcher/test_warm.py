@@ -37,7 +37,7 @@ def a_program(path: Path | str, *arguments: str, module: bool = False) -> Progra
         Start(1, ("python", "train.py"), {"A": "1", "ODD": "\udcff"}, a_program("train.py", "--lr", "0.1"), (0, 2)),
         Start(1, ("bash",), {}),
         Kill(7),
-        Clear(),
+        Clear(well=True),
         Owns("/tmp/folder"),
         Started(2, 4711, "why cold", "why not at all"),
         Ended(3, -9),

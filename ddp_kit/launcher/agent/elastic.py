@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,12 +23,9 @@ from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher import hints, last_words
 from ddp_kit.launcher.agent.inbox import Cut, Inbox, Notified, Placed, Signalled
 from ddp_kit.launcher.agent.listening import allow_connections, own_loopback
-from ddp_kit.launcher.agent.logs import Console
-from ddp_kit.launcher.agent.workers import Workers
+from ddp_kit.launcher.agent.workers import Means, Workers
 from ddp_kit.launcher.job import End, Seat, State, Stop
 from ddp_kit.launcher.verdict import Failure, Outcome
-from ddp_kit.launcher.warm.client import WarmServer
-from ddp_kit.launcher.warm.messages import Program
 
 _CONNECTIONS = 2  # of each worker to its store
 _TELLS_OF_ENDS = hasattr(os, "pidfd_open")  # Linux; elsewhere the agent looks for itself
@@ -145,12 +142,9 @@ class Agent(LocalElasticAgent):
         spec: WorkerSpec,
         link: Link,
         inbox: Inbox,
-        warm: WarmServer | None,
-        program: Program | None,
+        means: Means,
         say: Callable[[str], None],
         host: str,
-        console: Console,
-        cpus: Sequence[tuple[int, ...]],
         **torch_settings: Any,
     ) -> None:
         super().__init__(spec, **torch_settings)
@@ -158,12 +152,9 @@ class Agent(LocalElasticAgent):
         self._seats = spec.rdzv_handler
         self._link = link
         self._inbox = inbox
-        self._warm = warm
-        self._program = program
+        self._means = means
         self._say = say
         self._host = host
-        self._console = console
-        self._cpus = cpus
         self._running = False
         self._latest: tuple[Failure, ...] = ()  # the failures that this node has reported last
         self._down = -1  # the latest round that this node has reported as failed or stopped
@@ -256,14 +247,11 @@ class Agent(LocalElasticAgent):
 
     def _make_workers(self, envs: dict[int, dict[str, str | None]], spec: WorkerSpec) -> Workers:
         return Workers(
-            program=self._program,
-            warm=self._warm,
+            means=self._means,
             inbox=self._inbox,
             grace=self._shutdown_timeout,
             say=self._say,
             on_failure=lambda: self._link.report(self._round, State.FAILING),
-            console=self._console,
-            cpus=self._cpus,
             name=spec.role,
             entrypoint=spec.entrypoint,
             args={rank: tuple(macros.substitute(list(spec.args), str(rank))) for rank in envs},

@@ -10,6 +10,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from ddp_kit import contract
 from ddp_kit.contract import OUTPUT_LOG
+from ddp_kit.launcher.output import Output
 from ddp_kit.launcher.streams import Route, Streams
 
 
@@ -43,8 +44,11 @@ class Console:
     keep: bool = False
     """Whether what is shown is also kept, in one file per rank."""
 
-    def streams(self, dest: LogsDest, name: str, envs: Mapping[int, Mapping[str, str]]) -> list[Streams]:
-        """Where each worker's output goes, after torch's own settings for logs."""
+    def output(self, dest: LogsDest, name: str, envs: Mapping[int, Mapping[str, str]]) -> Output:
+        """The streams of one round's workers, after torch's own settings for logs."""
+        return Output(self._streams(dest, name, envs), self.direct, self.colour)
+
+    def _streams(self, dest: LogsDest, name: str, envs: Mapping[int, Mapping[str, str]]) -> list[Streams]:
         found = []
         for local_rank, env in envs.items():
             rank = int(env[contract.RANK])

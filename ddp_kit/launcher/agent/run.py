@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from ddp_kit.launcher.agent.listening import is_here
 from ddp_kit.launcher.agent.logs import Console
 from ddp_kit.launcher.agent.meeting import Meeting
 from ddp_kit.launcher.agent.solo import Solo
+from ddp_kit.launcher.agent.workers import Means
 from ddp_kit.launcher.job import Limits, Node
 from ddp_kit.launcher.plan import Plan
 from ddp_kit.launcher.verdict import Failure, Outcome
@@ -92,21 +93,31 @@ def run(plan: Plan, warm: WarmServer | None, cold: bool, say: Say) -> Ended:
             program, arguments = sys.executable, ["-u", "-c", _RUN_PATH, *arguments]
         if config.rdzv_backend not in ("c10d", "static") or config.rdzv_configs.get("store_type", "tcp") != "tcp":
             return Ended(_torchs_own(config, program, arguments))
-        become = None if cold else _program(settings, program)
-        ended = _ours(settings, config, (program, arguments), become, plan, warm, say)
+        means = Means(
+            warm=warm,
+            program=None if cold else _program(settings, program),
+            cpus=[place.cpus for place in plan.places],
+            console=_console(plan, config),
+        )
+        ended = _ours(settings, config, (program, arguments), means, say)
+        if not _is_kept(plan):
+            return replace(ended, folder="")
         if ended.folder:
             _keep(verdict.record(ended.outcome), Path(ended.folder) / VERDICT_FILE, say)
         return ended
 
 
+def _console(plan: Plan, config: LaunchConfig) -> Console:
+    return Console(
+        direct=config.nproc_per_node == 1 and config.max_nodes == 1,
+        colour=not os.environ.get(NO_COLOR),
+        template=config.log_line_prefix_template or "",
+        keep=plan.torchrun["log_dir"] is not None and {str(plan.torchrun[n]) for n in ("redirects", "tee")} == {"0"},
+    )
+
+
 def _ours(
-    settings: argparse.Namespace,
-    config: LaunchConfig,
-    command: tuple[str, list[str]],
-    program: Program | None,
-    plan: Plan,
-    warm: WarmServer | None,
-    say: Say,
+    settings: argparse.Namespace, config: LaunchConfig, command: tuple[str, list[str]], means: Means, say: Say
 ) -> Ended:
     inbox = Inbox()
     _handle_signals(config.signals_to_handle, inbox, say)
@@ -115,37 +126,13 @@ def _ours(
     except StoppedError as error:
         return Ended(Outcome(stopped_by=error.number))
     seats = Seats(link, config.run_id, config.rdzv_backend)
-    spec = WorkerSpec(
-        role=config.role,
-        local_world_size=config.nproc_per_node,
-        entrypoint=command[0],
-        args=tuple(command[1]),
-        rdzv_handler=seats,
-        max_restarts=config.max_restarts,
-        monitor_interval=config.monitor_interval,
-        local_addr=config.local_addr,
-        event_log_handler=config.event_log_handler,
-        numa_options=config.numa_options,
-        duplicate_stdout_filters=config.duplicate_stdout_filters,
-        duplicate_stderr_filters=config.duplicate_stderr_filters,
-        virtual_local_rank=config.virtual_local_rank,
-    )
     agent = Agent(
-        spec,
+        _worker_spec(config, command, seats),
         link,
         inbox,
-        warm,
-        program,
+        means,
         say,
         host=socket.gethostname() if config.max_nodes > 1 else "",
-        console=Console(
-            direct=config.nproc_per_node == 1 and config.max_nodes == 1,
-            colour=not os.environ.get(NO_COLOR),
-            template=config.log_line_prefix_template or "",
-            keep=plan.torchrun["log_dir"] is not None
-            and {str(plan.torchrun[n]) for n in ("redirects", "tee")} == {"0"},
-        ),
-        cpus=[place.cpus for place in plan.places],
         logs_specs=config.logs_specs,
         shutdown_timeout=config.shutdown_timeout,
     )
@@ -162,8 +149,25 @@ def _ours(
         link.close()
         seats.shutdown()
     _summarise(settings.training_script, agent.recorded_failures())
-    kept = plan.torchrun["log_dir"] is not None or str(plan.torchrun["redirects"]) != "0"
-    return Ended(agent.outcome, agent.shown, agent.run_folder if kept else "")
+    return Ended(agent.outcome, agent.shown, agent.run_folder)
+
+
+def _worker_spec(config: LaunchConfig, command: tuple[str, list[str]], seats: Seats) -> WorkerSpec:
+    return WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        entrypoint=command[0],
+        args=tuple(command[1]),
+        rdzv_handler=seats,
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        local_addr=config.local_addr,
+        event_log_handler=config.event_log_handler,
+        numa_options=config.numa_options,
+        duplicate_stdout_filters=config.duplicate_stdout_filters,
+        duplicate_stderr_filters=config.duplicate_stderr_filters,
+        virtual_local_rank=config.virtual_local_rank,
+    )
 
 
 def _keep(record: dict[str, Any], path: Path, say: Say) -> None:
@@ -321,13 +325,17 @@ def _end_leftovers(grace: float) -> None:
             worker.kill()
 
 
+def _is_kept(plan: Plan) -> bool:
+    """Whether the run folder outlives the job."""
+    return plan.torchrun["log_dir"] is not None or str(plan.torchrun["redirects"]) != "0"
+
+
 @contextmanager
 def _run_folder(plan: Plan, warm: WarmServer | None, say: Say) -> Iterator[str]:
     """Where torch keeps logs and error files: the user's folder, or a private one that goes with the job."""
-    named, redirects = plan.torchrun["log_dir"], str(plan.torchrun["redirects"])
-    if named is not None:
-        yield named
-    elif redirects != "0":  # what was redirected is wanted afterwards, and its place has to be known
+    if plan.torchrun["log_dir"] is not None:
+        yield plan.torchrun["log_dir"]
+    elif _is_kept(plan):  # what was redirected is wanted afterwards, and its place has to be known
         folder = tempfile.mkdtemp(prefix=RUN_FOLDER_PREFIX)
         say(f"logs in {folder}")
         yield folder

@@ -6,7 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher.agent.inbox import Inbox, wait_readable
 from ddp_kit.launcher.agent.logs import Console, Remembered
 from ddp_kit.launcher.cgroups import oom_kills
-from ddp_kit.launcher.output import LastWords, Output
+from ddp_kit.launcher.output import LastWords
 from ddp_kit.launcher.warm.client import Process, WarmServer
 from ddp_kit.launcher.warm.messages import Program
 
@@ -30,34 +30,41 @@ _UNKILLABLE_SECONDS = 5.0
 _LAST_OUTPUT_SECONDS = 2.0  # for what is left in the pipes, once all workers have ended
 
 
+@dataclass(frozen=True)
+class Means:
+    """What workers are started by."""
+
+    warm: WarmServer | None
+    """None: this process starts them."""
+    program: Program | None
+    """What a fork would become; None: each is executed."""
+    cpus: Sequence[tuple[int, ...]]
+    """The cores of each local rank; empty where they are left to torch or the system."""
+    console: Console
+
+
 class Workers(SubprocessContext):
     """torch's worker processes with its log files; forked, watched without polling, ended within one grace."""
 
     def __init__(
         self,
         *,
-        program: Program | None,
-        warm: WarmServer | None,
+        means: Means,
         inbox: Inbox,
         grace: float,
         say: Callable[[str], None],
         on_failure: Callable[[], None],
-        console: Console,
-        cpus: Sequence[tuple[int, ...]],
         logs_specs: LogsSpecs,
         **torch_settings: Any,
     ) -> None:
-        """`cpus`: the cores of each local rank; empty where they are left to torch or the system."""
         self._logs = Remembered(logs_specs)
         super().__init__(logs_specs=self._logs, **torch_settings)
-        self._program = program
-        self._warm = warm
+        self._program, self._warm, self._cpus = means.program, means.warm, means.cpus
         self._inbox = inbox
         self._grace = grace
         self._say = say
         self._on_failure = on_failure  # called before the other workers are stopped
-        self._cpus = cpus
-        self._output = Output(console.streams(self._logs.dest, self.name, self.envs), console.direct, console.colour)
+        self._output = means.console.output(self._logs.dest, self.name, self.envs)
         self._began = time.monotonic()
         self._oom_kills = oom_kills()
         self._after: dict[int, float] = {}  # local rank -> seconds from the start to its end
@@ -254,7 +261,7 @@ class Workers(SubprocessContext):
         if self._words is not None:
             return
         if self._warm is not None:
-            self._warm.clear()
+            self._warm.clear(well=not any(map(self._exit_code, self._after)))
         failed = [rank for rank in self._after if self._exit_code(rank)]
         if all(rank in self._told for rank in failed):
             failed = []  # they were stopped; what they say of it is for the console

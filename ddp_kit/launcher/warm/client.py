@@ -89,9 +89,9 @@ class WarmServer:
         """End a worker, and all that it started, at once."""
         self._send(Kill(worker.number))
 
-    def clear(self) -> None:
-        """End what the workers have left behind; before anything that is asked for later."""
-        self._send(Clear())
+    def clear(self, well: bool) -> None:
+        """End what the workers have left behind; before anything that is asked for later. `well`: see `Clear`."""
+        self._send(Clear(well))
 
     def own(self, folder: str) -> None:
         """Have a folder removed when this process is gone."""

@@ -61,6 +61,9 @@ class Kill:
 class Clear:
     """Launcher to server: every worker of a round is gone; end what they have left behind."""
 
+    well: bool
+    """Whether they ended well: then what is ended was not expected to be there, and is named."""
+
 
 @dataclass(frozen=True)
 class Owns:

@@ -118,7 +118,6 @@ class _Server:
         self._modules = _top_level_modules()
         self._waiting: deque[Message] = deque()
         self._running: dict[int, int] = {}  # pid -> the worker's number
-        self._all_well = True  # as far as workers of this round have ended
         self._traces: set[Path] = set()
         self._folders: list[str] = []
 
@@ -160,7 +159,7 @@ class _Server:
         if isinstance(message, Start):
             return self._start(message)
         if isinstance(message, Clear):
-            self._clear()
+            self._clear(message.well)
         elif isinstance(message, Owns):
             self._folders.append(message.folder)
         return None
@@ -237,23 +236,21 @@ class _Server:
                     if code != 0:
                         failed.add(pid)
         if failed:
-            self._all_well = False
             strike(lambda child: child.session in failed and self._is_stranger(child), signal.SIGKILL, self._traces)
 
     def _kill(self, number: int) -> None:
         """End one worker at once; what it leaves follows when it is reaped."""
         strike(lambda child: self._running.get(child.pid) == number, signal.SIGKILL, self._traces)
 
-    def _clear(self) -> None:
+    def _clear(self, well: bool) -> None:
         """End what the workers of a round have left, and say what that was where nobody failed."""
-        if self._all_well:
+        if well:
             wait_for(self._is_stranger, _LEAVING_SECONDS, self._reap)
             for child in filter(self._is_stranger, children()):
                 if not child.cleans:
                     command = masked(child.command.replace(b"\0", b" ").decode(errors="replace").strip(), self._env)
                     sys.stderr.write(f"ddpkit: ended what a process of the job had left running: {command}\n")
         end_children(self._is_stranger, self._reap, gently=True, traces=self._traces)
-        self._all_well = True
 
     def _is_stranger(self, child: Child) -> bool:
         return child.pid not in self._running
@@ -261,7 +258,7 @@ class _Server:
     def _end(self) -> NoReturn:
         """The launcher is gone."""
         end_children(lambda child: child.pid in self._running, self._reap, traces=self._traces)
-        self._clear()
+        self._clear(well=False)
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
