@@ -70,6 +70,9 @@ class DataConfig(_Part):
     prefetch_batches: Annotated[int, Field(ge=0)] = Field(
         2, description="Micro-batches copied to the device ahead of their use (GPU only)."
     )
+    timeout: PositiveFloat | None = Field(
+        None, description="Seconds to wait for a batch of a loader process; then the run ends and names it. None: ever."
+    )
     shuffle: bool = Field(True, description="A new order each epoch, a pure function of (seed, epoch).")
     drop_last: bool = Field(
         False, description="Leave out the short last global batch; False trains on it, exactly weighted."

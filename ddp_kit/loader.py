@@ -115,6 +115,7 @@ def build_loader(
             batch_sampler=batches,
             num_workers=workers,
             pin_memory=pinned,
+            timeout=config.timeout or 0 if workers else 0,
             persistent_workers=workers > 0,
             generator=generator,  # seeds the workers: differently on every rank, without touching the global state
         )
@@ -124,7 +125,7 @@ def build_loader(
         num_workers=template.num_workers,
         collate_fn=template.collate_fn,
         pin_memory=pinned or template.pin_memory,
-        timeout=template.timeout,
+        timeout=template.timeout or (config.timeout or 0 if template.num_workers else 0),
         worker_init_fn=template.worker_init_fn,
         multiprocessing_context=template.multiprocessing_context,
         generator=template.generator or generator,
@@ -140,12 +141,12 @@ def on_device(loader: Iterable[Any], device: torch.device, dtype: torch.dtype | 
     On a GPU, `ahead` batches are copied on a side stream while the computation uses the ones before.
     """
     if device.type != "cuda" or ahead == 0:
-        for batch in loader:
+        for batch in _watched(loader):
             yield _with_objects(_with_tensors(batch, device, dtype), device)
         return
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     waiting: deque[tuple[Any, torch.cuda.Event]] = deque()
-    for batch in loader:
+    for batch in _watched(loader):
         with torch.cuda.stream(stream):
             moved = _with_tensors(batch, device, dtype)
             waiting.append((moved, stream.record_event()))
@@ -153,6 +154,43 @@ def on_device(loader: Iterable[Any], device: torch.device, dtype: torch.dtype | 
             yield _arrived(*waiting.popleft(), device)
     while waiting:
         yield _arrived(*waiting.popleft(), device)
+
+
+def _watched(loader: Iterable[Any]) -> Iterator[Any]:
+    """The loader's batches. Raises `DataError` where a loader process is at fault, and names it."""
+    batches = iter(loader)
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            raise _named(error, batches) or error from None
+        yield batch
+
+
+def _named(error: RuntimeError, batches: Iterator[Any]) -> DataError | None:
+    """torch names processes by their numbers alone, or not at all; None where no loader process is at fault."""
+    workers, text = getattr(batches, "_workers", []), str(error)
+    found = None
+    if "timed out" in text:
+        tasks, due = getattr(batches, "_task_info", {}), getattr(batches, "_rcvd_idx", None)
+        late = tasks.get(due, (None,))[0]
+        found = DataError(
+            f"data: no batch has come in time from loader process {late}: {text}",
+            "see what __getitem__ waits for, or raise data.timeout",
+        )
+    else:
+        for number, worker in enumerate(workers):
+            if not worker.is_alive() and worker.exitcode:
+                how = f"signal {-worker.exitcode}" if worker.exitcode < 0 else f"exit code {worker.exitcode}"
+                found = DataError(
+                    f"data: loader process {number} (pid {worker.pid}) of {len(workers)} ended with {how}",
+                    "signal 9 without anyone sending it means out of memory: fewer data.num_workers, smaller samples",
+                )
+    if found is not None:
+        found.hold_back_seconds = 0.0  # it is this rank's alone
+    return found
 
 
 def _with_tensors(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:

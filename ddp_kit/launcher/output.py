@@ -234,7 +234,10 @@ class Output:
             last = text.endswith(b"\n")
             body = text[:-1] if last else text
             body = body.replace(b"\n", b"\n" + source.label)
-            text = (b"" if unfinished is source else source.label) + body + (b"\n" if last else b"")
+            label = b"" if unfinished is source else source.label
+            if body.startswith(b"\r"):  # a progress bar, which goes back to the line's beginning
+                label, body = b"\r" + label, body[1:]
+            text = label + body + (b"\n" if last else b"")
         if unfinished is not None and unfinished is not source:
             text = b"\n" + text
         consoles.latest_trace = -1
