@@ -9,6 +9,7 @@ from contextlib import suppress
 import psutil
 
 from ddp_kit.errors import LaunchError
+from ddp_kit.launcher.masking import masked_words
 
 _BACKLOG = 4096  # as many nodes as may come at the same moment
 _OTHER_DESCRIPTORS = 256
@@ -89,6 +90,6 @@ def holder(port: int) -> str:
     with suppress(psutil.Error, OSError):
         for found in psutil.net_connections("tcp"):
             if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN and found.pid:
-                command = " ".join(psutil.Process(found.pid).cmdline()[:6])
+                command = " ".join(masked_words(psutil.Process(found.pid).cmdline()[:6]))
                 return f" by pid {found.pid} ({command})"
     return ""
