@@ -40,6 +40,7 @@ CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 # Where torchrun reads the defaults of --nproc-per-node and --master-port from.
 PROCESSES_DEFAULT = "PET_NPROC_PER_NODE"
 MASTER_PORT_DEFAULT = "PET_MASTER_PORT"
+GRACE_DEFAULT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # and that of --shutdown-timeout
 
 # Beginnings of the names of variables that libraries read when they are imported.
 IMPORT_TIME_VARIABLES = (

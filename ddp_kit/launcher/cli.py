@@ -1,9 +1,11 @@
 """The command `ddpkit`: parse, call, exit code. Importing this imports neither torch nor NVML."""
 
 import argparse
+import io
 import logging
 import os
 import signal
+import socket
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +16,7 @@ from typing import NoReturn
 from ddp_kit import __version__
 from ddp_kit.contract import PYTHON, QUIET_IMPORT, ExitCode
 from ddp_kit.errors import DdpKitError, UsageError, nearest
+from ddp_kit.launcher.masking import masked
 
 _HELP = """\
 commands:
@@ -82,13 +85,17 @@ def launch(words: Sequence[str]) -> int:
             from ddp_kit.launcher import agent
         if _StoppedError.latest is not None:
             raise _StoppedError.latest
-        from ddp_kit.launcher import devices, plan, spec, verdict
+        from ddp_kit.launcher import devices, dry_run, plan, spec, verdict
 
         asked = spec.parse(words, agent.torchrun_parser(), os.environ)
         spec.check_script(asked, os.environ)
         settled = plan.make(asked, devices.gpus(), os.environ, run_id=str(uuid.uuid4()))
         for line in settled.says:
             _say(line)
+        if asked.dry_run:
+            defaults = vars(agent.torchrun_parser().parse_args(["script.py"]))
+            _print(dry_run.describe(asked, settled, os.environ, socket.gethostname(), defaults))
+            return ExitCode.OK
         judgement = verdict.judge(agent.run(settled, None if asked.cold else warm, _say))
     finally:
         if warm is not None:
@@ -109,8 +116,16 @@ def _open_standard_streams() -> None:
 
 def _may_start_warm(words: Sequence[str]) -> bool:
     """Whether a server is worth starting before the command line is understood."""
-    cold_words = {"-h", "--help", "--cold", "--no-python", "--no_python", "--run-path", "--run_path"}
-    return sys.platform == "linux" and not cold_words.intersection(words) and PYTHON not in os.environ
+    cold_words = {"-h", "--help", "--cold", "--dry-run", "--no-python", "--no_python", "--run-path", "--run_path"}
+    return sys.platform == "linux" and not cold_words.intersection(_before_script(words)) and PYTHON not in os.environ
+
+
+def _before_script(words: Sequence[str]) -> Sequence[str]:
+    """The launcher's own words, as well as can be told without torchrun's parser."""
+    for position, word in enumerate(words):
+        if word.endswith(".py") or word in ("-m", "--module", "--"):
+            return words[:position]
+    return words
 
 
 @contextmanager
@@ -125,7 +140,14 @@ def _import_quietly() -> Iterator[None]:
 
 def _say(line: str) -> None:
     with suppress(OSError, ValueError, AttributeError):  # nobody reads it; that is no reason to end a job
-        sys.stderr.write(f"ddpkit: {line}\n")
+        sys.stderr.write(f"ddpkit: {masked(line, os.environ)}\n")
+
+
+def _print(text: str) -> None:
+    with suppress(OSError, ValueError, AttributeError):
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
+        sys.stdout.write(f"{text}\n")
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"launch": launch}

@@ -23,11 +23,11 @@ _NUMBER = re.compile(r"[+-]?[\d._]+(e[+-]?\d+)?[kmb]?|true|false", re.IGNORECASE
 _FOLDERS = ("PWD", "OLDPWD")
 
 # A word of a command line, quoted or not; what a quotation mark opens and nothing closes goes on to the line's end.
-_QUOTED = r"""(?:"(?:[^"\\]|\\.)*"|'[^']*')"""
+_QUOTED = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
 _VALUE = rf"""(?:{_QUOTED}(?=[,;)}}\]])|(?:{_QUOTED}|\\.|[^\s"'\\]|["'\\][^\n]*)+)"""
 _PAIR = re.compile(
     r"""(?P<name>(?<![\w-])-{0,2}[A-Za-z_][\w.-]*)"""
-    r"""(?P<between>[\\"'\])]*[ \t]*(?:=>|:=|[=:])[ \t]*|[ \t]+)"""
+    r"""(?P<between>[\\"'\])]*[ \t]*(?:=>|:=|[=:])[ \t]*|["'],[ ]|[ \t]+)"""
     rf"""(?P<value>(?:(?:Bearer|Basic|Token)[ ]+)?{_VALUE})""",
     re.DOTALL,
 )
@@ -76,8 +76,8 @@ def masked_words(words: Sequence[str], env: Mapping[str, str] = _NO_VARIABLES) -
 
 
 def _names_what_follows(name: str, between: str) -> bool:
-    """Whether a blank alone makes the next word the value of this one: behind a flag it does."""
-    return bool(between.strip()) or name.startswith("-")
+    """Whether the next word is the value of this one: behind a flag always, also in a list of words."""
+    return name.startswith("-") or bool(between.strip(" \t,'\""))
 
 
 def _hidden(name: str, value: str) -> bool:

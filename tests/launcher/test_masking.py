@@ -85,18 +85,19 @@ def test_no_secret_survives_in_free_text(name: str, secret: str, form: str) -> N
     assert not survives(secret, masked(form.format(name, secret)))
 
 
-@given(names, secrets, st.booleans())
-def test_no_secret_survives_quoting(name: str, secret: str, python: bool) -> None:
-    for text in (
-        shlex.join(["train.py", f"--{name}", secret, "x"]),
-        shlex.join(["train.py", f"--{name}={secret} and more"]),
-        json.dumps({"lr": 1, name: secret, "x": [1]}, ensure_ascii=False),
-        str({name: secret + " and more", "x": 1}),
-        f"--{name}='{secret} and a quotation that does not end".replace("''", "'"),
-        f"-H '{name}: Bearer {secret}'",
-    ):
-        inner = secret if secret in text else json.dumps(secret, ensure_ascii=False)[1:-1]
-        assert not survives(inner, masked(text)), text
+@given(names, secrets)
+def test_no_secret_survives_quoting(name: str, secret: str) -> None:
+    in_json, in_python = json.dumps(secret, ensure_ascii=False)[1:-1], repr(secret)[1:-1]
+    for form, text in [
+        (secret, shlex.join(["train.py", f"--{name}", secret, "x"])),
+        (secret, shlex.join(["train.py", f"--{name}={secret} and more"])),
+        (secret, f'--{name}="{secret} and a quotation that does not end'),
+        (secret, f"-H '{name}: Bearer {secret}'"),
+        (in_json, json.dumps({"lr": 1, name: secret, "x": [1]}, ensure_ascii=False)),
+        (in_python, str({name: secret, "x": 1})),
+        (in_python, f"no login with {['train.py', f'--{name}', secret, '--x']}"),
+    ]:
+        assert not survives(form, masked(text)), text
 
 
 @given(st.text("ab:", max_size=3), secrets, st.sampled_from(["{}", "--data={}", "see '{}'", "DATA={} x"]))
