@@ -22,18 +22,22 @@ _WORDS_OF_A_NAME = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # HF_TOKEN, hf-t
 _NUMBER = re.compile(r"[+-]?[\d._]+(e[+-]?\d+)?[kmb]?|true|false", re.IGNORECASE)
 _FOLDERS = ("PWD", "OLDPWD")
 
+_NAME = re.compile(
+    r"""(?P<name>(?<![\w-])-{0,2}[A-Za-z_][\w.-]{0,255})"""
+    r"""(?P<between>[\\"'\])]*[ \t]*(?:=>|:=|[=:])[ \t]*|["'],[ ]|[ \t]+)"""
+)
 # A word of a command line, quoted or not; what a quotation mark opens and nothing closes goes on to the line's end.
 _QUOTED = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
-_VALUE = rf"""(?:{_QUOTED}(?=[,;)}}\]])|(?:{_QUOTED}|\\.|[^\s"'\\]|["'\\][^\n]*)+)"""
-_PAIR = re.compile(
-    r"""(?P<name>(?<![\w-])-{0,2}[A-Za-z_][\w.-]*)"""
-    r"""(?P<between>[\\"'\])]*[ \t]*(?:=>|:=|[=:])[ \t]*|["'],[ ]|[ \t]+)"""
-    rf"""(?P<value>(?:(?:Bearer|Basic|Token)[ ]+)?{_VALUE})""",
+_VALUE = re.compile(
+    r"(?:(?:Bearer|Basic|Token)[ ]+)?"
+    rf"""(?:{_QUOTED}(?=[,;)}}\]]+(?:\s|$))|(?:{_QUOTED}|\\.|[^\s"'\\]|["'\\][^\n]*)+)""",
     re.DOTALL,
 )
 _BEARER = re.compile(r"\b(Bearer[ ]+)\S+", re.IGNORECASE)
 # Up to the last @ where a password follows, which may hold a slash; a port and a path are none.
-_URL = re.compile(r"(?<=://)(?:[^\s/:@]*:(?!\d{0,5}/)\S*|[^\s/?#]*)@")
+_URL = re.compile(r"(?<=://)(?:[^\s/:@]*:(?!\d{0,5}/)\S{0,4096}|[^\s/?#]*)@")
+_ONE_NAME = re.compile(r"[+-]*[\w.-]+")
+# Behind `--use-auth-token` alone follows the next flag.
 _FLAG = re.compile(r"-[A-Za-z]|--[a-z][\w-]*(=.*)?", re.DOTALL)
 
 
@@ -49,13 +53,17 @@ def masked(text: str, env: Mapping[str, str] = _NO_VARIABLES) -> str:
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, MASK)
     text = _BEARER.sub(rf"\1{MASK}", _URL.sub(f"{MASK}@", text))
-    found, position = [], 0
-    while pair := _PAIR.search(text, position):
-        hides = _names_what_follows(pair["name"], pair["between"]) and _hidden(pair["name"], pair["value"])
-        # Of what is no secret only the name is passed over: the value may itself be a name.
-        end = pair.end() if hides else pair.end("name")
-        found.append(text[position : pair.start("value")] + MASK if hides else text[position:end])
-        position = end
+    found: list[str] = []
+    position = 0
+    while pair := _NAME.search(text, position):
+        name, between = pair["name"], pair["between"]
+        word = _VALUE.match(text, pair.end()) if _names_what_follows(name, between) else None
+        if word and _secret(name, word[0]) and not (between.isspace() and _FLAG.fullmatch(word[0])):
+            found.append(text[position : word.start()] + MASK)
+            position = word.end()
+        else:  # only the name is passed over: what follows may itself be a name
+            found.append(text[position : pair.end("name")])
+            position = pair.end("name")
     return "".join([*found, text[position:]])
 
 
@@ -65,9 +73,9 @@ def masked_words(words: Sequence[str], env: Mapping[str, str] = _NO_VARIABLES) -
     before = ""
     for word in words:
         name, equals, value = word.partition("=")
-        if before.startswith("-") and "=" not in before and _hidden(before, word):
+        if before.startswith("-") and "=" not in before and _secret(before, word) and not _FLAG.fullmatch(word):
             result.append(MASK)
-        elif equals and " " not in name and _hidden(name, value):
+        elif equals and _ONE_NAME.fullmatch(name) and _secret(name, value):
             result.append(f"{name}={MASK}" if value else word)
         else:
             result.append(masked(word, env))
@@ -76,12 +84,9 @@ def masked_words(words: Sequence[str], env: Mapping[str, str] = _NO_VARIABLES) -
 
 
 def _names_what_follows(name: str, between: str) -> bool:
-    """Whether the next word is the value of this one: behind a flag always, also in a list of words."""
-    return name.startswith("-") or bool(between.strip(" \t,'\""))
-
-
-def _hidden(name: str, value: str) -> bool:
-    return _secret(name, value) and not _FLAG.fullmatch(value)  # as in `--use-auth-token --lr 0.1`
+    """Whether the next word is the secret of this name: behind a flag always, also in a list of words."""
+    joined = name.startswith("-") or bool(between.strip(" \t,'\""))
+    return joined and _secret(name, "")
 
 
 def _secret(name: str, value: str) -> bool:

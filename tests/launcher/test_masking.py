@@ -74,6 +74,13 @@ def test_what_holds_no_secret_stays_as_it_is(text: str) -> None:
     assert masked_words(text.split()) == text.split()
 
 
+def test_a_secret_before_an_equals_sign_is_one_too() -> None:
+    assert masked_words(['{"password":"abc","a":"b=c"}', "https://me:abc@host?token=abc"]) == [
+        f'{{"password":{MASK}',
+        f"https://{MASK}@host?token={MASK}",
+    ]
+
+
 def test_what_stands_around_a_secret_stays() -> None:
     assert masked('{"password": "abc", "lr": 1}') == f'{{"password": {MASK}, "lr": 1}}'
     assert masked("postgres://me:abc@host:5432/db x") == f"postgres://{MASK}@host:5432/db x"
