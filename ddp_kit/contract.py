@@ -42,6 +42,7 @@ NO_COLOR = "NO_COLOR"  # the custom of https://no-color.org
 # Where torchrun reads the defaults of --nproc-per-node and --master-port from.
 PROCESSES_DEFAULT = "PET_NPROC_PER_NODE"
 MASTER_PORT_DEFAULT = "PET_MASTER_PORT"
+GRACE_DEFAULT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # and that of --shutdown-timeout
 
 # Beginnings of the names of variables that libraries read when they are imported.
 IMPORT_TIME_VARIABLES = (

@@ -1,9 +1,11 @@
 """The command `ddpkit`: parse, call, exit code. Importing this imports neither torch nor NVML."""
 
 import argparse
+import io
 import logging
 import os
 import signal
+import socket
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +17,7 @@ from typing import NoReturn
 from ddp_kit import __version__
 from ddp_kit.contract import PYTHON, QUIET_IMPORT, ExitCode
 from ddp_kit.errors import DdpKitError, UsageError, nearest
+from ddp_kit.launcher.masking import masked
 
 _HELP = """\
 commands:
@@ -90,7 +93,7 @@ def launch(words: Sequence[str]) -> int:
             from ddp_kit.launcher import agent
         if _StoppedError.latest is not None:
             raise _StoppedError.latest
-        from ddp_kit.launcher import cpus, devices, plan, reservations, spec, verdict
+        from ddp_kit.launcher import cpus, devices, dry_run, plan, reservations, spec, verdict
 
         asked = spec.parse(words, agent.torchrun_parser(), os.environ)
         spec.check_script(asked, os.environ)
@@ -99,6 +102,10 @@ def launch(words: Sequence[str]) -> int:
         with reservations.reserved(make, hold=not asked.dry_run) as settled:
             for line in settled.says:
                 _say(line)
+            if asked.dry_run:
+                defaults = vars(agent.torchrun_parser().parse_args(["script.py"]))
+                _print(dry_run.describe(asked, settled, os.environ, socket.gethostname(), defaults))
+                return ExitCode.OK
             ended = agent.run(settled, warm, asked.cold, _say)
     finally:
         if warm is not None:
@@ -144,8 +151,16 @@ def _open_standard_streams() -> None:
 
 def _may_start_warm(words: Sequence[str]) -> bool:
     """Whether a server is worth starting before the command line is understood."""
-    cold_words = {"-h", "--help", "--cold", "--no-python", "--no_python", "--run-path", "--run_path"}
-    return not cold_words.intersection(words) and PYTHON not in os.environ
+    cold_words = {"-h", "--help", "--cold", "--dry-run", "--no-python", "--no_python", "--run-path", "--run_path"}
+    return not cold_words.intersection(_before_script(words)) and PYTHON not in os.environ
+
+
+def _before_script(words: Sequence[str]) -> Sequence[str]:
+    """The launcher's own words, as well as can be told without torchrun's parser."""
+    for position, word in enumerate(words):
+        if word.endswith(".py") or word in ("-m", "--module", "--"):
+            return words[:position]
+    return words
 
 
 @contextmanager
@@ -164,7 +179,14 @@ def _say(line: str) -> None:
 
 def _write(text: str) -> None:
     with suppress(OSError, ValueError, AttributeError):  # nobody reads it; that is no reason to end a job
-        sys.stderr.write(text)
+        sys.stderr.write(masked(text, os.environ))
+
+
+def _print(text: str) -> None:
+    with suppress(OSError, ValueError, AttributeError):
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
+        sys.stdout.write(f"{text}\n")
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"launch": launch, "devices": devices, "doctor": doctor}

@@ -118,7 +118,7 @@ def test_the_exit_code_is_the_first_failing_worker_s(
     failing = script(f"import os, signal, sys\nif os.environ['RANK'] == '1':\n    {ending}\n{wait}")
     run = ddpkit("launch", "--nproc-per-node", "2", failing)
     assert run.returncode == code
-    assert said in run.stderr.splitlines()[-1]
+    assert f"ddpkit: {said}" in run.stderr
     assert "ChildFailedError" not in run.stderr
 
 

@@ -1,0 +1,252 @@
+"""--dry-run: what it says is what happens, also under torchrun; and nothing starts."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ddp_kit.errors import UsageError
+from ddp_kit.launcher import agent, cli, dry_run, plan, spec
+from ddp_kit.launcher.cpus import Cpus
+from ddp_kit.launcher.masking import masked_env
+
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
+Environments = dict[str, dict[str, str]]
+
+# Leaves its environment and its arguments in the folder that it is started in.
+WORKER = """\
+import json, os, sys
+name = os.environ["RANK"] + ".json"
+with open(name, "w") as file:
+    json.dump({**os.environ, "arguments": repr(sys.argv[1:])}, file)
+"""
+TO_COME = (dry_run.AT_THE_START, dry_run.WHEN_THEY_MEET, dry_run.COUNTED)
+THE_SHELL_S = {"PWD", "OLDPWD", "SHLVL", "_"}
+TORCHRUN = re.compile(r"The same with torchrun.*:\n\n  (.*)")
+
+
+def tables(text: str) -> list[list[str]]:
+    """The lines of each table."""
+    return [block.splitlines() for block in re.findall(r"(?:^  .*\n?)+", text, re.MULTILINE)]
+
+
+def told(text: str) -> Environments:
+    """The environment of each rank, as the text has it."""
+    *_, ours, yours, ranks, _ = tables(text)
+    common = {}
+    for row in [*ours, *yours]:
+        name, _, value = re.split(r"  +", row.strip("\n")[2:] + "  ", maxsplit=2)
+        common[name] = value.removesuffix("  ")
+    names, *rows = (line.split() for line in ranks)
+    by_rank = [common | dict(zip(names, row, strict=True)) for row in rows]
+    return {env["RANK"]: env for env in by_rank}
+
+
+def found(folder: Path) -> Environments:
+    """The environment of each worker that has run."""
+    workers = {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}
+    for file in folder.glob("*.json"):
+        file.unlink()
+    return workers
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def described(words: str, cpus: tuple[int, ...] = (), **env: str) -> str:
+    asked = spec.parse(words.split(), agent.torchrun_parser(), env)
+    made = plan.make(asked, (), env, "run-1", Cpus({0: 0, 1: 1}), {})
+    made = replace(made, places=tuple(replace(place, cpus=cpus) for place in made.places))
+    defaults = vars(agent.torchrun_parser().parse_args(["script.py"]))
+    return dry_run.describe(asked, made, env, "node7", defaults)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "exported"),
+    [
+        (["--nproc-per-node", "2"], {"ODD": "two\nlines", "BLANKS": "a  b", "NAME": "Jürgen", "EMPTY": ""}),
+        (["--cold", "--role", "r", "--max-restarts=3"], {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}),
+        (["--nproc-per-node=2", "--virtual-local-rank", "--rdzv-id=x"], {"CUDA_VISIBLE_DEVICES": "3, 5"}),
+        (["--nproc-per-node=2", "--virtual-local-rank", "--standalone"], {"OMP_NUM_THREADS": "3"}),
+        (["--master-port=PORT", "--signals-to-handle=SIGTERM"], {"RANK": "7", "LOCAL_RANK": "7"}),
+        (["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:PORT"], {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
+        (["--rdzv-endpoint=127.0.0.1:PORT", "--local-addr=localhost"], {"PET_MAX_RESTARTS": "1"}),
+    ],
+)
+def test_a_worker_finds_the_environment_that_was_told(
+    ddpkit: Command, script: Callable[[str], Path], tmp_path: Path, words: list[str], exported: dict[str, str]
+) -> None:
+    words = [word.replace("PORT", free_port()) for word in words]
+    line = ["launch", *words, script(WORKER), "--lr", "0.1"]
+    text = ddpkit("launch", "--dry-run", *line[1:], env=exported)
+    assert text.returncode == 0, text.stderr
+    assert not found(tmp_path)
+    assert ddpkit(*line, env=exported).returncode == 0
+    assert_told(text.stdout, found(tmp_path))
+
+
+@pytest.mark.slow
+def test_the_environment_of_both_nodes_is_told(ddpkit: Command, script: Callable[[str], Path], tmp_path: Path) -> None:
+    meeting = ["--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    lines = [[*meeting, f"--node-rank={rank}", script(WORKER)] for rank in (0, 1)]
+    texts = [ddpkit("launch", "--dry-run", *line).stdout for line in lines]
+    with ThreadPoolExecutor() as nodes:
+        assert [run.returncode for run in nodes.map(lambda line: ddpkit("launch", *line), lines)] == [0, 0]
+    workers = found(tmp_path)
+    for text, ranks in zip(texts, ("01", "23"), strict=True):
+        assert_told(text, {rank: workers[rank] for rank in ranks})
+
+
+def assert_told(text: str, workers: Environments) -> None:
+    promised = told(text)
+    assert workers
+    assert promised.keys() == workers.keys()
+    for rank, env in workers.items():
+        del env["arguments"]
+        assert promised[rank].keys() == env.keys()
+        shown = {name: value if value.isprintable() else repr(value) for name, value in masked_env(env).items()}
+        known = {name: value for name, value in promised[rank].items() if not value.startswith(TO_COME)}
+        assert known == {name: shown[name] for name in known}
+        assert len(env) - len(known) <= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        (["--nproc-per-node=2"], ["--lr", "0.1", "a b", "${local_rank}", "it's"]),
+        (["--role=two words", "--nnodes=1", "-t3"], ["--local=3", "--"]),
+        (["--master-port=PORT", "--virtual-local-rank"], ["--", "--", "x"]),
+        (["--duplicate-stdout-filters", "a,,b,c", "--cold", "--gpus", "2"], []),
+    ],
+)
+def test_the_torchrun_command_gives_workers_the_same(
+    ddpkit: Command,
+    script: Callable[[str], Path],
+    machine: Callable[..., dict[str, str]],
+    tmp_path: Path,
+    words: list[str],
+    arguments: list[str],
+) -> None:
+    line = [*(word.replace("PORT", free_port()) for word in words), script(WORKER), *arguments]
+    env = machine(0, 1, 0) | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    text = ddpkit("launch", "--dry-run", *line, env=env).stdout
+    command = TORCHRUN.search(text)
+    assert command, text
+    assert ddpkit("launch", *line, env=env).returncode == 0
+    ours = found(tmp_path)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "OMP_NUM_THREADS"))}
+    run = subprocess.run(["bash", "-c", f"exec env {command[1]}"], cwd=tmp_path, env=clean | env, capture_output=True)
+    assert run.returncode == 0, run.stderr
+    theirs = found(tmp_path)
+    assert ours.keys() == theirs.keys() == told(text).keys()
+    for rank, worker in told(text).items():
+        known = {name for name, value in worker.items() if not value.startswith(TO_COME)}
+        assert ours[rank].keys() - THE_SHELL_S == theirs[rank].keys() - THE_SHELL_S
+        for name in {*known, "arguments"} - THE_SHELL_S:
+            assert ours[rank][name] == theirs[rank][name]
+
+
+@pytest.mark.slow
+def test_gpus_cores_and_programs_stand_by_rank(
+    ddpkit: Command, script: Callable[[str], Path], machine: Callable[..., dict[str, str]]
+) -> None:
+    run = ddpkit("launch", "--dry-run", "--gpus", "2", script("pass"), "--to=${local_rank}", env=machine(1, 0, 0))
+    head, first, second = tables(run.stdout)[0]
+    assert head.split() == ["rank", "host", "GPU", "cores", "program"]
+    assert first.split()[:5] == ["0", socket.gethostname(), "1:", "Fake", "GPU"]
+    assert second.split()[2] == "2:"
+    assert second.endswith("script.py --to=1")
+    assert "CUDA_VISIBLE_DEVICES" in run.stdout
+    assert re.search(r"CUDA_VISIBLE_DEVICES +--gpus 2 +1,2\n", run.stdout)
+    assert "CUDA_VISIBLE_DEVICES=1,2 CUDA_DEVICE_ORDER=PCI_BUS_ID OMP_NUM_THREADS=1 torchrun" in run.stdout
+
+
+def test_cores_are_ranges() -> None:
+    text = described("--nproc-per-node 2 train.py", cpus=(0, 1, 2, 3, 8))
+    assert tables(text)[0][1].split()[:4] == ["0", "node7", "-", "0-3,8"]
+    assert "torchrun, which binds no process to cores:" in text
+    assert tables(described("train.py"))[0][1].split()[3] == "any"
+
+
+def test_what_is_only_known_when_nodes_meet_is_not_made_up() -> None:
+    text = described("--nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint n1:29400 --nproc-per-node 2 train.py")
+    assert "  first + 1  node7" in text
+    assert "nodes      2 to 4; ranks are given when the nodes meet" in text
+    assert "meet at    n1:29400 (--rdzv-endpoint)" in text
+    for name in ("WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        assert re.search(rf"  {name} .*  given when the nodes meet\n", text)
+    assert "given when the nodes meet  0           given when the nodes meet" in text
+
+
+def test_processes_that_torch_counts_are_not_counted_here() -> None:
+    text = described("--nproc-per-node auto train.py")
+    assert "  0, ...  node7" in text
+    assert "processes  auto: counted at the start" in text
+    assert "--nproc-per-node=auto train.py" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--log-dir logs", "logs       in a new folder in logs"),
+        ("-r 3", "logs       in a new folder for temporary files, chosen at the start"),
+        ("--shutdown-timeout 5", "grace      5 s"),
+        ("--max-restarts 3", "restarts   at most 3"),
+        ("--nnodes 2 --master-addr n0", "n0:29500 (--master-addr and --master-port)"),
+        ("--numa-binding node", "by --numa-binding"),
+    ],
+)
+def test_the_circumstances_are_told(words: str, said: str) -> None:
+    assert said in described(f"{words} train.py")
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_refused_as_at_the_start() -> None:
+    with pytest.raises(UsageError, match="--virtual-local-rank: there is no GPU for local rank 1"):
+        described("--virtual-local-rank --nproc-per-node 2 train.py", CUDA_VISIBLE_DEVICES="3")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
+def test_no_server_starts_for_a_dry_run_and_words_behind_the_script_do_not_matter() -> None:
+    for words in (["--dry-run", "t.py"], ["--gpus", "2", "--dry-run", "-m", "t"], ["--cold", "t.py"], ["-h"]):
+        assert not cli._may_start_warm(words)
+    for words in (["t.py", "--dry-run"], ["-m", "t", "-h"], ["--gpus", "2", "t.py", "--cold"], ["--", "t", "--cold"]):
+        assert cli._may_start_warm(words)
+
+
+SECRETS = {"HF_TOKEN": "hf_abcdefgh", "DATABASE": "postgres://me:pg_abcdefgh@db/x", "WANDB_API_KEY": "wb_abcdefgh"}
+ARGUMENTS = ["--api-key=ap_abcdefgh", "--password", "pw_abcdefgh", "s3://me:ur_abcdefgh@store", "login=hf_abcdefgh"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--dry-run", "fails.py", *ARGUMENTS], 0),
+        (["--dry-run", f"--rdzv-conf={ARGUMENTS[0]}", "--log-dir", ARGUMENTS[3], "fails.py"], 0),
+        (["-r", "3", "--log-dir", "logs", "fails.py", *ARGUMENTS], 1),
+        (["-r", "3", "--log-dir", "logs", "--cold", "--max-restarts=1", "fails.py", *ARGUMENTS], 1),
+        (["missing.py", *ARGUMENTS], 2),
+        (["--dry-run", f"{ARGUMENTS[3]}/missing.py"], 2),
+        ([ARGUMENTS[0], "fails.py"], 2),
+        (["--gpus", ARGUMENTS[3], "fails.py"], 2),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_nothing_the_launcher_prints_has_a_secret(ddpkit: Command, tmp_path: Path, words: list[str], code: int) -> None:
+    (tmp_path / "fails.py").write_text("import os, sys\nraise ValueError(f'no login with {sys.argv} {os.environ}')")
+    run = ddpkit("launch", *words, env=SECRETS | {"FAKE_NVML": ""})
+    assert run.returncode == code, run.stderr
+    assert "abcdefgh" not in run.stdout + run.stderr
+    assert len(run.stdout + run.stderr) > 50

@@ -1,0 +1,296 @@
+"""From what a failed worker left to what to do now: on messages that torch and Python really write."""
+
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddp_kit.launcher.hints import CAUSES, hint, is_echo
+
+SHARED, HOST, CRASHED = "--shm-size=8g or --ipc=host", "memory.max", "PYTHONFAULTHANDLER=1"
+LATE, ANOTHER = "did not come to the same point", "another rank went away first"
+DRIVER, DISK, PORT, FILES = "update the driver", "a disk is full", "a port is taken", "`ulimit -n 65536`"
+
+LOADER = """
+import os, signal, sys, torch
+from torch.utils.data import DataLoader
+class Data:
+    def __len__(self): return 8
+    def __getitem__(self, index):
+        {item}
+if __name__ == "__main__":
+    for batch in DataLoader(Data(), batch_size=2, num_workers=1): pass
+"""
+GLOO = """
+import datetime, os, time, torch, torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds={seconds}))
+numbers = torch.ones(1)
+dist.all_reduce(numbers)
+{then}
+"""
+
+
+def failed(code: str, folder: Path, before: Callable[[], None] | None = None, **env: str) -> tuple[str, int]:
+    """What a script that fails writes, and its exit code."""
+    (folder / "script.py").write_text(code)
+    run = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=folder,
+        env=os.environ | env,
+        preexec_fn=before,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert run.returncode, "it was to fail"
+    return run.stderr, run.returncode
+
+
+def little(kind: int, amount: int) -> Callable[[], None]:
+    return lambda: resource.setrlimit(kind, (amount, amount))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import not_there", f"`{sys.executable} -m pip install not_there`"),
+        ("import sklearn_is_not_there.linear_model", "-m pip install sklearn_is_not_there`"),
+        ("import json.not_there", "check its spelling"),
+        ("from json import not_there", "json has no not_there: check its version"),
+        ("file = open('/dev/full', 'w', buffering=1)\nfile.write('x\\n')", DISK),
+        ("import torch\ntorch.save(torch.ones(9), '/dev/full')", DISK),
+        ("import socket\nfor port in (0, 1): a = socket.create_server(('', port and a.getsockname()[1]))", PORT),
+        (
+            "import socket, torch.distributed as dist\nwith socket.create_server(('', 0)) as server:\n"
+            "    dist.TCPStore('127.0.0.1', server.getsockname()[1], 1, True, wait_for_workers=False)",
+            PORT,
+        ),
+        ("import torch\ntorch.ones(10**15)", HOST),
+        ("import ctypes\nctypes.string_at(1)", CRASHED),
+        ("import os\nos.abort()", CRASHED),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "dmesg"),
+        (LOADER.format(item="os.kill(os.getpid(), signal.SIGKILL)"), "num_workers 0"),
+        (LOADER.format(item="os._exit(1)"), "num_workers 0"),
+        ("raise ValueError('something else')", ""),
+        ("import sys\nsys.exit(3)", ""),
+    ],
+    ids=lambda value: value.strip()[:30],
+)
+def test_a_real_failure_leads_to_its_advice(tmp_path: Path, code: str, said: str) -> None:
+    text, exit_code = failed(code, tmp_path)
+    advice = hint(text, exit_code)
+    assert said in advice, text
+    assert said or not advice
+    assert not is_echo(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "limit", "said"),
+    [
+        ("x = bytearray(2**33)", (resource.RLIMIT_AS, 2**31), HOST),
+        ("files = [open('/dev/null') for _ in range(99)]", (resource.RLIMIT_NOFILE, 20), FILES),
+    ],
+)
+def test_a_limit_is_named(tmp_path: Path, code: str, limit: tuple[int, int], said: str) -> None:
+    assert said in hint(*failed(code, tmp_path, little(*limit)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch\ntorch.ones(9_000_000).share_memory_()",
+        "import mmap, os\nfile = os.open('/dev/shm/x', os.O_RDWR | os.O_CREAT)\nos.ftruncate(file, 8 << 20)\n"
+        "memory = mmap.mmap(file, 8 << 20)\nmemory[:] = bytes(8 << 20)",
+        LOADER.format(item="return torch.ones(9_000_000)"),
+    ],
+    ids=["torch", "bus error", "data loader"],
+)
+def test_shared_memory_that_is_too_small_is_named(tmp_path: Path, code: str) -> None:
+    small = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh"]
+    if subprocess.run([*small, "true"], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a small /dev/shm")
+    (tmp_path / "script.py").write_text(code)
+    run = subprocess.run([*small, sys.executable, "script.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert SHARED in hint(run.stderr, run.returncode), run.stderr
+
+
+def two_ranks(folder: Path, seconds: int, then: str) -> tuple[str, int]:
+    """What rank 0 of a gloo job writes, and its exit code."""
+    (folder / "script.py").write_text(GLOO.format(seconds=seconds, then=then))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "script.py"],
+            cwd=folder,
+            env=os.environ | meeting | {"RANK": rank},
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    _, text = ranks[0].communicate()
+    ranks[1].communicate()  # closes its input
+    return text, ranks[0].returncode
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_told_from_one_that_went_away(tmp_path: Path) -> None:
+    waits = "if os.environ['RANK'] == '1': input()\ndist.all_reduce(numbers)"
+    text, exit_code = two_ranks(tmp_path, seconds=2, then=waits)
+    assert LATE in hint(text, exit_code), text
+    assert not is_echo(text)
+
+    for end in ("os._exit(3)", "os.kill(os.getpid(), 9)"):
+        leaves = f"if os.environ['RANK'] == '1': {end}\nwhile True: dist.all_reduce(numbers)"
+        text, exit_code = two_ranks(tmp_path, seconds=60, then=leaves)
+        assert ANOTHER in hint(text, exit_code), text
+        assert is_echo(text)
+
+
+@pytest.mark.slow
+def test_parameters_that_ddp_waits_for_are_named(tmp_path: Path) -> None:
+    unused = """
+import torch.nn as nn
+class Half(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(1, 1), nn.Linear(1, 1)
+    def forward(self, x): return self.one(x)
+model = nn.parallel.DistributedDataParallel(Half())
+for _ in range(2): model(torch.ones(1, 1)).sum().backward()
+"""
+    text, exit_code = two_ranks(tmp_path, seconds=60, then=unused)
+    assert "find_unused_parameters=True" in hint(text, exit_code)
+
+
+@pytest.mark.slow
+def test_a_store_that_went_away_is_an_echo(tmp_path: Path) -> None:
+    code = """
+import subprocess, sys, torch.distributed as dist
+if len(sys.argv) > 1:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    print(store.port, flush=True)
+    store.wait(["never"])
+server = subprocess.Popen([sys.executable, __file__, "serve"], stdout=subprocess.PIPE, text=True)
+store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), None, False)
+server.kill()
+server.wait()
+store.get("anything")
+"""
+    text, exit_code = failed(code, tmp_path)
+    assert is_echo(text), text
+    assert ANOTHER in hint(text, exit_code)
+
+
+# Of what is not here: GPUs, NCCL, older and newer versions of torch.
+NCCL = "[rank4]:[E1206 18:44:12.755262105 ProcessGroupNCCL.cpp:607] [Rank 4] "
+GONE = (
+    "Process group watchdog thread terminated with exception: NCCL error: remote process exited or there was a network "
+    "error, NCCL version 2.21.5\nncclRemoteError: A call failed possibly due to a network error or a remote process "
+    "exiting prematurely.\nLast error:\nsocketProgressOpt: Call to recv from 10.0.0.2<49901> failed : Broken pipe"
+)
+ABORT = -signal.SIGABRT
+
+
+@pytest.mark.parametrize(
+    ("text", "exit_code", "said"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has", 1, "micro_batch_size"),
+        ("RuntimeError: CUDA error: out of memory\nCUDA kernel errors might be asynchronously", 1, "micro_batch_size"),
+        ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate", 1, "micro_batch_size"),
+        ("RuntimeError: CUDA error: device-side assert triggered\nCUDA kernel", 1, "CUDA_LAUNCH_BLOCKING=1"),
+        ("RuntimeError: CUDA error: invalid device ordinal\nCUDA kernel errors", 1, "cuda:LOCAL_RANK"),
+        ("RuntimeError: No CUDA GPUs are available", 1, "ddpkit doctor"),
+        ("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000", 1, "cuda:LOCAL_RANK"),
+        ("RuntimeError: CUDA error: no kernel image is available for execution on the device", 1, "this kind of GPU"),
+        ("RuntimeError: The NVIDIA driver on your system is too old (found version 11040).", 1, DRIVER),
+        ("RuntimeError: Found no NVIDIA driver on your system. Please check that", 1, DRIVER),
+        ("RuntimeError: CUDA error: CUDA driver version is insufficient for CUDA runtime version", 1, DRIVER),
+        ("ImportError: libcuda.so.1: cannot open shared object file: No such file or directory", 1, DRIVER),
+        ("ImportError: libcudart.so.12: cannot open shared object file: No such file", 1, DRIVER),
+        ("AssertionError: Torch not compiled with CUDA enabled", 1, "for the CPU alone"),
+        (f"{NCCL}Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=1, "
+         "NumelOut=1, Timeout(ms)=600000) ran for 600061 milliseconds before timing out.", ABORT, "in ALLREDUCE"),
+        (f"{NCCL}{GONE}", ABORT, ANOTHER),
+        ("torch.distributed.DistBackendError: NCCL communicator was aborted on rank 0.", 1, ANOTHER),
+        ("torch.distributed.DistStoreError: wait timeout after 1000ms, keys: /default_pg/0//cpu//0/1", 1, LATE),
+        ("torch.distributed.DistStoreError: Timed out after 61 seconds waiting for clients. 1/2 clients", 1, LATE),
+        ("torch.distributed.DistNetworkError: The client socket has timed out after 2000ms while trying to connect to "
+         "(127.0.0.1, 46713).", 1, "nobody listens"),
+        ("torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1025, unhandled system error (run "
+         "with NCCL_DEBUG=INFO for details), NCCL version 2.21.5\nncclSystemError: System call (e.g. socket) failed\n"
+         "Last error:\nError while creating shared memory segment /dev/shm/nccl-pZafXL (size 7340384)", 1, SHARED),
+        ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's "
+         "workers are out of shared memory. Please try to raise your shared memory limit.", 1, SHARED),
+        ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.", 1, HOST),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been", 1, HOST),
+        ("terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc", ABORT, HOST),
+        ("RuntimeError: received 0 items of ancdata", 1, FILES),
+        ("OSError: [Errno 122] Disk quota exceeded: 'model.pt'", 1, DISK),
+        ("/usr/bin/python: No module named train", 1, "has no module train"),
+        ("ModuleNotFoundError: No module named 'torch.nothing'", 1, "check its spelling"),
+        ("ModuleNotFoundError: No module named 'cv2'", 1, "-m pip install opencv-python`"),
+        ("", -signal.SIGBUS, SHARED),
+        ("", -signal.SIGILL, "lacks an instruction"),
+        ("Fatal Python error: Segmentation fault\n\nThread 0x1 (most recent call first):", -signal.SIGSEGV, ""),
+        ("", -signal.SIGTERM, ""),
+        ("", 1, ""),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)  # fmt: skip
+def test_a_message_leads_to_its_advice(text: str, exit_code: int, said: str) -> None:
+    advice = hint(text, exit_code)
+    assert said in advice
+    assert said or not advice
+
+
+def test_the_kernel_s_counter_tells_of_memory_where_the_worker_cannot() -> None:
+    assert HOST in hint("", -signal.SIGKILL, out_of_memory=True)
+    assert HOST not in hint("", -signal.SIGKILL)
+    assert HOST in hint("RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly", 1, out_of_memory=True)
+    assert "pip install" in hint("ModuleNotFoundError: No module named 'x'", 1, out_of_memory=True)
+
+
+def test_what_was_dealt_with_before_the_last_exception_does_not_count() -> None:
+    handled = "Traceback (most recent call last):\n  File ...\nModuleNotFoundError: No module named 'flash_attn'\n"
+    last = "Traceback (most recent call last):\n  File ...\nValueError: no such model\n"
+    assert hint(f"{handled}falling back\n{last}", 1) == ""
+    assert CRASHED in hint(f"{handled}falling back\n", -signal.SIGSEGV)
+    direct = "\nThe above exception was the direct cause of the following exception:\n\n"
+    assert "flash_attn" in hint(f"{handled}{direct}{last}", 1)
+
+
+def test_a_rank_with_an_error_of_its_own_is_no_echo() -> None:
+    warning = (
+        "[W1120 15:45:04.24 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed on SocketImpl(fd=4): Failed to recv, "
+        "got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?\n"
+    )
+    assert not is_echo(f"ValueError: no such model\n[rank0]:{warning}{warning}")
+    assert not is_echo("ConnectionResetError: [Errno 104] Connection reset by peer")
+    assert not is_echo("BrokenPipeError: [Errno 32] Broken pipe")
+    assert not is_echo("")
+    for text in (
+        f"{NCCL}{GONE}",
+        "torch.distributed.DistNetworkError: Broken pipe",
+        "[rank0]: RuntimeError: [/x/gloo/transport/tcp/pair.cc:537] Read error [::1]:3463: Connection reset by peer.",
+        "RuntimeError: [Rank 0]: Rank 1 failed to pass monitoredBarrier in 1800000 ms\n Original exception: \n"
+        "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:16802.",
+    ):
+        assert is_echo(text)
+
+
+def test_every_place_in_an_advice_is_filled() -> None:
+    for cause in CAUSES:
+        names = cause.pattern.split("(?P<")[1:]
+        assert all(f"{{{name.split('>')[0]}}}" in cause.advice for name in names)
+    assert "{" not in hint("No module named 'a'", 1) + hint("cannot import name 'a' from 'b'", 1)
