@@ -356,7 +356,7 @@ class Agent(LocalElasticAgent):
             host=self._host,
             message=message,
             trace=trace,
-            step=step_of(failure.error_file),
+            step=step_of(workers.error_files[failure.local_rank]),
             hint=hints.hint(f"{words.tail}\n{trace}\n{message}", code, out_of_memory),
             at_start=bool(extra.get(NOTE_AT_START)),
             told=told,

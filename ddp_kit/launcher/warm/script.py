@@ -159,7 +159,7 @@ def _show(error: BaseException) -> None:
 def _leave_note(error: BaseException, at_start: bool) -> None:
     """Tell the launcher what went wrong, in the form of torch's own error files; one of the script's own stays."""
     path = os.environ.get(ERROR_FILE)
-    if not path or isinstance(error, DdpKitError):  # such a one has said all there is to say
+    if not path or (isinstance(error, DdpKitError) and error.hold_back_seconds):  # all ranks': it has said all
         return
     extra = {
         "py_callstack": "".join(traceback.format_exception(error)),

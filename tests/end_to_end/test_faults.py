@@ -1,0 +1,371 @@
+"""The fault matrix on the real command, one node: what a user sees, and that nothing is left. rigs/ has the rest."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from job_processes import JobProcesses
+from labels import unlabelled
+
+pytestmark = pytest.mark.slow
+
+Script = Callable[[str], Path]
+DDPKIT = Path(sys.executable).with_name("ddpkit")
+MEETS = """\
+import signal, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, total = dist.get_rank(), torch.ones(1)
+dist.all_reduce(total)
+"""
+# Data loader workers and the rank itself ignore SIGTERM; a grandchild has left its session, another its parent too.
+STUBBORN = """\
+import multiprocessing, signal, subprocess, sys, torch
+from multiprocessing import shared_memory
+from torch.utils.data import DataLoader, Dataset
+
+class Endless(Dataset):
+    def __len__(self):
+        return 10**8
+    def __getitem__(self, index):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return torch.ones(1000)
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    memory = shared_memory.SharedMemory(create=True, size=1000)
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    subprocess.run("setsid sleep 1000 & exit", shell=True)
+    batches = iter(DataLoader(Endless(), num_workers=2, batch_size=4))
+    for _ in range(8):
+        next(batches)
+    with open(sys.argv[1], "w") as ready:
+        ready.write(f"{os.getpid()}\\n")
+    for _ in batches:
+        pass
+"""
+
+
+@pytest.fixture
+def ready(tmp_path: Path) -> Path:
+    """A pipe that ranks write to once they are where the test wants them."""
+    path = tmp_path / "ready"
+    os.mkfifo(path)
+    return path
+
+
+def wait_for(ready: Path, ranks: int) -> list[str]:
+    """What each has written."""
+    said: list[str] = []
+    while len(said) < ranks:  # each opens the pipe anew
+        with ready.open() as pipe:
+            said += pipe.readlines()
+    return said
+
+
+@contextmanager
+def started(*words: object, job: JobProcesses, **env: str) -> Iterator["subprocess.Popen[str]"]:
+    command = [str(DDPKIT), "launch", *map(str, words)]
+    pipe, environment = subprocess.PIPE, {**os.environ, **job.env, **env}
+    with subprocess.Popen(command, env=environment, text=True, stdout=pipe, stderr=pipe) as launcher:
+        try:
+            yield launcher
+        finally:
+            launcher.kill()
+            for pid in job.alive():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def launch(*words: object, **env: str) -> "subprocess.CompletedProcess[str]":
+    command = [str(DDPKIT), "launch", *map(str, words)]
+    return subprocess.run(command, env={**os.environ, **env}, text=True, capture_output=True, timeout=240)
+
+
+# Nothing left ----------------------------------------------------------------------------------------------------
+
+
+def the_launcher_is_killed(launcher: "subprocess.Popen[str]", rank: int) -> None:
+    launcher.kill()
+
+
+def the_server_is_killed(launcher: "subprocess.Popen[str]", rank: int) -> None:
+    psutil.Process(launcher.pid).children()[0].kill()
+
+
+def a_rank_is_killed(launcher: "subprocess.Popen[str]", rank: int) -> None:
+    os.kill(rank, signal.SIGKILL)
+
+
+def it_is_interrupted_twice(launcher: "subprocess.Popen[str]", rank: int) -> None:
+    launcher.send_signal(signal.SIGINT)
+    launcher.send_signal(signal.SIGTERM)  # another one, so that the two are not taken for one
+
+
+@pytest.mark.parametrize("flags", [(), ("--cold",)], ids=["warm", "cold"])
+@pytest.mark.parametrize(
+    "fault", [the_launcher_is_killed, the_server_is_killed, a_rank_is_killed, it_is_interrupted_twice]
+)
+def test_nothing_is_left(
+    script: Script, ready: Path, tmp_path: Path, flags: Sequence[str], fault: Callable[..., None]
+) -> None:
+    job, temporary = JobProcesses(), tmp_path / "tmp"
+    temporary.mkdir()
+    shared = set(Path("/dev/shm").iterdir())
+    main = script(f"import os\n{STUBBORN}")
+    grace = 0 if fault is a_rank_is_killed else 3000
+    words = [*flags, "--shutdown-timeout", grace, "--nproc-per-node", 2, main, ready]
+    with started(*words, job=job, TMPDIR=str(temporary)) as launcher:
+        rank = int(wait_for(ready, 2)[0])
+        there = job.alive()
+        assert len(there) >= 2 + 2 * (1 + 2 + 2), there
+        fault(launcher, rank)
+        job.wait_until_gone(there)
+        launcher.wait()
+        assert job.alive() == {}
+    assert not list(temporary.iterdir())
+    assert set(Path("/dev/shm").iterdir()) <= shared
+
+
+def test_what_a_script_leaves_running_is_ended_with_the_job_and_named(script: Script) -> None:
+    main = script("import subprocess\nsubprocess.Popen(['sleep', '1001'], start_new_session=True)\n")
+    job = JobProcesses()
+    run = launch("--nproc-per-node", 2, main, **job.env)
+    assert run.returncode == 0
+    assert run.stderr.count("ended what a process of the job had left running: sleep 1001") == 2
+    assert job.alive() == {}
+
+
+def test_what_is_not_the_job_s_is_left_alone(script: Script) -> None:
+    """A launch in the background of a shell of the user's own, beside other work."""
+    main = script("pass")
+    with subprocess.Popen(["sleep", "1002"]) as other:
+        assert launch("--nproc-per-node", 2, main).returncode == 0
+        assert other.poll() is None
+        other.kill()
+
+
+# The verdict -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [(), ("--cold",)], ids=["warm", "cold"])
+def test_one_traceback_of_eight_ranks_is_shown_once_and_last(script: Script, flags: Sequence[str]) -> None:
+    main = script(f"""{MEETS}
+for step in range(10):
+    if step == 5 and rank == 3:
+        raise ValueError("no luck")
+    dist.all_reduce(total)
+""")
+    run = launch(*flags, "--nproc-per-node", 8, main)
+    lines = run.stderr.splitlines()
+    assert run.returncode == 1
+    assert run.stderr.count("Traceback (most recent call last)") == 1, run.stderr
+    start = lines.index("Traceback (most recent call last):")
+    assert "no luck" in lines[start + 2], "the script's own line stands in it"
+    assert lines[start + 3] == "ValueError: no luck"
+    assert lines[start + 4].startswith("ddpkit: rank 3 failed first: exit code 1 (local rank 3, pid ")
+    assert lines[start + 4].endswith("): ValueError: no luck")
+
+
+def test_ranks_that_fail_alike_are_counted(script: Script) -> None:
+    run = launch("--nproc-per-node", 3, script(f"{MEETS}\ndist.barrier()\nraise ValueError('the same everywhere')"))
+    assert run.stderr.count("Traceback (most recent call last)") == 1, run.stderr
+    assert re.search(r"ddpkit: rank \d failed first: exit code 1 .*: ValueError: the same everywhere", run.stderr)
+
+
+def test_a_traceback_that_was_no_last_word_is_in_its_place(script: Script) -> None:
+    main = script("""
+import logging, sys
+logging.basicConfig(format="%(message)s")
+try:
+    1 / 0
+except ZeroDivisionError:
+    logging.exception("caught")
+print("goes on", file=sys.stderr)
+""")
+    run = launch("--nproc-per-node", 2, "--local-ranks-filter", "1", main)
+    assert run.returncode == 0
+    lines = unlabelled(run.stderr).splitlines()
+    start = lines.index("caught")
+    assert lines[start + 1] == "Traceback (most recent call last):"
+    assert lines[-2:] == ["ZeroDivisionError: division by zero", "goes on"]
+
+
+def test_a_script_that_is_its_own_job_prints_its_traceback_itself(script: Script) -> None:
+    run = launch("--nproc-per-node", 1, script("raise ValueError('alone')"))
+    assert run.stderr.count("ValueError: alone") == 2, "its own, and in the verdict"
+    assert run.stderr.count("Traceback") == 1
+
+
+def test_the_step_of_a_trainer_is_named_though_it_was_killed(script: Script) -> None:
+    main = script("""
+import os, signal, torch
+from torch import nn
+from ddp_kit import Trainer, TrainerConfig
+model = nn.Linear(2, 1)
+config = TrainerConfig(global_batch_size=4, epochs=100)
+trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, batch: m(batch).square().mean(), config)
+for step in trainer.steps(torch.ones(80, 2)):
+    if step.number == 7 and trainer.world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+""")
+    run = launch("--nproc-per-node", 2, main)
+    assert run.returncode == 137
+    assert re.search(r"rank 1 failed first: killed by SIGKILL \(local rank 1, pid \d+, after step 7\)", run.stderr)
+
+
+def test_a_rank_that_leaves_early_is_named(script: Script) -> None:
+    run = launch(
+        "--nproc-per-node", 3, script(f"import os\n{MEETS}\nif rank == 1: os._exit(0)\ndist.all_reduce(total)")
+    )
+    assert run.returncode == 1
+    assert "ddpkit: rank 1 ended early, with exit code 0, while others still needed it; then rank" in run.stderr
+
+
+def test_the_verdict_is_kept_for_programs(script: Script, tmp_path: Path) -> None:
+    main = script("import os, signal, sys\nif os.environ['RANK'] == '1': sys.exit(7)\nsignal.pause()")
+    run = launch("--log-dir", tmp_path / "logs", "--nproc-per-node", 2, main)
+    (file,) = (tmp_path / "logs").rglob("verdict.json")
+    found = json.loads(file.read_text())
+    assert (run.returncode, found["exit_code"], found["first_failure"]["rank"]) == (7, 7, 1)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+    assert f"logs and verdict in {file.parent}" in run.stderr
+
+
+@pytest.fixture
+def little_memory() -> Iterator[Path]:
+    """A control group with half a GiB."""
+    try:
+        own = re.search(r"^\d+:(?:memory)?:(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
+        mount = Path("/sys/fs/cgroup/memory" if Path("/sys/fs/cgroup/memory").is_dir() else "/sys/fs/cgroup")
+        found = re.search(r"^\d+:memory:(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE) or own
+        assert found is not None
+        group = mount / found[1].lstrip("/") / f"ddpkit-test-{os.getpid()}"
+        group.mkdir()
+        limit = next(file for file in (group / "memory.max", group / "memory.limit_in_bytes") if file.exists())
+        limit.write_text(str(512 << 20))
+    except (OSError, StopIteration) as error:
+        pytest.skip(f"needs a memory control group of its own: {error}")
+    yield group
+    for pid in (group / "cgroup.procs").read_text().split():
+        os.kill(int(pid), signal.SIGKILL)
+    group.rmdir()
+
+
+def test_a_rank_that_the_kernel_kills_for_memory_is_named_so_and_not_restarted_for_ever(
+    script: Script, little_memory: Path
+) -> None:
+    main = script("""
+import os, signal
+if os.environ["RANK"] == "1":
+    hoard = []
+    while True:
+        hoard.append(bytearray(b"x") * (64 << 20))
+signal.pause()
+""")
+    join = f'echo $$ > {little_memory}/cgroup.procs; exec "$@"'
+    command = ["bash", "-c", join, "-", DDPKIT, "launch", "--nproc-per-node", "2", "--max-restarts", "100", main]
+    run = subprocess.run(list(map(str, command)), text=True, capture_output=True, timeout=240)
+    assert run.returncode == 137, run.stderr
+    assert "rank 1 failed first: out of memory, killed by SIGKILL" in run.stderr
+    assert "not restarted again: the same failure 6 times in a row" in run.stderr
+    assert "hint: the memory of this machine" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("os.kill(os.getpid(), 9)", r"DataLoader worker \(pid|loader process 1"),
+        ("time.sleep(1000)", "data: no batch has come"),
+    ],
+)
+def test_a_data_loader_worker_that_dies_or_hangs_is_named_with_its_rank(script: Script, fault: str, named: str) -> None:
+    main = script(f"""
+import os, time, torch
+from torch import nn
+from torch.utils.data import Dataset, get_worker_info
+from ddp_kit import Trainer, TrainerConfig
+
+class Data(Dataset):
+    def __len__(self):
+        return 400
+    def __getitem__(self, index):
+        if os.environ["RANK"] == "1" and get_worker_info().id == 1:
+            {fault}
+        return torch.ones(2)
+
+model = nn.Linear(2, 1)
+config = TrainerConfig(global_batch_size=8, data={{"num_workers": 2, "timeout": 2}})
+trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, batch: m(batch).square().mean(), config)
+trainer.fit(Data())
+""")
+    run = launch("--nproc-per-node", 2, main)
+    assert run.returncode == 1
+    assert re.search(rf"rank 1 failed first: .*({named})", run.stderr), run.stderr
+
+
+# Signals ---------------------------------------------------------------------------------------------------------
+
+LISTENS = """\
+import os, signal, sys
+def say(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+def end(number, frame):
+    say("told", os.environ["RANK"], signal.Signals(number).name)
+    sys.exit(int(os.environ.get("CODE", "0")))
+if os.environ["RANK"] != os.environ.get("DEAF"):
+    signal.signal(signal.SIGUSR1, lambda number, frame: say("warned", os.environ["RANK"]))
+signal.signal(signal.SIGTERM, end)
+with open(sys.argv[1], "w") as ready:
+    ready.write("ready\\n")
+while True:
+    signal.pause()
+"""
+
+
+def test_a_warning_signal_reaches_those_that_listen_and_ends_nobody(script: Script, ready: Path) -> None:
+    job = JobProcesses()
+    with started("--nproc-per-node", 2, script(LISTENS), ready, job=job, DEAF="0") as launcher:
+        wait_for(ready, 2)
+        launcher.send_signal(signal.SIGUSR1)
+        assert launcher.stdout is not None
+        assert launcher.stderr is not None
+        assert unlabelled(launcher.stdout.readline()) == "warned 1\n"
+        said = iter(launcher.stderr.readline, "")
+        assert any("SIGUSR1 was not passed on to local rank 0: no handler for it there" in line for line in said)
+        launcher.send_signal(signal.SIGTERM)
+        told, _ = launcher.communicate()
+        assert sorted(unlabelled(told).splitlines()) == ["told 0 SIGTERM", "told 1 SIGTERM"]
+        assert launcher.returncode == 143
+
+
+def test_ranks_that_have_saved_ask_for_another_run(script: Script, ready: Path) -> None:
+    job = JobProcesses()
+    with started("--nproc-per-node", 2, script(LISTENS), ready, job=job, CODE="75") as launcher:
+        wait_for(ready, 2)
+        launcher.send_signal(signal.SIGTERM)
+        _, said = launcher.communicate()
+        assert launcher.returncode == 75
+        assert "saved, to be started again (exit code 75)" in said
+
+
+def test_a_rank_that_has_saved_waits_for_the_others_and_no_restart_follows(script: Script) -> None:
+    main = script("""
+import os, signal, sys
+if os.environ["RANK"] == "1":
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit(75))
+    signal.setitimer(signal.ITIMER_REAL, 0.5)  # still saving when the other one has ended
+    signal.pause()
+sys.exit(75)
+""")
+    run = launch("--nproc-per-node", 2, "--max-restarts", 3, main)
+    assert run.returncode == 75
+    assert "restart" not in run.stderr
