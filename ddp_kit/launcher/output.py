@@ -160,11 +160,12 @@ class Output:
             if not self._speakers and ready - {self._wake_up}:
                 time.sleep(_TOGETHER_SECONDS)  # do others have something to say, too?
                 ready = {end for end, _ in poll.poll(0)}
-                self._speakers = {source.local_rank for source in self._sources if source.end in ready}
             if self._wake_up in ready:
                 os.read(self._wake_up, 64)
-            for source in [source for source in self._sources if source.end in ready]:
-                if not self._read(source):
+            said = [(source, _read(source.end)) for source in self._sources if source.end in ready]
+            self._speakers |= {source.local_rank for source, data in said if data}
+            for source, data in said:
+                if not data or not self._take(source, data):
                     poll.unregister(source.end)
                     self._close(source)
             self._show_what_waits()
@@ -174,15 +175,8 @@ class Output:
         left = max(0.0, self._deadline - time.monotonic())
         return min(left, _PARTIAL_SECONDS if waits else 3600.0)
 
-    def _read(self, source: _Source) -> bool:
-        """Take what is there; False at its end."""
-        try:
-            data = os.read(source.end, _READ_BYTES)
-        except OSError:  # a terminal that its last user has closed
-            data = b""
-        if not data:
-            return False
-        self._speakers.add(source.local_rank)
+    def _take(self, source: _Source, data: bytes) -> bool:
+        """Pass on what has come; False where nobody wants any more of it."""
         source.tail = (source.tail + data)[-_TAIL_BYTES:]
         if source.copy >= 0:
             with suppress(OSError):  # a full disk is no reason to end a job; the console still has it
@@ -248,6 +242,9 @@ class Output:
                 consoles.dead.add(console)
 
     def _close(self, source: _Source) -> None:
+        if source.partial and not source.held:
+            partial, source.partial = source.partial, b""
+            self._show(source, partial)
         self._sources.remove(source)
         self._ended.append(source)
         os.close(source.end)
@@ -265,11 +262,13 @@ class Output:
             with suppress(OSError):
                 _write(console, b"\n")
 
-    def end(self, failed: Collection[int], seconds: float, hurry: Callable[[], bool]) -> dict[int, LastWords]:
-        """Show all that the workers have printed but the tracebacks of those that failed, which are returned.
+    def end(
+        self, failed: Collection[int], keep_back: Callable[[str], bool], seconds: float, hurry: Callable[[], bool]
+    ) -> dict[int, LastWords]:
+        """Show all that the workers have printed, and return how those ended that failed.
 
-        `seconds`: how long something may still come, after all workers have ended. `hurry`: whether to leave a
-        console that takes nothing.
+        `keep_back`: whether a traceback of theirs is not shown but only returned. `seconds`: how long something may
+        still come, after all workers have ended. `hurry`: whether to leave a console that takes nothing.
         """
         self._deadline = time.monotonic() + seconds
         os.write(self._wake, b"!")
@@ -278,7 +277,7 @@ class Output:
         if self._thread.is_alive():
             return {}
         sources = [*self._ended, *self._sources]
-        words = {rank: self._last_words(rank, sources) for rank in failed}
+        words = {rank: self._last_words(rank, sources, keep_back) for rank in failed}
         for source in sources:
             rest = source.held + source.partial
             source.held = source.partial = b""
@@ -288,7 +287,7 @@ class Output:
             os.close(descriptor)
         return words
 
-    def _last_words(self, local_rank: int, sources: Iterable[_Source]) -> LastWords:
+    def _last_words(self, local_rank: int, sources: Iterable[_Source], keep_back: Callable[[str], bool]) -> LastWords:
         if local_rank in self._redirected:
             tail = _end_of_file(self._redirected[local_rank])
             return LastWords(last_words.split(tail)[0], tail)
@@ -299,8 +298,9 @@ class Output:
                 if source.held:
                     text = (source.held + source.partial).decode(errors="replace")
                     trace, rest = last_words.split(text)
-                    source.held, source.partial = b"", rest.encode()
-                    return LastWords(trace, tails[-1])
+                    if keep_back(trace):
+                        source.held, source.partial = b"", rest.encode()
+                    return LastWords(trace, tails[-1], shown=not keep_back(trace))
         trace = next(filter(None, (last_words.split(tail)[0] for tail in reversed(tails))), "")
         return LastWords(trace, "\n".join(tails), shown=not tails or self._consoles.latest_trace == local_rank)
 
@@ -310,6 +310,14 @@ def _end_of_file(path: str) -> str:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
         return file.read().decode(errors="replace")
     return ""
+
+
+def _read(end: int) -> bytes:
+    """What is there; nothing at the end."""
+    try:
+        return os.read(end, _READ_BYTES)
+    except OSError:  # a terminal that its last user has closed
+        return b""
 
 
 def _write(descriptor: int, text: bytes) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -369,3 +370,25 @@ sys.exit(75)
     run = launch("--nproc-per-node", 2, "--max-restarts", 3, main)
     assert run.returncode == 75
     assert "restart" not in run.stderr
+
+
+# Several nodes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fault", "code"), [("raise ValueError('far away')", 1), ("sys.exit(7)", 7)])
+def test_every_node_ends_with_the_same_verdict(script: Script, fault: str, code: int) -> None:
+    main = script(f"{MEETS}\nif rank == 3:\n    {fault}\ndist.all_reduce(total)")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    meet = ["--nnodes", 2, "--nproc-per-node", 2, "--master-addr", "127.0.0.1", "--master-port", port]
+    job = JobProcesses()
+    with (
+        started(*meet, "--node-rank", 0, main, job=job) as first,
+        started(*meet, "--node-rank", 1, main, job=job) as second,
+    ):
+        ends = [launcher.communicate()[1] for launcher in (first, second)]
+        assert (first.returncode, second.returncode) == (code, code), ends
+        for said in ends:
+            assert re.search(rf"ddpkit: rank 3 failed first: exit code {code} \(local rank 1, host \S+, pid", said)
+            assert said.count("Traceback (most recent call last)") == (code == 1), said
+        assert job.alive() == {}

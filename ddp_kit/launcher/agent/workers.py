@@ -17,6 +17,7 @@ from torch.numa import binding
 
 from ddp_kit.contract import ExitCode
 from ddp_kit.errors import LaunchError, UsageError
+from ddp_kit.launcher import hints
 from ddp_kit.launcher.agent.inbox import Inbox, wait_readable
 from ddp_kit.launcher.agent.logs import Console, Remembered
 from ddp_kit.launcher.cgroups import oom_kills
@@ -263,9 +264,13 @@ class Workers(SubprocessContext):
         if self._warm is not None:
             self._warm.clear(well=not any(map(self._exit_code, self._after)))
         failed = [rank for rank in self._after if self._exit_code(rank)]
-        if all(rank in self._told for rank in failed):
-            failed = []  # they were stopped; what they say of it is for the console
-        self._words = self._output.end(failed, _LAST_OUTPUT_SECONDS, hurry=lambda: self._inbox.signals > 1)
+        cause = any(rank not in self._told for rank in failed)  # else what they say of being stopped is shown
+        self._words = self._output.end(
+            failed,
+            keep_back=lambda trace: cause or hints.is_echo(trace),
+            seconds=_LAST_OUTPUT_SECONDS,
+            hurry=lambda: self._inbox.signals > 1,
+        )
         if failed:
             self._output.end_line()
 

@@ -1,0 +1,66 @@
+"""The traceback at the end of what a process printed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_kit.launcher.last_words import message_of, split
+
+PLAIN = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: no\n'
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("raise ValueError('no')", "ValueError: no"),
+        ("raise RuntimeError('CUDA error\\nmore about it\\nfor debugging')", "RuntimeError: CUDA error"),
+        ("try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise KeyError('x') from error", "KeyError: 'x'"),
+        ("try:\n    1 / 0\nexcept ZeroDivisionError:\n    raise KeyError('x')", "KeyError: 'x'"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("import json.nothing", "ModuleNotFoundError: No module named 'json.nothing'"),
+    ],
+)
+def test_what_python_prints_is_found_whole_with_all_that_it_came_from(
+    tmp_path: Path, statement: str, message: str
+) -> None:
+    main = tmp_path / "main.py"
+    main.write_text(f"import sys\nprint('before', file=sys.stderr)\n{statement}\n")
+    printed = subprocess.run([sys.executable, main], capture_output=True, text=True).stderr
+    trace, rest = split(printed)
+    assert trace + "\n" == printed.removeprefix("before\n")
+    assert rest == "before\n"
+    assert message_of(trace).startswith(message) or message in message_of(trace)
+
+
+def test_torch_s_marks_are_taken_off_and_its_warnings_left() -> None:
+    warning = "[rank3]:[W1120 10:00:00.123 ProcessGroup.cpp:1] destroy_process_group() was not called\n"
+    marked = "".join(f"[rank3]: {line}\n" for line in PLAIN.splitlines())
+    assert split(marked + warning) == (PLAIN.rstrip(), warning)
+
+
+def test_an_earlier_traceback_that_was_caught_is_not_the_last_word() -> None:
+    trace, rest = split("Traceback (most recent call last):\n  File x\nKeyError: 1\ngoes on\n" + PLAIN)
+    assert trace == PLAIN.rstrip()
+    assert "KeyError" in rest
+
+
+def test_a_crash_of_the_interpreter_is_one_too() -> None:
+    text = 'Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n  File "a.py"\n'
+    trace, rest = split(text)
+    assert (trace, rest) == (text.rstrip(), "")
+    assert message_of(trace) == "Fatal Python error: Segmentation fault"
+
+
+def test_without_a_traceback_all_is_the_rest() -> None:
+    assert split("a\nb") == ("", "a\nb")
+    assert message_of("") == ""
+
+
+def test_a_very_long_one_keeps_its_beginning_and_its_end() -> None:
+    frames = "".join(f'  File "a.py", line {number}\n' for number in range(1000))
+    trace, _ = split(f"Traceback (most recent call last):\n{frames}RecursionError: too deep\n")
+    lines = trace.splitlines()
+    assert len(lines) < 70
+    assert (lines[0], lines[-1]) == ("Traceback (most recent call last):", "RecursionError: too deep")

@@ -1,0 +1,149 @@
+"""What several ranks print at once: through real pipes and terminals, to a real descriptor."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+SPEAKERS = 8
+LINES = 2000
+
+# The launcher's descriptors 1 and 2 are what the test reads; workers are plain programs that get their ends.
+HOST = """
+import os, subprocess, sys
+from ddp_kit.launcher.output import Output
+from ddp_kit.launcher.streams import Route, Streams
+
+def run(programs, route=lambda rank: Route(console=True), failed=(), direct=False, colour=False):
+    output = Output([Streams(rank, rank, route(rank), route(rank)) for rank in range(len(programs))], direct, colour)
+    workers = []
+    for rank, program in enumerate(programs):
+        out, err = output.ends(rank)
+        workers.append(subprocess.Popen([sys.executable, "-u", "-c", program], stdout=out, stderr=err))
+    output.start()
+    for rank, worker in enumerate(workers):
+        if worker.wait():
+            output.failed(rank)
+    return output.end(list(failed), lambda trace: True, 5.0, lambda: False)
+
+"""
+
+
+def hosted(code: str, *, merged: bool = False) -> "subprocess.CompletedProcess[str]":
+    errors = subprocess.STDOUT if merged else subprocess.PIPE
+    command = [sys.executable, "-c", HOST + textwrap.dedent(code)]
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=120)
+
+
+def test_every_line_of_every_rank_arrives_whole() -> None:
+    done = hosted(f"""
+        run([f"for i in range({LINES}): print({{rank}}, i, 'x' * (i % 300))" for rank in range({SPEAKERS})])
+    """)
+    lines = re.findall(r"^\[rank (\d)\] (\d) (\d+) x*$", done.stdout, re.MULTILINE)
+    assert len(lines) == done.stdout.count("\n") == SPEAKERS * LINES
+    assert all(label == rank for label, rank, _ in lines)
+    assert [int(number) for _, rank, number in lines if rank == "5"] == list(range(LINES)), "and in order"
+
+
+def test_one_rank_that_speaks_alone_has_no_label() -> None:
+    assert hosted('run(["print(1); print(2, end=str())", "pass"])').stdout == "1\n2"
+
+
+def test_bytes_are_passed_on_as_they_are() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HOST + 'run(["import os; os.write(1, bytes(range(256)))", "pass"])'],
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.stdout == bytes(range(256))
+
+
+def test_a_line_without_an_end_is_not_torn_by_another_rank(tmp_path: Path) -> None:
+    turns = [tmp_path / "first", tmp_path / "second"]
+    for turn in turns:
+        os.mkfifo(turn)
+    halting = f"print('half ', end=''); open({str(turns[1])!r}).read(); print('done')"
+    other = f"open({str(turns[0])!r}).read(); print('other')"
+    command = [sys.executable, "-c", HOST + f"run([{halting!r}, {other!r}])"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as host:
+        assert host.stdout is not None
+        assert os.read(host.stdout.fileno(), 100) == b"half ", "it is shown though its line goes on"
+        turns[0].write_text("go")
+        assert os.read(host.stdout.fileno(), 100) == b"\n[rank 1] other\n"
+        turns[1].write_text("go")
+        assert host.stdout.read() == b"[rank 0] done\n"
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_the_order_of_both_streams_is_kept_where_they_go_to_the_same_place(merged: bool) -> None:
+    program = "import sys\nfor i in range(200): print(i, file=(sys.stdout, sys.stderr)[i % 2])"
+    done = hosted(f"run([{program!r}, 'pass'])", merged=merged)
+    if merged:
+        assert done.stdout.split() == [str(number) for number in range(200)]
+    else:
+        assert done.stdout.split() == [str(number) for number in range(0, 200, 2)]
+        assert done.stderr.split() == [str(number) for number in range(1, 200, 2)]
+
+
+def test_the_traceback_of_a_rank_that_failed_is_kept_back_and_given() -> None:
+    done = hosted("""
+        words = run(["print('fine')", "print('before'); raise ValueError('no')"], failed=[1])
+        print("GIVEN", words[1].trace.splitlines()[-1], words[1].shown, flush=True)
+    """)
+    assert "Traceback" not in done.stderr
+    assert "GIVEN ValueError: no False" in done.stdout
+    assert "[rank 1] before" in done.stdout
+
+
+def test_a_traceback_of_a_rank_that_ended_well_is_shown() -> None:
+    program = "import traceback\ntry: 1 / 0\nexcept Exception: traceback.print_exc()"
+    done = hosted(f"run([{program!r}, 'pass'])")
+    assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_a_copy_is_kept_of_all_that_is_shown_without_labels(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    hosted(f"""
+        program = "import sys; print('out'); print('err', file=sys.stderr)"
+        run([program] * 2, route=lambda rank: Route(True, "{folder}/%d.log" % rank))
+    """)
+    for rank in range(2):
+        assert sorted((tmp_path / f"{rank}.log").read_text().split()) == ["err", "out"]
+
+
+def test_a_log_is_never_written_through_a_link_or_over_a_file(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "0.log").symlink_to(tmp_path / "precious")
+    done = hosted(f'run(["print(1)"], route=lambda rank: Route(False, "{tmp_path}/0.log"))')
+    assert "FileExistsError" in done.stderr
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_a_reader_that_goes_away_is_felt_by_the_ranks() -> None:
+    command = [sys.executable, "-c", HOST + "run(['while True: print(1)', 'while True: print(2)'])"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as host:
+        assert host.stdout is not None
+        host.stdout.readline()
+        host.stdout.close()
+        assert host.wait(timeout=60) == 0, "both have ended by themselves"
+
+
+def test_on_a_terminal_ranks_have_terminals_too_and_labels_have_colours() -> None:
+    ours, theirs = pty.openpty()
+    program = "import sys; print(sys.stdout.isatty())"
+    code = HOST + f"run([{program!r}] * 2, colour=True)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=theirs, stderr=theirs) as host:
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                shown += os.read(ours, 4096)
+            except OSError:
+                break
+        assert host.wait() == 0
+    assert sorted(shown.splitlines()) == [b"\x1b[32m[rank 1] \x1b[0mTrue", b"\x1b[36m[rank 0] \x1b[0mTrue"]
