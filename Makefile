@@ -34,9 +34,10 @@ format: $(STAMP) ## lay the code out and fix what can be fixed by machine
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## the launch against its peers, and the rendezvous of many nodes: an hour, writes benchmarks/RESULTS.md
+bench: $(STAMP)  ## the launch and its failures against peers, the rendezvous of many nodes: an hour, writes RESULTS.md
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt accelerate
 	$(BIN)/python benchmarks/launch.py
+	$(BIN)/python benchmarks/faults.py
 	$(BIN)/python benchmarks/nodes.py
 
 clean:           ## remove .venv and caches

@@ -29,10 +29,10 @@ LAUNCHERS = {"torchrun": [str(BIN / "torchrun")], "ddpkit": [str(BIN / "ddpkit")
 MARK = "DDPKIT_BENCHMARK"
 SPEAKERS, LINES = 8, 100_000
 ABOUT = """\
-gloo, {rounds} rounds, launchers in turns; medians, and the worst where it is named. Killed with SIGKILL is the launcher of
-two ranks, each with two data loader workers that ignore SIGTERM and a child in a session of its own; counted are the
-processes alive a second later. The exception is raised in one of eight ranks; the launcher has then said its last word
-and ended. Of two nodes, the second one's last rank ends with exit code 7. torchrun's output is that of --tee 3."""
+gloo, OMP_NUM_THREADS=1, launchers in turns; medians, and the worst. Killed with SIGKILL is the launcher of two ranks,
+each with two data loader workers that ignore SIGTERM and a child in a session of its own; counted are the processes
+alive a second later. The exception is raised in one of eight ranks; at the end the launcher has said its last word. Of
+two nodes, the second one's last rank ends with exit code 7. torchrun prints by --tee 3, ddpkit as always."""
 
 
 def alive(mark: str) -> list[int]:
@@ -111,11 +111,8 @@ def spoken(name: str) -> tuple[float, int]:
     """Seconds of a run that only prints; how many lines arrived whole."""
     tee = ["--tee", "3"] if name == "torchrun" else []
     started = time.monotonic()
-    with job([*LAUNCHERS[name], *tee, "--nproc-per-node", SPEAKERS, WORKER, "{folder}", "speak"]) as (
-        folder,
-        _,
-        (run,),
-    ):
+    command = [*LAUNCHERS[name], *tee, "--nproc-per-node", SPEAKERS, WORKER, "{folder}", "speak"]
+    with job(command) as (folder, _, (run,)):
         run.wait()
         seconds = time.monotonic() - started
         text = (folder / "said.0").read_text()
@@ -132,10 +129,8 @@ def command_seconds(*words: str) -> float:
 def rows(rounds: int) -> Iterator[list[str]]:
     few = max(3, rounds // 4)
     kills = {name: [killed(name) for _ in range(rounds if name == "ddpkit" else few)] for name in LAUNCHERS}
-    yield [
-        "runs with a process left 1 s after kill -9",
-        *(_of(sum(left > 0 for left, _ in k), k) for k in kills.values()),
-    ]
+    bad = {name: sum(left > 0 for left, _ in found) for name, found in kills.items()}
+    yield ["runs with a process left 1 s after kill -9", *(f"{bad[name]} of {len(kills[name])}" for name in LAUNCHERS)]
     yield ["processes left then", *(f"{statistics.median(left for left, _ in k):g}" for k in kills.values())]
     yield ["until none was left, s", "", _seconds([gone for _, gone in kills["ddpkit"]])]
     turns = {name: [] for name in LAUNCHERS}
@@ -152,10 +147,6 @@ def rows(rounds: int) -> Iterator[list[str]]:
         yield [f"ddpkit {words[0]}, s", "", _seconds([command_seconds(*words) for _ in range(rounds)])]
 
 
-def _of(count: int, runs: Sequence[object]) -> str:
-    return f"{count} of {len(runs)}"
-
-
 def _seconds(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.2f}, worst {max(values):.2f}"
 
@@ -163,14 +154,12 @@ def _seconds(values: Sequence[float]) -> str:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--rounds", type=int, default=20, help="how often the launcher is killed; a quarter for the rest"
-    )
+    parser.add_argument("--rounds", type=int, default=20, help="kills of the launcher; a quarter for the rest")
     rounds = parser.parse_args().rounds
     found = table(("", *LAUNCHERS), rows(rounds))
     print(found)
     where = f"`python benchmarks/faults.py --rounds {rounds}` on {machine(['torch', 'ddpkit'])}."
-    write_section("faults", f"{where}\n{ABOUT.format(rounds=rounds)}\n\n{found}")
+    write_section("faults", f"{where}\n{ABOUT}\n\n{found}")
 
 
 if __name__ == "__main__":

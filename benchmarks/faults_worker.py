@@ -45,7 +45,7 @@ class Endless(Dataset):
 
 
 if what == "stubborn":
-    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
     for number, _ in enumerate(DataLoader(Endless(), num_workers=2)):
         if number == 8:
             note(f"ready.{rank}")
