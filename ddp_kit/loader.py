@@ -1,10 +1,14 @@
 """From a dataset to batches on the device: DataLoader, pinned memory, copies beside the computation."""
 
 import os
+import pickle
+import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sized
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,11 +21,16 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    default_collate,
 )
 
 from ddp_kit.config import DataConfig
 from ddp_kit.errors import DataError
+from ddp_kit.log import logger
 from ddp_kit.world import World, mixed_seed
+
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where torch's loader processes put their batches
+_LEAST_SHARED_MEMORY = 128 << 20  # docker gives 64 MiB
 
 Data = Dataset[Any] | DataLoader[Any]
 
@@ -114,6 +123,7 @@ def build_loader(
             dataset,
             batch_sampler=batches,
             num_workers=workers,
+            collate_fn=_by_value(default_collate) if workers and _little_shared_memory() else None,
             pin_memory=pinned,
             timeout=config.timeout or 0 if workers else 0,
             persistent_workers=workers > 0,
@@ -123,7 +133,9 @@ def build_loader(
         dataset,
         batch_sampler=batches,
         num_workers=template.num_workers,
-        collate_fn=template.collate_fn,
+        collate_fn=_by_value(template.collate_fn)
+        if template.num_workers and _little_shared_memory()
+        else template.collate_fn,
         pin_memory=pinned or template.pin_memory,
         timeout=template.timeout or (config.timeout or 0 if template.num_workers else 0),
         worker_init_fn=template.worker_init_fn,
@@ -133,6 +145,51 @@ def build_loader(
         persistent_workers=template.persistent_workers,
         in_order=template.in_order,
     )
+
+
+@cache
+def _little_shared_memory() -> bool:
+    """Whether loader processes had better not use it; says so once."""
+    try:
+        free = shutil.disk_usage(_SHARED_MEMORY).free
+    except OSError:  # not Linux
+        return False
+    if free < _LEAST_SHARED_MEMORY:
+        logger.warning(
+            "{} has {:.0f} MiB left: batches come from the loader processes through pipes instead, which is slower; "
+            "start the container with --shm-size=8g or --ipc=host",
+            _SHARED_MEMORY,
+            free / 2**20,
+        )
+    return free < _LEAST_SHARED_MEMORY
+
+
+@dataclass(frozen=True)
+class _ByValue:
+    """What a loader process sends without shared memory: bytes, and what `finish` makes of them on their arrival.
+
+    torch's `file_system` sharing is no way out: it is in /dev/shm, too.
+    """
+
+    content: Any
+    finish: Callable[[Any], Any] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (pickle.dumps(self.content), self.finish)
+
+
+def _arrive(content: bytes, finish: Callable[[Any], Any] | None) -> Any:
+    arrived = pickle.loads(content)  # noqa: S301  # from this process's own child, by a pipe
+    return finish(arrived) if finish is not None else arrived
+
+
+def _by_value(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """torch's own collate function takes shared memory in loader processes, so it is called on arrival."""
+    return partial(_ByValue, finish=collate) if collate is default_collate else partial(_send, collate)
+
+
+def _send(collate: Callable[[Any], Any], samples: Any) -> _ByValue:
+    return _ByValue(collate(samples))
 
 
 def on_device(loader: Iterable[Any], device: torch.device, dtype: torch.dtype | None, ahead: int) -> Iterator[Any]:
