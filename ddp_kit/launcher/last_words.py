@@ -10,6 +10,7 @@ _RANK = re.compile(r"^\[rank\d+\]: ?")
 _AFTERWARDS = re.compile(r"^(\[rank\d+\]:)?\[[WEIF]\d{4} |^Exception ignored in|^sys:\d+: |^\s*warnings\.warn\(")
 _CHAINED = re.compile(r"^(The above exception was the direct cause|During handling of the above exception)")
 _FATAL = re.compile(r"^(Fatal Python error: |terminate called )")
+_AT_START = re.compile(r"(ImportError|ModuleNotFoundError|SyntaxError|IndentationError|TabError)\b")
 _MOST_LINES = 60
 
 
@@ -35,6 +36,12 @@ def message_of(trace: str) -> str:
         if line and not line.startswith((" ", "\t")) and re.match(r"[\w.]+(: |$)", line) and _MARK not in line:
             return line
     return lines[0] if lines and _FATAL.match(lines[0]) else ""
+
+
+def failed_at_start(trace: str) -> bool:
+    """Whether an import at the top level of the script, or of what it imports, failed: that would happen again."""
+    frames = re.findall(r'^  File ".*", line \d+, in (.*)$', trace, re.MULTILINE)
+    return bool(_AT_START.match(message_of(trace))) and all(frame == "<module>" for frame in frames)
 
 
 def _first_of_chain(plain: list[str], starts: list[int]) -> int:

@@ -62,10 +62,13 @@ def launch(*words: object) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.parametrize("flags", [(), ("--cold",)], ids=["warm", "cold"])
 @pytest.mark.parametrize("statement", ["import nowhere_to_be_found", "from os import nothing_like_it"])
-def test_an_import_error_at_the_top_is_shown_once_and_not_tried_again(script: Script, statement: str) -> None:
+def test_an_import_error_at_the_top_is_shown_once_and_not_tried_again(
+    script: Script, statement: str, flags: tuple[str, ...]
+) -> None:
     main = script(f"import os\n{statement}\n")
-    run = launch("--nproc-per-node", 3, "--max-restarts", 5, main)
+    run = launch(*flags, "--nproc-per-node", 3, "--max-restarts", 5, main)
     assert run.returncode == 1
     assert run.stderr.count("Traceback") == 1
     assert "restart 1 of" not in run.stderr

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_kit.launcher.last_words import message_of, split
+from ddp_kit.launcher.last_words import failed_at_start, message_of, split
 
 PLAIN = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: no\n'
 
@@ -51,6 +51,18 @@ def test_a_crash_of_the_interpreter_is_one_too() -> None:
     trace, rest = split(text)
     assert (trace, rest) == (text.rstrip(), "")
     assert message_of(trace) == "Fatal Python error: Segmentation fault"
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [("import nowhere", True), ("def work():\n    import nowhere\nwork()", False), ("raise ValueError", False)],
+)
+def test_an_import_that_fails_at_the_top_is_told_from_one_in_the_middle_of_the_work(
+    tmp_path: Path, code: str, expected: bool
+) -> None:
+    (tmp_path / "main.py").write_text(code)
+    printed = subprocess.run([sys.executable, tmp_path / "main.py"], capture_output=True, text=True).stderr
+    assert failed_at_start(split(printed)[0]) == expected
 
 
 def test_without_a_traceback_all_is_the_rest() -> None:

@@ -4,7 +4,9 @@ The only launcher folder that imports torch.
 
     run.py       a plan -> torch's own settings -> the agent -> an outcome
     elastic.py   the agent: orders of the job in, reports to it out
-    workers.py   the worker processes of one round, warm or cold
+    workers.py   the worker processes of one round
+    logs.py      where their output goes: torch's settings for logs, and ours
+    failures.py  what is known of one that failed
     solo.py      the job of a single node, decided in this process
     meeting.py   a node's line to a job of several nodes, over a TCPStore
     coordinator.py   who decides for such a job, on the node that hosts the store

@@ -3,10 +3,8 @@
 import os
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from signal import SIGKILL
 from typing import Any, Protocol
 
 from torch.distributed import HashStore, Store, TCPStore
@@ -18,9 +16,9 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.utils import macros
 
 from ddp_kit import contract
-from ddp_kit.contract import NOTE_AT_START, NOTE_MARK, JobEnv, WorkerEnv
+from ddp_kit.contract import NOTE_MARK, JobEnv, WorkerEnv
 from ddp_kit.errors import LaunchError, UsageError
-from ddp_kit.launcher import hints, last_words
+from ddp_kit.launcher.agent.failures import failure_of, note_of
 from ddp_kit.launcher.agent.inbox import Cut, Inbox, Notified, Placed, Signalled
 from ddp_kit.launcher.agent.listening import allow_connections, own_loopback
 from ddp_kit.launcher.agent.workers import Means, Workers
@@ -30,7 +28,6 @@ from ddp_kit.launcher.verdict import Failure, Outcome
 _CONNECTIONS = 2  # of each worker to its store
 _TELLS_OF_ENDS = hasattr(os, "pidfd_open")  # Linux; elsewhere the agent looks for itself
 _POLL_SECONDS = 0.1
-_SERVER_LOST = "the process that forks the workers was killed, and all of them with it"
 
 
 class Link(Protocol):
@@ -246,6 +243,7 @@ class Agent(LocalElasticAgent):
         return self._pcontext.pids()
 
     def _make_workers(self, envs: dict[int, dict[str, str | None]], spec: WorkerSpec) -> Workers:
+        self._keep_logs()
         return Workers(
             means=self._means,
             inbox=self._inbox,
@@ -261,6 +259,17 @@ class Agent(LocalElasticAgent):
             duplicate_stdout_filters=spec.duplicate_stdout_filters,
             duplicate_stderr_filters=spec.duplicate_stderr_filters,
         )
+
+    def _keep_logs(self) -> None:
+        """A round without a failure before it has the number of the one before, whose logs torch would remove."""
+        files = self._pcontext.error_files.values() if self._pcontext is not None else ()
+        folder = next((Path(file).parents[1] for file in files if file != os.devnull), None)
+        if (
+            folder is not None
+            and self._seats.seat is not None
+            and folder.name == f"attempt_{self._seats.seat.restarts}"
+        ):
+            folder.rename(f"{folder}.round_{self._seats.seat.round - 1}")
 
     def _environment(self, worker: Worker, group: WorkerGroup) -> dict[str, str | None]:
         spec, seat = group.spec, self._seats.seat
@@ -319,8 +328,7 @@ class Agent(LocalElasticAgent):
 
     def _report_down(self, state: State) -> None:
         """Report that no worker of the round is left; only then is its store closed."""
-        failures = tuple(self._failure(rank, failure) for rank, failure in self._last.failures.items())
-        self._latest = failures
+        failures = self._latest = self._failures()
         self._shutdown(timeout=self._shutdown_timeout)  # torch's timers and health check go with the workers
         self._seats.end_round()
         self._store = self._worker_group.store = None
@@ -336,32 +344,10 @@ class Agent(LocalElasticAgent):
         assert self._seats.seat is not None
         return tuple(self._seats.seat.first_rank + local_rank for local_rank in self._pcontext.ended_well())
 
-    def _failure(self, rank: int, failure: ProcessFailure) -> Failure:
-        workers, code = self._pcontext, failure.exitcode
-        assert isinstance(workers, Workers)
-        after, told = workers.story(failure.local_rank)
-        words, note = workers.last_words(failure.local_rank), note_of(failure)
-        extra = note.get("extraInfo") or {}
-        trace = words.trace or str(extra.get("py_callstack", "")).rstrip()
-        message = str(note.get("message", "")) or last_words.message_of(trace)
-        if workers.lost(failure.local_rank):
-            message = _SERVER_LOST
-        out_of_memory = code == -SIGKILL and not told and workers.killed_for_memory()
-        return Failure(
-            rank=rank,
-            local_rank=failure.local_rank,
-            pid=failure.pid,
-            exit_code=code,
-            after=after,
-            host=self._host,
-            message=message,
-            trace=trace,
-            step=step_of(workers.error_files[failure.local_rank]),
-            hint=hints.hint(f"{words.tail}\n{trace}\n{message}", code, out_of_memory),
-            at_start=bool(extra.get(NOTE_AT_START)),
-            told=told,
-            echo=hints.is_echo(message),
-            out_of_memory=out_of_memory,
+    def _failures(self) -> tuple[Failure, ...]:
+        assert isinstance(self._pcontext, Workers)
+        return tuple(
+            failure_of(self._pcontext, rank, failure, self._host) for rank, failure in self._last.failures.items()
         )
 
     @property
@@ -389,8 +375,7 @@ class Agent(LocalElasticAgent):
         """The workers have ended after a signal to the launcher: have they saved?"""
         if isinstance(self._pcontext, Workers) and self._running and self._pcontext.saved():
             self._last = self._monitor_workers(self._worker_group)
-            failures = tuple(self._failure(rank, failure) for rank, failure in self._last.failures.items())
-            self.outcome = replace(self.outcome, failures=failures)
+            self.outcome = replace(self.outcome, failures=self._failures())
 
     def _finish(self, outcome: Outcome) -> RunResult:
         self._stop_workers(self._worker_group)
@@ -408,15 +393,3 @@ class Agent(LocalElasticAgent):
 
         failures = self._last.failures
         return failures if any(map(by_script, failures.values())) else {}
-
-
-def note_of(failure: ProcessFailure) -> dict[str, Any]:
-    """What the script, or `warm.script` in its place, left behind in torch's form; empty where there is nothing."""
-    return failure.message if isinstance(failure.message, dict) else {}
-
-
-def step_of(error_file: str) -> int | None:
-    """The last optimizer step that a worker's Trainer has noted beside its error file."""
-    with suppress(OSError, ValueError):
-        return contract.read_step(Path(error_file).with_name(contract.STEP_FILE))
-    return None

@@ -29,7 +29,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from ddp_kit.contract import ERROR_FILE, LOG_LEVEL, NO_COLOR, PYTHON, RUN_FOLDER_PREFIX, SIGNALS, VERDICT_FILE
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher import verdict
-from ddp_kit.launcher.agent.elastic import Agent, Link, Seats, note_of
+from ddp_kit.launcher.agent.elastic import Agent, Link, Seats
+from ddp_kit.launcher.agent.failures import note_of
 from ddp_kit.launcher.agent.inbox import Inbox, StoppedError
 from ddp_kit.launcher.agent.listening import is_here
 from ddp_kit.launcher.agent.logs import Console

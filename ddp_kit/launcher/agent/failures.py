@@ -1,0 +1,57 @@
+"""What is known of a worker that failed: from its exit code, its last words, its error file and the kernel."""
+
+from contextlib import suppress
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from ddp_kit import contract
+from ddp_kit.contract import NOTE_AT_START
+from ddp_kit.launcher import hints, last_words
+from ddp_kit.launcher.agent.workers import Workers
+from ddp_kit.launcher.verdict import Failure
+
+_SERVER_LOST = "the process that forks the workers was killed, and all of them with it"
+
+
+def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) -> Failure:
+    """All that is known of the end of the worker of global rank `rank`."""
+    code = failure.exitcode
+    after, told = workers.story(failure.local_rank)
+    words, note = workers.last_words(failure.local_rank), note_of(failure)
+    extra = note.get("extraInfo") or {}
+    trace = words.trace or str(extra.get("py_callstack", "")).rstrip()
+    message = str(note.get("message", "")) or last_words.message_of(trace)
+    if workers.lost(failure.local_rank):
+        message = _SERVER_LOST
+    out_of_memory = code == -SIGKILL and not told and workers.killed_for_memory()
+    return Failure(
+        rank=rank,
+        local_rank=failure.local_rank,
+        pid=failure.pid,
+        exit_code=code,
+        after=after,
+        host=host,
+        message=message,
+        trace=trace,
+        step=step_of(workers.error_files[failure.local_rank]),
+        hint=hints.hint(f"{words.tail}\n{trace}\n{message}", code, out_of_memory),
+        at_start=bool(extra.get(NOTE_AT_START)) or last_words.failed_at_start(trace),
+        told=told,
+        echo=hints.is_echo(message),
+        out_of_memory=out_of_memory,
+    )
+
+
+def note_of(failure: ProcessFailure) -> dict[str, Any]:
+    """What the script, or `warm.script` in its place, left behind in torch's form; empty where there is nothing."""
+    return failure.message if isinstance(failure.message, dict) else {}
+
+
+def step_of(error_file: str) -> int | None:
+    """The last optimizer step that a worker's Trainer has noted beside its error file."""
+    with suppress(OSError, ValueError):
+        return contract.read_step(Path(error_file).with_name(contract.STEP_FILE))
+    return None
