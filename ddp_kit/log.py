@@ -1,5 +1,6 @@
 """Log lines through loguru: from rank 0, with the time, without tearing a progress bar."""
 
+import inspect
 import sys
 from typing import TYPE_CHECKING
 
@@ -8,28 +9,28 @@ from loguru import logger
 if TYPE_CHECKING:
     from loguru import Record
 
-_FORMAT = "<green>{time:HH:mm:ss}</green> <level>{level: <7}</level> {message}"
+_FORMAT = "<green>{time:HH:mm:ss}</green> {RANK}<level>{level: <7}</level> {message}"
+_USERS_FORMAT = inspect.signature(logger.add).parameters["format"].default  # loguru's, or that of LOGURU_FORMAT
 _DEFAULT_HANDLER = 0  # loguru's own, which exists until the user configures loguru
 
 __all__ = ["logger", "start"]
 
 
-def start(is_main: bool) -> None:
-    """Let ddpkit's lines through on the main rank alone.
+def start(rank: int, world_size: int) -> None:
+    """Let ddpkit's lines through on the main rank alone, and name the rank in every line where there are several.
 
     Where the user has configured loguru, their handlers receive the lines. Where they have not, loguru's default
     handler goes on with everything but ours, and ours get a format that suits a training log.
     """
-    if not is_main:
-        logger.disable("ddp_kit")
-        return
-    logger.enable("ddp_kit")
+    (logger.enable if rank == 0 else logger.disable)("ddp_kit")
     try:
         logger.remove(_DEFAULT_HANDLER)
     except ValueError:
         return
-    logger.add(_write, format=_FORMAT, filter="ddp_kit", level="INFO", colorize=sys.stderr.isatty())
-    logger.add(_write, filter=_not_ours, colorize=sys.stderr.isatty())
+    name, colour = f"rank {rank} " if world_size > 1 else "", sys.stderr.isatty()
+    ours = _FORMAT.replace("{RANK}", name)
+    logger.add(_write, format=ours, filter="ddp_kit", level="INFO", colorize=colour)
+    logger.add(_write, format=f"{name and name + '| '}{_USERS_FORMAT}", filter=_not_ours, colorize=colour)
 
 
 def _write(message: str) -> None:

@@ -101,7 +101,7 @@ class Trainer:
         if self.config.deterministic:
             only_repeatable_algorithms()
         self.world = join()
-        log.start(self.world.is_main)
+        log.start(self.world.rank, self.world.world_size)
         self.batch_plan = plan_batches(
             self.config.global_batch_size,
             self.config.micro_batch_size,

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 
 FIT = """
 import torch
+from loguru import logger
 from torch import nn
 from ddp_kit import Trainer, TrainerConfig
 
@@ -18,6 +20,7 @@ model = nn.Linear(2, 1)
 config = TrainerConfig(global_batch_size=4, log_every=5)
 trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, batch: m(batch).square().mean(), config)
 trainer.fit(torch.ones(80, 2))
+logger.info("of the user's own")
 say(f"done on rank {trainer.world.rank}")
 """
 
@@ -28,7 +31,11 @@ def test_elsewhere_there_are_plain_lines_of_rank_0(
 ) -> None:
     run = start("ddpkit", 2, script(FIT))
     assert run.returncode == 0, run.stderr
-    lines = [line.split("INFO")[1].strip() for line in run.stderr.splitlines() if "INFO" in line]
+    said = [line for line in run.stderr.splitlines() if "INFO" in line]
+    lines = [line.split("INFO")[1].strip() for line in said if "__main__" not in line]
+    assert all(re.match(r"\d\d:\d\d:\d\d rank 0 INFO", line) for line in said if "__main__" not in line), said
+    theirs = sorted(line.split(" | ")[0] for line in said if line.endswith("of the user's own"))
+    assert theirs == ["rank 0", "rank 1"], "lines of the user's own, of every rank, with its name"
     assert lines[0] == "2 ranks on cpu, fp32: global batch 4 = micro-batch 2 x accumulation 1 x 2; 20 steps"
     assert [line.split("  ")[0] for line in lines[1:]] == [f"step {step}/20" for step in (5, 10, 15, 20)]
     assert "\x1b[" not in run.stderr
