@@ -104,7 +104,9 @@ def launch(words: Sequence[str]) -> int:
                 _say(line)
             if asked.dry_run:
                 defaults = vars(agent.torchrun_parser().parse_args(["script.py"]))
-                _print(dry_run.describe(asked, settled, os.environ, socket.gethostname(), defaults))
+                told = dry_run.describe(asked, settled, os.environ, socket.gethostname(), defaults)
+                agent.check(settled)  # last: torch adds to the environment that was described
+                _print(told)
                 return ExitCode.OK
             ended = agent.run(settled, warm, asked.cold, _say)
     finally:

@@ -250,3 +250,27 @@ def test_nothing_the_launcher_prints_has_a_secret(ddpkit: Command, tmp_path: Pat
     assert run.returncode == code, run.stderr
     assert "abcdefgh" not in run.stdout + run.stderr
     assert len(run.stdout + run.stderr) > 50
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--nnodes", "2:1"],
+        ["--nproc-per-node", "several"],
+        ["--redirects", "9"],
+        ["--rdzv-conf", "join_timeout"],
+        ["--rdzv-backend", "c10d", "--rdzv-conf", "join_timeout=soon"],
+        ["--event-log-handler", "nobody"],
+    ],
+)
+def test_what_a_start_would_refuse_is_refused_and_no_folder_is_made(
+    ddpkit: Command, tmp_path: Path, words: list[str]
+) -> None:
+    (tmp_path / "train.py").touch()
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    env = {"TMPDIR": str(folder)}
+    told = ddpkit("launch", "--dry-run", *words, "train.py", cwd=tmp_path, env=env)
+    assert told.returncode == 2, told.stderr
+    assert "Nothing was started" not in told.stdout
+    assert not list(folder.iterdir())
