@@ -25,6 +25,7 @@ from ddp_kit.launcher.agent.inbox import Cut, Inbox, Notified, Placed, Signalled
 from ddp_kit.launcher.agent.listening import allow_connections, own_loopback
 from ddp_kit.launcher.agent.workers import Means, Workers
 from ddp_kit.launcher.job import End, Seat, State, Stop
+from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.verdict import Failure, Outcome
 
 _CONNECTIONS = 2  # of each worker to its store
@@ -354,10 +355,10 @@ class Agent(LocalElasticAgent):
             exit_code=code,
             after=after,
             host=self._host,
-            message=message,
-            trace=trace,
+            message=masked(message, os.environ),  # here: other nodes, which show it too, do not know the values
+            trace=masked(trace, os.environ),
             step=step_of(failure.error_file),
-            hint=hints.hint(f"{words.tail}\n{trace}\n{message}", code, out_of_memory),
+            hint=masked(hints.hint(f"{words.tail}\n{trace}\n{message}", code, out_of_memory), os.environ),
             at_start=bool(extra.get(NOTE_AT_START)),
             told=told,
             echo=hints.is_echo(message),

@@ -37,6 +37,7 @@ from ddp_kit.launcher.agent.meeting import Meeting
 from ddp_kit.launcher.agent.solo import Solo
 from ddp_kit.launcher.agent.workers import Means
 from ddp_kit.launcher.job import Limits, Node
+from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.plan import Plan
 from ddp_kit.launcher.verdict import Failure, Outcome
 from ddp_kit.launcher.warm.client import WarmServer
@@ -301,7 +302,7 @@ def _summarise(script: str, failures: dict[int, ProcessFailure]) -> None:
         return
     summary = ChildFailedError(script, failures)
     with suppress(OSError, ValueError, AttributeError):  # nobody reads it
-        sys.stderr.write(f"{summary}\n")
+        sys.stderr.write(f"{masked(str(summary), os.environ)}\n")
     _, first = summary.get_first_failure()
     if os.environ.get(ERROR_FILE) and Path(first.error_file).exists():  # this launcher is itself the worker of another
         get_error_handler().dump_error_file(first.error_file, first.exitcode)
@@ -329,7 +330,7 @@ def _torchs_own(config: LaunchConfig, program: str, arguments: list[str]) -> Out
 
 
 def _failure(rank: int, failure: ProcessFailure) -> Failure:
-    message = str(note_of(failure).get("message", ""))
+    message = masked(str(note_of(failure).get("message", "")), os.environ)
     told = failure.exitcode == -signal.SIGTERM  # that is how torch's agent ends the others
     return Failure(
         rank, failure.local_rank, failure.pid, failure.exitcode, failure.timestamp, message=message, told=told
