@@ -132,7 +132,7 @@ def devices(words: Sequence[str]) -> int:
         description="The GPUs of this machine: memory, load, NUMA node, links, who uses them, and which are free.",
     )
     parser.parse_args(words)
-    print(device_list.text(os.environ))
+    _print(device_list.text(os.environ))
     return ExitCode.OK
 
 
