@@ -316,3 +316,7 @@ def test_processes_near_the_same_cores_share_these() -> None:
 )
 def test_of_two_flags_that_exclude_each_other_the_winner_is_named(words: str, said: str) -> None:
     assert planned(f"{words} train.py").says[-1] == said
+
+
+def test_a_beginning_that_several_uuids_share_selects_none_as_in_cuda() -> None:
+    assert gpus_of("train.py", machine(0, 0), {"CUDA_VISIBLE_DEVICES": "1,GPU-,0"}) == ("1", "1")
