@@ -60,9 +60,12 @@ def make(
     processes = _processes(spec, len(chosen))
     places = _places(processes, chosen, cpus, bind=spec.torchrun.get("numa_binding") is None)
     variables = _gpu_variables(spec, chosen, env)
-    if len(places) > 1 and contract.THREADS not in env:
+    # torch of a forked worker has counted the launcher's cores, not those that a single worker is bound to.
+    bound = any(place.cpus and len(place.cpus) < len(cpus.core_of) for place in places)
+    if (len(places) > 1 or bound) and contract.THREADS not in env:
         threads = threads_each(cpus, [place.cpus for place in places])
-        variables[contract.THREADS] = str(threads), f"the share of each of {len(places)} processes"
+        each = f"each of {len(places)} processes" if len(places) > 1 else "the process"
+        variables[contract.THREADS] = str(threads), f"the share of {each}"
     settings = {**spec.torchrun, "nproc_per_node": processes, **_meeting_point(spec.torchrun, run_id)}
     if len(chosen) > 1 and any(gpu.is_mig for _, gpu in chosen):
         settings["virtual_local_rank"] = True  # CUDA shows a process one MIG device at most
@@ -116,7 +119,8 @@ def _said_of_gpus(spec: LaunchSpec, chosen: Chosen) -> Iterator[str]:
 def _said_of_threads(variables: Mapping[str, tuple[str, str]], processes: str) -> Iterator[str]:
     if contract.THREADS in variables:
         threads, _ = variables[contract.THREADS]
-        yield f"{contract.THREADS}={threads} for each of {processes} processes; set it yourself to change this"
+        each = "the process" if processes == "1" else f"each of {processes} processes"
+        yield f"{contract.THREADS}={threads} for {each}; set it yourself to change this"
 
 
 def _overruled(torchrun: Mapping[str, Any]) -> tuple[str, ...]:

@@ -320,3 +320,12 @@ def test_of_two_flags_that_exclude_each_other_the_winner_is_named(words: str, sa
 
 def test_a_beginning_that_several_uuids_share_selects_none_as_in_cuda() -> None:
     assert gpus_of("train.py", machine(0, 0), {"CUDA_VISIBLE_DEVICES": "1,GPU-,0"}) == ("1", "1")
+
+
+def test_a_single_worker_bound_to_some_cores_has_threads_for_these() -> None:
+    near = (replace(machine(0)[0], near=(0, 1, 8, 9)),)
+    made = planned("train.py", near, cpus=EIGHT_CORES_OF_TWO_THREADS)
+    assert made.env["OMP_NUM_THREADS"] == "2"
+    assert "OMP_NUM_THREADS=2 for the process; set it yourself to change this" in made.says
+    everywhere = (replace(machine(0)[0], near=tuple(range(16))),)
+    assert "OMP_NUM_THREADS" not in planned("train.py", everywhere, cpus=EIGHT_CORES_OF_TWO_THREADS).env
