@@ -56,8 +56,8 @@ def make(
     """
     # A number of processes without a word on GPUs is torchrun's way: the script takes the GPUs it wants.
     by_gpu = spec.gpus is not None or spec.processes is None
-    chosen = choose(spec.gpus, spec.script, machine, env, held) if by_gpu else ()
-    processes = _processes(spec, len(chosen))
+    chosen = choose(spec.gpus, spec.command, machine, env, held) if by_gpu else ()
+    processes = _processes(spec, len(chosen), env)
     places = _places(processes, chosen, cpus, bind=spec.torchrun.get("numa_binding") is None)
     variables = _gpu_variables(spec, chosen, env)
     # torch of a forked worker has counted the launcher's cores, not those that a single worker is bound to.
@@ -78,14 +78,15 @@ def make(
     )
 
 
-def _processes(spec: LaunchSpec, gpus: int) -> str:
+def _processes(spec: LaunchSpec, gpus: int, env: Mapping[str, str]) -> str:
     """How many processes: one per GPU, what --nproc-per-node says, or 1."""
     if spec.processes is None:
         return str(max(1, gpus))
     if spec.gpus is not None and spec.processes != str(gpus):
+        first = f"unset {contract.PROCESSES_DEFAULT}, or " if contract.PROCESSES_DEFAULT in env else ""
         raise UsageError(
             f"--gpus {spec.gpus} means {gpus} processes, one per GPU, but --nproc-per-node is {spec.processes}",
-            "leave one of the two out",
+            f"{first}leave one of the two out",
         )
     if spec.processes.lstrip("-").isdecimal() and int(spec.processes) < 1:
         raise UsageError(f"--nproc-per-node {spec.processes} asks for no process", "type at least 1")

@@ -1,6 +1,7 @@
 """What was asked: a command line, with torchrun's flags and ours, as a `LaunchSpec`."""
 
 import argparse
+import shlex
 import shutil
 import traceback
 import warnings
@@ -55,6 +56,13 @@ class LaunchSpec:
     def script(self) -> str:
         """The script, module or program to run."""
         return str(self.torchrun["training_script"])
+
+    @property
+    def command(self) -> str:
+        """How it was typed, `...` for its arguments."""
+        kinds = ("module", "no_python", "run_path")
+        flags = [f"--{kind.replace('_', '-')}" for kind in kinds if self.torchrun.get(kind)]
+        return shlex.join([*flags, self.script]) + " ..." * bool(self.torchrun.get("training_script_args"))
 
 
 def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[str, str]) -> LaunchSpec:
