@@ -12,13 +12,13 @@ Chosen = tuple[tuple[str, Gpu], ...]
 
 
 def choose(
-    asked: str | None, script: str, machine: tuple[Gpu, ...], env: Mapping[str, str], held: Mapping[str, str]
+    asked: str | None, command: str, machine: tuple[Gpu, ...], env: Mapping[str, str], held: Mapping[str, str]
 ) -> Chosen:
     """The GPUs for the words after --gpus; all, or none where there is none, for None: no such words.
 
     `held`: by UUID, the launch that holds a GPU. Raises `UsageError` where they are not there, held, or not free.
     """
-    request = _Request(asked, script, machine, visible(machine, env), env.get(VISIBLE_GPUS), held)
+    request = _Request(asked, command, machine, visible(machine, env), env.get(VISIBLE_GPUS), held)
     if asked is None:
         return request.all() if request.seen else ()
     words = asked.strip()
@@ -34,7 +34,8 @@ def choose(
 @dataclass(frozen=True)
 class _Request:
     asked: str | None
-    script: str
+    command: str
+    """The script as it was typed, for what to type instead."""
     machine: tuple[Gpu, ...]
     seen: Chosen
     mask: str | None
@@ -109,7 +110,7 @@ class _Request:
         if not self.machine:
             return UsageError(
                 f"{self._what()} cannot be had: this machine has no NVIDIA GPU, or no driver for one",
-                f"type `ddpkit launch --nproc-per-node {wanted} {self.script} ...` for processes on the CPU",
+                f"type `ddpkit launch --nproc-per-node {wanted} {self.command}` for processes on the CPU",
             )
         limit = "" if self.mask is None else f" (limited by {VISIBLE_GPUS}={self.mask})"
         found = f"found {len(self.seen)}" if self.seen else "none of these can be used"
@@ -139,4 +140,4 @@ class _Request:
             instead, why = f"--nproc-per-node {wanted}", "to share GPUs with those launches, or wait for them"
         else:
             instead, why = f"--nproc-per-node {wanted}", "for processes on the CPU"
-        return f"type `ddpkit launch {instead} {self.script} ...` {why}"
+        return f"type `ddpkit launch {instead} {self.command}` {why}"

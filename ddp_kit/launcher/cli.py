@@ -18,6 +18,7 @@ from ddp_kit import __version__
 from ddp_kit.contract import PYTHON, QUIET_IMPORT, ExitCode
 from ddp_kit.errors import DdpKitError, UsageError, nearest
 from ddp_kit.launcher.masking import masked
+from ddp_kit.launcher.parser import Parser
 
 _HELP = """\
 commands:
@@ -36,7 +37,7 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return its exit code; argparse exits for --help."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ddpkit",
         description="Training on several GPUs as one command.",
         epilog=_HELP,
@@ -46,7 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"ddpkit {__version__}")
     parser.add_argument("command", metavar="COMMAND", help="what to do; see below")
     words = list(sys.argv[1:] if argv is None else argv)
-    command = parser.parse_args(words[:1]).command  # what follows belongs to the command
     # Until the agent has handlers of its own; raised rather than fatal, so that what was made is cleaned up.
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     try:
+        command = parser.parse_args(words[:1]).command  # what follows belongs to the command
         return _command(command)(words[1:])
     except _StoppedError as stopped:
         _say(f"stopped by {stopped.by.name}")
@@ -104,7 +105,9 @@ def launch(words: Sequence[str]) -> int:
                 _say(line)
             if asked.dry_run:
                 defaults = vars(agent.torchrun_parser().parse_args(["script.py"]))
-                _print(dry_run.describe(asked, settled, os.environ, socket.gethostname(), defaults))
+                told = dry_run.describe(asked, settled, os.environ, socket.gethostname(), defaults)
+                agent.check(settled)  # last: torch adds to the environment that was described
+                _print(told)
                 return ExitCode.OK
             ended = agent.run(settled, warm, asked.cold, _say)
     finally:
@@ -124,12 +127,12 @@ def devices(words: Sequence[str]) -> int:
     """`ddpkit devices`: the GPUs of this machine."""
     from ddp_kit.launcher import device_list
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ddpkit devices",
         description="The GPUs of this machine: memory, load, NUMA node, links, who uses them, and which are free.",
     )
     parser.parse_args(words)
-    print(device_list.text(os.environ))
+    _print(device_list.text(os.environ))
     return ExitCode.OK
 
 

@@ -97,15 +97,18 @@ def gpus() -> tuple[Gpu, ...]:
 def visible(machine: tuple[Gpu, ...], env: Mapping[str, str]) -> tuple[tuple[str, Gpu], ...]:
     """The GPUs that a process with this environment would see, each with the word that selects it.
 
-    As CUDA reads CUDA_VISIBLE_DEVICES: numbers or (beginnings of) UUIDs; what follows an invalid one is not seen, and
-    nothing is where one stands twice. A MIG device of which NVML does not tell is taken at its word.
+    As CUDA reads CUDA_VISIBLE_DEVICES: numbers or (beginnings of) UUIDs; what follows an invalid or ambiguous one is
+    not seen, and nothing is where one stands twice. A MIG device of which NVML does not tell is taken at its word.
     """
     words = env.get(VISIBLE_GPUS)
     if words is None:
         return tuple((gpu.uuid if gpu.is_mig else str(gpu.index), gpu) for gpu in machine if gpu.usable)
     seen: list[tuple[str, Gpu]] = []
     for word in (part.strip() for part in words.split(",")):
-        found = next((gpu for gpu in machine if gpu.usable and selects(word, gpu)), None)
+        meant = [gpu for gpu in machine if gpu.usable and selects(word, gpu)]
+        if len(meant) > 1 and not word.isdecimal():
+            break
+        found = meant[0] if meant else None
         if found is None and word.startswith("MIG-"):
             found = Gpu(len(seen), word, "MIG device", memory_total=0, memory_used=0)
         if found is None:

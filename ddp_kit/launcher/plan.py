@@ -56,13 +56,16 @@ def make(
     """
     # A number of processes without a word on GPUs is torchrun's way: the script takes the GPUs it wants.
     by_gpu = spec.gpus is not None or spec.processes is None
-    chosen = choose(spec.gpus, spec.script, machine, env, held) if by_gpu else ()
-    processes = _processes(spec, len(chosen))
+    chosen = choose(spec.gpus, spec.command, machine, env, held) if by_gpu else ()
+    processes = _processes(spec, len(chosen), env)
     places = _places(processes, chosen, cpus, bind=spec.torchrun.get("numa_binding") is None)
     variables = _gpu_variables(spec, chosen, env)
-    if len(places) > 1 and contract.THREADS not in env:
+    # torch of a forked worker has counted the launcher's cores, not those that a single worker is bound to.
+    bound = any(place.cpus and len(place.cpus) < len(cpus.core_of) for place in places)
+    if (len(places) > 1 or bound) and contract.THREADS not in env:
         threads = threads_each(cpus, [place.cpus for place in places])
-        variables[contract.THREADS] = str(threads), f"the share of each of {len(places)} processes"
+        each = f"each of {len(places)} processes" if len(places) > 1 else "the process"
+        variables[contract.THREADS] = str(threads), f"the share of {each}"
     settings = {**spec.torchrun, "nproc_per_node": processes, **_meeting_point(spec.torchrun, run_id)}
     if len(chosen) > 1 and any(gpu.is_mig for _, gpu in chosen):
         settings["virtual_local_rank"] = True  # CUDA shows a process one MIG device at most
@@ -75,14 +78,15 @@ def make(
     )
 
 
-def _processes(spec: LaunchSpec, gpus: int) -> str:
+def _processes(spec: LaunchSpec, gpus: int, env: Mapping[str, str]) -> str:
     """How many processes: one per GPU, what --nproc-per-node says, or 1."""
     if spec.processes is None:
         return str(max(1, gpus))
     if spec.gpus is not None and spec.processes != str(gpus):
+        first = f"unset {contract.PROCESSES_DEFAULT}, or " if contract.PROCESSES_DEFAULT in env else ""
         raise UsageError(
             f"--gpus {spec.gpus} means {gpus} processes, one per GPU, but --nproc-per-node is {spec.processes}",
-            "leave one of the two out",
+            f"{first}leave one of the two out",
         )
     if spec.processes.lstrip("-").isdecimal() and int(spec.processes) < 1:
         raise UsageError(f"--nproc-per-node {spec.processes} asks for no process", "type at least 1")
@@ -116,7 +120,8 @@ def _said_of_gpus(spec: LaunchSpec, chosen: Chosen) -> Iterator[str]:
 def _said_of_threads(variables: Mapping[str, tuple[str, str]], processes: str) -> Iterator[str]:
     if contract.THREADS in variables:
         threads, _ = variables[contract.THREADS]
-        yield f"{contract.THREADS}={threads} for each of {processes} processes; set it yourself to change this"
+        each = "the process" if processes == "1" else f"each of {processes} processes"
+        yield f"{contract.THREADS}={threads} for {each}; set it yourself to change this"
 
 
 def _overruled(torchrun: Mapping[str, Any]) -> tuple[str, ...]:

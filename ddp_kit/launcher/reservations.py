@@ -56,8 +56,9 @@ def holders() -> dict[str, Process]:
     found = {}
     for name in _names():
         kind, _, rest = name.partition("/")
-        if kind == _HOLDER:
-            namespace, pid, uuid = rest.split("/", 2)
+        parts = rest.split("/", 2)
+        if kind == _HOLDER and len(parts) == 3 and parts[1].isdecimal():  # anyone may take any name
+            namespace, pid, uuid = parts
             found[uuid] = look_at(int(pid)) if namespace == _pid_namespace() else Process(0)
     return found
 
@@ -91,7 +92,7 @@ def _one_at_a_time() -> Iterator[None]:
 def _names() -> list[str]:
     """The abstract sockets of this network namespace."""
     try:
-        lines = Path("/proc/net/unix").read_text().splitlines()
+        lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
     except OSError:  # no Linux
         return []
     return [name for line in lines if (name := line.partition(" @")[2])]

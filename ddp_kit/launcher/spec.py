@@ -1,6 +1,7 @@
 """What was asked: a command line, with torchrun's flags and ours, as a `LaunchSpec`."""
 
 import argparse
+import shlex
 import shutil
 import traceback
 import warnings
@@ -12,6 +13,7 @@ from typing import Any
 
 from ddp_kit.contract import MASTER_PORT_DEFAULT, PROCESSES_DEFAULT, PYTHON, ExitCode
 from ddp_kit.errors import UsageError, nearest
+from ddp_kit.launcher.parser import Parser
 
 _DESCRIPTION = """\
 Start a script in several processes, each with its rank and its GPU. Takes every torchrun command line.
@@ -56,17 +58,29 @@ class LaunchSpec:
         """The script, module or program to run."""
         return str(self.torchrun["training_script"])
 
+    @property
+    def command(self) -> str:
+        """How it was typed, `...` for its arguments."""
+        kinds = ("module", "no_python", "run_path")
+        flags = [f"--{kind.replace('_', '-')}" for kind in kinds if self.torchrun.get(kind)]
+        return shlex.join([*flags, self.script]) + " ..." * bool(self.torchrun.get("training_script_args"))
+
 
 def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[str, str]) -> LaunchSpec:
-    """Parse `words` with torchrun's own parser, to which our flags are added.
+    """Parse `words` with the flags of torchrun's own parser and ours.
 
-    Raises `UsageError` for an unknown flag; argparse itself reports other mistakes and exits with code 2.
+    Raises `UsageError`.
     """
-    torchrun.prog = "ddpkit launch"
-    torchrun.usage = "ddpkit launch [flags] script.py [arguments of the script]"
-    torchrun.description, torchrun.epilog = _DESCRIPTION, _EXAMPLES
-    torchrun.formatter_class = argparse.RawDescriptionHelpFormatter
-    ours = torchrun.add_argument_group("ddpkit's own")
+    parser = Parser(
+        prog="ddpkit launch",
+        usage="ddpkit launch [flags] script.py [arguments of the script]",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[torchrun],
+        add_help=False,  # torchrun's -h is there already
+    )
+    ours = parser.add_argument_group("ddpkit's own")
     ours.add_argument(
         "--gpus",
         metavar="N|all|0,2|free:N|UUID",
@@ -79,17 +93,17 @@ def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[
     ours.add_argument(
         "--dry-run", action="store_true", help="say what would run where, with which environment, and start nothing"
     )
-    for action in torchrun._actions:  # the positional arguments, in the words of the usage line
+    for action in parser._actions:  # the positional arguments, in the words of the usage line
         action.metavar = {"training_script": "script.py", "training_script_args": "..."}.get(
             action.dest, action.metavar
         )
     # None: not given. torch's own defaults would not tell, and that of the port differs between its versions.
-    torchrun.set_defaults(nproc_per_node=env.get(PROCESSES_DEFAULT), master_port=env.get(MASTER_PORT_DEFAULT))
-    own, script, arguments = _split(words, torchrun)
-    found, unknown = torchrun.parse_known_args([*own, *script])
+    parser.set_defaults(nproc_per_node=env.get(PROCESSES_DEFAULT), master_port=env.get(MASTER_PORT_DEFAULT))
+    own, script, arguments = _split(words, parser)
+    found, unknown = parser.parse_known_args([*own, *script])
     flags = vars(found) | {"training_script_args": arguments}
     if unknown:
-        raise _unknown_flag(unknown[0], torchrun)
+        raise _unknown_flag(unknown[0], parser)
     return LaunchSpec(
         gpus=flags.pop("gpus"),
         processes=flags.pop("nproc_per_node"),

@@ -138,3 +138,10 @@ print([(place.cpus[0], place.cpus[-1]) for place in made.places])
         f"{','.join(map(str, range(0, count, 2)))} {32 // half}",
         str([(0, 31)] * half + [(32, 63)] * half),
     ]
+
+
+def test_nobody_to_read_the_list_is_no_traceback(machine: Callable[..., dict[str, str]]) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [str(Path(sys.executable).with_name("ddpkit")), "devices"]
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=os.environ | machine(0), check=False)
+    assert b"Traceback" not in run.stderr

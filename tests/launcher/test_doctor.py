@@ -215,6 +215,9 @@ def test_checkpoints_need_a_folder_and_space(healthy: Machine) -> None:
         surroundings.checkpoints(elsewhere), Status.FAIL, "No such file", f"mkdir -p '{elsewhere.checkpoints}'"
     )
     assert list(healthy.checkpoints.iterdir()) == [], "what was written to try it is gone"
+    file = replace(healthy, checkpoints=healthy.checkpoints / "model.pt")
+    file.checkpoints.touch()
+    assert_result(surroundings.checkpoints(file), Status.FAIL, "Not a directory", "--dir DIR")
 
 
 def test_a_clock_that_nobody_sets_is_a_warning(healthy: Machine) -> None:

@@ -226,6 +226,16 @@ def test_no_server_starts_for_a_dry_run_and_words_behind_the_script_do_not_matte
 
 
 SECRETS = {"HF_TOKEN": "hf_abcdefgh", "DATABASE": "postgres://me:pg_abcdefgh@db/x", "WANDB_API_KEY": "wb_abcdefgh"}
+RECORDS = """\
+import os
+from torch.distributed.elastic.multiprocessing.errors import record
+
+@record
+def main():
+    raise ValueError(os.environ["HF_TOKEN"])
+
+main()
+"""
 ARGUMENTS = ["--api-key=ap_abcdefgh", "--password", "pw_abcdefgh", "s3://me:ur_abcdefgh@store", "login=hf_abcdefgh"]
 
 
@@ -241,12 +251,64 @@ ARGUMENTS = ["--api-key=ap_abcdefgh", "--password", "pw_abcdefgh", "s3://me:ur_a
         (["--dry-run", f"{ARGUMENTS[3]}/missing.py"], 2),
         ([ARGUMENTS[0], "fails.py"], 2),
         (["--gpus", ARGUMENTS[3], "fails.py"], 2),
+        (["--max-restarts", "hf_abcdefgh", "fails.py"], 2),
+        (["--r=hf_abcdefgh", "fails.py"], 2),
+        (["-r", "3", "--log-dir", "logs", "records.py", *ARGUMENTS], 1),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
 def test_nothing_the_launcher_prints_has_a_secret(ddpkit: Command, tmp_path: Path, words: list[str], code: int) -> None:
     (tmp_path / "fails.py").write_text("import os, sys\nraise ValueError(f'no login with {sys.argv} {os.environ}')")
+    (tmp_path / "records.py").write_text(RECORDS)
     run = ddpkit("launch", *words, env=SECRETS | {"FAKE_NVML": ""})
     assert run.returncode == code, run.stderr
     assert "abcdefgh" not in run.stdout + run.stderr
     assert len(run.stdout + run.stderr) > 50
+    assert all("abcdefgh" not in verdict.read_text() for verdict in tmp_path.rglob("verdict.json"))
+
+
+@pytest.mark.parametrize("command", [[], ["devices"], ["doctor"]], ids=str)
+def test_a_command_line_that_cannot_be_read_is_not_quoted_with_its_secrets(ddpkit: Command, command: list[str]) -> None:
+    run = ddpkit(*command, "--api-key=ap_abcdefgh", "hf_abcdefgh", env=SECRETS)
+    assert run.returncode == 2
+    assert "usage: ddpkit" in run.stderr
+    assert "abcdefgh" not in run.stdout + run.stderr
+
+
+@pytest.mark.slow
+def test_another_node_shows_no_secret_that_it_does_not_know(ddpkit: Command, tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text(
+        "import os\nif os.environ['RANK'] == '1': raise ValueError(os.environ['HF_TOKEN'])"
+    )
+    words = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}", "fails.py"]
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(ddpkit, "launch", "--nproc-per-node=1", "--node-rank=0", *words)
+        other = pool.submit(ddpkit, "launch", "--nproc-per-node=1", "--node-rank=1", "-r3", *words, env=SECRETS)
+        run = first.result()
+        other.result()
+    assert "ValueError: ****" in run.stderr
+    assert "abcdefgh" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--nnodes", "2:1"],
+        ["--nproc-per-node", "several"],
+        ["--redirects", "9"],
+        ["--rdzv-conf", "join_timeout"],
+        ["--rdzv-backend", "c10d", "--rdzv-conf", "join_timeout=soon"],
+        ["--event-log-handler", "nobody"],
+    ],
+)
+def test_what_a_start_would_refuse_is_refused_and_no_folder_is_made(
+    ddpkit: Command, tmp_path: Path, words: list[str]
+) -> None:
+    (tmp_path / "train.py").touch()
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    env = {"TMPDIR": str(folder)}
+    told = ddpkit("launch", "--dry-run", *words, "train.py", cwd=tmp_path, env=env)
+    assert told.returncode == 2, told.stderr
+    assert "Nothing was started" not in told.stdout
+    assert not list(folder.iterdir())

@@ -316,3 +316,35 @@ def test_processes_near_the_same_cores_share_these() -> None:
 )
 def test_of_two_flags_that_exclude_each_other_the_winner_is_named(words: str, said: str) -> None:
     assert planned(f"{words} train.py").says[-1] == said
+
+
+def test_a_beginning_that_several_uuids_share_selects_none_as_in_cuda() -> None:
+    assert gpus_of("train.py", machine(0, 0), {"CUDA_VISIBLE_DEVICES": "1,GPU-,0"}) == ("1", "1")
+
+
+def test_a_single_worker_bound_to_some_cores_has_threads_for_these() -> None:
+    near = (replace(machine(0)[0], near=(0, 1, 8, 9)),)
+    made = planned("train.py", near, cpus=EIGHT_CORES_OF_TWO_THREADS)
+    assert made.env["OMP_NUM_THREADS"] == "2"
+    assert "OMP_NUM_THREADS=2 for the process; set it yourself to change this" in made.says
+    everywhere = (replace(machine(0)[0], near=tuple(range(16))),)
+    assert "OMP_NUM_THREADS" not in planned("train.py", everywhere, cpus=EIGHT_CORES_OF_TWO_THREADS).env
+
+
+@pytest.mark.parametrize(
+    ("words", "typed"),
+    [
+        ("--gpus 9 -m package.train", "`ddpkit launch --gpus 2 --module package.train`"),
+        ("--gpus 9 --no-python ./run --lr 1", "`ddpkit launch --gpus 2 --no-python ./run ...`"),
+        ("--gpus 9 train.py", "`ddpkit launch --gpus 2 train.py`"),
+    ],
+)
+def test_what_to_type_instead_starts_the_same_program(words: str, typed: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        planned(words, machine(0, 0))
+    assert typed in refused.value.hint
+
+
+def test_a_default_for_the_number_of_processes_is_named_where_it_is_in_the_way() -> None:
+    with pytest.raises(UsageError, match="PET_NPROC_PER_NODE"):
+        planned("--gpus 1 train.py", machine(0, 0), {"PET_NPROC_PER_NODE": "2"})

@@ -196,3 +196,15 @@ def test_a_launch_that_hangs_while_it_chooses_stops_the_others_for_a_while_only(
         hanging.bind(f"\0{reservations._CHOOSING}")
         with reservations.reserved(lambda held: plan):
             assert uuid_of(plan) in reservations.holders()
+
+
+def test_sockets_of_others_may_have_any_name() -> None:
+    names = (b"\xff\xfe", b"ddpkit-gpu-holder/", b"ddpkit-gpu-holder/x/y/z")
+    ours = [socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in names]
+    try:
+        for mark, name in zip(ours, names, strict=True):
+            mark.bind(b"\0" + name + uuid.uuid4().hex.encode())
+        assert not any(gpu.startswith("z") for gpu in reservations.holders())
+    finally:
+        for mark in ours:
+            mark.close()

@@ -1,5 +1,6 @@
 """What is known of a worker that failed: from its exit code, its last words, its error file and the kernel."""
 
+import os
 from contextlib import suppress
 from pathlib import Path
 from signal import SIGKILL
@@ -11,6 +12,7 @@ from ddp_kit import contract
 from ddp_kit.contract import NOTE_AT_START
 from ddp_kit.launcher import hints, last_words
 from ddp_kit.launcher.agent.workers import Workers
+from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.verdict import Failure
 
 _SERVER_LOST = "the process that forks the workers was killed, and all of them with it"
@@ -34,10 +36,10 @@ def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) 
         exit_code=code,
         after=after,
         host=host,
-        message=message,
-        trace=trace,
+        message=masked(message, os.environ),  # here: other nodes, which show it too, do not know the values
+        trace=masked(trace, os.environ),
         step=step_of(workers.error_files[failure.local_rank]),
-        hint=hints.hint(f"{words.tail}\n{trace}\n{message}", code, out_of_memory),
+        hint=masked(hints.hint(f"{words.tail}\n{trace}\n{message}", code, out_of_memory), os.environ),
         at_start=bool(extra.get(NOTE_AT_START)) or last_words.failed_at_start(trace),
         told=told,
         echo=hints.is_echo(message),

@@ -38,6 +38,7 @@ from ddp_kit.launcher.agent.meeting import Meeting
 from ddp_kit.launcher.agent.solo import Solo
 from ddp_kit.launcher.agent.workers import Means
 from ddp_kit.launcher.job import Limits, Node
+from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.plan import Plan
 from ddp_kit.launcher.verdict import Failure, Outcome
 from ddp_kit.launcher.warm.client import WarmServer
@@ -69,6 +70,15 @@ class Ended:
     """Where logs are kept; empty: nowhere."""
 
 
+def check(plan: Plan) -> None:
+    """Raise `UsageError` where `run` would, without making a folder or a socket."""
+    settings = _settings(plan, os.devnull)
+    config, _, _ = _config(settings)
+    if _is_ours(config):
+        _limits(config)
+        _endpoint(config.rdzv_endpoint, 0)
+
+
 def run(plan: Plan, warm: WarmServer | None, cold: bool, say: Say) -> Ended:
     """Run this node's workers to their end. `warm`: who starts them; None: this process. `cold`: without a fork.
 
@@ -76,23 +86,11 @@ def run(plan: Plan, warm: WarmServer | None, cold: bool, say: Say) -> Ended:
     """
     os.environ.update(plan.env)
     with _run_folder(plan, warm, say) as folder:
-        settings = argparse.Namespace(**{**plan.torchrun, "log_dir": folder})
-        if hasattr(settings, "signals_to_handle"):  # not every torch has this flag, or --shutdown-timeout
-            settings.signals_to_handle = _not_ignored(settings.signals_to_handle)
-        if settings.master_port is None:
-            settings.master_port = _STATIC_PORT
-        if settings.rdzv_backend == "c10d" and not settings.rdzv_endpoint:
-            settings.rdzv_endpoint = f"localhost:{_C10D_PORT}"  # torch's default
-        if settings.rdzv_backend != "static":
-            settings.node_rank = 0  # not used there; the user has been told
-        try:
-            config, program, arguments = torchrun.config_from_args(settings)
-        except (ValueError, AssertionError, RuntimeError, OSError) as error:
-            raise UsageError(f"torch refuses this command line: {error}", "see `ddpkit launch --help`") from None
-        _check_event_handler(config.event_log_handler)
+        settings = _settings(plan, folder)
+        config, program, arguments = _config(settings)
         if callable(program):  # --run-path
             program, arguments = sys.executable, ["-u", "-c", _RUN_PATH, *arguments]
-        if config.rdzv_backend not in ("c10d", "static") or config.rdzv_configs.get("store_type", "tcp") != "tcp":
+        if not _is_ours(config):
             return Ended(_torchs_own(config, program, arguments))
         means = Means(
             warm=warm,
@@ -106,6 +104,35 @@ def run(plan: Plan, warm: WarmServer | None, cold: bool, say: Say) -> Ended:
         if ended.folder:
             _keep(verdict.record(ended.outcome), Path(ended.folder) / VERDICT_FILE, say)
         return ended
+
+
+def _settings(plan: Plan, log_dir: str) -> argparse.Namespace:
+    """What torch's own parser would have come to."""
+    settings = argparse.Namespace(**{**plan.torchrun, "log_dir": log_dir})
+    if hasattr(settings, "signals_to_handle"):  # not every torch has this flag, or --shutdown-timeout
+        settings.signals_to_handle = _not_ignored(settings.signals_to_handle)
+    if settings.master_port is None:
+        settings.master_port = _STATIC_PORT
+    if settings.rdzv_backend == "c10d" and not settings.rdzv_endpoint:
+        settings.rdzv_endpoint = f"localhost:{_C10D_PORT}"  # torch's default
+    if settings.rdzv_backend != "static":
+        settings.node_rank = 0  # not used there; the user has been told
+    return settings
+
+
+def _config(settings: argparse.Namespace) -> tuple[LaunchConfig, Any, list[str]]:
+    """torch's reading of the settings: its configuration, what to run, and with which arguments."""
+    try:
+        config, program, arguments = torchrun.config_from_args(settings)
+    except (ValueError, AssertionError, RuntimeError, OSError) as error:
+        raise UsageError(f"torch refuses this command line: {error}", "see `ddpkit launch --help`") from None
+    _check_event_handler(config.event_log_handler)
+    return config, program, arguments
+
+
+def _is_ours(config: LaunchConfig) -> bool:
+    """Whether the nodes meet by our own rendezvous, not by torch's."""
+    return config.rdzv_backend in ("c10d", "static") and config.rdzv_configs.get("store_type", "tcp") == "tcp"
 
 
 def _console(plan: Plan, config: LaunchConfig) -> Console:
@@ -276,7 +303,7 @@ def _summarise(script: str, failures: dict[int, ProcessFailure]) -> None:
         return
     summary = ChildFailedError(script, failures)
     with suppress(OSError, ValueError, AttributeError):  # nobody reads it
-        sys.stderr.write(f"{summary}\n")
+        sys.stderr.write(f"{masked(str(summary), os.environ)}\n")
     _, first = summary.get_first_failure()
     if os.environ.get(ERROR_FILE) and Path(first.error_file).exists():  # this launcher is itself the worker of another
         get_error_handler().dump_error_file(first.error_file, first.exitcode)
@@ -304,7 +331,7 @@ def _torchs_own(config: LaunchConfig, program: str, arguments: list[str]) -> Out
 
 
 def _failure(rank: int, failure: ProcessFailure) -> Failure:
-    message = str(note_of(failure).get("message", ""))
+    message = masked(str(note_of(failure).get("message", "")), os.environ)
     told = failure.exitcode == -signal.SIGTERM  # that is how torch's agent ends the others
     return Failure(
         rank, failure.local_rank, failure.pid, failure.exitcode, failure.timestamp, message=message, told=told

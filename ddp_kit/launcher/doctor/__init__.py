@@ -14,13 +14,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from ddp_kit.contract import NO_COLOR, ExitCode
 from ddp_kit.launcher.doctor import driver, gpus, limits, surroundings, torch_checks, trials
 from ddp_kit.launcher.doctor.machine import Machine
 from ddp_kit.launcher.doctor.result import CheckResult, Status, fail, warn
+from ddp_kit.launcher.masking import masked
+from ddp_kit.launcher.parser import Parser
 
 Check = Callable[[Machine], CheckResult | None]
 """None: there is nothing to check on this machine."""
@@ -61,7 +63,7 @@ exit codes:
 
 def run(words: Sequence[str], env: Mapping[str, str]) -> int:
     """Check this machine, print each finding as soon as it is there, and return the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ddpkit doctor",
         description="Check this machine for training, and say how to mend what is wrong.",
         epilog=_EPILOG,
@@ -99,8 +101,8 @@ def examine(env: Mapping[str, str], checkpoints: Path) -> Iterator[CheckResult]:
         machine = Machine.this(env, checkpoints, nvidia, asked)
         for check in CHECKS:
             result = _checked(check, machine)
-            if result is not None:
-                yield result
+            if result is not None:  # what a broken torch says may quote anything
+                yield replace(result, found=masked(result.found, env), mend=masked(result.mend, env))
 
 
 def _checked(check: Check, machine: Machine) -> CheckResult | None:

@@ -11,6 +11,7 @@ from ddp_kit.launcher.doctor.result import CheckResult, fail, ok, warn
 from ddp_kit.launcher.ports import holder
 
 _OLDEST_PYTHON = (3, 11)
+_ANOTHER_FOLDER = "ddpkit doctor --dir DIR  # another folder"
 _LITTLE_DISK = 5 * GIB
 _TORCH_S_PORTS = (29400, 29500)
 _LOOPBACK = "127.0.0.1"
@@ -79,11 +80,13 @@ def checkpoints(machine: Machine) -> CheckResult:
             os.fsync(file.fileno())
         _, free = machine.space(folder)
     except OSError as error:
-        mend = f"{'sudo chown $USER' if folder.exists() else 'mkdir -p'} {shlex.quote(str(folder))}"
+        mend = _ANOTHER_FOLDER
+        if isinstance(error, PermissionError) or not folder.exists():
+            mend = f"{'sudo chown $USER' if folder.exists() else 'mkdir -p'} {shlex.quote(str(folder))}"
         return fail("checkpoint folder", f"checkpoint folder {folder} cannot be written to: {error.strerror}", mend)
     found = f"checkpoint folder {folder}: {size(free)} free"
     if free < _LITTLE_DISK:
-        return warn("checkpoint folder", found, "ddpkit doctor --dir DIR  # another folder; or free some space")
+        return warn("checkpoint folder", found, f"{_ANOTHER_FOLDER}; or free some space")
     return ok("checkpoint folder", found)
 
 
