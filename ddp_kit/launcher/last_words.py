@@ -9,6 +9,7 @@ _RANK = re.compile(r"^\[rank\d+\]: ?")
 # Warnings of torch's C++ side that follow a traceback while the process ends, such as `[rank0]:[W1120 10:00:00.1 ...`.
 _AFTERWARDS = re.compile(r"^(\[rank\d+\]:)?\[[WEIF]\d{4} |^Exception ignored in|^sys:\d+: |^\s*warnings\.warn\(")
 _CHAINED = re.compile(r"^(The above exception was the direct cause|During handling of the above exception)")
+_PART = re.compile(r"^ {4,}\| ")  # of an exception group
 _FATAL = re.compile(r"^(Fatal Python error: |terminate called )")
 _MOST_LINES = 60
 
@@ -31,8 +32,11 @@ def split(text: str) -> tuple[str, str]:
 def message_of(trace: str) -> str:
     """The line that names the exception."""
     lines = trace.splitlines()
-    for line in reversed(lines):
-        if line and not line.startswith((" ", "\t")) and re.match(r"[\w.]+(: |$)", line) and _MARK not in line:
+    # Of an exception group the first one, whose parts are set in deeper.
+    lines = [line.removeprefix("  | ") for line in lines]
+    starts = [number for number, line in enumerate(lines) if _MARK in line and not _PART.match(line)]
+    for line in lines[starts[-1] + 1 :] if starts else ():
+        if re.match(r"[\w.]+(: |$)", line):
             return line
     return lines[0] if lines and _FATAL.match(lines[0]) else ""
 
