@@ -23,10 +23,15 @@ def split(text: str) -> tuple[str, str]:
         return "", text
     start = _first_of_chain(plain, starts)
     end = _end(plain, starts[-1])
-    found = [line.rstrip() for line in plain[start:end]]
-    if len(found) > _MOST_LINES:
-        found = [*found[: _MOST_LINES // 3], "  ...", *found[-2 * _MOST_LINES // 3 :]]
-    return "\n".join(found), "".join([*lines[:start], *lines[end:]])
+    return "\n".join(line.rstrip() for line in plain[start:end]), "".join([*lines[:start], *lines[end:]])
+
+
+def shortened(trace: str) -> str:
+    """Its beginning and its end, where it is very long."""
+    lines = trace.splitlines()
+    if len(lines) > _MOST_LINES:
+        lines = [*lines[: _MOST_LINES // 3], "  ...", *lines[-2 * _MOST_LINES // 3 :]]
+    return "\n".join(lines)
 
 
 def message_of(trace: str) -> str:
