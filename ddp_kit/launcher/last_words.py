@@ -9,6 +9,7 @@ _RANK = re.compile(r"^\[rank\d+\]: ?")
 # Warnings of torch's C++ side that follow a traceback while the process ends, such as `[rank0]:[W1120 10:00:00.1 ...`.
 _AFTERWARDS = re.compile(r"^(\[rank\d+\]:)?\[[WEIF]\d{4} |^Exception ignored in|^sys:\d+: |^\s*warnings\.warn\(")
 _CHAINED = re.compile(r"^(The above exception was the direct cause|During handling of the above exception)")
+_PART = re.compile(r"^ {4,}\| ")  # of an exception group
 _FATAL = re.compile(r"^(Fatal Python error: |terminate called )")
 _AT_START = re.compile(r"(ImportError|ModuleNotFoundError|SyntaxError|IndentationError|TabError)\b")
 _MOST_LINES = 60
@@ -23,17 +24,25 @@ def split(text: str) -> tuple[str, str]:
         return "", text
     start = _first_of_chain(plain, starts)
     end = _end(plain, starts[-1])
-    found = [line.rstrip() for line in plain[start:end]]
-    if len(found) > _MOST_LINES:
-        found = [*found[: _MOST_LINES // 3], "  ...", *found[-2 * _MOST_LINES // 3 :]]
-    return "\n".join(found), "".join([*lines[:start], *lines[end:]])
+    return "\n".join(line.rstrip() for line in plain[start:end]), "".join([*lines[:start], *lines[end:]])
+
+
+def shortened(trace: str) -> str:
+    """Its beginning and its end, where it is very long."""
+    lines = trace.splitlines()
+    if len(lines) > _MOST_LINES:
+        lines = [*lines[: _MOST_LINES // 3], "  ...", *lines[-2 * _MOST_LINES // 3 :]]
+    return "\n".join(lines)
 
 
 def message_of(trace: str) -> str:
     """The line that names the exception."""
     lines = trace.splitlines()
-    for line in reversed(lines):
-        if line and not line.startswith((" ", "\t")) and re.match(r"[\w.]+(: |$)", line) and _MARK not in line:
+    # Of an exception group the first one, whose parts are set in deeper.
+    lines = [line.removeprefix("  | ") for line in lines]
+    starts = [number for number, line in enumerate(lines) if _MARK in line and not _PART.match(line)]
+    for line in lines[starts[-1] + 1 :] if starts else ():
+        if re.match(r"[\w.]+(: |$)", line):
             return line
     return lines[0] if lines and _FATAL.match(lines[0]) else ""
 

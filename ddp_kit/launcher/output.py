@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ddp_kit.launcher import last_words
@@ -29,7 +29,7 @@ _PARTIAL_SECONDS = 0.05  # after which an unfinished line, such as a progress ba
 _TOGETHER_SECONDS = 0.05  # in which ranks that begin to speak do so at once
 _HELD_SECONDS = 0.7  # after which a traceback is no last word
 _LOOK_SECONDS = 0.1
-_MARK = b"Traceback (most recent call last)"
+_MARKS = (b"Traceback (most recent call last)", b"Fatal Python error: ", b"terminate called ")
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
 
@@ -193,8 +193,8 @@ class Output:
     def _take_lines(self, source: _Source, lines: bytes) -> None:
         if source.held:
             source.held += lines
-        elif (mark := lines.find(_MARK)) >= 0:
-            start = lines.rfind(b"\n", 0, mark) + 1
+        elif marks := [mark for mark in map(lines.find, _MARKS) if mark >= 0]:
+            start = lines.rfind(b"\n", 0, min(marks)) + 1
             if start:
                 self._show(source, lines[:start])
             source.held, source.held_since = lines[start:], time.monotonic()
@@ -279,10 +279,13 @@ class Output:
         sources = [*self._ended, *self._sources]
         words = {rank: self._last_words(rank, sources, keep_back) for rank in failed}
         for source in sources:
-            rest = source.held + source.partial
-            source.held = source.partial = b""
-            if rest:
-                self._show(source, rest)
+            if source.held:
+                source.held, source.partial = source.held + source.partial, b""
+                self._release(source)
+            elif source.partial:
+                self._show(source, source.partial)
+        passed_on = {source.local_rank for source in sources} - {self._consoles.latest_trace}
+        words = {rank: replace(each, shown=each.shown and rank not in passed_on) for rank, each in words.items()}
         for descriptor in (*self._copies.values(), self._wake_up, self._wake, *(each.end for each in self._sources)):
             os.close(descriptor)
         return words
@@ -290,19 +293,26 @@ class Output:
     def _last_words(self, local_rank: int, sources: Iterable[_Source], keep_back: Callable[[str], bool]) -> LastWords:
         if local_rank in self._redirected:
             tail = _end_of_file(self._redirected[local_rank])
-            return LastWords(last_words.split(tail)[0], tail)
+            return LastWords(last_words.shortened(last_words.split(tail)[0]), tail)
         tails = []
         for source in sources:
             if source.local_rank == local_rank:
                 tails.append(source.tail.decode(errors="replace"))
                 if source.held:
-                    text = (source.held + source.partial).decode(errors="replace")
+                    text = (source.held + source.partial).decode(errors="surrogateescape")
                     trace, rest = last_words.split(text)
-                    if keep_back(trace):
-                        source.held, source.partial = b"", rest.encode()
-                    return LastWords(trace, tails[-1], shown=not keep_back(trace))
+                    short = last_words.shortened(_readable(trace))
+                    if keep_back(trace) and short.count("\n") == trace.count("\n"):
+                        source.held, source.partial = b"", rest.encode(errors="surrogateescape")
+                        return LastWords(short, tails[-1])
+                    return LastWords(short, tails[-1], shown=True)  # in full: there is no other place for it
         trace = next(filter(None, (last_words.split(tail)[0] for tail in reversed(tails))), "")
-        return LastWords(trace, "\n".join(tails), shown=not tails or self._consoles.latest_trace == local_rank)
+        return LastWords(last_words.shortened(trace), "\n".join(tails), shown=True)
+
+
+def _readable(text: str) -> str:
+    """With a mark for each byte that is no text."""
+    return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _end_of_file(path: str) -> str:

@@ -136,6 +136,25 @@ def test_nothing_is_left(
     assert set(Path("/dev/shm").iterdir()) <= shared
 
 
+@pytest.mark.parametrize("fault", [the_launcher_is_killed, a_rank_is_killed])
+def test_batches_shared_by_name_are_not_left(
+    script: Script, ready: Path, tmp_path: Path, fault: Callable[..., None]
+) -> None:
+    """Their names are known to torch_shm_manager alone, which would remove them two seconds later."""
+    job, shared = JobProcesses(), set(Path("/dev/shm").iterdir())
+    by_name = "import os, torch.multiprocessing\ntorch.multiprocessing.set_sharing_strategy('file_system')\n"
+    main = script(by_name + STUBBORN)
+    words = ["--shutdown-timeout", 0, "--nproc-per-node", 2, main, ready]
+    with started(*words, job=job, TMPDIR=str(tmp_path)) as launcher:
+        rank = int(wait_for(ready, 2)[0])
+        assert list(tmp_path.glob("torch-shm-dir-*"))
+        there = job.alive()
+        fault(launcher, rank)
+        job.wait_until_gone(there)
+    assert not list(tmp_path.glob("torch-shm-dir-*"))
+    assert set(Path("/dev/shm").iterdir()) <= shared
+
+
 def test_what_a_script_leaves_running_is_ended_with_the_job_and_named(script: Script) -> None:
     main = script("import subprocess\nsubprocess.Popen(['sleep', '1001'], start_new_session=True)\n")
     job = JobProcesses()

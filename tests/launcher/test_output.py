@@ -106,6 +106,40 @@ def test_a_traceback_of_a_rank_that_ended_well_is_shown() -> None:
     assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
 
 
+def test_a_very_long_message_is_shown_whole_and_not_cut_by_the_verdict() -> None:
+    program = "raise ValueError(chr(10).join(map('row {}'.format, range(500))))"
+    done = hosted(f"""
+        words = run([{program!r}, "pass"], failed=[0])
+        print("GIVEN", len(words[0].trace.splitlines()) < 100, words[0].shown, flush=True)
+    """)
+    assert done.stderr.count("row ") == 500
+    assert "GIVEN True True" in done.stdout
+
+
+def test_what_a_failed_rank_prints_after_a_caught_error_is_not_lost() -> None:
+    program = """
+import os, sys, traceback
+try: 1 / 0
+except Exception: traceback.print_exc()
+os.write(2, bytes(range(128, 256)) + b"\\n")
+for i in range(500): print("row", i, file=sys.stderr)
+sys.exit(7)
+"""
+    command = [sys.executable, "-c", HOST + f"run([{program!r}, 'pass'], failed=[0])"]
+    done = subprocess.run(command, capture_output=True, timeout=60)
+    assert done.stderr.count(b"row ") == 500
+    assert bytes(range(128, 256)) in done.stderr
+
+
+def test_a_crash_of_the_interpreter_is_kept_back_like_a_traceback() -> None:
+    done = hosted("""
+        words = run(["import faulthandler, ctypes; faulthandler.enable(); ctypes.string_at(1)", "pass"], failed=[0])
+        print("GIVEN", words[0].trace.splitlines()[0], words[0].shown, flush=True)
+    """)
+    assert "Fatal Python error" not in done.stderr
+    assert "GIVEN Fatal Python error: Segmentation fault False" in done.stdout
+
+
 def test_a_copy_is_kept_of_all_that_is_shown_without_labels(tmp_path: Path) -> None:
     folder = str(tmp_path)
     hosted(f"""

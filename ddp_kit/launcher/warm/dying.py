@@ -22,9 +22,11 @@ _TERM_SECONDS = 0.2
 _LOOK_SECONDS = 0.01
 # In the kernel's uninterruptible sleep a process outlives SIGKILL; nobody waits for it longer than this.
 _UNKILLABLE_SECONDS = 5.0
-# Shared memory whose names libraries make up, and the folders of multiprocessing's sockets.
+# Shared memory whose names libraries make up, and the folders of the sockets of multiprocessing and torch_shm_manager.
 _SHARED_MEMORY = re.compile(r"(/dev/shm/(?:torch_|nccl-)\S+)$", re.MULTILINE)
-_SOCKET_FOLDER = re.compile(r"/pymp-[^/]+$")
+_SOCKET_FOLDER = re.compile(r"/(pymp|torch-shm-dir)-[^/]+$")
+_MANAGED_MEMORY = re.compile(rb"/(torch_\d+_\d+_\d+)\0")
+_HEAP = re.compile(r"^(\w+)-(\w+) .*\[heap\]$", re.MULTILINE)
 
 
 def die_with_parent(parent: int) -> None:
@@ -104,6 +106,7 @@ def end_children(
         wait_for(which, _LOOK_SECONDS, reap)
     wait_for(which, _CLEANERS_SECONDS, reap, cleaners=True)
     for child in filter(which, children()):
+        traces |= traces_of(child.pid) | _managed_by(child.pid)  # torch_shm_manager would take two seconds
         with suppress(OSError):
             os.kill(child.pid, signal.SIGKILL)
     reap()
@@ -132,8 +135,21 @@ def traces_of(pid: int) -> set[Path]:
                 inodes.add(os.readlink(entry.path).encode())  # noqa: PTH115  # thousands of them
     for line in _read("/proc/net/unix").splitlines()[1:]:
         fields = line.split(maxsplit=7)
-        if len(fields) == 8 and b"/pymp-" in fields[7] and b"socket:[%b]" % fields[6] in inodes:
-            found.add(Path(os.fsdecode(fields[7])).parent)
+        if len(fields) == 8 and b"socket:[%b]" % fields[6] in inodes:
+            folder = Path(os.fsdecode(fields[7])).parent
+            if _SOCKET_FOLDER.search(str(folder)):
+                found.add(folder)
+    return found
+
+
+def _managed_by(pid: int) -> set[Path]:
+    """The shared memory that a torch_shm_manager would remove: it alone knows the names, and they are on its heap."""
+    found = set[Path]()
+    with suppress(OSError), Path(f"/proc/{pid}/mem").open("rb") as memory:
+        for heap in _HEAP.finditer(_read(f"/proc/{pid}/maps").decode(errors="replace")):
+            memory.seek(int(heap[1], 16))
+            names = _MANAGED_MEMORY.findall(memory.read(int(heap[2], 16) - int(heap[1], 16)))
+            found |= {Path("/dev/shm", name.decode()) for name in names}  # noqa: S108
     return found
 
 
