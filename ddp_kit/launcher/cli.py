@@ -10,6 +10,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import NoReturn
@@ -94,11 +95,13 @@ def launch(words: Sequence[str]) -> int:
             from ddp_kit.launcher import agent
         if _StoppedError.latest is not None:
             raise _StoppedError.latest
-        from ddp_kit.launcher import cpus, devices, dry_run, plan, reservations, spec, verdict
+        from ddp_kit.launcher import dry_run, plan, spec, verdict
+        from ddp_kit.launcher.devices import cpus, gpus, reservations
 
         asked = spec.parse(words, agent.torchrun_parser(), os.environ)
+        asked = replace(asked, processes=agent.count(asked.processes))
         spec.check_script(asked, os.environ)
-        machine, run_id = devices.gpus(), str(uuid.uuid4())
+        machine, run_id = gpus.gpus(), str(uuid.uuid4())
         make = partial(plan.make, asked, machine, os.environ, run_id, cpus.here())
         with reservations.reserved(make, hold=not asked.dry_run) as settled:
             for line in settled.says:
@@ -125,14 +128,14 @@ def launch(words: Sequence[str]) -> int:
 
 def devices(words: Sequence[str]) -> int:
     """`ddpkit devices`: the GPUs of this machine."""
-    from ddp_kit.launcher import device_list
+    from ddp_kit.launcher.devices import listing
 
     parser = Parser(
         prog="ddpkit devices",
         description="The GPUs of this machine: memory, load, NUMA node, links, who uses them, and which are free.",
     )
     parser.parse_args(words)
-    _print(device_list.text(os.environ))
+    _print(listing.text(os.environ))
     return ExitCode.OK
 
 

@@ -16,7 +16,6 @@ from ddp_kit.launcher.spec import LaunchSpec
 
 AT_THE_START = "chosen at the start"
 WHEN_THEY_MEET = "given when the nodes meet"
-COUNTED = "counted at the start"
 
 _OWN = ("static", "c10d")  # the rendezvous that need no service of their own
 _GRACE = "30"  # torch's default, as are the ports
@@ -137,7 +136,7 @@ def _circumstances(plan: Plan, nodes: _Nodes, env: Mapping[str, str]) -> list[li
     grace = settings.get("shutdown_timeout")
     grace = env.get(contract.GRACE_DEFAULT, _GRACE) if grace is None else grace
     rows = [
-        ["processes", str(len(plan.places) or f"{settings['nproc_per_node']}: {COUNTED}")],
+        ["processes", str(len(plan.places))],
         ["nodes", many],
         ["meet at", where if nodes.named_by else f"{nodes.address}, at a free port chosen at the start"],
         ["restarts", f"at most {settings['max_restarts']}"],
@@ -228,8 +227,6 @@ def _later(plan: Plan, nodes: _Nodes) -> dict[str, str]:
         later |= {contract.MASTER_PORT: AT_THE_START, contract.RUN_ID: AT_THE_START}
     if nodes.port == "0":
         later[contract.MASTER_PORT] = AT_THE_START
-    if not plan.places:
-        later |= dict.fromkeys((*_RANKS, *sizes, contract.LOCAL_WORLD_SIZE), COUNTED)
     if nodes.rank is None:
         later |= dict.fromkeys((contract.RANK, contract.ROLE_RANK, contract.GROUP_RANK, *meeting), WHEN_THEY_MEET)
     if nodes.number is None:

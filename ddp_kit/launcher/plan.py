@@ -7,9 +7,9 @@ from typing import Any
 
 from ddp_kit import contract
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.choice import Chosen, choose
-from ddp_kit.launcher.cpus import Cpus, threads_each
-from ddp_kit.launcher.devices import Gpu
+from ddp_kit.launcher.devices.choice import Chosen, choose
+from ddp_kit.launcher.devices.cpus import Cpus, threads_each
+from ddp_kit.launcher.devices.gpus import Gpu, visible
 from ddp_kit.launcher.spec import LaunchSpec
 
 _LOOPBACK = "127.0.0.1"
@@ -36,7 +36,7 @@ class Plan:
     origin: Mapping[str, str]
     """Why each variable of `env` has its value, in a few words, such as `--gpus 2`."""
     places: tuple[Place, ...]
-    """By local rank; empty where their number is left to torch (`--nproc-per-node auto`)."""
+    """By local rank."""
     says: tuple[str, ...]
     """What the user is told before the start."""
 
@@ -74,7 +74,12 @@ def make(
         env=MappingProxyType({name: value for name, (value, _) in variables.items()}),
         origin=MappingProxyType({name: why for name, (_, why) in variables.items()}),
         places=places,
-        says=(*_said_of_gpus(spec, chosen), *_said_of_threads(variables, processes), *_overruled(spec.torchrun)),
+        says=(
+            *_said_of_mask(machine, env),
+            *_said_of_gpus(spec, chosen),
+            *_said_of_threads(variables, processes),
+            *_overruled(spec.torchrun),
+        ),
     )
 
 
@@ -108,6 +113,14 @@ def _gpu_variables(spec: LaunchSpec, chosen: Chosen, env: Mapping[str, str]) -> 
     if contract.VISIBLE_GPUS not in env:  # numbers mean what NVML and nvidia-smi mean by them
         variables[contract.GPU_ORDER] = "PCI_BUS_ID", "so that GPU numbers are those of nvidia-smi"
     return variables
+
+
+def _said_of_mask(machine: tuple[Gpu, ...], env: Mapping[str, str]) -> Iterator[str]:
+    words = [word for word in env.get(contract.VISIBLE_GPUS, "").split(",") if word.strip() not in ("", "-1")]
+    seen = len(visible(machine, env))
+    if machine and seen < len(words):
+        mask = f"{contract.VISIBLE_GPUS}={env[contract.VISIBLE_GPUS]}"
+        yield f"{mask} shows {seen} of the {len(words)} GPUs it names: one is not there, or is named twice"
 
 
 def _said_of_gpus(spec: LaunchSpec, chosen: Chosen) -> Iterator[str]:

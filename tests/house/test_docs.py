@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddp_kit.config import TrainerConfig
-from ddp_kit.launcher.devices import gpus
+from ddp_kit.launcher.devices.gpus import gpus
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [

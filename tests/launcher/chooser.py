@@ -12,7 +12,8 @@ from functools import partial
 from types import MappingProxyType
 
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher import cpus, devices, plan, reservations, spec
+from ddp_kit.launcher import plan, spec
+from ddp_kit.launcher.devices import cpus, gpus, reservations
 
 SETTINGS = {
     "standalone": True,
@@ -25,7 +26,7 @@ SETTINGS = {
 }
 
 asked = spec.LaunchSpec(sys.argv[1], None, cold=False, dry_run=False, torchrun=MappingProxyType(SETTINGS))
-make = partial(plan.make, asked, devices.gpus(), os.environ, "id", cpus.here())
+make = partial(plan.make, asked, gpus.gpus(), os.environ, "id", cpus.here())
 sys.stdin.read()
 try:
     with reservations.reserved(make) as settled:

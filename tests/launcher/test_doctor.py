@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from ddp_kit.launcher import doctor
-from ddp_kit.launcher.devices import Gpu
+from ddp_kit.launcher.devices.gpus import Gpu
 from ddp_kit.launcher.doctor import gpus, limits, surroundings, torch_checks, trials
 from ddp_kit.launcher.doctor.driver import Card, Driver
 from ddp_kit.launcher.doctor.machine import GIB, Machine

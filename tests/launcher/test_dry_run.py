@@ -15,7 +15,7 @@ import pytest
 
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import agent, cli, dry_run, plan, spec
-from ddp_kit.launcher.cpus import Cpus
+from ddp_kit.launcher.devices.cpus import Cpus
 from ddp_kit.launcher.masking import masked_env
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -28,7 +28,7 @@ name = os.environ["RANK"] + ".json"
 with open(name, "w") as file:
     json.dump({**os.environ, "arguments": repr(sys.argv[1:])}, file)
 """
-TO_COME = (dry_run.AT_THE_START, dry_run.WHEN_THEY_MEET, dry_run.COUNTED)
+TO_COME = (dry_run.AT_THE_START, dry_run.WHEN_THEY_MEET)
 THE_SHELL_S = {"PWD", "OLDPWD", "SHLVL", "_"}
 TORCHRUN = re.compile(r"The same with torchrun.*:\n\n  (.*)")
 
@@ -188,13 +188,6 @@ def test_what_is_only_known_when_nodes_meet_is_not_made_up() -> None:
     for name in ("WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
         assert re.search(rf"  {name} .*  given when the nodes meet\n", text)
     assert "given when the nodes meet  0           given when the nodes meet" in text
-
-
-def test_processes_that_torch_counts_are_not_counted_here() -> None:
-    text = described("--nproc-per-node auto train.py")
-    assert "  0, ...  node7" in text
-    assert "processes  auto: counted at the start" in text
-    assert "--nproc-per-node=auto train.py" in text
 
 
 @pytest.mark.parametrize(

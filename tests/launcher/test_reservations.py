@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher import reservations
-from ddp_kit.launcher.devices import Gpu
+from ddp_kit.launcher.devices import reservations
+from ddp_kit.launcher.devices.gpus import Gpu
 from ddp_kit.launcher.plan import Place, Plan
 
 CHOOSER = [sys.executable, str(Path(__file__).with_name("chooser.py"))]

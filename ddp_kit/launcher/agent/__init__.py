@@ -15,6 +15,6 @@ The only launcher folder that imports torch.
     inbox.py     what the agent's loop waits for
 """
 
-from ddp_kit.launcher.agent.run import check, run, torchrun_parser
+from ddp_kit.launcher.agent.run import check, count, run, torchrun_parser
 
-__all__ = ["check", "run", "torchrun_parser"]
+__all__ = ["check", "count", "run", "torchrun_parser"]

@@ -79,6 +79,18 @@ def check(plan: Plan) -> None:
         _endpoint(config.rdzv_endpoint, 0)
 
 
+def count(processes: str | None) -> str | None:
+    """The number that --nproc-per-node auto, cpu, gpu or xpu stands for on this machine; a number as it is."""
+    if processes is None or processes.lstrip("-").isdecimal():
+        return processes
+    try:
+        return str(torchrun.determine_local_world_size(processes))
+    except ValueError as error:
+        raise UsageError(
+            f"--nproc-per-node {processes} cannot be had: {error}", "type a number, or auto, cpu, gpu or xpu"
+        ) from None
+
+
 def run(plan: Plan, warm: WarmServer | None, cold: bool, say: Say) -> Ended:
     """Run this node's workers to their end. `warm`: who starts them; None: this process. `cold`: without a fork.
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pynvml
 
-from ddp_kit.launcher import devices
-from ddp_kit.launcher.devices import Gpu
+from ddp_kit.launcher.devices import gpus as devices
+from ddp_kit.launcher.devices.gpus import Gpu
 
 Version = tuple[int, int]
 

@@ -16,7 +16,7 @@ from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import IO, Any
 
 from ddp_kit.contract import VISIBLE_GPUS
-from ddp_kit.launcher.devices import Gpu
+from ddp_kit.launcher.devices.gpus import Gpu
 from ddp_kit.launcher.warm.dying import die_with_parent
 
 _LOOPBACK = "127.0.0.1"

@@ -4,10 +4,12 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 
 from ddp_kit.contract import VISIBLE_GPUS
-from ddp_kit.launcher.devices import GIB, Gpu, GpuProcess, gpus, visible
-from ddp_kit.launcher.links import MEANING, links
-from ddp_kit.launcher.processes import Process
-from ddp_kit.launcher.reservations import holders
+from ddp_kit.launcher.devices.gpus import GIB, Gpu, GpuProcess, gpus, visible
+from ddp_kit.launcher.devices.links import MEANING, links
+from ddp_kit.launcher.devices.processes import Process
+from ddp_kit.launcher.devices.reservations import holders
+
+_UUID_SHOWN = 12  # as many characters as --gpus needs of most
 
 
 def text(env: Mapping[str, str]) -> str:
@@ -23,7 +25,7 @@ def text(env: Mapping[str, str]) -> str:
 
 
 def _table(machine: tuple[Gpu, ...], positions: Mapping[str, str], held: Mapping[str, Process]) -> Iterator[str]:
-    titles = ["GPU", "--gpus", "name", "memory used", "load", "NUMA", "state"]
+    titles = ["GPU", "--gpus", "name", "memory used", "load", "NUMA", "UUID", "state"]
     rows = [titles, *(_row(gpu, positions.get(gpu.uuid, "-"), held.get(gpu.uuid)) for gpu in machine)]
     if all(gpu.label == positions.get(gpu.uuid) for gpu in machine):  # else what to type is not what it is called
         rows = [[*row[:1], *row[2:]] for row in rows]
@@ -43,6 +45,7 @@ def _row(gpu: Gpu, position: str, holder: Process | None) -> list[str]:
         gpu.memory or "?",
         "?" if gpu.load is None else f"{gpu.load} %",
         "?" if gpu.numa_node is None else str(gpu.numa_node),
+        gpu.uuid[:_UUID_SHOWN],
         gpu.state(str(holder) if holder else ""),
     ]
 

@@ -7,8 +7,8 @@ from typing import Any
 import pynvml
 
 from ddp_kit.contract import VISIBLE_GPUS
-from ddp_kit.launcher.nvml import asked, bits, handles
-from ddp_kit.launcher.processes import Process, look_at
+from ddp_kit.launcher.devices.nvml import asked, bits, handles
+from ddp_kit.launcher.devices.processes import Process, look_at
 
 GIB = 1024**3
 _MASK_WORDS = 32  # room for the numbers of 2048 CPU cores

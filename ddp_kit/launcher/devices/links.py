@@ -5,7 +5,7 @@ from typing import Any
 
 import pynvml
 
-from ddp_kit.launcher.nvml import asked, handles
+from ddp_kit.launcher.devices.nvml import asked, handles
 
 MEANING = {
     "NV": "that many NVLinks",

@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.devices import Gpu
+from ddp_kit.launcher.devices.gpus import Gpu
+from ddp_kit.launcher.devices.processes import Process, look_at
 from ddp_kit.launcher.plan import Plan
-from ddp_kit.launcher.processes import Process, look_at
 
 _GPU = "ddpkit-gpu"
 _HOLDER = "ddpkit-gpu-holder"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ddp_kit.contract import VISIBLE_GPUS
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.devices import Gpu, selects, visible
+from ddp_kit.launcher.devices.gpus import Gpu, selects, visible
 
 Chosen = tuple[tuple[str, Gpu], ...]
 """GPUs, each with the word that selects it in CUDA_VISIBLE_DEVICES."""
