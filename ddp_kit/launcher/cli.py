@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", metavar="COMMAND", help="what to do; see below")
     words = list(sys.argv[1:] if argv is None else argv)
     # Until the agent has handlers of its own; raised rather than fatal, so that what was made is cleaned up.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _StoppedError.handler)
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # warnings to workers, of which there are none yet

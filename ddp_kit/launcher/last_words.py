@@ -11,6 +11,7 @@ _AFTERWARDS = re.compile(r"^(\[rank\d+\]:)?\[[WEIF]\d{4} |^Exception ignored in|
 _CHAINED = re.compile(r"^(The above exception was the direct cause|During handling of the above exception)")
 _PART = re.compile(r"^ {4,}\| ")  # of an exception group
 _FATAL = re.compile(r"^(Fatal Python error: |terminate called )")
+_ABORT = re.compile(r"^terminate called ")
 _AT_START = re.compile(r"(ImportError|ModuleNotFoundError|SyntaxError|IndentationError|TabError)\b")
 _MOST_LINES = 60
 
@@ -22,6 +23,8 @@ def split(text: str) -> tuple[str, str]:
     starts = [number for number, line in enumerate(plain) if _MARK in line or _FATAL.match(line)]
     if not starts:
         return "", text
+    while len(starts) > 1 and _ABORT.match(plain[starts[-1]]):
+        starts.pop()  # torch may abort a process that has failed already, while it ends
     start = _first_of_chain(plain, starts)
     end = _end(plain, starts[-1])
     return "\n".join(line.rstrip() for line in plain[start:end]), "".join([*lines[:start], *lines[end:]])

@@ -66,6 +66,8 @@ class _Source:
     held: bytes = b""
     """A traceback that may be the last word, with all that came after it."""
     held_since: float = 0.0
+    went_on: bool = False
+    """Whether something came after a traceback that was no last word."""
     tail: bytes = b""
 
 
@@ -199,6 +201,7 @@ class Output:
                 self._show(source, lines[:start])
             source.held, source.held_since = lines[start:], time.monotonic()
         else:
+            source.went_on = True
             self._show(source, lines)
         if len(source.held) > _MOST_HELD:
             self._release(source)
@@ -214,6 +217,7 @@ class Output:
 
     def _release(self, source: _Source) -> None:
         """It was no last word."""
+        source.went_on = False
         held, source.held = source.held, b""
         self._show(source, held)
         self._consoles.latest_trace = source.local_rank
@@ -294,9 +298,10 @@ class Output:
         if local_rank in self._redirected:
             tail = _end_of_file(self._redirected[local_rank])
             return LastWords(last_words.shortened(last_words.split(tail)[0]), tail)
-        tails = []
+        tails, went_on = [], False
         for source in sources:
             if source.local_rank == local_rank:
+                went_on = went_on or source.went_on
                 tails.append(source.tail.decode(errors="replace"))
                 if source.held:
                     text = (source.held + source.partial).decode(errors="surrogateescape")
@@ -306,7 +311,8 @@ class Output:
                         source.held, source.partial = b"", rest.encode(errors="surrogateescape")
                         return LastWords(short, tails[-1])
                     return LastWords(short, tails[-1], shown=True)  # in full: there is no other place for it
-        trace = next(filter(None, (last_words.split(tail)[0] for tail in reversed(tails))), "")
+        traces = () if went_on else (last_words.split(tail)[0] for tail in reversed(tails))
+        trace = next(filter(None, traces), "")
         return LastWords(last_words.shortened(trace), "\n".join(tails), shown=True)
 
 

@@ -89,7 +89,7 @@ def test_mig_devices_stand_for_their_gpu(ddpkit: Command, machine_of: Machine) -
     parts = f"node 1\nmig MIG-x {10 * GIB} {GIB // 2}\nmig MIG-y {10 * GIB} {2 * GIB}\nprocess {NOT_A_PROCESS} {GIB}"
     lines = shown(ddpkit, machine_of(gpu("a", 0, parts) + gpu("b", 0, "mig-mode") + gpu("c")))
     assert [line.split("  ")[0] for line in lines[1:]] == ["0:0", "0:1", "", "1", "2"]
-    assert "Fake GPU MIG 1g.10gb  0.5 of 10 GiB  ?     1     free" in lines[1]
+    assert re.search(r"Fake GPU MIG 1g.10gb  0.5 of 10 GiB  \?     1     MIG-\S+  free", lines[1])
     assert lines[2].endswith("busy: 1 process")
     assert lines[4].endswith("in MIG mode without MIG devices")
 

@@ -72,6 +72,12 @@ def test_without_a_traceback_all_is_the_rest() -> None:
     assert message_of("") == ""
 
 
+def test_a_failed_process_that_torch_aborts_while_it_ends_has_its_own_last_word() -> None:
+    abort = "terminate called after throwing an instance of 'std::system_error'\n  what():  x\n"
+    assert message_of(split(PLAIN + abort)[0]) == "ValueError: no"
+    assert message_of(split(abort)[0]) == abort.splitlines()[0]
+
+
 def test_a_very_long_one_keeps_its_beginning_and_its_end() -> None:
     frames = "".join(f'  File "a.py", line {number}\n' for number in range(1000))
     trace, _ = split(f"Traceback (most recent call last):\n{frames}RecursionError: too deep\n")

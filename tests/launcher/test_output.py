@@ -140,6 +140,21 @@ def test_a_crash_of_the_interpreter_is_kept_back_like_a_traceback() -> None:
     assert "GIVEN Fatal Python error: Segmentation fault False" in done.stdout
 
 
+def test_a_traceback_that_was_caught_is_not_the_reason_of_a_later_failure() -> None:
+    program = "import sys, time, traceback\ntry: 1 / 0\nexcept Exception: traceback.print_exc()\nsys.stdin.read(1)"
+    done = hosted(f"""
+        import threading, time
+        reader, writer = os.pipe()
+        os.dup2(reader, 0)
+        threading.Timer(1.5, os.close, [writer]).start()  # the launcher has waited long enough then
+        os.set_inheritable(writer, False)
+        words = run([{program!r} + "; print('on'); sys.exit(4)", "pass"], failed=[0])
+        print("GIVEN", repr(words[0].trace), flush=True)
+    """)
+    assert "GIVEN ''" in done.stdout, done.stdout
+    assert done.stderr.count("ZeroDivisionError: division by zero") == 1
+
+
 def test_a_copy_is_kept_of_all_that_is_shown_without_labels(tmp_path: Path) -> None:
     folder = str(tmp_path)
     hosted(f"""
