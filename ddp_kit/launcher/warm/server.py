@@ -54,7 +54,7 @@ _PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parall
 # What DistributedDataParallel and optimizers import when the first one is made; too long to let the first start wait.
 _PRELOADED_WHEN_IDLE = ("torch._dynamo",)
 _IDLE_SECONDS = 5.0
-_LEAVING_SECONDS = 0.3  # for what a worker that ended well has started: most of it ends by itself
+_LEAVING_SECONDS = 2.0  # for what a worker that ended well has started: most of it ends by itself, if given the time
 _OWN_FAULTS = {
     signal.SIGSEGV,
     signal.SIGBUS,
