@@ -43,6 +43,8 @@ class Cut:
     why: str
 
 
+_WAKE_UPS = 4096  # bytes; no more than one is needed
+
 Item = Order | Placed | Signalled | Notified | Cut
 
 
@@ -87,10 +89,16 @@ class Inbox:
     def take(self) -> Item | None:
         """The oldest item, or None."""
         if not self._items:
-            return None
-        with suppress(BlockingIOError):
-            os.read(self._read_end, 1)
-        return self._items.popleft()
+            with suppress(BlockingIOError):
+                os.read(self._read_end, _WAKE_UPS)
+        return self._items.popleft() if self._items else None  # one may have come meanwhile
+
+    def wake_on_signals(self) -> None:
+        """Wake whoever waits at any signal.
+
+        The kernel may give a signal to another thread than the one that waits, which then would not run its handler.
+        """
+        signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
 
     def wait(self, timeout: float | None, watched: Iterable[Any] = ()) -> None:
         """Return when something is there or one of `watched` is readable, or after `timeout` seconds."""

@@ -223,6 +223,7 @@ def _keep(record: dict[str, Any], path: Path, say: Say) -> None:
 def _handle_signals(names: str, inbox: Inbox, say: Say) -> None:
     """`names`: of those that close the job. SIGUSR1 and SIGUSR2 are the workers' else, unless they are ignored."""
     os.environ[SIGNALS] = names
+    inbox.wake_on_signals()
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, inbox.on_notice)
