@@ -3,7 +3,7 @@
 import os
 from contextlib import suppress
 from pathlib import Path
-from signal import SIGKILL
+from signal import SIGKILL, SIGTERM
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -28,6 +28,9 @@ def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) 
     message = str(note.get("message", "")) or last_words.message_of(trace)
     if workers.lost(failure.local_rank):
         message = _SERVER_LOST
+    echo = hints.is_echo(message)
+    if told and code == -SIGTERM and message and not echo:
+        code = 1  # it was ending with its own exception already; a peer that missed it had ended before it
     out_of_memory = code == -SIGKILL and not told and workers.killed_for_memory()
     return Failure(
         rank=rank,
@@ -42,7 +45,7 @@ def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) 
         hint=masked(hints.hint(f"{words.tail}\n{trace}\n{message}", code, out_of_memory), os.environ),
         at_start=bool(extra.get(NOTE_AT_START)) or last_words.failed_at_start(trace),
         told=told,
-        echo=hints.is_echo(message),
+        echo=echo,
         out_of_memory=out_of_memory,
     )
 
