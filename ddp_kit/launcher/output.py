@@ -211,9 +211,14 @@ class Output:
         for source in [*self._sources, *self._ended]:
             if source.held and now - source.held_since > _HELD_SECONDS and source.local_rank not in self._failed:
                 self._release(source)
-            if source.partial and not source.held and now - source.since > _PARTIAL_SECONDS:
-                partial, source.partial = source.partial, b""
-                self._show(source, partial)
+            if now - source.since > _PARTIAL_SECONDS:
+                self._show_partial(source)
+
+    def _show_partial(self, source: _Source) -> None:
+        """Its unfinished line, unless that comes after what is held back."""
+        if source.partial and not source.held:
+            partial, source.partial = source.partial, b""
+            self._show(source, partial)
 
     def _release(self, source: _Source) -> None:
         """It was no last word."""
@@ -246,9 +251,7 @@ class Output:
                 consoles.dead.add(console)
 
     def _close(self, source: _Source) -> None:
-        if source.partial and not source.held:
-            partial, source.partial = source.partial, b""
-            self._show(source, partial)
+        self._show_partial(source)
         self._sources.remove(source)
         self._ended.append(source)
         os.close(source.end)

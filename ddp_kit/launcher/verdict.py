@@ -51,6 +51,11 @@ class Failure:
         return self.exit_code in (-signal.SIGKILL, -signal.SIGTERM) and not self.out_of_memory
 
     @property
+    def stopped(self) -> bool:
+        """Whether it only ended because it was told to."""
+        return self.told and (self.exit_code < 0 or not self.message)
+
+    @property
     def how(self) -> str:
         """Its end in words."""
         if self.out_of_memory:
@@ -104,8 +109,7 @@ def first_failure(failures: tuple[Failure, ...]) -> Failure:
 
 def _consequence(failure: Failure) -> int:
     """How likely a failure only follows from another one: 0 is a cause of its own."""
-    by_launcher = failure.told and (failure.exit_code < 0 or not failure.message)
-    if by_launcher:
+    if failure.stopped:
         return 4
     if failure.echo:
         return 3
@@ -167,7 +171,7 @@ def _folded(failures: Iterable[Failure]) -> list[str]:
     """The other ranks, those that were stopped left out: one line for all that ended alike."""
     alike: dict[str, list[int]] = {}
     for failure in failures:
-        if not (failure.told and (failure.exit_code < 0 or not failure.message)):
+        if not failure.stopped:
             words = _PECULIAR.sub("", failure.message).strip() or failure.how
             alike.setdefault(words, []).append(failure.rank)
     largest = Counter({words: len(ranks) for words, ranks in alike.items()}).most_common()

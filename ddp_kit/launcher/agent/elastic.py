@@ -262,14 +262,15 @@ class Agent(LocalElasticAgent):
 
     def _keep_logs(self) -> None:
         """A round without a failure before it has the number of the one before, whose logs torch would remove."""
+        folder, seat = self._attempt_folder, self._seats.seat
+        if folder is not None and seat is not None and folder.name == f"attempt_{seat.restarts}":
+            folder.rename(f"{folder}.round_{seat.round - 1}")
+
+    @property
+    def _attempt_folder(self) -> Path | None:
+        """Where torch has put the logs of the latest workers on this node; None: nowhere."""
         files = self._pcontext.error_files.values() if self._pcontext is not None else ()
-        folder = next((Path(file).parents[1] for file in files if file != os.devnull), None)
-        if (
-            folder is not None
-            and self._seats.seat is not None
-            and folder.name == f"attempt_{self._seats.seat.restarts}"
-        ):
-            folder.rename(f"{folder}.round_{self._seats.seat.round - 1}")
+        return next((Path(file).parents[1] for file in files if file != os.devnull), None)
 
     def _environment(self, worker: Worker, group: WorkerGroup) -> dict[str, str | None]:
         spec, seat = group.spec, self._seats.seat
@@ -361,8 +362,7 @@ class Agent(LocalElasticAgent):
     @property
     def run_folder(self) -> str:
         """Where torch has put this job's logs on this node; empty: nowhere."""
-        files = self._pcontext.error_files.values() if self._pcontext is not None else ()
-        return next((str(Path(file).parents[2]) for file in files if file != os.devnull), "")
+        return "" if self._attempt_folder is None else str(self._attempt_folder.parent)
 
     def _leave(self, item: Signalled) -> None:
         self.outcome = Outcome(stopped_by=item.number)

@@ -40,6 +40,7 @@ from ddp_kit.launcher.agent.workers import Means
 from ddp_kit.launcher.job import Limits, Node
 from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.plan import Plan
+from ddp_kit.launcher.streams import open_log
 from ddp_kit.launcher.verdict import Failure, Outcome
 from ddp_kit.launcher.warm.client import WarmServer
 from ddp_kit.launcher.warm.messages import Program
@@ -213,8 +214,7 @@ def _worker_spec(config: LaunchConfig, command: tuple[str, list[str]], seats: Se
 def _keep(record: dict[str, Any], path: Path, say: Say) -> None:
     """Write the verdict beside the logs."""
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w") as file:
+        with os.fdopen(open_log(str(path)), "w") as file:
             json.dump(record, file, indent=1)
     except OSError as error:
         say(f"{path} cannot be written: {error.strerror}")

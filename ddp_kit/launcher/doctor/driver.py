@@ -1,13 +1,13 @@
 """The NVIDIA driver as NVML tells of it. Nothing here raises: a driver that does not work is a finding."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import pynvml
 
 from ddp_kit.launcher.devices import gpus as devices
 from ddp_kit.launcher.devices.gpus import Gpu
+from ddp_kit.launcher.devices.nvml import asked
 
 Version = tuple[int, int]
 
@@ -55,33 +55,25 @@ def ask() -> Driver:
     try:
         for index in range(pynvml.nvmlDeviceGetCount()):
             pynvml.nvmlDeviceGetHandleByIndex(index)  # raises where a GPU has fallen off the bus
-        cuda = _told(pynvml.nvmlSystemGetCudaDriverVersion)
+        cuda = asked(pynvml.nvmlSystemGetCudaDriverVersion)
         return Driver(
-            version=str(_told(pynvml.nvmlSystemGetDriverVersion) or "unknown"),
+            version=str(asked(pynvml.nvmlSystemGetDriverVersion) or "unknown"),
             cuda=(cuda // 1000, cuda % 1000 // 10) if cuda else None,
             cards=tuple(_card(gpu) for gpu in devices.gpus()),
         )
     except _NO_ANSWER as error:
         return Driver(error=str(error))
     finally:
-        _told(pynvml.nvmlShutdown)
+        asked(pynvml.nvmlShutdown)
 
 
 def _card(gpu: Gpu) -> Card:
     handle = pynvml.nvmlDeviceGetHandleByIndex(gpu.index)
     uncorrected, since_reset = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
-    processes = _told(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
+    processes = asked(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
     return Card(
         gpu,
-        ecc_errors=_told(pynvml.nvmlDeviceGetTotalEccErrors, handle, uncorrected, since_reset),
-        capability=_told(pynvml.nvmlDeviceGetCudaComputeCapability, handle),
+        ecc_errors=asked(pynvml.nvmlDeviceGetTotalEccErrors, handle, uncorrected, since_reset),
+        capability=asked(pynvml.nvmlDeviceGetCudaComputeCapability, handle),
         processes=tuple(process.pid for process in processes if process.pid > 0),
     )
-
-
-def _told(question: Callable[..., Any], *about: Any) -> Any:
-    """NVML's answer, or None where this driver or this GPU does not tell."""
-    try:
-        return question(*about)
-    except _NO_ANSWER:
-        return None
