@@ -5,6 +5,7 @@
     ├── WorldError    the processes and devices are not what was asked for
     ├── DataError     the dataset or loader cannot be used
     ├── LossError     what the user's loss, metric or optimizer gave back cannot be used
+    ├── CheckpointError  a checkpoint cannot be written, found or believed
     ├── UsageError    a command line that cannot be used: exit code 2
     └── LaunchError   the launcher could not bring the job up
 
@@ -14,6 +15,7 @@ A mistake of the user is shown as its message, without a traceback: see `speak_p
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +30,9 @@ class DdpKitError(Exception):
     """
 
     hold_back_seconds = 5.0
-    """How long ranks other than 0 leave the word to rank 0, which has probably found the same mistake."""
+    """How long ranks leave the word to the one that has taken it, or to rank 0 where nobody can tell who has."""
+    another_speaks = False
+    """Whether another rank has found the mistake, so that this one leaves the word to it."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message, hint)
@@ -63,6 +67,10 @@ class LossError(DdpKitError):
     """What the user's loss function, metric or optimizer gave back cannot be used."""
 
 
+class CheckpointError(DdpKitError):
+    """A checkpoint cannot be written, found or believed."""
+
+
 class UsageError(DdpKitError):
     """A command line that cannot be used."""
 
@@ -77,27 +85,31 @@ def nearest(name: str, known: list[str]) -> str | None:
     return found[0] if found else None
 
 
-def speak_plainly(rank: int) -> None:
+def speak_plainly(rank: int, takes_the_word: Callable[[], bool] | None = None) -> None:
     """From now on an uncaught `DdpKitError` ends this process with its message instead of a traceback.
 
-    Where every rank finds the same mistake, rank 0 speaks. The others hold back for a moment, in which the launcher
-    ends them; a rank that is still there after that speaks for itself, so nothing is lost.
+    Where several ranks find the same mistake, one speaks: the first for which `takes_the_word` is true; rank 0 as
+    long as there is no way to ask. The others hold back for a moment, in which the launcher ends them; a rank that is
+    still there after that speaks for itself, so nothing is lost.
     All other exceptions go to the hook that was there before.
     """
     before = sys.excepthook
     if getattr(before, "speaks_plainly", False):
-        return
+        if takes_the_word is None:
+            return
+        before = before.before  # type: ignore[attr-defined]
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, DdpKitError):
             before(kind, error, trace)
             return
-        if rank > 0:
+        first = not error.another_speaks and (rank == 0 if takes_the_word is None else takes_the_word())
+        if not first:
             time.sleep(error.hold_back_seconds)
         speaker = f" (rank {rank})" if rank > 0 else ""
         sys.stderr.write(f"ddpkit: error{speaker}{_place(trace)}: {error}\n")
 
-    hook.speaks_plainly = True  # type: ignore[attr-defined]
+    hook.speaks_plainly, hook.before = True, before  # type: ignore[attr-defined]
     sys.excepthook = hook
 
 

@@ -23,15 +23,17 @@ from ddp_kit.launcher.parser import Parser
 
 _HELP = """\
 commands:
-  launch    start one process per GPU and give each its rank: `ddpkit launch --help`
-  devices   the GPUs, who uses them, and which are free
-  doctor    check this machine for training, and say how to mend what is wrong
+  launch        start one process per GPU and give each its rank: `ddpkit launch --help`
+  devices       the GPUs, who uses them, and which are free
+  checkpoints   those in a folder: whole or damaged, and what differs between two
+  doctor        check this machine for training, and say how to mend what is wrong
 
 examples:
   ddpkit launch train.py                       one process per visible GPU (one process without any)
   ddpkit launch --gpus 4 train.py --lr 0.1     four GPUs; what follows the script is its own
   ddpkit launch --nproc-per-node 2 train.py    two processes, on the CPU too
   ddpkit devices                               which GPUs are free?
+  ddpkit checkpoints runs/1 --verify           is every byte what was written?
   ddpkit doctor --dir /data/checkpoints        is this machine fit, and that folder?
 """
 
@@ -139,6 +141,13 @@ def devices(words: Sequence[str]) -> int:
     return ExitCode.OK
 
 
+def checkpoints(words: Sequence[str]) -> int:
+    """`ddpkit checkpoints`: which there are in a folder, and whether they are whole."""
+    from ddp_kit.launcher.checkpoints import run
+
+    return run(words, _print)
+
+
 def doctor(words: Sequence[str]) -> int:
     """`ddpkit doctor`: what keeps this machine from training, or may."""
     from ddp_kit.launcher.doctor import run
@@ -195,7 +204,12 @@ def _print(text: str) -> None:
         sys.stdout.write(f"{text}\n")
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"launch": launch, "devices": devices, "doctor": doctor}
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "launch": launch,
+    "devices": devices,
+    "checkpoints": checkpoints,
+    "doctor": doctor,
+}
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:

@@ -162,7 +162,7 @@ def _leave_note(error: BaseException, at_start: bool) -> None:
     if not path or (isinstance(error, DdpKitError) and error.hold_back_seconds):  # all ranks': it has said all
         return
     extra = {
-        "py_callstack": "".join(traceback.format_exception(error)),
+        "py_callstack": "" if isinstance(error, DdpKitError) else "".join(traceback.format_exception(error)),
         "timestamp": str(int(time.time())),
         NOTE_MARK: True,
         NOTE_AT_START: at_start,

@@ -1,0 +1,174 @@
+"""`ddpkit checkpoints`: what a folder of checkpoints holds, whether it is whole, what differs between two."""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ddp_kit.contract import ExitCode
+from ddp_kit.errors import CheckpointError, UsageError
+from ddp_kit.launcher.parser import Parser
+from ddp_kit.manifest import STATE, TENSORS, Found, checkpoints, leftovers, tensor_table, verified
+
+_EPILOG = f"""\
+exit codes:
+  {ExitCode.OK:<2d} all of them are whole
+  {ExitCode.BROKEN:<2d} one is damaged
+"""
+_SHOWN = 60  # characters of a value
+_MISSING = object()
+
+
+def run(words: Sequence[str], say: Callable[[str], None]) -> int:
+    """List the checkpoints of a folder, or what differs between two of them, and return the exit code."""
+    parser = Parser(
+        prog="ddpkit checkpoints",
+        description="The checkpoints in a folder: whole or damaged, and what differs between two of them.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("dir", metavar="DIR", type=Path, help="the folder that they are in")
+    parser.add_argument("--verify", action="store_true", help="read every byte and compare its hash, not only sizes")
+    parser.add_argument(
+        "--diff",
+        nargs=2,
+        metavar="STEP",
+        type=int,
+        help="what differs between two steps: names, shapes and types of tensors, and all other values",
+    )
+    asked = parser.parse_args(words)
+    try:
+        found = checkpoints(asked.dir)
+        left = leftovers(asked.dir)
+    except CheckpointError as error:
+        raise UsageError(error.message, error.hint) from None
+    if not found and not left:
+        raise UsageError(f"there are no checkpoints in {asked.dir}", "name the folder that holds the step-... folders")
+    if asked.diff:
+        found = tuple(_of_step(step, found) for step in asked.diff)
+    if asked.verify:
+        found = tuple(map(verified, found))
+    if asked.diff and all(one.whole for one in found):
+        say("\n".join(_differences(*found)))
+        return ExitCode.OK
+    say("\n".join(_table(found)))
+    for path in left:
+        say(f"{path.name}: not finished; the next save removes it, unless somebody writes it still")
+    return ExitCode.OK if all(one.whole for one in found) else ExitCode.BROKEN
+
+
+def _of_step(step: int, found: Sequence[Found]) -> Found:
+    for one in found:
+        if one.step == step:
+            return one
+    steps = ", ".join(str(one.step) for one in found)
+    raise UsageError(f"there is no checkpoint of step {step}", f"there are those of steps {steps}")
+
+
+# The table -----------------------------------------------------------------------------------------------------------
+
+
+def _table(found: Sequence[Found]) -> Iterator[str]:
+    rows = [["step", "age", "size", "files", "state"], *map(_row, found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    yield from ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _row(found: Found) -> list[str]:
+    manifest = found.manifest
+    if manifest is None:
+        return [str(found.step), "?", "?", "?", str(found.problem)]
+    whole = "whole, the best when it was saved" if manifest.best else "whole"
+    return [
+        str(manifest.step),
+        _age(manifest.created),
+        _size(manifest.bytes),
+        str(len(manifest.files)),
+        found.problem or whole,
+    ]
+
+
+def _age(created: str) -> str:
+    try:
+        seconds = max(0, int((datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds()))
+    except (ValueError, TypeError):
+        return "?"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds // length} {unit}"
+    return f"{seconds} s"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB" if count < 1000 else f"{count:,.0f} GiB"
+
+
+# What differs --------------------------------------------------------------------------------------------------------
+
+
+def _differences(old: Found, new: Found) -> Iterator[str]:
+    lines = [*_changed(_tensors(old), _tensors(new)), *_changed(_values(old), _values(new))]
+    yield f"step {old.step} -> step {new.step}: {len(lines) or 'no'} difference{'' if len(lines) == 1 else 's'}"
+    yield from lines
+    yield "(of tensors: their names, types and shapes; not their values)"
+
+
+def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    for name in dict.fromkeys((*old, *new)):
+        before, after = old.get(name, _MISSING), new.get(name, _MISSING)
+        if before is _MISSING:
+            yield f"+ {name}: {_shown(after)}"
+        elif after is _MISSING:
+            yield f"- {name}: {_shown(before)}"
+        elif before != after:
+            yield f"  {name}: {_shown(before)} -> {_shown(after)}"
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def _tensors(found: Found) -> dict[str, str]:
+    """`model: layer.weight` -> what it is."""
+    tensors: dict[str, str] = {}
+    for file in found.manifest.files if found.manifest else ():
+        if file.name.endswith(TENSORS):
+            try:
+                table = tensor_table(found.path / file.name)
+            except (OSError, ValueError) as error:
+                raise UsageError(f"{found.path / file.name} cannot be read: {error}", "try --verify") from None
+            part = file.name.removesuffix(TENSORS)
+            tensors |= {f"{part}: {name}": f"{one['dtype']} {one['shape']}" for name, one in table.items()}
+    return tensors
+
+
+def _values(found: Found) -> dict[str, Any]:
+    """`optimizer.param_groups[0].lr` -> its value; where tensors are is no value."""
+    try:
+        content = json.loads((found.path / STATE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{found.path / STATE} cannot be read: {error}", "try --verify") from None
+    return dict(_leaves("", content))
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and "$tensor" in value:
+        return
+    if isinstance(value, dict) and value and "$" not in {key[:1] for key in value}:
+        for key, one in value.items():
+            yield from _leaves(f"{path}.{key}" if path else key, one)
+    elif isinstance(value, dict) and ("$ordered" in value or "$dict" in value):
+        for key, one in next(iter(value.values())):
+            yield from _leaves(f"{path}[{json.dumps(key)}]", one)
+    elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
+        for number, one in enumerate(value):
+            yield from _leaves(f"{path}[{number}]", one)
+    else:
+        yield path, value

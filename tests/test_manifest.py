@@ -1,0 +1,144 @@
+"""A checkpoint that is not whole is not taken for whole, and what is wrong with it is said."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ddp_kit.errors import CheckpointError
+from ddp_kit.manifest import (
+    FileRecord,
+    Manifest,
+    checkpoints,
+    examine,
+    leftovers,
+    name_of,
+    newest_whole,
+    verified,
+)
+
+
+def made(folder: Path, step: int, content: bytes = b"0123456789") -> Path:
+    path = folder / name_of(step)
+    path.mkdir(parents=True)
+    (path / "model.safetensors").write_bytes(content)
+    record = FileRecord("model.safetensors", len(content), hashlib.sha256(content).hexdigest())
+    manifest = Manifest(step, "2030-01-02T03:04:05+00:00", False, {"torch": "2.13.0"}, (record,))
+    (path / "manifest.json").write_text(manifest.text())
+    return path
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def rewrite(path: Path, **changes: object) -> None:
+    content = json.loads((path / "manifest.json").read_text()) | changes
+    (path / "manifest.json").write_text(json.dumps(content))
+
+
+def test_the_newest_comes_first_and_other_names_are_passed_over(tmp_path: Path) -> None:
+    for step in (9, 123456789, 10):
+        made(tmp_path, step)
+    for name in ("step-1", "notes", ".writing-step-00000011-aa", "step-00000012.old"):
+        (tmp_path / name).mkdir()
+    found = checkpoints(tmp_path, hashes=True)
+    assert [(one.step, one.problem) for one in found] == [(123456789, None), (10, None), (9, None)]
+    assert [path.name for path in leftovers(tmp_path)] == [".writing-step-00000011-aa"]
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no manifest": (lambda path: (path / "manifest.json").unlink(), "half written: manifest.json is missing"),
+    "half a manifest": (lambda path: os.truncate(path / "manifest.json", 100), "manifest.json is damaged"),
+    "empty manifest": (lambda path: os.truncate(path / "manifest.json", 0), "manifest.json is damaged"),
+    "another step's": (lambda path: rewrite(path, step=3), "manifest.json is damaged"),
+    "a longer list": (lambda path: rewrite(path, files=[]), "manifest.json is damaged"),
+    "missing file": (lambda path: (path / "model.safetensors").unlink(), "model.safetensors is missing"),
+    "short file": (
+        lambda path: os.truncate(path / "model.safetensors", 4),
+        "model.safetensors has 4 bytes instead of 10",
+    ),
+    "a folder": (
+        lambda path: ((path / "model.safetensors").unlink(), (path / "model.safetensors").mkdir()),
+        "model.safetensors is not a file",
+    ),
+    "newer": (lambda path: rewrite(path, format=2), "newer format 2: this version of ddpkit reads up to 1"),
+    "not ours": (lambda path: (path / "manifest.json").write_text("{}"), "not a checkpoint of ddpkit"),
+    "no object": (lambda path: (path / "manifest.json").write_text("[1]"), "not a checkpoint of ddpkit"),
+    "renamed": (lambda path: made(path.parent, 1).replace(path / "x") and _swap(path), "manifest.json is that of"),
+}
+
+
+def _swap(path: Path) -> None:
+    (path / "x" / "manifest.json").replace(path / "manifest.json")
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_seen_and_named_and_the_one_before_is_taken(kind: str, tmp_path: Path) -> None:
+    made(tmp_path, 5)
+    damage, said = DAMAGE[kind]
+    damage(made(tmp_path, 6))
+    choice = newest_whole(tmp_path)
+    assert choice.found is not None
+    assert choice.found.step == 5
+    (passed_over,) = choice.passed_over
+    assert said in str(passed_over.problem)
+    assert passed_over.step == (1 if kind == "renamed" else 6)
+
+
+def test_a_flipped_bit_is_seen_where_hashes_are_asked_for(tmp_path: Path) -> None:
+    made(tmp_path, 5)
+    flip(made(tmp_path, 6) / "model.safetensors", 3)
+    assert newest_whole(tmp_path).found == replace(examine(tmp_path / name_of(6)))
+    choice = newest_whole(tmp_path, hashes=True)
+    assert choice.found == examine(tmp_path / name_of(5))
+    assert "its hash differs" in str(choice.passed_over[0])
+    assert verified(choice.passed_over[0]) == choice.passed_over[0]
+
+
+def test_every_flipped_bit_of_a_manifest_is_seen(tmp_path: Path) -> None:
+    path = made(tmp_path, 6) / "manifest.json"
+    content = path.read_bytes()
+    meaning = json.loads(content)
+    for position in range(len(content)):
+        flip(path, position)
+        try:
+            harmless = json.loads(path.read_bytes()) == meaning  # of white space
+        except ValueError:
+            harmless = False
+        assert examine(path.parent).whole is harmless, position
+        path.write_bytes(content)
+
+
+def test_a_manifest_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
+    path = made(tmp_path, 6)
+    outside = FileRecord("../step-00000006/model.safetensors", 10, "")
+    (path / "manifest.json").write_text(Manifest(6, "", False, {}, (outside,)).text())
+    assert examine(path).problem == "manifest.json is damaged"
+
+
+def test_a_folder_that_is_not_there_yet_has_none(tmp_path: Path) -> None:
+    assert checkpoints(tmp_path / "runs") == ()
+    assert newest_whole(tmp_path / "runs").found is None
+
+
+def test_what_is_no_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="is a file, not a folder"):
+        checkpoints(tmp_path / "file")
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        examine(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="Not a directory|is a file"):
+        checkpoints(tmp_path / "file" / "below")
+
+
+def test_a_file_where_a_checkpoint_should_be_is_not_one(tmp_path: Path) -> None:
+    (tmp_path / name_of(7)).touch()
+    made(tmp_path, 5)
+    assert [str(one.problem) for one in checkpoints(tmp_path)] == ["not a checkpoint of ddpkit: a file", "None"]
