@@ -1,0 +1,88 @@
+"""Host memory that the trainer and the writing process share; its pages are used again by each save."""
+
+import mmap
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from ddp_kit.checkpoint.copying import copy
+from ddp_kit.checkpoint.layout import Layout
+
+_PAGE = mmap.PAGESIZE
+_ROOM_TO_GROW = 1 << 16  # for the next state.json, which may be a little longer
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14
+
+
+class SharedBuffer:
+    """Memory without a name: it ends with the last process that has it open. /dev/shm's size does not limit it."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("ddpkit-checkpoint", os.MFD_CLOEXEC)
+        self._memory: mmap.mmap | None = None
+        self._bytes: Tensor | None = None
+        self._pinned = False
+        self._layout: Layout | None = None
+        self._targets: list[Tensor] = []
+
+    @property
+    def view(self) -> memoryview:
+        """The content."""
+        assert self._memory is not None
+        return memoryview(self._memory)
+
+    def fill(self, layout: Layout, tensors: Sequence[Tensor], text: bytes) -> None:
+        """Copy headers, tensors (those that were laid out) and, after them, `text`. On return all of it is there.
+
+        Where the layout is that of the time before, this is one copy.
+        """
+        tensors = [tensors[place.number] for place in layout.places]
+        self._reserve(layout.bytes + len(text))
+        assert self._memory is not None
+        assert self._bytes is not None
+        if layout is not self._layout:
+            for offset, header in layout.headers.items():
+                self._memory[offset : offset + len(header)] = header
+            self._targets = [
+                self._bytes[place.offset : place.offset + place.bytes].view(tensor.dtype).view(tensor.shape)
+                for place, tensor in zip(layout.places, tensors, strict=True)
+            ]
+            self._layout = layout
+        self._memory[layout.bytes : layout.bytes + len(text)] = text
+        if any(tensor.is_cuda for tensor in tensors):
+            self._pin()
+        copy(self._targets, tensors)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._release()
+        with suppress(OSError):
+            os.close(self.descriptor)
+        self.descriptor = -1
+
+    def _reserve(self, size: int) -> None:
+        if self._memory is not None and len(self._memory) >= size:
+            return
+        self._release()
+        size = -(-(size + _ROOM_TO_GROW) // _PAGE) * _PAGE
+        os.ftruncate(self.descriptor, size)
+        self._memory = mmap.mmap(self.descriptor, size)
+        with suppress(OSError):  # a forked loader process shall not keep it
+            self._memory.madvise(mmap.MADV_DONTFORK)
+        with suppress(OSError):  # one call instead of a page fault for every 4 KiB
+            self._memory.madvise(_POPULATE_WRITE)
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def _release(self) -> None:
+        if self._pinned and self._bytes is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())  # type: ignore[no-untyped-call]
+        self._pinned, self._layout, self._targets = False, None, []
+        self._bytes = self._memory = None
+
+    def _pin(self) -> None:
+        """So that GPUs copy into it at full speed; where that is refused, they do it more slowly."""
+        if not self._pinned and self._bytes is not None:
+            refused = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0)  # type: ignore[no-untyped-call]
+            self._pinned = int(refused) == 0

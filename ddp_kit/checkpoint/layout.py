@@ -1,0 +1,93 @@
+"""Which tensor lies where in which file: the safetensors format, written into one piece of memory.
+
+Source of the format: https://github.com/huggingface/safetensors, "Format": 8 bytes with the header's length, the header
+as JSON, then the tensors without a gap.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ddp_kit.checkpoint.writing import Region
+from ddp_kit.manifest import TENSORS
+
+# Those that every safetensors since 0.4.3 knows; others are stored as bytes.
+DTYPES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.uint16: "U16", torch.int16: "I16",
+    torch.uint32: "U32", torch.int32: "I32", torch.uint64: "U64", torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float32: "F32", torch.float64: "F64",
+}  # fmt: skip
+DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
+ALIGNMENT = 64  # of the first tensor in a file; the others follow by falling size of their elements
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor on its way to a file: contiguous or not, on any device, of a type that the format knows."""
+
+    part: str
+    name: str
+    tensor: Tensor
+
+    @property
+    def key(self) -> tuple[str, str, torch.dtype, torch.Size]:
+        """What its place depends on."""
+        return self.part, self.name, self.tensor.dtype, self.tensor.shape
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies in the memory."""
+
+    number: int
+    """Of the tensor, among those that were laid out."""
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The files of tensors, one after another in memory."""
+
+    files: tuple[Region, ...]
+    headers: Mapping[int, bytes]
+    """Offset in memory -> what is written there, before the tensors."""
+    places: tuple[Place, ...]
+    bytes: int
+    """Of all files, each filled up to where the next may begin."""
+
+
+def lay_out(tensors: Sequence[Stored], aliases: Mapping[str, Mapping[str, str]]) -> Layout:
+    """Give each tensor its place. `aliases`: part -> another name of a tensor -> the one it is stored under."""
+    parts: dict[str, list[int]] = {}
+    for number, stored in enumerate(tensors):
+        parts.setdefault(stored.part, []).append(number)
+    files, headers, places, begin = [], {}, [], 0
+    for part, numbers in parts.items():
+        # By falling size of their elements: so each is aligned, without a gap.
+        numbers.sort(key=lambda number: -tensors[number].tensor.element_size())
+        found = [tensors[number] for number in numbers]
+        sizes = [stored.tensor.numel() * stored.tensor.element_size() for stored in found]
+        offsets = list(accumulate(sizes, initial=0))
+        header = headers[begin] = _header(found, offsets, aliases.get(part, {}))
+        begins = [begin + len(header) + offset for offset in offsets]
+        places += [Place(*place) for place in zip(numbers, begins[:-1], sizes, strict=True)]
+        files.append(Region(f"{part}{TENSORS}", begin, begins[-1] - begin))
+        begin += -(-files[-1].bytes // ALIGNMENT) * ALIGNMENT
+    return Layout(tuple(files), headers, tuple(places), begin)
+
+
+def _header(found: Sequence[Stored], offsets: Sequence[int], aliases: Mapping[str, str]) -> bytes:
+    # What transformers and safetensors.torch.load_model look for: the framework, and the names of tied weights.
+    table: dict[str, object] = {"__metadata__": {**aliases, "format": "pt"}}
+    for stored, begin, end in zip(found, offsets, offsets[1:], strict=False):
+        dtype, shape = DTYPES[stored.tensor.dtype], list(stored.tensor.shape)
+        table[stored.name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text

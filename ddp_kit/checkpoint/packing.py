@@ -1,0 +1,341 @@
+"""Nested state <-> tensors by name, and JSON for all else; the same values back, bit by bit. Nothing is unpickled.
+
+    {"model": {"weight": Tensor}, "scheduler": {"betas": (0.9, nan)}}    becomes
+    model.safetensors: "weight"
+    state.json: {"model": {"weight": {"$tensor": ["model", "weight"]}},
+                 "scheduler": {"betas": {"$tuple": [0.9, {"$float": "7ff8000000000000"}]}}}
+
+What JSON has no word for is an object whose first key begins with "$"; docs/checkpoints.md lists them.
+"""
+
+import base64
+import math
+import re
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddp_kit.checkpoint.layout import DTYPES, Stored
+from ddp_kit.errors import CheckpointError
+
+_PART = re.compile(r"\w[\w-]*", re.ASCII)
+_LARGEST = 1 << 63  # an int beyond is written in hexadecimal: decimals of any length take Python too long
+_FACTORIES: dict[str, Callable[[], Any]] = {
+    kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)
+}
+_Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """State, taken apart."""
+
+    tensors: tuple[Stored, ...]
+    aliases: Mapping[str, Mapping[str, str]]
+    """Part -> another name of a tensor -> the name that it is stored under."""
+    text: Mapping[str, Any]
+    """What becomes state.json."""
+
+
+def pack(state: Mapping[str, Any]) -> Packed:
+    """Take a state apart: part -> nested dicts, lists, tuples, sets, numbers, strings, arrays, tensors.
+
+    Tensors of the same memory and shape are stored once, and come back as one. Named tuples come back as tuples,
+    parameters as tensors. Raises `CheckpointError` that names the place of what cannot be stored.
+    """
+    packer = _Packer()
+    for part in state:
+        if not isinstance(part, str) or not _PART.fullmatch(part):
+            raise CheckpointError(
+                f"a part of the state is called {part!r}",
+                "name it with letters, digits, _ and -: it becomes the name of a file",
+            )
+    try:
+        text = {part: packer.pack(value, (part,)) for part, value in state.items()}
+    except RecursionError:
+        raise CheckpointError(
+            "the state is nested too deeply to be stored", "look for a container that contains itself"
+        ) from None
+    return Packed(tuple(packer.tensors), packer.aliases, text)
+
+
+Fetch = Callable[[str, str, bool], Tensor]
+"""Part, name, and whether it was on a device other than the CPU -> the tensor."""
+
+
+def unpack(text: Any, fetch: Fetch) -> Any:
+    """The inverse: from the content of state.json, and what fetches tensors. Raises `CheckpointError`."""
+    try:
+        return _unpack(text, fetch)
+    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError, struct.error) as error:
+        raise CheckpointError(
+            f"the state cannot be read ({type(error).__name__}: {error})",
+            "was it written by a newer version of ddpkit? its manifest.json tells",
+        ) from error
+
+
+# Taking apart --------------------------------------------------------------------------------------------------------
+
+
+class _Packer:
+    def __init__(self) -> None:
+        self.tensors: list[Stored] = []
+        self.aliases: dict[str, dict[str, str]] = {}
+        self._names: set[tuple[str, str]] = set()
+        self._seen: dict[tuple[Any, ...], tuple[str, str]] = {}
+        self._kept: list[Any] = []  # what was made on the way: its memory shall not be another's before all is done
+        self._kinds: dict[type, Callable[[Any, _Path], Any]] = {
+            type(None): _as_it_is, bool: _as_it_is, str: _as_it_is, int: _int, float: _float, bytes: _bytes,
+            complex: _complex, torch.dtype: _dtype, torch.device: _device, np.ndarray: self._array,
+            torch.Size: lambda value, _: {"$size": list(value)},
+            list: self._list, tuple: self._tuple, dict: self._dict, OrderedDict: self._ordered,
+            Counter: self._counter, defaultdict: self._default, deque: self._deque,
+            set: self._set, frozenset: self._set, Tensor: self._tensor,
+        }  # fmt: skip
+
+    def pack(self, value: Any, path: _Path) -> Any:
+        kind = self._kinds.get(type(value))
+        if kind is not None:
+            return kind(value, path)
+        if isinstance(value, torch.nn.Parameter) and not torch.nn.parameter.is_lazy(value):
+            return self.pack(value.detach(), path)
+        if isinstance(value, np.generic):
+            return self._scalar(value, path)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return self._tuple(value, path)
+        raise _unstorable(value, path)
+
+    def _list(self, value: Any, path: _Path) -> Any:
+        return [self.pack(one, (*path, number)) for number, one in enumerate(value)]
+
+    def _tuple(self, value: Any, path: _Path) -> Any:
+        return {"$tuple": self._list(value, path)}
+
+    def _set(self, value: Any, path: _Path) -> Any:
+        return {f"${type(value).__name__}": sorted(self._list(value, path), key=repr)}
+
+    def _deque(self, value: Any, path: _Path) -> Any:
+        return {"$deque": self._list(value, path), "maxlen": value.maxlen}
+
+    def _dict(self, value: Any, path: _Path) -> Any:
+        if all(type(key) is str and key[:1] != "$" for key in value):
+            return {key: self.pack(one, (*path, key)) for key, one in value.items()}
+        return {"$dict": self._pairs(value, path)}
+
+    def _ordered(self, value: Any, path: _Path) -> Any:
+        packed = {"$ordered": self._pairs(value, path)}
+        if vars(value):  # a state_dict's _metadata: the versions of its modules
+            packed["attributes"] = self._dict(vars(value), path)
+        return packed
+
+    def _counter(self, value: Any, path: _Path) -> Any:
+        return {"$counter": self._pairs(value, path)}
+
+    def _default(self, value: Any, path: _Path) -> Any:
+        factory = value.default_factory
+        name = None if factory is None else getattr(factory, "__name__", "")
+        if factory is not None and _FACTORIES.get(str(name)) is not factory:
+            raise _unstorable(factory, (*path, "default_factory"))
+        return {"$default": self._pairs(value, path), "factory": name}
+
+    def _pairs(self, value: Any, path: _Path) -> Any:
+        pairs = []
+        for key, one in value.items():
+            if isinstance(key, Tensor):  # a key by its identity, which does not last
+                raise _unstorable(key, path)
+            pairs.append([self.pack(key, (*path, "key")), self.pack(one, (*path, key))])
+        return pairs
+
+    def _scalar(self, value: Any, path: _Path) -> Any:
+        if value.dtype.hasobject:
+            raise _unstorable(value, path)
+        return {"$scalar": _encoded(value.tobytes()), "dtype": np.lib.format.dtype_to_descr(value.dtype)}
+
+    def _array(self, value: Any, path: _Path) -> Any:
+        if value.dtype.hasobject:
+            raise _unstorable(value, path)
+        whole = np.array(value, order="C")  # writable, without gaps; and the same when it is stored
+        try:
+            stored = torch.from_numpy(whole)
+        except (TypeError, ValueError):  # a type that torch has not
+            stored = torch.frombuffer(bytearray(whole.tobytes()) or bytearray(1), dtype=torch.uint8)[: whole.nbytes]
+        place = self._tensor(stored, path)["$tensor"]
+        return {"$array": place, "dtype": np.lib.format.dtype_to_descr(whole.dtype), "shape": list(whole.shape)}
+
+    def _tensor(self, value: Tensor, path: _Path) -> Any:
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested or value.is_meta:
+            raise _unstorable(value, path)
+        same = (
+            value.data_ptr(), value.dtype, value.shape, value.stride(), value.device, value.is_conj(), value.is_neg(),
+        ) if value.numel() else (id(value),)  # fmt: skip
+        known = self._seen.get(same)
+        if known is None:
+            known = self._seen[same] = self._stored(value, path)
+        else:
+            name = _flat(path)
+            if known[0] == path[0] and known[1] != name and (path[0], name) not in self._names:
+                self.aliases.setdefault(path[0], {})[name] = known[1]
+        packed: dict[str, Any] = {"$tensor": list(known)}
+        if value.dtype not in DTYPES:
+            packed |= {"dtype": _name(value.dtype), "shape": list(value.shape)}
+        if not value.is_cpu:
+            packed["device"] = str(value.device)
+        return packed
+
+    def _stored(self, value: Tensor, path: _Path) -> tuple[str, str]:
+        self._kept.append(value)
+        if value.dtype not in DTYPES:
+            value = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        part, name, number = path[0], _flat(path), 1
+        while (part, name) in self._names or name == "__metadata__":
+            number += 1
+            name = f"{_flat(path)}#{number}"
+        self._names.add((part, name))
+        self.tensors.append(Stored(part, name, value))
+        return part, name
+
+
+def _as_it_is(value: Any, _: _Path) -> Any:
+    return value
+
+
+def _int(value: int, _: _Path) -> Any:
+    return value if -_LARGEST <= value < _LARGEST else {"$int": hex(value)}
+
+
+def _float(value: float, _: _Path) -> Any:
+    return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+
+
+def _complex(value: complex, _: _Path) -> Any:
+    return {"$complex": struct.pack(">dd", value.real, value.imag).hex()}
+
+
+def _bytes(value: bytes, _: _Path) -> Any:
+    return {"$bytes": _encoded(value)}
+
+
+def _dtype(value: torch.dtype, _: _Path) -> Any:
+    return {"$dtype": _name(value)}
+
+
+def _device(value: torch.device, _: _Path) -> Any:
+    return {"$device": str(value)}
+
+
+def _encoded(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _flat(path: _Path) -> str:
+    """The name of a tensor in its part's file, such as `0.exp_avg`."""
+    return ".".join(map(str, path[1:])) or path[0]
+
+
+def _place(path: _Path) -> str:
+    """Where a value is, such as `scheduler.lr_lambdas[0]`."""
+    inner = (f".{step}" if isinstance(step, str) else f"[{step!r}]" for step in path[1:])
+    return f"{path[0]}{''.join(inner)}"
+
+
+def _unstorable(value: Any, path: _Path) -> CheckpointError:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    if isinstance(value, Tensor):
+        hint = "store a plain dense tensor instead: .to_dense(), .dequantize(), .full_tensor()"
+        kind = f"{kind} ({value.layout}, {value.device})"
+    elif callable(value):
+        hint = "leave it out of the state_dict(), and make it anew before the state is loaded"
+    else:
+        hint = "let state_dict() give numbers, strings, tensors, arrays, and lists, tuples, dicts and sets of them"
+    return CheckpointError(f"{_place(path)} is a {kind}, which a checkpoint cannot store", hint)
+
+
+# Putting together ----------------------------------------------------------------------------------------------------
+
+
+def _unpack(text: Any, fetch: Fetch) -> Any:
+    if isinstance(text, list):
+        return [_unpack(one, fetch) for one in text]
+    if not isinstance(text, dict):
+        return text
+    tag = next(iter(text), "")
+    if tag[:1] != "$":
+        return {key: _unpack(one, fetch) for key, one in text.items()}
+    content = text[tag]
+    if tag in _FROM_TEXT:
+        return _FROM_TEXT[tag](content)
+    if tag == "$tensor":
+        return _tensor_from(text, fetch(content[0], content[1], "device" in text))
+    if tag == "$array":
+        return _array_from(text, fetch(content[0], content[1], False).reshape(-1).view(torch.uint8).numpy())
+    if tag == "$scalar":
+        return np.ndarray((), _descr(text["dtype"]), base64.b64decode(content))[()]
+    if tag in _FROM_LIST:
+        return _FROM_LIST[tag]([_unpack(one, fetch) for one in content])
+    if tag == "$deque":
+        return deque((_unpack(one, fetch) for one in content), text["maxlen"])
+    return _mapping_from(tag, text, [(_unpack(key, fetch), _unpack(one, fetch)) for key, one in content], fetch)
+
+
+def _mapping_from(tag: str, text: Any, pairs: Any, fetch: Fetch) -> Any:
+    if tag == "$dict":
+        return dict(pairs)
+    if tag == "$counter":
+        return Counter(dict(pairs))
+    if tag == "$default":
+        return defaultdict(None if text["factory"] is None else _FACTORIES[text["factory"]], pairs)
+    if tag != "$ordered":
+        raise ValueError(f"an unknown kind of value: {tag}")
+    ordered = OrderedDict(pairs)
+    vars(ordered).update(_unpack(text.get("attributes", {}), fetch))
+    return ordered
+
+
+def _tensor_from(text: Any, stored: Tensor) -> Tensor:
+    if "dtype" in text:
+        stored = stored.view(_dtype_from(text["dtype"])).reshape(text["shape"])
+    return stored
+
+
+def _array_from(text: Any, content: Any) -> Any:
+    return np.ndarray(text["shape"], _descr(text["dtype"]), bytearray(content))
+
+
+def _descr(text: Any) -> np.dtype[Any]:
+    return np.lib.format.descr_to_dtype(_fields(text))
+
+
+def _fields(text: Any) -> Any:
+    """numpy's description of a type, in which JSON has made lists of the tuples."""
+    if not isinstance(text, list):
+        return text
+    return [(field[0], _fields(field[1]), *map(tuple, field[2:])) for field in text]
+
+
+def _dtype_from(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} is no dtype")
+    return dtype
+
+
+_FROM_LIST: dict[str, Callable[[Any], Any]] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
+_FROM_TEXT: dict[str, Callable[[Any], Any]] = {
+    "$int": lambda content: int(content, 16),
+    "$float": lambda content: struct.unpack(">d", bytes.fromhex(content))[0],
+    "$complex": lambda content: complex(*struct.unpack(">dd", bytes.fromhex(content))),
+    "$bytes": base64.b64decode,
+    "$size": lambda content: torch.Size(content),
+    "$dtype": _dtype_from,
+    "$device": torch.device,
+}

@@ -1,0 +1,131 @@
+"""Saving without standing still: a copy of the state in host memory, and a process that writes it out."""
+
+import json
+import platform
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from ddp_kit import __version__
+from ddp_kit.checkpoint.background import WriterProcess
+from ddp_kit.checkpoint.buffer import SharedBuffer
+from ddp_kit.checkpoint.layout import Layout, lay_out
+from ddp_kit.checkpoint.packing import Packed, pack
+from ddp_kit.checkpoint.writing import Job, Region, make_folder, refused, write
+from ddp_kit.errors import CheckpointError
+from ddp_kit.manifest import STATE
+
+
+class Saver:
+    """Writes checkpoints into `folder`; a context manager, which ends with `close`.
+
+    `keep_last`: how many whole checkpoints are kept, the new one included; the best one is kept beside them.
+    `background`: whether a process of its own writes, hashes and waits for the disk.
+
+        saver.save(12, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": {"epoch": 3}})
+        saver.check()    now and then: raises what went wrong
+        saver.close()
+
+    It holds host memory of the state's size from the first save on. Raises `CheckpointError` where the folder cannot
+    be written to.
+    """
+
+    def __init__(self, folder: Path | str, *, keep_last: int, background: bool = True) -> None:
+        self._folder = Path(folder).absolute()
+        self._keep_last = keep_last
+        try:
+            make_folder(self._folder)
+        except OSError as error:
+            raise refused(error, self._folder) from None
+        self._buffer = SharedBuffer()
+        self._release = weakref.finalize(self, self._buffer.close)
+        self._background = background
+        self._writer = WriterProcess(self._buffer.descriptor) if background else None
+        self._busy = False
+        self._layout: tuple[Any, Layout] | None = None
+
+    def save(self, step: int, state: Mapping[str, Any], *, best: bool = False) -> None:
+        """Begin a checkpoint: on return the state is copied, and may change again.
+
+        One at a time: while the one before is still being written, this waits for it. Where that one has failed, its
+        `CheckpointError` is raised here, unless `check` or `wait` has raised it before, and nothing is begun.
+        `state`: part -> what `packing.pack` can store, on any device. `best`: whether it is the best so far.
+        """
+        packed = pack(state)
+        self.wait()
+        text = json.dumps(packed.text, separators=(",", ":")).encode()
+        layout = self._laid_out(packed)
+        try:
+            self._buffer.fill(layout, [stored.tensor for stored in packed.tensors], text)
+        except OSError as error:
+            raise CheckpointError(
+                f"there is no host memory for a copy of the state: {layout.bytes:,} bytes are needed ({error})",
+                "each process that saves needs as much as its state; ask for more memory",
+            ) from None
+        files = (*layout.files, Region(STATE, layout.bytes, len(text)))
+        versions = {"ddpkit": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        job = Job(str(self._folder), step, best, self._keep_last, versions, files)
+        if self._background:
+            self._start(job)
+        else:
+            with self._buffer.view as view:
+                write(job, view)
+
+    def check(self) -> None:
+        """Raise the `CheckpointError` of a save that has failed, once; does not wait."""
+        if self._busy:
+            self._finished(wait=False)
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is whole. Raises its `CheckpointError`."""
+        if self._busy:
+            self._finished(wait=True)
+
+    def close(self) -> None:
+        """Wait, then end the writing process and give the memory back. Raises the last save's `CheckpointError`."""
+        try:
+            self.wait()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+            self._release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self, job: Job) -> None:
+        if self._writer is None:  # the one before is gone, which has been said
+            self._writer = WriterProcess(self._buffer.descriptor)
+        self._busy = True
+        try:
+            self._writer.start(job)
+        except CheckpointError:
+            self._writer, self._busy = None, False
+            raise
+
+    def _finished(self, *, wait: bool) -> None:
+        assert self._writer is not None
+        try:
+            self._busy = not self._writer.finished(wait=wait)
+        except CheckpointError:
+            self._busy = False
+            if self._writer.gone:
+                self._writer = None
+            raise
+
+    def _laid_out(self, packed: Packed) -> Layout:
+        """The same object for the same names, types and shapes: most states change in nothing but their values."""
+        key = [stored.key for stored in packed.tensors], packed.aliases
+        if self._layout is None or self._layout[0] != key:
+            self._layout = key, lay_out(packed.tensors, packed.aliases)
+        return self._layout[1]

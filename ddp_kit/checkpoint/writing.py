@@ -1,0 +1,282 @@
+"""From host memory to a checkpoint on the disk. Without torch: the process that does this has not imported it.
+
+    make .writing-step-K-<random>        the leftovers of dead writers go
+    write and fsync each file; the manifest is the last
+    fsync the folder, rename it to step-K, fsync its parent          from here on it is the newest
+    rename what is not kept to .removed-..., then remove it
+
+Killed at any moment, there is the old checkpoint or the new one, and a folder with a leading dot that the next save
+removes.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from threading import Thread
+from typing import Self
+
+from ddp_kit.checkpoint.system import System
+from ddp_kit.errors import CheckpointError
+from ddp_kit.manifest import (
+    MANIFEST,
+    REMOVED,
+    WRITING,
+    FileRecord,
+    Found,
+    Manifest,
+    checkpoints,
+    leftovers,
+    name_of,
+)
+
+_CHUNK = 64 << 20
+_LONG_AGO = 3600.0  # without locks, what nobody has written to for so long has no writer
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_HELD_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EACCES)
+
+
+@dataclass(frozen=True)
+class Region:
+    """A file, and where its content lies in the memory."""
+
+    name: str
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """One checkpoint to write."""
+
+    folder: str
+    """That of all checkpoints."""
+    step: int
+    best: bool
+    keep_last: int
+    versions: Mapping[str, str]
+    files: tuple[Region, ...]
+
+    def to_json(self) -> str:
+        """As one line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str | bytes) -> Self:
+        """The inverse of `to_json`."""
+        content = json.loads(line)
+        return cls(**{**content, "files": tuple(Region(**file) for file in content["files"])})
+
+
+def write(job: Job, memory: memoryview, system: System | None = None) -> None:
+    """Write one checkpoint, durably, and let go of those that are not kept.
+
+    Raises `CheckpointError`; what was there before is then still there.
+    """
+    system = system or System()
+    folder = Path(job.folder)
+    with _explained(job, folder, system):
+        make_folder(folder, system)
+        with _alone(folder) as alone:
+            half = folder / f"{WRITING}{name_of(job.step)}-{secrets.token_hex(4)}"
+            system.mkdir(half)
+            try:
+                _clear_leftovers(folder, half, alone, system)
+                _check_space(job, folder, system)
+                _write_files(job, memory, half, system)
+                _put_in_place(half, folder / name_of(job.step), system)
+            except BaseException:
+                with suppress(OSError):
+                    system.remove(half)
+                raise
+            _fsync_folder(folder, system)
+            _prune(job, folder, system)
+
+
+def make_folder(folder: Path, system: System | None = None) -> None:
+    """Make the folder of all checkpoints, and those above it, durably. Raises `OSError`."""
+    system = system or System()
+    if not folder.is_dir():
+        if not folder.parent.is_dir():
+            make_folder(folder.parent, system)
+        try:
+            system.mkdir(folder)
+        except FileExistsError:
+            if not folder.is_dir():  # else another process was quicker
+                raise
+        _fsync_folder(folder.parent, system)
+
+
+def refused(error: OSError, folder: Path) -> CheckpointError:
+    """The error of a folder that cannot be written to."""
+    return CheckpointError(
+        f"checkpoints cannot be written to {folder}: {error.strerror or error}",
+        f"`ddpkit doctor --dir {folder}` tries it; name a folder that is yours, on a disk that can be written to",
+    )
+
+
+# Writing -------------------------------------------------------------------------------------------------------------
+
+
+def _write_files(job: Job, memory: memoryview, half: Path, system: System) -> None:
+    records = []
+    for file in job.files:
+        content = memory[file.offset : file.offset + file.bytes]
+        with _hashed(content) as digest:
+            _write_file(half / file.name, content, system)
+        records.append(FileRecord(file.name, file.bytes, digest()))
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    manifest = Manifest(job.step, created, job.best, job.versions, tuple(records))
+    _write_file(half / MANIFEST, memoryview(manifest.text().encode()), system)
+    _fsync_folder(half, system)
+
+
+@contextmanager
+def _hashed(content: memoryview) -> Iterator[Callable[[], str]]:
+    """Hash it beside what is done meanwhile; both leave the interpreter lock alone."""
+    digest = hashlib.sha256()
+    thread = Thread(target=digest.update, args=(content,))
+    thread.start()
+    try:
+        yield digest.hexdigest
+    finally:
+        thread.join()
+
+
+def _write_file(path: Path, content: memoryview, system: System) -> None:
+    file = system.create(path)
+    try:
+        done = 0
+        while done < len(content):
+            done += system.write(file, content[done : done + _CHUNK])
+        system.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _fsync_folder(folder: Path, system: System) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        system.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some file systems of networks: their names are durable at once, or never
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _put_in_place(half: Path, place: Path, system: System) -> None:
+    if not place.exists():
+        system.rename(half, place)
+        return
+    # A run that went back writes a step once more: to swap them leaves no moment without one.
+    try:
+        system.exchange(half, place)
+        before = half
+    except OSError:
+        before = _removed(place)
+        system.rename(place, before)
+        system.rename(half, place)
+    system.remove(before)
+
+
+# Keeping -------------------------------------------------------------------------------------------------------------
+
+
+def _prune(job: Job, folder: Path, system: System) -> None:
+    """Let go of older checkpoints. What is of a later step belongs to another run, and is left alone."""
+    there = [found for found in checkpoints(folder) if found.step <= job.step]
+    kept = _kept(there, job.keep_last)
+    for found in there:
+        if found.step not in kept and _is_ours(found):
+            away = _removed(found.path)
+            with suppress(FileNotFoundError):  # another writer has done it
+                system.rename(found.path, away)
+                system.remove(away)
+
+
+def _kept(there: Iterable[Found], keep_last: int) -> set[int]:
+    whole = [found for found in there if found.whole]
+    best = [found.step for found in whole if found.manifest is not None and found.manifest.best]
+    last = [found.step for found in whole[:keep_last]]
+    damaged = [found.step for found in there if not found.whole and found.step >= min(last, default=0)]
+    return {*last, *best[:1], *damaged}
+
+
+def _is_ours(found: Found) -> bool:
+    """Whether it is known to be a checkpoint that this version may remove: whole or damaged, but of its format."""
+    return found.manifest is not None
+
+
+def _removed(path: Path) -> Path:
+    return path.with_name(f"{REMOVED}{path.name}-{secrets.token_hex(4)}")
+
+
+# Leftovers -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[bool | None]:
+    """Hold the folder's lock while writing. True: no other process writes there. None: there are no locks here."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone: bool | None = True
+        except OSError as error:  # the kernel lets go of a dead writer's
+            alone = False if error.errno in _HELD_BY_ANOTHER else None
+        yield alone
+    finally:
+        os.close(descriptor)
+
+
+def _clear_leftovers(folder: Path, own: Path, alone: bool | None, system: System) -> None:
+    now = own.stat().st_mtime  # by the clock of the file system, which may be another's
+    for path in leftovers(folder):
+        if path != own and (alone or (alone is None and now - _last_written(path) > _LONG_AGO)):
+            with suppress(FileNotFoundError):
+                system.remove(path)
+
+
+def _last_written(path: Path) -> float:
+    with suppress(OSError):
+        return max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
+    return float("inf")
+
+
+# What can go wrong ---------------------------------------------------------------------------------------------------
+
+
+def _check_space(job: Job, folder: Path, system: System) -> None:
+    needed, free = sum(file.bytes for file in job.files), system.free(folder)
+    if needed > free:
+        raise _full(job, folder, free)
+
+
+def _full(job: Job, folder: Path, free: int | None) -> CheckpointError:
+    needed = sum(file.bytes for file in job.files)
+    there = "" if free is None else f", {free:,} are free"
+    return CheckpointError(
+        f"there is no space for the checkpoint of step {job.step} in {folder}: {needed:,} bytes are needed{there}",
+        "free some space, lower keep_last, or name a folder on another disk; the checkpoints before are untouched",
+    )
+
+
+@contextmanager
+def _explained(job: Job, folder: Path, system: System) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            free = None
+            with suppress(OSError):
+                free = system.free(folder)
+            raise _full(job, folder, free) from None
+        raise refused(error, folder) from None

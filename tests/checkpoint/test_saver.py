@@ -1,0 +1,403 @@
+"""Saving and loading: what is there afterwards, who is told of faults, and what is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import safetensors.torch
+import torch
+
+from ddp_kit.checkpoint.loading import load
+from ddp_kit.checkpoint.saver import Saver
+from ddp_kit.errors import CheckpointError
+from ddp_kit.manifest import STATE, checkpoints, examine, leftovers, name_of, newest_whole, verified
+
+Same = Callable[[Any, Any], bool]
+
+
+def state(value: float, size: int = 1000) -> dict[str, Any]:
+    return {"model": {"w": torch.full((size,), value), "b": torch.tensor(value)}, "progress": {"step": value}}
+
+
+@pytest.fixture(params=[True, False], ids=["in the background", "in the caller"])
+def background(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def steps(folder: Path) -> list[int]:
+    return [found.step for found in checkpoints(folder, hashes=True) if found.whole]
+
+
+def test_what_was_saved_is_loaded(tmp_path: Path, same: Same, background: bool) -> None:
+    with Saver(tmp_path / "runs" / "one", keep_last=2, background=background) as saver:
+        for step in range(1, 4):
+            saver.save(step, state(step, size=1000 * step))
+    folder = tmp_path / "runs" / "one"
+    assert steps(folder) == [3, 2]
+    assert same(load(folder / name_of(3)), state(3, size=3000))
+    assert same(load(str(folder / name_of(2))), state(2, size=2000))
+    assert sorted(path.name for path in folder.iterdir()) == [name_of(2), name_of(3)]
+
+
+def test_the_state_may_change_as_soon_as_save_returns(tmp_path: Path, same: Same) -> None:
+    changing = state(1, size=1 << 20)
+    with Saver(tmp_path, keep_last=1) as saver:
+        for step in range(3):
+            changing["model"]["w"].fill_(step)
+            changing["progress"]["step"] = step
+            expected = {"w": changing["model"]["w"].clone(), "b": changing["model"]["b"]}
+            saver.save(step, changing)
+            changing["model"]["w"].fill_(-1)
+            changing["progress"]["step"] = -1
+            saver.wait()
+            assert same(load(tmp_path / name_of(step)), {"model": expected, "progress": {"step": step}})
+
+
+def test_a_state_that_changes_its_shape_is_laid_out_anew(tmp_path: Path, same: Same) -> None:
+    states = [
+        {"model": torch.ones(3), "other": {"a": torch.ones(2, dtype=torch.int8)}},
+        {"model": torch.ones(3, dtype=torch.float64)},
+        {"other": {"a": torch.arange(1 << 18), "b": torch.ones(())}},
+        {"other": {"b": torch.ones(()), "a": torch.arange(1 << 18)}},
+        {"nothing": None},
+        {},
+    ]
+    with Saver(tmp_path, keep_last=9) as saver:
+        for step, one in enumerate(states):
+            saver.save(step, one)
+    for step, one in enumerate(states):
+        assert same(load(tmp_path / name_of(step)), one)
+
+
+def test_safetensors_itself_reads_the_tensors(tmp_path: Path) -> None:
+    tied, odd = torch.randn(7), torch.randn(3, 5).T
+    model = {"a": torch.ones((), dtype=torch.bool), "tied": tied, "b.c": odd, "too": tied, "e": torch.empty(0, 2)}
+    model |= {"f8": torch.ones(3).to(torch.float8_e4m3fn), "h": torch.ones(5, dtype=torch.bfloat16)}
+    with Saver(tmp_path, keep_last=1, background=False) as saver:
+        saver.save(1, {"model": model})
+    file = tmp_path / name_of(1) / "model.safetensors"
+    read = safetensors.torch.load_file(file)
+    assert set(read) == set(model) - {"too"}
+    for name, tensor in read.items():
+        assert tensor.dtype == model[name].dtype
+        assert torch.equal(tensor.float(), model[name].float())
+    with safetensors.safe_open(file, "pt") as opened:  # type: ignore[no-untyped-call]
+        assert opened.metadata() == {"format": "pt", "too": "tied"}
+
+
+def test_safetensors_loads_the_weights_into_a_model_with_tied_ones(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    with Saver(tmp_path, keep_last=1, background=False) as saver:
+        saver.save(1, {"model": model.state_dict()})
+    other = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    other[1].weight = other[0].weight
+    assert safetensors.torch.load_model(other, tmp_path / name_of(1) / "model.safetensors") == (set(), [])
+    assert torch.equal(other[1].weight, model[0].weight)
+
+
+# Retention -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_is_kept_beside_the_last_ones(tmp_path: Path, background: bool) -> None:
+    with Saver(tmp_path, keep_last=2, background=background) as saver:
+        for step in range(1, 7):
+            saver.save(step, state(step), best=step in (1, 3))
+    assert steps(tmp_path) == [6, 5, 3]
+
+
+def test_damaged_ones_do_not_count_and_go_when_they_are_old(tmp_path: Path) -> None:
+    with Saver(tmp_path, keep_last=2, background=False) as saver:
+        for step in range(1, 4):
+            saver.save(step, state(step))
+        (tmp_path / name_of(3) / "model.safetensors").unlink()
+        saver.save(4, state(4))
+        assert [found.step for found in checkpoints(tmp_path)] == [4, 3, 2]
+        saver.save(5, state(5))
+    assert [found.step for found in checkpoints(tmp_path)] == [5, 4]
+
+
+def test_what_is_not_ours_or_of_a_later_step_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / name_of(1)).mkdir()
+    (tmp_path / name_of(1) / "manifest.json").write_text("{}")
+    (tmp_path / "notes.txt").touch()
+    with Saver(tmp_path, keep_last=1, background=False) as saver:
+        for step in (20, 10, 11):
+            saver.save(step, state(step))
+    assert [found.step for found in checkpoints(tmp_path)] == [20, 11, 1]
+    assert (tmp_path / "notes.txt").exists()
+
+
+def test_a_step_may_be_written_once_more(tmp_path: Path, same: Same, background: bool) -> None:
+    with Saver(tmp_path, keep_last=2, background=background) as saver:
+        saver.save(5, state(1.0))
+        saver.save(5, state(2.0))
+        saver.wait()
+        assert same(load(tmp_path / name_of(5)), state(2.0))
+        (tmp_path / name_of(5) / STATE).unlink()
+        saver.save(5, state(3.0))
+    assert same(load(tmp_path / name_of(5)), state(3.0))
+    assert [path.name for path in tmp_path.iterdir()] == [name_of(5)]
+
+
+# Loading -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "manifest.json"])
+def test_any_flipped_bit_is_an_error(name: str, tmp_path: Path) -> None:
+    with Saver(tmp_path, keep_last=1, background=False) as saver:
+        saver.save(1, state(1.5, size=20))
+    file = tmp_path / name_of(1) / name
+    content = file.read_bytes()
+    for position in range(0, len(content), 3):
+        file.write_bytes(content[:position] + bytes([content[position] ^ 4]) + content[position + 1 :])
+        if verified(examine(file.parent)).whole:
+            assert name == "manifest.json"
+            assert content[position : position + 1].isspace(), "nothing but white space of a manifest may change"
+            continue
+        with pytest.raises(CheckpointError, match="cannot be loaded"):
+            load(file.parent)
+
+
+def test_a_checkpoint_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        load(tmp_path / name_of(1))
+
+
+def test_a_checkpoint_can_be_loaded_from_a_folder_of_another_name(tmp_path: Path, same: Same) -> None:
+    with Saver(tmp_path, keep_last=1, background=False) as saver:
+        saver.save(1, state(1.5))
+    (tmp_path / name_of(1)).rename(tmp_path / "good")
+    assert same(load(tmp_path / "good"), state(1.5))
+
+
+# Faults --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """2 MB of disk."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("needs the right to mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_told_of_with_numbers_and_the_one_before_is_untouched(
+    small_disk: Path, same: Same, background: bool
+) -> None:
+    with Saver(small_disk, keep_last=1, background=background) as saver:
+        saver.save(1, state(1.0))
+        with pytest.raises(CheckpointError, match=r"12,000,\d+ bytes are needed, [12],\d+,\d+ are free"):
+            _save_and_wait(saver, 2, state(2.0, size=3_000_000))
+        assert leftovers(small_disk) == ()
+        assert same(load(small_disk / name_of(1)), state(1.0))
+        saver.check()  # said once
+        saver.save(3, state(3.0))
+    assert steps(small_disk) == [3]
+
+
+def _save_and_wait(saver: Saver, step: int, what: dict[str, Any]) -> None:
+    saver.save(step, what)
+    saver.wait()
+
+
+def test_a_failed_save_is_told_of_at_the_next_one(small_disk: Path) -> None:
+    with Saver(small_disk, keep_last=1) as saver:
+        saver.save(1, state(1.0, size=3_000_000))
+        with pytest.raises(CheckpointError, match="of step 1 in"):
+            saver.save(2, state(2.0))
+        saver.save(2, state(2.0))
+    assert steps(small_disk) == [2]
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_of_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
+        with pytest.raises(CheckpointError, match="cannot be written to"):
+            Saver(folder, keep_last=1)
+
+
+def test_what_cannot_be_stored_is_told_of_at_once_and_nothing_is_begun(tmp_path: Path) -> None:
+    with Saver(tmp_path, keep_last=1) as saver, pytest.raises(CheckpointError, match=r"a\.b\[0\] is a builtin"):
+        saver.save(1, {"a": {"b": [print]}})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_writer_that_was_killed_is_told_of_and_another_one_goes_on(tmp_path: Path) -> None:
+    with Saver(tmp_path, keep_last=1) as saver:
+        saver.save(1, state(1.0))
+        saver.wait()
+        (writer,) = psutil.Process().children()
+        writer.send_signal(signal.SIGSTOP)
+        saver.save(2, state(2.0))
+        writer.kill()
+        with pytest.raises(CheckpointError, match="gone .killed by SIGKILL"):
+            saver.wait()
+        saver.save(3, state(3.0))
+    assert steps(tmp_path) == [3]
+    assert psutil.Process().children() == []
+
+
+def test_check_does_not_wait(tmp_path: Path) -> None:
+    with Saver(tmp_path, keep_last=1) as saver:
+        (writer,) = psutil.Process().children()
+        writer.send_signal(signal.SIGSTOP)
+        saver.save(1, state(1.0))
+        saver.check()
+        assert steps(tmp_path) == []
+        writer.send_signal(signal.SIGCONT)
+    assert steps(tmp_path) == [1]
+
+
+# The process ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_writer_holds_nothing_of_the_trainer_s_and_has_not_imported_torch(tmp_path: Path) -> None:
+    ours = [os.pipe(), os.pipe()]
+    for pipe in ours:
+        os.set_inheritable(pipe[0], True)
+    try:
+        with Saver(tmp_path, keep_last=1) as saver:
+            saver.save(1, state(1.0))
+            saver.wait()
+            (writer,) = psutil.Process().children()
+            files = {link.name: str(link.readlink()) for link in Path(f"/proc/{writer.pid}/fd").iterdir()}
+            assert "libtorch" not in Path(f"/proc/{writer.pid}/maps").read_text()
+            session = os.getsid(writer.pid)
+    finally:
+        for pipe in ours:
+            os.close(pipe[0])
+            os.close(pipe[1])
+    kinds = sorted(target.split(":")[0].split(" ")[0] for target in files.values())
+    assert kinds == ["/memfd", "/memfd", "anon_inode", "pipe", "pipe"], files
+    assert session == writer.pid
+    assert not writer.is_running()
+
+
+SAVES = """
+import os, signal, sys, torch
+from ddp_kit.checkpoint.saver import Saver
+saver = Saver(sys.argv[1], keep_last=2)
+saver.save(1, {"model": torch.ones(10)})
+saver.wait()
+say("writer", saver._writer.pid)
+saver.save(2, {"model": torch.ones(20_000_000)})
+say("begun")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ending", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(0)", "sys.exit(0)", "raise OSError"]
+)
+def test_whichever_way_the_trainer_ends_the_writer_finishes_and_goes(
+    ending: str, script: Callable[[str], Path], tmp_path: Path
+) -> None:
+    run = subprocess.run([sys.executable, script(SAVES + ending), tmp_path / "runs"], capture_output=True, text=True)
+    writer = int(run.stdout.split()[1])
+    while psutil.pid_exists(writer) and psutil.Process(writer).status() != psutil.STATUS_ZOMBIE:
+        os.sched_yield()
+    assert steps(tmp_path / "runs") == [2, 1]
+    assert leftovers(tmp_path / "runs") == ()
+
+
+@pytest.mark.slow
+def test_signals_to_the_whole_job_do_not_end_a_save(script: Callable[[str], Path], tmp_path: Path) -> None:
+    text = SAVES.replace("saver = Saver", "os.setsid(); saver = Saver") + (
+        "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):\n"
+        "    signal.signal(number, lambda *_: None)\n"
+        "    os.killpg(0, number); os.kill(saver._writer.pid, number)\n"
+        "saver.close(); say('closed')\n"
+    )
+    run = subprocess.run([sys.executable, script(text), tmp_path / "runs"], capture_output=True, text=True)
+    assert run.stdout.endswith("closed\n"), run.stderr
+    assert steps(tmp_path / "runs") == [2, 1]
+
+
+@pytest.mark.slow
+def test_a_forked_child_of_the_trainer_does_not_keep_the_writer(script: Callable[[str], Path], tmp_path: Path) -> None:
+    text = SAVES + (
+        "if os.fork() == 0:\n    os.close(1); os.close(2); signal.alarm(50); signal.pause()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    run = subprocess.run([sys.executable, script(text), tmp_path / "runs"], capture_output=True, text=True)
+    writer = psutil.Process(int(run.stdout.split()[1])) if psutil.pid_exists(int(run.stdout.split()[1])) else None
+    if writer is not None:
+        writer.wait(timeout=40)
+    assert steps(tmp_path / "runs")[0] in (1, 2)
+    for process in psutil.process_iter(["cmdline"]):
+        if str(tmp_path) in " ".join(process.info["cmdline"] or ()):
+            process.kill()
+
+
+@pytest.mark.slow
+def test_killed_at_random_there_is_always_a_whole_one(script: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    with Saver(folder, keep_last=1, background=False) as saver:
+        saver.save(0, state(0.0))
+    loop = script(
+        "import itertools, sys, torch\nfrom ddp_kit.checkpoint.saver import Saver\n"
+        "saver = Saver(sys.argv[1], keep_last=1, background=False)\n"
+        "for step in itertools.count(int(sys.argv[2])):\n"
+        "    saver.save(step, {'model': torch.full((300_000,), float(step))}); say(step)\n"
+    )
+    newest = 0
+    for round_ in range(6):
+        with subprocess.Popen(
+            [sys.executable, loop, folder, str(newest + 1)], stdout=subprocess.PIPE, text=True
+        ) as trainer:
+            assert trainer.stdout is not None
+            told = [int(trainer.stdout.readline()) for _ in range(round_ + 1)][-1]
+            for _ in range(round_ * 7919):
+                pass  # somewhere else in a save each time
+            trainer.kill()
+            told = max([told, *(int(line) for line in trainer.stdout)])
+        found = newest_whole(folder, hashes=True).found
+        assert found is not None
+        assert found.step in (told, told + 1)
+        newest = found.step
+    with Saver(folder, keep_last=1) as saver:
+        saver.save(newest + 1, state(1.0))
+    assert [path.name for path in folder.iterdir()] == [name_of(newest + 1)]
+
+
+def test_saving_from_another_thread_is_fine(tmp_path: Path) -> None:
+    def run() -> None:
+        with Saver(tmp_path, keep_last=1) as saver:
+            saver.save(1, state(1.0))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert steps(tmp_path) == [1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; there is none on this machine")
+def test_tensors_on_a_gpu_come_back_and_go_there_again(tmp_path: Path, same: Same) -> None:
+    gpu = torch.randn(1 << 20, device="cuda")
+    what = {"model": {"w": gpu, "t": gpu.view(1024, 1024).T, "tied": gpu, "random": torch.get_rng_state()}}
+    host = {"model": {name: tensor.cpu() for name, tensor in what["model"].items()}}
+    with Saver(tmp_path, keep_last=1) as saver:
+        for step in (1, 2):
+            gpu.mul_(step)  # still running when save is called
+            host["model"]["w"] = gpu.cpu()
+            saver.save(step, what)
+            assert saver._buffer._pinned
+            gpu.zero_()
+    back = load(tmp_path / name_of(2))
+    assert torch.equal(back["model"]["w"], host["model"]["w"])
+    there = load(tmp_path / name_of(2), device="cuda")["model"]
+    assert there["w"].is_cuda
+    assert there["tied"] is there["w"]
+    assert there["random"].device.type == "cpu"

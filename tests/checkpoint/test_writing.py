@@ -1,0 +1,152 @@
+"""A save that is killed, or fails, at any of its operations leaves the old checkpoint or the new one, whole."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_kit.checkpoint import writing
+from ddp_kit.checkpoint.system import System
+from ddp_kit.checkpoint.writing import Job, Region, write
+from ddp_kit.errors import CheckpointError
+from ddp_kit.manifest import checkpoints, leftovers, name_of, newest_whole
+
+OPERATIONS = ("mkdir", "create", "write", "fsync", "rename", "exchange", "remove")
+MOST = 60
+KILLED = 9
+
+
+class Counting(System):
+    """At the operation of a given number, `instead` happens; before it, the half of a write is done."""
+
+    def __init__(self, fatal: int, instead: Callable[[], None], after: bool = False) -> None:
+        self.done = 0
+        self.fatal = fatal
+        self.instead = instead
+        self.after = after
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name not in OPERATIONS:
+            return found
+
+        def operation(*arguments: Any) -> Any:
+            self.done += 1
+            if self.done == self.fatal and not self.after:
+                if name == "write":
+                    found(arguments[0], arguments[1][: len(arguments[1]) // 2])
+                self.instead()
+            result = found(*arguments)
+            if self.done == self.fatal:
+                self.instead()
+            return result
+
+        return operation
+
+
+def job(folder: Path, step: int, content: bytes = b"x" * 5000) -> tuple[Job, memoryview]:
+    files = (Region("model.safetensors", 0, 3000), Region("state.json", 3008, len(content) - 3008))
+    return Job(str(folder), step, step == 1, 1, {}, files), memoryview(content)
+
+
+def dies_at(number: int, after: bool, folder: Path, step: int) -> bool:
+    """Write in a process that dies at an operation; whether it got so far."""
+    child = os.fork()
+    if child == 0:
+        try:
+            write(*job(folder, step, b"y" * 5000), Counting(number, lambda: os._exit(KILLED), after))
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("step", [3, 2], ids=["a new step", "a step once more"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_killed_at_any_operation_there_is_the_old_one_or_the_new_one(step: int, after: bool, tmp_path: Path) -> None:
+    outcomes = []
+    for number in range(1, MOST):
+        folder = tmp_path / str(number)
+        for earlier in (1, 2):  # 1 is the best and stays, 2 is to go when 3 is there
+            write(*job(folder, earlier))
+        died = dies_at(number, after, folder, step)
+        found = newest_whole(folder, hashes=True).found
+        assert found is not None
+        new = (found.path / "state.json").read_bytes()[:1] == b"y"
+        assert found.step == (step if new else 2)
+        outcomes.append(new)
+        assert 1 in {one.step for one in checkpoints(folder, hashes=True) if one.whole}
+        write(*job(folder, 4))
+        assert leftovers(folder) == ()
+        assert sorted(path.name for path in folder.iterdir()) == [name_of(1), name_of(4)]
+        if not died:
+            break
+    assert not died
+    assert len(outcomes) > 10
+    assert outcomes == sorted(outcomes), "once the new one is there, it stays"
+    assert {True, False} == set(outcomes)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
+def test_an_error_at_any_operation_is_told_of_and_nothing_half_is_left(code: int, tmp_path: Path) -> None:
+    def fail() -> None:
+        raise OSError(code, os.strerror(code))
+
+    for number in range(1, MOST):
+        folder = tmp_path / str(number)
+        write(*job(folder, 2))
+        system = Counting(number, fail)
+        try:
+            write(*job(folder, 3), system)
+        except CheckpointError as error:
+            assert ("bytes are needed" if code == errno.ENOSPC else "cannot be written to") in str(error)
+        else:
+            break
+        assert newest_whole(folder, hashes=True).found is not None
+        assert not any(path.name.startswith(".writing-") for path in leftovers(folder)), number
+    assert 10 < number < MOST - 1
+
+
+def test_a_new_folder_is_made_with_those_above_it(tmp_path: Path) -> None:
+    write(*job(tmp_path / "a" / "b", 1))
+    assert [found.step for found in checkpoints(tmp_path / "a" / "b")] == [1]
+
+
+def test_what_another_process_still_writes_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / ".writing-step-00000007-aa").mkdir()
+    with writing._alone(tmp_path) as alone:
+        assert alone
+        write(*job(tmp_path, 1))
+        assert len(leftovers(tmp_path)) == 1
+    write(*job(tmp_path, 2))
+    assert leftovers(tmp_path) == ()
+
+
+def test_without_locks_only_what_is_old_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.EBADF, "as NFS says it")
+
+    monkeypatch.setattr(writing.fcntl, "flock", no_locks)
+    for name in (".writing-step-00000007-aa", ".removed-step-00000001-bb", ".writing-step-00000008-cc"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".writing-step-00000008-cc" / "model.safetensors").touch()  # written to just now
+    for name in (".writing-step-00000007-aa", ".writing-step-00000008-cc"):
+        os.utime(tmp_path / name, (0, 0))
+    write(*job(tmp_path, 9))
+    assert [path.name for path in leftovers(tmp_path)] == [".removed-step-00000001-bb", ".writing-step-00000008-cc"]
+
+
+def test_where_folders_cannot_swap_names_a_step_is_written_once_more_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(*_: object) -> None:
+        raise OSError(errno.EINVAL, "as NFS says it")
+
+    monkeypatch.setattr(System, "exchange", cannot)
+    for content in (b"x", b"y"):
+        write(*job(tmp_path, 2, content * 5000))
+    assert (tmp_path / name_of(2) / "state.json").read_bytes()[:1] == b"y"
+    assert [path.name for path in tmp_path.iterdir()] == [name_of(2)]
