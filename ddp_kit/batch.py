@@ -12,16 +12,6 @@ DEFAULT_GLOBAL_BATCH = 32
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """One forward and backward pass of one rank."""
-
-    positions: range
-    """Positions within the optimizer step's samples."""
-    samples: int
-    """How many of them count: all, or none where a rank only stands in (see `BatchPlan.micro_batches`)."""
-
-
-@dataclass(frozen=True)
 class BatchPlan:
     """The sizes of an optimizer step, in samples, and how it is divided."""
 
@@ -41,20 +31,19 @@ class BatchPlan:
         """The positions within an epoch of `samples` samples that make up its optimizer step number `step`."""
         return range(step * self.global_batch, min((step + 1) * self.global_batch, samples))
 
-    def micro_batches(self, rank: int, samples: int) -> tuple[MicroBatch, ...]:
-        """The passes of `rank` in an optimizer step of `samples` samples; at least one.
+    def micro_batches(self, rank: int, samples: int) -> tuple[range, ...]:
+        """The passes of `rank` in an optimizer step of `samples` samples, as positions within the step.
 
         A full step has `accumulation` passes, or fewer where there are not enough samples; a short step as many
-        as its samples need. A rank without a sample of its own stands in with the step's first one, counted zero
-        times: DistributedDataParallel needs every rank in every reduction.
+        as its samples need. A rank without a sample of its own has none.
         """
         own = split(samples, self.world_size, rank)
         if not own:
-            return (MicroBatch(range(1), 0),)
+            return ()
         needed = -(-len(own) // self.micro_batch)
         passes = max(needed, min(self.accumulation, len(own))) if samples >= self.global_batch else needed
         shares = (split(len(own), passes, number) for number in range(passes))
-        return tuple(MicroBatch(range(own.start + share.start, own.start + share.stop), len(share)) for share in shares)
+        return tuple(range(own.start + share.start, own.start + share.stop) for share in shares)
 
 
 def split(total: int, parts: int, number: int) -> range:

@@ -1,41 +1,62 @@
 """Which samples this rank takes, in which order: a pure function of (seed, epoch, position).
 
-Step k of an epoch holds the same samples at every number of ranks.
+Step k of an epoch holds the same samples at every number of ranks. An order of the user's own is drawn on every rank
+in the same way and divided like any other.
 """
 
-from collections.abc import Iterator, Sequence, Sized
+from array import array
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import islice
 from typing import Any, cast, overload
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.utils.data import Sampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ddp_kit.batch import BatchPlan, MicroBatch, split
+from ddp_kit.batch import BatchPlan, split
 from ddp_kit.errors import DataError
-from ddp_kit.world import mixed_seed
+from ddp_kit.world import mixed_seed, random_states_kept, seed_generators
 
 
 class ExactDistributedSampler(DistributedSampler[Any]):
     """torch's DistributedSampler without its padding: each sample once, on one rank, in neighbouring shares.
 
-    Iterating gives this rank's samples of the whole epoch; `order` gives everyone's.
+    Iterating gives this rank's samples of the whole epoch; `order` gives everyone's. `own`: a sampler of the user's
+    own over all samples; the order is then what it yields. Raises `DataError` where it cannot be divided.
     """
 
-    def __init__(self, data: Sized, rank: int, world_size: int, *, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self,
+        data: Sized,
+        rank: int,
+        world_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        own: Iterable[Any] | None = None,
+    ) -> None:
         super().__init__(cast(Any, data), num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed)
-        self.total_size = len(data)
+        self.total_size = len(data) if own is None else _length(own, "sampler")
         self.num_samples = len(self._share())
+        self._own = own
+        self._drawn: tuple[int, Sequence[Any]] | None = None  # the epoch, and what the user's own sampler gave for it
 
-    def order(self) -> Sequence[int]:
+    def order(self) -> Sequence[Any]:
         """All samples of this epoch in their order over all ranks."""
+        if self._own is not None:
+            if self._drawn is None or self._drawn[0] != self.epoch:
+                self._drawn = (self.epoch, _compact(_draw(self._own, self.seed, self.epoch, "sampler")))
+            return self._drawn[1]
         if not self.shuffle:
             return range(self.total_size)
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
         return _Numbers(torch.randperm(self.total_size, generator=generator))
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
         share = self._share()
         return iter(self.order()[share.start : share.stop])
 
@@ -60,12 +81,13 @@ class _Numbers(Sequence[int]):
         return cast("int | list[int]", self._tensor[index].tolist())
 
 
-class TrainBatches(Sampler[list[int]]):
+class TrainBatches(Sampler[list[Any]]):
     """This rank's micro-batches of an epoch, from optimizer step `first_step` on."""
 
     def __init__(self, sampler: ExactDistributedSampler, plan: BatchPlan, *, drop_last: bool) -> None:
         self._sampler = sampler
         self._plan = plan
+        self.seed = sampler.seed
         self.steps = plan.steps(sampler.total_size, drop_last)
         if self.steps == 0:
             raise DataError(
@@ -73,6 +95,14 @@ class TrainBatches(Sampler[list[int]]):
                 "use a smaller global_batch_size, or data.drop_last=False",
             )
         self.first_step = 0
+        self._full_steps = sampler.total_size // plan.global_batch
+        self._full = self._ranges(plan.global_batch)
+        self._full_passes = tuple(map(len, self._full))
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iteration is of."""
+        return self._sampler.epoch
 
     def set_position(self, epoch: int, first_step: int) -> None:
         """What the next iteration starts with."""
@@ -81,33 +111,207 @@ class TrainBatches(Sampler[list[int]]):
 
     def samples(self, step: int) -> int:
         """Samples of optimizer step `step` over all ranks."""
+        if step < self._full_steps:
+            return self._plan.global_batch
         return len(self._plan.step_samples(step, self._sampler.total_size))
 
-    def micro_batches(self, step: int) -> tuple[MicroBatch, ...]:
-        """This rank's passes in optimizer step `step`."""
-        return self._plan.micro_batches(self._sampler.rank, self.samples(step))
+    def passes(self, step: int) -> tuple[int, ...]:
+        """Samples of each of this rank's passes in optimizer step `step`; empty where it has none."""
+        return self._full_passes if step < self._full_steps else tuple(map(len, self._ranges(self.samples(step))))
 
-    def __iter__(self) -> Iterator[list[int]]:
-        order = self._sampler.order()
-        for step in range(self.first_step, self.steps):
-            start = self._plan.step_samples(step, len(order)).start
-            for micro_batch in self.micro_batches(step):
-                first, last = micro_batch.positions.start, micro_batch.positions.stop
-                yield list(order[start + first : start + last])
+    def fingerprint(self) -> str:
+        """The same text on all ranks where they draw the same order."""
+        return repr(self._sampler.order())
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self._from(self._sampler.order(), self.first_step)
+
+    def _from(self, order: Sequence[Any], first_step: int) -> Iterator[list[Any]]:
+        for step in range(first_step, self.steps):
+            start = step * self._plan.global_batch
+            for positions in self._full if step < self._full_steps else self._ranges(self.samples(step)):
+                yield list(order[start + positions.start : start + positions.stop])
+
+    def _ranges(self, samples: int) -> tuple[range, ...]:
+        return self._plan.micro_batches(self._sampler.rank, samples)
 
 
-class EvalBatches(Sampler[list[int]]):
+class OwnTrainBatches(Sampler[list[Any]]):
+    """This rank's share of the batches that the user's own batch sampler makes, each of them one micro-batch.
+
+    An optimizer step takes the next `accumulation` x `world_size` of them, and each rank neighbouring ones.
+    Raises `DataError` for a batch sampler whose length is not known, or not what it yields.
+    """
+
+    def __init__(
+        self, own: Iterable[Any], rank: int, world_size: int, accumulation: int, *, drop_last: bool, seed: int
+    ) -> None:
+        self._own = own
+        self._rank, self._world_size = rank, world_size
+        self._per_step = accumulation * world_size
+        self.seed = seed
+        self._total = _length(own, "batch sampler")
+        self.steps = self._total // self._per_step if drop_last else -(-self._total // self._per_step)
+        if self.steps == 0:
+            raise DataError(
+                f"the batch sampler makes {self._total} batches, and a step takes {self._per_step}: no step at all",
+                "use fewer accumulation_steps, or data.drop_last=False",
+            )
+        self.epoch = 0
+        self.first_step = 0
+        self._drawn: _Drawn | None = None
+
+    def set_position(self, epoch: int, first_step: int) -> None:
+        """What the next iteration starts with."""
+        self.epoch = epoch
+        self.first_step = first_step
+
+    def samples(self, step: int) -> int:
+        """Samples of optimizer step `step` over all ranks."""
+        return self._epoch().samples[step]
+
+    def passes(self, step: int) -> tuple[int, ...]:
+        """Samples of each of this rank's passes in optimizer step `step`; empty where it has none."""
+        return self._epoch().passes[step]
+
+    def fingerprint(self) -> str:
+        """The same text on all ranks where they draw the same batches."""
+        return self._epoch().fingerprint
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        own = self._epoch().own
+        return (batch for step in range(self.first_step, self.steps) for batch in own[step])
+
+    def _epoch(self) -> "_Drawn":
+        if self._drawn is None or self._drawn.epoch != self.epoch:
+            batches = _drawn_batches(self._own, self.seed, self.epoch)
+            steps = [batches[start : start + self._per_step] for start in range(0, self._total, self._per_step)]
+            shares = [split(len(step), self._world_size, self._rank) for step in steps]
+            own = [step[share.start : share.stop] for step, share in zip(steps, shares, strict=True)]
+            self._drawn = _Drawn(
+                self.epoch,
+                own,
+                [sum(map(len, step)) for step in steps],
+                [tuple(map(len, step)) for step in own],
+                blake2b(repr(batches).encode()).hexdigest(),
+            )
+        return self._drawn
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """What a batch sampler gave for an epoch, by optimizer step."""
+
+    epoch: int
+    own: list[list[list[Any]]]
+    """The batches of this rank."""
+    samples: list[int]
+    """Over all ranks."""
+    passes: list[tuple[int, ...]]
+    """The sizes of this rank's batches."""
+    fingerprint: str
+    """Of the batches of all ranks."""
+
+
+class EvalBatches(Sampler[list[Any]]):
     """This rank's share of a dataset in order, in batches of at most `size` samples: each sample once, no padding."""
 
     def __init__(self, sampler: ExactDistributedSampler, size: int) -> None:
         self._sampler = sampler
         self._size = size
+        self.seed, self.epoch = sampler.seed, 0
 
     def sizes(self) -> list[int]:
         """Samples of each batch."""
         total = len(self._sampler)
         return [min(self._size, total - start) for start in range(0, total, self._size)]
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         own = iter(self._sampler)
         return (list(islice(own, size)) for size in self.sizes())
+
+
+class OwnEvalBatches(Sampler[list[Any]]):
+    """This rank's share of the batches that the user's own batch sampler makes, each of them once."""
+
+    def __init__(self, own: Iterable[Any], rank: int, world_size: int, *, seed: int) -> None:
+        self.seed, self.epoch = seed, 0
+        share = split(_length(own, "batch sampler"), world_size, rank)
+        self._batches = _drawn_batches(own, seed, self.epoch)[share.start : share.stop]
+
+    def sizes(self) -> list[int]:
+        """Samples of each batch."""
+        return list(map(len, self._batches))
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return iter(self._batches)
+
+
+# --- orders of the user's own -----------------------------------------------------------------------------------
+
+
+def _length(own: Iterable[Any], what: str) -> int:
+    try:
+        return len(cast(Sized, own))
+    except TypeError:
+        raise DataError(
+            f"the DataLoader's {what} ({type(own).__name__}) has no length",
+            "give it a __len__: how many it yields in an epoch, from which the steps are counted",
+        ) from None
+
+
+def _draw(own: Iterable[Any], seed: int, epoch: int, what: str) -> list[Any]:
+    """What the user's sampler yields in `epoch`: the same on every rank and in every run, and nobody else's draws."""
+    with _seeded(own, mixed_seed(seed, epoch)):
+        for part in _parts(own):
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
+        drawn = list(own)
+    if len(drawn) != _length(own, what):
+        raise DataError(
+            f"the DataLoader's {what} ({type(own).__name__}) has length {_length(own, what)}, "
+            f"but yields {len(drawn)} in epoch {epoch}",
+            "let its __len__ return how many it yields, in every epoch: the steps are counted beforehand",
+        )
+    return drawn
+
+
+def _drawn_batches(own: Iterable[Any], seed: int, epoch: int) -> list[list[Any]]:
+    batches = [list(batch) for batch in _draw(own, seed, epoch, "batch sampler")]
+    if [] in batches:
+        raise DataError(
+            f"the DataLoader's batch sampler ({type(own).__name__}) makes an empty batch: number {batches.index([])}",
+            "leave empty batches out, and count them out of its length",
+        )
+    return batches
+
+
+@contextmanager
+def _seeded(own: Iterable[Any], seed: int) -> Iterator[None]:
+    """The global generators and the sampler's own, at `seed` within; back in their states afterwards."""
+    with ExitStack() as stack:
+        stack.enter_context(random_states_kept())
+        seed_generators(seed)
+        for part in _parts(own):
+            if isinstance(generator := getattr(part, "generator", None), Generator):
+                stack.callback(generator.set_state, generator.get_state())
+                generator.manual_seed(seed)
+        yield
+
+
+def _parts(own: Iterable[Any]) -> Iterator[Any]:
+    """A sampler, and those that it draws from: a batch sampler usually holds one."""
+    part: Any = own
+    for _ in range(5):  # deeper ones are not known, and a ring would have no end
+        yield part
+        part = getattr(part, "sampler", None)
+        if part is None:
+            return
+
+
+def _compact(order: list[Any]) -> Sequence[Any]:
+    """Whole numbers in 8 bytes each; a dataset may have other keys, which stay what they are."""
+    try:
+        return array("q", order)
+    except (TypeError, OverflowError):
+        return order

@@ -30,15 +30,16 @@ def test_every_sample_of_a_step_is_taken_once(
     taken = []
     for rank in range(world_size):
         passes = plan.micro_batches(rank, samples)
-        assert 1 <= len(passes) <= plan.accumulation
-        for one in passes:
-            assert len(one.positions) <= plan.micro_batch
-            assert one.samples in (len(one.positions), 0)
-            if one.samples:
-                taken += list(one.positions)
-            else:
-                assert len(passes) == 1, "a rank stands in only where it has nothing else"
+        assert len(passes) <= plan.accumulation
+        assert all(1 <= len(one) <= plan.micro_batch for one in passes)
+        taken += [position for one in passes for position in one]
     assert taken == list(range(samples))
+
+
+def test_a_rank_without_a_sample_has_no_pass() -> None:
+    plan = plan_batches(8, None, 2, 4)
+    assert [plan.micro_batches(rank, 2) for rank in range(4)] == [(range(1),), (range(1, 2),), (), ()]
+    assert plan.micro_batches(1, 8) == (range(2, 3), range(3, 4))
 
 
 @given(samples=st.integers(1, 2000), global_batch=size, drop_last=st.booleans())

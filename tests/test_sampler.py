@@ -1,12 +1,19 @@
 """Step k holds the same samples at every number of ranks; every sample once per epoch."""
 
+import random
+from collections.abc import Iterator
+
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Generator
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ddp_kit.batch import plan_batches
 from ddp_kit.errors import DataError
-from ddp_kit.sampler import EvalBatches, ExactDistributedSampler, TrainBatches
+from ddp_kit.sampler import EvalBatches, ExactDistributedSampler, OwnEvalBatches, OwnTrainBatches, TrainBatches
 
 
 def train_batches(samples: int, global_batch: int, world_size: int, rank: int, **options: bool) -> TrainBatches:
@@ -25,11 +32,12 @@ def steps_of(samples: int, global_batch: int, world_size: int, epoch: int, first
         for number, step in enumerate(range(first_step, batches.steps)):
             if rank == 0:
                 steps.append([])
-            for one in batches.micro_batches(step):
+            for samples_of_pass in batches.passes(step):
                 indices = next(given_out)
-                assert len(indices) == len(one.positions)
-                steps[number] += indices if one.samples else []
+                assert len(indices) == samples_of_pass
+                steps[number] += indices
         assert next(given_out, None) is None
+    assert [len(step) for step in steps] == [batches.samples(step) for step in range(first_step, batches.steps)]
     return steps
 
 
@@ -82,3 +90,150 @@ def test_evaluation_counts_each_sample_once(samples: int, world_size: int, size:
         assert [len(batch) for batch in own] == batches.sizes()
         seen += [sample for batch in own for sample in batch]
     assert seen == list(range(samples))
+
+
+# --- orders of the user's own -----------------------------------------------------------------------------------
+
+
+class DrawsFromEverything(Sampler[int]):
+    """An order that depends on every generator there is, and on the epoch that it is told."""
+
+    def __init__(self) -> None:
+        self.generator = Generator()
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[int]:
+        yield random.randrange(10**6)
+        yield int(np.random.randint(10**6))
+        yield int(torch.randint(10**6, ()))
+        yield int(torch.randint(10**6, (), generator=self.generator))
+
+
+def order_of(own: object, epoch: int, seed: int = 0) -> list[int]:
+    sampler = ExactDistributedSampler(range(10), 0, 1, shuffle=False, seed=seed, own=own)  # type: ignore[arg-type]
+    sampler.set_epoch(epoch)
+    return list(sampler.order())
+
+
+def test_a_sampler_of_the_user_s_own_gives_the_same_order_on_every_rank_and_another_in_every_epoch() -> None:
+    orders = [order_of(DrawsFromEverything(), epoch) for epoch in (0, 1)]
+    random.seed(7)
+    np.random.seed(7)
+    torch.manual_seed(7)
+    assert orders == [order_of(DrawsFromEverything(), epoch) for epoch in (0, 1)]
+    differing = [a != b for a, b in zip(*orders, strict=True)]
+    assert differing == [True] * 4
+    assert order_of(DrawsFromEverything(), 0, seed=1) != orders[0]
+
+
+def test_drawing_an_order_tells_the_epoch_and_leaves_every_random_state_where_it_was() -> None:
+    own = DrawsFromEverything()
+    sampler = ExactDistributedSampler(range(10), 0, 1, shuffle=False, seed=0, own=own)
+    states = random.getstate(), torch.get_rng_state().tolist(), own.generator.get_state().tolist()
+    numpy_state = np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
+    sampler.set_epoch(5)
+    assert list(sampler.order()) == list(sampler.order())
+    assert own.epochs == [5], "an epoch's order is drawn once"
+    assert (random.getstate(), torch.get_rng_state().tolist(), own.generator.get_state().tolist()) == states
+    assert np.random.get_state()[1].tolist() == numpy_state  # type: ignore[index, union-attr]
+
+
+OWN = {
+    "weighted": lambda: WeightedRandomSampler([1.0, 5.0, 0.0, 1.0], 13),
+    "weighted, with a generator": lambda: WeightedRandomSampler([1.0, 5.0], 13, generator=Generator()),
+    "subset": lambda: SubsetRandomSampler([2, 5, 7, 8, 9]),
+    "with replacement": lambda: RandomSampler(range(10), replacement=True, num_samples=21),
+    "a list": lambda: [3, 1, 2],
+    "keys": lambda: ["b", "a", "c"],
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("own", OWN.values(), ids=OWN)
+def test_a_step_holds_the_same_of_the_user_s_own_samples_at_every_number_of_ranks(own: object, world_size: int) -> None:
+    def steps(ranks: int) -> list[list[int]]:
+        found: list[list[int]] = []
+        for rank in range(ranks):
+            sampler = ExactDistributedSampler(range(10), rank, ranks, shuffle=False, seed=0, own=own())  # type: ignore[operator]
+            batches = TrainBatches(sampler, plan_batches(6, None, 2, ranks), drop_last=False)
+            batches.set_position(1, 0)
+            given_out = iter(batches)
+            found = found or [[] for _ in range(batches.steps)]
+            for step in range(batches.steps):
+                found[step] += [sample for _ in batches.passes(step) for sample in next(given_out)]
+        return found
+
+    alone = steps(1)
+    assert steps(world_size) == alone
+    assert sum(map(len, alone)) == len(own())  # type: ignore[operator]
+
+
+class Miscounts(Sampler[int]):
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([1, 2])
+
+
+def test_a_sampler_that_cannot_be_counted_is_refused() -> None:
+    with pytest.raises(DataError, match=r"sampler .generator. has no length"):
+        ExactDistributedSampler(range(3), 0, 1, shuffle=False, seed=0, own=(n for n in range(3)))
+    with pytest.raises(DataError, match="has length 3, but yields 2 in epoch 4"):
+        order_of(Miscounts(), 4)
+    with pytest.raises(DataError, match="batch sampler .Miscounts. has length 3, but"):
+        OwnEvalBatches(Miscounts(), 0, 1, seed=0)
+
+
+BUCKETS = [[1], [2, 3], [4, 5, 6], [7], [8, 9], [10]]
+
+
+def own_batches(rank: int, world_size: int, accumulation: int = 1, **options: bool) -> OwnTrainBatches:
+    return OwnTrainBatches(BUCKETS, rank, world_size, accumulation, drop_last=options.get("drop_last", False), seed=0)
+
+
+def test_a_step_takes_the_next_of_the_user_s_own_batches_in_turn_over_the_ranks() -> None:
+    ranks = [own_batches(rank, 2, 2) for rank in range(2)]
+    assert [list(batches) for batches in ranks] == [[[1], [2, 3], [8, 9]], [[4, 5, 6], [7], [10]]]
+    assert [batches.steps for batches in ranks] == [2, 2]
+    assert [[batches.samples(step) for step in range(2)] for batches in ranks] == [[7, 3], [7, 3]]
+    assert [[batches.passes(step) for step in range(2)] for batches in ranks] == [[(1, 2), (2,)], [(3, 1), (1,)]]
+
+
+def test_a_rank_may_have_none_of_the_last_batches() -> None:
+    ranks = [own_batches(rank, 4) for rank in range(4)]
+    assert [batches.passes(1) for batches in ranks] == [(2,), (1,), (), ()]
+    assert [list(batches) for batches in ranks] == [[[1], [8, 9]], [[2, 3], [10]], [[4, 5, 6]], [[7]]]
+    assert own_batches(0, 4, drop_last=True).steps == 1
+
+
+def test_the_user_s_own_batches_are_taken_up_in_the_middle_and_drawn_anew_in_every_epoch() -> None:
+    def drawn(epoch: int, first_step: int) -> list[list[int]]:
+        own = BatchSampler(SubsetRandomSampler(range(20)), 3, drop_last=False)
+        batches = OwnTrainBatches(own, 0, 1, 2, drop_last=False, seed=0)
+        batches.set_position(epoch, first_step)
+        return list(batches)
+
+    assert drawn(1, 2) == drawn(1, 0)[4:]
+    assert drawn(0, 0) != drawn(1, 0)
+    assert drawn(1, 0) == drawn(1, 0)
+
+
+def test_batches_that_make_no_step_and_empty_ones_are_refused() -> None:
+    with pytest.raises(DataError, match="makes 6 batches, and a step takes 8"):
+        own_batches(0, 4, 2, drop_last=True)
+    with pytest.raises(DataError, match="an empty batch: number 1"):
+        OwnEvalBatches([[1], []], 0, 1, seed=0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 7])
+def test_evaluation_takes_each_of_the_user_s_own_batches_once(world_size: int) -> None:
+    ranks = [OwnEvalBatches(BUCKETS, rank, world_size, seed=0) for rank in range(world_size)]
+    assert [batch for batches in ranks for batch in batches] == BUCKETS
+    assert [size for batches in ranks for size in batches.sizes()] == list(map(len, BUCKETS))

@@ -1,0 +1,18 @@
+"""From a dataset, a stream or the user's own DataLoader to batches on the device."""
+
+from ddp_kit.loader.build import build_loader
+from ddp_kit.loader.device import on_device
+from ddp_kit.loader.source import Batching, Data, batching, check_batch_size, open_data
+from ddp_kit.loader.stream import Stream, build_stream
+
+__all__ = [
+    "Batching",
+    "Data",
+    "Stream",
+    "batching",
+    "build_loader",
+    "build_stream",
+    "check_batch_size",
+    "on_device",
+    "open_data",
+]

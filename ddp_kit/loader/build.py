@@ -1,0 +1,93 @@
+"""The DataLoader over a dataset and its batches."""
+
+import os
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from ddp_kit.config import DataConfig
+from ddp_kit.loader.collate import as_it_is, put_together
+from ddp_kit.loader.fetch import (
+    Batches,
+    SeededBatches,
+    SeededSamples,
+    ShowsOwnDataset,
+    WholeBatches,
+    WholeBatchLoader,
+    WithEpoch,
+    gives_whole_batches,
+)
+from ddp_kit.loader.shared_memory import sendable
+from ddp_kit.world import World, mixed_seed
+
+
+def build_loader(
+    dataset: Dataset[Any],
+    batches: Iterable[list[Any]],
+    config: DataConfig,
+    world: World,
+    seed: int,
+    template: "DataLoader[Any] | None" = None,
+) -> Iterable[Any]:
+    """A loader over `batches`; what the user's own DataLoader (`template`) chose is kept.
+
+    `seed` is for the loader processes; where `batches` says its seed and epoch (`Batches`), they draw by these instead:
+    per batch, or with `config.seed_samples` per sample.
+    """
+    options = loader_options(config, world, seed, template)
+    workers, pinned = options["num_workers"], options["pin_memory"]
+    collate = put_together if template is None or template.collate_fn is default_collate else template.collate_fn
+    own = dataset
+    if collate is put_together and gives_whole_batches(dataset):  # nothing random in it
+        whole = WholeBatches(dataset)
+        if not workers and (not pinned or world.device.type == "cuda"):
+            return WholeBatchLoader(whole, batches, pinned)
+        dataset, collate = whole, as_it_is
+    elif config.seed_samples:
+        seeded = cast(Batches, batches)
+        dataset, batches = SeededSamples(dataset, seeded.seed), WithEpoch(seeded)
+    elif workers and hasattr(batches, "epoch"):  # a plain list of batches belongs to none
+        told = cast(Batches, batches)
+        dataset, batches = SeededBatches(dataset, told.seed), WithEpoch(told)
+    if dataset is not own:
+        options["worker_init_fn"] = ShowsOwnDataset(options.get("worker_init_fn"))
+    return DataLoader(dataset, batch_sampler=batches, collate_fn=sendable(collate, workers), **options)
+
+
+def loader_options(
+    config: DataConfig, world: World, seed: int, template: "DataLoader[Any] | None" = None
+) -> dict[str, Any]:
+    """What DataLoader is told beside the samples and how they make a batch."""
+    pinned = world.device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
+    # seeds the loader processes: differently on every rank, without touching the global state
+    generator = torch.Generator().manual_seed(mixed_seed(seed, world.rank))
+    workers = _workers(config, world) if template is None else template.num_workers
+    timeout = config.timeout or 0 if workers else 0
+    if template is None:
+        return {
+            "num_workers": workers,
+            "pin_memory": pinned,
+            "timeout": timeout,
+            "persistent_workers": workers > 0,
+            "generator": generator,
+        }
+    return {
+        "num_workers": workers,
+        "pin_memory": pinned or template.pin_memory,
+        "timeout": template.timeout or timeout,
+        "worker_init_fn": template.worker_init_fn,
+        "multiprocessing_context": template.multiprocessing_context,
+        "generator": template.generator or generator,
+        "prefetch_factor": template.prefetch_factor,
+        "persistent_workers": template.persistent_workers,
+        "in_order": template.in_order,
+    }
+
+
+def _workers(config: DataConfig, world: World) -> int:
+    if config.num_workers != "auto":
+        return config.num_workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(8, max(0, cores // world.local_world_size - 1))

@@ -1,0 +1,90 @@
+"""torch's default collation, and what is wrong with samples that it cannot put together."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import default_collate
+
+from ddp_kit.errors import DataError
+
+_SHOWN = 4  # differing samples in a message
+
+
+@dataclass(frozen=True)
+class Uncollated:
+    """In the place of a batch whose samples do not fit together: it comes from a loader process like a batch."""
+
+    said: str
+    """torch's own words."""
+    where: str
+    """The part of a sample that differs, such as `[0]` or `['image']`; empty for the sample itself."""
+    kinds: tuple[str, ...]
+    """What that part is in each sample; empty where they do not differ."""
+
+
+def put_together(samples: Any) -> Any:
+    """`default_collate`; an `Uncollated` where the samples are at fault, which `watched` raises as an error."""
+    try:
+        return default_collate(samples)
+    except (TypeError, RuntimeError, LookupError, ValueError, AttributeError) as error:
+        where, kinds = _difference(samples)
+        if not kinds and "default_collate" not in str(error) and "default collate_fn" not in str(error):
+            raise  # out of memory, and the like
+        return Uncollated(str(error), where, kinds)
+
+
+def as_it_is(batch: Any) -> Any:
+    """For what is a batch already."""
+    return batch
+
+
+def data_error(found: Uncollated, keys: Sequence[Any] | None) -> DataError:
+    """The error for a batch that could not be made. `keys`: which samples it was to hold, where that is known."""
+    return DataError(*_words(found, keys))
+
+
+def _words(found: Uncollated, keys: Sequence[Any] | None) -> tuple[str, str]:
+    if not found.kinds:
+        return (
+            f"data: the samples cannot be put together into a batch: {found.said}",
+            "let __getitem__ return tensors, numpy arrays, numbers, strings, or tuples, lists and dicts of them; "
+            "or give a DataLoader of your own with a collate_fn",
+        )
+    first = {kind: number for number, kind in reversed([*enumerate(found.kinds)])}
+    shown = ", ".join(
+        f"{kind} in {f'sample {keys[number]}' if keys else f'number {number} of the batch'}"
+        for kind, number in sorted(first.items(), key=lambda item: item[1])[:_SHOWN]
+    )
+    part = f" at {found.where}" if found.where else ""
+    return (
+        f"data: the samples of a batch differ{part}: {shown}{', ...' if len(first) > _SHOWN else ''}",
+        "give a DataLoader of your own with a collate_fn that pads them to one size, such as with "
+        "torch.nn.utils.rnn.pad_sequence; or let __getitem__ return samples of one size",
+    )
+
+
+def _difference(samples: Sequence[Any]) -> tuple[str, tuple[str, ...]]:
+    """The first part in which the samples differ, and what it is in each."""
+    by_part = [dict(_parts(sample)) for sample in samples]
+    for where in by_part[0]:
+        kinds = tuple(parts.get(where, "nothing") for parts in by_part)
+        if len(set(kinds)) > 1:
+            return where, kinds
+    return "", ()
+
+
+def _parts(sample: Any, where: str = "") -> Iterator[tuple[str, str]]:
+    """The parts of a sample, outer ones first, and what has to be alike of each."""
+    if hasattr(sample, "shape"):
+        yield where, f"shape {tuple(sample.shape)}"
+    elif isinstance(sample, Mapping):
+        yield where, f"keys {', '.join(map(repr, sample))}"
+        for name, value in sample.items():
+            yield from _parts(value, f"{where}[{name!r}]")
+    elif isinstance(sample, Sequence) and not isinstance(sample, str | bytes):
+        yield where, f"length {len(sample)}"
+        for number, value in enumerate(sample):
+            yield from _parts(value, f"{where}[{number}]")
+    else:
+        yield where, type(sample).__name__

@@ -1,0 +1,121 @@
+"""Batches on the device: copies beside the computation, whatever the batches are made of."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from copy import copy
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_kit.loader.watched import watched
+
+
+def _nothing() -> None:
+    pass
+
+
+def on_device(
+    loader: Iterable[Any],
+    device: torch.device,
+    dtype: torch.dtype | None,
+    ahead: int,
+    fetched: Callable[[], None] = _nothing,
+    moved: Callable[[], None] = _nothing,
+) -> Iterator[Any]:
+    """The loader's batches on `device`; floating-point tensors as `dtype` where it is given.
+
+    On a GPU, `ahead` batches are copied on a side stream while the computation uses the ones before.
+    `fetched` is called when a batch has come from the loader, `moved` when it is handed over.
+    """
+    if device.type != "cuda" or ahead == 0:
+        move = partial(_moved, device=device, dtype=dtype)
+        stays = device.type == "cpu" and dtype is None
+        for batch in watched(loader):
+            fetched()
+            arrived = batch if stays and _is_plain(batch) else _each(move, batch)
+            moved()
+            yield arrived
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    waiting: deque[tuple[Any, torch.cuda.Event]] = deque()
+    for batch in watched(loader):
+        with torch.cuda.stream(stream):
+            waiting.append((_with_tensors(batch, device, dtype), stream.record_event()))
+        if len(waiting) > ahead:
+            fetched()
+            arrived = _arrived(*waiting.popleft(), device)
+            moved()
+            yield arrived
+    while waiting:
+        fetched()
+        arrived = _arrived(*waiting.popleft(), device)
+        moved()
+        yield arrived
+
+
+def _is_plain(batch: Any) -> bool:
+    """Whether it is what most batches are, and on the CPU."""
+    return type(batch) in (list, tuple) and all(type(leaf) is Tensor and leaf.is_cpu for leaf in batch)
+
+
+def _with_tensors(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    return _each(lambda leaf: _moved(leaf, device, dtype) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def _with_objects(batch: Any, device: torch.device) -> Any:
+    """Objects that know how to move themselves, on the stream that uses them: what they allocate we cannot see."""
+    return _each(lambda leaf: leaf if isinstance(leaf, Tensor) else _moved(leaf, device, None), batch)
+
+
+def _moved(leaf: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    if isinstance(leaf, Tensor):
+        if dtype is None and leaf.device == device:
+            return leaf
+        kind = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
+        # non_blocking waits for nothing only from pinned memory; from other memory torch copies in order
+        return leaf.to(device, kind, non_blocking=True)
+    return leaf.to(device) if hasattr(leaf, "to") and not isinstance(leaf, type) else leaf
+
+
+def _arrived(batch: Any, event: torch.cuda.Event, device: torch.device) -> Any:
+    """Hand a batch to the computation: it waits for the copy, and the memory is not reused before it is done."""
+    current = torch.cuda.current_stream(device)
+    current.wait_event(event)
+
+    def keep(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.is_cuda:
+            leaf.record_stream(current)
+        return leaf
+
+    return _with_objects(_each(keep, batch), device)
+
+
+def _each(function: Callable[[Any], Any], batch: Any) -> Any:
+    """The same nesting of containers, with `function` applied to each leaf: what is none, or moves itself.
+
+    Containers are copied and filled, not made anew: what their constructors do was done once already.
+    """
+    if isinstance(batch, Tensor | str | bytes) or hasattr(batch, "to"):
+        return function(batch)
+    if type(batch) is list or type(batch) is tuple:  # nearly all batches
+        return type(batch)([_each(function, value) for value in batch])
+    if isinstance(batch, MutableMapping) and type(batch) is not dict:
+        clone = copy(batch)
+        for name, value in batch.items():
+            clone[name] = _each(function, value)
+        return clone
+    if isinstance(batch, Mapping):
+        return {name: _each(function, value) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_make"):  # a named tuple
+        return batch._make(_each(function, value) for value in batch)
+    if isinstance(batch, list | tuple):
+        return type(batch)(_each(function, value) for value in batch)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        filled = copy(batch)
+        for name in (field.name for field in fields(batch) if hasattr(batch, field.name)):
+            object.__setattr__(filled, name, _each(function, getattr(batch, name)))  # frozen ones too
+        return filled
+    return function(batch)

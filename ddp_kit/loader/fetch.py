@@ -1,0 +1,147 @@
+"""How a dataset's samples are fetched: a whole batch at once where that is the same, or each with its own seed."""
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
+
+from ddp_kit.world import mixed_seed, random_states_kept, seed_generators
+
+
+class Batches(Protocol):
+    """The keys of one batch after the other, of one epoch."""
+
+    seed: int
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iteration is of."""
+
+    def __iter__(self) -> Iterator[list[Any]]: ...
+
+
+class WholeBatches(Dataset[Any]):
+    """A TensorDataset, or a Subset of one, that gives a batch in one piece.
+
+    It is what `default_collate` would make of the samples: a list of tensors with memory of their own.
+    """
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+        self._subsets, self._tensors = _opened(dataset)
+
+    def __getitems__(self, keys: list[int]) -> list[Tensor]:
+        indices = keys
+        try:
+            for subset in self._subsets:
+                chosen = subset.indices
+                indices = [chosen[index] for index in indices]
+            index = torch.frombuffer(
+                array("q", indices), dtype=torch.int64
+            )  # a fifth of the time of torch.tensor(indices)
+            return [tensor.index_select(0, index) for tensor in self._tensors.tensors]
+        except (IndexError, OverflowError, RuntimeError, TypeError, ValueError):
+            # negative indices, and mistakes: one by one, which gives torch's own batch or torch's own error
+            return default_collate([self.dataset[key] for key in keys])  # type: ignore[no-any-return]
+
+
+def gives_whole_batches(dataset: Dataset[Any]) -> bool:
+    """Whether `WholeBatches` is the same as sample by sample: no code of the user's own, and nothing unusual."""
+    _, inner = _opened(dataset)
+    return type(inner) is TensorDataset and all(map(_usual, inner.tensors))
+
+
+def _opened(dataset: Any) -> tuple[list[Any], Any]:
+    """The nested Subsets, outermost first, and what is in them."""
+    subsets = []
+    while type(dataset) is Subset:
+        subsets.append(dataset)
+        dataset = dataset.dataset
+    return subsets, dataset
+
+
+def _usual(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
+
+
+class WholeBatchLoader:
+    """The batches of `data`, in this process and nothing in between: what a DataLoader without processes does."""
+
+    def __init__(self, data: WholeBatches, batches: Iterable[list[int]], pinned: bool) -> None:
+        self._data = data
+        self._batches = batches
+        self._fetch: Callable[[list[int]], list[Tensor]] = self._pinned if pinned else data.__getitems__
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        return map(self._fetch, self._batches)
+
+    def _pinned(self, keys: list[int]) -> list[Tensor]:
+        return [tensor.pin_memory() for tensor in self._data.__getitems__(keys)]
+
+
+class SeededSamples(Dataset[Any]):
+    """A dataset whose samples are fetched with random states that depend on (seed, epoch, sample) alone.
+
+    Its keys are those of `WithEpoch`. What the training itself draws is left alone.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self._seed = seed
+
+    def __getitems__(self, keys: list[tuple[int, Any]]) -> list[Any]:
+        with random_states_kept() if get_worker_info() is None else nullcontext():
+            return [self._fetched(epoch, key) for epoch, key in keys]
+
+    def _fetched(self, epoch: int, key: Any) -> Any:
+        seed_generators(mixed_seed(self._seed, epoch, key))
+        if callable(several := getattr(self.dataset, "__getitems__", None)):
+            return several([key])[0]  # what torch would call, for one
+        return self.dataset[key]
+
+
+class SeededBatches(Dataset[Any]):
+    """A dataset whose batches are fetched, in loader processes, with random states of (seed, epoch, batch) alone.
+
+    So a run that goes on from a checkpoint draws what it would have drawn. Its keys are those of `WithEpoch`.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self._seed = seed
+
+    def __getitems__(self, keys: list[tuple[int, Any]]) -> list[Any]:
+        own = [key for _, key in keys]
+        seed_generators(mixed_seed(self._seed, keys[0][0], *own))
+        if callable(several := getattr(self.dataset, "__getitems__", None)):
+            return several(own)  # type: ignore[no-any-return]
+        return [self.dataset[key] for key in own]
+
+
+class WithEpoch:
+    """Batches of keys that name their epoch, too: loader processes that stay learn it in no other way."""
+
+    def __init__(self, batches: Batches) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[list[tuple[int, Any]]]:
+        epoch = self.batches.epoch
+        return ([(epoch, key) for key in keys] for keys in self.batches)
+
+
+class ShowsOwnDataset:
+    """`worker_init_fn` of a loader whose dataset is wrapped: in its processes, torch names the user's own."""
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self._then = then
+
+    def __call__(self, number: int) -> None:
+        info: Any = get_worker_info()
+        # A frozen record: assigning would not change what is fetched, nor does it here.
+        object.__setattr__(info, "dataset", info.dataset.dataset)
+        if self._then is not None:
+            self._then(number)

@@ -1,0 +1,142 @@
+"""What the user gives as data, and what their own DataLoader says of its batches."""
+
+from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch.utils.data
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from ddp_kit.errors import DataError
+
+Data = Dataset[Any] | DataLoader[Any]
+
+_NEST = 5  # samplers within samplers
+
+
+def open_data(data: object, role: str) -> "tuple[Any, DataLoader[Any] | None]":
+    """The dataset, and the user's own DataLoader where that is what they gave.
+
+    Raises `DataError` for what cannot be divided over ranks.
+    """
+    loader = data if isinstance(data, DataLoader) else None
+    dataset = loader.dataset if loader is not None else data
+    if isinstance(dataset, IterableDataset):
+        _check_stream(dataset, role)
+        return dataset, loader
+    if not hasattr(dataset, "__getitem__") or not isinstance(dataset, Sized):
+        raise DataError(
+            f"{role} is a {type(dataset).__name__}, without __getitem__ or without __len__",
+            "give a torch Dataset or IterableDataset, or a DataLoader over one",
+        )
+    if len(dataset) == 0:
+        raise DataError(f"{role} is empty: {type(dataset).__name__} has 0 samples", "check the path it was made from")
+    if loader is not None:
+        _check_loader(loader, role)
+    return dataset, loader
+
+
+def _check_stream(dataset: "IterableDataset[Any]", role: str) -> None:
+    pipes = getattr(torch.utils.data, "IterDataPipe", ())  # on their way out of torch
+    if isinstance(dataset, pipes):
+        raise DataError(
+            f"{role} is a DataPipe ({type(dataset).__name__}), which only torch's DataLoader can divide",
+            "give an IterableDataset that divides itself by rank and loader process, or a dataset with __getitem__",
+        )
+
+
+def _check_loader(loader: "DataLoader[Any]", role: str) -> None:
+    """Raise `DataError` where the samples that the user's DataLoader would give are not known to every rank."""
+    batches: Any = loader.batch_sampler
+    if batches is None:
+        raise DataError(
+            f"{role} is a DataLoader with batch_size=None over {type(loader.dataset).__name__}: "
+            "each of its items would be a whole batch",
+            "let __getitem__ give one sample and set a batch_size; or give the batches from an IterableDataset",
+        )
+    for sampler in _samplers(batches):
+        if hasattr(sampler, "num_replicas") and not _divides_all(sampler, loader):
+            raise DataError(
+                f"{role} is a DataLoader with a {type(sampler).__name__}, which gives this rank's samples alone",
+                "leave it out, or give a sampler over all samples: the Trainer divides them over the ranks itself",
+            )
+
+
+def _samplers(batches: Any) -> Iterator[Any]:
+    """A batch sampler, and the samplers that it draws from."""
+    part = batches
+    for _ in range(_NEST):
+        if part is None:
+            return
+        yield part
+        part = getattr(part, "sampler", None)
+
+
+def _divides_all(sampler: Any, loader: "DataLoader[Any]") -> bool:
+    """torch's own DistributedSampler over the whole dataset: nothing but "divide it"."""
+    plain = type(sampler) is DistributedSampler and type(loader.batch_sampler) is BatchSampler
+    return plain and _length(sampler.dataset) == _length(loader.dataset)
+
+
+def _length(data: object) -> int:
+    return len(cast(Sized, data))
+
+
+@dataclass(frozen=True)
+class Batching:
+    """What the user's own DataLoader says of its batches."""
+
+    size: int | None
+    """None where they are of the user's own making."""
+    shuffle: bool
+    drop_last: bool
+    sampler: Iterable[Any] | None = None
+    """The user's own order of all samples."""
+    batches: Iterable[Any] | None = None
+    """The user's own batch sampler."""
+
+
+def batching(loader: "DataLoader[Any] | None") -> Batching | None:
+    """None where there is no DataLoader of the user's own."""
+    if loader is None:
+        return None
+    if isinstance(loader.dataset, IterableDataset):
+        return Batching(loader.batch_size, shuffle=False, drop_last=loader.drop_last)
+    batches: Any = loader.batch_sampler
+    if type(batches) is not BatchSampler:
+        return Batching(None, shuffle=False, drop_last=False, batches=batches)
+    size, drop_last, sampler = batches.batch_size, batches.drop_last, batches.sampler
+    if isinstance(sampler, DistributedSampler):  # torch's own: others were refused
+        return Batching(size, sampler.shuffle, drop_last or sampler.drop_last)
+    if _plain(sampler, loader.dataset):
+        return Batching(size, isinstance(sampler, RandomSampler), drop_last)
+    return Batching(size, shuffle=False, drop_last=drop_last, sampler=sampler)
+
+
+def _plain(sampler: Any, dataset: object) -> bool:
+    """Each sample once, in the dataset's order or in any: what `shuffle` says of a DataLoader."""
+    known = type(sampler) in (SequentialSampler, RandomSampler) and not getattr(sampler, "replacement", False)
+    return known and len(sampler) == _length(dataset)
+
+
+def check_batch_size(own: Batching | None, micro_batch: int, asked: bool = False) -> None:
+    """Raise `DataError` where the user's DataLoader and the configuration disagree.
+
+    `asked`: global_batch_size or micro_batch_size stands in the configuration.
+    """
+    if own is None:
+        return
+    if own.size is None and asked:
+        raise DataError(
+            "the DataLoader's batches are of its own making, but the configuration sets their size, too",
+            "leave out global_batch_size and micro_batch_size: each batch is one micro-batch of one rank, and "
+            "accumulation_steps says how many of them a rank takes per optimizer step",
+        )
+    if own.size is not None and own.size != micro_batch:
+        raise DataError(
+            f"the DataLoader has batch_size={own.size}, but the configuration makes micro-batches of "
+            f"{micro_batch} samples",
+            f"set micro_batch_size={own.size} in the TrainerConfig (the samples of one rank in one pass, so that the "
+            f"global batch grows with the ranks); or give the dataset itself, and the configuration decides",
+        )
