@@ -1,9 +1,13 @@
 """Where the model lives: on this rank's device, in DistributedDataParallel where there are several ranks."""
 
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit.config import ParallelConfig
@@ -11,11 +15,46 @@ from ddp_kit.errors import ConfigError
 from ddp_kit.world import World
 
 _BROADCAST_BYTES = 250 * 1024 * 1024
+_POWERSGD_FROM_STEP = 1000  # before it gradients travel whole, as the authors advise (Vogels et al. 2019)
 
 
-def place(model: nn.Module, world: World, config: ParallelConfig) -> nn.Module:
+class Reductions:
+    """Knows which of a step's gradient buckets have begun to be reduced, and can do the others with zeros.
+
+    For a rank whose backward pass broke off, while the others wait for it. What DDP itself calls for a rank that has
+    run out of data (its `join`) does all buckets or none.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[torch.futures.Future[Any]] = []
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._waiting = []
+
+    def hook(self, own: tuple[Any, Any], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """A communication hook, with another one and its state inside."""
+        state, hook = own
+        future: torch.futures.Future[Tensor] = hook(state, bucket)
+        self._waiting.append(future)
+        return future
+
+    def complete(self, placed: nn.Module) -> None:
+        """Reduce zeros for all buckets that have not begun, and wait for all."""
+        assert isinstance(placed, DistributedDataParallel)
+        buckets = placed.reducer._get_zeros_like_grad_buckets()
+        for bucket in buckets[len(self._waiting) :]:
+            placed.reducer._run_comm_hook(bucket)
+        for future in self._waiting:
+            future.wait()
+
+
+def place(model: nn.Module, world: World, config: ParallelConfig, reductions: Reductions | None = None) -> nn.Module:
     """Move the model to this rank's device and make its replicas agree. A collective: all ranks call it.
 
+    `reductions`: what is to know of the reductions, if anything; it costs a call per bucket. The buffers are then for
+    the caller to send, once per step: DDP does so in each call of the model, and how many of those there are nobody
+    knows who has not come to them.
     Returns what the loss function calls: the model itself where it is alone, else its DDP wrapper.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -30,16 +69,74 @@ def place(model: nn.Module, world: World, config: ParallelConfig) -> nn.Module:
     model.to(world.device)
     if world.world_size == 1:
         return model
-    return DistributedDataParallel(
+    placed = DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         # Gradients are views into the buckets: no copy into them, and one gradient's worth of memory less.
         gradient_as_bucket_view=True,
         bucket_cap_mb=config.bucket_mb,
         find_unused_parameters=config.find_unused_parameters,
+        static_graph=config.static_graph,
         # Buffers are sent from rank 0, torch's default: its BatchNorm statistics count. Without any, nothing is sent.
-        # static_graph stays off: it fails under accumulation unless the first step reduces every micro-batch.
     )
+    if world.device.type == "cuda" and hasattr(placed, "_set_ddp_runtime_logging_sample_rate"):
+        # DDP times every 100th step for its own log, which nobody reads here, and waits for the device to do so.
+        placed._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # type: ignore[no-untyped-call]
+    if reductions is not None:
+        # Not as an argument: torch 2.13 has another name for it, and warns of the old one.
+        name = "forward_sync_buffers" if hasattr(placed, "forward_sync_buffers") else "broadcast_buffers"
+        setattr(placed, name, False)
+    _hook(placed, config.compression, reductions)
+    return placed
+
+
+def _hook(placed: DistributedDataParallel, compression: str | None, reductions: Reductions | None) -> None:
+    hooks: dict[str | None, tuple[Any, Any]] = {
+        None: (None, default_hooks.allreduce_hook),
+        "bf16": (None, default_hooks.bf16_compress_hook),
+        "fp16": (None, default_hooks.fp16_compress_hook),
+    }
+    if compression == "powersgd":
+        state = powerSGD_hook.PowerSGDState(process_group=None, start_powerSGD_iter=_POWERSGD_FROM_STEP)
+        hooks["powersgd"] = (state, powerSGD_hook.powerSGD_hook)
+    own, hook = hooks[compression], None if reductions is None else reductions.hook
+    if compression is not None or hook is not None:
+        try:
+            placed.register_comm_hook(*(own if hook is None else (own, hook)))
+        except TypeError as error:
+            raise ConfigError(
+                f"parallel.compression={compression!r} is not available here: {error}",
+                "use compression='fp16', or leave it out",
+            ) from None
+
+
+def compile_in_place(model: nn.Module, what: str) -> None:
+    """torch.compile for the whole "model", or for each of its repeated "blocks"; the modules stay the same objects.
+
+    Blocks are compiled once for all of a kind, so it takes less time, and graphs end where DDP's hooks have to run.
+    """
+    if what == "model":
+        model.compile()
+        return
+    blocks = _repeated_blocks(model)
+    if not blocks:
+        raise ConfigError(
+            f"compile='blocks', but {type(model).__name__} has no ModuleList or Sequential with several children of "
+            "one kind that have children of their own",
+            "use compile='model'",
+        )
+    for block in blocks:
+        block.compile()
+
+
+def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for parent in model.modules():
+        if isinstance(parent, nn.ModuleList | nn.Sequential):
+            kinds = Counter(type(child) for child in parent)
+            found.extend(child for child in parent if kinds[type(child)] > 1 and any(child.children()))
+    inner = {module for block in found for module in block.modules() if module is not block}
+    return [block for block in dict.fromkeys(found) if block not in inner]
 
 
 def send_buffers(model: nn.Module, world: World) -> None:
@@ -53,3 +150,39 @@ def send_buffers(model: nn.Module, world: World) -> None:
 def without_reduction(placed: nn.Module) -> AbstractContextManager[None]:
     """Gradients pile up on each rank alone: for every micro-batch of a step but its last."""
     return placed.no_sync() if isinstance(placed, DistributedDataParallel) else nullcontext()
+
+
+def check_reduced(placed: nn.Module) -> None:
+    """Raise the `RuntimeError` of DDP's next forward pass, if it was to be one: a parameter was left out of this one.
+
+    Its gradient, and those in the same bucket, are then each rank's own. To be called without gradients at hand, for
+    buckets may be built anew. Costs a microsecond.
+    """
+    if isinstance(placed, DistributedDataParallel) and placed.reducer._rebuild_buckets():
+        placed._has_rebuilt_buckets = True  # as DDP itself does after this call
+
+
+def stand_in(placed: nn.Module) -> Tensor:
+    """A loss of nothing, for a rank without samples: its backward pass takes part in DDP's reduction with zeros.
+
+    DDP needs every rank in every reduction. A batch used for nothing would do as well, but costs a pass, and moves
+    BatchNorm's statistics; and a stream that is empty has none.
+    """
+    assert isinstance(placed, DistributedDataParallel), "a rank that is alone has samples"
+    placed._pre_forward()  # type: ignore[no-untyped-call]  # what DDP itself does around the module's forward pass
+    sparse = {
+        module.weight  # DDP reduces its gradient as a sparse one
+        for module in placed.module.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
+    ends: Any = [_end(each, each in sparse) for each in placed.module.parameters() if each.requires_grad]
+    ends = placed._post_forward(ends)  # type: ignore[no-untyped-call]
+    return sum((end * 0.0 for end in ends), torch.zeros((), device=ends[0].device))
+
+
+def _end(parameter: nn.Parameter, sparse: bool) -> Tensor:
+    """A number that depends on a parameter; its gradient is of the kind that the others' passes give."""
+    if sparse:
+        first = torch.zeros(1, dtype=torch.int64, device=parameter.device)
+        return nn.functional.embedding(first, parameter, sparse=True).sum()
+    return parameter.reshape(-1)[:1].sum()

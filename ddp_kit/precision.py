@@ -10,6 +10,7 @@ bf16-true  bfloat16  bfloat16                no                 as bf16; the bat
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,8 @@ class Precision:
         self.batch_dtype = torch.bfloat16 if name == "bf16-true" else None
         """The type that floating-point tensors of a batch are converted to; None: left as they are."""
         self._autocast_dtype = _AUTOCAST.get(name)
+        self.scales = name == "fp16"
+        """Whether steps with gradients that are not finite are left out as a matter of course."""
         self._device = device
         self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
         if device.type == "cuda":
@@ -55,6 +58,15 @@ class Precision:
         """Bring the gradients to their true size, once per step, before clipping."""
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
+
+    def state(self) -> dict[str, Any]:
+        """Of the gradient scaling; empty without."""
+        return {} if self._scaler is None else self._scaler.state_dict()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """What `state` gave."""
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state)
 
     def apply(self, optimizer: Optimizer) -> bool:
         """One optimizer step. False where fp16 overflowed: the step is left out and the scale lowered.

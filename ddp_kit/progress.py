@@ -16,10 +16,10 @@ from ddp_kit.log import logger
 class ProgressReport:
     """Shows steps as they are done; nothing where `shown` is False. A context manager.
 
-    `total`: optimizer steps of the whole run.
+    `total`: optimizer steps of the whole run; None where only the data will tell.
     """
 
-    def __init__(self, total: int, shown: bool) -> None:
+    def __init__(self, total: int | None, shown: bool) -> None:
         self._total = total
         self._shown = shown
         self._bar = _bar() if shown and sys.stderr.isatty() else None
@@ -46,7 +46,7 @@ class ProgressReport:
         if self._bar is not None:
             self._bar.update(self._task, completed=done, description=values)
         elif self._shown:
-            logger.info("step {}/{}  {}", done, self._total, values)
+            logger.info("step {}{}  {}", done, "" if self._total is None else f"/{self._total}", values)
 
 
 class StepNote:

@@ -15,18 +15,71 @@ class LogRow:
     """Mean over the interval's samples (or weights) on all ranks."""
     learning_rate: float
     """Of the optimizer's first parameter group, for the step to come."""
+    grad_norm: float
+    """Of the gradient at the row's last step, over all parameters, before clipping; 0 where it was not measured."""
     samples_per_second: float
     """Over all ranks."""
     step_seconds: float
     """Wall time per optimizer step, evaluations left out."""
-    data_seconds: float
-    """The part of it in which this rank waited for a batch."""
+    times: "StepTimes"
+    """Where the wall time of this rank went."""
+    slowest_rank: int
+    """The one that needed the most time for itself; the others wait for it."""
+    slowest_factor: float
+    """How many times the median of the others that is."""
+
+    @property
+    def data_seconds(self) -> float:
+        """The part of `step_seconds` in which this rank waited for a batch."""
+        return self.times.data
 
     def __str__(self) -> str:
         return (
             f"epoch {self.epoch}  loss {self.loss:.4g}  lr {self.learning_rate:.3g}  "
             f"{self.samples_per_second:,.0f} samples/s  data {self.data_seconds / self.step_seconds:.0%}"
         )
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Where one rank's time went: seconds per optimizer step, as means over an interval."""
+
+    data: float
+    """Waiting for batches."""
+    transfer: float
+    """Batches on their way to the device."""
+    forward: float
+    backward: float
+    """Computing gradients, of all passes; without `communication`."""
+    communication: float
+    """Waiting for the other ranks and the network with nothing else to do; what the backward pass hides is free."""
+    optimizer: float
+    """Clipping, the optimizer's step, and what goes with them."""
+    other: float
+    """What is left of the wall time: callbacks, logging, the loop itself."""
+
+    @property
+    def figures(self) -> tuple[float, ...]:
+        """All of them, in their order; dataclasses.astuple takes thirty times as long."""
+        return (
+            self.data,
+            self.transfer,
+            self.forward,
+            self.backward,
+            self.communication,
+            self.optimizer,
+            self.other,
+        )
+
+    @property
+    def total(self) -> float:
+        """The wall time of a step."""
+        return self.own + self.communication
+
+    @property
+    def own(self) -> float:
+        """What the rank needed for itself: the others wait for the one with the most."""
+        return self.data + self.transfer + self.forward + self.backward + self.optimizer + self.other
 
 
 @dataclass(frozen=True)
@@ -56,5 +109,19 @@ class FitResult:
     """The mean over the last logged interval."""
     history: tuple[LogRow, ...]
     """One row per log point."""
+    skipped: int
+    """Steps left out because a gradient was not finite: of fp16's scaling, or by `non_finite="skip"`."""
     metrics: dict[str, float]
     """Of the last evaluation; empty without one."""
+
+
+@dataclass(frozen=True)
+class LearningRateSearch:
+    """What a learning-rate range test found; the same on every rank."""
+
+    rates: tuple[float, ...]
+    """Those tried, rising, of the optimizer's first parameter group."""
+    losses: tuple[float, ...]
+    """The smoothed loss at each."""
+    suggestion: float | None
+    """Where the loss falls most steeply; None where it never fell."""

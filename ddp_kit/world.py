@@ -5,12 +5,17 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cache
 from hashlib import blake2b
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ddp_kit import contract
 from ddp_kit.errors import WorldError, speak_plainly
@@ -18,6 +23,7 @@ from ddp_kit.errors import WorldError, speak_plainly
 # gloo would wait for 30 minutes by default; NCCL's own default is 10.
 _TIMEOUT = timedelta(minutes=10)
 _DRAIN_SECONDS = 0.05
+_WORD_TIMEOUT = timedelta(seconds=2)
 _FAREWELL_SECONDS = 5.0
 
 
@@ -76,12 +82,68 @@ def mixed_seed(*numbers: int) -> int:
 def seed_everything(seed: int, world: World) -> None:
     """Set every random state of this process: the same in every run, different on every rank."""
     own = mixed_seed(seed, world.rank)
-    random.seed(own)
     torch.manual_seed(own)  # the GPU's state too
+    seed_generators(own)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators that code on the CPU draws from: Python's, torch's and numpy's. `seed`: 32 bits."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
     if "numpy" in sys.modules:  # where it is not imported, nothing draws from it
         import numpy as np
 
-        np.random.seed(own)
+        np.random.seed(seed)
+
+
+@dataclass(frozen=True)
+class RandomStates:
+    """Where the generators of this process are."""
+
+    python: Any
+    torch: Tensor
+    numpy: Any
+    """None where numpy is not imported: then nothing draws from it."""
+    device: Tensor | None
+    """Of the GPU; None where it is not asked for."""
+
+
+def random_states(world: World | None = None) -> RandomStates:
+    """Where the generators are from which code on the CPU draws; with `world`, that of its GPU too."""
+    numpy = sys.modules.get("numpy")
+    gpu = world is not None and world.device.type == "cuda"
+    return RandomStates(
+        random.getstate(),
+        torch.default_generator.get_state(),
+        None if numpy is None else numpy.random.get_state(),
+        torch.cuda.get_rng_state() if gpu else None,
+    )
+
+
+def set_random_states(states: RandomStates) -> None:
+    """Put the generators where they were."""
+    random.setstate(states.python)
+    torch.default_generator.set_state(states.torch)
+    if states.numpy is not None:
+        sys.modules["numpy"].random.set_state(states.numpy)
+    if states.device is not None:
+        torch.cuda.set_rng_state(states.device)
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Whatever is drawn from the CPU's generators within, or seeded: afterwards they are where they were before."""
+    before = random_states()
+    try:
+        yield
+    finally:
+        set_random_states(before)
+
+
+@cache
+def host_group(world: World) -> dist.ProcessGroup | None:
+    """A group whose collectives work on host memory, so that no device is waited for. A collective when first asked."""
+    return None if world.device.type == "cpu" else dist.new_group(backend="gloo", timeout=_TIMEOUT)
 
 
 def _current_device() -> torch.device:
@@ -108,6 +170,17 @@ def _start_group(device: torch.device) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
     dist.init_process_group(backend, timeout=_TIMEOUT, device_id=device if device.type == "cuda" else None)
     atexit.register(_stop_group)
+    speak_plainly(contract.speaker_rank(), _takes_the_word)
+
+
+def _takes_the_word() -> bool:
+    """Whether this rank is the first of its group to ask; False where the store is gone, with whoever was."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set_timeout(_WORD_TIMEOUT)
+        return store.add("ddpkit/word", 1) == 1
+    except (RuntimeError, ValueError):
+        return False
 
 
 def _stop_group() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ddp_kit import world
-from ddp_kit.world import World, seed_everything
+from ddp_kit.world import World, random_states_kept, seed_everything, seed_generators
 
 CPU = torch.device("cpu")
 
@@ -49,3 +49,14 @@ def test_every_random_state_is_set_the_same_in_every_run_and_another_on_every_ra
 
     assert drawn(0) == drawn(0)
     assert not set(drawn(0)) & set(drawn(1))
+
+
+def test_what_is_seeded_and_drawn_within_leaves_no_trace() -> None:
+    seed_everything(1, World(0, 1, 0, 1, 0, CPU))
+    with random_states_kept():
+        seed_generators(5)
+        within = random.random(), float(np.random.rand()), torch.rand(()).item()
+    after = random.random(), float(np.random.rand()), torch.rand(()).item()
+    seed_everything(1, World(0, 1, 0, 1, 0, CPU))
+    assert after == (random.random(), float(np.random.rand()), torch.rand(()).item())
+    assert not set(after) & set(within)

@@ -1,0 +1,85 @@
+"""Keeping the weights of the best evaluation."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors.torch import save_model
+from torch import Tensor, nn
+
+from ddp_kit.callbacks.callback import Callback
+from ddp_kit.callbacks.watched import Watched
+from ddp_kit.errors import ConfigError
+from ddp_kit.log import logger
+
+
+class BestModel(Callback):
+    """Keeps the weights and buffers of the best evaluation, and gives them back.
+
+    `metric`: "loss" or the name of one of the Trainer's metrics; `mode`: "min" or "max", what better means.
+    `path`: a file that the main rank writes at each improvement, whole or not at all; read it with
+    `safetensors.torch.load_model(model, path)`, which also ties again what the model has tied.
+    `restore_at_end`: leave the model with its best weights at the end of `fit`. The optimizer's state stays.
+    Each rank keeps a copy of its own in host memory, so restoring is no collective.
+    What it keeps is what was evaluated: with an `EMA` among the callbacks, the averaged weights.
+    Raises `ConfigError`; for an unknown metric at the first evaluation.
+    """
+
+    def __init__(
+        self,
+        metric: str = "loss",
+        mode: Literal["min", "max"] = "min",
+        path: str | Path | None = None,
+        restore_at_end: bool = False,
+    ) -> None:
+        self._watched = Watched("BestModel", metric, mode)
+        self._path = None if path is None else Path(path)
+        self._restore_at_end = restore_at_end
+        self._model: nn.Module | None = None
+        self._state: dict[str, Any] = {}
+        self.step: int | None = None
+        """The optimizer steps that had been done at the best evaluation."""
+
+    @property
+    def value(self) -> float | None:
+        """The best value so far; None before the first evaluation."""
+        return self._watched.best
+
+    def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """Copy the weights if they are the best so far."""
+        if not self._watched.improved(metrics):
+            return
+        model: nn.Module = trainer.model
+        self.step, self._model = trainer.step, model
+        self._state = {name: _copied(value) for name, value in model.state_dict().items()}
+        if self._path is not None and trainer.world.is_main:
+            _write(model, self._path)
+
+    def on_fit_end(self, trainer: Any, result: Any) -> None:
+        """Restore, where that was asked for and an evaluation came to a number."""
+        if self._restore_at_end and self._model is not None:
+            logger.info("the model has the weights of step {} again: {} {:.4g}", self.step, *self._named_value())
+            self.restore()
+
+    def restore(self) -> None:
+        """Put the best weights back into the model, in place. Raises `ConfigError` where there are none yet."""
+        if self._model is None:
+            raise ConfigError(
+                "BestModel has no weights to restore: no evaluation has come to a number yet",
+                "give eval_data to fit, or call evaluate",
+            )
+        self._model.load_state_dict(self._state)
+
+    def _named_value(self) -> tuple[str, float | None]:
+        return self._watched.metric, self.value
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _write(model: nn.Module, path: Path) -> None:
+    """Write to a file beside it, then rename: whoever reads `path` finds a whole file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")  # always the same: what a killed run has left is overwritten
+    save_model(model, str(part))
+    part.replace(path)

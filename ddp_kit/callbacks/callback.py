@@ -1,0 +1,42 @@
+"""The events of a training run, for code that watches it from outside."""
+
+from typing import Any
+
+from ddp_kit.records import FitResult, LogRow
+
+
+class Callback:
+    """Override what is needed. Every rank calls every event, in the same order.
+
+    `trainer` is the `Trainer` that tells; `trainer.stop()`, called on all ranks, ends the run after this step.
+
+    on_fit_start -> (on_step -> [on_log] -> [on_evaluate_start -> on_evaluate -> on_evaluate_end])* -> on_fit_end
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint is to hold of it: numbers, texts, tensors, in any nesting."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` gave; before the first step."""
+
+    def on_fit_start(self, trainer: Any) -> None:
+        """Before the first optimizer step."""
+
+    def on_step(self, trainer: Any) -> None:
+        """After each optimizer step. Reading a value from the device here makes the host wait."""
+
+    def on_log(self, trainer: Any, row: LogRow) -> None:
+        """At each log point, with its row of `FitResult.history`; on a GPU one interval late."""
+
+    def on_evaluate_start(self, trainer: Any) -> None:
+        """Before each evaluation."""
+
+    def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """After each evaluation, with the mean loss and the metrics, the same on all ranks."""
+
+    def on_evaluate_end(self, trainer: Any) -> None:
+        """After every callback has heard of the evaluation: what was changed for it is put back here."""
+
+    def on_fit_end(self, trainer: Any, result: FitResult) -> None:
+        """After the last step of a run that was not interrupted."""

@@ -1,0 +1,74 @@
+"""Rows of comma-separated values."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+from ddp_kit.callbacks.rows import RowLogger, drop_torn_row, file_row
+from ddp_kit.errors import ConfigError
+
+_FIRST = ["event", "step"]
+
+
+class CSVLogger(RowLogger):
+    """Adds one row per log point and one per evaluation to a CSV file, on the main rank; each is on disk at once.
+
+    event             train (a log point) or eval (an evaluation)
+    step              optimizer steps done
+    epoch, loss, ...  the fields of `LogRow`, empty in rows of evaluations
+    eval_loss, ...    the metrics, empty in rows of log points
+
+    A file that is there is gone on with. Where a row brings columns that it does not have, they are added at its
+    right, and the file is replaced as a whole by one with the longer header. Raises `ConfigError` for a file that is
+    no such log.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._columns: list[str] | None = None
+        _read_columns(self._path)
+
+    def write(self, trainer: Any, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Add a row, and columns if it needs any."""
+        row = file_row(kind, step, values)
+        if self._columns is None or not self._path.exists():
+            self._columns = self._go_on()
+        columns = [*self._columns, *(name for name in row if name not in self._columns)]
+        if columns != self._columns:
+            self._rewrite(columns)
+            self._columns = columns
+        with self._path.open("a", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerow([row.get(name) for name in columns])
+
+    def _go_on(self) -> list[str]:
+        """The columns of the file as the run finds it."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._path.exists():
+            drop_torn_row(self._path)
+        return _read_columns(self._path)
+
+    def _rewrite(self, columns: list[str]) -> None:
+        """The rows that are there under a longer header, in a file that takes the other's place when it is whole."""
+        rows: list[list[str]] = []
+        if self._path.exists():
+            with self._path.open(encoding="utf-8", newline="") as file:
+                rows = list(csv.reader(file))[1:]
+        part = self._path.with_name(f"{self._path.name}.part")
+        with part.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(columns)
+            writer.writerows([*row, *[""] * (len(columns) - len(row))] for row in rows)
+        part.replace(self._path)
+
+
+def _read_columns(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        columns = next(csv.reader(file), [])
+    if columns and columns[: len(_FIRST)] != _FIRST:
+        raise ConfigError(
+            f"{path} is not a log of CSVLogger: its first columns are {', '.join(columns[:3])}",
+            "give the path of a new file, or of a log to go on with",
+        )
+    return columns

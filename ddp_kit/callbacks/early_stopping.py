@@ -1,0 +1,50 @@
+"""Ending a run that no longer gets better."""
+
+from typing import Any, Literal
+
+from ddp_kit.callbacks.callback import Callback
+from ddp_kit.callbacks.watched import Watched
+from ddp_kit.errors import ConfigError
+from ddp_kit.log import logger
+
+
+class EarlyStopping(Callback):
+    """Stops after `patience` evaluations in a row without improvement.
+
+    `metric`: "loss" or the name of one of the Trainer's metrics. `mode`: "min" or "max", what better means.
+    `min_delta`: by how much a value has to be better than the best to count. NaN is no improvement.
+    All ranks see the same values, and so decide the same. A new call of `fit` has its patience anew.
+    Raises `ConfigError`; for an unknown metric at the first evaluation.
+    """
+
+    def __init__(
+        self, metric: str = "loss", patience: int = 3, mode: Literal["min", "max"] = "min", min_delta: float = 0.0
+    ) -> None:
+        if patience < 1:
+            raise ConfigError(f"EarlyStopping got patience={patience!r}", "give a number of evaluations, at least 1")
+        self._watched = Watched("EarlyStopping", metric, mode, min_delta)
+        self._patience = patience
+        self.waited = 0
+        """Evaluations since the best one."""
+
+    @property
+    def best(self) -> float | None:
+        """The best value so far; None before the first evaluation."""
+        return self._watched.best
+
+    def on_fit_start(self, trainer: Any) -> None:
+        """Begin to wait anew."""
+        self.waited = 0
+
+    def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """Stop the run where it has not got better for long enough."""
+        self.waited = 0 if self._watched.improved(metrics) else self.waited + 1
+        if self.waited >= self._patience:
+            logger.info(
+                "stopping at step {}: {} has not got better than {} in {} evaluations",
+                trainer.step,
+                self._watched.metric,
+                "NaN" if self.best is None else f"{self.best:.4g}",
+                self.waited,
+            )
+            trainer.stop()

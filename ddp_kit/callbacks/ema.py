@@ -1,0 +1,110 @@
+"""An average of the weights over the steps, which evaluations use."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_kit.callbacks.callback import Callback
+from ddp_kit.errors import ConfigError
+
+
+class EMA(Callback):
+    """Keeps an exponential moving average of the trained weights; evaluations use it instead of the weights.
+
+    after the first step:   average = weights
+    after each later one:   average = decay * average + (1 - decay) * weights
+
+    That is `torch.optim.swa_utils.AveragedModel` with its `get_ema_multi_avg_fn`, without the moments in which the
+    host waits for the device. Weights of 16 bits are averaged in float32, where the small changes do not get lost.
+    Buffers, such as BatchNorm's statistics, are not averaged: they are the model's own.
+    The average takes as much memory as the weights, and during an evaluation the weights set aside as much again.
+    `apply_to(trainer.model)` at the end leaves the model with the averaged weights.
+    """
+
+    def __init__(self, decay: float = 0.999) -> None:
+        if not 0.0 <= decay < 1.0:
+            raise ConfigError(f"EMA got decay={decay!r}", "give a number from 0 to below 1, such as 0.999")
+        self._decay = decay
+        self._model: nn.Module | None = None
+        self._parameters: list[Tensor] = []
+        self._average: list[Tensor] = []
+        self._trained: list[Tensor] = []  # the weights set aside, while the model has the averaged ones
+
+    def on_fit_start(self, trainer: Any) -> None:
+        """Take back the weights, if an evaluation before has failed."""
+        self._swap_back()
+
+    @torch.no_grad()
+    def on_step(self, trainer: Any) -> None:
+        """Add the weights to the average."""
+        if trainer.model is not self._model:
+            self._begin(trainer.model)
+            return
+        if self._trained:
+            # An evaluation failed, the loop went on all the same, and this step moved the averaged weights. What it
+            # changed is added to the trained ones, so that neither these nor the step are lost.
+            changes = torch._foreach_sub(self._parameters, self._in_the_model_s_precision())
+            torch._foreach_add_(self._trained, changes)
+            self._swap_back()
+        torch._foreach_lerp_(self._average, _in_the_precision_of(self._average, self._parameters), 1 - self._decay)
+
+    @torch.no_grad()
+    def on_evaluate_start(self, trainer: Any) -> None:
+        """Put the averaged weights into the model's own tensors, which DDP and the optimizer hold too."""
+        self._swap_back()
+        if trainer.model is self._model:
+            self._trained = [parameter.detach().clone() for parameter in self._parameters]
+            torch._foreach_copy_(self._parameters, self._average)
+
+    def on_evaluate_end(self, trainer: Any) -> None:
+        """Take back the trained weights."""
+        self._swap_back()
+
+    def on_fit_end(self, trainer: Any, result: Any) -> None:
+        """Take back the trained weights, whatever has happened."""
+        self._swap_back()
+
+    def model_state(self) -> dict[str, Any]:
+        """A state_dict of the model with the averaged weights, and its buffers as they are now; a copy.
+
+        Raises `ConfigError` before the first step.
+        """
+        if self._model is None:
+            raise ConfigError("EMA has no average yet: no step has been done", "train at least one step first")
+        pairs = zip(self._parameters, self._in_the_model_s_precision(), strict=True)
+        averaged = {id(parameter): average for parameter, average in pairs}
+        state = self._model.state_dict(keep_vars=True)  # gives the parameters themselves: tied ones are found twice
+        return {name: _copied(averaged.get(id(value), value)) for name, value in state.items()}
+
+    def apply_to(self, model: nn.Module) -> None:
+        """Give a model of the same structure the averaged weights, in place; `trainer.model` too. No collective."""
+        self._swap_back()
+        model.load_state_dict(self.model_state())
+
+    def _begin(self, model: nn.Module) -> None:
+        self._swap_back()
+        self._model = model
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._average = [
+            parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+            for parameter in self._parameters
+        ]
+
+    @torch.no_grad()
+    def _swap_back(self) -> None:
+        if self._trained:
+            torch._foreach_copy_(self._parameters, self._trained)
+            self._trained = []
+
+    def _in_the_model_s_precision(self) -> list[Tensor]:
+        return _in_the_precision_of(self._parameters, self._average)
+
+
+def _in_the_precision_of(pattern: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    """The same tensors where the type is the same."""
+    return [tensor.to(like.dtype) for like, tensor in zip(pattern, tensors, strict=True)]
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,37 @@
+"""Whether an evaluation is better than the best before."""
+
+import math
+from typing import Literal
+
+from ddp_kit.errors import ConfigError, nearest
+
+
+class Watched:
+    """The best value so far of one metric. `min_delta`: by how much a value has to be better to count, in its unit."""
+
+    def __init__(self, owner: str, metric: str, mode: Literal["min", "max"], min_delta: float = 0.0) -> None:
+        if mode not in ("min", "max"):
+            raise ConfigError(f"{owner} got mode={mode!r}", "give 'min' where less is better, 'max' where more is")
+        if not min_delta >= 0:
+            raise ConfigError(f"{owner} got min_delta={min_delta!r}", "give a number that is at least 0")
+        self.metric = metric
+        self.best: float | None = None
+        self._owner = owner
+        self._sign = 1.0 if mode == "min" else -1.0
+        self._min_delta = min_delta
+
+    def improved(self, metrics: dict[str, float]) -> bool:
+        """Note the value if it is the best so far. NaN is no improvement. Raises `ConfigError` for an unknown name."""
+        if self.metric not in metrics:
+            likely = nearest(self.metric, list(metrics))
+            raise ConfigError(
+                f"{self._owner} watches {self.metric!r}, but an evaluation gives {', '.join(metrics)}",
+                f"did you mean {likely!r}?" if likely else "give one of these, or add it to the Trainer's metrics",
+            )
+        value = metrics[self.metric]
+        if math.isnan(value):
+            return False
+        if self.best is not None and not self._sign * (self.best - value) > self._min_delta:
+            return False
+        self.best = value
+        return True

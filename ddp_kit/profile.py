@@ -1,0 +1,116 @@
+"""Traces of chosen steps by torch.profiler, and what the memory held when a GPU ran out of it."""
+
+import os
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from ddp_kit.config import ProfileConfig
+from ddp_kit.errors import ConfigError
+from ddp_kit.log import logger
+
+
+class Recorder:
+    """Records the steps that the configuration names, on the ranks that it names.
+
+    with recorder:                   # a run that ends inside the window leaves what there is
+        recorder.before_step(number); ...; recorder.after_step(number)
+
+    Raises `ConfigError` where the traces could not be written. Later on nothing is raised: a trace that fails is a
+    warning, and the training goes on.
+    """
+
+    def __init__(self, config: ProfileConfig, rank: int) -> None:
+        self._first, self._last = config.steps or (0, 0)
+        self._armed = config.steps is not None and (config.ranks is None or rank in config.ranks)
+        self._rank, self._folder = rank, config.dir
+        self._running: profile | None = None
+        self._begun = self._done = 0
+        if self._armed:
+            _check_folder(config.dir, speaks=rank == min(config.ranks or (0,)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def before_step(self, number: int) -> None:
+        """Begin where `number`, counted from 1, is in the window; also in its middle, where a run goes on there."""
+        if self._armed and self._first <= number <= self._last:
+            self._armed = False
+            self._begin(number)
+
+    def after_step(self, number: int) -> None:
+        """Write the trace where this was the last step to record."""
+        if self._running is not None:
+            self._done = number
+            if number >= self._last:
+                self.close()
+
+    def close(self) -> None:
+        """Write what has been recorded, if anything is being recorded."""
+        if self._running is None:
+            return
+        running, self._running = self._running, None
+        path = self._folder / f"rank{self._rank}_steps{self._begun}-{max(self._begun, self._done)}.json.gz"
+        try:
+            running.stop()  # waits for the device
+            running.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            logger.warning("profile: no trace was written to {}: {}", path, error)
+            return
+        logger.info("profile: {} (open it at ui.perfetto.dev)", path)
+
+    def _begin(self, number: int) -> None:
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # a second one would end the first
+            logger.warning("profile: step {} is not recorded: another torch profiler is running", number)
+            return
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+        running = profile(activities=activities, record_shapes=True)
+        try:
+            running.start()
+        except RuntimeError as error:
+            logger.warning("profile: step {} cannot be recorded: {}", number, error)
+            return
+        self._running, self._begun = running, number
+
+
+def save_memory_snapshot(folder: Path, rank: int) -> Path | None:
+    """Write what the GPU's memory holds, and its history where that was recorded, for pytorch.org/memory_viz.
+
+    For the moment after an out-of-memory error. None without a GPU, and where nothing could be written; raises
+    nothing.
+    """
+    dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
+    if dump is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    path = folder / f"rank{rank}_out_of_memory.pickle"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        dump(str(path))
+    except (OSError, RuntimeError) as error:
+        logger.warning("profile: no memory snapshot was written to {}: {}", path, error)
+        return None
+    return path
+
+
+def _check_folder(folder: Path, *, speaks: bool) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        found = ConfigError(
+            f"profile.dir = {os.fspath(folder)!r}: traces cannot be written there: {error.strerror or error}",
+            "choose a folder that this process may write to, or leave profile.steps out",
+        )
+        if speaks:
+            found.hold_back_seconds = 0.0  # rank 0 may not record at all
+        raise found from None

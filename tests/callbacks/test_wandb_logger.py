@@ -1,0 +1,84 @@
+"""Runs of Weights & Biases, kept on this machine."""
+
+import json
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_kit import ConfigError, WandbLogger
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from ddp_kit import Trainer, TrainerConfig, WandbLogger
+
+x = torch.ones(16, 3)
+data = TensorDataset(x, x.sum(dim=1, keepdim=True))
+model = nn.Linear(3, 1)
+trainer = Trainer(
+    model,
+    torch.optim.SGD(model.parameters(), lr=0.01),
+    lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+    TrainerConfig(global_batch_size=4, log_every=2),
+    callbacks=[WandbLogger("ours", mode="offline", dir=".", config={"note": "by hand"})],
+)
+trainer.fit(data, data)
+trainer.evaluate(data)
+"""
+
+
+def records(file: Path) -> Iterator[Any]:
+    """What a file of an offline run holds: records in the log format of LevelDB, after 7 bytes of its own."""
+    record = pytest.importorskip("wandb.proto.wandb_internal_pb2").Record
+    content, at, whole = file.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        left = 32768 - at % 32768  # a block; what is too short for a header at its end is padding
+        if left < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack("<IHB", content[at : at + 7])
+        whole += content[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield record.FromString(whole)
+            whole = b""
+
+
+@pytest.mark.slow
+def test_a_run_has_its_rows_its_configuration_and_an_end(
+    start: Callable[..., Any], script: Callable[[str], Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("wandb", reason="needs wandb: pip install wandb")
+    done = start("ddpkit", 2, script(SCRIPT))
+    assert done.returncode == 0, done.stderr
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns)
+    assert len({file.name for file in files}) == 1  # the id of the run: rank 0's alone, and the same after the end
+    found = [record for file in files for record in records(file)]
+    rows = [
+        {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        for record in found
+        if record.HasField("history")
+    ]
+    drawn = [(row["step"], "train/loss" in row, "eval/loss" in row) for row in rows]
+    assert drawn == [(2, True, False), (4, True, False), (4, False, True), (4, False, True)]
+    assert rows[0]["train/learning_rate"] == pytest.approx(0.01)
+    config = {item.key: json.loads(item.value_json) for item in found_config(found)}
+    assert (config["global_batch_size"], config["note"]) == (4, "by hand")
+    assert any(record.HasField("exit") for record in found)
+
+
+def found_config(found: list[Any]) -> Iterator[Any]:
+    for record in found:
+        yield from record.run.config.update
+        yield from record.config.update
+
+
+def test_without_the_package_it_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"not installed\n.*pip install wandb"):
+        WandbLogger()

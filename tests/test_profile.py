@@ -1,0 +1,167 @@
+"""Traces of the steps that were asked for, and of no others."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import profile, record_function
+
+from ddp_kit.config import ProfileConfig
+from ddp_kit.errors import ConfigError
+from ddp_kit.log import logger
+from ddp_kit.profile import Recorder, save_memory_snapshot
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    found: list[str] = []
+    handler = logger.add(lambda message: found.append(str(message).rstrip()), format="{level} {message}")
+    yield found
+    logger.remove(handler)
+
+
+def recorder(folder: Path, steps: tuple[int, int] | None = (2, 3), rank: int = 0, **settings: Any) -> Recorder:
+    return Recorder(ProfileConfig(steps=steps, dir=folder, **settings), rank)
+
+
+def train(recording: Recorder, first: int = 1, last: int = 5, fails_in: int = 0) -> None:
+    try:
+        for number in range(first, last + 1):
+            recording.before_step(number)
+            with record_function(f"step {number}"):
+                torch.ones(3, 7) @ torch.ones(7, 2)
+            if number == fails_in:
+                raise RuntimeError("the user's own")
+            recording.after_step(number)
+    finally:
+        recording.close()
+
+
+def recorded(path: Path) -> list[str]:
+    """The names of the steps in a trace."""
+    with gzip.open(path) as file:
+        events = json.load(file)["traceEvents"]
+    return sorted({event["name"] for event in events if str(event.get("name")).startswith("step ")})
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_exactly_the_chosen_steps_are_recorded(tmp_path: Path, lines: list[str]) -> None:
+    train(recorder(tmp_path / "traces"))
+    path = tmp_path / "traces" / "rank0_steps2-3.json.gz"
+    assert names(tmp_path / "traces") == [path.name]
+    assert recorded(path) == ["step 2", "step 3"]
+    assert lines == [f"INFO profile: {path} (open it at ui.perfetto.dev)"]
+
+
+def test_the_shapes_are_in_the_trace(tmp_path: Path) -> None:
+    train(recorder(tmp_path))
+    with gzip.open(tmp_path / "rank0_steps2-3.json.gz") as file:
+        shapes = [event.get("args", {}).get("Input Dims") for event in json.load(file)["traceEvents"]]
+    assert [[3, 7], [7, 2]] in shapes
+
+
+@pytest.mark.parametrize(("ranks", "recording"), [((0,), {0}), ((1, 2), {1, 2}), (None, {0, 1, 2})])
+def test_the_chosen_ranks_record(tmp_path: Path, ranks: tuple[int, ...] | None, recording: set[int]) -> None:
+    for rank in range(3):
+        train(recorder(tmp_path, rank=rank, ranks=ranks))
+    assert names(tmp_path) == [f"rank{rank}_steps2-3.json.gz" for rank in sorted(recording)]
+
+
+def test_without_steps_nothing_is_recorded_or_made(tmp_path: Path) -> None:
+    train(recorder(tmp_path / "traces", steps=None))
+    assert not (tmp_path / "traces").exists()
+
+
+def test_a_run_that_ends_inside_the_window_leaves_what_there_is(tmp_path: Path) -> None:
+    train(recorder(tmp_path, steps=(2, 100)), last=3)
+    assert recorded(tmp_path / "rank0_steps2-3.json.gz") == ["step 2", "step 3"]
+
+
+def test_a_run_that_fails_inside_the_window_leaves_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="the user's own"):
+        train(recorder(tmp_path, steps=(2, 100)), fails_in=2)
+    assert recorded(tmp_path / "rank0_steps2-2.json.gz") == ["step 2"]
+    assert not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+
+
+def test_a_run_taken_up_inside_the_window_records_the_rest(tmp_path: Path) -> None:
+    train(recorder(tmp_path, steps=(2, 4)), first=3)
+    assert recorded(tmp_path / "rank0_steps3-4.json.gz") == ["step 3", "step 4"]
+
+
+def test_a_run_taken_up_after_the_window_records_nothing(tmp_path: Path) -> None:
+    train(recorder(tmp_path), first=4)
+    assert names(tmp_path) == []
+
+
+def test_a_profiler_of_the_user_s_own_goes_on(tmp_path: Path, lines: list[str]) -> None:
+    with profile() as own:
+        train(recorder(tmp_path))
+    assert {"step 1", "step 2", "step 5"} <= {event.key for event in own.key_averages()}
+    assert names(tmp_path) == []
+    assert lines == ["WARNING profile: step 2 is not recorded: another torch profiler is running"]
+
+
+def test_a_profiler_that_does_not_start_does_not_end_the_run(
+    tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_profile: object) -> None:
+        raise RuntimeError("no CUPTI")
+
+    monkeypatch.setattr(profile, "start", refuse)
+    train(recorder(tmp_path))
+    assert lines == ["WARNING profile: step 2 cannot be recorded: no CUPTI"]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_before_training(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(ConfigError, match="profile.dir = .*taken/traces.*Not a directory") as found:
+        recorder(tmp_path / "taken" / "traces")
+    assert "profile.steps" in found.value.hint
+    recorder(tmp_path / "taken" / "traces", rank=1)  # which does not record
+
+
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, lines: list[str]) -> None:
+    recording = recorder(tmp_path / "traces")
+    (tmp_path / "traces").rmdir()
+    train(recording)
+    assert len(lines) == 1
+    assert lines[0].startswith("WARNING profile: no trace was written to ")
+
+
+def test_there_is_no_memory_snapshot_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert save_memory_snapshot(tmp_path / "traces", 0) is None
+    assert names(tmp_path) == []
+
+
+def test_a_memory_snapshot_has_its_rank_in_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"snapshot"))
+    assert save_memory_snapshot(tmp_path / "traces", 3) == tmp_path / "traces" / "rank3_out_of_memory.pickle"
+    assert names(tmp_path / "traces") == ["rank3_out_of_memory.pickle"]
+    assert save_memory_snapshot(tmp_path / "traces" / "rank3_out_of_memory.pickle", 3) is None
+    assert len(lines) == 1
+    assert lines[0].startswith("WARNING profile: no memory snapshot")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; there is none on this machine")
+def test_a_gpu_s_kernels_are_in_the_trace_and_its_memory_in_the_snapshot(tmp_path: Path) -> None:
+    recording = recorder(tmp_path, steps=(1, 1))
+    recording.before_step(1)
+    torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")
+    recording.after_step(1)
+    with gzip.open(tmp_path / "rank0_steps1-1.json.gz") as file:
+        assert any(event.get("cat") == "kernel" for event in json.load(file)["traceEvents"])
+    path = save_memory_snapshot(tmp_path, 0)
+    assert path is not None
+    assert path.stat().st_size > 0

@@ -1,0 +1,357 @@
+"""Where a step's time goes, on clocks that the tests set, and between two real ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from ddp_kit import timing
+from ddp_kit.records import StepTimes
+from ddp_kit.timing import (
+    BACKWARD,
+    COMMUNICATION,
+    DATA,
+    FORWARD,
+    OPTIMIZER,
+    TRANSFER,
+    DeviceClock,
+    StepClock,
+    by_rank,
+    step_clock,
+    table_of,
+)
+
+NOTHING = dict.fromkeys(("data", "transfer", "forward", "backward", "communication", "optimizer", "other"), 0.0)
+
+
+def times(**seconds: float) -> StepTimes:
+    return StepTimes(**NOTHING | seconds)
+
+
+class Hands:
+    """A time that passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
+    moved = Hands()
+    monkeypatch.setattr(timing, "perf_counter", moved)
+    return moved
+
+
+class Reduction(torch.autograd.Function):
+    """What DistributedDataParallel does: it waits in a callback that it queues during the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, hands: Any, computing: float, waiting: float) -> Tensor:
+        ctx.plan = hands, computing, waiting
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        hands, computing, waiting = ctx.plan
+
+        def wait() -> None:
+            hands.now += waiting
+
+        hands.now += computing
+        Variable._execution_engine.queue_callback(wait)
+        return gradient, None, None, None
+
+
+def reduced_backward(clock: StepClock, hands: Any, computing: float, waiting: float) -> None:
+    loss = Reduction.apply(torch.ones((), requires_grad=True), hands, computing, waiting)
+    phase = clock.watch(loss)
+    loss.backward()
+    clock.mark(phase)
+
+
+# --- on the host ----------------------------------------------------------------------------------------------------
+
+
+def test_each_phase_gets_the_time_before_its_mark(hands: Hands) -> None:
+    clock = StepClock()
+    for _ in range(2):
+        hands.now += 50  # an evaluation: no part of the step
+        clock.start()
+        for phase, seconds in (DATA, 1), (TRANSFER, 2), (FORWARD, 3), (BACKWARD, 4), (DATA, 5), (OPTIMIZER, 6):
+            hands.now += seconds
+            clock.mark(phase)
+    assert clock.read(25.0) == times(data=6, transfer=2, forward=3, backward=4, optimizer=6, other=4)
+
+
+def test_a_reading_begins_anew(hands: Hands) -> None:
+    clock = StepClock()
+    for seconds in (3, 1):
+        clock.start()
+        hands.now += seconds
+        clock.mark(FORWARD)
+        assert clock.read(seconds) == times(forward=seconds)
+
+
+def test_nothing_is_less_than_nothing(hands: Hands) -> None:
+    clock = StepClock()
+    clock.start()
+    hands.now += 3
+    clock.mark(FORWARD)
+    assert clock.read(step_seconds=2.9) == times(forward=3)
+    assert clock.read(step_seconds=0.5) == times(other=0.5)
+
+
+def test_waiting_for_the_reduction_is_communication_and_computing_is_not(hands: Hands) -> None:
+    clock = StepClock()
+    clock.start()
+    reduced_backward(clock, hands, computing=2, waiting=5)
+    found = clock.read(7)
+    assert found == times(backward=2, communication=5)
+    assert (found.own, found.total) == (2, 7)
+
+
+def test_of_short_steps_the_watched_ones_stand_for_the_others(hands: Hands) -> None:
+    clock = StepClock()
+    watched = []
+    for _ in range(8):
+        clock.start()
+        hands.now += 0.0006
+        clock.mark(FORWARD)
+        reduced_backward(clock, hands, computing=0.0001, waiting=0.0003)
+        watched.append(clock._watched)
+    assert watched == [1, 1, 1, 2, 2, 2, 3, 3]
+    found = clock.read(0.001)
+    assert found.communication == pytest.approx(0.0003)
+    assert found.backward == pytest.approx(0.0001)
+
+
+def test_communication_is_never_more_than_there_was(hands: Hands) -> None:
+    clock = StepClock()
+    for waiting in (0.004, 0, 0, 0):  # only the first of them is watched
+        clock._watched_at = hands.now if waiting == 0 else 0.0
+        clock.start()
+        reduced_backward(clock, hands, computing=0, waiting=waiting)
+    found = clock.read(0.001)
+    assert found.communication == pytest.approx(0.001)
+    assert found.backward >= 0
+
+
+def test_a_loss_without_gradient_is_left_to_the_backward_pass_to_refuse() -> None:
+    assert StepClock().watch(torch.ones(())) == BACKWARD
+
+
+# --- on a device that runs behind -----------------------------------------------------------------------------------
+
+
+class Device:
+    """A stand-in for a GPU: `now` is its own time, and it gets to what was recorded when the test lets it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.recorded = self.finished = 0
+        self.events = 0
+
+    def new_event(self) -> "DeviceEvent":
+        self.events += 1
+        return DeviceEvent(self)
+
+    def catch_up(self) -> None:
+        self.finished = self.recorded
+
+
+class DeviceEvent:
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.number, self.time = 0, 0.0
+
+    def record(self) -> None:
+        self.device.recorded += 1
+        self.number, self.time = self.device.recorded, self.device.now
+
+    def query(self) -> bool:
+        return self.number <= self.device.finished
+
+    def elapsed_time(self, end_event: "DeviceEvent") -> float:
+        assert self.query(), "CUDA raises here"
+        assert end_event.query(), "CUDA raises here"
+        return (end_event.time - self.time) * 1000
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+def step(clock: StepClock, device: Device, forward: float = 2, optimizer: float = 1) -> None:
+    clock.start()
+    device.now += forward
+    clock.mark(FORWARD)
+    device.now += optimizer
+    clock.mark(OPTIMIZER)
+
+
+def test_a_device_s_steps_count_once_it_has_finished_them(device: Device) -> None:
+    clock = DeviceClock(device.new_event)
+    step(clock, device)
+    assert clock.read(4) == times(other=4)
+    step(clock, device, forward=6)
+    device.catch_up()
+    step(clock, device, forward=100)
+    assert clock.read(6) == times(forward=4, optimizer=1, other=1)
+    device.catch_up()
+    assert clock.read(101) == times(forward=100, optimizer=1)
+
+
+def test_events_are_used_again(device: Device) -> None:
+    clock = DeviceClock(device.new_event)
+    for _ in range(100):
+        step(clock, device)
+        device.catch_up()
+    assert clock.read(3) == times(forward=2, optimizer=1)
+    assert device.events == 3
+
+
+def test_a_device_far_behind_is_not_given_ever_more_events(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_MOST_WAITING", 30)
+    clock = DeviceClock(device.new_event)
+    for _ in range(100):
+        step(clock, device)
+    assert device.events == 30
+    device.catch_up()
+    assert clock.read(3) == times(forward=2, optimizer=1)
+    step(clock, device, forward=7)
+    device.catch_up()
+    assert clock.read(8) == times(forward=7, optimizer=1)
+    assert device.events == 30
+
+
+def test_the_device_s_wait_for_the_reduction_is_communication(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_SECONDS_BETWEEN_WATCHED", 0.0)
+    clock = DeviceClock(device.new_event)
+    for waiting in (5, 1):
+        clock.start()
+        reduced_backward(clock, device, computing=2, waiting=waiting)
+        device.catch_up()
+    assert clock.read(5) == times(backward=2, communication=3)
+
+
+def test_the_clock_suits_the_device() -> None:
+    assert type(step_clock(torch.device("cpu"))) is StepClock
+    assert type(step_clock(torch.device("cuda", 0))) is DeviceClock
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; there is none on this machine")
+def test_a_gpu_is_timed_without_waiting_for_it() -> None:
+    device = torch.device("cuda", 0)
+    clock = step_clock(device)
+    weight = torch.randn(2048, 2048, device=device, requires_grad=True)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            clock.start()
+            loss = (weight @ weight).sum()
+            clock.mark(FORWARD)
+            phase = clock.watch(loss)
+            loss.backward()
+            clock.mark(phase)
+        early = clock.read(1.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert early.total == pytest.approx(1.0)
+    clock.start()
+    torch.cuda.synchronize()
+    found = clock.read(1.0)
+    assert found.forward > 0
+    assert found.backward > found.communication >= 0
+
+
+# --- all ranks ------------------------------------------------------------------------------------------------------
+
+
+def test_the_sum_of_the_tables_has_every_rank_s_times() -> None:
+    ranks = (times(data=0.1, other=1e-9), times(backward=3, communication=7), times(optimizer=5))
+    tables = [table_of(own, rank, 3, torch.device("cpu")) for rank, own in enumerate(ranks)]
+    assert {(table.dtype, table.shape) for table in tables} == {(torch.float64, (3, 7))}
+    assert by_rank(sum(tables).flatten().tolist()) == ranks
+
+
+LATE_RANK = """
+import sys
+from time import perf_counter
+import torch, torch.distributed as dist
+from datetime import timedelta
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from ddp_kit import timing
+from ddp_kit.world import join
+
+class Loud(timing.StepClock):
+    marks = []
+    def mark(self, phase):
+        super().mark(phase)
+        self.marks.append((phase, self._last))
+        if rank == 0 and phase == timing.BACKWARD and self.last_pass:
+            store.set(f"computed {step}", "yes")
+
+rank = join().rank
+store = dist.FileStore(sys.argv[1], 2)
+store.set_timeout(timedelta(seconds=20))
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1))
+static, x = sys.argv[2] == "static", torch.ones(4, 8)
+placed = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=static)
+timing._SECONDS_BETWEEN_WATCHED = 0.0
+clock = Loud()
+began = []
+for step in range(3):
+    clock.start()
+    clock.last_pass = static and step == 0
+    if not clock.last_pass:
+        with placed.no_sync():
+            placed(x).sum().backward()
+        clock.mark(timing.BACKWARD)
+    clock.last_pass = True
+    loss = placed(x).sum()
+    if rank == 1:
+        store.wait([f"computed {step}"])  # the other rank has computed its gradients: it waits for ours
+    began.append(perf_counter())
+    phase = clock.watch(loss)
+    loss.backward()
+    clock.mark(phase)
+times = clock.read(1.0)
+import json
+say(json.dumps({"rank": rank, "began": began, "marks": clock.marks, "communication": times.communication}))
+"""
+
+
+@pytest.mark.parametrize("graph", ["dynamic", "static"])
+def test_a_rank_that_waits_for_another_s_gradients_communicates(
+    start: Any, script: Any, tmp_path: Path, graph: str
+) -> None:
+    done = start("ddpkit", 2, script(LATE_RANK), str(tmp_path / "store"), graph)
+    assert done.returncode == 0, done.stderr
+    first, late = sorted(map(json.loads, done.stdout.splitlines()), key=lambda said: said["rank"])
+    waits = []
+    for number, (_, reduced_at) in enumerate(mark for mark in first["marks"] if mark[0] == timing._EXPOSED):
+        computed_at = max(at for phase, at in first["marks"] if phase == BACKWARD and at <= reduced_at)
+        assert computed_at < late["began"][number] < reduced_at
+        waits.append(reduced_at - computed_at)
+    assert len(waits) == 3
+    assert first["communication"] == pytest.approx(sum(waits) / 3)
+
+
+def test_communication_may_be_marked_by_itself(hands: Hands) -> None:
+    clock = StepClock()
+    clock.start()
+    reduced_backward(clock, hands, computing=2, waiting=5)
+    hands.now += 1
+    clock.mark(COMMUNICATION)
+    assert clock.read(8) == times(backward=2, communication=6)
