@@ -11,22 +11,32 @@ __version__ = "0.1.0"
 # Public name -> the module that owns it.
 _HOME = {
     "BatchPlan": "batch",
+    "BestModel": "callbacks",
     "Callback": "callbacks",
     "CheckpointConfig": "config",
+    "CheckpointError": "errors",
     "ConfigError": "errors",
+    "CSVLogger": "callbacks",
     "DataConfig": "config",
     "DataError": "errors",
     "DdpKitError": "errors",
+    "EarlyStopping": "callbacks",
+    "EMA": "callbacks",
     "FitResult": "records",
+    "JSONLinesLogger": "callbacks",
     "LaunchError": "errors",
+    "LearningRateSearch": "records",
     "LogRow": "records",
     "Loss": "metrics",
     "LossError": "errors",
     "ParallelConfig": "config",
+    "ProfileConfig": "config",
     "Step": "records",
+    "TensorBoardLogger": "callbacks",
     "Trainer": "trainer",
     "TrainerConfig": "config",
     "UsageError": "errors",
+    "WandbLogger": "callbacks",
     "World": "world",
     "WorldError": "errors",
 }
@@ -35,11 +45,20 @@ __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
     from ddp_kit.batch import BatchPlan as BatchPlan
+    from ddp_kit.callbacks import EMA as EMA
+    from ddp_kit.callbacks import BestModel as BestModel
     from ddp_kit.callbacks import Callback as Callback
+    from ddp_kit.callbacks import CSVLogger as CSVLogger
+    from ddp_kit.callbacks import EarlyStopping as EarlyStopping
+    from ddp_kit.callbacks import JSONLinesLogger as JSONLinesLogger
+    from ddp_kit.callbacks import TensorBoardLogger as TensorBoardLogger
+    from ddp_kit.callbacks import WandbLogger as WandbLogger
     from ddp_kit.config import CheckpointConfig as CheckpointConfig
     from ddp_kit.config import DataConfig as DataConfig
     from ddp_kit.config import ParallelConfig as ParallelConfig
+    from ddp_kit.config import ProfileConfig as ProfileConfig
     from ddp_kit.config import TrainerConfig as TrainerConfig
+    from ddp_kit.errors import CheckpointError as CheckpointError
     from ddp_kit.errors import ConfigError as ConfigError
     from ddp_kit.errors import DataError as DataError
     from ddp_kit.errors import DdpKitError as DdpKitError
@@ -49,6 +68,7 @@ if TYPE_CHECKING:
     from ddp_kit.errors import WorldError as WorldError
     from ddp_kit.metrics import Loss as Loss
     from ddp_kit.records import FitResult as FitResult
+    from ddp_kit.records import LearningRateSearch as LearningRateSearch
     from ddp_kit.records import LogRow as LogRow
     from ddp_kit.records import Step as Step
     from ddp_kit.trainer import Trainer as Trainer

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ddp_kit import contract
@@ -18,6 +27,7 @@ from ddp_kit.errors import ConfigError, nearest, speak_plainly
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-true"]
 Strategy = Literal["ddp"]
+Compression = Literal["bf16", "fp16", "powersgd"]
 
 
 def _no_truth_value(value: Any) -> Any:
@@ -77,30 +87,22 @@ class DataConfig(_Part):
     drop_last: bool = Field(
         False, description="Leave out the short last global batch; False trains on it, exactly weighted."
     )
-    seed_samples: Annotated[bool, _not_yet("random augmentation seeded per sample", leave=False)] = Field(
-        False, description="Random augmentation depends on (seed, epoch, sample) alone. Not available yet."
+    seed_samples: bool = Field(
+        False, description="Random augmentation depends on (seed, epoch, sample) alone: not on ranks, workers, resume."
     )
 
 
 class CheckpointConfig(_Part):
-    """When and where the state of a run is saved. Not available yet: `dir` stays None."""
+    """When and where the state of a run is saved; off where `dir` is None."""
 
-    dir: Annotated[Path | None, _not_yet("saving checkpoints", leave=None)] = Field(
-        None, description="Folder of the checkpoints; None: off."
-    )
-    every_steps: Annotated[Count | None, _not_yet("saving checkpoints", leave=None)] = Field(
-        None, description="Optimizer steps between saves."
-    )
-    every_seconds: Annotated[PositiveFloat | None, _not_yet("saving checkpoints", leave=None)] = Field(
+    dir: Path | None = Field(None, description="Folder of the checkpoints; None: off.")
+    every_steps: Count | None = Field(None, description="Optimizer steps between saves.")
+    every_seconds: Annotated[PositiveFloat | None, _not_yet("saving by the clock", leave=None)] = Field(
         None, description="Seconds between saves."
     )
-    keep_last: Annotated[Count, _not_yet("saving checkpoints", leave=2)] = Field(
-        2, description="How many whole checkpoints are kept."
-    )
-    background: Annotated[bool, _not_yet("choosing how checkpoints are written", leave=True)] = Field(
-        True, description="Write beside the training loop."
-    )
-    resume: Annotated[Literal["auto"] | Path | None, _not_yet("resuming from a checkpoint", leave="auto")] = Field(
+    keep_last: Count = Field(2, description="How many whole checkpoints are kept.")
+    background: bool = Field(True, description="Write beside the training loop.")
+    resume: Literal["auto"] | Path | None = Field(
         "auto", description='"auto": the newest whole checkpoint in `dir`, if any; a path; None: start afresh.'
     )
 
@@ -112,7 +114,32 @@ class ParallelConfig(_Part):
     find_unused_parameters: bool = Field(
         False, description="For models that leave some parameters out of some steps; costs a graph walk per step."
     )
+    static_graph: bool = Field(
+        False, description="The same parameters take part in every pass: DDP then needs no search for unused ones."
+    )
     bucket_mb: PositiveFloat = Field(25.0, description="Size of the gradient buckets that are reduced together, MiB.")
+    compression: Compression | None = Field(
+        None, description="What gradients travel as: bf16, fp16 (half the bytes) or powersgd (low rank); None: whole."
+    )
+
+
+class ProfileConfig(_Part):
+    """Which optimizer steps torch.profiler records, on which ranks."""
+
+    steps: tuple[Count, Count] | None = Field(
+        None, description="The first and the last optimizer step to record, counted from 1; None: off."
+    )
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] | None = Field((0,), description="The ranks that record; None: all.")
+    dir: Path = Field(
+        Path("profile"), description="Folder of the traces, and of memory snapshots when a GPU runs out of memory."
+    )
+
+    @field_validator("steps")
+    @classmethod
+    def _in_order(cls, steps: tuple[int, int] | None) -> tuple[int, int] | None:
+        if steps is not None and steps[0] > steps[1]:
+            raise ValueError("the first step comes after the last one")
+        return steps
 
 
 class TrainerConfig(_Part):
@@ -127,26 +154,59 @@ class TrainerConfig(_Part):
         None, description="Optimizer steps; with epochs too, what comes first ends the run."
     )
     global_batch_size: Count | None = Field(None, description="Samples per optimizer step over all ranks.")
-    micro_batch_size: Count | None = Field(None, description="Samples per forward pass of one rank, at most.")
+    micro_batch_size: Count | Literal["auto"] | None = Field(
+        None, description='Samples per forward pass of one rank, at most; "auto": the most that the memory takes.'
+    )
     accumulation_steps: Count | None = Field(None, description="Forward and backward passes per optimizer step.")
     precision: Precision = Field("fp32", description="Arithmetic of forward and backward; see precision.py.")
     max_grad_norm: PositiveFloat | None = Field(None, description="Clip the global gradient norm to this; None: off.")
+    max_grad_value: PositiveFloat | None = Field(
+        None, description="Clip each gradient value to at most this size; None: off."
+    )
+    non_finite: Literal["stop", "skip"] = Field(
+        "stop", description="On a loss or gradient that is NaN or infinite: end the run, or leave that step out."
+    )
+    warmup_steps: Annotated[int, BeforeValidator(_no_truth_value), Field(ge=0)] = Field(
+        0, description="Optimizer steps in which the learning rate rises linearly to where the scheduler starts."
+    )
+    learning_rate_scaling: Literal["linear", "sqrt"] | None = Field(
+        None, description="Multiply the learning rate by global_batch_size / reference_batch_size, or its square root."
+    )
+    reference_batch_size: Count | None = Field(
+        None, description="The global batch that the optimizer's learning rate was chosen for."
+    )
+    compile: Literal["model", "blocks"] | None = Field(
+        None, description="torch.compile: the whole model, or each of its repeated blocks; None: off."
+    )
     seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(0, description="Data order and every random state.")
     deterministic: bool = Field(False, description="Only algorithms that repeat bit by bit; may be slower.")
     log_every: Count = Field(10, description="Optimizer steps between log points, where the host waits for the device.")
     eval_every: Count | None = Field(None, description="Optimizer steps between evaluations; None: after each epoch.")
+    eval_every_epochs: Count | None = Field(None, description="Epochs between evaluations, instead of eval_every.")
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     parallel: ParallelConfig = ParallelConfig()
+    profile: ProfileConfig = ProfileConfig()
 
-    @field_validator("micro_batch_size", mode="before")
-    @classmethod
-    def _no_search_yet(cls, value: Any) -> Any:
-        if value == "auto":
-            raise ValueError("searching the largest micro-batch is not available in this version; leave it at None")
-        return value
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        if (self.learning_rate_scaling is None) != (self.reference_batch_size is None):
+            raise ValueError(
+                f"learning_rate_scaling = {self.learning_rate_scaling!r} and reference_batch_size = "
+                f"{self.reference_batch_size!r} need each other: give both or neither"
+            )
+        if self.eval_every is not None and self.eval_every_epochs is not None:
+            raise ValueError(
+                f"eval_every = {self.eval_every} counts steps, eval_every_epochs = {self.eval_every_epochs} epochs: "
+                "give one of the two"
+            )
+        if self.micro_batch_size == "auto" and self.accumulation_steps is not None:
+            raise ValueError(
+                f"accumulation_steps = {self.accumulation_steps}: micro_batch_size='auto' chooses it; leave it out"
+            )
+        return self
 
-    @field_validator("data", "checkpoint", "parallel", mode="before")
+    @field_validator("data", "checkpoint", "parallel", "profile", mode="before")
     @classmethod
     def _empty_part(cls, value: Any) -> Any:
         return {} if value is None else value  # `data:` with nothing below it, in a YAML file
@@ -254,6 +314,8 @@ def _field_path(owner: type[BaseModel], location: tuple[int | str, ...]) -> tupl
 def _sentence(owner: type[BaseModel], path: tuple[str, ...], errors: list[ErrorDetails]) -> str:
     name, value = ".".join(path), errors[0]["input"]
     own = [error for error in errors if error["type"] == "value_error"]
+    if not path:  # of several settings together
+        return str(own[0]["ctx"]["error"])
     if errors[0]["type"] == "extra_forbidden":
         return f"{name} = {value!r}: there is no such setting; {_nearest_setting(path)}"
     if own:

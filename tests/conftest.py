@@ -1,6 +1,7 @@
 """What many tests need: the real command, and scripts to start with it."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,11 @@ settings.register_profile(
     "ddpkit", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
 )
 settings.load_profile("ddpkit")
+
+# What is ignored is passed on, and shows: SIGHUP under nohup, SIGINT and SIGQUIT in the background of a shell.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent

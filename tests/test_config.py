@@ -63,11 +63,7 @@ def test_a_strange_name_gets_the_list_of_settings() -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"micro_batch_size": "auto"},
-        {"data": {"seed_samples": True}},
-        {"checkpoint": {"dir": "runs"}},
-        {"checkpoint": {"every_steps": 10}},
-        {"checkpoint": {"resume": None}},
+        {"checkpoint": {"every_seconds": 10}},
     ],
     ids=str,
 )
@@ -153,6 +149,8 @@ def test_whatever_is_given_it_is_accepted_or_every_problem_is_said(values: dict[
         assert error.problems
         for problem in error.problems:
             name = problem.split(" = ")[0].split(".")[0]
+            if any(said in problem for said in ("need each other", "give one of the two", "leave it out")):
+                continue
             assert name in values
             assert any(
                 said in problem for said in ("nearest", "the settings are", "not available", "belongs to the opt")

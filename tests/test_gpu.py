@@ -67,3 +67,27 @@ def test_every_precision_learns(precision: str) -> None:
 def test_copying_ahead_changes_nothing() -> None:
     losses = [trainer_for(data=DataConfig(prefetch_batches=ahead)).fit(data()).loss for ahead in (0, 1, 5)]
     assert losses[0] == losses[1] == losses[2]
+
+
+def test_nor_at_log_points_and_no_row_is_lost() -> None:
+    trainer = trainer_for(log_every=5, max_steps=40)
+    seen = []
+    steps = trainer.steps(data())
+    for _ in range(6):
+        seen.append(next(steps))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(30):  # the last one is no log point: the end of a run waits
+            seen.append(next(steps))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    seen.extend(steps)
+    assert [step.log.step for step in seen if step.log is not None] == [5, 10, 15, 20, 25, 30, 40]
+    assert trainer_for(log_every=5, max_steps=40).fit(data()).history[-2].step == 35
+
+
+def test_the_phases_are_measured_on_the_device() -> None:
+    times = trainer_for(log_every=10, epochs=2).fit(data()).history[-1].times
+    assert times.forward > 0
+    assert times.backward > 0
+    assert times.optimizer > 0

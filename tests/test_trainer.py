@@ -176,7 +176,7 @@ def test_the_scheduler_ticks_once_per_step() -> None:
 
 def test_the_scheduler_does_not_tick_where_fp16_left_the_step_out() -> None:
     def overflowing(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return mean_loss(model, batch) * float("inf")
+        return mean_loss(model, batch) * 1e35  # finite, and infinite once it is scaled
 
     trainer = Trainer(
         network().float(),
@@ -465,3 +465,78 @@ def test_deterministic_allows_only_algorithms_that_repeat() -> None:
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_step_that_is_not_finite_can_be_left_out(precision: str) -> None:
+    def sometimes_nan(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = mean_loss(model, batch)
+        return loss * float("nan") if trainer.step == 2 else loss
+
+    data = TensorDataset(*(tensor.float() for tensor in regression(20).tensors))
+    config = TrainerConfig(
+        global_batch_size=4, log_every=5, non_finite="skip", precision=precision, data=DataConfig(shuffle=False)
+    )
+    trainer = Trainer(network().float(), lambda p: torch.optim.SGD(p, lr=0.0), sometimes_nan, config)
+    result = trainer.fit(data)
+    assert (result.steps, result.skipped) == (5, 1)
+    assert math.isfinite(result.loss)
+
+
+def test_what_an_evaluation_waits_for_does_not_count_as_the_steps_own() -> None:
+    class Slow(Dataset[tuple[Tensor, Tensor]]):
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            return torch.randn(300, 300).mm(torch.randn(300, 300))[0, :3].double(), torch.zeros(1).double()
+
+    config = TrainerConfig(epochs=2, global_batch_size=8, log_every=1)
+    history = Trainer(network(), sgd, mean_loss, config).fit(regression(8), Slow()).history
+    assert all(row.data_seconds <= row.step_seconds for row in history)
+
+
+class Words(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.words = nn.Embedding(7, 3, sparse=sparse, dtype=torch.float64)
+        self.last = nn.Linear(3, 1, dtype=torch.float64)
+
+    def forward(self, words: Tensor) -> Any:
+        return self.last(self.words(words))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sparse_gradients_are_measured_weighted_and_clipped_like_dense_ones(weighted: bool) -> None:
+    data = TensorDataset(torch.arange(12) % 5, torch.randn(12, 1, dtype=torch.float64))
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor | Loss:
+        errors = (model(batch[0]) - batch[1]) ** 2
+        return Loss(errors.sum(), weight=2 * len(errors)) if weighted else errors.mean()
+
+    config = TrainerConfig(global_batch_size=4, accumulation_steps=2, max_grad_norm=0.1, log_every=1)
+    found = []
+    for sparse in (True, False):
+        trainer = Trainer(Words(sparse), lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss_fn, config)
+        norms = [row.grad_norm for row in trainer.fit(data).history]
+        found.append([*norms, *nn.utils.parameters_to_vector(trainer.model.parameters()).tolist()])
+    assert found[0] == pytest.approx(found[1], abs=1e-12)
+
+
+def test_a_run_that_is_stopped_at_a_log_point_has_all_its_rows() -> None:
+    class StopAt(Callback):
+        def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
+            trainer.stop()
+
+    config = TrainerConfig(global_batch_size=4, log_every=2, eval_every=4, epochs=3)
+    trainer = Trainer(network(), sgd, mean_loss, config, callbacks=[StopAt()])
+    trainer._log_points._reads_late = True  # as on a GPU
+    result = trainer.fit(regression(40), regression(8))
+    assert [row.step for row in result.history] == [2, 4]
+    assert result.loss == result.history[-1].loss
+
+
+def test_a_loader_of_the_user_s_own_sets_the_micro_batch_where_nothing_else_does() -> None:
+    trainer = trained(TrainerConfig(accumulation_steps=2), DataLoader(regression(12), batch_size=3))
+    assert (trainer.batch_plan.micro_batch, trainer.batch_plan.global_batch, trainer.step) == (3, 6, 2)

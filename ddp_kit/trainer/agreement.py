@@ -4,17 +4,24 @@ Every rank runs the whole script. Where one builds other data, or other settings
 a word, or wait for each other for ever.
 """
 
+import atexit
+import time
 from collections.abc import Iterable, Mapping, Sized
+from contextlib import suppress
+from datetime import timedelta
+from functools import cache
 from hashlib import blake2b
+from itertools import count
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from ddp_kit.config import TrainerConfig
-from ddp_kit.errors import DataError
+from ddp_kit.errors import DataError, DdpKitError, LossError, WorldError
 from ddp_kit.world import World
 
 Facts = dict[str, int | str]
@@ -22,17 +29,72 @@ Facts = dict[str, int | str]
 _MAY_DIFFER = {"num_workers", "pin_memory", "prefetch_batches"}  # how batches are fetched, not which
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+_meetings = count()
+_LONGEST_PAUSE = 0.5  # seconds between two looks for those who have not come
+
+
+def meet(world: World, purpose: str, patience: timedelta) -> None:
+    """Wait until all ranks are here for the same purpose. Raises `WorldError` where they are not, or do not come.
+
+    It is no collective of the process group: where one rank is here and another in a reduction of gradients, two
+    collectives that do not belong together would hang, crash, or give wrong numbers without a word.
+    """
+    if world.world_size == 1:
+        return
+    store = _store(world.rank)
+    number = next(_meetings)
+    keys = [f"ddp_kit/meeting/{number}/{rank}" for rank in range(world.world_size)]
+    store.set(keys[world.rank], purpose)
+    deadline, pause, missing, ended = time.monotonic() + patience.total_seconds(), 0.001, [world.rank], False
+    while missing and not ended and time.monotonic() < deadline:
+        if store.check(keys):
+            missing = []
+        else:  # not store.wait: torch writes two lines of its own each time that it ends without success
+            ended = any(store.check([_ended(rank)]) for rank in missing)
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+    if missing:
+        error = WorldError(
+            f"rank {world.rank} is at {purpose}, and others do not come: rank {', '.join(map(str, missing))}",
+            "let all ranks call stop, fit, steps, evaluate and predict at the same step, and leave a loop over steps() "
+            "there: decide it by what is the same on all of them, such as the metrics of an evaluation",
+        )
+        if not ended:
+            error.hold_back_seconds = 0.0  # the others know nothing of it
+        raise error
+    found = [store.get(key).decode() for key in keys]
+    if len(set(found)) > 1:
+        raise WorldError(
+            "the ranks are at different places: " + ", ".join(f"rank {rank} at {at}" for rank, at in enumerate(found)),
+            "let all ranks call the same methods of the Trainer in the same order",
+        )
+
+
+@cache
+def _store(rank: int) -> Any:
+    """What the process group met by. When this process ends it says so there."""
+    store = dist.distributed_c10d._get_default_store()
+    atexit.register(_say_ended, store, rank)
+    return store
+
+
+def _say_ended(store: Any, rank: int) -> None:
+    with suppress(RuntimeError):  # the store may have ended before
+        store.set(_ended(rank), "")
+
+
+def _ended(rank: int) -> str:
+    return f"ddp_kit/ended/{rank}"
+
 
 def check_agreement(world: World, facts: Facts) -> None:
     """Raise `DataError` where the ranks do not agree. A collective: all ranks call it, with facts of the same names.
 
     Facts travel as numbers; text as a digest.
     """
-    numbers = [fact if isinstance(fact, int) else _digest(fact) for fact in facts.values()]
-    own = torch.tensor(numbers, dtype=torch.int64, device=world.device)
-    everyone = [torch.empty_like(own) for _ in range(world.world_size)]
-    dist.all_gather(everyone, own)
-    table = zip(*(one.tolist() for one in everyone), strict=True)
+    numbers = [fact if isinstance(fact, int) else digest_of(fact.encode()) for fact in facts.values()]
+    table = zip(*gathered(world, numbers), strict=True)
     for (name, fact), values in zip(facts.items(), table, strict=True):
         if len(set(values)) > 1:
             shown = f": {', '.join(map(str, values))} on ranks 0 to {len(values) - 1}" if isinstance(fact, int) else ""
@@ -41,6 +103,23 @@ def check_agreement(world: World, facts: Facts) -> None:
                 "every rank runs the whole script and has to build the same data, model and settings: set the random "
                 "seed before building them, load weights before the Trainer is made, leave dividing the data to it",
             )
+
+
+def first_losses(world: World, facts: tuple[int, int], problem: DdpKitError | None) -> list[tuple[int, int]]:
+    """What every rank has to say of its first loss. A collective: all ranks call it, once.
+
+    Where ranks have a problem, the lowest of them raises its own at once; the others wait for it to have spoken.
+    """
+    everyone = gathered(world, [*facts, problem is not None])
+    troubled = [rank for rank, (*_, trouble) in enumerate(everyone) if trouble]
+    if problem is not None:
+        problem.another_speaks = world.rank != troubled[0]
+        raise problem
+    if troubled:
+        error = LossError(f"rank {troubled[0]} cannot go on: see what it says", "mend that first")
+        error.another_speaks = True
+        raise error
+    return [(first, second) for first, second, _ in everyone]
 
 
 def facts_of_run(config: TrainerConfig, optimizer: Optimizer, metrics: Iterable[str]) -> Facts:
@@ -61,7 +140,7 @@ def facts_of_data(data: Mapping[str, object]) -> Facts:
         loader = given if isinstance(given, DataLoader) else None
         dataset = given if loader is None else loader.dataset
         facts[f"the kind of {role}"] = f"{type(given).__name__} {type(dataset).__name__}"
-        facts[f"the number of samples in {role}"] = len(dataset) if isinstance(dataset, Sized) else 0
+        facts[f"the number of samples in {role}"] = _length(dataset)
         facts[f"the samples that {role} is a subset of"] = repr(
             [*dataset.indices] if isinstance(dataset, Subset) else []
         )
@@ -70,6 +149,11 @@ def facts_of_data(data: Mapping[str, object]) -> Facts:
         facts[f"the batches of {role}"] = f"{getattr(batches, 'batch_size', '')} {getattr(batches, 'drop_last', '')}"
         facts[f"the shuffling of {role}"] = shuffling
     return facts
+
+
+def _length(dataset: object) -> int:
+    """0 for a stream: each rank has its own, of whatever length."""
+    return len(dataset) if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset) else 0
 
 
 def fact_of_weights(model: nn.Module, world: World) -> Facts:
@@ -81,5 +165,28 @@ def fact_of_weights(model: nn.Module, world: World) -> Facts:
     return {"the weights of the model": repr(total.item())}
 
 
-def _digest(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
+def gathered(world: World, numbers: list[int]) -> list[list[int]]:
+    """Every rank's numbers, one rank after the other."""
+    own = torch.tensor(numbers, dtype=torch.int64, device=world.device)
+    everyone = [own]
+    if world.world_size > 1:
+        everyone = [torch.empty_like(own) for _ in range(world.world_size)]
+        dist.all_gather(everyone, own)
+    return [one.tolist() for one in everyone]
+
+
+def every_text(own: bytes, world: World) -> list[bytes]:
+    """Every rank's text. A collective."""
+    lengths = [length for (length,) in gathered(world, [len(own)])]
+    mine = torch.zeros(max(lengths), dtype=torch.uint8)
+    mine[: len(own)] = torch.frombuffer(bytearray(own or b" "), dtype=torch.uint8)[: len(own)]
+    everyone = [mine.to(world.device)]
+    if world.world_size > 1:
+        everyone = [torch.empty_like(mine, device=world.device) for _ in lengths]
+        dist.all_gather(everyone, mine.to(world.device))
+    return [text[:length].cpu().numpy().tobytes() for text, length in zip(everyone, lengths, strict=True)]
+
+
+def digest_of(content: bytes) -> int:
+    """A number that stands for it, below 2**63."""
+    return int.from_bytes(blake2b(content, digest_size=7).digest())

@@ -1,7 +1,7 @@
 """What the Trainer is given, brought into the shape that the loop needs, or refused."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from ddp_kit import contract
 from ddp_kit.callbacks import Callback
 from ddp_kit.config import TrainerConfig
 from ddp_kit.errors import ConfigError, LossError
-from ddp_kit.metrics import Loss
-from ddp_kit.sampler import TrainBatches
+from ddp_kit.metrics import Loss, MetricObject, is_metric_object
+from ddp_kit.sampler import OwnTrainBatches, TrainBatches
 
 LossFunction = Callable[[nn.Module, Any], "Tensor | Loss"]
 MetricFunction = Callable[[Any, Any], "Tensor | Loss"]
@@ -69,9 +69,23 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | Callable[[Iterable[nn
             f"the optimizer holds {strangers} parameters that are not the model's: the ranks would train them apart",
             "make it from model.parameters(); put a loss that has parameters of its own into the model",
         )
+    _check_complete(model, made)
     if made.state:
         made.load_state_dict(made.state_dict())  # torch moves the state to where the parameters are now
     return made
+
+
+def _check_complete(model: nn.Module, optimizer: Optimizer) -> None:
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter not in held
+    ]
+    if missing:
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise ConfigError(
+            f"the optimizer does not hold {shown}, which require a gradient: they would never be trained",
+            "make it from model.parameters(); what is not to be trained gets requires_grad_(False) before that",
+        )
 
 
 def scheduler_for(
@@ -96,9 +110,12 @@ def scheduler_for(
     return made
 
 
-def check_sync_batch_norm(model: nn.Module, batches: TrainBatches, world_size: int) -> None:
-    """Raise `ConfigError` where ranks would run SyncBatchNorm, a collective in every pass, another number of times."""
-    uneven = any(batches.samples(step) % world_size for step in (0, batches.steps - 1))
+def check_sync_batch_norm(model: nn.Module, batches: TrainBatches | OwnTrainBatches | None, world_size: int) -> None:
+    """Raise `ConfigError` where ranks would run SyncBatchNorm, a collective in every pass, another number of times.
+
+    `batches`: None for a stream, whose length nobody knows.
+    """
+    uneven = batches is None or any(batches.samples(step) % world_size for step in (0, batches.steps - 1))
     if world_size > 1 and uneven and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         raise ConfigError(
             f"the model has SyncBatchNorm, but {world_size} ranks do not share every global batch evenly",
@@ -106,11 +123,20 @@ def check_sync_batch_norm(model: nn.Module, batches: TrainBatches, world_size: i
         )
 
 
-def checked_metrics(metrics: Mapping[str, MetricFunction]) -> dict[str, MetricFunction]:
+def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, MetricFunction | MetricObject]:
     """The metrics by name, none of which is the loss itself."""
     if "loss" in metrics:
         raise ConfigError("a metric is called 'loss', the name of the loss itself", "choose another name for it")
-    return {name: checked_function(function, f"metric {name!r}") for name, function in metrics.items()}
+    return {name: _checked_metric(name, metric) for name, metric in metrics.items()}
+
+
+def _checked_metric(name: str, metric: Any) -> MetricFunction | MetricObject:
+    if is_metric_object(metric):
+        return MetricObject(name, metric, None)
+    if isinstance(metric, tuple) and len(metric) == 2 and is_metric_object(metric[0]):
+        return MetricObject(name, metric[0], checked_function(metric[1], f"the second part of metric {name!r}"))
+    function: MetricFunction = checked_function(metric, f"metric {name!r}")
+    return function
 
 
 def checked_callbacks(callbacks: object) -> tuple[Callback, ...]:
@@ -125,41 +151,26 @@ def checked_callbacks(callbacks: object) -> tuple[Callback, ...]:
     return tuple(given)
 
 
-@contextmanager
-def explained() -> Iterator[None]:
-    """What DDP complains of, in the words of what a user of the Trainer can do about it."""
-    try:
-        yield
-    except AttributeError as error:
-        if "'DistributedDataParallel' object has no attribute" not in str(error):
-            raise
-        raise LossError(
+def explained(error: Exception, model: nn.Module) -> LossError | None:
+    """What DDP complains of, in the words of what a user of the Trainer can do about it; None for other errors."""
+    text = str(error)
+    if isinstance(error, AttributeError) and "'DistributedDataParallel' object has no attribute" in text:
+        return LossError(
             f"the loss function used model.{error.name}, but at several ranks it gets the model in DDP's wrapper",
             "let the loss function call model(...) alone, or look things up on your own model",
-        ) from error
-    except RuntimeError as error:
-        if "find_unused_parameters" not in str(error):
-            raise
-        raise LossError(
-            "some of the model's parameters got no gradient in the step before, so DDP still waits for theirs",
-            'if that is as it should be, set TrainerConfig(parallel={"find_unused_parameters": True})',
-        ) from error
+        )
+    if isinstance(error, RuntimeError) and "find_unused_parameters" in text:
+        numbers = re.findall(r"did not receive grad for rank \d+:([ \d]+)", text)
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        return unused([names[int(number)] for number in " ".join(numbers).split()])
+    return None
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[list[Any]]:
-    """The model in evaluation mode, its last output noted; every module's own mode comes back afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    outputs: list[Any] = []
-
-    def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        outputs[:] = [output]
-
-    hook = model.register_forward_hook(note)
-    model.eval()
-    try:
-        yield outputs
-    finally:
-        hook.remove()
-        for module, mode in modes.items():
-            module.training = mode
+def unused(names: Sequence[str]) -> LossError:
+    """These parameters got no gradient, and DDP waits for theirs."""
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return LossError(
+        f"{shown or 'some parameters'} got no gradient in a step, and DDP waits for one from each",
+        "let them take part in the loss, or freeze them (requires_grad=False); if they take part in some steps only, "
+        'set TrainerConfig(parallel={"find_unused_parameters": True})',
+    )

@@ -1,68 +1,121 @@
-"""Run by test_exact.py in 1, 2 and 3 processes: trains small models in float64 and prints what rank 0 ends with."""
+"""Run by test_exact.py in 1 to 4 processes: trains small models in float64 and prints what rank 0 ends with.
+
+What a case is made of stands here too, for the loop by hand that it is compared with.
+"""
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_kit import DataConfig, Loss, Trainer, TrainerConfig
 
-
-def network(buffers: bool) -> nn.Module:
-    torch.manual_seed(1)
-    layers = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)]
-    model = nn.Sequential(*layers).double()
-    if buffers:
-        model.register_buffer("counter", torch.zeros(1))
-    return model
+RATE = 0.05
+DECAY = 0.8  # of the learning rate, at each tick
 
 
-def mean_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
+class Network(nn.Module):
+    """`buffers`: one that counts calls, so that it differs on each rank, and one that the output depends on."""
+
+    def __init__(self, buffers: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        if buffers:
+            self.register_buffer("calls", torch.zeros(1))
+            self.register_buffer("scale", torch.full((1,), 0.5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x).squeeze(1)
+        if hasattr(self, "scale"):
+            self.calls += 1
+            y = y * self.scale
+        return y
 
 
-def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
-    """A weight per sample that differs, down to nothing for whole micro-batches."""
-    x, y = batch
-    weights = (x[:, 0] * 3).round().clamp(min=0)
-    return Loss(((model(x) - y).squeeze(1) ** 2 * weights).sum(), weight=weights.sum())
+def samples_of(case: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, targets, and a weight per sample that differs, down to nothing for whole micro-batches and steps."""
+    number = case["samples"]
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(number, 3, generator=generator, dtype=torch.float64)
+    y = torch.randn(number, generator=generator, dtype=torch.float64)
+    weights = torch.randint(-2, 4, (number,), generator=generator).clamp(min=0).double() / 2
+    weights[: case["weightless"]] = 0
+    return x, y, weights
+
+
+def optimizer_of(case: dict[str, Any], parameters: Any) -> torch.optim.Optimizer:
+    if case["optimizer"] == "sgd":
+        return torch.optim.SGD(parameters, lr=RATE, momentum=0.9)
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[case["optimizer"]]
+    return kind(parameters, lr=RATE)
+
+
+def plain(model: nn.Module, batch: Any) -> Tensor:
+    x, y, _ = batch
+    return ((model(x) - y) ** 2).mean()
+
+
+def weighted_by_number(model: nn.Module, batch: Any) -> Loss:
+    x, y, weights = batch
+    return Loss(((model(x) - y) ** 2 * weights).sum(), weight=weights.sum().item())
+
+
+def weighted_by_tensor(model: nn.Module, batch: Any) -> Loss:
+    x, y, weights = batch
+    return Loss(((model(x) - y) ** 2 * weights).sum(), weight=weights.sum())
+
+
+LOSSES = {"plain": plain, "number": weighted_by_number, "tensor": weighted_by_tensor}
+
+
+def data_of(case: dict[str, Any], micro_batch: int) -> Any:
+    tensors = samples_of(case)
+    if case["data"] == "tensors":
+        return TensorDataset(*tensors)
+    one_by_one = [*zip(*tensors, strict=True)]
+    if case["data"] == "list":
+        return one_by_one
+    return DataLoader(one_by_one, batch_size=micro_batch, shuffle=case["shuffle"], drop_last=case["drop_last"])  # type: ignore[arg-type]
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(7)
-    x = torch.randn(case["samples"], 3, generator=generator, dtype=torch.float64)
-    data = TensorDataset(x, torch.randn(case["samples"], 1, generator=generator, dtype=torch.float64))
     config = TrainerConfig(
-        epochs=2,
-        global_batch_size=case["global_batch"],
-        accumulation_steps=case["accumulation"],
-        max_grad_norm=case["clip"],
-        log_every=2,
-        data=DataConfig(num_workers=case["workers"]),
+        epochs=case["epochs"],
+        max_steps=case["max_steps"],
+        **case["sizes"],
+        max_grad_norm=case["max_grad_norm"],
+        max_grad_value=case["max_grad_value"],
+        warmup_steps=case["warmup"],
+        non_finite=case["non_finite"],
+        log_every=case["log_every"],
+        data=DataConfig(num_workers=case["workers"], shuffle=case["shuffle"], drop_last=case["drop_last"]),
+        parallel=case["parallel"],
     )
-    optimizers = {"sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), "adam": lambda p: torch.optim.Adam(p)}
     trainer = Trainer(
-        network(case["buffers"]),
-        optimizers[case["optimizer"]],
-        token_loss if case["weighted"] else mean_loss,
+        Network(case["buffers"]),
+        lambda parameters: optimizer_of(case, parameters),
+        LOSSES[case["loss"]],
         config,
+        scheduler=(lambda o: torch.optim.lr_scheduler.ExponentialLR(o, DECAY)) if case["scheduler"] else None,
         metrics={"error": lambda output, batch: (output - batch[1]).abs().mean()},
     )
+    data = data_of(case, trainer.batch_plan.micro_batch)
     result = trainer.fit(data, data)
     return {
         "weights": torch.cat([parameter.flatten() for parameter in trainer.model.parameters()]).tolist(),
         "losses": [row.loss for row in result.history],
-        "metrics": [result.metrics[name] for name in sorted(result.metrics)],
+        "error": result.metrics["error"],
         "counts": [result.steps, result.samples],
         "main": trainer.world.is_main,
     }
 
 
 if __name__ == "__main__":
-    results = [run(case) for case in json.loads(sys.argv[1])]
+    results = [run(case) for case in json.loads(Path(sys.argv[1]).read_text())]
     if results[0]["main"]:
         print(json.dumps(results))

@@ -123,3 +123,179 @@ def test_a_mistake_on_one_rank_alone_is_shown_by_that_rank(start: Start, script:
     assert run.stderr.count("the loss function returned a str") == 1
     assert "ddpkit: error (rank 1) at script.py:" in run.stderr
     assert "rank 1 failed first" in run.stderr.splitlines()[-1]
+
+
+FAULTS = """
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+from ddp_kit import DataConfig, Loss, Trainer, TrainerConfig
+
+rank, call = int(os.environ["RANK"]), 0
+on = {on}
+torch.manual_seed(0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.spare, self.leaves_out = nn.Linear(2, 1), nn.Linear(2, 1), False
+    def forward(self, batch):
+        return self.first(batch) if self.leaves_out else self.first(batch) + self.spare(batch)
+
+def loss_fn(wrapped, batch):
+    global call
+    call += 1
+    model.leaves_out = {leaves_out} and rank in on
+    loss = wrapped(batch).mean()
+    return {loss} if rank in on else loss
+
+model, data, settings, predict = Net(), torch.randn(40, 2), {{}}, None
+{change}
+settings = dict(max_steps=4, global_batch_size=8, log_every=2) | settings
+trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, TrainerConfig(**settings))
+if predict:
+    trainer.predict(data, predict)
+trainer.fit(data)
+say("done")
+"""
+MIXED = "data = [torch.zeros(3 if rank in on and number % 5 == 1 else 2) for number in range(40)]\n"
+PREDICT = "predict = lambda model, batch: torch.zeros(len(batch), {width})"
+ONE, TWO, BOTH = (0,), (1,), (0, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("on", "loss", "leaves_out", "change", "said"),
+    [
+        (BOTH, "wrapped(batch)", False, "", "returned a tensor of shape (4, 1) where one number is needed"),
+        (TWO, "loss.detach()", False, "", "returned a tensor without a gradient"),
+        (TWO, "loss.item()", False, "", "the loss function returned a float"),
+        (ONE, "loss * float('nan')", False, "", "the loss is nan at the very first step, on rank 0"),
+        (TWO, "loss * float('nan')", False, "", "the loss is nan at the very first step, on rank 1"),
+        (BOTH, "loss / 0", False, "", "at the very first step, on rank 0"),
+        (TWO, "loss * (float('nan') if call > 2 else 1)", False, "", "from step 3 on, first on rank 1"),
+        (TWO, "'text' if call > 2 else loss", False, "", "the loss function returned a str"),
+        (BOTH, "'text' if call > 2 else loss", False, "", "the loss function returned a str"),
+        (TWO, "Loss(loss, 1)", False, "", "a plain tensor on some ranks and a Loss on others"),
+        (BOTH, "loss", "True", "", "spare.weight, spare.bias got no gradient"),
+        (BOTH, "loss", "call == 4", "", "spare.weight, spare.bias got no gradient"),
+        (TWO, "loss", "call == 4", "", "spare.weight, spare.bias got no gradient"),
+        (ONE, "loss", "call == 2", "settings = dict(max_steps=1, accumulation_steps=2)", "spare.bias got no gradient"),
+        (BOTH, "loss", False, MIXED, "data: the samples of a batch differ: shape ("),
+        (TWO, "loss", False, MIXED + "settings = dict(data=DataConfig(num_workers=1))", "of a batch differ: shape ("),
+        (TWO, "loss", False, PREDICT.format(width="1 + (rank in on)"), "float32 (1,); float32 (2,)"),
+        (TWO, "loss", False, PREDICT.format(width="(rank in on) * len(batch)") + "; data = data[:10]", "the samples: "),
+    ],
+)
+def test_a_mistake_is_said_once_by_one_rank_and_ends_all(
+    start: Start, script: Script, on: tuple[int, ...], loss: str, leaves_out: object, change: str, said: str
+) -> None:
+    run = start("ddpkit", 2, script(FAULTS.format(on=on, loss=loss, leaves_out=leaves_out, change=change)))
+    assert run.returncode == 1
+    assert run.stderr.count("ddpkit: error") == 1, run.stderr
+    assert said in run.stderr
+    assert "Traceback" not in run.stderr
+    assert "done" not in run.stdout
+
+
+BEFORE_THE_FIRST_STEP = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+from ddp_kit import DdpKitError, Trainer, TrainerConfig
+
+class Endless:
+    def __getitem__(self, index):
+        return torch.zeros(2)
+
+class Nothing(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+model, data = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), torch.randn(40, 2)
+sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+loss_fn = lambda model, batch: model(batch).mean()
+for optimizer, given in [
+    (sgd([*model.parameters(), nn.Parameter(torch.ones(1))]), data),
+    (sgd(model[0].parameters()), data),
+    (sgd, Endless()),
+    (sgd, DataLoader(data, batch_size=3)),
+    (sgd, Nothing()),
+    (sgd, []),
+]:
+    try:
+        Trainer(model, optimizer, loss_fn, TrainerConfig(global_batch_size=8)).fit(given)
+    except DdpKitError as error:
+        say(os.environ["RANK"], error.message)
+"""
+
+
+@pytest.mark.slow
+def test_what_cannot_be_trained_with_is_refused_on_all_ranks_alike(start: Start, script: Script) -> None:
+    run = start("ddpkit", 2, script(BEFORE_THE_FIRST_STEP))
+    assert run.returncode == 0, run.stderr
+    said = [[line[2:] for line in run.stdout.splitlines() if line.startswith(rank)] for rank in "01"]
+    assert said[0] == said[1]
+    expected = (
+        "the optimizer holds 1 parameters that are not the model's",
+        "the optimizer does not hold 1.weight, 1.bias",
+        "train_data is a Endless, without __getitem__ or without __len__",
+        "the DataLoader has batch_size=3, but the configuration makes micro-batches of 4 samples",
+        "train_data gave no sample on any rank",
+        "train_data is empty",
+    )
+    assert [line.startswith(start) for line, start in zip(said[0], expected, strict=True)] == [True] * len(expected)
+
+
+APART = """
+import torch
+from datetime import timedelta
+from torch import nn
+from ddp_kit import Callback, Trainer, TrainerConfig
+from ddp_kit.trainer import trainer as loop
+
+class Stop(Callback):
+    def on_step(self, trainer):
+        if trainer.step == 3 and "on_step" == PLACE and trainer.world.rank == 1:
+            trainer.stop()
+    def on_evaluate(self, trainer, metrics):
+        if "on_evaluate" == PLACE and trainer.world.rank == 1:
+            trainer.stop()
+
+PLACE = sys.argv[1]
+loop._STOP_PATIENCE = loop._PATIENCE = timedelta(seconds=1)
+torch.manual_seed(0)
+model = nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+config = TrainerConfig(global_batch_size=4, epochs=2)
+trainer = Trainer(model, optimizer, lambda model, batch: model(batch).mean(), config, callbacks=[Stop()])
+data = torch.randn(40, 2)
+if PLACE == "left":
+    for step in trainer.steps(data):
+        if step.number == 3 and trainer.world.rank == 1:
+            break
+    trainer.evaluate(data)
+elif PLACE == "evaluate":
+    trainer.evaluate(data) if trainer.world.is_main else say("ends")
+elif PLACE == "other":
+    trainer.evaluate(data) if trainer.world.is_main else trainer.fit(data)
+else:
+    trainer.fit(data, data)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("on_step", "rank 1 is at trainer.stop() after step 3, and others do not come: rank 0"),
+        ("on_evaluate", "rank 1 is at trainer.stop() after step 10, and others do not come: rank 0"),
+        ("left", "rank 1 is at a call with eval_data after step 3, and others do not come: rank 0"),
+        ("evaluate", "rank 0 is at a call with eval_data after step 0, and others do not come: rank 1"),
+        ("other", "rank 0 at a call with eval_data after step 0, rank 1 at a call with train_data"),
+    ],
+)
+def test_ranks_that_go_apart_are_told_so(start: Start, script: Script, place: str, said: str) -> None:
+    run = start("ddpkit", 2, script(APART), place)
+    assert run.returncode == 1
+    assert said in run.stderr

@@ -10,22 +10,32 @@ import ddp_kit
 PUBLIC = {
     "__version__",
     "BatchPlan",
+    "BestModel",
     "Callback",
     "CheckpointConfig",
+    "CheckpointError",
     "ConfigError",
+    "CSVLogger",
     "DataConfig",
     "DataError",
     "DdpKitError",
+    "EarlyStopping",
+    "EMA",
     "FitResult",
+    "JSONLinesLogger",
     "LaunchError",
+    "LearningRateSearch",
     "LogRow",
     "Loss",
     "LossError",
     "ParallelConfig",
+    "ProfileConfig",
     "Step",
+    "TensorBoardLogger",
     "Trainer",
     "TrainerConfig",
     "UsageError",
+    "WandbLogger",
     "World",
     "WorldError",
 }
@@ -59,3 +69,9 @@ def test_torch_is_imported_only_by_what_needs_it(statement: str, torch_loaded: b
     code = f"{statement}; import sys; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == f"{torch_loaded}\n"
+
+
+def test_callbacks_leave_the_packages_of_others_alone_until_they_are_used() -> None:
+    code = "import ddp_kit.callbacks, sys; print({'tensorboard', 'wandb'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "set()\n"

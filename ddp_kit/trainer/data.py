@@ -1,0 +1,121 @@
+"""From the user's data to what the loop and the evaluation take in."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from ddp_kit.batch import BatchPlan, split
+from ddp_kit.errors import ConfigError
+from ddp_kit.loader import Batching, Data, batching, build_loader, build_stream, check_batch_size, on_device, open_data
+from ddp_kit.sampler import EvalBatches, ExactDistributedSampler, OwnEvalBatches, OwnTrainBatches, TrainBatches
+from ddp_kit.timing import DATA, TRANSFER, StepClock
+from ddp_kit.trainer.agreement import check_agreement
+from ddp_kit.trainer.feed import Feed, MapFeed, StreamFeed, counted
+from ddp_kit.trainer.setup import check_sync_batch_norm
+from ddp_kit.trainer.step import Parts
+from ddp_kit.world import mixed_seed
+
+Evaluation = Callable[[], Iterable[tuple[int, Any]]]
+"""Gives the batches of an evaluation, on the device, each with the number of its samples."""
+
+
+@dataclass(frozen=True)
+class DataRoom:
+    """Opens data for one Trainer: `plan` says how its steps are divided, `clock` is told what is waited for."""
+
+    parts: Parts
+    plan: BatchPlan
+    clock: StepClock
+
+    def train(self, data: Data, step: int) -> Feed:
+        """What the loop trains on. `step`: the optimizer steps done; loader processes draw other numbers after each."""
+        dataset, template = open_data(data, "train_data")
+        own, config, world = batching(template), self.parts.config, self.parts.world
+        asked = config.global_batch_size is not None or config.micro_batch_size is not None
+        check_batch_size(own, self.plan.micro_batch, asked=asked)
+        seed = mixed_seed(config.seed, step)
+        if isinstance(dataset, IterableDataset):
+            self._check_stream()
+            share = split(self.plan.global_batch, world.world_size, world.rank)
+            passes = -(-len(share) // self.plan.micro_batch)
+            sizes = [len(split(len(share), passes, number)) for number in range(passes)]
+            stream = build_stream(dataset, sizes, config.data, world, seed, template)
+            full = self.plan.global_batch if config.data.drop_last else None
+            return StreamFeed(stream, len(sizes), world, self._move, at_least=full)
+        batches = self._train_batches(dataset, own)
+        if world.world_size > 1 and own is not None and (own.sampler or own.batches) is not None:
+            check_agreement(world, {"the order that the DataLoader's own sampler gives": batches.fingerprint()})
+        check_sync_batch_norm(self.parts.model, batches, world.world_size)
+        return MapFeed(build_loader(dataset, batches, config.data, world, seed, template), batches, self._move)
+
+    def trial(self, data: Data, samples: int) -> list[Any]:
+        """A batch of the first samples on the device, and those that are copied ahead of their use: they take memory,
+        too. For trying how many fit. Draws from nothing that lasts.
+        """
+        dataset, template = open_data(data, "train_data")
+        if template is not None or isinstance(dataset, IterableDataset):
+            raise ConfigError(
+                f"micro_batch_size='auto' is set, but train_data is a {type(data).__name__} with batches of its own",
+                "give a dataset with __getitem__ and __len__, or set micro_batch_size to a number",
+            )
+        keys = [number % len(dataset) for number in range(samples)]
+        config, world = self.parts.config.data, self.parts.world
+        # In a process of its own where training has such: what a dataset opens is then not inherited by those.
+        settings = config.model_copy(update={"num_workers": 1 if config.num_workers else 0, "seed_samples": False})
+        ahead = config.prefetch_batches if world.device.type == "cuda" else 0
+        batches = [keys] * (1 + ahead)
+        return list(self._on_device(build_loader(dataset, batches, settings, world, self.parts.config.seed)))
+
+    def evaluation(self, data: Data, role: str) -> Evaluation:
+        """What is evaluated or predicted for: each sample once, in the dataset's order."""
+        dataset, template = open_data(data, role)
+        own, config, world = batching(template), self.parts.config, self.parts.world
+        size = own.size if own and own.size else self.plan.micro_batch
+        if isinstance(dataset, IterableDataset):
+            stream = build_stream(dataset, [size], config.data, world, config.seed, template)
+            return lambda: counted(stream, self._on_device)
+        batches: EvalBatches | OwnEvalBatches
+        if own is not None and own.batches is not None:
+            batches = OwnEvalBatches(own.batches, world.rank, world.world_size, seed=config.seed)
+        else:
+            batches = EvalBatches(self._sampler(dataset, own, shuffle=False), size)
+        loader = build_loader(dataset, batches, config.data, world, config.seed, template)
+        return lambda: zip(batches.sizes(), self._on_device(loader), strict=True)
+
+    def _train_batches(self, dataset: Any, own: Batching | None) -> TrainBatches | OwnTrainBatches:
+        config, world = self.parts.config, self.parts.world
+        drop_last = config.data.drop_last or bool(own and own.drop_last)
+        if own is not None and own.batches is not None:
+            passes = config.accumulation_steps or 1
+            return OwnTrainBatches(
+                own.batches, world.rank, world.world_size, passes, drop_last=drop_last, seed=config.seed
+            )
+        sampler = self._sampler(dataset, own, shuffle=own.shuffle if own else config.data.shuffle)
+        return TrainBatches(sampler, self.plan, drop_last=drop_last)
+
+    def _sampler(self, dataset: Any, own: Batching | None, *, shuffle: bool) -> ExactDistributedSampler:
+        world, order = self.parts.world, own.sampler if own else None
+        seed = self.parts.config.seed
+        return ExactDistributedSampler(dataset, world.rank, world.world_size, shuffle=shuffle, seed=seed, own=order)
+
+    def _check_stream(self) -> None:
+        """Raise `ConfigError` for what needs to know beforehand who takes which samples."""
+        world = self.parts.world
+        if self.plan.global_batch < world.world_size:
+            raise ConfigError(
+                f"the global batch is {self.plan.global_batch} samples, fewer than the {world.world_size} ranks, each "
+                "of which reads a stream of its own",
+                f"set global_batch_size to {world.world_size} or more",
+            )
+        check_sync_batch_norm(self.parts.model, None, world.world_size)
+
+    def _move(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """For the steps; an evaluation's waiting does not count as theirs."""
+        return self._on_device(loader, partial(self.clock.mark, DATA), partial(self.clock.mark, TRANSFER))
+
+    def _on_device(self, loader: Iterable[Any], *marks: Callable[[], None]) -> Iterator[Any]:
+        dtype, ahead = self.parts.precision.batch_dtype, self.parts.config.data.prefetch_batches
+        return on_device(loader, self.parts.world.device, dtype, ahead, *marks)

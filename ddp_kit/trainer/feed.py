@@ -1,0 +1,162 @@
+"""What the loop trains on, optimizer step by optimizer step: from a dataset with a length, or from a stream."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from ddp_kit.errors import DataError
+from ddp_kit.log import logger
+from ddp_kit.sampler import OwnTrainBatches, TrainBatches
+from ddp_kit.trainer.agreement import digest_of, gathered
+from ddp_kit.world import World, host_group
+
+Mover = Callable[[Iterable[Any]], Iterator[Any]]
+"""Brings a loader's batches to the device."""
+
+
+class Share(NamedTuple):
+    """An optimizer step, as far as this rank is concerned."""
+
+    samples: int
+    """Of the whole step, over all ranks."""
+    passes: tuple[int, ...]
+    """Samples of each of this rank's passes; empty where it only stands in."""
+
+
+class Feed(Protocol):
+    """Gives the steps of an epoch: `begin`, then `next` and as many `batch` as it says, until `next` gives None."""
+
+    steps: int | None
+    """Optimizer steps of an epoch; None where only its end will tell."""
+
+    def begin(self, epoch: int, first_step: int) -> None:
+        """Go to a position."""
+
+    def next(self) -> Share | None:
+        """The step to come; None after the last one. Every rank asks as often as the others."""
+
+    def batch(self) -> Any:
+        """The next pass's batch, on the device."""
+
+
+def counted(stream: Iterable[tuple[int, Any]], move: Mover) -> Iterator[tuple[int, Any]]:
+    """A stream's batches on the device, each with the number of its samples: some are copied ahead of their use."""
+    counts: deque[int] = deque()
+
+    def batches() -> Iterator[Any]:
+        for samples, batch in stream:
+            counts.append(samples)
+            yield batch
+
+    return ((counts.popleft(), batch) for batch in move(batches()))
+
+
+class MapFeed:
+    """Of a dataset with a length: who takes which samples is settled beforehand."""
+
+    def __init__(self, loader: Iterable[Any], batches: TrainBatches | OwnTrainBatches, move: Mover) -> None:
+        self.steps: int | None = batches.steps
+        self._loader = loader
+        self._batches = batches
+        self._move = move
+        self._number = 0
+
+    def begin(self, epoch: int, first_step: int) -> None:
+        self._batches.set_position(epoch, first_step)
+        self._number = first_step
+        self._arriving = self._move(self._loader)
+
+    def next(self) -> Share | None:
+        number = self._number
+        if number == self.steps:
+            return None
+        self._number = number + 1
+        return Share(self._batches.samples(number), self._batches.passes(number))
+
+    def batch(self) -> Any:
+        return next(self._arriving)
+
+
+class StreamFeed:
+    """Of an iterable dataset, of which every rank reads its own part: nobody knows how long it is.
+
+    Each rank looks one step ahead and tells the others how many samples it has for it. So the weights of a step are
+    known before it, and all ranks end together: when nobody has a sample left. One that has none earlier stands in.
+    `at_least`: the samples without which a step is left out, and ends the epoch.
+    The counts travel between the hosts, whose devices go on with the step before; no device is waited for.
+    """
+
+    steps: int | None = None
+
+    def __init__(
+        self,
+        loader: Iterable[tuple[int, Any]],
+        passes: int,
+        world: World,
+        move: Mover,
+        at_least: int | None = None,
+    ) -> None:
+        self._at_least = at_least or 1
+        self._loader = loader
+        self._passes = passes
+        self._world = world
+        self._move = move
+        self._compared = False  # the ranks' first samples
+
+    def begin(self, epoch: int, first_step: int) -> None:
+        set_epoch = getattr(self._loader, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        self._arriving = counted(self._loader, self._move)
+        for _ in range(first_step):
+            self._fetch()
+        self._first = first_step == 0
+
+    def _fetch(self) -> list[tuple[int, Any]]:
+        return list(islice(self._arriving, self._passes))
+
+    def next(self) -> Share | None:
+        fetched = self._fetch()
+        passes, batches = tuple(samples for samples, _ in fetched), [batch for _, batch in fetched]
+        self._waiting = iter(batches)
+        samples = self._over_all_ranks(sum(passes))
+        if samples == 0 and self._first:
+            raise DataError(
+                "train_data gave no sample on any rank", "see what its __iter__ yields, and how it divides the data"
+            )
+        if not self._compared and self._world.world_size > 1:
+            self._compared = True
+            self._look_for_copies(batches)
+        self._first = False
+        return Share(samples, passes) if samples >= self._at_least else None
+
+    def batch(self) -> Any:
+        return next(self._waiting)
+
+    def _look_for_copies(self, batches: list[Any]) -> None:
+        """Warn where all ranks begin with the same samples: then nothing divides them."""
+        bits = b"".join(leaf.cpu().numpy().tobytes() for leaf in tree_leaves(batches) if _readable(leaf))
+        digests = {digest for (digest,) in gathered(self._world, [digest_of(bits)])}
+        if bits and len(digests) == 1:
+            logger.warning(
+                "all {} ranks read the same samples from their streams: let the dataset's __iter__ divide them, such "
+                "as islice(samples, rank, None, world_size), and over loader processes too (get_worker_info)",
+                self._world.world_size,
+            )
+
+    def _over_all_ranks(self, samples: int) -> int:
+        if self._world.world_size == 1:
+            return samples
+        total = torch.tensor(samples)
+        dist.all_reduce(total, group=host_group(self._world))
+        return int(total)
+
+
+def _readable(leaf: Any) -> bool:
+    """Whether numpy knows its kind of numbers."""
+    return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.dtype != torch.bfloat16

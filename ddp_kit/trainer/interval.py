@@ -1,0 +1,141 @@
+"""What gathers between two log points, and what becomes of it there: one reduction, one row, one look for NaN."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_kit.metrics import Loss
+from ddp_kit.records import StepTimes
+from ddp_kit.timing import StepClock, by_rank, table_of
+from ddp_kit.trainer.agreement import gathered
+from ddp_kit.world import World
+
+_FOLD = 256
+"""Losses that are kept as tensors of their own before they become one: on a GPU each takes 512 bytes."""
+
+
+class Interval:
+    """The losses since the last log point. Adding one waits for nothing and computes nothing.
+
+    `first_step`: the number of its first optimizer step.
+    """
+
+    def __init__(self, world: World, first_step: int) -> None:
+        self.world = world
+        self._first_step = first_step
+        self._sums: list[Tensor] = []
+        self._weights: list[Tensor | float] = []
+        self._step_of: list[int] = []  # of each loss
+        self._folded: list[Tensor] = []  # sums and weights, many in one tensor [n, 2]
+        self._before_step = 0
+        self._plain = True
+        self._norm: Tensor | None = None
+        self.started = time.perf_counter()
+        self.steps = 0
+        self.samples = 0
+
+    def add(self, value: Tensor | Loss, samples: int) -> None:
+        """Note the loss of one pass: a mean over `samples` samples, or a `Loss`."""
+        if isinstance(value, Loss):
+            self._plain = False
+            self._sums.append(value.loss.detach())
+            self._weights.append(value.weight)
+        else:
+            self._sums.append(value.detach())
+            self._weights.append(samples)
+        self._step_of.append(self._first_step + self.steps)
+
+    def note_norm(self, norm: Tensor) -> None:
+        """Note the global norm of the step's gradient, before clipping."""
+        self._norm = norm
+
+    def drop_step(self) -> None:
+        """Forget the losses of the step that is going on."""
+        for noted in (self._step_of, self._weights, self._sums):
+            del noted[len(noted) - (len(self._sums) - self._before_step) :]
+
+    def end_step(self, samples: int) -> None:
+        """A step is done, of so many samples over all ranks."""
+        self.steps += 1
+        self.samples += samples
+        if len(self._sums) >= _FOLD:
+            self._fold()
+        self._before_step = len(self._sums)
+
+    def close(self, clock: StepClock) -> "Reading":
+        """What it came to over all ranks, on its way to the host. A collective."""
+        self._fold()
+        world = self.world
+        seconds = time.perf_counter() - self.started
+        times = table_of(clock.read(seconds / self.steps), world.rank, world.world_size, world.device).flatten()
+        pairs = torch.cat(self._folded) if self._folded else torch.zeros(0, 2, device=world.device)
+        norm = torch.zeros((), device=world.device) if self._norm is None else self._norm
+        own = norm.detach().double() / world.world_size  # the same on all ranks
+        table = torch.cat((pairs.sum(dim=0).double(), own.reshape(1), times))
+        if world.world_size > 1:
+            dist.all_reduce(table)
+        return Reading(self, seconds, table, pairs[:, 0], self._step_of)
+
+    def _fold(self) -> None:
+        if not self._sums:
+            return
+        sums = torch.stack([each.reshape(()) for each in self._sums]).double()
+        if any(isinstance(weight, Tensor) for weight in self._weights):
+            device = sums.device
+            each = [torch.as_tensor(weight, device=device).double().sum() for weight in self._weights]
+            weights = torch.stack([weight.detach() for weight in each])
+        else:
+            weights = torch.tensor(self._weights, dtype=torch.float64).to(sums.device, non_blocking=True)
+        self._folded.append(torch.stack((sums * weights if self._plain else sums, weights), dim=1))
+        self._sums, self._weights, self._before_step = [], [], 0
+
+
+@dataclass(frozen=True)
+class Values:
+    """An interval's figures over all ranks."""
+
+    loss: float
+    """The sum."""
+    weight: float
+    norm: float
+    """Of the gradient at the last step that measured it; 0 where none did."""
+    times: tuple[StepTimes, ...]
+    """Of each rank."""
+
+
+class Reading:
+    """An interval's sums over all ranks. On a GPU they leave it beside the steps that follow, through pinned memory."""
+
+    def __init__(
+        self, interval: Interval, seconds: float, table: Tensor, own_losses: Tensor, step_of: list[int]
+    ) -> None:
+        self.steps = interval.steps
+        self.samples = interval.samples
+        self.seconds = seconds
+        self._own_losses = own_losses
+        self._step_of = step_of
+        self._world = interval.world
+        self._arrived: torch.cuda.Event | None = None
+        self._table = table
+        if table.is_cuda:
+            self._table = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+            self._table.copy_(table, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def values(self) -> "Values":
+        """The figures; waits until they have arrived."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        loss, weight, norm, *times = self._table.tolist()
+        return Values(loss, weight, norm, by_rank(times))
+
+    def first_non_finite(self) -> tuple[int, int] | None:
+        """The first optimizer step whose loss was not finite, and the lowest rank on which, if any. A collective."""
+        bad = (~torch.isfinite(self._own_losses)).nonzero().flatten().tolist()
+        never = torch.iinfo(torch.int64).max
+        steps = [step for (step,) in gathered(self._world, [self._step_of[bad[0]] if bad else never])]
+        return (min(steps), steps.index(min(steps))) if min(steps) < never else None

@@ -1,0 +1,156 @@
+"""Log points: where an interval's figures become a row, and where a loss that is not finite ends the run."""
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import isfinite
+
+from ddp_kit.advice import Adviser, slowest_rank
+from ddp_kit.batch import BatchPlan
+from ddp_kit.config import TrainerConfig
+from ddp_kit.errors import LossError
+from ddp_kit.log import logger
+from ddp_kit.records import LogRow
+from ddp_kit.timing import StepClock
+from ddp_kit.trainer.interval import Interval, Reading, Values
+from ddp_kit.trainer.step import Parts
+from ddp_kit.world import World
+
+_COLLECT_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class _Point:
+    """What was true at a log point."""
+
+    step: int
+    epoch: int
+    learning_rate: float
+    reading: Reading
+
+
+class LogPoints:
+    """The interval that is going on, and the rows of those before.
+
+    On a GPU a row is read at the next log point: its figures have long arrived by then, and nobody waits.
+    """
+
+    def __init__(self, parts: Parts, clock: StepClock) -> None:
+        self._parts = parts
+        self._clock = clock
+        self._late: list[_Point] = []
+        self._reads_late = parts.world.device.type == "cuda"
+        self._adviser = Adviser(
+            self._parts.config.data.num_workers,
+            compressed=parts.config.parallel.compression is not None,
+            fused=any(group.get("fused") for group in parts.optimizer.param_groups),
+        )
+        self.begin(first_step=1)
+
+    def begin(self, first_step: int) -> None:
+        """A new interval, from this optimizer step on."""
+        self.interval = Interval(self._parts.world, first_step)
+
+    def close(self, step: int, epoch: int, *, last: bool) -> list[LogRow]:
+        """End the interval after this step. Returns the rows that are ready. A collective.
+
+        Raises `LossError` where a loss or the gradient was not finite, on all ranks together.
+        """
+        rate = float(self._parts.optimizer.param_groups[0].get("lr", float("nan")))
+        self._late.append(_Point(step, epoch, rate, self.interval.close(self._clock)))
+        self.begin(step + 1)
+        ready = self._late[:-1] if self._reads_late and not last else self._late
+        self._late = self._late[len(ready) :]
+        return [self._row(point) for point in ready]
+
+    def rest(self) -> list[LogRow]:
+        """The rows that are still to be read, at the end of a run that was stopped right after a log point."""
+        late, self._late = self._late, []
+        return [self._row(point) for point in late]
+
+    def _row(self, point: _Point) -> LogRow:
+        reading, values = point.reading, point.reading.values()
+        self._check(point, values)
+        line = self._adviser.watch(values.times, reading.steps)
+        if line is not None:
+            logger.info("advice: {}", line)
+        slowest, factor = slowest_rank(values.times)
+        return LogRow(
+            step=point.step,
+            epoch=point.epoch,
+            loss=values.loss / values.weight if values.weight else float("nan"),
+            learning_rate=point.learning_rate,
+            grad_norm=values.norm,
+            samples_per_second=reading.samples / reading.seconds,
+            step_seconds=reading.seconds / reading.steps,
+            times=values.times[self._parts.world.rank],
+            slowest_rank=slowest,
+            slowest_factor=factor,
+        )
+
+    def _check(self, point: _Point, values: Values) -> None:
+        """All ranks see the same figures, so that all of them stop here, or none."""
+        if self._parts.config.non_finite == "skip" or (isfinite(values.loss) and isfinite(values.norm)):
+            return
+        hint = (
+            "lower the learning rate, clip the gradients (max_grad_norm), look at that step's inputs, "
+            'or leave such steps out with non_finite="skip"'
+        )
+        found = point.reading.first_non_finite()
+        if found is not None:
+            step, rank = found
+            raise LossError(f"the loss is not finite (NaN or infinite) from step {step} on, first on rank {rank}", hint)
+        if not isfinite(values.norm) and not self._parts.precision.scales:
+            raise LossError(f"the gradient is not finite at step {point.step}, although the losses are", hint)
+
+
+def announce(world: World, plan: BatchPlan, config: TrainerConfig, done: int, total: int | None) -> None:
+    """Say what is about to be trained: from step `done` to step `total`, None where only the data will tell."""
+    if total == done:
+        logger.warning("nothing left to train: all {} steps are done; raise epochs or max_steps", total)
+        return
+    logger.info(
+        "{} {} on {}, {}: global batch {} = micro-batch {} x accumulation {} x {}{}; {}{}",
+        world.world_size,
+        "rank" if world.world_size == 1 else "ranks",
+        world.device.type,
+        config.precision,
+        plan.global_batch,
+        plan.micro_batch,
+        plan.accumulation,
+        world.world_size,
+        "" if plan.micro_batch * plan.accumulation * world.world_size == plan.global_batch else ", at most",
+        f"from step {done} to " if done else "",
+        "to the end of the data" if total is None else f"{total} steps",
+    )
+
+
+@contextmanager
+def garbage_off_the_path() -> Iterator["Collector"]:
+    """No collection of garbage within a step; what exists now is left out of those that `Collector` makes."""
+    if not gc.isenabled():
+        yield Collector(on=False)
+        return
+    gc.disable()
+    gc.freeze()
+    try:
+        yield Collector(on=True)
+    finally:
+        gc.unfreeze()
+        gc.enable()
+
+
+class Collector:
+    """Collects garbage between steps, about once a second."""
+
+    def __init__(self, on: bool) -> None:
+        self._on = on
+        self._last = time.perf_counter()
+
+    def collect(self) -> None:
+        """To be called now and then."""
+        if self._on and time.perf_counter() - self._last > _COLLECT_SECONDS:
+            gc.collect()
+            self._last = time.perf_counter()

@@ -1,0 +1,239 @@
+"""The largest micro-batch that fits: searched before the first step, halved where a later one runs out of memory."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_kit.batch import BatchPlan
+from ddp_kit.config import TrainerConfig
+from ddp_kit.errors import ConfigError, LossError
+from ddp_kit.log import logger
+from ddp_kit.metrics import Loss, checked
+from ddp_kit.placement import Reductions, send_buffers
+from ddp_kit.profile import save_memory_snapshot
+from ddp_kit.timing import StepClock
+from ddp_kit.trainer.agreement import gathered
+from ddp_kit.trainer.feed import Share
+from ddp_kit.trainer.interval import Interval
+from ddp_kit.trainer.rollback import RunState, StepState
+from ddp_kit.trainer.setup import trainable
+from ddp_kit.trainer.step import OptimizerStep, Parts
+from ddp_kit.world import host_group
+
+_SIGNS = (
+    "can't allocate memory",  # of the CPU's allocator
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's word for a convolution whose workspace does not fit
+    "out of memory",
+)
+_FITS, _TOO_SMALL, _TOO_LARGE = range(3)  # the worst last
+
+
+class OutOfMemory(Exception):  # noqa: N818  # not shown to anybody: the loop catches it
+    """A step ran out of memory on some rank, and has left no trace on any."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        super().__init__(error)
+        self.error = error
+        """This rank's own; None where it was another rank's."""
+
+    def own_or_silent(self, config: TrainerConfig, rank: int) -> BaseException:
+        """What to end with, where nothing smaller is left to try."""
+        if self.error is not None:
+            return with_hint(self.error, config, rank)
+        silent = LossError("another rank is out of memory with a micro-batch of 1", "see what it says")
+        silent.another_speaks = True
+        return silent
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a smaller micro-batch could help."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+def with_hint(error: BaseException, config: TrainerConfig, rank: int) -> BaseException:
+    """The out-of-memory error that ends a run, with what to do about it and where the memory's contents are written."""
+    path = save_memory_snapshot(config.profile.dir, rank)
+    if config.micro_batch_size == "auto":
+        hint = (
+            "no smaller micro-batch can help: checkpoint activations (torch.utils.checkpoint), choose a smaller "
+            "precision, or an optimizer that keeps less"
+        )
+    else:
+        hint = 'set micro_batch_size="auto" in the TrainerConfig, or a smaller number; the global batch stays as it is'
+    error.add_note(f"hint: {hint}" + (f"\nwhat the memory held: {path} (see pytorch.org/memory_viz)" if path else ""))
+    return error
+
+
+# --- before the first step ----------------------------------------------------------------------------------------
+
+
+def largest_micro_batch(parts: Parts, batches_of: Callable[[int], list[Any]], plan: BatchPlan) -> int:
+    """The largest of 1, 2, 4, ... and a rank's whole share for which a step fits on every rank. A collective.
+
+    A trial is two passes and an optimizer step, whose state takes memory from then on; all of it is taken back.
+    `batches_of(n)`: a batch of n samples on the device, and what is there beside it. Raises the out-of-memory error
+    where not even the smallest fits.
+    """
+    share = -(-plan.global_batch // plan.world_size)
+    before, found, failed = RunState(parts), 0, None
+    for size in [*(2**power for power in range(share.bit_length()) if 2**power < share), share]:
+        outcome, error = _tried(parts, batches_of, size, last=size == share)
+        _free()
+        before.restore()
+        worst = max(outcome for (outcome,) in gathered(parts.world, [outcome]))
+        if worst == _TOO_LARGE:
+            failed = OutOfMemory(error)
+            break
+        if worst == _FITS:
+            found = size
+    if not found and failed is not None:
+        raise failed.own_or_silent(parts.config, parts.world.rank) from None
+    found = found or share  # too few samples for BatchNorm, whatever fits: training says so
+    logger.info("micro_batch_size: {} of at most {} samples fit", found, share)
+    return found
+
+
+def _tried(
+    parts: Parts, batches_of: Callable[[int], list[Any]], size: int, *, last: bool
+) -> tuple[int, BaseException | None]:
+    """How it went, and what was wrong. `last`: the whole share, which leaves no gradients for a second pass to meet."""
+    outcome, kept = _FITS, None
+    modes = {module: module.training for module in parts.model.modules()}
+    parts.model.train()
+    try:
+        batch, *_ahead = batches_of(size)
+        _pass(parts, batch)
+        for parameter in trainable(parts.model):
+            if parameter.grad is not None:
+                parameter.grad.zero_()  # the step is to make the optimizer's state, and no numbers that are not finite
+        parts.optimizer.step()
+        if last:
+            _forget(parts.model)
+        _pass(parts, batch)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        outcome, kept = _TOO_LARGE, error.with_traceback(None)  # whose frames hold tensors
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        outcome = _TOO_SMALL  # BatchNorm
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    _forget(parts.model)
+    return outcome, kept
+
+
+def _pass(parts: Parts, batch: Any) -> None:
+    with parts.precision.forward():
+        value = checked(parts.loss_fn(parts.model, batch), "the loss function")
+    total = value.loss if isinstance(value, Loss) else value
+    if total.requires_grad:  # else the first step of training says what is wrong
+        total.sum().backward()  # type: ignore[no-untyped-call]
+
+
+def _forget(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+
+
+# --- in the middle of training --------------------------------------------------------------------------------------
+
+
+class RescuedStep(OptimizerStep):
+    """An optimizer step that is given up by all ranks together where one runs out of memory.
+
+    rank 0's buffers to all ranks, passes of all ranks
+    where memory ran out: take part in the step's remaining collectives, with zeros     # the others are in them
+    one number over the hosts: did anyone run out?                                      # no device is waited for
+    if so: buffers and random states go back, everyone raises OutOfMemory
+    """
+
+    def __init__(self, parts: Parts, placed: nn.Module, clock: StepClock, reductions: Reductions) -> None:
+        super().__init__(parts, placed, clock)
+        self._reductions = reductions
+        self._weighing = False
+
+    def replace(self, placed: nn.Module, reductions: Reductions) -> None:
+        """Go on with a new wrapper: what a reduction that broke off has left of the old one is unknown."""
+        self._placed, self._reductions = placed, reductions
+        self._watch_first_call()
+
+    def release(self) -> None:
+        """Let go of the wrapper, which takes its hooks off the parameters."""
+        self._placed = self._parts.model
+        _free()
+
+    def _gradients(self, share: Share, batch: Callable[[], Any], interval: Interval) -> Callable[[], Tensor] | None:
+        send_buffers(self._parts.model, self._parts.world)
+        before, failed, weight = StepState(self._parts), None, None
+        self._weighing = False
+        self._reductions.begin()
+        try:
+            weight = super()._gradients(share, batch, interval)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = error.with_traceback(None)  # whose frames hold tensors
+        if failed is not None:
+            self.clear()
+            _free()
+            self._take_part()
+        if self._anyone(failed is not None):
+            before.restore()
+            interval.drop_step()
+            self.clear()
+            raise OutOfMemory(failed)
+        return weight
+
+    def _over_all_ranks(self, weight: Tensor | float) -> Callable[[], Tensor]:
+        self._weighing = True
+        return super()._over_all_ranks(weight)
+
+    def _take_part(self) -> None:
+        """In those collectives of the step that this rank has not come to, in their order."""
+        if self._parts.world.world_size == 1:
+            return
+        if not self._known:
+            self._agree(None, self._passes)
+        if self._weighted and not self._weighing:
+            self._over_all_ranks(0.0)()
+        self._reductions.complete(self._placed)
+
+    def _anyone(self, failed: bool) -> bool:
+        if self._parts.world.world_size == 1:
+            return failed
+        flag = torch.tensor(int(failed))
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=host_group(self._parts.world))
+        return bool(flag)
+
+
+def check_recoverable(parts: Parts) -> None:
+    """Raise `ConfigError` for what "auto" does not go together with."""
+    settings = parts.config.parallel
+    for name in ("find_unused_parameters", "static_graph"):
+        if getattr(settings, name) and parts.world.world_size > 1:
+            raise ConfigError(
+                f"micro_batch_size='auto' does not go together with parallel.{name} at several ranks",
+                "set micro_batch_size to a number",
+            )
+    if any(isinstance(module, nn.SyncBatchNorm) for module in parts.model.modules()):
+        raise ConfigError(
+            "micro_batch_size='auto' does not go together with SyncBatchNorm, a collective in every pass",
+            "set micro_batch_size to a number",
+        )

@@ -1,0 +1,50 @@
+"""How far a run is."""
+
+from typing import Any
+
+from ddp_kit.config import TrainerConfig
+
+
+class Position:
+    """What was consumed by optimizer steps: a checkpoint holds it, and the data goes on from there."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        """Optimizer steps done."""
+        self.epoch = 0
+        """Epochs done."""
+        self.steps_in_epoch = 0
+        """Of the epoch that is begun."""
+        self.epoch_length: int | None = None
+        """In steps, of an epoch that is begun and not done, where it is known."""
+        self.samples = 0
+        """Trained on over all ranks."""
+        self.micro_batches: dict[str, int] = {}
+        """What a search for the largest micro-batch came to, by the number of ranks: a run goes on with the same."""
+
+    def advance(self, samples: int, steps_per_epoch: int | None, *, ends_epoch: bool) -> None:
+        """A step is done."""
+        self.step += 1
+        self.samples += samples
+        self.steps_in_epoch += 1
+        self.epoch_length = steps_per_epoch
+        if ends_epoch:
+            self.epoch += 1
+            self.steps_in_epoch = 0
+            self.epoch_length = None
+
+    def last_step(self, config: TrainerConfig, steps_per_epoch: int | None) -> int | None:
+        """The optimizer step that ends the run; None where only the data will tell."""
+        by_steps, epochs = config.max_steps, config.last_epoch
+        if epochs is None or steps_per_epoch is None:
+            return by_steps
+        by_epochs = self.step + max(0, (epochs - self.epoch) * steps_per_epoch - self.steps_in_epoch)
+        return by_epochs if by_steps is None else min(by_steps, by_epochs)
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return dict(vars(self))
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """What `state` gave."""
+        vars(self).update(state)

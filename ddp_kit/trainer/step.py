@@ -1,0 +1,331 @@
+"""One optimizer step: the exact gradient of the global batch, then the update."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ddp_kit.config import TrainerConfig
+from ddp_kit.errors import LossError
+from ddp_kit.metrics import Loss, checked
+from ddp_kit.placement import check_reduced, stand_in, without_reduction
+from ddp_kit.precision import Precision, scale_gradients
+from ddp_kit.timing import BACKWARD, FORWARD, OPTIMIZER, StepClock
+from ddp_kit.trainer.agreement import first_losses
+from ddp_kit.trainer.feed import Share
+from ddp_kit.trainer.interval import Interval
+from ddp_kit.trainer.setup import LossFunction, explained, trainable, unused
+from ddp_kit.world import World
+
+_REDUCING = nullcontext()  # what DDP does by itself
+_UNKNOWN, _PLAIN, _WEIGHTED = range(3)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a step works on."""
+
+    model: nn.Module
+    """The user's own."""
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+    loss_fn: LossFunction
+    precision: Precision
+    world: World
+    config: TrainerConfig
+
+
+class OptimizerStep:
+    """Does one optimizer step after another.
+
+    for each of this rank's passes:
+        loss_fn(model, batch), times its share of the global batch, backward     # reduced with the last pass only
+    unscale (fp16), divide by the step's weight (Loss), clip
+    optimizer.step(), scheduler.step(), gradients to None
+
+    The first step is looked at more closely: what can be wrong with a loss function shows there.
+    """
+
+    def __init__(self, parts: Parts, placed: nn.Module, clock: StepClock) -> None:
+        self._parts = parts
+        self._placed = placed  # what the loss function calls: the model, or its DDP wrapper
+        self._clock = clock
+        self.parameters = trainable(parts.model)
+        self._learning = parts.config.parallel.static_graph and parts.world.world_size > 1
+        self._passes = self._most_passes = 0  # in the first step, on this rank and on the one that has the most
+        self._kind = _UNKNOWN  # of what the loss function returns; known from the first step
+        self._model_called = parts.world.world_size == 1  # else the first loss has to come through the DDP wrapper
+        self._watch_first_call()
+        self._complete = parts.world.world_size == 1  # else every parameter has to have got a gradient once
+        self.skipped = 0
+        """Steps left out, because a gradient was not finite."""
+
+    def run(self, share: Share, batch: Callable[[], Any], interval: Interval, *, measure_norm: bool) -> None:
+        """One step. `batch` gives the next pass's; `measure_norm`: note the gradient's norm in the interval."""
+        self._passes = len(share.passes)
+        weight = self._gradients(share, batch, interval)
+        parts = self._parts
+        if not self._complete:
+            self._check_complete()
+        parts.precision.unscale(parts.optimizer)
+        if self._kind == _WEIGHTED:
+            assert weight is not None
+            scale_gradients(self.parameters, _ratio(share.samples, weight()))
+        applied = self._clip(interval, measure_norm) and parts.precision.apply(parts.optimizer)
+        if not applied:
+            self.skipped += 1
+            if parts.config.non_finite == "skip":
+                interval.drop_step()
+        elif parts.scheduler is not None:
+            parts.scheduler.step()
+        self.clear()
+        self._check_reduced()
+        self._clock.mark(OPTIMIZER)
+
+    @contextmanager
+    def without_scheduler(self) -> Iterator[None]:
+        """Steps within do not make it tick: it may have a last tick, and what is only tried is not to come to it."""
+        parts, self._parts = self._parts, replace(self._parts, scheduler=None)
+        try:
+            yield
+        finally:
+            self._parts = parts
+
+    def _check_reduced(self) -> None:
+        """Here, and not in the next pass as DDP does: after the last step there is none."""
+        try:
+            check_reduced(self._placed)
+        except RuntimeError as error:
+            if (said := explained(error, self._parts.model)) is not None:
+                raise said from error
+            raise
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    # --- gradients ----------------------------------------------------------------------------------------------
+
+    def _gradients(self, share: Share, batch: Callable[[], Any], interval: Interval) -> Callable[[], Tensor] | None:
+        """Those of the whole step. Returns what gives the step's weight, where it is not known beforehand."""
+        if self._learning:
+            return self._learn(share, batch, interval)
+        return self._backward(share, batch, interval) if share.passes else self._stand_in()
+
+    @property
+    def _known(self) -> bool:
+        """Whether the ranks have agreed on what the loss function returns."""
+        return self._kind != _UNKNOWN
+
+    @property
+    def _weighted(self) -> bool:
+        return self._kind == _WEIGHTED
+
+    def _backward(self, share: Share, batch: Callable[[], Any], interval: Interval) -> Callable[[], Tensor] | None:
+        """All passes of this rank, the last of which is reduced."""
+        parts, last = self._parts, len(share.passes) - 1
+        weight: Tensor | float = 0.0
+        total: Callable[[], Tensor] | None = None
+        for number, samples in enumerate(share.passes):
+            with _REDUCING if number == last else without_reduction(self._placed):
+                value = self._forward(batch, samples, interval)
+                if isinstance(value, Loss):
+                    weight = weight + value.weight
+                    if number == last:
+                        total = self._over_all_ranks(weight)
+                loss = parts.precision.scaled(self._objective(value, samples, share.samples))
+                phase = self._clock.watch(loss) if number == last and parts.world.world_size > 1 else BACKWARD
+                loss.backward()  # type: ignore[no-untyped-call]
+            self._clock.mark(phase)
+        return total
+
+    def _forward(self, batch: Callable[[], Any], samples: int, interval: Interval) -> "Tensor | Loss":
+        arrived = batch()  # which marks its phases itself
+        with self._parts.precision.forward():
+            value = self._loss(arrived)
+        self._clock.mark(FORWARD)
+        interval.add(value, samples)
+        return value
+
+    def _learn(self, share: Share, batch: Callable[[], Any], interval: Interval) -> Callable[[], Tensor] | None:
+        """The first step with a static graph: every pass is reduced over the ranks, as often on each of them.
+
+        DDP learns the graph from its first pass, which has to end in a reduction: torch 2.13 crashes at one within
+        no_sync. What was reduced before is the same on all ranks by then, and their mean is itself.
+        """
+        self._learning = False
+        weight: Tensor | float = 0.0
+        for samples in share.passes:
+            value = self._forward(batch, samples, interval)
+            weight = weight + value.weight if isinstance(value, Loss) else weight
+            loss = self._parts.precision.scaled(self._objective(value, samples, share.samples))
+            loss.backward()  # type: ignore[no-untyped-call]
+        done = len(share.passes)
+        while done == 0 or done < self._most_passes:  # the first one tells how many there are
+            self._nothing().backward()  # type: ignore[no-untyped-call]
+            done += 1
+        self._clock.mark(BACKWARD)
+        return self._over_all_ranks(weight) if self._kind == _WEIGHTED else None
+
+    def _objective(self, value: Tensor | Loss, samples: int, all_samples: int) -> Tensor:
+        """What this pass adds to the loss of the global batch, times the ranks that DDP's mean divides by.
+
+        A plain mean counts by its samples, so that its weight is known beforehand and nothing is exchanged. A
+        Loss counts by the samples for now; `run` puts the true weight in its place once all are known.
+        """
+        ranks = self._parts.world.world_size
+        if isinstance(value, Loss):
+            return value.loss.reshape(()) * (ranks / all_samples)
+        scalar = value if value.ndim == 0 else value.reshape(())
+        factor = samples * ranks / all_samples
+        return scalar if factor == 1.0 else scalar * factor
+
+    def _stand_in(self) -> Callable[[], Tensor] | None:
+        """This rank has no samples, and takes part in what the others do together."""
+        nothing = self._nothing()
+        total = self._over_all_ranks(0.0) if self._kind == _WEIGHTED else None
+        nothing.backward()  # type: ignore[no-untyped-call]
+        self._clock.mark(BACKWARD)
+        return total
+
+    def _nothing(self) -> Tensor:
+        nothing = self._parts.precision.scaled(stand_in(self._placed))
+        if self._kind == _UNKNOWN:
+            self._agree(None, passes=0)
+        return nothing
+
+    def _over_all_ranks(self, weight: Tensor | float) -> Callable[[], Tensor]:
+        """Start adding up the step's weight, beside the backward pass; the result is ready when called for."""
+        world = self._parts.world
+        own = torch.zeros((), dtype=torch.float64, device=world.device)
+        own += weight.detach().sum() if isinstance(weight, Tensor) else weight  # filled in place: no copy from the host
+        work = dist.all_reduce(own, async_op=True) if world.world_size > 1 else None
+
+        def result() -> Tensor:
+            if work is not None:
+                work.wait()
+            return own
+
+        return result
+
+    # --- the loss function --------------------------------------------------------------------------------------
+
+    def _loss(self, batch: Any) -> "Tensor | Loss":
+        if self._kind == _UNKNOWN:
+            return self._first_loss(batch)
+        value = self._called(batch)
+        if (self._kind == _WEIGHTED) != isinstance(value, Loss):
+            raise LossError(
+                "the loss function returned a plain tensor at some steps and a Loss at others",
+                "return the same kind every time: the ranks agree on their reductions by it",
+            )
+        return value
+
+    def _called(self, batch: Any) -> "Tensor | Loss":
+        try:
+            value = self._parts.loss_fn(self._placed, batch)
+        except (AttributeError, RuntimeError) as error:
+            if (said := explained(error, self._parts.model)) is not None:
+                raise said from error
+            raise
+        return checked(value, "the loss function")
+
+    def _first_loss(self, batch: Any) -> "Tensor | Loss":
+        """The first loss of all, once every rank knows that it and all others can be used. Here the host waits."""
+        try:
+            value = self._called(batch)
+            self._check_first(value)
+        except LossError as error:
+            self._agree(error, self._passes)  # raises it
+            raise
+        self._agree(value, self._passes)
+        return value
+
+    def _check_first(self, value: "Tensor | Loss") -> None:
+        total = value.loss if isinstance(value, Loss) else value
+        if not self._model_called:
+            raise LossError(
+                "the loss function did not call the model that it was given, so the ranks would train apart",
+                "use its first argument: def loss_fn(model, batch): ... model(inputs) ...",
+            )
+        if not total.requires_grad:
+            raise LossError(
+                "the loss function returned a tensor without a gradient",
+                "compute it from the model's output, without .item(), .detach(), torch.no_grad() or argmax on the way",
+            )
+        lenient = self._parts.config.non_finite == "skip" or self._parts.precision.scales
+        if not lenient and not bool(torch.isfinite(total)):
+            raise LossError(
+                f"the loss is {total.item():g} at the very first step, on rank {self._parts.world.rank}",
+                "look at the inputs (NaN, zero divisors, logarithms of 0) and the initial weights; "
+                "torch.autograd.set_detect_anomaly(True) names the operation",
+            )
+
+    def _agree(self, found: "Tensor | Loss | LossError | None", passes: int) -> None:
+        """Tell the others of this rank's first loss, or what is wrong with it. A collective, once."""
+        own = _UNKNOWN if found is None else _WEIGHTED if isinstance(found, Loss) else _PLAIN
+        problem = found if isinstance(found, LossError) else None
+        everyone = first_losses(self._parts.world, (own, passes), problem)
+        kinds = {kind for kind, _ in everyone}
+        if len(kinds - {_UNKNOWN}) > 1:
+            raise LossError(
+                "the loss function returned a plain tensor on some ranks and a Loss on others",
+                "return the same kind everywhere: the ranks agree on their reductions by it",
+            )
+        self._kind = max(kinds)
+        self._most_passes = max(passes for _, passes in everyone)
+
+    def _check_complete(self) -> None:
+        """After the first step: DDP itself would complain in the second one, or never, and give numbers for names."""
+        settings = self._parts.config.parallel
+        missing = [
+            name
+            for name, parameter in self._parts.model.named_parameters()
+            if parameter.requires_grad and parameter.grad is None
+        ]
+        if missing and not (settings.find_unused_parameters or settings.static_graph):
+            raise unused(missing)
+        self._complete = True
+
+    def _watch_first_call(self) -> None:
+        if not self._model_called:
+            self._first_call = self._placed.register_forward_pre_hook(self._note_call)
+
+    def _note_call(self, _module: nn.Module, _inputs: Any) -> None:
+        self._model_called = True
+        self._first_call.remove()
+
+    # --- the update ---------------------------------------------------------------------------------------------
+
+    def _clip(self, interval: Interval, measure_norm: bool) -> bool:
+        """Clip by the global norm, then by value. False where the step is to be left out."""
+        config = self._parts.config
+        skipping = config.non_finite == "skip" and not self._parts.precision.scales  # fp16 does it by itself
+        if config.max_grad_norm is not None or measure_norm or skipping:
+            norm = nn.utils.get_total_norm([_numbers(p.grad) for p in self.parameters if p.grad is not None])
+            if skipping and not bool(torch.isfinite(norm)):  # the same on all ranks; this setting costs a wait per step
+                return False
+            if measure_norm:
+                interval.note_norm(norm)
+            if config.max_grad_norm is not None:
+                nn.utils.clip_grads_with_norm_(self.parameters, config.max_grad_norm, norm)
+        if config.max_grad_value is not None:
+            nn.utils.clip_grad_value_(self.parameters, config.max_grad_value)
+        return True
+
+
+def _numbers(gradient: Tensor) -> Tensor:
+    """What a norm is made of: torch has none for sparse gradients, such as those of nn.Embedding(sparse=True)."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _ratio(samples: int, weight: Tensor) -> Tensor:
+    """samples / weight, and 0 where nothing had a weight; decided on the device."""
+    return torch.where(weight > 0, samples / weight, torch.zeros_like(weight))

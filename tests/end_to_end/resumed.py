@@ -1,0 +1,73 @@
+"""Run by test_resume.py: trains with everything random, is killed at one step if told so, and prints what it ends with.
+
+resumed.py FOLDER STEP_TO_DIE_AFTER WORKERS
+"""
+
+import os
+import random
+import signal
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import Dataset
+
+from ddp_kit import Callback, Trainer, TrainerConfig
+
+FIRST_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Augmented at random, by both generators."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(4, generator=torch.Generator().manual_seed(index))
+        return x + 0.1 * torch.randn(4) + random.random(), x.sum(0, keepdim=True)
+
+
+class Dies(Callback):
+    """The last rank, by SIGKILL."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_step(self, trainer: Any) -> None:
+        if FIRST_ATTEMPT and trainer.step == self.after and trainer.world.rank == trainer.world.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def main(folder: str, after: int, workers: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+    trainer = Trainer(
+        model,
+        lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+        loss_fn,
+        TrainerConfig(
+            epochs=3,
+            global_batch_size=8,
+            accumulation_steps=2,
+            data={"num_workers": workers},
+            checkpoint={"dir": folder, "every_steps": 2},
+        ),
+        scheduler=lambda optimizer: OneCycleLR(optimizer, 0.05, total_steps=60),
+        callbacks=[Dies(after)],
+    )
+    result = trainer.fit(Noisy())
+    if trainer.world.is_main:
+        bits = [value.double().flatten() for value in model.state_dict().values()]
+        print("ended", result.steps, result.samples, torch.cat(bits).numpy().tobytes().hex())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

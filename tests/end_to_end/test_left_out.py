@@ -1,0 +1,18 @@
+"""Steps whose gradient is not finite are left out on all ranks together; the rest is as if they had not been."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Start = Callable[..., "subprocess.CompletedProcess[str]"]
+SCRIPT = Path(__file__).with_name("left_out.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_is_left_out_leaves_no_trace_in_fp32_and_in_fp16(start: Start, ranks: int) -> None:
+    run = start("ddpkit", ranks, SCRIPT)
+    assert run.returncode == 0, run.stderr
+    assert len(run.stdout.splitlines()) == ranks

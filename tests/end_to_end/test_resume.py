@@ -1,0 +1,38 @@
+"""A killed run goes on from its last checkpoint and ends as the undisturbed one would have, bit by bit."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddp_kit.manifest import checkpoints
+
+Ddpkit = Callable[..., object]
+SCRIPT = Path(__file__).with_name("resumed.py")
+WITHOUT = 0  # a step that is never done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "workers", "dies_after"), [(1, 0, 11), (2, 0, 7), (2, 2, 11)])
+def test_a_killed_run_ends_as_an_undisturbed_one(
+    ddpkit: Ddpkit, tmp_path: Path, ranks: int, workers: int, dies_after: int
+) -> None:
+    ended = {}
+    for after in (WITHOUT, dies_after):
+        folder = tmp_path / f"after-{after}"
+        run = ddpkit("launch", "--nproc-per-node", ranks, "--max-restarts", 1, SCRIPT, folder, after, workers)
+        assert run.returncode == 0, run.stderr
+        assert ("resumed from" in run.stderr) == (after != WITHOUT)
+        (ended[after],) = [line for line in run.stdout.splitlines() if line.startswith("ended")]
+        assert [found.step for found in checkpoints(folder, hashes=True) if found.whole] == [18, 16]
+    assert ended[WITHOUT] == ended[dies_after]
+
+
+@pytest.mark.slow
+def test_at_another_number_of_ranks_the_run_goes_on_and_says_what_differs(ddpkit: Ddpkit, tmp_path: Path) -> None:
+    died = ddpkit("launch", "--nproc-per-node", 2, SCRIPT, tmp_path / "run", 11, 0)
+    assert died.returncode == 137
+    run = ddpkit("launch", "--nproc-per-node", 1, SCRIPT, tmp_path / "run", WITHOUT, 0)
+    assert run.returncode == 0, run.stderr
+    assert "after step 10" in run.stderr
+    assert "the checkpoint is of 2 ranks, and there are 1" in run.stderr

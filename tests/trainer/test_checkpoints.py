@@ -1,0 +1,109 @@
+"""What a Trainer saves, and what it refuses to go on from."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ddp_kit import Callback, CheckpointError, Trainer, TrainerConfig
+from ddp_kit.manifest import checkpoints
+
+
+def data() -> TensorDataset:
+    x = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, x.sum(dim=1, keepdim=True))
+
+
+def trainer_for(folder: Path | None, width: int = 4, callbacks: Any = (), **settings: Any) -> Trainer:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 1))
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    checkpoint = {"dir": folder, **settings.pop("checkpoint", {})}
+    config = TrainerConfig(global_batch_size=8, checkpoint=checkpoint, **settings)
+    return Trainer(model, lambda parameters: torch.optim.Adam(parameters), loss, config, callbacks=callbacks)
+
+
+def test_a_run_is_taken_up_where_its_last_checkpoint_is(tmp_path: Path) -> None:
+    whole = trainer_for(None, epochs=4)
+    whole.fit(data())
+    first = trainer_for(tmp_path, epochs=4, checkpoint={"every_steps": 3})
+    for step in first.steps(data()):
+        if step.number == 7:
+            break
+    del first
+    second = trainer_for(tmp_path, epochs=4)
+    assert (second.step, second.epoch) == (6, 1)
+    assert second.fit(data()).samples == 128
+    for ours, theirs in zip(second.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_end_of_a_run_is_saved_and_a_longer_one_goes_on_from_it(tmp_path: Path) -> None:
+    trainer_for(tmp_path, epochs=2).fit(data())
+    assert [found.step for found in checkpoints(tmp_path)] == [8]
+    longer = trainer_for(tmp_path, epochs=3)
+    assert longer.step == 8
+    assert longer.fit(data()).steps == 12
+
+
+def test_save_and_resume_by_hand(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path / "a", max_steps=3)
+    trainer.fit(data())
+    other = trainer_for(tmp_path / "b", max_steps=3)
+    (saved,) = checkpoints(tmp_path / "a")
+    other.resume(saved.path)
+    assert other.step == 3
+    with pytest.raises(CheckpointError, match="no folder to save in"):
+        trainer_for(None).save()
+
+
+def test_resume_none_starts_afresh(tmp_path: Path) -> None:
+    trainer_for(tmp_path, max_steps=2).fit(data())
+    assert trainer_for(tmp_path, checkpoint={"resume": None}).step == 0
+
+
+def test_callbacks_have_their_state_kept(tmp_path: Path) -> None:
+    class Counts(Callback):
+        def __init__(self) -> None:
+            self.steps = 0
+
+        def on_step(self, trainer: Any) -> None:
+            self.steps += 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"steps": self.steps}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.steps = state["steps"]
+
+    trainer_for(tmp_path, max_steps=2, callbacks=[Counts()]).fit(data())
+    counts = Counts()
+    trainer_for(tmp_path, max_steps=4, callbacks=[counts]).fit(data())
+    assert counts.steps == 4
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_what_differs(tmp_path: Path) -> None:
+    trainer_for(tmp_path, max_steps=1).fit(data())
+    with pytest.raises(CheckpointError, match=r"0.weight has shape \(4, 3\), in the model \(5, 3\)"):
+        trainer_for(tmp_path, width=5)
+
+
+def test_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
+    trainer_for(tmp_path, max_steps=4, checkpoint={"every_steps": 2}).fit(data())
+    newest = checkpoints(tmp_path)[0].path / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    assert trainer_for(tmp_path).step == 2
+
+
+def test_a_folder_that_is_a_file_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    with pytest.raises(CheckpointError):
+        trainer_for(path)

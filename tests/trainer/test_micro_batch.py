@@ -1,0 +1,191 @@
+"""What the search for the micro-batch counts, and what a step that is done again finds as it was; in one process."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ddp_kit import ConfigError, LossError, Trainer, TrainerConfig
+from ddp_kit.log import logger
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def data(samples: int = 48) -> TensorDataset:
+    x = torch.randn(samples, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return TensorDataset(x, x.sum(dim=1, keepdim=True))
+
+
+class Net(nn.Module):
+    """Draws random numbers, and counts its samples in a buffer that it replaces instead of changing it."""
+
+    def __init__(self, batch_norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        layers = [nn.Linear(3, 8), nn.Dropout(0.3), nn.Linear(8, 1)]
+        self.layers = nn.Sequential(*layers, *[nn.BatchNorm1d(1)] * batch_norm).double()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Any:
+        if self.training:
+            self.seen = self.seen + len(x)
+        return self.layers(x)
+
+
+def mean_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def full() -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError("CUDA out of memory (a pretence)")
+
+
+def trainer_for(loss: Loss = mean_loss, model: nn.Module | None = None, **settings: Any) -> Trainer:
+    config = TrainerConfig(**{"global_batch_size": 16, "micro_batch_size": "auto", "log_every": 1} | settings)
+    return Trainer(model or Net(), lambda parameters: torch.optim.Adam(parameters, lr=0.01), loss, config)
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    found: list[str] = []
+    handler = logger.add(lambda message: found.append(str(message).rstrip()), format="{message}")
+    yield found
+    logger.remove(handler)
+
+
+def test_the_optimizer_s_state_takes_memory_too(lines: list[str]) -> None:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if len(batch[0]) > 4 and trainer.optimizer.state:  # from the second step on
+            raise full()
+        return mean_loss(model, batch)
+
+    trainer = trainer_for(loss)
+    trainer.fit(data())
+    assert trainer.batch_plan.micro_batch == 4
+    assert "micro_batch_size: 4 of at most 16 samples fit" in lines
+    assert not any("halved" in line for line in lines)
+
+
+def test_what_is_tried_is_tried_as_training_does_it_and_leaves_no_trace() -> None:
+    modes: list[bool] = []
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        modes.append(model.training)
+        return mean_loss(model, batch)
+
+    trainer = trainer_for(loss, Net().eval())
+    fixed = trainer_for(micro_batch_size=None)
+    assert trainer.fit(data()).loss == fixed.fit(data()).loss
+    assert all(modes)
+    for ours, theirs in zip(trainer.model.state_dict().values(), fixed.model.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_batch_norm_takes_no_single_sample() -> None:
+    trainer = trainer_for(model=Net(batch_norm=True))
+    trainer.fit(data())
+    assert trainer.batch_plan.micro_batch == 16
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise full()
+
+
+def ended(fails: Callable[[Tensor], Tensor], before: bool, **settings: Any) -> dict[str, Tensor]:
+    """What a run ends with whose third step fails with 16 samples, before the model is called or after it."""
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        struck = trainer.step == 2 and len(batch[0]) > 8
+        if struck and before:
+            raise full()
+        found = mean_loss(model, batch)
+        return fails(found) if struck else found
+
+    trainer = trainer_for(loss, **settings)
+    result = trainer.fit(data())
+    assert trainer.batch_plan.micro_batch == 8
+    assert [row.step for row in result.history] == [1, 2, 3]
+    return dict(trainer.model.state_dict())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_step_that_is_done_again_finds_buffers_and_random_states_as_they_were(precision: str) -> None:
+    early, late = (ended(_Fails.apply, before, precision=precision) for before in (True, False))
+    assert early.keys() == late.keys()
+    assert all(torch.equal(early[name], late[name]) for name in early)
+    assert early["seen"] == 48  # each sample once
+
+
+def test_a_run_that_is_resumed_goes_on_with_the_micro_batch_that_it_had(tmp_path: Path) -> None:
+    sizes: list[int] = []
+
+    def trained(steps: int, **settings: Any) -> dict[str, Tensor]:
+        def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+            sizes.append(len(batch[0]))
+            if trainer.step == 2 and len(batch[0]) > 8:
+                raise full()
+            return mean_loss(model, batch)
+
+        trainer = trainer_for(loss, max_steps=steps, **settings)
+        sizes.clear()
+        trainer.fit(data())
+        return dict(trainer.model.state_dict())
+
+    whole = trained(5)
+    trained(4, checkpoint={"dir": tmp_path})
+    resumed = trained(5, checkpoint={"dir": tmp_path})
+    assert sizes == [8, 8]  # nothing is tried
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_an_error_that_ends_the_run_says_what_to_do(lines: list[str]) -> None:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        raise full()
+
+    for micro_batch, hint in ((4, 'hint: set micro_batch_size="auto"'), ("auto", "hint: no smaller micro-batch")):
+        with pytest.raises(torch.OutOfMemoryError) as found:
+            trainer_for(loss, micro_batch_size=micro_batch).fit(data())
+        assert found.value.__notes__[0].startswith(hint)
+
+
+def test_other_mistakes_are_what_they_are_without_the_search() -> None:
+    with pytest.raises(LossError, match="a tensor without a gradient"):
+        trainer_for(lambda model, batch: mean_loss(model, batch).detach()).fit(data())
+    with pytest.raises(RuntimeError, match="^the user's own$"):
+        trainer_for(lambda model, batch: _raise(RuntimeError("the user's own"))).fit(data())
+
+
+def _raise(error: Exception) -> Tensor:
+    raise error
+
+
+def test_batches_of_the_user_s_own_are_refused() -> None:
+    with pytest.raises(ConfigError, match="train_data is a DataLoader with batches of its own"):
+        trainer_for().fit(DataLoader(data(), batch_size=4))
+
+
+def test_it_is_searched_once() -> None:
+    sizes: list[int] = []
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        sizes.append(len(batch[0]))
+        return mean_loss(model, batch)
+
+    trainer = trainer_for(loss, max_steps=4)
+    trainer.find_learning_rate(data(), steps=3)
+    assert 1 in sizes
+    sizes.clear()
+    trainer.fit(data())
+    trainer.fit(data())
+    assert set(sizes) == {16}
