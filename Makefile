@@ -34,11 +34,12 @@ format: $(STAMP) ## lay the code out and fix what can be fixed by machine
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## the launch and its failures against peers, the rendezvous of many nodes: an hour, writes RESULTS.md
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt accelerate
+bench: $(STAMP)  ## the launch, its failures and the loop against peers, the rendezvous: two hours, writes RESULTS.md
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt accelerate lightning transformers
 	$(BIN)/python benchmarks/launch.py
 	$(BIN)/python benchmarks/faults.py
 	$(BIN)/python benchmarks/nodes.py
+	$(BIN)/python benchmarks/train.py
 
 clean:           ## remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist build
