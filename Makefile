@@ -1,10 +1,12 @@
 # Everything a person or CI runs. Needs Python >= 3.11 and make; each target makes .venv first.
 PYTHON ?= python3
 VENV ?= .venv
+RUNS ?= 100
+SEED ?= 0
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test check unit format bench clean
+.PHONY: help demo test check unit chaos format bench clean
 
 help:            ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 12
@@ -29,6 +31,9 @@ check: $(STAMP)  ## lint and types
 
 unit: $(STAMP)   ## the quick tests alone
 	$(BIN)/python -m pytest -m "not slow"
+
+chaos: $(STAMP)  ## RUNS (100) training runs killed at random: the same bits, every sample once; up to an hour
+	$(BIN)/python tests/end_to_end/chaos.py --runs $(RUNS) --seed $(SEED)
 
 format: $(STAMP) ## lay the code out and fix what can be fixed by machine
 	$(BIN)/ruff check --fix .

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -38,17 +37,6 @@ def _no_truth_value(value: Any) -> Any:
 
 Count = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-def _not_yet(what: str, leave: object) -> AfterValidator:
-    """Refuse a setting whose engine is not built, instead of ignoring it."""
-
-    def refuse(value: Any) -> Any:
-        if value != leave:
-            raise ValueError(f"{what} is not available in this version; leave it at {leave!r}")
-        return value
-
-    return AfterValidator(refuse)
 
 
 class _Part(BaseModel):
@@ -97,9 +85,7 @@ class CheckpointConfig(_Part):
 
     dir: Path | None = Field(None, description="Folder of the checkpoints; None: off.")
     every_steps: Count | None = Field(None, description="Optimizer steps between saves.")
-    every_seconds: Annotated[PositiveFloat | None, _not_yet("saving by the clock", leave=None)] = Field(
-        None, description="Seconds between saves."
-    )
+    every_seconds: PositiveFloat | None = Field(None, description="Seconds between saves, by the clock of rank 0.")
     keep_last: Count = Field(2, description="How many whole checkpoints are kept.")
     background: bool = Field(True, description="Write beside the training loop.")
     resume: Literal["auto"] | Path | None = Field(
@@ -153,6 +139,10 @@ class TrainerConfig(_Part):
     max_steps: Count | None = Field(
         None, description="Optimizer steps; with epochs too, what comes first ends the run."
     )
+    max_seconds: PositiveFloat | None = Field(
+        None,
+        description="Seconds since the job's start after which it saves and ends with exit code 75.",
+    )
     global_batch_size: Count | None = Field(None, description="Samples per optimizer step over all ranks.")
     micro_batch_size: Count | Literal["auto"] | None = Field(
         None, description='Samples per forward pass of one rank, at most; "auto": the most that the memory takes.'
@@ -199,6 +189,11 @@ class TrainerConfig(_Part):
             raise ValueError(
                 f"eval_every = {self.eval_every} counts steps, eval_every_epochs = {self.eval_every_epochs} epochs: "
                 "give one of the two"
+            )
+        if self.max_seconds is not None and self.checkpoint.dir is None:
+            raise ValueError(
+                f"max_seconds = {self.max_seconds:g} ends the run to go on later, which needs checkpoints: "
+                'set checkpoint={"dir": ...}'
             )
         if self.micro_batch_size == "auto" and self.accumulation_steps is not None:
             raise ValueError(

@@ -6,6 +6,7 @@ and a `Trainer` started by torchrun or by plain `python` finds what it needs.
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -178,6 +179,20 @@ def step_file(env: Mapping[str, str] | None = None) -> Path | None:
 def read_step(path: Path) -> int:
     """The step that a worker has noted. Raises `OSError`, `ValueError`."""
     return int.from_bytes(path.read_bytes()[:STEP_BYTES], "little")
+
+
+def job_began() -> float | None:
+    """When the launcher started this job's first workers on this node, in `time.time`; None where none has.
+
+    By its folders of the attempts: a restart does not begin anew.
+    """
+    error_file = os.environ.get(ERROR_FILE)
+    if not error_file:
+        return None
+    with suppress(OSError):
+        attempts = Path(error_file).parents[2].iterdir()  # run folder / attempt / rank / file
+        return min((attempt.stat().st_mtime for attempt in attempts if attempt.is_dir()), default=None)
+    return None
 
 
 def speaker_rank() -> int:

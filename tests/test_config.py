@@ -60,16 +60,9 @@ def test_a_strange_name_gets_the_list_of_settings() -> None:
     assert "the settings are: epochs, max_steps" in problem
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"checkpoint": {"every_seconds": 10}},
-    ],
-    ids=str,
-)
-def test_what_is_not_built_yet_is_refused_not_ignored(values: dict[str, object]) -> None:
-    (problem,) = problems_of(**values)
-    assert "not available in this version; leave it at" in problem
+def test_a_limit_of_time_needs_a_place_to_save_in() -> None:
+    (problem,) = problems_of(max_seconds=60)
+    assert "needs checkpoints" in problem
 
 
 def test_a_part_alone_speaks_the_same_language() -> None:

@@ -1,6 +1,7 @@
 """A run's checkpoints: what belongs into one, when it is written, and going on from one."""
 
 import json
+import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +37,8 @@ class Checkpoints:
         self._config = parts.config.checkpoint
         self._saver: Saver | None = None
         self._saved_step = -1
+        self.saved_at = time.monotonic()
+        """When the latest save began, or this run."""
         if self._config.dir is not None and self._writes(self._config.dir):
             self._saver = Saver(self._config.dir, keep_last=self._config.keep_last, background=self._config.background)
 
@@ -45,14 +48,19 @@ class Checkpoints:
         """Save where it is due; an error of a save before comes out here."""
         every = self._config.every_steps
         if every is not None and self._position.step % every == 0:
-            self.save()
+            self.save_once()
         elif self._saver is not None:
             self._saver.check()
 
-    def at_end(self) -> None:
-        """Save what the run came to, and wait until all is on the disk."""
-        if self._config.dir is not None and self._saved_step != self._position.step:
+    def save_once(self) -> None:
+        """Save, where this step is not saved yet."""
+        if self._saved_step != self._position.step:
             self.save()
+
+    def finish(self) -> None:
+        """Save what the run came to, and wait until all is on the disk."""
+        if self._config.dir is not None:
+            self.save_once()
         if self._saver is not None:
             self._saver.wait()
 
@@ -60,6 +68,7 @@ class Checkpoints:
         """Write a checkpoint of this step. Raises `CheckpointError`."""
         if self._config.dir is None:
             raise CheckpointError("there is no folder to save in", 'set checkpoint={"dir": ...} in the TrainerConfig')
+        self.saved_at = time.monotonic()
         random = every_text(json.dumps(_plain(random_states(self._parts.world))).encode(), self._parts.world)
         if self._saver is not None:
             self._saver.save(self._position.step, self._state([json.loads(text) for text in random]))

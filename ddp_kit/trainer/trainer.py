@@ -48,6 +48,7 @@ from ddp_kit.trainer.micro_batch import (
     with_hint,
 )
 from ddp_kit.trainer.position import Position
+from ddp_kit.trainer.preemption import Preemption
 from ddp_kit.trainer.rate_finder import find
 from ddp_kit.trainer.rates import fuse, scale_learning_rate, warmed_up
 from ddp_kit.trainer.setup import (
@@ -144,6 +145,7 @@ class Trainer:
         self._max_epochs = math.inf if settings.last_epoch is None else settings.last_epoch
         self._note = StepNote()
         self._checkpoints = Checkpoints(self._parts, self._position, self._optimizer_step, self._callbacks)
+        self._preemption = Preemption(self.world, self.config, self._checkpoints)
         self._seeded = self._checkpoints.resume()
 
     @property
@@ -260,7 +262,8 @@ class Trainer:
         turn = self._turn = object()
         total = self._position.last_step(self.config, feed.steps)
         stopping = False  # as the last step was done
-        with garbage_off_the_path() as garbage, self._recorder:
+        with garbage_off_the_path() as garbage, self._recorder, self._preemption:
+            self._preemption.begin(self.step)
             while not self._finished():
                 feed.begin(self.epoch, self._position.steps_in_epoch)
                 share = feed.next()
@@ -292,7 +295,6 @@ class Trainer:
                     self._meet_if(stopping)
                     row = self._log(epoch, history, last=finished) if due or finished else None
                     garbage.collect()
-                    self._checkpoints.after_step()
                     left = time.perf_counter()
                     yield Step(number, epoch, samples, share is None, row)
                     self._log_points.interval.started += time.perf_counter() - left  # evaluations are not training
@@ -300,12 +302,15 @@ class Trainer:
                         raise DataError(
                             "this loop over steps() was overtaken by a later one", "finish or leave one at a time"
                         )
-        self._meet_if(self._stopping and not stopping)  # stopped by what heard of the log point or the evaluation
-        if self._log_points.interval.steps:  # stopped between log points
-            self._log(self.epoch, history, last=True)
-        else:
-            self._note_rows(self._log_points.rest(), history)
-        self._checkpoints.at_end()
+                    self._checkpoints.after_step()  # now: with what an evaluation has changed in the callbacks
+                    if not self._finished():
+                        self._preemption.after_step(self.step)
+            self._meet_if(self._stopping and not stopping)  # stopped by what heard of the log point or the evaluation
+            if self._log_points.interval.steps:  # stopped between log points
+                self._log(self.epoch, history, last=True)
+            else:
+                self._note_rows(self._log_points.rest(), history)
+            self._checkpoints.finish()
 
     def _feed(self, train_data: Data) -> Feed:
         """What the loop trains on: in micro-batches of the configured size, of the DataLoader's, or the largest."""

@@ -110,6 +110,7 @@ def run(plan: Plan, warm: WarmServer | None, cold: bool, say: Say) -> Ended:
             program=None if cold else _program(settings, program),
             cpus=[place.cpus for place in plan.places],
             console=_console(plan, config),
+            wrapped=bool(settings.no_python or settings.run_path),
         )
         ended = _ours(settings, config, (program, arguments), means, say)
         if not _is_kept(plan):

@@ -42,6 +42,8 @@ class Means:
     cpus: Sequence[tuple[int, ...]]
     """The cores of each local rank; empty where they are left to torch or the system."""
     console: Console
+    wrapped: bool = False
+    """Whether a worker may be another program around the rank, such as a shell (--no-python)."""
 
 
 class Workers(SubprocessContext):
@@ -61,6 +63,7 @@ class Workers(SubprocessContext):
         self._logs = Remembered(logs_specs)
         super().__init__(logs_specs=self._logs, **torch_settings)
         self._program, self._warm, self._cpus = means.program, means.warm, means.cpus
+        self._wrapped = means.wrapped
         self._inbox = inbox
         self._grace = grace
         self._say = say
@@ -279,7 +282,7 @@ class Workers(SubprocessContext):
         for rank in self._running_local_ranks:
             pid = self.subprocess_handlers[rank].proc.pid
             with suppress(ProcessLookupError):
-                (os.kill if self._program is not None else os.killpg)(pid, number)
+                (os.killpg if self._wrapped else os.kill)(pid, number)
 
     def _kill(self) -> None:
         """End what still runs of the ranks that were told to stop; the server sees to all that they have started."""

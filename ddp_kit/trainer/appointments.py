@@ -1,0 +1,130 @@
+"""Agreeing with the other ranks on a step without waiting for them at every step: to save, or to stop.
+
+A signal reaches one rank before another, or one alone; the clock of one is a little ahead. But all have to save after
+the same step, and the host of a GPU that asks the others at every step makes the device wait.
+"""
+
+import atexit
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+
+from torch.distributed import Store
+
+_LOOK_SECONDS = 0.1  # between two looks into the store, and
+_LOOKS_PER_SECOND = 2000  # at most, of all ranks together
+_ANSWER_SECONDS = 0.01
+_FAREWELL_SECONDS = 5.0
+
+
+class Purpose(Enum):
+    """What for."""
+
+    SAVE = "save"
+    STOP = "stop"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What one rank would like to be done soon."""
+
+    purpose: Purpose
+    why: str
+
+
+class Appointments:
+    """What all ranks do after the same step.
+
+    a rank has a wish                 its thread writes it into the group's store
+    each rank's thread reads it       and answers with the step that its loop is in, and stays in until it knows more
+    the appointment is after          the largest of these steps
+    due(step)                         between two steps: the wish whose time has come, if any; else a look at a number
+
+    `store`: where the ranks find each other, for this purpose alone; None: there is one rank.
+    `wish`: asked now and then for what this rank wants; from a thread, where there are several.
+    """
+
+    def __init__(self, rank: int, ranks: int, store: Store | None, wish: Callable[[], Wish | None]) -> None:
+        self._rank = rank
+        self._ranks = ranks
+        self._store = store
+        self._wish = wish
+        self._known = threading.Condition()
+        self._begun = 0  # the step that the loop is in
+        self._hold: int | None = None  # the step that it will not go beyond
+        self._agreed: tuple[int, Wish] | None = None
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, step: int) -> None:
+        """From now on wishes are heard; `step` are done. All ranks call it."""
+        with self._known:
+            self._begun = step + 1
+        if self._store is not None and self._thread is None:
+            self._thread = threading.Thread(target=self._serve, args=[self._store], name="appointments", daemon=True)
+            self._thread.start()
+            # Before the interpreter ends: a thread that it stops inside torch's store would abort the process.
+            atexit.register(self.close)
+
+    def due(self, step: int) -> Wish | None:
+        """The wish whose time has come now that `step` steps are done; with None the next step has begun."""
+        if self._thread is None:
+            return self._wish()
+        with self._known:
+            while self._agreed is None and self._hold is not None and step >= self._hold:
+                self._known.wait()
+            if self._agreed is not None and step >= self._agreed[0]:
+                wish, self._agreed = self._agreed[1], None
+                self._known.notify_all()
+                return wish
+            self._begun = step + 1
+            return None
+
+    def close(self) -> None:
+        """Hear no more wishes."""
+        self._closed.set()
+        with self._known:
+            self._known.notify_all()
+        if self._thread is not None:
+            self._thread.join(_FAREWELL_SECONDS)
+
+    def _serve(self, store: Store) -> None:
+        with suppress(RuntimeError, ValueError):  # the store is gone, and with it the job
+            number, pause = 0, max(_LOOK_SECONDS, self._ranks / _LOOKS_PER_SECOND)
+            while not self._closed.wait(pause):
+                wish = self._proposed(store, str(number))
+                if wish is not None:
+                    self._settle(store, str(number), wish)
+                    number += 1
+        with self._known:
+            self._hold = None
+            self._known.notify_all()
+
+    def _proposed(self, store: Store, key: str) -> Wish | None:
+        """This rank's wish, or that of the rank which was first."""
+        wish = self._wish()
+        if wish is not None:
+            found = store.compare_set(key, "", f"{wish.purpose.value} {wish.why}")
+        elif store.check([key]):
+            found = store.get(key)
+        else:
+            return None
+        purpose, _, why = found.decode().partition(" ")
+        return Wish(Purpose(purpose), why)
+
+    def _settle(self, store: Store, key: str, wish: Wish) -> None:
+        with self._known:
+            self._hold = self._begun
+        answers = [f"{key}/{rank}" for rank in range(self._ranks)]
+        store.set(answers[self._rank], str(self._hold))
+        while not store.check(answers):  # not store.wait: torch writes lines of its own where that does not succeed
+            if self._closed.wait(_ANSWER_SECONDS):
+                return
+        last = max(int(answer) for answer in store.multi_get(answers))
+        with self._known:
+            self._agreed, self._hold = (last, wish), None
+            self._known.notify_all()
+            while self._agreed is not None and not self._closed.is_set():
+                self._known.wait()

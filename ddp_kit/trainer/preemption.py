@@ -1,0 +1,132 @@
+"""What ends a run early, or has it saved, from outside: signals and the clock."""
+
+import signal
+import time
+from itertools import count
+from types import FrameType
+from typing import Any, Self
+
+import psutil
+import torch.distributed as dist
+
+from ddp_kit import contract
+from ddp_kit.config import TrainerConfig
+from ddp_kit.contract import ExitCode
+from ddp_kit.log import logger
+from ddp_kit.trainer.appointments import Appointments, Purpose, Wish
+from ddp_kit.trainer.checkpoints import Checkpoints
+from ddp_kit.world import World
+
+_ASK_FOR_A_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: what schedulers send as a warning
+_numbers = count()
+_UNTOUCHED = (signal.SIG_DFL, signal.default_int_handler)
+
+
+class StopSignals:
+    """Within this context SIGTERM, SIGUSR1 and Ctrl-C are noted instead of ending the process.
+
+    A second Ctrl-C interrupts as ever. A handler of the user's own stays; outside the main thread nothing is changed.
+    """
+
+    def __init__(self) -> None:
+        self.heard: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        try:
+            for number in _ASK_FOR_A_STOP:
+                if signal.getsignal(number) in _UNTOUCHED:
+                    self._before[number] = signal.signal(number, self._note)
+        except ValueError:  # not the main thread
+            pass
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._before:
+            number, before = self._before.popitem()
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.heard is not None:
+            signal.default_int_handler(number, frame)
+        self.heard = signal.Signals(number)
+
+
+class Wishes:
+    """What this rank wishes: to stop at a signal or in the end of its time, and to save every so often."""
+
+    def __init__(self, world: World, config: TrainerConfig, signals: StopSignals, checkpoints: Checkpoints) -> None:
+        limit = config.max_seconds
+        self._stop_at = None if limit is None else time.monotonic() + limit - _seconds_so_far()
+        self._save_every = config.checkpoint.every_seconds
+        self._tells_time = world.rank == 0  # one clock is enough
+        self._signals = signals
+        self._checkpoints = checkpoints
+
+    def latest(self) -> Wish | None:
+        """What is due now."""
+        heard, now = self._signals.heard, time.monotonic()
+        if heard is not None:
+            return Wish(Purpose.STOP, heard.name)
+        if not self._tells_time:
+            return None
+        if self._stop_at is not None and now >= self._stop_at:
+            return Wish(Purpose.STOP, "max_seconds")
+        if self._save_every is not None and now - self._checkpoints.saved_at >= self._save_every:
+            return Wish(Purpose.SAVE, "every_seconds")
+        return None
+
+
+class Preemption:
+    """Saves by the clock, and ends the run with `ExitCode.REQUEUE` once it has been told to stop and has saved.
+
+    A context manager, for as long as steps are done. Without a folder for checkpoints it does nothing, and signals end
+    the process as ever.
+    """
+
+    def __init__(self, world: World, config: TrainerConfig, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+        self._folder = config.checkpoint.dir
+        self._signals = StopSignals()
+        store = _store() if self._folder is not None and world.world_size > 1 else None
+        wishes = Wishes(world, config, self._signals, checkpoints)
+        self._appointments = Appointments(world.rank, world.world_size, store, wishes.latest)
+
+    def __enter__(self) -> Self:
+        if self._folder is not None:
+            self._signals.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._signals.__exit__()
+
+    def begin(self, step: int) -> None:
+        """Steps follow; so many are done."""
+        if self._folder is not None:
+            self._appointments.begin(step)
+
+    def after_step(self, step: int) -> None:
+        """Save, or save and end, where the ranks have agreed on that. Raises `SystemExit`."""
+        wish = None if self._folder is None else self._appointments.due(step)
+        if wish is None:
+            return
+        self._checkpoints.save_once()
+        if wish.purpose is Purpose.STOP:
+            self._checkpoints.finish()
+            logger.warning(
+                "stopped by {} after step {}: saved in {}; the same command goes on from there",
+                wish.why, step, self._folder,
+            )  # fmt: skip
+            raise SystemExit(ExitCode.REQUEUE)
+
+
+def _store() -> dist.Store:
+    """A part of the group's store, of its own for each Trainer; for a thread of its own."""
+    whole: Any = dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore(f"ddp_kit/preemption/{next(_numbers)}", whole.clone())
+
+
+def _seconds_so_far() -> float:
+    """Since the job began, restarts included."""
+    return time.time() - (contract.job_began() or psutil.Process().create_time())

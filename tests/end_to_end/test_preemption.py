@@ -1,0 +1,62 @@
+"""A run that is told to stop saves, asks to be started again, and goes on as if nothing had been."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_kit.manifest import checkpoints
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).with_name("preempted.py")
+LAUNCH = [Path(sys.executable).with_name("ddpkit"), "launch", "--nproc-per-node", "2"]
+ALONE = [sys.executable]
+
+
+def train(
+    by: list[str | Path], folder: Path, who: str = "nobody", signal: str = "", settings: str = "{}"
+) -> "subprocess.CompletedProcess[str]":
+    words = [*by, SCRIPT, folder, who, signal, settings]
+    return subprocess.run(words, capture_output=True, text=True, timeout=200)
+
+
+def ended(run: "subprocess.CompletedProcess[str]") -> str:
+    assert run.returncode == 0, run.stderr
+    (line,) = [line for line in run.stdout.splitlines() if line.startswith("ended")]
+    return line
+
+
+def stopped(run: "subprocess.CompletedProcess[str]", folder: Path, why: str) -> int:
+    """The step after which it did, which is saved."""
+    assert run.returncode == 75, run.stderr
+    newest = next(found for found in checkpoints(folder, hashes=True) if found.whole)
+    assert run.stderr.count(f"stopped by {why} after step {newest.step}: saved") == 1, run.stderr
+    return newest.step
+
+
+def test_ranks_that_hear_a_signal_at_different_times_save_after_the_same_step(tmp_path: Path) -> None:
+    whole = ended(train(LAUNCH, tmp_path / "undisturbed"))
+    folder = tmp_path / "run"
+    first = stopped(train(LAUNCH, folder, "launcher", "SIGTERM"), folder, "SIGTERM")
+    second = stopped(train(LAUNCH, folder, "rank", "SIGUSR1"), folder, "SIGUSR1")
+    assert 5 <= first <= second - 5 < 55
+    assert ended(train(LAUNCH, folder)) == whole
+
+
+def test_ctrl_c_and_the_clock_end_a_run_that_goes_on_later(tmp_path: Path) -> None:
+    whole = ended(train(ALONE, tmp_path / "undisturbed"))
+    folder = tmp_path / "run"
+    first = stopped(train(ALONE, folder, "rank", "SIGINT"), folder, "SIGINT")
+    limit = '{"max_seconds": 0.01}'
+    assert stopped(train(ALONE, folder, settings=limit), folder, "max_seconds") == first + 1
+    assert ended(train(ALONE, folder)) == whole
+
+
+def test_saves_by_the_clock_are_of_the_same_step_on_all_ranks(tmp_path: Path) -> None:
+    settings = f'{{"checkpoint": {{"dir": "{tmp_path}", "every_seconds": 0.1, "keep_last": 60}}, "max_steps": 15}}'
+    ended(train(LAUNCH, tmp_path, "nobody", "slow", settings))
+    steps = [found.step for found in checkpoints(tmp_path, hashes=True) if found.whole]
+    assert len(steps) >= 3
+    assert steps[0] == 15
