@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 import ddp_kit
+from ddp_kit.checkpoint.process import ENOUGH
 from ddp_kit.checkpoint.writing import Job
 from ddp_kit.errors import CheckpointError
 
@@ -106,6 +108,8 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
 def _end(process: "subprocess.Popen[bytes]", said: IO[bytes], owner: int) -> None:
     if os.getpid() != owner:  # a forked child has inherited this, and nothing in it is its own
         return
+    with suppress(OSError):  # it is gone
+        _pipe(process.stdin).write(ENOUGH)  # closing it would not do: forked loader processes hold its other end
     for pipe in (process.stdin, said):
         _pipe(pipe).close()
     process.wait()

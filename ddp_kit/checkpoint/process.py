@@ -2,7 +2,7 @@
 
 loop:
     a line on stdin     a `Job`: write it from the shared memory, answer with a line on stdout
-    end of file, or the trainer's process ends:    go
+    an empty line, end of file, or the trainer's process ends:    go
 """
 
 import json
@@ -14,6 +14,9 @@ from contextlib import suppress
 
 from ddp_kit.checkpoint.writing import Job, write
 from ddp_kit.errors import CheckpointError
+
+ENOUGH = b"\n"
+"""What tells it that there will be no more."""
 
 
 def main(parent: int, memory: int) -> None:
@@ -36,6 +39,8 @@ def main(parent: int, memory: int) -> None:
             return
         *lines, pending = (pending + more).split(b"\n")
         for line in lines:
+            if not line:
+                return
             answer = _done(Job.from_json(line), memory)
             with suppress(BrokenPipeError):
                 os.write(1, json.dumps(answer).encode() + b"\n")

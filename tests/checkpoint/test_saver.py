@@ -342,6 +342,21 @@ def test_a_forked_child_of_the_trainer_does_not_keep_the_writer(script: Callable
 
 
 @pytest.mark.slow
+def test_a_trainer_that_ends_does_not_wait_for_its_forked_children(
+    script: Callable[[str], Path], tmp_path: Path
+) -> None:
+    text = SAVES + (
+        "child = os.fork()\n"
+        "if child == 0:\n    os.close(1); os.close(2); signal.alarm(50); signal.pause()\n"
+        "saver.close(); os.kill(child, 0); say('closed')\n"
+        "os.kill(child, signal.SIGKILL)\n"
+    )
+    run = subprocess.run([sys.executable, script(text), tmp_path / "runs"], capture_output=True, text=True)
+    assert run.stdout.endswith("closed\n"), run.stderr
+    assert steps(tmp_path / "runs") == [2, 1]
+
+
+@pytest.mark.slow
 def test_killed_at_random_there_is_always_a_whole_one(script: Callable[[str], Path], tmp_path: Path) -> None:
     folder = tmp_path / "runs"
     with Saver(folder, keep_last=1, background=False) as saver:
