@@ -48,7 +48,7 @@ WAYS = {  # by their function in checkpoint_worker.py
     "lightning_async": "Lightning, AsyncCheckpointIO",
 }
 LARGE = 1000
-"""From so many MB on, every second round is enough."""
+"""From so many MB on, a state is saved twice per process, and in every third round: most of the time is the disk's."""
 RANKS = 4
 STEPS_BEFORE_KILL = 25
 KILLS = 3
@@ -129,9 +129,9 @@ def middle(values: Iterable[float | None]) -> float | None:
 
 
 def measure_saves(results: Results, megabytes: int, ways: Sequence[str]) -> None:
-    """One process, in which each way saves several times; of large states only twice."""
+    """One process, in which each way saves several times."""
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=DISK))
-    saves = 1 + max(1, min(10, 500 // megabytes))
+    saves = 2 if megabytes >= LARGE else 1 + max(1, min(10, 300 // megabytes))
     cores = len(os.sched_getaffinity(0))
     words = [sys.executable, WORKER, folder, megabytes, saves, ",".join(ways)]
     with (folder / "said").open("wb") as output:
@@ -317,7 +317,7 @@ def measure(asked: argparse.Namespace, ways: Sequence[str], programs: Sequence[s
     for number in range(asked.rounds):
         if asked.only != "restart":
             for size in asked.sizes:
-                if size < LARGE or number % 2 == 0:
+                if size < LARGE or number % 3 == 0:
                     first = number % len(ways)
                     measure_saves(results, size, (*ways[first:], *ways[:first]))
                     _say(f"round {number + 1} of {asked.rounds}: {size} MB")
@@ -333,7 +333,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("standstill", "restart"), help="this part alone")
     parser.add_argument("--sizes", help="of the state, in MB (default: 10,100,1000,2000)")
-    parser.add_argument("--rounds", type=int, default=3, help="from 1000 MB on, every second one (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="from 1000 MB on, every third one (default: 3)")
     parser.add_argument("--quick", action="store_true", help="one round, 10 MB: does it work?")
     asked = parser.parse_args()
     asked.whole = not (asked.quick or asked.only or asked.sizes)

@@ -66,7 +66,7 @@ class Run:
         self.step(next(iter(DataLoader(self.dataset, BATCH))))
         self.tensors = [*self.model.state_dict().values()]
         self.tensors += [value for state in self.optimizer.state.values() for value in state.values()]
-        self.copies = [torch.zeros_like(tensor) for tensor in self.tensors]
+        self.copies = [tensor.clone() for tensor in self.tensors]
         self.bytes = sum(tensor.nbytes for tensor in self.tensors)
 
     def state(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class _Waiting(Thread):
     """Waits for what is written beside the loop, and notes when it is there."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
-        super().__init__()
+        super().__init__(daemon=True)
         self._wait = wait
         self._ended: float | None = None
         self.start()
@@ -254,8 +254,10 @@ def lightning_async(run: Run) -> None:
 
     class Tells(TorchCheckpointIO):
         def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-            super().save_checkpoint(*args, **kwargs)
-            written.put(None)
+            try:
+                super().save_checkpoint(*args, **kwargs)
+            finally:
+                written.put(None)
 
     def wait(number: int) -> None:
         written.get()
