@@ -113,7 +113,7 @@ class _Packer:
         raise _unstorable(value, path)
 
     def _list(self, value: Any, path: _Path) -> Any:
-        if len(value) > _LONG and set(map(type, value)) == {int} and -_LARGEST <= min(value) and max(value) < _LARGEST:
+        if len(value) > _LONG and set(map(type, value)) == {int} and min(value) >= -_LARGEST and max(value) < _LARGEST:
             return list(value)  # the states of random generators are thousands of numbers
         return [self.pack(one, (*path, number)) for number, one in enumerate(value)]
 
