@@ -39,12 +39,13 @@ format: $(STAMP) ## lay the code out and fix what can be fixed by machine
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## the launch, its failures and the loop against peers, the rendezvous: two hours, writes RESULTS.md
+bench: $(STAMP)  ## launch, failures, rendezvous, loop and checkpoints, against peers: over two hours, writes RESULTS.md
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt accelerate lightning transformers
 	$(BIN)/python benchmarks/launch.py
 	$(BIN)/python benchmarks/faults.py
 	$(BIN)/python benchmarks/nodes.py
 	$(BIN)/python benchmarks/train.py
+	$(BIN)/python benchmarks/checkpoint.py
 
 clean:           ## remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist build

@@ -26,6 +26,7 @@ from ddp_kit.errors import CheckpointError
 
 _PART = re.compile(r"\w[\w-]*", re.ASCII)
 _LARGEST = 1 << 63  # an int beyond is written in hexadecimal: decimals of any length take Python too long
+_LONG = 100  # shorter lists are not worth a look at what they hold
 _FACTORIES: dict[str, Callable[[], Any]] = {
     kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)
 }
@@ -88,8 +89,8 @@ class _Packer:
         self.tensors: list[Stored] = []
         self.aliases: dict[str, dict[str, str]] = {}
         self._names: set[tuple[str, str]] = set()
-        self._seen: dict[tuple[Any, ...], tuple[str, str]] = {}
-        self._kept: list[Any] = []  # what was made on the way: its memory shall not be another's before all is done
+        # By address. The tensors are held: the memory of one made on the way is not another's before all is done.
+        self._seen: dict[int, list[tuple[Tensor, tuple[str, str]]]] = {}
         self._kinds: dict[type, Callable[[Any, _Path], Any]] = {
             type(None): _as_it_is, bool: _as_it_is, str: _as_it_is, int: _int, float: _float, bytes: _bytes,
             complex: _complex, torch.dtype: _dtype, torch.device: _device, np.ndarray: self._array,
@@ -112,6 +113,8 @@ class _Packer:
         raise _unstorable(value, path)
 
     def _list(self, value: Any, path: _Path) -> Any:
+        if len(value) > _LONG and set(map(type, value)) == {int} and min(value) >= -_LARGEST and max(value) < _LARGEST:
+            return list(value)  # the states of random generators are thousands of numbers
         return [self.pack(one, (*path, number)) for number, one in enumerate(value)]
 
     def _tuple(self, value: Any, path: _Path) -> Any:
@@ -171,12 +174,12 @@ class _Packer:
     def _tensor(self, value: Tensor, path: _Path) -> Any:
         if value.layout is not torch.strided or value.is_quantized or value.is_nested or value.is_meta:
             raise _unstorable(value, path)
-        same = (
-            value.data_ptr(), value.dtype, value.shape, value.stride(), value.device, value.is_conj(), value.is_neg(),
-        ) if value.numel() else (id(value),)  # fmt: skip
-        known = self._seen.get(same)
+        # An empty tensor has no memory of its own: it goes by its id, below zero, where no address is.
+        seen = self._seen.setdefault(value.data_ptr() if value.numel() else -id(value), [])
+        known = next((place for other, place in seen if _same(other, value)), None) if seen else None
         if known is None:
-            known = self._seen[same] = self._stored(value, path)
+            known = self._stored(value, path)
+            seen.append((value, known))
         else:
             name = _flat(path)
             if known[0] == path[0] and known[1] != name and (path[0], name) not in self._names:
@@ -189,7 +192,6 @@ class _Packer:
         return packed
 
     def _stored(self, value: Tensor, path: _Path) -> tuple[str, str]:
-        self._kept.append(value)
         if value.dtype not in DTYPES:
             value = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         part, name, number = path[0], _flat(path), 1
@@ -199,6 +201,18 @@ class _Packer:
         self._names.add((part, name))
         self.tensors.append(Stored(part, name, value))
         return part, name
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors that begin at the same address are the same."""
+    return (
+        one.dtype is other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.device == other.device
+        and one.is_conj() == other.is_conj()
+        and one.is_neg() == other.is_neg()
+    )
 
 
 def _as_it_is(value: Any, _: _Path) -> Any:

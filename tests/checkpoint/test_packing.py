@@ -50,6 +50,7 @@ PLAIN = [
     np.arange(6).reshape(2, 3).T, np.arange(9)[::-2], np.zeros((0, 3), np.int16), np.array(["a", "bc"]),
     np.arange(3, dtype=">i4"), np.array([1 + 2j]), np.array(["NaT", 3], "M8[s]"),
     np.array([(1, 2.5)], dtype=[("a", "i2"), ("b", "f8", (2,))]), np.array([True, False]), np.float16([1, 2]),
+    [0] * 999, [*range(999), -(10**5000)], [*range(999), 10**5000], [*range(999), math.nan], [*range(999), True, 1j],
 ]  # fmt: skip
 
 
