@@ -39,7 +39,7 @@ SlurmctldPort={ports[0]}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=3
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -169,7 +169,7 @@ def _field(shown: str, name: str) -> str:
 def report(tmp_path: Path) -> Path:
     """A script that tells what it was given. With `fail` rank 0 exits with 7 and the others do not end.
 
-    With `fail-once` that happens in the first attempt alone.
+    With `fail-once` that happens in the first attempt alone; with `save-once` all end with 75 in it.
     """
     script = tmp_path / "report.py"
     script.write_text(
@@ -179,6 +179,8 @@ def report(tmp_path: Path) -> Path:
         "seen = pathlib.Path('started-on-' + told['SLURMD_NODENAME'])\n"
         "first = not seen.exists()\n"
         "seen.touch()\n"
+        "if 'save-once' in sys.argv and first:\n"
+        "    sys.exit(75)\n"
         "if 'fail' in sys.argv or 'fail-once' in sys.argv and first:\n"
         "    while len(list(pathlib.Path().glob('started-on-*'))) < 2:\n"
         "        time.sleep(0.05)\n"
@@ -225,6 +227,13 @@ def test_max_restarts_starts_the_processes_of_all_nodes_again(slurm: Slurm, repo
     job = slurm.run(tmp_path, "--max-restarts", "1", report, "fail-once")
     assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
     assert sorted(str(line["SLURMD_NODENAME"]) for line in _reports(job)) == ["n1", "n1", "n2", "n2"]
+
+
+def test_a_job_that_has_saved_is_queued_again(slurm: Slurm, report: Path, tmp_path: Path) -> None:
+    job = slurm.run(tmp_path, report, "save-once")
+    assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
+    assert sorted(str(line["SLURMD_NODENAME"]) for line in _reports(job)) == ["n1", "n1", "n2", "n2"]
+    assert job.log.count("saved, to be started again") >= 1
 
 
 def test_digits_trains_on_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
