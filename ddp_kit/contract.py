@@ -58,7 +58,7 @@ QUIET_IMPORT = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 RUN_FOLDER_PREFIX = "ddpkit-"
 # In a run folder, beside the names that torch gives: each rank's, in its own folder, and the job's.
 OUTPUT_LOG = "output.log"
-STEP_FILE = "step"  # the last optimizer step done: STEP_BYTES, little-endian
+STEP_FILE = "step"  # the last optimizer step done and the one that it began after: STEP_BYTES each, little-endian
 STEP_BYTES = 8
 VERDICT_FILE = "verdict.json"
 
@@ -178,6 +178,11 @@ def step_file(env: Mapping[str, str] | None = None) -> Path | None:
 def read_step(path: Path) -> int:
     """The step that a worker has noted. Raises `OSError`, `ValueError`."""
     return int.from_bytes(path.read_bytes()[:STEP_BYTES], "little")
+
+
+def read_first_step(path: Path) -> int:
+    """The step after which a worker has begun: 0, or that of a checkpoint. Raises `OSError`, `ValueError`."""
+    return int.from_bytes(path.read_bytes()[STEP_BYTES : 2 * STEP_BYTES], "little")
 
 
 def speaker_rank() -> int:

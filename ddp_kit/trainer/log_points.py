@@ -101,9 +101,11 @@ class LogPoints:
         found = point.reading.first_non_finite()
         if found is not None:
             step, rank = found
-            raise LossError(f"the loss is not finite (NaN or infinite) from step {step} on, first on rank {rank}", hint)
+            what = f"the loss is not finite (NaN or infinite) from step {step} on, first on rank {rank}"
+            raise LossError(what, hint, step)
         if not isfinite(values.norm) and not self._parts.precision.scales:
-            raise LossError(f"the gradient is not finite at step {point.step}, although the losses are", hint)
+            what = f"the gradient is not finite at step {point.step}, although the losses are"
+            raise LossError(what, hint, point.step)
 
 
 def announce(world: World, plan: BatchPlan, config: TrainerConfig, done: int, total: int | None) -> None:

@@ -260,7 +260,7 @@ class Trainer:
         turn = self._turn = object()
         total = self._position.last_step(self.config, feed.steps)
         stopping = False  # as the last step was done
-        with garbage_off_the_path() as garbage, self._recorder:
+        with garbage_off_the_path() as garbage, self._recorder, self._note.follow(self.step):
             while not self._finished():
                 feed.begin(self.epoch, self._position.steps_in_epoch)
                 share = feed.next()
