@@ -245,7 +245,8 @@ def test_what_any_node_has_seen_of_new_steps_is_progress() -> None:
     machine, _ = job(Limits(min_nodes=2, max_nodes=2, max_restarts=1), node(0), node(1))
     whys = []
     for round_, (began, reached) in enumerate([(0, 8), (5, 12), (10, 14)]):
-        machine.reported(report(1, State.FAILED, failure(2, message=str(round_)), round=round_), 1.0)
+        not_begun = failure(2, message=str(round_))
+        machine.reported(report(1, State.FAILED, not_begun, round=round_, steps=Steps(0, 0)), 1.0)
         stopped = report(0, State.STOPPED, round=round_, steps=Steps(began, reached))
         whys.append(the_go(machine.reported(stopped, 1.0)).why.rpartition("; ")[2])
     assert whys == ["restart 1 of 1", "restart 2 (1 of 1 since step 12)", "restart 3 (1 of 1 since step 14)"]
