@@ -59,7 +59,7 @@ QUIET_IMPORT = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 RUN_FOLDER_PREFIX = "ddpkit-"
 # In a run folder, beside the names that torch gives: each rank's, in its own folder, and the job's.
 OUTPUT_LOG = "output.log"
-STEP_FILE = "step"  # the last optimizer step done: STEP_BYTES, little-endian
+STEP_FILE = "step"  # the last optimizer step done and the one that it began after: STEP_BYTES each, little-endian
 STEP_BYTES = 8
 VERDICT_FILE = "verdict.json"
 
@@ -193,6 +193,11 @@ def job_began() -> float | None:
         attempts = Path(error_file).parents[2].iterdir()  # run folder / attempt / rank / file
         return min((attempt.stat().st_mtime for attempt in attempts if attempt.is_dir()), default=None)
     return None
+
+
+def read_first_step(path: Path) -> int:
+    """The step after which a worker has begun: 0, or that of a checkpoint. Raises `OSError`, `ValueError`."""
+    return int.from_bytes(path.read_bytes()[STEP_BYTES : 2 * STEP_BYTES], "little")
 
 
 def speaker_rank() -> int:

@@ -64,7 +64,14 @@ class DataError(DdpKitError):
 
 
 class LossError(DdpKitError):
-    """What the user's loss function, metric or optimizer gave back cannot be used."""
+    """What the user's loss function, metric or optimizer gave back cannot be used.
+
+    `step`: the first optimizer step that it was so in, where that is found out later.
+    """
+
+    def __init__(self, message: str, hint: str, step: int | None = None) -> None:
+        super().__init__(message, hint)
+        self.step = step
 
 
 class CheckpointError(DdpKitError):

@@ -2,7 +2,8 @@
 
 import mmap
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ddp_kit.contract import STEP_BYTES, step_file
+from ddp_kit.errors import LossError
 from ddp_kit.log import logger
 
 
@@ -54,18 +56,33 @@ class StepNote:
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
+        self._begun = False
         path = step_file()
         with suppress(OSError, ValueError):  # the launcher then names no step
             if path is not None:
                 with path.open("w+b") as file:
-                    file.write(bytes(STEP_BYTES))
+                    file.write(bytes(2 * STEP_BYTES))
                     file.flush()
-                    self._memory = mmap.mmap(file.fileno(), STEP_BYTES)
+                    self._memory = mmap.mmap(file.fileno(), 2 * STEP_BYTES)
 
     def write(self, step: int) -> None:
         """Note it."""
         if self._memory is not None:
-            self._memory[:] = step.to_bytes(STEP_BYTES, "little")
+            self._memory[:STEP_BYTES] = step.to_bytes(STEP_BYTES, "little")
+
+    @contextmanager
+    def follow(self, step: int) -> Iterator[None]:
+        """While steps are done: note the one they begin after, and at a loss that is not finite, the last good one."""
+        self.write(step)
+        if self._memory is not None and not self._begun:
+            self._memory[STEP_BYTES:] = self._memory[:STEP_BYTES]
+        self._begun = True
+        try:
+            yield
+        except LossError as error:
+            if error.step is not None:
+                self.write(error.step - 1)
+            raise
 
 
 def _bar() -> Progress:

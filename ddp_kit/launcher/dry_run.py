@@ -135,11 +135,12 @@ def _circumstances(plan: Plan, nodes: _Nodes, env: Mapping[str, str]) -> list[li
     where = f"{nodes.address}:{nodes.port} ({nodes.named_by})"
     grace = settings.get("shutdown_timeout")
     grace = env.get(contract.GRACE_DEFAULT, _GRACE) if grace is None else grace
+    most = settings["max_restarts"]
     rows = [
         ["processes", str(len(plan.places))],
         ["nodes", many],
         ["meet at", where if nodes.named_by else f"{nodes.address}, at a free port chosen at the start"],
-        ["restarts", f"at most {settings['max_restarts']}"],
+        ["restarts", f"at most {most} in a row without progress" if most else "none"],
         ["grace", f"{grace} s from SIGTERM to SIGKILL"],
         ["logs", _logs(settings)],
     ]

@@ -1,8 +1,9 @@
 """The course of a job over all its nodes, decided in one place: a pure state machine without I/O or clock.
 
     gathering --enough nodes--> running --a failure, a node lost or a newcomer--> stopping --all stopped--> running
-                                   |                                                  |
-                                   +------------- every node done --> ended <---------+-- nothing left to try
+                                   |                                                   | |
+                                   |          running <--time-- waiting <--it crashes--+ |
+                                   +------------- every node done --> ended <------------+ nothing left to try
 
 Reports of nodes go in, orders for them come out. Time is seconds of one monotonic clock, the one of whoever runs
 this: no clock of another node is ever looked at.
@@ -13,14 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
+from ddp_kit.launcher.restarts import NoMore, Restarts, Steps
 from ddp_kit.launcher.verdict import Failure, Outcome, asks_for_another_run, first_failure
 
-IDENTICAL_FAILURES = 5
-"""After so many restarts in a row that ended in the same failure without progress, no further one is tried."""
 HOST = 0
 """The number of the node that hosts the rendezvous: without it the job ends."""
-PROGRESS_SECONDS = 300.0
-"""A round that lasted so long counts as progress."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +87,8 @@ class Report:
     """What stopped the launcher, where it leaves."""
     ended_well: tuple[int, ...] = ()
     """The ranks that had ended with exit code 0 before any failed here."""
+    steps: Steps | None = None
+    """Of all its workers, those that were stopped too; None where none has noted any."""
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,20 @@ class Stop:
 
 
 @dataclass(frozen=True)
+class Pause:
+    """The next round starts in a while: nothing to do but to say so."""
+
+    why: str
+
+
+@dataclass(frozen=True)
 class End:
     """The job is over."""
 
     outcome: Outcome
 
 
-Order = Go | Stop | End
+Order = Go | Stop | Pause | End
 
 
 @dataclass(frozen=True)
@@ -136,6 +143,7 @@ class _Phase(Enum):
     GATHERING = auto()
     RUNNING = auto()
     STOPPING = auto()
+    WAITING = auto()
     ENDED = auto()
 
 
@@ -145,12 +153,14 @@ class _Round:
 
     number: int = -1
     members: frozenset[int] = frozenset()
+    began: float = 0.0
     here: set[int] = field(default_factory=set)
     """The members that are still there; `done` and `down` are among them."""
     done: set[int] = field(default_factory=set)
     down: set[int] = field(default_factory=set)
     failures: list[Failure] = field(default_factory=list)
     ended_well: list[int] = field(default_factory=list)
+    steps: list[Steps] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     failing: bool = False
     ordered: bool = False
@@ -166,11 +176,11 @@ class Job:
         self._nodes: dict[int, Node] = {}
         self._heard: dict[int, float] = {}
         self._by_rank: dict[int, int] = {}  # given node rank -> the latest node with it
-        self._began = now
+        self._began = self._now = now
         self._enough_since: float | None = None
         self._round = _Round()
-        self._restarts = 0
-        self._same: list[tuple[int, int, str]] = []  # the latest failures without progress, all alike
+        self._restarts = Restarts(limits.max_restarts)
+        self._due = now  # when the next round starts, where it waits
         self._left_by = 0
         self._outcome = Outcome()
 
@@ -184,8 +194,13 @@ class Job:
         """The nodes that are there."""
         return tuple(self._nodes)
 
+    def patience(self, now: float) -> float | None:
+        """Seconds after which `tick` starts the next round; None: none waits for its time."""
+        return max(0.0, self._due - now) if self._phase is _Phase.WAITING else None
+
     def joined(self, node: Node, now: float) -> list[Order]:
         """A node is there. One that comes after the end is told how it was."""
+        self._now = now
         if self._phase is _Phase.ENDED:
             return [End(self._outcome)]
         twin = self._nodes.get(self._by_rank.get(node.rank, -1)) if node.rank is not None else None
@@ -218,6 +233,7 @@ class Job:
 
     def reported(self, report: Report, now: float) -> list[Order]:
         """A node said how its workers are; what concerns an earlier round is old news."""
+        self._now = now
         if report.node not in self._nodes:
             return []
         self._heard[report.node] = now
@@ -233,12 +249,14 @@ class Job:
             self._nodes[report.node] = replace(self._nodes[report.node], port=report.port)
             self._round.failures += report.failures
             self._round.ended_well += report.ended_well
+            self._round.steps += [report.steps] if report.steps is not None else []
             if report.node in self._round.here:
                 (self._round.done if report.state is State.DONE else self._round.down).add(report.node)
         return self._proceed()
 
     def tick(self, now: float) -> list[Order]:
         """Time has passed."""
+        self._now = now
         for number, heard in list(self._heard.items()):
             if now - heard > self._limits.silence:
                 self._lose(number, f"{self._nodes[number].host} has not been heard of for {self._limits.silence:g} s")
@@ -282,43 +300,53 @@ class Job:
                 return self._end(Outcome())
         elif self._phase is _Phase.STOPPING:
             return self._decide() or []
+        elif self._phase is _Phase.WAITING:
+            return self._wait()
         return []
 
     def _decide(self) -> list[Order] | None:
         """Once every member that lives has stopped: go on, or end. None: some have not."""
-        round_, limits = self._round, self._limits
+        round_ = self._round
         if len(round_.down) < len(round_.here):
             return None
-        if len(self._nodes) < limits.min_nodes or HOST not in self._nodes:
-            what = "; ".join(round_.lost) or "too few nodes are left"
-            return self._end(Outcome(tuple(round_.failures), lost=what, stopped_by=self._left_by))
+        if self._too_few():
+            return self._end_for_want_of_nodes()
+        self._restarts.ended(_of_all(round_.steps), self._now - round_.began)
         if round_.lost:
-            return self._go("; ".join(round_.lost))
+            what = "; ".join(round_.lost)
+            too_often = self._restarts.lost()
+            return self._end(Outcome(tuple(round_.failures), lost=too_often)) if too_often else self._go(what)
         if round_.ordered:
             return self._go("a node joined")
         if all(failure.told for failure in round_.failures):
             return self._go("the round was stopped")
         return self._after_failure(tuple(round_.failures))
 
+    def _too_few(self) -> bool:
+        return len(self._nodes) < self._limits.min_nodes or HOST not in self._nodes
+
+    def _end_for_want_of_nodes(self) -> list[Order]:
+        what = "; ".join(self._round.lost) or "too few nodes are left"
+        return self._end(Outcome(tuple(self._round.failures), lost=what, stopped_by=self._left_by))
+
     def _after_failure(self, failures: tuple[Failure, ...]) -> list[Order]:
         first = first_failure(failures)
-        outcome = Outcome(failures, tuple(sorted(self._round.ended_well)), restarts=self._restarts)
+        outcome = Outcome(failures, tuple(sorted(self._round.ended_well)), restarts=self._restarts.count)
         if asks_for_another_run(outcome):
             return self._end(outcome)
-        if first.at_start:
-            left = self._limits.max_restarts - self._restarts
-            return self._end(replace(outcome, note="not restarted: it failed at its imports" if left else ""))
-        kind = (first.rank, first.exit_code, first.message)
-        if first.after >= PROGRESS_SECONDS or self._same[-1:] != [kind] or first.from_outside:
-            self._same.clear()
-        self._same.append(kind)
-        if self._restarts >= self._limits.max_restarts:
-            return self._end(outcome)
-        if len(self._same) > IDENTICAL_FAILURES:
-            note = f"not restarted again: the same failure {len(self._same)} times in a row, without progress"
-            return self._end(replace(outcome, note=note))
-        self._restarts += 1
-        return self._go(f"{first}; restart {self._restarts} of {self._limits.max_restarts}")
+        follows = self._restarts.failed(first)
+        if isinstance(follows, NoMore):
+            return self._end(replace(outcome, note=follows.note))
+        why = f"{first}; {follows.words}"
+        if not follows.wait:
+            return self._go(why)
+        self._phase, self._due = _Phase.WAITING, self._now + follows.wait
+        return [Pause(f"{why} in {follows.wait:g} s")]
+
+    def _wait(self) -> list[Order]:
+        if self._too_few():
+            return self._end_for_want_of_nodes()
+        return self._go("; ".join(self._round.lost)) if self._now >= self._due else []
 
     def _go(self, why: str) -> list[Order]:
         self._left_by = 0
@@ -326,7 +354,7 @@ class Job:
         members = places[: self._limits.max_nodes]
         self._phase = _Phase.RUNNING
         numbers = frozenset(node.number for node in members)
-        self._round = _Round(self._round.number + 1, numbers, set(numbers))
+        self._round = _Round(self._round.number + 1, numbers, self._now, set(numbers))
         return [Go(self._seats(members), why)]
 
     def _seats(self, members: Sequence[Node]) -> dict[int, Seat]:
@@ -338,7 +366,7 @@ class Job:
         for position, node in enumerate(members):
             seats[node.number] = Seat(
                 round=self._round.number,
-                restarts=self._restarts,
+                restarts=self._restarts.count,
                 group_rank=position,
                 group_world_size=len(members),
                 first_rank=before,
@@ -355,3 +383,10 @@ class Job:
     def _end(self, outcome: Outcome) -> list[Order]:
         self._phase, self._outcome = _Phase.ENDED, outcome
         return [End(outcome)]
+
+
+def _of_all(steps: Sequence[Steps]) -> Steps | None:
+    """Those of a round: its ranks begin at the same one, and those that came to begin have it noted."""
+    if not steps:
+        return None
+    return Steps(max(each.began for each in steps), max(each.reached for each in steps))

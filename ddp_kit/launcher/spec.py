@@ -37,6 +37,10 @@ exit codes:
   other     that of the process that failed first; 128 + the signal's number where a signal ended it
 """
 
+_MAX_RESTARTS = """\
+Maximum number of worker group restarts in a row without progress: a failure after new steps of a Trainer, in a run that
+had gone on from a checkpoint, begins the count anew."""
+
 
 @dataclass(frozen=True)
 class LaunchSpec:
@@ -97,6 +101,8 @@ def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[
         action.metavar = {"training_script": "script.py", "training_script_args": "..."}.get(
             action.dest, action.metavar
         )
+        if action.dest == "max_restarts":
+            action.help = _MAX_RESTARTS
     # None: not given. torch's own defaults would not tell, and that of the port differs between its versions.
     parser.set_defaults(nproc_per_node=env.get(PROCESSES_DEFAULT), master_port=env.get(MASTER_PORT_DEFAULT))
     own, script, arguments = _split(words, parser)

@@ -13,6 +13,8 @@ _MOST_GROUPS = 3
 _FEW = 4  # ranks that are listed one by one
 # Addresses, ports and source lines differ from rank to rank in what is otherwise the same message.
 _PECULIAR = re.compile(r"\[[^\]]*\](:\d+)?\s*")
+# And these from one attempt to the next: process ids, addresses in memory, figures.
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Outcome:
     started: bool = True
     """Whether any worker was."""
     note: str = ""
-    """Why there was no further restart although there were some left."""
+    """Why there was no further restart."""
     restarts: int = 0
 
 
@@ -116,6 +118,11 @@ def _consequence(failure: Failure) -> int:
     if failure.exit_code == ExitCode.REQUEUE:
         return 2
     return int(failure.told)  # it was on its way out already
+
+
+def alike(message: str) -> str:
+    """What a message has in common with those of the same error on other ranks and in other attempts."""
+    return _NUMBER.sub("#", _plain(message))
 
 
 def asks_for_another_run(outcome: Outcome) -> bool:
@@ -172,7 +179,7 @@ def _folded(failures: Iterable[Failure]) -> list[str]:
     alike: dict[str, list[int]] = {}
     for failure in failures:
         if not failure.stopped:
-            words = _PECULIAR.sub("", failure.message).strip() or failure.how
+            words = _plain(failure.message) or failure.how
             alike.setdefault(words, []).append(failure.rank)
     largest = Counter({words: len(ranks) for words, ranks in alike.items()}).most_common()
     lines = []
@@ -181,6 +188,10 @@ def _folded(failures: Iterable[Failure]) -> list[str]:
         lines.append(f"{_ranks(alike[words])} failed after it{same}: {words}")
     rest = sum(count for _, count in largest[_MOST_GROUPS:])
     return [*lines, f"{rest} more failed after it, each in another way"] if rest else lines
+
+
+def _plain(message: str) -> str:
+    return _PECULIAR.sub("", message).strip()
 
 
 def _ranks(ranks: Collection[int]) -> str:

@@ -4,7 +4,7 @@ import json
 import time
 import uuid
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,18 @@ class Checkpoints:
     """Saves and resumes a run, as `config.checkpoint` says. Every method is a collective."""
 
     def __init__(
-        self, parts: Parts, position: Position, optimizer_step: OptimizerStep, callbacks: Sequence[Callback]
+        self,
+        parts: Parts,
+        position: Position,
+        optimizer_step: OptimizerStep,
+        callbacks: Sequence[Callback],
+        before_save: Callable[[], None],
     ) -> None:
         self._parts = parts
         self._position = position
         self._optimizer_step = optimizer_step
         self._callbacks = callbacks
+        self._before_save = before_save  # raises where there is nothing worth saving
         self._config = parts.config.checkpoint
         self._saver: Saver | None = None
         self._saved_step = -1
@@ -69,6 +75,7 @@ class Checkpoints:
         """Write a checkpoint of this step. Raises `CheckpointError`."""
         if self._config.dir is None:
             raise CheckpointError("there is no folder to save in", 'set checkpoint={"dir": ...} in the TrainerConfig')
+        self._before_save()
         self.saved_at = time.monotonic()
         random = every_text(json.dumps(_plain(random_states(self._parts.world))).encode(), self._parts.world)
         if self._saver is not None:

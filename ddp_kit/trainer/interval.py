@@ -79,6 +79,12 @@ class Interval:
             dist.all_reduce(table)
         return Reading(self, seconds, table, pairs[:, 0], self._step_of)
 
+    def first_non_finite(self) -> tuple[int, int] | None:
+        """As `Reading` has it, for the steps so far. Waits for the device. A collective."""
+        self._fold()
+        losses = torch.cat(self._folded)[:, 0] if self._folded else torch.zeros(0)
+        return _first_non_finite(self.world, losses, self._step_of)
+
     def _fold(self) -> None:
         if not self._sums:
             return
@@ -135,7 +141,11 @@ class Reading:
 
     def first_non_finite(self) -> tuple[int, int] | None:
         """The first optimizer step whose loss was not finite, and the lowest rank on which, if any. A collective."""
-        bad = (~torch.isfinite(self._own_losses)).nonzero().flatten().tolist()
-        never = torch.iinfo(torch.int64).max
-        steps = [step for (step,) in gathered(self._world, [self._step_of[bad[0]] if bad else never])]
-        return (min(steps), steps.index(min(steps))) if min(steps) < never else None
+        return _first_non_finite(self._world, self._own_losses, self._step_of)
+
+
+def _first_non_finite(world: World, own_losses: Tensor, step_of: list[int]) -> tuple[int, int] | None:
+    bad = (~torch.isfinite(own_losses)).nonzero().flatten().tolist()
+    never = torch.iinfo(torch.int64).max
+    steps = [step for (step,) in gathered(world, [step_of[bad[0]] if bad else never])]
+    return (min(steps), steps.index(min(steps))) if min(steps) < never else None

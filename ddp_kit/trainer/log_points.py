@@ -19,6 +19,10 @@ from ddp_kit.trainer.step import Parts
 from ddp_kit.world import World
 
 _COLLECT_SECONDS = 1.0
+_HINT = (
+    "lower the learning rate, clip the gradients (max_grad_norm), look at that step's inputs, "
+    'or leave such steps out with non_finite="skip"'
+)
 
 
 @dataclass(frozen=True)
@@ -90,20 +94,29 @@ class LogPoints:
             slowest_factor=factor,
         )
 
+    def refuse_non_finite(self) -> None:
+        """Raise the `LossError` that the next log point would: what is saved is worth going on from. A collective."""
+        if self._parts.config.non_finite == "skip":
+            return
+        for point in self._late:
+            self._check(point, point.reading.values())
+        self._refuse(self.interval.first_non_finite())
+
     def _check(self, point: _Point, values: Values) -> None:
         """All ranks see the same figures, so that all of them stop here, or none."""
         if self._parts.config.non_finite == "skip" or (isfinite(values.loss) and isfinite(values.norm)):
             return
-        hint = (
-            "lower the learning rate, clip the gradients (max_grad_norm), look at that step's inputs, "
-            'or leave such steps out with non_finite="skip"'
-        )
-        found = point.reading.first_non_finite()
+        self._refuse(point.reading.first_non_finite())
+        if not isfinite(values.norm) and not self._parts.precision.scales:
+            raise LossError(
+                f"the gradient is not finite at step {point.step}, although the losses are", _HINT, point.step
+            )
+
+    def _refuse(self, found: tuple[int, int] | None) -> None:
         if found is not None:
             step, rank = found
-            raise LossError(f"the loss is not finite (NaN or infinite) from step {step} on, first on rank {rank}", hint)
-        if not isfinite(values.norm) and not self._parts.precision.scales:
-            raise LossError(f"the gradient is not finite at step {point.step}, although the losses are", hint)
+            what = f"the loss is not finite (NaN or infinite) from step {step} on, first on rank {rank}"
+            raise LossError(what, _HINT, step)
 
 
 def announce(world: World, plan: BatchPlan, config: TrainerConfig, done: int, total: int | None) -> None:

@@ -263,8 +263,8 @@ class OptimizerStep:
         lenient = self._parts.config.non_finite == "skip" or self._parts.precision.scales
         if not lenient and not bool(torch.isfinite(total)):
             raise LossError(
-                f"the loss is {total.item():g} at the very first step, on rank {self._parts.world.rank}",
-                "look at the inputs (NaN, zero divisors, logarithms of 0) and the initial weights; "
+                f"the loss is {total.item():g} in the first step of this run, on rank {self._parts.world.rank}",
+                "look at the inputs (NaN, zero divisors, logarithms of 0) and the weights that it began with; "
                 "torch.autograd.set_detect_anomaly(True) names the operation",
             )
 

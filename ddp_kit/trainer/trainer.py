@@ -144,7 +144,13 @@ class Trainer:
         self._max_steps = math.inf if settings.max_steps is None else settings.max_steps
         self._max_epochs = math.inf if settings.last_epoch is None else settings.last_epoch
         self._note = StepNote()
-        self._checkpoints = Checkpoints(self._parts, self._position, self._optimizer_step, self._callbacks)
+        self._checkpoints = Checkpoints(
+            self._parts,
+            self._position,
+            self._optimizer_step,
+            self._callbacks,
+            before_save=self._log_points.refuse_non_finite,
+        )
         self._preemption = Preemption(self.world, self.config, self._checkpoints)
         self._seeded = self._checkpoints.resume()
 
@@ -262,7 +268,7 @@ class Trainer:
         turn = self._turn = object()
         total = self._position.last_step(self.config, feed.steps)
         stopping = False  # as the last step was done
-        with garbage_off_the_path() as garbage, self._recorder, self._preemption:
+        with garbage_off_the_path() as garbage, self._recorder, self._preemption, self._note.follow(self.step):
             self._preemption.begin(self.step)
             while not self._finished():
                 feed.begin(self.epoch, self._position.steps_in_epoch)

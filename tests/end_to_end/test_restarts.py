@@ -83,17 +83,52 @@ def test_an_import_error_in_the_middle_of_the_work_is_a_failure_like_others(scri
     assert "restart 1 of 1" in run.stderr
 
 
-def test_a_script_that_always_fails_is_left_before_its_restarts_are_used_up(script: Script) -> None:
-    run = launch("--nproc-per-node", 1, "--max-restarts", 50, script("raise ValueError('always')"))
-    assert run.returncode == 1
-    assert run.stderr.count("ValueError: always\n  ") == 1  # the verdict, with its note
-    assert "not restarted again: the same failure 6 times in a row, without progress" in run.stderr
-
-
 def test_a_script_that_mends_itself_is_restarted_as_often_as_allowed(script: Script) -> None:
-    main = script("attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\nassert attempt == 4, attempt\nsay('done')")
-    run = launch("--nproc-per-node", 1, "--max-restarts", 4, main)
+    main = script("attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\nassert attempt == 2, attempt\nsay('done')")
+    run = launch("--nproc-per-node", 1, "--max-restarts", 2, main)
     assert (run.returncode, run.stdout) == (0, "done\n"), run.stderr
+    assert re.findall(r"restart .*", run.stderr) == ["restart 1 of 2", "restart 2 of 2 in 1 s"]
+
+
+def test_a_signal_ends_the_wait_of_a_crash_loop_at_once(script: Script) -> None:
+    command = [str(BIN / "ddpkit"), "launch", "--nproc-per-node", "1", "--max-restarts", "50"]
+    main = script("raise ValueError('always')")
+    with subprocess.Popen([*command, str(main)], stderr=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stderr is not None
+        said = next(line for line in launcher.stderr if "in 4 s" in line)
+        assert said.endswith("ValueError: always; restart 4 of 50 in 4 s\n")
+        launcher.send_signal(signal.SIGTERM)
+        after = launcher.stderr.read()
+    assert launcher.returncode == 128 + signal.SIGTERM
+    assert after == "ddpkit: stopped by SIGTERM\n"  # nor was another round begun
+
+
+TRAINS = Path(__file__).with_name("restarted.py")
+
+
+def test_failures_after_new_steps_that_are_kept_use_up_no_restarts(tmp_path: Path) -> None:
+    run = launch("--nproc-per-node", 2, "--max-restarts", 1, TRAINS, tmp_path, "kills")
+    assert run.returncode == 0, run.stderr
+    assert re.findall(r"restart .*", run.stderr) == [
+        "restart 1 of 1",
+        "restart 2 (1 of 1 since step 6)",
+        "restart 3 (1 of 1 since step 9)",
+    ]
+
+
+def test_a_loss_that_is_not_finite_at_the_same_step_twice_is_not_tried_again(tmp_path: Path) -> None:
+    run = launch("--nproc-per-node", 2, "--max-restarts", 10, TRAINS, tmp_path, "nan")
+    assert run.returncode == 1
+    assert re.findall(r"restart .*", run.stderr) == ["restart 1 of 10"]
+    assert "\n  not restarted again: the same error after step 5 twice, it is not by chance\n" in run.stderr
+
+
+def test_a_crash_loop_ends_after_so_many_restarts_without_a_new_step(tmp_path: Path) -> None:
+    run = launch("--nproc-per-node", 2, "--max-restarts", 2, TRAINS, tmp_path, "crashes")
+    assert run.returncode == 1
+    assert re.findall(r"restart .*", run.stderr) == ["restart 1 of 2", "restart 2 of 2 in 1 s"]
+    assert "ddpkit: rank 1 failed first" in run.stderr
+    assert run.stderr.endswith("\n  not restarted again: 2 in a row brought no progress\n"), run.stderr
 
 
 @pytest.mark.parametrize("flags", [(), ("-m",)])

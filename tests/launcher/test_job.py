@@ -6,20 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddp_kit.contract import ExitCode
 from ddp_kit.launcher.job import (
-    IDENTICAL_FAILURES,
-    PROGRESS_SECONDS,
     End,
     Go,
     Job,
     Limits,
     Node,
     Order,
+    Pause,
     Report,
     State,
     Stop,
 )
-from ddp_kit.launcher.verdict import Failure, Outcome
+from ddp_kit.launcher.restarts import LOST_NODES, Steps
+from ddp_kit.launcher.verdict import Failure, Outcome, judge
 
 
 def node(number: int, **changes: object) -> Node:
@@ -36,8 +37,10 @@ def failure(rank: int = 1, **changes: object) -> Failure:
     return Failure(**{"rank": rank, "local_rank": rank, "pid": 7, "exit_code": 1, "after": 1.0, **changes})  # type: ignore[arg-type]
 
 
-def report(number: int, state: State, *failures: Failure, round: int = 0, port: int = 0) -> Report:
-    return Report(number, round, state, failures, port or 200 + number)
+def report(
+    number: int, state: State, *failures: Failure, round: int = 0, port: int = 0, steps: Steps | None = None
+) -> Report:
+    return Report(number, round, state, failures, port or 200 + number, steps=steps)
 
 
 def the_go(orders: list[Order]) -> Go:
@@ -193,27 +196,84 @@ def test_an_error_at_the_imports_is_not_tried_again() -> None:
     assert outcome.note == "not restarted: it failed at its imports"
 
 
-def run_into(machine: Job, one: Failure, times: int) -> list[Order]:
-    for round_ in range(times):
-        orders = machine.reported(report(0, State.FAILED, one, round=round_), 1.0)
-        if isinstance(orders[0], End):
-            return [*orders, *[Stop(round_)]]
-    return []
+def the_pause(orders: list[Order]) -> str:
+    (order,) = orders
+    assert isinstance(order, Pause)
+    return order.why
 
 
-def test_a_crash_loop_is_left_before_the_restarts_are_used_up() -> None:
-    machine, _ = job(Limits(max_restarts=100), node(0))
-    end, last = run_into(machine, failure(message="ValueError: no"), 100)
-    assert isinstance(end, End)
-    assert last == Stop(IDENTICAL_FAILURES)
-    assert "the same failure 6 times in a row" in end.outcome.note
+def waiting(limits: Limits, *nodes: Node) -> Job:
+    """A job that has crashed twice by time 2, and is to go on at time 3."""
+    machine, _ = job(limits, *nodes)
+    for round_ in range(2):
+        orders: list[Order] = []
+        for each in nodes:
+            orders = machine.reported(report(each.number, State.FAILED, failure(message="no"), round=round_), 2.0)
+    assert the_pause(orders).endswith("; restart 2 of 9 in 1 s")
+    return machine
 
 
-@pytest.mark.parametrize("harmless", [failure(exit_code=-9), failure(after=PROGRESS_SECONDS)])
-def test_kills_from_outside_and_failures_after_progress_are_no_crash_loop(harmless: Failure) -> None:
-    machine, _ = job(Limits(max_restarts=50), node(0))
-    _, last = run_into(machine, harmless, 100)
-    assert last == Stop(50)
+def test_a_crash_loop_waits_before_the_next_round_and_says_so_at_once() -> None:
+    machine = waiting(Limits(max_restarts=9), node(0))
+    assert machine.patience(2.25) == 0.75
+    assert not machine.tick(2.75)
+    go = the_go(machine.tick(3.0))
+    assert (go.seats[0].round, go.seats[0].restarts, go.why) == (2, 2, "")
+    assert machine.patience(3.0) is None
+
+
+def test_a_node_that_is_lost_during_the_wait_is_done_without_or_ends_the_job() -> None:
+    for least, goes_on in ((1, True), (2, False)):
+        machine = waiting(Limits(min_nodes=least, max_nodes=2, max_restarts=9), node(0), node(1))
+        orders = machine.reported(Report(1, 1, State.LEFT, signal=signal.SIGTERM), 2.5)
+        if goes_on:
+            assert not orders
+            assert the_go(machine.tick(3.0)).seats.keys() == {0}
+        else:
+            assert (the_end(orders).lost, the_end(orders).stopped_by) == ("h1 left the job", signal.SIGTERM)
+
+
+def test_a_node_that_comes_during_the_wait_gets_its_seat_after_it() -> None:
+    machine = waiting(Limits(min_nodes=1, max_nodes=2, max_restarts=9), node(0), node(1))
+    assert not machine.reported(Report(1, 1, State.LEFT), 2.25)
+    assert not machine.joined(node(2), 2.5)
+    go = the_go(machine.tick(3.0))
+    assert (go.seats.keys(), go.why) == ({0, 2}, "h1 left the job")
+
+
+def test_what_any_node_has_seen_of_new_steps_is_progress() -> None:
+    machine, _ = job(Limits(min_nodes=2, max_nodes=2, max_restarts=1), node(0), node(1))
+    whys = []
+    for round_, (began, reached) in enumerate([(0, 8), (5, 12), (10, 14)]):
+        not_begun = failure(2, message=str(round_))
+        machine.reported(report(1, State.FAILED, not_begun, round=round_, steps=Steps(0, 0)), 1.0)
+        stopped = report(0, State.STOPPED, round=round_, steps=Steps(began, reached))
+        whys.append(the_go(machine.reported(stopped, 1.0)).why.rpartition("; ")[2])
+    assert whys == ["restart 1 of 1", "restart 2 (1 of 1 since step 12)", "restart 3 (1 of 1 since step 14)"]
+
+
+def lose_nodes(times: int, lasting: float) -> Outcome | None:
+    """Nodes come and, after so many seconds each, leave. How the job ended, if it did."""
+    machine, _ = job(Limits(min_nodes=1, max_nodes=2, last_call=0.0), node(0))
+    for time in range(1, times + 1):
+        machine.joined(node(time), time * lasting)  # for which a round is stopped, as the next one is when it leaves
+        machine.reported(report(0, State.STOPPED, round=2 * time - 2), time * lasting)
+        machine.reported(Report(time, 2 * time - 1, State.LEFT), (time + 1) * lasting)
+        (order,) = machine.reported(report(0, State.STOPPED, round=2 * time - 1), (time + 1) * lasting)
+        if isinstance(order, End):
+            return order.outcome
+    return None
+
+
+def test_lost_nodes_have_a_budget_of_their_own() -> None:
+    outcome = lose_nodes(2 * LOST_NODES, lasting=1.0)
+    assert outcome is not None
+    assert outcome.lost == f"nodes were lost {LOST_NODES + 1} times in a row without progress"
+    assert judge(outcome).exit_code == ExitCode.NODE_LOST
+
+
+def test_long_rounds_between_lost_nodes_are_no_loop() -> None:
+    assert lose_nodes(2 * LOST_NODES, lasting=3600.0) is None
 
 
 def test_what_fails_because_a_newcomer_was_let_in_is_no_failure() -> None:
@@ -281,23 +341,34 @@ def test_old_news_changes_nothing() -> None:
 EVENTS = st.lists(
     st.tuples(st.sampled_from(["join", "silence", "done", "failed", "left", "tick"]), st.integers(0, 5)), max_size=40
 )
+FAILURES = st.lists(  # what the next failures say, and between which steps their rounds were
+    st.tuples(st.sampled_from(["no", "no 1", "not"]), st.none() | st.tuples(st.integers(0, 3), st.integers(0, 3))),
+    max_size=20,
+)
 
 
-@given(EVENTS, st.integers(1, 3), st.integers(0, 2), st.integers(0, 3))
+@given(EVENTS, FAILURES, st.integers(1, 3), st.integers(0, 2), st.integers(0, 3))
 def test_whatever_happens_rounds_are_whole_and_the_job_ends_once(
-    events: list[tuple[str, int]], least: int, more: int, restarts: int
+    events: list[tuple[str, int]],
+    failures: list[tuple[str, tuple[int, int] | None]],
+    least: int,
+    more: int,
+    restarts: int,
 ) -> None:
     """A model of the nodes: each obeys, until it falls silent."""
     limits = Limits(min_nodes=least, max_nodes=least + more, max_restarts=restarts)
     machine, now = Job(limits, 0.0), 0.0
     living: set[int] = set()
     rounds: list[Go] = []
-    ended = 0
+    ended, paused = 0, False
+    kept = {0}  # the steps that rounds have begun after
 
     def obey(orders: list[Order]) -> None:
-        nonlocal ended
+        nonlocal ended, paused
         for order in orders:
             assert not ended, "an order after the end"
+            assert not (paused and isinstance(order, Stop)), "nothing runs that could be stopped"
+            paused = isinstance(order, Pause)
             if isinstance(order, Go):
                 sizes = {seat.group_world_size for seat in order.seats.values()}
                 assert sizes == {len(order.seats)}
@@ -309,7 +380,7 @@ def test_whatever_happens_rounds_are_whole_and_the_job_ends_once(
             elif isinstance(order, Stop):
                 for number in sorted(living & rounds[-1].seats.keys()):
                     obey(machine.reported(report(number, State.STOPPED, round=order.round), now))
-            else:
+            elif isinstance(order, End):
                 ended += 1
 
     def beat() -> None:
@@ -324,12 +395,17 @@ def test_whatever_happens_rounds_are_whole_and_the_job_ends_once(
             obey(machine.joined(node(number), now))
         elif kind == "silence":
             living.discard(number)
-        elif number in living and rounds and number in rounds[-1].seats and not ended:
+        elif number in living and rounds and number in rounds[-1].seats and not ended and not paused:
             latest = rounds[-1].seats[number].round
             if kind == "done":
                 obey(machine.reported(report(number, State.DONE, round=latest), now))
             elif kind == "failed":
-                obey(machine.reported(report(number, State.FAILED, failure(), round=latest), now))
+                message, noted = failures.pop() if failures else ("no", None)
+                steps = None if noted is None else Steps(noted[0], sum(noted))
+                if steps is not None:
+                    kept.add(steps.began)
+                one = failure(message=message, step=None if steps is None else steps.reached)
+                obey(machine.reported(report(number, State.FAILED, one, round=latest, steps=steps), now))
             elif kind == "left":
                 living.discard(number)
                 obey(machine.reported(Report(number, latest, State.LEFT), now))
@@ -338,4 +414,5 @@ def test_whatever_happens_rounds_are_whole_and_the_job_ends_once(
             break
     if rounds and not ended and not living & rounds[-1].seats.keys():
         raise AssertionError("a round without anybody goes on")
-    assert max([seat.restarts for go in rounds for seat in go.seats.values()], default=0) <= restarts
+    most = restarts * len(kept)  # each new one may begin the count anew, once
+    assert max([seat.restarts for go in rounds for seat in go.seats.values()], default=0) <= most

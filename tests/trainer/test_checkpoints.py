@@ -1,5 +1,6 @@
 """What a Trainer saves, and what it refuses to go on from."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ddp_kit import Callback, CheckpointError, Trainer, TrainerConfig
+from ddp_kit import Callback, CheckpointError, LossError, Trainer, TrainerConfig
 from ddp_kit.manifest import checkpoints
 
 
@@ -62,6 +63,24 @@ def test_save_and_resume_by_hand(tmp_path: Path) -> None:
     assert other.step == 3
     with pytest.raises(CheckpointError, match="no folder to save in"):
         trainer_for(None).save()
+
+
+def test_what_comes_of_a_loss_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
+    def spoil(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(model(batch[0]), batch[1]) * (math.nan if trainer.step == 4 else 1.0)
+
+    torch.manual_seed(1)
+    model = nn.Linear(3, 1)
+    config = TrainerConfig(
+        max_steps=9,
+        log_every=9,
+        global_batch_size=8,
+        checkpoint={"dir": tmp_path, "every_steps": 2, "keep_last": 9, "background": False},
+    )
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), spoil, config)
+    with pytest.raises(LossError, match="from step 5 on, first on rank 0"):
+        trainer.fit(data())
+    assert [found.step for found in checkpoints(tmp_path)] == [4, 2]
 
 
 def test_resume_none_starts_afresh(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch.distributed import DistError
 
-from ddp_kit.launcher.job import End, Go, Job, Limits, Node, Order, Report, State, Stop
+from ddp_kit.launcher.job import End, Go, Job, Limits, Node, Order, Pause, Report, State, Stop
+from ddp_kit.launcher.restarts import Steps
 from ddp_kit.launcher.verdict import Failure, Outcome
 
 # The store's keys.
@@ -69,8 +70,7 @@ class Coordinator:
             early = not self._job.ended  # something went wrong there
             return self._job.reported(Report(event["bye"], -1, State.LEFT), now) if early else []
         if "report" in event:
-            fields = event["report"]
-            return self._job.reported(Report(**{**_read(fields), "state": State[fields["state"]]}), now)
+            return self._job.reported(_read_report(event["report"]), now)
         node = Node(**event["joined"])
         self._known = max(self._known, node.number + 1)
         if self._job.ended:
@@ -100,6 +100,8 @@ class Coordinator:
                 self._write({"go": number, "nodes": self._known, "why": order.why})
             elif isinstance(order, Stop):
                 self._write({"stop": order.round})
+            elif isinstance(order, Pause):
+                self._write({"pause": order.why})
             elif isinstance(order, End):
                 lost = sorted(set(range(self._known)).difference(self._job.alive, self._latecomers))
                 self._write({"end": asdict(order.outcome), "lost": lost})
@@ -117,6 +119,11 @@ class Coordinator:
 def read_outcome(fields: dict[str, Any]) -> Outcome:
     """An outcome as it was written."""
     return Outcome(**_read(fields))
+
+
+def _read_report(fields: dict[str, Any]) -> Report:
+    steps = Steps(**fields["steps"]) if fields["steps"] else None
+    return Report(**{**_read(fields), "state": State[fields["state"]], "steps": steps})
 
 
 def _read(fields: dict[str, Any]) -> dict[str, Any]:

@@ -18,11 +18,12 @@ from torch.distributed.elastic.utils import macros
 from ddp_kit import contract
 from ddp_kit.contract import NOTE_MARK, JobEnv, WorkerEnv
 from ddp_kit.errors import LaunchError, UsageError
-from ddp_kit.launcher.agent.failures import failure_of, note_of
+from ddp_kit.launcher.agent.failures import failure_of, note_of, steps_of
 from ddp_kit.launcher.agent.inbox import Cut, Inbox, Notified, Placed, Signalled
 from ddp_kit.launcher.agent.listening import allow_connections, own_loopback
 from ddp_kit.launcher.agent.workers import Means, Workers
-from ddp_kit.launcher.job import End, Seat, State, Stop
+from ddp_kit.launcher.job import End, Pause, Seat, State, Stop
+from ddp_kit.launcher.restarts import Steps
 from ddp_kit.launcher.verdict import Failure, Outcome
 
 _CONNECTIONS = 2  # of each worker to its store
@@ -33,8 +34,9 @@ _POLL_SECONDS = 0.1
 class Link(Protocol):
     """A node's line to its job: `Solo` or `Meeting`. Orders come through the inbox."""
 
-    pulse: float | None
-    """Seconds after which `check` wants to be called again; None: never."""
+    @property
+    def pulse(self) -> float | None:
+        """Seconds after which `check` wants to be called again; None: never."""
 
     def join(self) -> None:
         """Take part."""
@@ -46,11 +48,12 @@ class Link(Protocol):
         failures: tuple[Failure, ...] = (),
         ended_well: tuple[int, ...] = (),
         signal: int = 0,
+        steps: Steps | None = None,
     ) -> None:
         """Say how the workers of this node are, or what stops it."""
 
     def check(self) -> None:
-        """Put bad news into the inbox where the job is out of reach."""
+        """Put what time has brought into the inbox: that the job is out of reach, or that the next round is due."""
 
     def take_listening(self) -> socket.socket | None:
         """The socket for the workers' store of the next round; None: that store is there already."""
@@ -129,6 +132,7 @@ class Agent(LocalElasticAgent):
     loop:
         Placed   start a fresh store (first node) and the workers at this seat
         Stop     stop the workers; report STOPPED
+        Pause    say why the next round is not yet
         workers  all ended well: report DONE; one failed: stop the others, report FAILED
         signal   report LEFT, pass it on to the workers, give them their grace
         End      keep the outcome, which is the same on every node
@@ -166,6 +170,8 @@ class Agent(LocalElasticAgent):
                 self._place(item)
             elif isinstance(item, Stop):
                 self._obey_stop(item)
+            elif isinstance(item, Pause):
+                self._tell_why(item.why)
             elif isinstance(item, End):
                 return self._finish(item.outcome)
             elif isinstance(item, Cut):
@@ -334,7 +340,8 @@ class Agent(LocalElasticAgent):
         self._seats.end_round()
         self._store = self._worker_group.store = None
         self._down = self._round
-        self._link.report(self._round, state, failures, self._ended_well())
+        steps = steps_of(self._pcontext.error_files.values()) if self._pcontext is not None else None
+        self._link.report(self._round, state, failures, self._ended_well(), steps=steps)
 
     @property
     def _round(self) -> int:

@@ -1,6 +1,7 @@
 """What is known of a worker that failed: from its exit code, its last words, its error file and the kernel."""
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
@@ -13,6 +14,7 @@ from ddp_kit.contract import NOTE_AT_START
 from ddp_kit.launcher import hints, last_words
 from ddp_kit.launcher.agent.workers import Workers
 from ddp_kit.launcher.masking import masked
+from ddp_kit.launcher.restarts import Steps
 from ddp_kit.launcher.verdict import Failure
 
 _SERVER_LOST = "the process that forks the workers was killed, and all of them with it"
@@ -60,3 +62,13 @@ def step_of(error_file: str) -> int | None:
     with suppress(OSError, ValueError):
         return contract.read_step(Path(error_file).with_name(contract.STEP_FILE))
     return None
+
+
+def steps_of(error_files: Iterable[str]) -> Steps | None:
+    """Between which steps the workers were that have noted any."""
+    found = []
+    for error_file in error_files:
+        with suppress(OSError, ValueError):
+            path = Path(error_file).with_name(contract.STEP_FILE)
+            found.append((contract.read_first_step(path), contract.read_step(path)))
+    return Steps(max(began for began, _ in found), max(reached for _, reached in found)) if found else None

@@ -33,8 +33,9 @@ from ddp_kit.launcher.agent.listening import (
     own_loopback,
     resolve,
 )
-from ddp_kit.launcher.job import End, Limits, Node, Report, Seat, State, Stop
+from ddp_kit.launcher.job import End, Limits, Node, Pause, Report, Seat, State, Stop
 from ddp_kit.launcher.ports import holder
+from ddp_kit.launcher.restarts import Steps
 from ddp_kit.launcher.verdict import Failure
 
 _JOB = "ddpkit/job"
@@ -195,11 +196,13 @@ class Meeting:
         failures: tuple[Failure, ...] = (),
         ended_well: tuple[int, ...] = (),
         signal: int = 0,
+        steps: Steps | None = None,
     ) -> None:
         """Say how the workers of this node are, or what stops it."""
         if self._listening is None:
             self._listening = listen(self._node.address, 0)
-        report = Report(self._number, round_, state, failures, self._listening.getsockname()[1], signal, ended_well)
+        port = self._listening.getsockname()[1]
+        report = Report(self._number, round_, state, failures, port, signal, ended_well, steps)
         self._outgoing.put({"report": asdict(report) | {"state": state.name}})
 
     def take_listening(self) -> socket.socket | None:
@@ -275,6 +278,8 @@ class Meeting:
                 return
             if "stop" in order:
                 self._inbox.put(Stop(order["stop"]))
+            elif "pause" in order:
+                self._inbox.put(Pause(order["pause"]))
             elif self._number in range(order["nodes"]):
                 seat = json.loads(self._orders.get(SEAT.format(round=order["go"], node=self._number)))
                 if seat == LOST:

@@ -1,0 +1,166 @@
+"""Which failures are followed by another try: the counts, told in numbers."""
+
+import signal
+
+import pytest
+
+from ddp_kit.launcher.restarts import (
+    IDENTICAL_FAILURES,
+    LONGEST_WAIT,
+    LOST_NODES,
+    PROGRESS_SECONDS,
+    Again,
+    NoMore,
+    Restarts,
+    Steps,
+)
+from ddp_kit.launcher.verdict import Failure
+
+KILL = -signal.SIGKILL
+
+
+def failure(message: str = "", **changes: object) -> Failure:
+    plain = {"rank": 1, "local_rank": 1, "pid": 7, "exit_code": 1, "after": 1.0, "message": message}
+    return Failure(**{**plain, **changes})  # type: ignore[arg-type]
+
+
+def fails(restarts: Restarts, began: int, reached: int, **changes: object) -> Again | NoMore:
+    """A round of a Trainer: killed unless it is said otherwise."""
+    restarts.ended(Steps(began, reached), 1.0)
+    return restarts.failed(failure(**{"exit_code": KILL, "step": reached, **changes}))  # type: ignore[arg-type]
+
+
+def words(follows: Again | NoMore) -> str:
+    return follows.words if isinstance(follows, Again) else follows.note
+
+
+def test_without_steps_each_failure_counts() -> None:
+    restarts = Restarts(2)
+    told = []
+    for number in range(3):
+        restarts.ended(None, 1.0)
+        told.append(words(restarts.failed(failure(f"no {number}"))))
+    assert told == ["restart 1 of 2", "restart 2 of 2", ""]
+
+
+def test_what_goes_on_from_checkpoints_to_new_steps_may_fail_as_often_as_it_likes() -> None:
+    restarts = Restarts(1)
+    told = [words(fails(restarts, 10 * number, 10 * number + 15)) for number in range(50)]
+    assert told[0] == "restart 1 of 1"
+    assert told[1:] == [f"restart {n + 1} (1 of 1 since step {10 * n + 15})" for n in range(1, 50)]
+    assert restarts.count == 50
+
+
+@pytest.mark.parametrize(
+    ("rounds", "spent"),
+    [
+        ([(0, 100 + n) for n in range(9)], 2),  # it keeps nothing: each begins at 0, and comes one step further
+        ([(50, 100 + n) for n in range(9)], 2),  # it keeps nothing more than it had
+        ([(0, 100), (50, 90), (60, 95), (70, 100), (80, 100)], 2),  # it goes over the same steps
+        ([(0, 5)] + [(5, 5)] * 8, 2),
+        ([(0, 5), (5, 9)] + [(9, 9)] * 8, 3),
+        ([(0, 0), (0, 7), (4, 8), (6, 8), (6, 10), (6, 11), (6, 11)], 6),
+    ],
+)
+def test_a_crash_loop_ends_after_so_many_restarts_without_a_new_step_that_is_kept(
+    rounds: list[tuple[int, int]], spent: int
+) -> None:
+    restarts = Restarts(2)
+    told = [words(fails(restarts, *steps)) for steps in rounds]
+    end = told.index("not restarted again: 2 in a row brought no progress")
+    assert (end, restarts.count) == (spent, spent)
+
+
+def test_without_restarts_there_is_none_however_far_it_came() -> None:
+    restarts = Restarts(0)
+    assert fails(restarts, 100, 200) == NoMore("")
+
+
+def test_a_round_that_failed_before_its_trainer_is_no_progress_and_takes_none_away() -> None:
+    restarts = Restarts(2)
+    fails(restarts, 0, 10)
+    fails(restarts, 8, 20)
+    restarts.ended(None, 1.0)
+    assert words(restarts.failed(failure("no"))) == "restart 3 (2 of 2 since step 20)"
+
+
+def test_the_same_error_at_the_same_step_is_not_tried_again_whichever_rank_says_so() -> None:
+    restarts = Restarts(10)
+    fails(restarts, 0, 12, exit_code=1, message="ValueError: bad sample at 0x7f10 (pid 71)", rank=0)
+    fails(restarts, 10, 11)  # a kill in between
+    follows = fails(restarts, 10, 12, exit_code=1, message="ValueError: bad sample at 0x7e22 (pid 99)", rank=1)
+    assert follows == NoMore("not restarted again: the same error after step 12 twice, it is not by chance")
+
+
+ERROR = {"exit_code": 1, "step": 12, "message": "KeyError: 'a'"}
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        ERROR | {"message": "KeyError: 'b'"},
+        ERROR | {"step": 13},
+        ERROR | {"exit_code": 3},
+        ERROR | {"exit_code": -signal.SIGSEGV},
+    ],
+)
+def test_another_error_or_another_step_is_tried_again(second: dict[str, object]) -> None:
+    restarts = Restarts(10)
+    assert isinstance(restarts.failed(failure(**ERROR)), Again)  # type: ignore[arg-type]
+    assert isinstance(restarts.failed(failure(**second)), Again)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("chance", [{"exit_code": -signal.SIGSEGV}, {"step": None}, {"echo": True}])
+def test_what_may_be_chance_is_tried_again(chance: dict[str, object]) -> None:
+    restarts = Restarts(10)
+    for _ in range(2):
+        assert isinstance(restarts.failed(failure(**ERROR | chance)), Again)  # type: ignore[arg-type]
+
+
+def test_a_script_that_always_fails_is_left_before_the_restarts_are_used_up() -> None:
+    restarts = Restarts(100)
+    follows = [restarts.failed(failure("ValueError: no")) for _ in range(IDENTICAL_FAILURES + 1)]
+    assert words(follows[-1]) == "not restarted again: the same failure 6 times in a row, without progress"
+    assert restarts.count == IDENTICAL_FAILURES
+
+
+@pytest.mark.parametrize("harmless", [failure(exit_code=KILL), failure(after=PROGRESS_SECONDS)])
+def test_kills_from_outside_and_failures_after_long_rounds_are_no_crash_loop(harmless: Failure) -> None:
+    restarts = Restarts(50)
+    assert {follows.wait for _ in range(50) if isinstance(follows := restarts.failed(harmless), Again)} == {0.0}
+    assert restarts.failed(harmless) == NoMore("")
+    assert restarts.count == 50
+
+
+def waits(restarts: Restarts, times: int) -> list[float]:
+    found = [restarts.failed(failure(f"no {restarts.count}")) for _ in range(times)]
+    return [follows.wait for follows in found if isinstance(follows, Again)]
+
+
+def test_the_first_restart_is_at_once_and_a_crash_loop_waits_longer_and_longer() -> None:
+    assert waits(Restarts(2000), 2000) == [0, 1, 2, 4, 8, 16, 32] + [LONGEST_WAIT] * 1993
+
+
+def test_progress_and_kills_from_outside_end_the_waits() -> None:
+    restarts = Restarts(100)
+    assert waits(restarts, 3) == [0, 1, 2]
+    assert fails(restarts, 0, 1) == Again("restart 4 of 100", 0)
+    assert waits(restarts, 2) == [0, 1]
+    restarts.ended(Steps(1, 2), 1.0)
+    assert waits(restarts, 2) == [0, 1]
+
+
+def test_lost_nodes_are_not_counted_with_failures() -> None:
+    restarts = Restarts(1)
+    assert {restarts.lost() for _ in range(LOST_NODES)} == {""}
+    assert words(restarts.failed(failure("no"))) == "restart 1 of 1"
+    assert restarts.lost() == "nodes were lost 101 times in a row without progress"
+
+
+@pytest.mark.parametrize(("steps", "seconds"), [(Steps(5, 9), 1.0), (None, PROGRESS_SECONDS)])
+def test_progress_begins_the_count_of_lost_nodes_anew(steps: Steps | None, seconds: float) -> None:
+    restarts = Restarts(0)
+    for _ in range(LOST_NODES):
+        restarts.lost()
+    restarts.ended(steps, seconds)
+    assert restarts.lost() == ""
