@@ -171,6 +171,7 @@ class Trainer:
         history: list[LogRow] = []
         total = self._position.last_step(self.config, feed.steps)
         announce(self.world, self.batch_plan, self.config, self.step, total)
+        self._stopping = False
         self._tell("on_fit_start")
         evaluated = -1
         with ProgressReport(total, self.world.is_main) as progress:
@@ -182,6 +183,7 @@ class Trainer:
                     metrics, evaluated = self._evaluate(evaluation()), self.step
         if evaluation is not None and evaluated != self.step:
             metrics = self._evaluate(evaluation())
+            self._checkpoints.at_end()  # this one may be the best
         result = FitResult(
             steps=self.step,
             samples=self._position.samples,
@@ -199,6 +201,7 @@ class Trainer:
         Stop whenever you like, on all ranks at the same step; a later call goes on from there.
         """
         self._agree(train_data=train_data)
+        self._stopping = False
         return self._steps(train_data, self._feed(train_data), [])
 
     def save(self) -> None:
@@ -292,7 +295,6 @@ class Trainer:
                     self._meet_if(stopping)
                     row = self._log(epoch, history, last=finished) if due or finished else None
                     garbage.collect()
-                    self._checkpoints.after_step()
                     left = time.perf_counter()
                     yield Step(number, epoch, samples, share is None, row)
                     self._log_points.interval.started += time.perf_counter() - left  # evaluations are not training
@@ -300,6 +302,7 @@ class Trainer:
                         raise DataError(
                             "this loop over steps() was overtaken by a later one", "finish or leave one at a time"
                         )
+                    self._checkpoints.after_step()  # what the evaluation changed belongs into it
         self._meet_if(self._stopping and not stopping)  # stopped by what heard of the log point or the evaluation
         if self._log_points.interval.steps:  # stopped between log points
             self._log(self.epoch, history, last=True)
@@ -370,7 +373,6 @@ class Trainer:
             self.model.train()
         self._optimizer_step.clear()  # of a step that was not finished, or of the user's own
         self._log_points.begin(self.step + 1)
-        self._stopping = False
 
     def _finished(self) -> bool:
         """Whether the run has come to what ends it first: `stop`, max_steps or the last epoch."""
@@ -413,6 +415,7 @@ class Trainer:
         logger.info("evaluation at step {}: {}", self.step, "  ".join(f"{k} {v:.4g}" for k, v in values.items()))
         self._tell("on_evaluate", values)
         self._tell("on_evaluate_end")
+        self._checkpoints.after_evaluation(values)
         return values
 
     def _agree(self, **data: object) -> None:
