@@ -87,10 +87,20 @@ class CheckpointConfig(_Part):
     every_steps: Count | None = Field(None, description="Optimizer steps between saves.")
     every_seconds: PositiveFloat | None = Field(None, description="Seconds between saves, by the clock of rank 0.")
     keep_last: Count = Field(2, description="How many whole checkpoints are kept.")
+    keep_best: str | None = Field(
+        None, description='Save after the best evaluation so far, by "loss" or this metric, and keep that one too.'
+    )
+    best_mode: Literal["min", "max"] = Field("min", description="What is better for keep_best: less or more.")
     background: bool = Field(True, description="Write beside the training loop.")
     resume: Literal["auto"] | Path | None = Field(
         "auto", description='"auto": the newest whole checkpoint in `dir`, if any; a path; None: start afresh.'
     )
+
+    @model_validator(mode="after")
+    def _mode_of_something(self) -> Self:
+        if self.best_mode != "min" and self.keep_best is None:
+            raise ValueError(f"best_mode = {self.best_mode!r} says what is better, but keep_best names no metric")
+        return self
 
 
 class ParallelConfig(_Part):

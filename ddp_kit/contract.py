@@ -200,6 +200,12 @@ def read_first_step(path: Path) -> int:
     return int.from_bytes(path.read_bytes()[STEP_BYTES : 2 * STEP_BYTES], "little")
 
 
+def attempt(env: Mapping[str, str] | None = None) -> tuple[str, int]:
+    """The job's id, and how often its workers were started again; ("", 0) where no launcher has started this one."""
+    env = os.environ if env is None else env
+    return env.get(RUN_ID, ""), _number(env, RESTART_COUNT, 0)
+
+
 def speaker_rank() -> int:
     """This process's rank for the purpose of speaking to the user; never raises."""
     text = os.environ.get(RANK, "0")

@@ -75,7 +75,14 @@ class LossError(DdpKitError):
 
 
 class CheckpointError(DdpKitError):
-    """A checkpoint cannot be written, found or believed."""
+    """A checkpoint cannot be written, found or believed.
+
+    `may_pass`: whether time may mend it, as with a full disk; a run then goes on, and tries again with its next save.
+    """
+
+    def __init__(self, message: str, hint: str, *, may_pass: bool = False) -> None:
+        super().__init__(message, hint)
+        self.may_pass = may_pass
 
 
 class UsageError(DdpKitError):

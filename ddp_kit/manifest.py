@@ -5,6 +5,7 @@
         model.safetensors           tensors, one file per part of the state
         state.json                  all else, of all parts
     <dir>/.writing-step-00000012-1f0c93aa/    not finished; the next save removes it unless somebody writes it still
+    <dir>/set-aside-20260102-030405-1f0c/     of a course that the run has left: nothing looks in there
 
 docs/checkpoints.md describes the files for other programs.
 """
@@ -27,6 +28,8 @@ STATE = "state.json"
 TENSORS = ".safetensors"
 WRITING, REMOVED = ".writing-", ".removed-"
 """How the names of folders begin that are being written, and removed; or whose writer was killed."""
+ASIDE = "set-aside-"
+"""How the names of folders begin that hold the checkpoints of a course that was left."""
 
 _NAME = re.compile(r"step-(\d{8,})")
 _PLAIN_NAME = re.compile(r"[\w-][\w.-]*", re.ASCII)
@@ -34,6 +37,7 @@ _HASH = "sha256"
 _LENGTH_BYTES = 8  # of the header of a safetensors file, little-endian, at its beginning
 _LONGEST_HEADER = 100 << 20  # safetensors' own limit
 _READERS = 4
+_NEWER = "newer format"
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,11 @@ class Found:
         """Whether it can be loaded, as far as was looked."""
         return self.problem is None
 
+    @property
+    def newer(self) -> bool:
+        """Whether it is not damaged, but of a later version of ddpkit."""
+        return self.problem is not None and self.problem.startswith(_NEWER)
+
     def __str__(self) -> str:
         return f"{self.path}: {self.problem or 'whole'}"
 
@@ -130,6 +139,11 @@ def newest_whole(folder: Path, *, hashes: bool = False) -> Choice:
 def leftovers(folder: Path) -> tuple[Path, ...]:
     """Folders that are being written or removed, or were when their writer was killed. Raises `CheckpointError`."""
     return tuple(path for path in _entries(folder) if path.name.startswith((WRITING, REMOVED)))
+
+
+def left_courses(folder: Path) -> tuple[Path, ...]:
+    """Folders with the checkpoints of courses that were left. Raises `CheckpointError`."""
+    return tuple(path for path in _entries(folder) if path.name.startswith(ASIDE))
 
 
 def examine(path: Path) -> Found:
@@ -200,6 +214,8 @@ def _found(path: Path, step: int | None) -> Found | None:
         if not path.exists():  # a save has just removed it
             return None
         problem = f"half written: {MANIFEST} is missing"
+        if step is None:
+            problem = f"not a checkpoint of ddpkit: it has no {MANIFEST}"
     except NotADirectoryError:
         problem = "not a checkpoint of ddpkit: a file"
     except OSError as error:
@@ -225,7 +241,7 @@ def _manifest(text: bytes) -> tuple[Manifest | None, str | None]:
     if type(number) is not int:
         return None, f"not a checkpoint of ddpkit: {MANIFEST} names no format"
     if number > FORMAT:
-        return None, f"newer format {number}: this version of ddpkit reads up to {FORMAT}"
+        return None, f"{_NEWER} {number}: this version of ddpkit reads up to {FORMAT}"
     if content.pop(_HASH, None) != _hash_of(content):
         return None, damaged
     try:

@@ -65,7 +65,7 @@ class Precision:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """What `state` gave."""
-        if self._scaler is not None:
+        if self._scaler is not None and state:  # else the run had another precision
             self._scaler.load_state_dict(state)
 
     def apply(self, optimizer: Optimizer) -> bool:

@@ -19,7 +19,7 @@ class BestModel(Callback):
     `path`: a file that the main rank writes at each improvement, whole or not at all; read it with
     `safetensors.torch.load_model(model, path)`, which also ties again what the model has tied.
     `restore_at_end`: leave the model with its best weights at the end of `fit`. The optimizer's state stays.
-    Each rank keeps a copy of its own in host memory, so restoring is no collective.
+    Each rank keeps a copy of its own in host memory, so restoring is no collective; a checkpoint holds one of them.
     What it keeps is what was evaluated: with an `EMA` among the callbacks, the averaged weights.
     Raises `ConfigError`; for an unknown metric at the first evaluation.
     """
@@ -38,14 +38,34 @@ class BestModel(Callback):
         self._state: dict[str, Any] = {}
         self.step: int | None = None
         """The optimizer steps that had been done at the best evaluation."""
+        self._taken_up = False  # from a checkpoint: the file may hold what came after it
 
     @property
     def value(self) -> float | None:
         """The best value so far; None before the first evaluation."""
         return self._watched.best
 
+    def state_dict(self) -> dict[str, Any]:
+        """The best value, its step and its weights."""
+        return {"watched": self._watched.state_dict(), "step": self.step, "weights": self._state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the best so far."""
+        if self._watched.load_state_dict(state["watched"]):
+            self.step, self._state = state["step"], state["weights"]
+            self._taken_up = True
+
+    def on_fit_start(self, trainer: Any) -> None:
+        """After a checkpoint was taken up, let the file hold what was the best by then."""
+        self._take_up(trainer)
+
+    def on_step(self, trainer: Any) -> None:
+        """The same, in a loop over steps()."""
+        self._take_up(trainer)
+
     def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
         """Copy the weights if they are the best so far."""
+        self._take_up(trainer)
         if not self._watched.improved(metrics):
             return
         model: nn.Module = trainer.model
@@ -68,6 +88,20 @@ class BestModel(Callback):
                 "give eval_data to fit, or call evaluate",
             )
         self._model.load_state_dict(self._state)
+
+    def _take_up(self, trainer: Any) -> None:
+        if not self._taken_up:
+            return
+        self._taken_up = False
+        if self.step is None:  # there was no best yet
+            return
+        model: nn.Module = trainer.model
+        self._model = model
+        if self._path is not None and trainer.world.is_main:
+            now = {name: _copied(value) for name, value in model.state_dict().items()}
+            self.restore()
+            _write(model, self._path)
+            model.load_state_dict(now)
 
     def _named_value(self) -> tuple[str, float | None]:
         return self._watched.metric, self.value

@@ -4,13 +4,13 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from ddp_kit.callbacks.rows import RowLogger, drop_torn_row, file_row
+from ddp_kit.callbacks.rows import FileLogger, file_row
 from ddp_kit.errors import ConfigError
 
 _FIRST = ["event", "step"]
 
 
-class CSVLogger(RowLogger):
+class CSVLogger(FileLogger):
     """Adds one row per log point and one per evaluation to a CSV file, on the main rank; each is on disk at once.
 
     event             train (a log point) or eval (an evaluation)
@@ -19,12 +19,12 @@ class CSVLogger(RowLogger):
     eval_loss, ...    the metrics, empty in rows of log points
 
     A file that is there is gone on with. Where a row brings columns that it does not have, they are added at its
-    right, and the file is replaced as a whole by one with the longer header. Raises `ConfigError` for a file that is
-    no such log.
+    right, and the file is replaced as a whole by one with the longer header. A run that goes on from a checkpoint
+    takes its rows of later steps out of it. Raises `ConfigError` for a file that is no such log.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
+        super().__init__(path)
         self._columns: list[str] | None = None
         _read_columns(self._path)
 
@@ -40,11 +40,14 @@ class CSVLogger(RowLogger):
         with self._path.open("a", encoding="utf-8", newline="") as file:
             csv.writer(file, lineterminator="\n").writerow([row.get(name) for name in columns])
 
+    def step_of(self, line: str) -> int:
+        """Its second column."""
+        return int(line.split(",", 2)[1])
+
     def _go_on(self) -> list[str]:
         """The columns of the file as the run finds it."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._path.exists():
-            drop_torn_row(self._path)
+        self.begin()
         return _read_columns(self._path)
 
     def _rewrite(self, columns: list[str]) -> None:

@@ -13,7 +13,8 @@ class EarlyStopping(Callback):
 
     `metric`: "loss" or the name of one of the Trainer's metrics. `mode`: "min" or "max", what better means.
     `min_delta`: by how much a value has to be better than the best to count. NaN is no improvement.
-    All ranks see the same values, and so decide the same. A new call of `fit` has its patience anew.
+    All ranks see the same values, and so decide the same. A new call of `fit` has its patience anew; one that goes on
+    from a checkpoint has what was left of it, and where nothing was, it ends at once.
     Raises `ConfigError`; for an unknown metric at the first evaluation.
     """
 
@@ -26,19 +27,35 @@ class EarlyStopping(Callback):
         self._patience = patience
         self.waited = 0
         """Evaluations since the best one."""
+        self._taken_up = False  # from a checkpoint, since the last call of `fit`
 
     @property
     def best(self) -> float | None:
         """The best value so far; None before the first evaluation."""
         return self._watched.best
 
+    def state_dict(self) -> dict[str, Any]:
+        """The best value, and how long it has been waited for a better one."""
+        return {"watched": self._watched.state_dict(), "waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on waiting."""
+        if self._watched.load_state_dict(state["watched"]):
+            self.waited, self._taken_up = state["waited"], True
+
     def on_fit_start(self, trainer: Any) -> None:
-        """Begin to wait anew."""
-        self.waited = 0
+        """Begin to wait anew, except where a checkpoint was taken up."""
+        if not self._taken_up:
+            self.waited = 0
+        self._taken_up = False
+        self._stop_where_due(trainer)
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
         """Stop the run where it has not got better for long enough."""
         self.waited = 0 if self._watched.improved(metrics) else self.waited + 1
+        self._stop_where_due(trainer)
+
+    def _stop_where_due(self, trainer: Any) -> None:
         if self.waited >= self._patience:
             logger.info(
                 "stopping at step {}: {} has not got better than {} in {} evaluations",

@@ -27,17 +27,31 @@ class EMA(Callback):
             raise ConfigError(f"EMA got decay={decay!r}", "give a number from 0 to below 1, such as 0.999")
         self._decay = decay
         self._model: nn.Module | None = None
+        self._names: list[str] = []
         self._parameters: list[Tensor] = []
         self._average: list[Tensor] = []
         self._trained: list[Tensor] = []  # the weights set aside, while the model has the averaged ones
+        self._loaded: dict[str, Tensor] = {}  # of a checkpoint, until the model is known
+
+    def state_dict(self) -> dict[str, Any]:
+        """The average, by the names of the parameters; nothing before the first step."""
+        return {"average": self._loaded or dict(zip(self._names, self._average, strict=True))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with this average. Raises `ConfigError` with the next event where it is of other parameters."""
+        self._swap_back()
+        self._model, self._names, self._parameters, self._average = None, [], [], []
+        self._loaded = state["average"]
 
     def on_fit_start(self, trainer: Any) -> None:
         """Take back the weights, if an evaluation before has failed."""
         self._swap_back()
+        self._take_up(trainer.model)
 
     @torch.no_grad()
     def on_step(self, trainer: Any) -> None:
         """Add the weights to the average."""
+        self._take_up(trainer.model)
         if trainer.model is not self._model:
             self._begin(trainer.model)
             return
@@ -53,6 +67,7 @@ class EMA(Callback):
     def on_evaluate_start(self, trainer: Any) -> None:
         """Put the averaged weights into the model's own tensors, which DDP and the optimizer hold too."""
         self._swap_back()
+        self._take_up(trainer.model)
         if trainer.model is self._model:
             self._trained = [parameter.detach().clone() for parameter in self._parameters]
             torch._foreach_copy_(self._parameters, self._average)
@@ -85,10 +100,26 @@ class EMA(Callback):
     def _begin(self, model: nn.Module) -> None:
         self._swap_back()
         self._model = model
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._names, self._parameters = list(trained), list(trained.values())
         self._average = [
             parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
             for parameter in self._parameters
+        ]
+
+    def _take_up(self, model: nn.Module) -> None:
+        """After a checkpoint was loaded: its average, for this model."""
+        if not self._loaded:
+            return
+        self._begin(model)
+        loaded, self._loaded = self._loaded, {}
+        if differ := sorted(set(loaded) ^ set(self._names)):
+            raise ConfigError(
+                f"EMA has another average in the checkpoint than it makes of this model: {', '.join(differ[:8])}",
+                "train the same parameters (requires_grad) as before, or leave EMA out and start it afresh later",
+            )
+        self._average = [
+            loaded[name].to(own.device, own.dtype) for name, own in zip(self._names, self._average, strict=True)
         ]
 
     @torch.no_grad()

@@ -5,23 +5,23 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ddp_kit.callbacks.rows import RowLogger, drop_torn_row, file_row
+from ddp_kit.callbacks.rows import FileLogger, file_row
 from ddp_kit.errors import ConfigError
 
 
-class JSONLinesLogger(RowLogger):
+class JSONLinesLogger(FileLogger):
     """Adds one object per log point and one per evaluation to a file of JSON lines, on the main rank.
 
     {"event": "train", "step": 10, "epoch": 0, "loss": 0.7, ...}    the fields of `LogRow`
     {"event": "eval", "step": 10, "eval_loss": 0.6, ...}            the metrics
 
     NaN and infinity, which JSON does not have, are null. Each row is on disk at once; a file that is there is gone on
-    with. Raises `ConfigError` for a file that does not hold JSON objects.
+    with, and a run that goes on from a checkpoint takes its rows of later steps out of it. Raises `ConfigError` for a
+    file that does not hold JSON objects.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
-        self._begun = False
+        super().__init__(path)
         if self._path.exists():
             with self._path.open("rb") as file:
                 if file.read(1) not in (b"", b"{"):
@@ -32,14 +32,15 @@ class JSONLinesLogger(RowLogger):
 
     def write(self, trainer: Any, kind: str, step: int, values: dict[str, Any]) -> None:
         """Add a line."""
-        if not self._begun:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            if self._path.exists():
-                drop_torn_row(self._path)
-            self._begun = True
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self.begin()
         line = json.dumps(_finite(file_row(kind, step, values)), allow_nan=False)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")
+
+    def step_of(self, line: str) -> int:
+        """Its field."""
+        return int(json.loads(line)["step"])
 
 
 def _finite(value: Any) -> Any:

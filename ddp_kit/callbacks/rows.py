@@ -19,6 +19,23 @@ class RowLogger(Callback):
         """Write a row. `values`: of a log point the other fields of `LogRow`, of an evaluation the metrics."""
         raise NotImplementedError
 
+    _taken_up = False  # from a checkpoint, and the rows of later steps are still there
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Note that rows of later steps than the checkpoint's belong to what is done once more, or otherwise."""
+        self._taken_up = True
+
+    def take_back(self, step: int) -> None:
+        """Let go of the rows of later steps, before the first row of a run that goes on after `step`."""
+
+    def on_fit_start(self, trainer: Any) -> None:
+        """Take back what came after the checkpoint, if one was taken up."""
+        self._take_back(trainer, trainer.step)
+
+    def on_step(self, trainer: Any) -> None:
+        """The same, in a loop over steps()."""
+        self._take_back(trainer, trainer.step - 1)
+
     def on_log(self, trainer: Any, row: LogRow) -> None:
         """A row for the log point."""
         if trainer.world.is_main:
@@ -27,8 +44,68 @@ class RowLogger(Callback):
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
         """A row for the evaluation."""
+        self._take_back(trainer, trainer.step)
         if trainer.world.is_main:
             self.write(trainer, "eval", trainer.step, dict(metrics))
+
+    def _take_back(self, trainer: Any, step: int) -> None:
+        if self._taken_up:
+            self._taken_up = False
+            if trainer.world.is_main:
+                self.take_back(step)
+
+
+class FileLogger(RowLogger):
+    """A `RowLogger` with a text file, a row a line; what other runs have written to it before is left alone."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._begins: int | None = None  # the line with which this run begins; None until it is asked for
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which lines of which file are this run's."""
+        return {"path": str(self._path.absolute()), "begins": self.begin()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the file, if it is the same one."""
+        if state["path"] == str(self._path.absolute()):
+            super().load_state_dict(state)
+            self._begins = state["begins"]
+
+    def begin(self) -> int:
+        """Make the file ready for rows, and return the number of its lines that this run has not written."""
+        if self._begins is None:
+            self._begins = 0
+            if self._path.exists():
+                drop_torn_row(self._path)
+                with self._path.open("rb") as file:
+                    self._begins = sum(1 for _ in file)
+        return self._begins
+
+    def step_of(self, line: str) -> int:
+        """The step of a row. Raises `ValueError`, `LookupError` or `TypeError` for a line that is none."""
+        raise NotImplementedError
+
+    def take_back(self, step: int) -> None:
+        """Take this run's rows of later steps away: a file without them takes the place of this one."""
+        if not self._path.exists():
+            return
+        drop_torn_row(self._path)
+        with self._path.open(encoding="utf-8", newline="") as file:
+            lines = list(file)
+        begins = self.begin()
+        kept = [line for number, line in enumerate(lines) if number < begins or not self._is_later(line, step)]
+        if len(kept) < len(lines):
+            part = self._path.with_name(f"{self._path.name}.part")
+            part.write_text("".join(kept), encoding="utf-8", newline="")
+            part.replace(self._path)
+            logger.info("{} rows after step {} are taken out of {}", len(lines) - len(kept), step, self._path)
+
+    def _is_later(self, line: str, step: int) -> bool:
+        try:
+            return self.step_of(line) > step
+        except (ValueError, LookupError, TypeError):
+            return False
 
 
 def file_row(kind: str, step: int, values: Mapping[str, Any]) -> dict[str, Any]:

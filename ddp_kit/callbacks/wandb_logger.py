@@ -10,13 +10,23 @@ class WandbLogger(RowLogger):
 
     `project` and `init`: what `wandb.init` takes, such as name, group or mode="offline". The TrainerConfig is the
     run's config; `config={...}` adds to it. Needs `pip install wandb`, and raises `ConfigError` without it.
-    The run is finished at the end of `fit`; what is logged after that goes on with the same run.
+    The run is finished at the end of `fit`; what is logged after that goes on with the same run, and so does a Trainer
+    that goes on from a checkpoint. W&B takes no rows back: the steps that are done once more are there twice.
     """
 
     def __init__(self, project: str | None = None, **init: Any) -> None:
         require("wandb", "WandbLogger")
         self._init = {"project": project, **init}
         self._run: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which run it is, on the rank that logs."""
+        return {"id": self._init.get("id") if self._run is None else self._run.id}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with that run, where this process has not begun one."""
+        if state["id"] is not None and self._run is None and "id" not in self._init:
+            self._init |= {"id": state["id"], "resume": "allow"}
 
     def on_fit_start(self, trainer: Any) -> None:
         """Start the run, so that it watches the machine from the first step."""

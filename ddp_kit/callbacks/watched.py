@@ -1,9 +1,10 @@
 """Whether an evaluation is better than the best before."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from ddp_kit.errors import ConfigError, nearest
+from ddp_kit.log import logger
 
 
 class Watched:
@@ -15,6 +16,7 @@ class Watched:
         if not min_delta >= 0:
             raise ConfigError(f"{owner} got min_delta={min_delta!r}", "give a number that is at least 0")
         self.metric = metric
+        self.mode = mode
         self.best: float | None = None
         self._owner = owner
         self._sign = 1.0 if mode == "min" else -1.0
@@ -34,4 +36,19 @@ class Watched:
         if self.best is not None and not self._sign * (self.best - value) > self._min_delta:
             return False
         self.best = value
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint is to hold."""
+        return {"metric": self.metric, "mode": self.mode, "best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Take up the best value; False, with a warning, where it is of another metric or mode."""
+        saved, own = (state["metric"], state["mode"]), (self.metric, self.mode)
+        if saved != own:
+            logger.warning(
+                "{} begins anew: it watches {!r} ({}), in the checkpoint {!r} ({})", self._owner, *own, *saved
+            )
+            return False
+        self.best = state["best"]
         return True

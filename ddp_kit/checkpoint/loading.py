@@ -13,7 +13,7 @@ from torch import Tensor
 from ddp_kit.checkpoint.layout import DTYPE_OF
 from ddp_kit.checkpoint.packing import unpack
 from ddp_kit.errors import CheckpointError
-from ddp_kit.manifest import STATE, TENSORS, FileRecord, Found, examine, read_header, wrong_hash
+from ddp_kit.manifest import STATE, TENSORS, FileRecord, Found, checkpoints, examine, read_header, wrong_hash
 
 _BUFFER = 1 << 20
 _READERS = 4
@@ -39,6 +39,14 @@ def load(path: Path | str, *, device: torch.device | str = "cpu") -> dict[str, A
         raise _damaged(found, f"a file cannot be read: {error.strerror or error}") from None
     state: dict[str, Any] = unpack(text, _Fetch(tensors, torch.device(device)))
     return state
+
+
+def newer(found: Found) -> CheckpointError:
+    """The error of a checkpoint that a later version has written."""
+    return CheckpointError(
+        f"the checkpoint {found.path} is of a {found.problem}",
+        "go on with the version of ddpkit that wrote it, or a later one; or name an older checkpoint or another folder",
+    )
 
 
 class _Fetch:
@@ -99,6 +107,12 @@ def _tensor(entry: Mapping[str, Any], file: IO[bytes], digest: Any, size: int) -
 
 
 def _damaged(found: Found, problem: str) -> CheckpointError:
+    if found.manifest is None and found.path.is_dir() and (inner := checkpoints(found.path)):
+        return CheckpointError(
+            f"{found.path} is a folder of checkpoints, not one of them", f"name one: {inner[0].path}"
+        )
+    if found.newer:
+        return newer(found)
     return CheckpointError(
         f"the checkpoint {found.path} cannot be loaded: {problem}",
         f"`ddpkit checkpoints {found.path.parent} --verify` tells which ones are whole; take another",

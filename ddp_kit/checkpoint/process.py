@@ -46,13 +46,13 @@ def main(parent: int, memory: int) -> None:
                 os.write(1, json.dumps(answer).encode() + b"\n")
 
 
-def _done(job: Job, memory: int) -> dict[str, str]:
-    """Write it; returns the error's message and hint, or nothing."""
+def _done(job: Job, memory: int) -> dict[str, str | bool]:
+    """Write it; returns what makes the `CheckpointError`, or nothing."""
     try:
         with mmap.mmap(memory, 0, prot=mmap.PROT_READ) as shared, memoryview(shared) as view:
             write(job, view)
     except CheckpointError as error:
-        return {"message": error.message, "hint": error.hint}
+        return {"message": error.message, "hint": error.hint, "may_pass": error.may_pass}
     except Exception:
         return {
             "message": f"the checkpoint of step {job.step} could not be written:\n{traceback.format_exc()}",

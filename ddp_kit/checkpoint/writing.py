@@ -26,6 +26,7 @@ from typing import Self
 from ddp_kit.checkpoint.system import System
 from ddp_kit.errors import CheckpointError
 from ddp_kit.manifest import (
+    ASIDE,
     MANIFEST,
     REMOVED,
     WRITING,
@@ -112,6 +113,28 @@ def make_folder(folder: Path, system: System | None = None) -> None:
             if not folder.is_dir():  # else another process was quicker
                 raise
         _fsync_folder(folder.parent, system)
+
+
+def set_aside(folder: Path, after: int, system: System | None = None) -> tuple[Path, list[int]] | None:
+    """Move the checkpoints of later steps into a folder beside them, durably; None where there are none.
+
+    They are of a course that the run has left: those of the new one shall not be taken for older ones. Returns the
+    folder and their steps. Raises `CheckpointError`.
+    """
+    system = system or System()
+    there = [found for found in checkpoints(folder) if found.step > after and _is_ours(found)]
+    if not there:
+        return None
+    place = folder / f"{ASIDE}{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    try:
+        system.mkdir(place)
+        for found in there:
+            system.rename(found.path, place / found.path.name)
+        _fsync_folder(place, system)
+        _fsync_folder(folder, system)
+    except OSError as error:
+        raise refused(error, folder) from None
+    return place, [found.step for found in there]
 
 
 def refused(error: OSError, folder: Path) -> CheckpointError:
@@ -266,6 +289,7 @@ def _full(job: Job, folder: Path, free: int | None) -> CheckpointError:
     return CheckpointError(
         f"there is no space for the checkpoint of step {job.step} in {folder}: {needed:,} bytes are needed{there}",
         "free some space, lower keep_last, or name a folder on another disk; the checkpoints before are untouched",
+        may_pass=True,
     )
 
 

@@ -10,13 +10,14 @@ from typing import Any
 from ddp_kit.contract import ExitCode
 from ddp_kit.errors import CheckpointError, UsageError
 from ddp_kit.launcher.parser import Parser
-from ddp_kit.manifest import STATE, TENSORS, Found, checkpoints, leftovers, tensor_table, verified
+from ddp_kit.manifest import STATE, TENSORS, Found, checkpoints, left_courses, leftovers, tensor_table, verified
 
 _EPILOG = f"""\
 exit codes:
   {ExitCode.OK:<2d} all of them are whole
   {ExitCode.BROKEN:<2d} one is damaged
 """
+_BEST = "whole, the best when it was saved"
 _SHOWN = 60  # characters of a value
 _MISSING = object()
 
@@ -41,10 +42,10 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
     asked = parser.parse_args(words)
     try:
         found = checkpoints(asked.dir)
-        left = leftovers(asked.dir)
+        left, courses = leftovers(asked.dir), left_courses(asked.dir)
     except CheckpointError as error:
         raise UsageError(error.message, error.hint) from None
-    if not found and not left:
+    if not found and not left and not courses:
         raise UsageError(f"there are no checkpoints in {asked.dir}", "name the folder that holds the step-... folders")
     if asked.diff:
         found = tuple(_of_step(step, found) for step in asked.diff)
@@ -56,6 +57,8 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
     say("\n".join(_table(found)))
     for path in left:
         say(f"{path.name}: not finished; the next save removes it, unless somebody writes it still")
+    for path in courses:
+        say(f"{path.name}: of a course that was left; `ddpkit checkpoints {path}` lists it, no save removes it")
     return ExitCode.OK if all(one.whole for one in found) else ExitCode.BROKEN
 
 
@@ -73,6 +76,9 @@ def _of_step(step: int, found: Sequence[Found]) -> Found:
 def _table(found: Sequence[Found]) -> Iterator[str]:
     rows = [["step", "age", "size", "files", "state"], *map(_row, found)]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    best = next((row for row in rows if row[-1] == _BEST), None)
+    if best is not None:
+        best[-1] = "whole, the best"
     yield from ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
@@ -80,7 +86,7 @@ def _row(found: Found) -> list[str]:
     manifest = found.manifest
     if manifest is None:
         return [str(found.step), "?", "?", "?", str(found.problem)]
-    whole = "whole, the best when it was saved" if manifest.best else "whole"
+    whole = _BEST if manifest.best else "whole"
     return [
         str(manifest.step),
         _age(manifest.created),

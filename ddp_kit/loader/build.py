@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from ddp_kit.config import DataConfig
 from ddp_kit.loader.collate import as_it_is, put_together
 from ddp_kit.loader.fetch import (
+    Apart,
     Batches,
     SeededBatches,
     SeededSamples,
@@ -34,12 +35,14 @@ def build_loader(
     """A loader over `batches`; what the user's own DataLoader (`template`) chose is kept.
 
     `seed` is for the loader processes; where `batches` says its seed and epoch (`Batches`), they draw by these instead:
-    per batch, or with `config.seed_samples` per sample.
+    per batch, or with `config.seed_samples` per sample. So does this process where it fetches ahead of the use.
     """
     options = loader_options(config, world, seed, template)
     workers, pinned = options["num_workers"], options["pin_memory"]
     collate = put_together if template is None or template.collate_fn is default_collate else template.collate_fn
     own = dataset
+    # Then batches are fetched, and their random numbers drawn, before those of the step before are used.
+    ahead = world.device.type == "cuda" and config.prefetch_batches > 0
     if collate is put_together and gives_whole_batches(dataset):  # nothing random in it
         whole = WholeBatches(dataset)
         if not workers and (not pinned or world.device.type == "cuda"):
@@ -48,12 +51,13 @@ def build_loader(
     elif config.seed_samples:
         seeded = cast(Batches, batches)
         dataset, batches = SeededSamples(dataset, seeded.seed), WithEpoch(seeded)
-    elif workers and hasattr(batches, "epoch"):  # a plain list of batches belongs to none
+    elif (workers or ahead) and hasattr(batches, "epoch"):  # a plain list of batches belongs to none
         told = cast(Batches, batches)
         dataset, batches = SeededBatches(dataset, told.seed), WithEpoch(told)
     if dataset is not own:
         options["worker_init_fn"] = ShowsOwnDataset(options.get("worker_init_fn"))
-    return DataLoader(dataset, batch_sampler=batches, collate_fn=sendable(collate, workers), **options)
+    loader = DataLoader(dataset, batch_sampler=batches, collate_fn=sendable(collate, workers), **options)
+    return Apart(loader) if type(dataset) is SeededBatches and not workers else loader
 
 
 def loader_options(

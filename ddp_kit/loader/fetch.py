@@ -7,9 +7,16 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
-from ddp_kit.world import mixed_seed, random_states_kept, seed_generators
+from ddp_kit.world import (
+    RandomStates,
+    mixed_seed,
+    random_states,
+    random_states_kept,
+    seed_generators,
+    set_random_states,
+)
 
 
 class Batches(Protocol):
@@ -105,9 +112,11 @@ class SeededSamples(Dataset[Any]):
 
 
 class SeededBatches(Dataset[Any]):
-    """A dataset whose batches are fetched, in loader processes, with random states of (seed, epoch, batch) alone.
+    """A dataset whose batches are fetched with random states of (seed, epoch, batch) alone.
 
-    So a run that goes on from a checkpoint draws what it would have drawn. Its keys are those of `WithEpoch`.
+    So a run that goes on from a checkpoint draws what it would have drawn, however far ahead of the training that is.
+    Its keys are those of `WithEpoch`. It leaves the states so, for what makes a batch of the samples: it is for loader
+    processes, or for `Apart`.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -120,6 +129,49 @@ class SeededBatches(Dataset[Any]):
         if callable(several := getattr(self.dataset, "__getitems__", None)):
             return several(own)  # type: ignore[no-any-return]
         return [self.dataset[key] for key in own]
+
+
+class Apart:
+    """A loader that draws in this process, but not from the states of the training, which are kept."""
+
+    def __init__(self, loader: "DataLoader[Any]") -> None:
+        self._loader = loader
+        self.batch_sampler, self.in_order = loader.batch_sampler, loader.in_order  # for who names samples at fault
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._loader)
+        while True:
+            with random_states_kept():
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            yield batch
+
+
+class OwnRandomStates:
+    """Random states beside those of the training: within, this process draws from them, and they go on each time.
+
+    A loader process has no others.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._alone = get_worker_info() is not None
+        self._states: RandomStates | None = None
+
+    def __enter__(self) -> None:
+        if not self._alone:
+            self._outside = random_states()
+        if self._states is None:
+            seed_generators(self._seed)
+        elif not self._alone:
+            set_random_states(self._states)
+
+    def __exit__(self, *_: object) -> None:
+        self._states = random_states()
+        if not self._alone:
+            set_random_states(self._outside)
 
 
 class WithEpoch:

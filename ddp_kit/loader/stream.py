@@ -17,10 +17,10 @@ from ddp_kit.config import DataConfig
 from ddp_kit.errors import DataError
 from ddp_kit.loader.build import loader_options
 from ddp_kit.loader.collate import Uncollated, as_it_is, data_error, put_together
-from ddp_kit.loader.fetch import ShowsOwnDataset
+from ddp_kit.loader.fetch import OwnRandomStates, ShowsOwnDataset
 from ddp_kit.loader.shared_memory import sendable
 from ddp_kit.loader.watched import watched
-from ddp_kit.world import World
+from ddp_kit.world import World, mixed_seed
 
 
 class Stream:
@@ -72,6 +72,7 @@ def build_stream(
         sendable(collate, options["num_workers"]),
         drop_last=template is not None and template.drop_last,
         epoch=epoch,
+        seed=mixed_seed(seed, world.rank),
     )
     return Stream(DataLoader(batches, batch_size=None, collate_fn=as_it_is, **options), epoch)
 
@@ -87,7 +88,9 @@ class _Batches(IterableDataset[tuple[int | None, Any]]):
         *,
         drop_last: bool,
         epoch: Tensor,
+        seed: int,
     ) -> None:
+        self._seed = seed
         self.dataset = dataset
         self._sizes = sizes
         self._collate = collate
@@ -95,21 +98,21 @@ class _Batches(IterableDataset[tuple[int | None, Any]]):
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[tuple[int | None, Any]]:
-        if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
-            set_epoch(int(self._epoch))
-        stream = iter(self.dataset)
-        if self._sizes is None:
-            for batch in stream:
-                yield None, self._collate(batch)
-            return
-        info = get_worker_info()
+        epoch, info = int(self._epoch), get_worker_info()
         first, turns = (0, 1) if info is None else (info.id, info.num_workers)
+        own = OwnRandomStates(mixed_seed(self._seed, epoch, first))  # read once more, a stream draws the same
+        with own:
+            if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
+                set_epoch(epoch)
+            stream = iter(self.dataset)
         for number in count(first, turns):
-            size = self._sizes[number % len(self._sizes)]
-            samples = list(islice(stream, size))
-            if not samples or (self._drop_last and len(samples) < size):
-                return
-            yield len(samples), self._collate(samples)
+            size = 1 if self._sizes is None else self._sizes[number % len(self._sizes)]
+            with own:
+                samples = list(islice(stream, size))
+                if not samples or (self._drop_last and len(samples) < size):
+                    return
+                batch = self._collate(samples[0] if self._sizes is None else samples)
+            yield None if self._sizes is None else len(samples), batch
 
 
 def _count(batch: Any) -> int:

@@ -4,25 +4,34 @@ import json
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ddp_kit import contract
 from ddp_kit.callbacks import Callback
-from ddp_kit.checkpoint.loading import load
+from ddp_kit.callbacks.watched import Watched
+from ddp_kit.checkpoint.loading import load, newer
 from ddp_kit.checkpoint.saver import Saver
+from ddp_kit.checkpoint.writing import set_aside
 from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
-from ddp_kit.manifest import checkpoints, name_of, newest_whole
+from ddp_kit.manifest import checkpoints, name_of
 from ddp_kit.trainer.agreement import every_text, gathered
+from ddp_kit.trainer.fitting import callback_states, check, kinds, load_callbacks, of_another_run
 from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.step import OptimizerStep, Parts
 from ddp_kit.world import RandomStates, mixed_seed, random_states, seed_generators, set_random_states
 
 _COMPARED = 32  # of the newest checkpoints, among which nodes with folders of their own look for one that all have
+
+Course = dict[str, str | None]
+"""What the checkpoints that follow from each other have in common: see `_course`."""
 
 
 class Checkpoints:
@@ -42,12 +51,18 @@ class Checkpoints:
         self._callbacks = callbacks
         self._before_save = before_save  # raises where there is nothing worth saving
         self._config = parts.config.checkpoint
-        self._saver: Saver | None = None
-        self._saved_step = -1
+        self._saver: _Patient | None = None
+        self._saved_step = self._best_step = -1
+        best, mode = self._config.keep_best, self._config.best_mode
+        self._watched = None if best is None else Watched("checkpoint.keep_best", best, mode)
+        self._course: Course = {}
+        self._kept: int | None = None  # what is of later steps is set aside before the next save; None: nothing
         self.saved_at = time.monotonic()
         """When the latest save began, or this run."""
         if self._config.dir is not None and self._writes(self._config.dir):
-            self._saver = Saver(self._config.dir, keep_last=self._config.keep_last, background=self._config.background)
+            self._saver = _Patient(
+                self._config.dir, keep_last=self._config.keep_last, background=self._config.background
+            )
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -69,18 +84,44 @@ class Checkpoints:
         if self._config.dir is not None:
             self.save_once()
         if self._saver is not None:
-            self._saver.wait()
+            self._saver.settle()
+
+    def after_evaluation(self, metrics: dict[str, float]) -> None:
+        """Save the best so far, which all ranks know to be that."""
+        if self._watched is not None and self._watched.improved(metrics):
+            self._best_step = self._position.step
+            if self._config.dir is not None:
+                self.save()
 
     def save(self) -> None:
-        """Write a checkpoint of this step. Raises `CheckpointError`."""
+        """Write a checkpoint of this step. Raises `CheckpointError`; what time may mend is a warning."""
         if self._config.dir is None:
             raise CheckpointError("there is no folder to save in", 'set checkpoint={"dir": ...} in the TrainerConfig')
         self._before_save()
         self.saved_at = time.monotonic()
         random = every_text(json.dumps(_plain(random_states(self._parts.world))).encode(), self._parts.world)
+        step = self._position.step
         if self._saver is not None:
-            self._saver.save(self._position.step, self._state([text.decode() for text in random]))
-        self._saved_step = self._position.step
+            self._set_aside(self._config.dir)
+            state = self._state([text.decode() for text in random])
+            self._saver.save(step, state, best=step == self._best_step)
+        self._saved_step, self._kept = step, None
+
+    def _set_aside(self, folder: Path) -> None:
+        """Once a run has gone back: what it had come to before would be taken for newer than what it comes to now."""
+        if self._kept is None or self._saver is None:
+            return
+        self._saver.check(wait=True)
+        moved = set_aside(folder, self._kept)
+        if moved is not None:
+            place, steps = moved
+            logger.warning(
+                "this run goes on after step {}: the checkpoints of steps {} are of another course, and are now in {}; "
+                "remove that folder when you do not need them",
+                max(self._kept, 0),
+                ", ".join(map(str, sorted(steps))),
+                place,
+            )
 
     def _state(self, random: list[str]) -> dict[str, Any]:
         parts = self._parts
@@ -91,7 +132,10 @@ class Checkpoints:
             "scaler": parts.precision.state(),
             "position": self._position.state(),
             "skipped": self._optimizer_step.skipped,
-            "callbacks": [[type(each).__name__, each.state_dict()] for each in self._callbacks],
+            "callbacks": callback_states(self._callbacks),
+            "kinds": kinds(parts),
+            "best": self._watched and {"watched": self._watched.state_dict(), "step": self._best_step},
+            "course": self._course,
             "random": random,
             "config": parts.config.model_dump(mode="json"),
         }
@@ -115,30 +159,49 @@ class Checkpoints:
     def resume(self) -> bool:
         """Go on from where the configuration says, if there is anything. True where it did."""
         wanted, folder = self._config.resume, self._config.dir
-        if wanted is None or (wanted == "auto" and folder is None):
-            return False
-        path = self._newest(folder) if wanted == "auto" and folder is not None else Path(str(wanted))
-        if path is None:
-            return False
-        self.load(path)
-        return True
+        if folder is not None and wanted == "auto" and self._load_newest(folder):
+            return True
+        path = None if wanted in (None, "auto") else Path(str(wanted))
+        job, restarts = contract.attempt()
+        course = _course(path, job)
+        # Begun by this job before its workers were started again: what they have done since is not done once more.
+        if folder is not None and wanted != "auto" and restarts and self._load_newest(folder, course):
+            return True
+        if path is not None:
+            self.load(path)
+        else:
+            self._begin_course(course, kept=-1)
+        return path is not None
 
     def load(self, path: Path) -> None:
         """Go on from this checkpoint. Raises `CheckpointError` where it is damaged or of something else."""
-        state, parts = load(path, device=self._parts.world.device), self._parts
-        _check_model(path, state["model"], parts.model.state_dict())
+        self._take_up(path, load(path, device=self._parts.world.device))
+        folder = self._config.dir
+        inside = folder is not None and path.resolve().parent == folder.resolve()
+        self._begin_course(_course(path, contract.attempt()[0]), kept=self._position.step if inside else -1)
+
+    def _begin_course(self, course: Course, kept: int) -> None:
+        """From now on: before the next save, checkpoints of later steps than `kept` are set aside."""
+        self._course, self._kept = course, kept
+
+    def _take_up(self, path: Path, state: dict[str, Any]) -> None:
+        parts = self._parts
+        check(path, state, parts)
         parts.model.load_state_dict(state["model"])
         try:
             parts.optimizer.load_state_dict(state["optimizer"])
         except (ValueError, KeyError) as error:
-            raise _of_another_run(path, f"its optimizer does not fit: {error}") from None
+            raise of_another_run(path, error) from None
         if parts.scheduler is not None and state["scheduler"] is not None:
             parts.scheduler.load_state_dict(state["scheduler"])
         parts.precision.set_state(state["scaler"])
         self._position.set_state(state["position"])
         self._optimizer_step.skipped = state["skipped"]
-        for callback, (_, own) in zip(self._callbacks, state["callbacks"], strict=False):
-            callback.load_state_dict(own)
+        load_callbacks(self._callbacks, state["callbacks"])
+        best = state.get("best")
+        if self._watched is not None and best is not None and self._watched.load_state_dict(best["watched"]):
+            self._best_step = best["step"]
+        self._course = state.get("course", self._course)
         self._set_random(state["random"])
         self._saved_step = self._position.step
         logger.info("resumed from {} after step {}", path, self._position.step)
@@ -156,12 +219,25 @@ class Checkpoints:
             world.world_size,
         )
 
-    def _newest(self, folder: Path) -> Path | None:
-        """The newest one that is whole on every node; the ranks agree on it."""
-        choice = newest_whole(folder) if folder.is_dir() else None
-        for found in choice.passed_over if choice is not None else ():
+    def _load_newest(self, folder: Path, course: Course | None = None) -> bool:
+        """Go on from the newest one that is whole on every node, if there is any; if `course`: only within that."""
+        there = checkpoints(folder) if folder.is_dir() else ()
+        for found in takewhile(lambda found: not found.whole, there):
+            if found.newer:
+                raise newer(found)
             logger.warning("checkpoint passed over: {}", found)
-        own = [found.step for found in checkpoints(folder) if found.whole][:_COMPARED] if folder.is_dir() else []
+        for step in self._common(folder, [found.step for found in there if found.whole][:_COMPARED]):
+            path = folder / name_of(step)
+            state = self._read(path)
+            if state is not None:
+                if course is not None and state.get("course") != course:
+                    return False
+                self._take_up(path, state)
+                return True
+        return False
+
+    def _common(self, folder: Path, own: list[int]) -> list[int]:
+        """The steps, newest first, of which every rank sees a checkpoint. Raises `CheckpointError` for none."""
         table = gathered(self._parts.world, own + [-1] * (_COMPARED - len(own)))
         common = set.intersection(*({step for step in row if step >= 0} for row in table))
         if not common and any(step >= 0 for row in table for step in row):
@@ -170,7 +246,63 @@ class Checkpoints:
                 f"no checkpoint in {folder} is whole on every node; rank {', '.join(map(str, without))} sees none",
                 "let `checkpoint.dir` be a folder that all nodes share, or set checkpoint.resume=None to start afresh",
             )
-        return folder / name_of(max(common)) if common else None
+        return sorted(common, reverse=True)
+
+    def _read(self, path: Path) -> dict[str, Any] | None:
+        """Its state; None, said aloud, where it is not what was written, on whichever rank."""
+        state, problem = None, ""
+        try:
+            state = load(path, device=self._parts.world.device)
+        except CheckpointError as error:
+            problem = error.message
+        problems = every_text(problem.encode(), self._parts.world)
+        bad = [rank for rank, text in enumerate(problems) if text]
+        if bad:
+            logger.warning(
+                "checkpoint passed over, as rank {} found: {}", ", ".join(map(str, bad)), problems[bad[0]].decode()
+            )
+        return None if bad else state
+
+
+class _Patient(Saver):
+    """A Saver that warns of what time may mend, such as a full disk, and tries again with the next save."""
+
+    unsaved: CheckpointError | None = None
+    """Why the last save came to nothing; None where it did not, as far as is known."""
+
+    def save(self, step: int, state: Mapping[str, Any], *, best: bool = False) -> None:
+        self.check(wait=True)
+        self.unsaved = None
+        with self._patience():
+            super().save(step, state, best=best)
+
+    def check(self, *, wait: bool = False) -> None:
+        with self._patience():
+            if wait:
+                self.wait()
+            else:
+                super().check()
+
+    def settle(self) -> None:
+        """Return when the last checkpoint is whole. Raises why it will not be."""
+        self.wait()
+        if self.unsaved is not None:
+            raise self.unsaved
+
+    @contextmanager
+    def _patience(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            if not error.may_pass:
+                raise
+            self.unsaved = error
+            logger.warning("{}; the run goes on, and its next save tries again", error.message)
+
+
+def _course(path: Path | None, job: str) -> Course:
+    """From which checkpoint (None: afresh) which job has begun."""
+    return {"from": None if path is None else str(path.resolve()), "job": job}
 
 
 def _make_mark(mark: Path) -> None:
@@ -182,26 +314,6 @@ def _make_mark(mark: Path) -> None:
             f"checkpoint.dir = {str(mark.parent)!r} cannot be written to: {error.strerror or error}",
             "choose a folder that this process may write to",
         ) from None
-
-
-def _check_model(path: Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
-    problems = [f"{name} is missing in it" for name in own if name not in saved]
-    problems += [f"{name} is not in the model" for name in saved if name not in own]
-    problems += [
-        f"{name} has shape {tuple(saved[name].shape)}, in the model {tuple(own[name].shape)}"
-        for name in own
-        if name in saved and isinstance(own[name], Tensor) and saved[name].shape != own[name].shape
-    ]
-    if problems:
-        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise _of_another_run(path, "; ".join(problems[:8]) + more)
-
-
-def _of_another_run(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint {path} is of another model or optimizer: {what}",
-        "give the folder of this run, or another one to start afresh (or checkpoint.resume=None)",
-    )
 
 
 def _plain(states: RandomStates) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class DataRoom:
             share = split(self.plan.global_batch, world.world_size, world.rank)
             passes = -(-len(share) // self.plan.micro_batch)
             sizes = [len(split(len(share), passes, number)) for number in range(passes)]
-            stream = build_stream(dataset, sizes, config.data, world, seed, template)
+            stream = build_stream(dataset, sizes, config.data, world, config.seed, template)
             full = self.plan.global_batch if config.data.drop_last else None
             return StreamFeed(stream, len(sizes), world, self._move, at_least=full)
         batches = self._train_batches(dataset, own)

@@ -113,6 +113,8 @@ class StreamFeed:
         if set_epoch is not None:
             set_epoch(epoch)
         self._arriving = counted(self._loader, self._move)
+        if first_step:
+            logger.info("reading past {} steps of epoch {}: a stream has no other way there", first_step, epoch)
         for _ in range(first_step):
             self._fetch()
         self._first = first_step == 0

@@ -88,6 +88,7 @@ class Preemption:
     def __init__(self, world: World, config: TrainerConfig, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
         self._folder = config.checkpoint.dir
+        self._auto = config.checkpoint.resume == "auto"
         self._signals = StopSignals()
         store = _store() if self._folder is not None and world.world_size > 1 else None
         wishes = Wishes(world, config, self._signals, checkpoints)
@@ -114,10 +115,10 @@ class Preemption:
         self._checkpoints.save_once()
         if wish.purpose is Purpose.STOP:
             self._checkpoints.finish()
+            again = "the same command" if self._auto else 'with checkpoint.resume="auto" the command'
             logger.warning(
-                "stopped by {} after step {}: saved in {}; the same command goes on from there",
-                wish.why, step, self._folder,
-            )  # fmt: skip
+                "stopped by {} after step {}: saved in {}; {} goes on from there", wish.why, step, self._folder, again
+            )
             raise SystemExit(ExitCode.REQUEUE)
 
 

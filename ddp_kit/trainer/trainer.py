@@ -179,6 +179,7 @@ class Trainer:
         history: list[LogRow] = []
         total = self._position.last_step(self.config, feed.steps)
         announce(self.world, self.batch_plan, self.config, self.step, total)
+        self._stopping = False
         self._tell("on_fit_start")
         evaluated = -1
         with ProgressReport(total, self.world.is_main) as progress:
@@ -190,6 +191,7 @@ class Trainer:
                     metrics, evaluated = self._evaluate(evaluation()), self.step
         if evaluation is not None and evaluated != self.step:
             metrics = self._evaluate(evaluation())
+            self._checkpoints.finish()  # this one may be the best
         result = FitResult(
             steps=self.step,
             samples=self._position.samples,
@@ -207,6 +209,7 @@ class Trainer:
         Stop whenever you like, on all ranks at the same step; a later call goes on from there.
         """
         self._agree(train_data=train_data)
+        self._stopping = False
         return self._steps(train_data, self._feed(train_data), [])
 
     def save(self) -> None:
@@ -308,7 +311,7 @@ class Trainer:
                         raise DataError(
                             "this loop over steps() was overtaken by a later one", "finish or leave one at a time"
                         )
-                    self._checkpoints.after_step()  # now: with what an evaluation has changed in the callbacks
+                    self._checkpoints.after_step()  # what the evaluation changed belongs into it
                     if not self._finished():
                         self._preemption.after_step(self.step)
             self._meet_if(self._stopping and not stopping)  # stopped by what heard of the log point or the evaluation
@@ -381,7 +384,6 @@ class Trainer:
             self.model.train()
         self._optimizer_step.clear()  # of a step that was not finished, or of the user's own
         self._log_points.begin(self.step + 1)
-        self._stopping = False
 
     def _finished(self) -> bool:
         """Whether the run has come to what ends it first: `stop`, max_steps or the last epoch."""
@@ -424,6 +426,7 @@ class Trainer:
         logger.info("evaluation at step {}: {}", self.step, "  ".join(f"{k} {v:.4g}" for k, v in values.items()))
         self._tell("on_evaluate", values)
         self._tell("on_evaluate_end")
+        self._checkpoints.after_evaluation(values)
         return values
 
     def _agree(self, **data: object) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import Dataset
 
-from ddp_kit import Callback, Trainer, TrainerConfig
+from ddp_kit import EMA, Callback, Trainer, TrainerConfig
 
 FIRST_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
@@ -49,6 +49,7 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def main(folder: str, after: int, workers: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+    ema = EMA(0.9)
     trainer = Trainer(
         model,
         lambda parameters: torch.optim.Adam(parameters, lr=0.01),
@@ -57,15 +58,19 @@ def main(folder: str, after: int, workers: int) -> None:
             epochs=3,
             global_batch_size=8,
             accumulation_steps=2,
+            max_grad_norm=0.5,
+            warmup_steps=3,
             data={"num_workers": workers},
             checkpoint={"dir": folder, "every_steps": 2},
         ),
         scheduler=lambda optimizer: OneCycleLR(optimizer, 0.05, total_steps=60),
-        callbacks=[Dies(after)],
+        callbacks=[ema, Dies(after)],
     )
     result = trainer.fit(Noisy())
     if trainer.world.is_main:
-        bits = [value.double().flatten() for value in model.state_dict().values()]
+        bits = [
+            value.double().flatten() for state in (model.state_dict(), ema.model_state()) for value in state.values()
+        ]
         print("ended", result.steps, result.samples, torch.cat(bits).numpy().tobytes().hex())
 
 

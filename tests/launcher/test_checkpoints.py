@@ -33,7 +33,7 @@ def test_they_are_listed_newest_first(ddpkit: Command, folder: Path) -> None:
     title, newest, other = run.stdout.splitlines()
     assert title.split() == ["step", "age", "size", "files", "state"]
     assert newest.split()[0] == "12"
-    assert newest.endswith("  2      whole, the best when it was saved")
+    assert newest.endswith("  2      whole, the best")
     assert other.split()[0] == "9"
     assert other.endswith("  2      whole")
 
@@ -56,9 +56,11 @@ def test_damage_is_exit_code_1(ddpkit: Command, folder: Path) -> None:
 
 def test_what_is_not_finished_is_named_and_is_no_damage(ddpkit: Command, folder: Path) -> None:
     (folder / ".writing-step-00000015-aa").mkdir()
+    (folder / "set-aside-1").mkdir()
     run = ddpkit("checkpoints", folder)
     assert run.returncode == 0
     assert ".writing-step-00000015-aa: not finished" in run.stdout
+    assert "set-aside-1: of a course that was left" in run.stdout
 
 
 def test_what_differs_between_two_is_shown(ddpkit: Command, folder: Path) -> None:

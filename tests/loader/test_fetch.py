@@ -210,3 +210,39 @@ def test_gradients_of_the_data_are_kept() -> None:
     data = TensorDataset(torch.ones(4, requires_grad=True))
     ((batch,),) = build_loader(data, [[1, 2]], DataConfig(), ALONE, seed=0)
     assert batch.requires_grad
+
+
+class Drawing(Dataset[Tensor]):
+    """Draws from all generators, as does what makes a batch of its samples."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randn(2) + random.random() + float(np.random.rand())
+
+
+def with_noise(samples: list[Tensor]) -> Tensor:
+    return torch.stack(samples) + torch.randn(2)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_what_is_fetched_ahead_draws_the_same_wherever_a_run_goes_on_and_nothing_from_the_training(first: int) -> None:
+    """As on a GPU, for which batches are fetched ahead of their use."""
+    gpu = World(0, 1, 0, 1, 0, torch.device("cuda", 0))
+    own = DataLoader(Drawing(), batch_size=2, collate_fn=with_noise, pin_memory=False)
+
+    def batches(first: int) -> list[Tensor]:
+        plan = plan_batches(2, None, None, 1)
+        keys = TrainBatches(ExactDistributedSampler(Drawing(), 0, 1, shuffle=True, seed=3), plan, drop_last=False)
+        keys.set_position(1, first)
+        loader = build_loader(Drawing(), keys, DataConfig(pin_memory=False), gpu, 0, own)
+        before = torch.get_rng_state(), random.getstate()
+        found = list(loader)
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert random.getstate() == before[1]
+        return found
+
+    whole = batches(0)
+    torch.randn(first)  # elsewhere in the training's own states
+    assert all(map(torch.equal, batches(first), whole[first:]))

@@ -1,0 +1,111 @@
+"""Whether a checkpoint is of this run's model, optimizer, scheduler and callbacks."""
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from ddp_kit.callbacks import Callback
+from ddp_kit.errors import CheckpointError
+from ddp_kit.log import logger
+from ddp_kit.trainer.step import Parts
+
+_SHOWN = 8
+
+
+def kinds(parts: Parts) -> dict[str, Any]:
+    """What the states are of: torch takes up that of another optimizer or scheduler without a word."""
+    names = {id(parameter): name for name, parameter in parts.model.named_parameters()}
+    groups = parts.optimizer.param_groups
+    return {
+        "optimizer": type(parts.optimizer).__name__,
+        "groups": [[names[id(parameter)] for parameter in group["params"]] for group in groups],
+        "scheduler": None if parts.scheduler is None else _kind(parts.scheduler),
+    }
+
+
+def check(path: Path, state: dict[str, Any], parts: Parts) -> None:
+    """Raise `CheckpointError` where the state in `path` is of another model, optimizer or scheduler."""
+    _check_model(path, state["model"], parts.model.state_dict())
+    own = kinds(parts)
+    saved = state.get("kinds", own)
+    for what in ("optimizer", "scheduler"):
+        if saved[what] != own[what]:
+            raise _of_another_run(path, f"its {what} is {_shown(saved[what])}, that of this run is {_shown(own[what])}")
+    if len(saved["groups"]) != len(own["groups"]):
+        there, here = len(saved["groups"]), len(own["groups"])
+        raise _of_another_run(path, f"its optimizer has {there} groups of parameters, that of this run has {here}")
+    for number, (theirs, ours) in enumerate(zip(saved["groups"], own["groups"], strict=True)):
+        if theirs != ours:
+            differ = sorted(set(theirs) ^ set(ours)) or ["their order"]
+            what = ", ".join(differ[:_SHOWN])
+            raise _of_another_run(path, f"group {number} of its optimizer has other parameters: {what} differ")
+
+
+def of_another_run(path: Path, error: Exception) -> CheckpointError:
+    """What torch says against the optimizer's state."""
+    return _of_another_run(path, f"its optimizer does not fit: {error}")
+
+
+def callback_states(callbacks: Sequence[Callback]) -> list[Any]:
+    """By class and order: a run may go on with others."""
+    return [[type(callback).__name__, callback.state_dict()] for callback in callbacks]
+
+
+def load_callbacks(callbacks: Sequence[Callback], saved: list[Any]) -> None:
+    """Give each callback what one of its class had, the first what the first had; warn of those that remain."""
+    there: dict[str, deque[Any]] = defaultdict(deque)
+    for name, state in saved:
+        there[name].append(state)
+    without = []
+    for callback in callbacks:
+        name = type(callback).__name__
+        if there[name]:
+            callback.load_state_dict(there[name].popleft())
+        elif type(callback).load_state_dict is not Callback.load_state_dict:
+            without.append(name)
+    gone = [name for name, states in there.items() for state in states if state]
+    if without or gone:
+        parts = [f"the checkpoint holds nothing for {', '.join(without)}: begun afresh"] if without else []
+        parts += [f"what it holds for {', '.join(gone)} is not used: there is no such callback now"] if gone else []
+        logger.warning("other callbacks than in the checkpoint: {}", "; ".join(parts))
+
+
+def _kind(scheduler: LRScheduler) -> str:
+    """Its class, with those of the schedulers in it."""
+    inner = ", ".join(map(_kind, _inner(scheduler)))
+    return type(scheduler).__name__ + (f"({inner})" if inner else "")
+
+
+def _inner(scheduler: LRScheduler) -> Iterator[LRScheduler]:
+    for value in vars(scheduler).values():
+        several = value if isinstance(value, list | tuple) else [value]
+        yield from (one for one in several if isinstance(one, LRScheduler))
+
+
+def _shown(kind: str | None) -> str:
+    return "none" if kind is None else kind
+
+
+def _check_model(path: Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
+    problems = [f"{name} is missing in it" for name in own if name not in saved]
+    problems += [f"{name} is not in the model" for name in saved if name not in own]
+    problems += [
+        f"{name} has shape {tuple(saved[name].shape)}, in the model {tuple(own[name].shape)}"
+        for name in own
+        if name in saved and isinstance(own[name], Tensor) and saved[name].shape != own[name].shape
+    ]
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise _of_another_run(path, "; ".join(problems[:_SHOWN]) + more)
+
+
+def _of_another_run(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {path} is of another model, optimizer or scheduler: {what}",
+        "give the folder of this run, or another one to start afresh (or checkpoint.resume=None); the weights alone "
+        "are in its model.safetensors, for safetensors.torch.load_model",
+    )

@@ -1,0 +1,333 @@
+"""A run that goes on has what was around it too: averages, patience, logs, the best, and its own course."""
+
+import csv
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from loguru import logger
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
+
+from ddp_kit import (
+    EMA,
+    BestModel,
+    Callback,
+    CheckpointError,
+    ConfigError,
+    CSVLogger,
+    EarlyStopping,
+    JSONLinesLogger,
+    Trainer,
+    TrainerConfig,
+)
+from ddp_kit.checkpoint.system import System
+from ddp_kit.manifest import checkpoints, left_courses, name_of
+
+
+def data() -> TensorDataset:
+    x = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, x.sum(dim=1, keepdim=True))
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def trainer_for(
+    folder: Path | None,
+    *callbacks: Callback,
+    optimizer: Any = adam,
+    scheduler: Any = None,
+    checkpoint: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Trainer:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4, 1))
+    asked = {"dir": folder, "background": False, **(checkpoint or {})}
+    config = TrainerConfig(**{"global_batch_size": 8, "log_every": 2, **settings}, checkpoint=asked)
+    return Trainer(model, optimizer, loss, config, scheduler=scheduler, callbacks=callbacks)
+
+
+class Breaks(Callback):
+    """Ends the process in the middle of a step, as far as the Trainer can see."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_step(self, trainer: Any) -> None:
+        if trainer.step == self.after:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """ddpkit's lines."""
+    found: list[str] = []
+    handler = logger.add(lambda message: found.append(str(message).rstrip()), format="{level} {message}")
+    yield found
+    logger.remove(handler)
+
+
+def steps(folder: Path) -> list[int]:
+    return [found.step for found in checkpoints(folder)]
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# Callbacks -----------------------------------------------------------------------------------------------------------
+
+
+def test_all_callbacks_end_as_those_of_an_undisturbed_run(tmp_path: Path) -> None:
+    """The evaluation that coincides with the last save counts once; the rows after it are there once."""
+
+    def callbacks(name: str) -> list[Any]:
+        folder = tmp_path / name
+        watching = [EarlyStopping("loss", patience=5, mode="max"), BestModel(path=folder / "best")]  # never better
+        return [EMA(0.9), *watching, CSVLogger(folder / "log.csv"), JSONLinesLogger(folder / "log.jsonl")]
+
+    def rows(name: str) -> list[Any]:
+        with (tmp_path / name / "log.csv").open() as file:
+            read = [(row["event"], row["step"], row["loss"], row["eval_loss"]) for row in csv.DictReader(file)]
+        lines = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        return [read, [(line["event"], line["step"], line.get("loss"), line.get("eval_loss")) for line in lines]]
+
+    settings: dict[str, Any] = {"max_steps": 40, "eval_every": 2}
+    every = {"every_steps": 4}
+    whole = callbacks("whole")
+    trainer_for(tmp_path / "a", *whole, checkpoint=every, **settings).fit(data(), data())
+    torn = [*callbacks("torn"), Breaks(8)]
+    with pytest.raises(KeyboardInterrupt):
+        trainer_for(tmp_path / "b", *torn, checkpoint=every, **settings).fit(data(), data())
+    resumed = callbacks("torn")
+    going_on = trainer_for(tmp_path / "b", *resumed, checkpoint=every, **settings)
+    assert going_on.step == 4
+    assert going_on.fit(data(), data()).steps == 12
+    assert same(resumed[0].model_state(), whole[0].model_state())
+    assert (resumed[2].value, resumed[2].step) == (whole[2].value, whole[2].step)
+    assert (tmp_path / "torn" / "best").read_bytes() == (tmp_path / "whole" / "best").read_bytes()
+    assert rows("torn") == rows("whole")
+    again = trainer_for(tmp_path / "b", *callbacks("torn"), checkpoint=every, **settings)
+    assert again.fit(data(), data()).steps == 12
+
+
+def test_rows_of_other_runs_in_the_same_file_stay(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    trainer_for(None, CSVLogger(log), max_steps=8).fit(data())
+    with pytest.raises(KeyboardInterrupt):
+        trainer_for(tmp_path / "run", CSVLogger(log), Breaks(7), max_steps=8, checkpoint={"every_steps": 5}).fit(data())
+    trainer_for(tmp_path / "run", CSVLogger(log), max_steps=8).fit(data())
+    with log.open() as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["2", "4", "6", "8", "2", "4", "6", "8"]
+
+
+def test_other_callbacks_than_saved_are_named_and_nothing_goes_astray(tmp_path: Path, said: list[str]) -> None:
+    saved = [EarlyStopping(patience=9), EMA(0.5), EMA(0.9)]
+    trainer_for(tmp_path, *saved, max_steps=3).fit(data(), data())
+    others = [BestModel(), EMA(0.5), EMA(0.9)]
+    trainer_for(tmp_path, *others, max_steps=3).fit(data())
+    assert all(
+        same(ours.model_state(), theirs.model_state()) for ours, theirs in zip(others[1:], saved[1:], strict=True)
+    )  # type: ignore[attr-defined]
+    (line,) = [line for line in said if "other callbacks" in line]
+    assert "nothing for BestModel" in line
+    assert "for EarlyStopping is not used" in line
+
+
+# The best ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_checkpoint_is_kept_and_stays_the_best_after_a_resume(tmp_path: Path) -> None:
+    best = {"every_steps": 2, "keep_last": 1, "keep_best": "loss", "best_mode": "max"}  # at the first evaluation
+    first = trainer_for(tmp_path, checkpoint=best, max_steps=6, eval_every=3)
+    first.fit(data(), data())
+    assert [(found.step, found.manifest and found.manifest.best) for found in checkpoints(tmp_path)] == [
+        (6, False),
+        (3, True),
+    ]
+    trainer_for(tmp_path, checkpoint=best, max_steps=9, eval_every=3).fit(data(), data())
+    assert steps(tmp_path) == [9, 3]
+
+
+def test_the_best_of_the_last_evaluation_is_marked_too(tmp_path: Path) -> None:
+    trainer_for(tmp_path, checkpoint={"keep_best": "loss"}, max_steps=4, eval_every=3).fit(data(), data())
+    newest = checkpoints(tmp_path)[0]
+    assert newest.step == 4
+    assert newest.manifest is not None
+    assert newest.manifest.best
+
+
+def test_a_metric_that_is_none_and_a_mode_of_nothing_are_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)checkpoint.keep_best watches 'los', .*did you mean 'loss'"):
+        trainer_for(tmp_path, checkpoint={"keep_best": "los"}, max_steps=1).fit(data(), data())
+    with pytest.raises(ConfigError, match="keep_best names no metric"):
+        TrainerConfig(checkpoint={"best_mode": "max"})  # type: ignore[arg-type]
+
+
+# Courses -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_course_that_was_left_is_set_aside_and_never_taken_up_by_itself(tmp_path: Path, said: list[str]) -> None:
+    often = {"every_steps": 2, "keep_last": 9}
+    trainer_for(tmp_path, checkpoint=often, max_steps=8).fit(data())
+    back = trainer_for(tmp_path, checkpoint=often, max_steps=5)
+    back.resume(tmp_path / name_of(4))
+    assert steps(tmp_path) == [8, 6, 4, 2]  # to look at an older one changes nothing
+    back.fit(data())
+    assert steps(tmp_path) == [5, 4, 2]
+    (left,) = left_courses(tmp_path)
+    assert steps(left) == [8, 6]
+    (line,) = [line for line in said if "of another course" in line]
+    assert "goes on after step 4: the checkpoints of steps 6, 8" in line
+    assert str(left) in line
+    assert trainer_for(tmp_path).step == 5
+
+
+def test_a_run_begun_afresh_sets_aside_what_was_there(tmp_path: Path) -> None:
+    trainer_for(tmp_path, max_steps=4).fit(data())
+    trainer_for(tmp_path, checkpoint={"resume": None}, max_steps=2).fit(data())
+    assert steps(tmp_path) == [2]
+    assert [steps(left) for left in left_courses(tmp_path)] == [[4]]
+
+
+@pytest.mark.parametrize("begins", ["afresh", "from a checkpoint"])
+def test_workers_started_again_go_on_with_their_own_course(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: str
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
+    trainer_for(tmp_path, max_steps=2).fit(data())
+    (old,) = checkpoints(tmp_path)
+    asked = {"resume": None if begins == "afresh" else old.path}
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # before its first save
+    first = trainer_for(tmp_path, checkpoint=asked, max_steps=5)
+    assert first.step == (0 if begins == "afresh" else 2)
+    first.fit(data())
+    assert trainer_for(tmp_path, checkpoint=asked).step == 5
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    if begins != "afresh":
+        assert trainer_for(tmp_path, checkpoint=asked).step == 2
+
+
+# What cannot be gone on from -----------------------------------------------------------------------------------------
+
+
+def test_another_optimizer_scheduler_or_grouping_is_refused_by_name(tmp_path: Path) -> None:
+    def halves(parameters: Any) -> torch.optim.Optimizer:
+        first, *others = parameters
+        return torch.optim.Adam([{"params": [first], "lr": 0.1}, {"params": others}])
+
+    def backwards(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(list(parameters)[::-1])
+
+    def cosine(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
+
+    trainer_for(tmp_path, max_steps=1, scheduler=cosine).fit(data())
+    for settings, match in [
+        ({"optimizer": lambda parameters: torch.optim.SGD(parameters), "scheduler": cosine}, "is Adam, .* is SGD"),
+        ({}, "scheduler is CosineAnnealingLR, that of this run is none"),
+        ({"scheduler": cosine, "warmup_steps": 2}, r"this run is WarmUp\(CosineAnnealingLR\)"),
+        ({"optimizer": halves, "scheduler": cosine}, "1 groups of parameters, that of this run has 2"),
+        ({"optimizer": backwards, "scheduler": cosine}, "group 0 .*: their order"),
+    ]:
+        with pytest.raises(CheckpointError, match=match):
+            trainer_for(tmp_path, **settings)
+
+
+def test_what_is_no_checkpoint_is_named_for_what_it_is(tmp_path: Path) -> None:
+    runs, other = tmp_path / "runs", tmp_path / "other"
+    trainer_for(runs, max_steps=1).fit(data())
+    other.mkdir()
+    for path, match in [
+        (runs, "is a folder of checkpoints, not one of them"),
+        (other, "not a checkpoint of ddpkit"),
+        (runs / name_of(1) / "manifest.json", "not a checkpoint of ddpkit: a file"),
+        (runs / name_of(2), "there is no checkpoint"),
+    ]:
+        with pytest.raises(CheckpointError, match=match):
+            trainer_for(None, checkpoint={"resume": path})
+    manifest = runs / name_of(1) / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
+    with pytest.raises(CheckpointError, match="newer format 99"):
+        trainer_for(runs)
+
+
+def test_one_flipped_bit_is_found_and_the_one_before_is_taken(tmp_path: Path, said: list[str]) -> None:
+    trainer_for(tmp_path, max_steps=4, checkpoint={"every_steps": 2}).fit(data())
+    file = tmp_path / name_of(4) / "optimizer.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    assert trainer_for(tmp_path).step == 2
+    assert any("passed over" in line and "its hash differs" in line for line in said)
+
+
+# A full disk ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_waited_out_but_the_end_has_to_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    free = iter([1 << 30, 0, 0])
+    monkeypatch.setattr(System, "free", lambda self, folder: next(free, 1 << 30))
+    trainer_for(tmp_path, max_steps=7, checkpoint={"every_steps": 2}).fit(data())
+    assert steps(tmp_path) == [7, 2]
+    lines = [line for line in said if line.startswith("WARNING")]
+    assert len(lines) == 2
+    assert all("there is no space" in line and "its next save tries again" in line for line in lines)
+    free = iter([1 << 30, 0])
+    with pytest.raises(CheckpointError, match="no space for the checkpoint of step 9"):
+        trainer_for(tmp_path, max_steps=9, checkpoint={"every_steps": 8}).fit(data())
+    assert steps(tmp_path) == [8, 7]
+
+
+# Streams -------------------------------------------------------------------------------------------------------------
+
+
+class Drawn(IterableDataset[tuple[Tensor, Tensor]]):
+    """A stream in an order drawn at random, with noise: from all three generators."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        info = get_worker_info()
+        numbers = list(range(40 if info is None else 20))
+        random.shuffle(numbers)
+        for number in numbers:
+            x = torch.randn(3) + number / 40 + float(np.random.rand())
+            yield x, x.sum(0, keepdim=True)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_draws_goes_on_bit_by_bit(tmp_path: Path, workers: int) -> None:
+    settings: dict[str, Any] = {"epochs": 2, "data": {"num_workers": workers}}
+    whole = trainer_for(None, **settings)
+    whole.fit(Drawn())
+    with pytest.raises(KeyboardInterrupt):
+        trainer_for(tmp_path, Breaks(9), checkpoint={"every_steps": 4}, **settings).fit(Drawn())
+    resumed = trainer_for(tmp_path, **settings)
+    assert resumed.step == 8
+    resumed.fit(Drawn())
+    assert same(resumed.model.state_dict(), whole.model.state_dict())
+
+
+def test_the_scale_of_fp16_goes_on(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"precision": "fp16", "max_grad_norm": 0.5, "warmup_steps": 3, "accumulation_steps": 2}
+    whole = trainer_for(None, max_steps=6, **settings)
+    whole.fit(data())
+    trainer_for(tmp_path, max_steps=3, **settings).fit(data())
+    resumed = trainer_for(tmp_path, max_steps=6, **settings)
+    resumed.fit(data())
+    assert same(resumed.model.state_dict(), whole.model.state_dict())
+    assert resumed._parts.precision.state() == whole._parts.precision.state()
