@@ -164,3 +164,16 @@ def test_workers_die_with_the_server_and_the_launcher_knows(server: WarmServer, 
     assert worker.wait(60) == -signal.SIGKILL
     gone(worker.pid)
     assert forked(server, a_program(main)).lost, "and from then on it is said"
+
+
+def test_to_ask_after_a_worker_takes_no_news_that_others_wait_for() -> None:
+    server = WarmServer([], os.environ, warm=False)
+    workers = [started(server, server.start(["sleep", "1000"], os.environ)) for _ in range(2)]
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGTERM)
+        gone(worker.pid)
+    assert select.select([server], [], [], 60)[0]
+    assert [worker.poll() for worker in workers] == [None, None]
+    assert select.select([server], [], [], 0)[0], "what has come can still be waited for"
+    assert [worker.wait(60) for worker in workers] == [-signal.SIGTERM] * 2
+    server.close()

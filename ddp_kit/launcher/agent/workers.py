@@ -192,6 +192,8 @@ class Workers(SubprocessContext):
         return code
 
     def _note_ends(self) -> None:
+        if self._warm is not None:
+            self._warm.pump()
         for rank in list(self._running_local_ranks):
             proc = self.subprocess_handlers[rank].proc
             if proc.poll() is not None:

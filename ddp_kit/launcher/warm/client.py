@@ -158,8 +158,11 @@ class Process:
         """When its end was noticed: seconds of this machine's monotonic clock."""
 
     def poll(self) -> int | None:
-        """The exit code, minus the signal's number, or None while it runs."""
-        self._server.pump()
+        """The exit code, minus the signal's number, or None while none was noted.
+
+        Only `WarmServer.pump` takes news: here it would take those of other workers, too, and whoever has looked at
+        these already would wait for ever for what came and is gone.
+        """
         return self.returncode
 
     def wait(self, timeout: float) -> int:
