@@ -149,6 +149,11 @@ CAUSES = (
         "nobody listens where it wanted to connect. If that was MASTER_ADDR: rank 0's node may have ended, or a "
         "firewall may be between them",
     ),
+    Cause(
+        r"terminate called without an active exception",
+        "a thread of C++ code was still at work when its interpreter or its program ended, as gloo's may be where a "
+        "script ends without it: call torch.distributed.destroy_process_group() at the script's end",
+    ),
     *(Cause(pattern, _ANOTHER) for pattern in _ECHOES),
 )
 

@@ -41,6 +41,7 @@ if attempt < {kills}:
         os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
 dist.barrier()
+dist.destroy_process_group()  # else a thread of gloo's that lets go of its last work may abort a cold one's end
 """)
     words = ["launch", *flags, "--nproc-per-node", str(ranks), "--max-restarts", str(kills), str(main)]
     run = subprocess.run([BIN / "ddpkit", *words], capture_output=True, text=True, timeout=240, cwd=tmp_path)

@@ -235,6 +235,7 @@ ABORT = -signal.SIGABRT
         ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.", 1, HOST),
         ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been", 1, HOST),
         ("terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc", ABORT, HOST),
+        ("[rank 0] done\nterminate called without an active exception", ABORT, "destroy_process_group()"),
         ("RuntimeError: received 0 items of ancdata", 1, FILES),
         ("OSError: [Errno 122] Disk quota exceeded: 'model.pt'", 1, DISK),
         ("/usr/bin/python: No module named train", 1, "has no module train"),
