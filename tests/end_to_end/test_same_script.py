@@ -3,6 +3,9 @@
 Each probe in `probes/` prints what it sees as one line of JSON. It runs as `python -u probe.py`, as
 `ddpkit launch --cold probe.py` (an interpreter of its own for each worker) and as `ddpkit launch probe.py` (forked from
 a server that has imported torch); what they say, how they end and what they write to stderr is compared name by name.
+
+Where a probe tells only of the script, `--cold` and warm are what the launcher has such workers from: two servers that
+serve all of these cases, so that torch is not imported for each of them three times.
 """
 
 import fcntl
@@ -16,9 +19,11 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import chdir
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -27,6 +32,9 @@ from typing import Any
 
 import pytest
 from labels import unlabelled
+
+from ddp_kit.launcher.warm.client import WarmServer
+from ddp_kit.launcher.warm.messages import Program
 
 Facts = dict[str, Any]
 Seen = Callable[[str, str], Facts]
@@ -87,6 +95,8 @@ class Case:
     terminal: bool = False
     prepared: Callable[[], None] | None = None
     """What the process does before it becomes python, or the launcher."""
+    served: bool = False
+    """Whether the workers come from the servers of all cases, without a launcher."""
 
     @property
     def is_for_python(self) -> bool:
@@ -149,24 +159,24 @@ CASES = {
     "two workers draw": Case(("numbers_drawn.py",), processes=2),
     "odd letters, a link, latin-1, CRLF": Case(("odd lètters/scrïpt one.py", "without-torch")),
     "whole path, mark of byte order": Case(("{folder}/marked.py", "without-torch")),
-    "module with a mistake": Case(("-m", "mistake"), exit_code=1),
+    "module with a mistake": Case(("-m", "mistake"), exit_code=1, served=True),
     "no python name": Case(("script",)),
-    "folder": Case(("folder", "word")),
-    "zip file": Case(("zipped.zip", "word")),
-    "module": Case(("-m", "package.inner", "--word", "-m")),
-    "package": Case(("-m", "package", "word")),
-    "no such module": Case(("-m", "package.nowhere"), exit_code=1),
-    "module that fails": Case(("-m", "package.fails"), exit_code=1),
+    "folder": Case(("folder", "word"), served=True),
+    "zip file": Case(("zipped.zip", "word"), served=True),
+    "module": Case(("-m", "package.inner", "--word", "-m"), served=True),
+    "package": Case(("-m", "package", "word"), served=True),
+    "no such module": Case(("-m", "package.nowhere"), exit_code=1, served=True),
+    "module that fails": Case(("-m", "package.fails"), exit_code=1, served=True),
     "shadows": Case(("shadows/script.py",)),
-    "pickles": Case(("pickles.py", "word")),
-    "pickles of a module": Case(("-m", "pickles", "word")),
-    "loader": Case(("loader.py", "word")),
-    "tensors": Case(("tensors.py",)),
+    "pickles": Case(("pickles.py", "word"), served=True),
+    "pickles of a module": Case(("-m", "pickles", "word"), served=True),
+    "loader": Case(("loader.py", "word"), served=True),
+    "tensors": Case(("tensors.py",), served=True),
     "children": Case(("children.py",)),
     "stdin": Case(("stdin.py",), stdin="first line\nsecond, ünïcode\n\nlast without end"),
     "stdin of a terminal": Case(("stdin.py",), stdin="first line\n", terminal=True),
     "writes": Case(("writes.py",)),
-} | {f"ends: {name}": Case(("endings.py", name), exit_code=code) for name, code in EXIT_CODES.items()}
+} | {f"ends: {name}": Case(("endings.py", name), exit_code=code, served=True) for name, code in EXIT_CODES.items()}
 STARTED_COLD = ("no python name", "folder", "zip file", "shadows")
 WITH_PYTHON = [name for name, case in CASES.items() if case.is_for_python]
 
@@ -192,7 +202,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seen(folder: Path) -> Seen:
+def servers(folder: Path) -> Iterator[dict[str, WarmServer]]:
+    """What gives the launcher its workers, by way."""
+    with chdir(folder):
+        started = {way: WarmServer([], kept() | ONE_THREAD, warm=way == "warm") for way in ("cold", "warm")}
+    yield started
+    for server in started.values():
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path, servers: dict[str, WarmServer]) -> Seen:
     """What the probe of a case saw under python, cold or warm, by name; a case runs once, all its ways at a time."""
 
     @cache
@@ -204,12 +224,16 @@ def seen(folder: Path) -> Seen:
             "cold": (*LAUNCH, str(case.processes), *case.flags, *COLD, *words),
             "warm": (*LAUNCH, str(case.processes), *case.flags, *words),
         }
-        running = {way: Running(case, command, folder) for way, command in commands.items() if way in ways_of(case)}
+        running = {
+            way: Served(case, words, servers[way]) if case.served and way in servers else Running(case, command, folder)
+            for way, command in commands.items()
+            if way in ways_of(case)
+        }
         try:
             return {way: one.facts() for way, one in running.items()}
         finally:
             for one in running.values():
-                one.process.kill()
+                one.kill()
 
     def one_way(name: str, way: str) -> Facts:
         facts = all_ways(name)[way]
@@ -223,11 +247,15 @@ def ways_of(case: Case) -> tuple[str, ...]:
     return ("python", "cold", "warm") if case.is_for_python else ("cold", "warm")
 
 
+def kept() -> dict[str, str]:
+    """What a probe's environment has of this one's."""
+    return {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "PYTHONPATH") if name in os.environ}
+
+
 class Running:
     """A process that runs a probe, with pipes or on a terminal of its own."""
 
     def __init__(self, case: Case, command: Sequence[str], cwd: Path) -> None:
-        kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "PYTHONPATH") if name in os.environ}
         streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         self.case, self.terminal, prepared = case, -1, case.prepared
         if case.terminal:
@@ -239,7 +267,12 @@ class Running:
             streams = dict.fromkeys(streams, theirs)
             prepared = _take_the_terminal
         self.process = subprocess.Popen(
-            command, cwd=cwd, env=kept | dict(case.env), preexec_fn=prepared, start_new_session=case.terminal, **streams
+            command,
+            cwd=cwd,
+            env=kept() | dict(case.env),
+            preexec_fn=prepared,
+            start_new_session=case.terminal,
+            **streams,
         )
         if case.terminal:
             os.close(theirs)
@@ -253,16 +286,11 @@ class Running:
             self.process.terminate()
             self.process.communicate(timeout=60)
             return {"exit code": "none: it hangs"}
-        code = 128 - code if code < 0 else code  # as a shell says it
-        lines = unlabelled(out.decode(errors="surrogateescape")).splitlines()
-        printed = [line for line in lines if line.startswith("{")]
-        others, launcher = _told_apart(unlabelled(err.decode(errors="surrogateescape")).splitlines())
-        return _merged([_flat(json.loads(line)) for line in printed]) | {
-            "exit code": code,
-            "stdout": [_without_addresses(line) for line in lines if line not in printed],
-            "stderr": others,
-            "launcher": launcher,
-        }
+        return _facts(out, err, code)
+
+    def kill(self) -> None:
+        """End it, where it is still there."""
+        self.process.kill()
 
     def _communicate(self) -> tuple[bytes, bytes]:
         return self.process.communicate(self.case.stdin.encode(), timeout=90)
@@ -276,6 +304,52 @@ class Running:
             except OSError:  # the last process has closed the terminal
                 os.close(self.terminal)
                 return shown
+
+
+class Served:
+    """A worker of one of the servers that runs a probe."""
+
+    def __init__(self, case: Case, words: Sequence[str], server: WarmServer) -> None:
+        self._server = server
+        self._files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115  # closed by `facts`
+        command = (sys.executable, "-u", *words)
+        module = words[0] == "-m"
+        name, *arguments = words[module:]
+        program = Program(sys.executable, name, tuple(arguments), module)
+        streams = [file.fileno() for file in self._files]
+        self._process = server.start(command, kept() | dict(case.env), program, streams)
+
+    def facts(self) -> Facts:
+        """Wait for the end; as of `Running`, and what the launcher would have said of the start."""
+        try:
+            code = self._process.wait(timeout=90)
+        except subprocess.TimeoutExpired:
+            return {"exit code": "none: it hangs"}
+        self._server.clear(well=code == 0)
+        said = []
+        for file in self._files:
+            file.seek(0)
+            said.append(file.read())
+            file.close()
+        cold = [f"starting cold: {self._process.cold}"] if self._process.cold else []
+        return _facts(*said, code) | {"launcher": cold}
+
+    def kill(self) -> None:
+        """End it, where it is still there."""
+        if self._process.returncode is None:
+            self._server.kill(self._process)
+
+
+def _facts(out: bytes, err: bytes, code: int) -> Facts:
+    lines = unlabelled(out.decode(errors="surrogateescape")).splitlines()
+    printed = [line for line in lines if line.startswith("{")]
+    others, launcher = _told_apart(unlabelled(err.decode(errors="surrogateescape")).splitlines())
+    return _merged([_flat(json.loads(line)) for line in printed]) | {
+        "exit code": 128 - code if code < 0 else code,  # as a shell says it
+        "stdout": [_without_addresses(line) for line in lines if line not in printed],
+        "stderr": others,
+        "launcher": launcher,
+    }
 
 
 def _take_the_terminal() -> None:
