@@ -1,13 +1,19 @@
-"""A machine with GPUs that are not there: a small NVML of our own."""
+"""A machine with GPUs that are not there: a small NVML of our own; and the command without its import of torch."""
 
+import os
 import re
 import shutil
 import subprocess
+import sys
+import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from ddp_kit.launcher.warm.client import WarmServer
+from ddp_kit.launcher.warm.messages import Program
 
 GIB = 1024**3
 NOT_A_PROCESS = 4_194_304  # Linux numbers no process so high: as if it were in another container
@@ -54,3 +60,34 @@ def machine(machine_of: Callable[[str], dict[str, str]]) -> Callable[..., dict[s
         return machine_of("\n".join(lines))
 
     return with_gpus
+
+
+@pytest.fixture(scope="session")
+def imported() -> Iterator[WarmServer]:
+    """A process that has imported torch, to fork others from."""
+    server = WarmServer([], os.environ)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def forked_ddpkit(imported: WarmServer, tmp_path: Path) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+    """As `ddpkit`, but forked: for what ends before a worker starts, and would take a second to import torch first."""
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC", "PET_", "PYTEST")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+
+    def run(
+        *words: object, env: dict[str, str] | None = None, cwd: Path = tmp_path
+    ) -> "subprocess.CompletedProcess[str]":
+        program = Program(sys.executable, str(Path(__file__).with_name("in_folder.py")), (str(cwd), *map(str, words)))
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            streams = (out.fileno(), err.fileno())
+            process = imported.start(program.words, clean | (env or {}), program, streams)
+            code = process.wait(120)
+            imported.clear(well=False)
+            assert not process.cold, process.cold
+            for file in (out, err):
+                file.seek(0)
+            return subprocess.CompletedProcess(list(map(str, words)), code, out.read(), err.read())
+
+    return run

@@ -331,7 +331,7 @@ def test_python_exec_names_the_interpreter(same: Same, worker: str, tmp_path: Pa
     seen = same("--nproc-per-node", 2, worker, env={"PYTHON_EXEC": str(python)})
     assert seen.environments["1.0"]["OTHER"] == f"-u {worker}"
     missing = _run("ddpkit", [worker], tmp_path, {"PYTHON_EXEC": "/nowhere/python"})
-    assert_one_message(missing, {2, 3}, "/nowhere/python")
+    assert_one_message(missing.code, missing.errors, {2, 3}, "/nowhere/python")
 
 
 def test_python_m_ddp_kit_is_the_same_launcher(worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,12 +490,12 @@ def test_a_worker_that_will_not_end_is_killed_after_the_shutdown_timeout(worker:
     assert "rank 1 failed first: exit code 7" in seen.errors
 
 
-def assert_one_message(seen: Seen, codes: set[int], *said: str) -> None:
-    assert seen.code in codes, seen.errors
+def assert_one_message(code: int, errors: str, codes: set[int], *said: str) -> None:
+    assert code in codes, errors
     for words in said:
-        assert words in seen.errors
-    assert "Traceback" not in seen.errors
-    assert seen.errors.count("error: ") <= 1, seen.errors
+        assert words in errors
+    assert "Traceback" not in errors
+    assert errors.count("error: ") <= 1, errors
 
 
 NO_ETCD = pytest.mark.skipif(importlib.util.find_spec("etcd") is not None, reason="etcd is installed here")
@@ -521,16 +521,22 @@ NO_ETCD = pytest.mark.skipif(importlib.util.find_spec("etcd") is not None, reaso
         ("--rdzv-backend c10d --rdzv-endpoint localhost:99999", {2, 3}, "99999"),
         ("--virtual-local-rank --nproc-per-node 2", {2}, "CUDA_VISIBLE_DEVICES"),
         ("--nnodes 2 --rdzv-conf join_timeout=1 --rdzv-backend c10d --rdzv-endpoint localhost:PORT", {3}, "1"),
-        pytest.param("--rdzv-backend etcd --rdzv-endpoint localhost:2379", {2, 3}, "etcd", marks=NO_ETCD),
+        pytest.param("--rdzv-backend etcd --shutdown-timeout 3000", {2, 3}, "etcd", marks=NO_ETCD),
         pytest.param("--rdzv-backend etcd-v2 --rdzv-endpoint localhost:2379", {2, 3}, "etcd", marks=NO_ETCD),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_mistake_is_one_message_without_a_traceback(tmp_path: Path, words: str, codes: set[int], said: str) -> None:
+def test_a_mistake_is_one_message_without_a_traceback(
+    forked_ddpkit: Callable[..., "subprocess.CompletedProcess[str]"],
+    tmp_path: Path,
+    words: str,
+    codes: set[int],
+    said: str,
+) -> None:
     (tmp_path / "train.py").touch()
     words = words.replace("PORT", str(free_port()))
-    seen = _run("ddpkit", [*words.split(), "train.py"], tmp_path, {"CUDA_VISIBLE_DEVICES": "3"})
-    assert_one_message(seen, codes, said)
+    run = forked_ddpkit("launch", *words.split(), "train.py", env={"CUDA_VISIBLE_DEVICES": "3"})
+    assert_one_message(run.returncode, run.stderr, codes, said)
 
 
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
@@ -550,4 +556,5 @@ def test_who_holds_the_port_is_named(worker: str, tmp_path: Path, rendezvous: st
         finally:
             agent.kill()
             holder.kill()
-        assert_one_message(_seen([agent], tmp_path), {3}, port, str(holder.pid), "holder.py")
+        seen = _seen([agent], tmp_path)
+        assert_one_message(seen.code, seen.errors, {3}, port, str(holder.pid), "holder.py")

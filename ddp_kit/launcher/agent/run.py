@@ -104,7 +104,7 @@ def run(plan: Plan, warm: WarmServer | None, cold: bool, say: Say) -> Ended:
         if callable(program):  # --run-path
             program, arguments = sys.executable, ["-u", "-c", _RUN_PATH, *arguments]
         if not _is_ours(config):
-            return Ended(_torchs_own(config, program, arguments))
+            return Ended(_torchs_own(config, program, arguments, warm))
         means = Means(
             warm=warm,
             program=None if cold else _program(settings, program),
@@ -323,8 +323,8 @@ def _summarise(script: str, failures: dict[int, ProcessFailure]) -> None:
         get_error_handler().dump_error_file(first.error_file, first.exitcode)
 
 
-def _torchs_own(config: LaunchConfig, program: str, arguments: list[str]) -> Outcome:
-    """A rendezvous of another kind, a plug-in's or etcd's: torch's agent, with cold workers."""
+def _torchs_own(config: LaunchConfig, program: str, arguments: list[str], warm: WarmServer | None) -> Outcome:
+    """A rendezvous of another kind, a plug-in's or etcd's: torch's agent, with cold workers. `warm` is left alone."""
     try:
         elastic_launch(config, program)(*arguments)
     except ChildFailedError as error:
@@ -340,7 +340,7 @@ def _torchs_own(config: LaunchConfig, program: str, arguments: list[str]) -> Out
             "check --rdzv-backend and --rdzv-endpoint; c10d needs nothing beside torch",
         ) from None
     finally:
-        _end_leftovers(config.shutdown_timeout or 0)
+        _end_leftovers(config.shutdown_timeout or 0, warm)
     return Outcome()
 
 
@@ -352,12 +352,12 @@ def _failure(rank: int, failure: ProcessFailure) -> Failure:
     )
 
 
-def _end_leftovers(grace: float) -> None:
+def _end_leftovers(grace: float, warm: WarmServer | None) -> None:
     """End the workers that torch forgot: a signal in the middle of their start leaves it without a list of them.
 
-    `grace`: seconds between SIGTERM and SIGKILL.
+    `grace`: seconds between SIGTERM and SIGKILL. `warm`: no worker, and deaf to SIGTERM.
     """
-    left = psutil.Process().children()
+    left = [child for child in psutil.Process().children() if warm is None or child.pid != warm.pid]
     for worker in left:
         with suppress(psutil.NoSuchProcess):
             worker.terminate()

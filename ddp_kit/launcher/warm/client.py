@@ -63,6 +63,11 @@ class WarmServer:
         self._count = 0
         self.gone = False
 
+    @property
+    def pid(self) -> int:
+        """The server's process."""
+        return self._process.pid
+
     def fileno(self) -> int:
         """For `select`: readable when a worker may have ended."""
         return self._channel.fileno()
@@ -116,6 +121,8 @@ class WarmServer:
     def close(self) -> None:
         """End every worker that is left, what they have left behind, and the server."""
         self._channel.close()
+        if not self._count:  # it may still import torch, and has nothing to clear up
+            self._process.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_LAST_SECONDS)
         self._process.kill()
