@@ -22,6 +22,9 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Where Python may not keep what it has compiled, each launch compiles the launcher anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 

@@ -69,11 +69,11 @@ def test_python_m_is_the_same_command() -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_mistake_is_exit_code_2_with_what_to_type_and_no_traceback(
-    ddpkit: Command, tmp_path: Path, words: list[str], said: str
+    forked_ddpkit: Command, tmp_path: Path, words: list[str], said: str
 ) -> None:
     (tmp_path / "train.py").touch()
     (tmp_path / "typo.py").write_text("print(1\n")
-    run = ddpkit(*words, env={"FAKE_NVML": ""})
+    run = forked_ddpkit(*words, env={"FAKE_NVML": ""})
     assert run.returncode == 2
     assert said in run.stderr
     assert "Traceback" not in run.stderr
@@ -168,14 +168,21 @@ def test_a_log_folder_of_the_user_s_own_is_kept(ddpkit: Command, script: Callabl
     assert [log.read_text() for log in logs] == ["hello\n", "hello\n"]
 
 
-@pytest.mark.parametrize("words", [["--local=3", "--log"], ["y", "--"], ["-x", "--gpus", "2", "--nproc-per-node=9"]])
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        (["--"], ["--local=3", "--log"]),
+        (["--nproc_per_node", "1"], ["y", "--"]),
+        (["-t0", "--redirect=0", "--log-d", "logs"], ["-x", "--gpus", "2", "--nproc-per-node=9"]),
+    ],
+    ids=str,
+)
 def test_what_follows_the_script_is_the_script_s_own(
-    ddpkit: Command, script: Callable[[str], Path], words: list[str]
+    ddpkit: Command, script: Callable[[str], Path], before: list[str], words: list[str]
 ) -> None:
     shows = script("import sys; print(sys.argv[1:])")
-    for before in ([], ["--"], ["--nproc_per_node", "1"], ["-t0", "--redirect=0", "--log-d", "logs"]):
-        run = ddpkit("launch", *before, shows, *words)
-        assert run.stdout == f"{words}\n", run.stderr
+    run = ddpkit("launch", *before, shows, *words)
+    assert run.stdout == f"{words}\n", run.stderr
     assert ddpkit("launch", shows, "--", *words).stdout == f"{words}\n", "as with torchrun, one -- is dropped"
 
 

@@ -295,13 +295,13 @@ def test_another_node_shows_no_secret_that_it_does_not_know(ddpkit: Command, tmp
     ],
 )
 def test_what_a_start_would_refuse_is_refused_and_no_folder_is_made(
-    ddpkit: Command, tmp_path: Path, words: list[str]
+    forked_ddpkit: Command, tmp_path: Path, words: list[str]
 ) -> None:
     (tmp_path / "train.py").touch()
     folder = tmp_path / "temporary"
     folder.mkdir()
     env = {"TMPDIR": str(folder)}
-    told = ddpkit("launch", "--dry-run", *words, "train.py", cwd=tmp_path, env=env)
+    told = forked_ddpkit("launch", "--dry-run", *words, "train.py", cwd=tmp_path, env=env)
     assert told.returncode == 2, told.stderr
     assert "Nothing was started" not in told.stdout
     assert not list(folder.iterdir())
