@@ -28,8 +28,7 @@ dist.all_reduce(total)
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("flags", [(), ("--cold",)])
+@pytest.mark.parametrize(("flags", "ranks"), [((), 2), ((), 4), (("--cold",), 2)])
 def test_every_restart_after_a_kill_comes_up(
     script: Script, ranks: int, flags: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -66,8 +66,8 @@ def of_the_docstring() -> list[str]:
 def written(line: str, port: int) -> tuple[list[str], int, int]:
     """The words behind torchrun, how many agents they ask for and how many workers of each.
 
-    What a reader fills in is filled in. 8 processes on a node become 2: each imports torch, and not every machine that
-    runs the tests carries 16.
+    What a reader fills in is filled in. 8 processes on a node, and 4 nodes, become 2: each imports torch, and not every
+    machine that runs the tests carries 16.
     """
     for name, value in {
         r"\(--arg1 \.\.\. train script args\.\.\.\)": "--arg1 x",
@@ -77,6 +77,7 @@ def written(line: str, port: int) -> tuple[list[str], int, int]:
         r"\$?JOB_ID|\$RANDOM": "job",
         r"\$?HOST_NODE_ADDR|(\$MASTER_ADDR|\$head_node_ip|localhost):[1-9]\d*": f"127.0.0.1:{port}",
         r"(nproc.per.node)[= ]8\b": r"\1=2",
+        r"(nnodes[= ](?:1:)?)4\b": r"\g<1>2",
         r"\S+\.py": "train.py",
     }.items():
         line = re.sub(name, value, line)
