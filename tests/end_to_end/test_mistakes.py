@@ -263,7 +263,7 @@ class Stop(Callback):
             trainer.stop()
 
 PLACE = sys.argv[1]
-loop._STOP_PATIENCE = loop._PATIENCE = timedelta(seconds=1)
+loop._STOP_PATIENCE = loop._PATIENCE = timedelta(seconds=3)
 torch.manual_seed(0)
 model = nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
