@@ -188,6 +188,11 @@ def is_echo(text: str) -> bool:
     return any(re.search(pattern, _final(text)) for pattern in _ECHOES)
 
 
+def is_late(text: str) -> bool:
+    """Whether a collective has timed out: the cause is a rank that did not come to it."""
+    return any(re.search(cause.pattern, _final(text)) for cause in CAUSES if cause.advice.endswith(_LATE))
+
+
 def _telling(text: str) -> tuple[str, ...]:
     """Where the cause may stand: in the last exception, then in those that it came from."""
     return (_final(text), text) if _CHAIN.search(text) else (_final(text),)

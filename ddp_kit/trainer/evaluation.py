@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ddp_kit.contract import Phase
 from ddp_kit.errors import LossError
 from ddp_kit.metrics import Mean, MetricObject, checked, reduced
 from ddp_kit.trainer.agreement import every_text, gathered
@@ -32,6 +33,7 @@ def evaluate(parts: Parts, metrics: Mapping[str, MetricFunction | MetricObject],
         counting.start(device)
     with evaluating(parts.model) as outputs:
         for samples, batch in batches:
+            parts.heart.mark(Phase.EVALUATION)
             with parts.precision.forward():
                 value = checked(parts.loss_fn(parts.model, batch), "the loss function")
             means["loss"].add(value, samples)
@@ -60,6 +62,7 @@ def predict(parts: Parts, function: PredictFunction | None, batches: Counted) ->
     spec = None
     with evaluating(parts.model) as outputs:
         for samples, batch in batches:
+            parts.heart.mark(Phase.EVALUATION)
             with parts.precision.forward():
                 found = _predicted(parts, function, batch, outputs)
             parts_of_batch, spec = pytree.tree_flatten(found)

@@ -17,6 +17,7 @@ from ddp_kit import log
 from ddp_kit.batch import plan_batches
 from ddp_kit.callbacks import Callback
 from ddp_kit.config import TrainerConfig
+from ddp_kit.contract import Phase
 from ddp_kit.errors import ConfigError, DataError
 from ddp_kit.loader import Data
 from ddp_kit.log import logger
@@ -24,7 +25,7 @@ from ddp_kit.metrics import MetricObject
 from ddp_kit.placement import Reductions, compile_in_place, place, send_buffers
 from ddp_kit.precision import Precision
 from ddp_kit.profile import Recorder
-from ddp_kit.progress import ProgressReport, StepNote
+from ddp_kit.progress import ProgressReport
 from ddp_kit.records import FitResult, LearningRateSearch, LogRow, Step
 from ddp_kit.timing import DATA, step_clock
 from ddp_kit.trainer.agreement import (
@@ -142,9 +143,10 @@ class Trainer:
         self._stopping = False
         self._max_steps = math.inf if settings.max_steps is None else settings.max_steps
         self._max_epochs = math.inf if settings.last_epoch is None else settings.last_epoch
-        self._note = StepNote()
+        self._heart = self._parts.heart
         self._checkpoints = Checkpoints(self._parts, self._position, self._optimizer_step, self._callbacks)
         self._seeded = self._checkpoints.resume()
+        self._heart.stand(self.step)
 
     @property
     def step(self) -> int:
@@ -208,6 +210,7 @@ class Trainer:
     def resume(self, path: str | Path) -> None:
         """Go on from a checkpoint: weights, optimizer, random states, position. A collective: all ranks call it."""
         self._checkpoints.load(Path(path))
+        self._heart.stand(self.step)
         self._seeded = True
 
     def stop(self) -> None:
@@ -228,7 +231,8 @@ class Trainer:
         """
         self._agree(data=data)
         send_buffers(self.model, self.world)
-        return predict(self._parts, predict_fn, self._data.evaluation(data, "the data")())
+        with self._heart.during(Phase.EVALUATION):
+            return predict(self._parts, predict_fn, self._data.evaluation(data, "the data")())
 
     def find_learning_rate(
         self, train_data: Data, *, start: float = 1e-7, end: float = 10.0, steps: int = 100
@@ -249,7 +253,8 @@ class Trainer:
         rates = [start * (end / start) ** (number / (steps - 1)) for number in range(steps)]
         while True:
             try:
-                return find(self._parts, self._optimizer_step, feed, self._clock, rates)
+                with self._heart.during(Phase.FORWARD):
+                    return find(self._parts, self._optimizer_step, feed, self._clock, rates)
             except OutOfMemory as failed:
                 feed, _ = self._halved(failed, train_data)
 
@@ -260,7 +265,7 @@ class Trainer:
         turn = self._turn = object()
         total = self._position.last_step(self.config, feed.steps)
         stopping = False  # as the last step was done
-        with garbage_off_the_path() as garbage, self._recorder:
+        with garbage_off_the_path() as garbage, self._recorder, self._heart.during(Phase.DATA):
             while not self._finished():
                 feed.begin(self.epoch, self._position.steps_in_epoch)
                 share = feed.next()
@@ -281,10 +286,12 @@ class Trainer:
                             with_hint(error, self.config, self.world.rank)
                         raise
                     samples, epoch = share.samples, self.epoch
+                    self._heart.mark(Phase.DATA)
                     share = feed.next()
                     self._clock.mark(DATA)
                     self._position.advance(samples, feed.steps, ends_epoch=share is None)
-                    self._note.write(self.step)
+                    self._heart.step(self.step)
+                    self._heart.mark(Phase.CALLBACKS)
                     self._log_points.interval.end_step(samples)
                     self._recorder.after_step(number)
                     self._tell("on_step")
@@ -292,7 +299,9 @@ class Trainer:
                     self._meet_if(stopping)
                     row = self._log(epoch, history, last=finished) if due or finished else None
                     garbage.collect()
+                    self._heart.mark(Phase.CHECKPOINT)
                     self._checkpoints.after_step()
+                    self._heart.mark(Phase.BETWEEN_STEPS)
                     left = time.perf_counter()
                     yield Step(number, epoch, samples, share is None, row)
                     self._log_points.interval.started += time.perf_counter() - left  # evaluations are not training
@@ -305,7 +314,8 @@ class Trainer:
             self._log(self.epoch, history, last=True)
         else:
             self._note_rows(self._log_points.rest(), history)
-        self._checkpoints.at_end()
+        with self._heart.during(Phase.CHECKPOINT):
+            self._checkpoints.at_end()
 
     def _feed(self, train_data: Data) -> Feed:
         """What the loop trains on: in micro-batches of the configured size, of the DataLoader's, or the largest."""
@@ -408,8 +418,9 @@ class Trainer:
 
     def _evaluate(self, batches: Counted) -> dict[str, float]:
         self._tell("on_evaluate_start")
-        send_buffers(self.model, self.world)
-        values = evaluate(self._parts, self._metrics, batches)
+        with self._heart.during(Phase.EVALUATION):
+            send_buffers(self.model, self.world)
+            values = evaluate(self._parts, self._metrics, batches)
         logger.info("evaluation at step {}: {}", self.step, "  ".join(f"{k} {v:.4g}" for k, v in values.items()))
         self._tell("on_evaluate", values)
         self._tell("on_evaluate_end")
