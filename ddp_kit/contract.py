@@ -6,6 +6,7 @@ and a `Trainer` started by torchrun or by plain `python` finds what it needs.
 
 import mmap
 import os
+import signal
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ RUN_FOLDER_PREFIX = "ddpkit-"
 OUTPUT_LOG = "output.log"
 HEARTBEAT_FILE = "heartbeat"  # see `HeartbeatField`
 STACKS_FILE = "stacks.txt"  # where a rank stood when a hang was found
+# To a forked worker where py-spy cannot look at it: write down where you stand. Nobody else uses it.
+STACKS_SIGNAL = getattr(signal, "SIGRTMAX", 3) - 3
 VERDICT_FILE = "verdict.json"
 
 # Marks in the `extraInfo` of an error file that was not left by the script itself.

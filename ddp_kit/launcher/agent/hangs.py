@@ -15,6 +15,7 @@ from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.streams import open_log
 
 _LONGER = "where that only takes longer than usual: --hang-timeout SECONDS, 0 for no limit"
+_UNSEEN = ", but its stack cannot be seen: py-spy is missing, or the kernel does not let it look"
 _NATIVE_SECONDS = 10.0
 _FEW = 4  # ranks that are listed one by one
 
@@ -47,6 +48,7 @@ class Hangs:
         self._several_nodes = any(env.get(contract.GROUP_WORLD_SIZE, "1") != "1" for env in envs.values())
         self._error_files = error_files
         self._hurry = hurry
+        self._left_to_others = False  # other nodes, for now
         floor = DEFAULT_SECONDS if seconds is None else seconds
         self._watch = Watch(floor, seconds is not None, time.monotonic()) if floor else None
         self.counts_every = self._watch.period / 2 if self._watch is not None and seconds is not None else 0.0
@@ -68,14 +70,16 @@ class Hangs:
             return None
         signs = self._signs(pids)
         quiet = self._watch.look(signs, time.monotonic())
-        if quiet is None:
+        self._left_to_others = self._left_to_others and quiet is not None
+        if quiet is None or (self._left_to_others and not quiet.long):
             return None
-        stacks = take(pids, self._native_seconds(quiet.limit), self._hurry)
+        stacks = self._take(pids, max(_NATIVE_SECONDS / 5, min(_NATIVE_SECONDS, quiet.limit / 2)))
         if is_debugged(stacks.values()) or self._signs(pids) != signs:
             self._watch.start_again()
             return None
         waits = all_wait(stacks.values())
         if waits and self._several_nodes and not quiet.long:
+            self._left_to_others = True
             return None
         local_rank = culprit(signs, stacks)
         self._tell(local_rank, signs, stacks, self._message(signs, quiet, waits), _LONGER, waits)
@@ -83,7 +87,7 @@ class Hangs:
 
     def after_timeout(self, pids: Mapping[int, int]) -> int | None:
         """A collective of another rank has timed out: the local rank of these that did not come to it, if one shows."""
-        signs, stacks = self._signs(pids), take(pids, _NATIVE_SECONDS, self._hurry)
+        signs, stacks = self._signs(pids), self._take(pids, _NATIVE_SECONDS)
         self.others = self._where(pids, signs, stacks)
         self._keep(stacks)
         late = [rank for rank, stack in stacks.items() if stack.stopped or (stack.frames and not stack.waits_for_ranks)]
@@ -92,9 +96,12 @@ class Hangs:
         self._tell(late[0], signs, stacks, "it did not come to the collective in which others have timed out")
         return late[0]
 
-    @staticmethod
-    def _native_seconds(limit: float) -> float:
-        return max(_NATIVE_SECONDS / 5, min(_NATIVE_SECONDS, limit / 2))
+    def _take(self, pids: Mapping[int, int], native_seconds: float) -> dict[int, Stack]:
+        return take(pids, native_seconds, {rank: self._stacks_file(rank) for rank in pids}, self._hurry)
+
+    def _stacks_file(self, local_rank: int) -> str:
+        path = self._error_files[local_rank]
+        return "" if path == os.devnull else str(Path(path).with_name(contract.STACKS_FILE))
 
     def _signs(self, pids: Mapping[int, int]) -> dict[int, Signs]:
         return {local_rank: read_heartbeat(self._error_files[local_rank]) for local_rank in pids}
@@ -123,7 +130,7 @@ class Hangs:
         others = {rank: each for rank, each in stacks.items() if rank != local_rank}
         self.others = self._where(others, signs, stacks)
         self.found[local_rank] = Hung(
-            message=f"{message}; {stack.doing(signs[local_rank].phase)}{how}",
+            message=f"{message}; {stack.doing(signs[local_rank].phase)}{how}{'' if stack.frames else _UNSEEN}",
             trace=_trace(self._ranks[local_rank], stack),
             others=self.others,
             hint=hint,
@@ -147,9 +154,9 @@ class Hangs:
         """Write the whole stacks beside the logs."""
         for local_rank, stack in stacks.items():
             text = self.stacks[self._ranks[local_rank]] = masked(stack.text, os.environ)
-            if text and self._error_files[local_rank] != os.devnull:
-                path = Path(self._error_files[local_rank]).with_name(contract.STACKS_FILE)
-                with suppress(OSError), os.fdopen(open_log(str(path)), "w") as file:
+            path = self._stacks_file(local_rank)
+            if text and path:
+                with suppress(OSError), os.fdopen(open_log(path), "w") as file:
                     file.write(text)
 
 

@@ -1,5 +1,7 @@
 """Where a process stands, as py-spy sees it from outside: whether it answers or not, and whatever holds its lock."""
 
+import ctypes
+import errno
 import json
 import linecache
 import re
@@ -9,11 +11,11 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_kit.contract import Phase
+from ddp_kit.contract import STACKS_SIGNAL, Phase
 
 _LOOK_SECONDS = 3.0
 _WAIT_SECONDS = 0.05
@@ -81,10 +83,10 @@ class Stack:
     def waits_for_ranks(self) -> str:
         """The collective that it is in, by name; empty where it is in none."""
         for frame in self.python:
-            if frame.is_user_s:
-                break
             if frame.file.endswith(_COLLECTIVES):
                 return frame.name
+            if frame.is_user_s:
+                break
         native = [frame.name for frame in self.frames if frame.native]
         if any(map(_STORE.search, native)):
             return "a store, for another rank's word"
@@ -126,21 +128,79 @@ class Stack:
         return "\n".join(lines[-2 * _MOST_FRAMES :])
 
 
-def take(pids: Mapping[int, int], native_seconds: float, hurry: Callable[[], bool]) -> dict[int, Stack]:
+def take(
+    pids: Mapping[int, int], native_seconds: float, files: Mapping[int, str], hurry: Callable[[], bool]
+) -> dict[int, Stack]:
     """The stack of each process, by any name; an empty one where it cannot be had.
 
-    `native_seconds`: how long native frames may take, where torch's libraries have many symbols. `hurry`: whether to
-    leave it at what there is.
+    `native_seconds`: how long native frames may take, where torch's libraries have many symbols. `files`: where they
+    write their own account, should py-spy not be able to look. `hurry`: whether to leave it at what there is.
     """
     spy = program()
     if not spy:
-        return {name: Stack(pid, stopped=is_stopped(pid)) for name, pid in pids.items()}
+        return _with_signals(_unseen(pids), files, hurry)
     seen = _dumps(spy, pids.values(), [], _LOOK_SECONDS, hurry)
     # A stopped process cannot be stopped once more, and native stacks need that.
     running = [pid for pid in pids.values() if not is_stopped(pid)]
     seen |= _dumps(spy, running, ["--native"], native_seconds, hurry)
     found = {name: _stack(pid, seen.get(pid)) for name, pid in pids.items()}
-    return {name: _with_loader(spy, stack, hurry) for name, stack in found.items()}
+    found = {name: _with_loader(spy, stack, hurry) for name, stack in found.items()}
+    return _with_signals(found, files, hurry)
+
+
+def _unseen(pids: Mapping[int, int]) -> dict[int, Stack]:
+    return {name: Stack(pid, stopped=is_stopped(pid)) for name, pid in pids.items()}
+
+
+def _with_signals(stacks: Mapping[int, Stack], files: Mapping[int, str], hurry: Callable[[], bool]) -> dict[int, Stack]:
+    """The same, where those that could not be seen have been asked for their own account, if they can give one."""
+    unseen = {name: stack for name, stack in stacks.items() if not stack.frames and not stack.stopped}
+    asked = {name: stack for name, stack in unseen.items() if _asked(stack.pid)}
+    deadline = time.monotonic() + _LOOK_SECONDS
+    told: dict[int, Stack] = {}
+    while len(told) < len(asked) and time.monotonic() < deadline and not hurry():
+        time.sleep(_WAIT_SECONDS)
+        for name, stack in asked.items():
+            frames, text = _own_account(files.get(name, ""))
+            if frames:
+                told[name] = replace(stack, frames=frames, text=f"process {stack.pid}\n{text}")
+    return {**stacks, **told}
+
+
+def _asked(pid: int) -> bool:
+    """Whether a process has been asked, its main thread, by the signal for it, which it has a handler for."""
+    with suppress(OSError, AttributeError):  # a C library without tgkill
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:") and int(line.split()[1], 16) >> (STACKS_SIGNAL - 1) & 1:
+                return bool(ctypes.CDLL(None).tgkill(pid, pid, STACKS_SIGNAL) == 0)
+    return False
+
+
+def _own_account(path: str) -> tuple[tuple[Frame, ...], str]:
+    """The frames of the thread that heard the signal, the main one, and all of the text."""
+    with suppress(OSError):
+        text = Path(path).read_text(errors="replace")
+        _, found, last = text.rpartition("Current thread ")
+        if found and last.endswith("\n"):
+            frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', last, re.MULTILINE)
+            return tuple(Frame(name, file, int(line)) for file, line, name in frames), text
+    return (), ""
+
+
+def can_be_seen(pid: int) -> bool:
+    """Whether py-spy is there, and the kernel lets it read a child of this process."""
+
+    class Place(ctypes.Structure):
+        _fields_ = [("address", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+
+    byte = ctypes.create_string_buffer(1)
+    here, nowhere = Place(ctypes.addressof(byte), 1), Place(None, 1)
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        libc.process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(nowhere), 1, 0)
+    except AttributeError:  # not on Linux
+        return False
+    return bool(program()) and ctypes.get_errno() == errno.EFAULT  # EPERM, else
 
 
 def program() -> str:
@@ -170,7 +230,7 @@ def _with_loader(spy: str, stack: Stack, hurry: Callable[[], bool]) -> Stack:
     busy = [each for each in found if any(frame.file.endswith(_LOADER_FETCHES) for frame in each.frames)]
     others = "".join(f"\n{each.text}" for each in found if each.text)
     stuck = next((each for each in [*busy, *found] if each in busy or each.stopped), None)
-    return Stack(stack.pid, stack.frames, stack.text + others, stack.stopped, stack.holds_lock, stuck)
+    return replace(stack, text=stack.text + others, loader=stuck)
 
 
 def _children(pid: int) -> list[int]:

@@ -15,12 +15,13 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.numa import binding
 
-from ddp_kit.contract import ExitCode
+from ddp_kit.contract import STACKS_FILE, ExitCode
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher import hints
 from ddp_kit.launcher.agent.hangs import Hangs
 from ddp_kit.launcher.agent.inbox import Inbox, wait_readable
 from ddp_kit.launcher.agent.logs import Console, Remembered
+from ddp_kit.launcher.agent.stacks import can_be_seen
 from ddp_kit.launcher.cgroups import oom_kills
 from ddp_kit.launcher.output import LastWords
 from ddp_kit.launcher.warm.client import Process, WarmServer
@@ -113,7 +114,12 @@ class Workers(SubprocessContext):
             self._output.ends(local_rank),
             self._cores(local_rank),
             self.hangs.counts_every,
+            "" if can_be_seen(warm.pid) else self._beside_error_file(local_rank, STACKS_FILE),
         )
+
+    def _beside_error_file(self, local_rank: int, name: str) -> str:
+        path = self.error_files[local_rank]
+        return "" if path == os.devnull else str(Path(path).with_name(name))
 
     def _environment(self, local_rank: int) -> dict[str, str]:
         env = {**os.environ, **self.envs[local_rank]}

@@ -63,6 +63,11 @@ class WarmServer:
         self._count = 0
         self.gone = False
 
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
     def fileno(self) -> int:
         """For `select`: readable when a worker may have ended."""
         return self._channel.fileno()
@@ -75,15 +80,18 @@ class WarmServer:
         streams: Sequence[int] = (),
         cpus: tuple[int, ...] = (),
         counts_every: float = 0.0,
+        stacks: str = "",
     ) -> "Process":
         """Ask for a worker; `pump` until it is answered.
 
         `command`: what to execute where `program` is None or cannot be forked. `streams`: descriptors for its
-        standard output and error; none: those of this process. `counts_every`: see `Start`.
+        standard output and error; none: those of this process. `counts_every`, `stacks`: see `Start`.
         """
         self._count += 1
         worker = self._workers[self._count] = Process(self, self._count)
-        self._send(Start(self._count, tuple(command), dict(env), program, cpus, bool(streams), counts_every), streams)
+        self._send(
+            Start(self._count, tuple(command), dict(env), program, cpus, bool(streams), counts_every, stacks), streams
+        )
         return worker
 
     def kill(self, worker: "Process") -> None:

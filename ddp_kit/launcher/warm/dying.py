@@ -13,7 +13,6 @@ from pathlib import Path
 
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 _SET_CHILD_SUBREAPER = 36
-_SET_PTRACER = 0x59616D61
 _LIBC = ctypes.CDLL(None)
 
 # Small processes that remove shared memory once their clients are gone: they end by themselves.
@@ -48,11 +47,6 @@ def outlive_parent() -> None:
 def adopt_orphans() -> None:
     """Let every descendant whose parent dies become this process's child: so that none gets out of sight."""
     _LIBC.prctl(_SET_CHILD_SUBREAPER, 1)
-
-
-def may_be_seen_by(pid: int) -> None:
-    """Let a process and its descendants read this one's stack where the kernel lets only ancestors do so (Yama)."""
-    _LIBC.prctl(_SET_PTRACER, pid)
 
 
 @dataclass(frozen=True)

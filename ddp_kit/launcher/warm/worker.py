@@ -13,9 +13,8 @@ from typing import Any, NoReturn
 
 from ddp_kit.contract import THREADS
 from ddp_kit.launcher.warm import script
-from ddp_kit.launcher.warm.counting import count_collectives
-from ddp_kit.launcher.warm.dying import may_be_seen_by
 from ddp_kit.launcher.warm.messages import Start
+from ddp_kit.launcher.warm.watched import answer_with_stacks, count_collectives, may_be_seen_by
 
 _CANNOT_EXECUTE = 127  # the shell's exit code for it
 _SET_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)  # ignored by the interpreter for itself
@@ -66,6 +65,8 @@ def set_up(start: Start, streams: Sequence[int], launcher: int) -> None:
     script.set_title(start.program)
     may_be_seen_by(launcher)
     os.register_at_fork(after_in_child=lambda: may_be_seen_by(launcher))  # loader processes
+    if start.stacks:
+        answer_with_stacks(start.stacks)
     if start.counts_every:
         count_collectives(start.counts_every)
 
