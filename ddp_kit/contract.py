@@ -81,10 +81,10 @@ class ExitCode(IntEnum):
     USAGE = 2
     LAUNCH_FAILED = 3
     NODE_LOST = 4
-    HUNG = 124
-    """A worker did nothing any more, and the launcher has ended it. That of coreutils' `timeout`."""
     REQUEUE = 75
     """A worker's own, too: it has saved, and wants to be started again. sysexits.h calls it EX_TEMPFAIL."""
+    HUNG = 124
+    """A worker did nothing any more, and the launcher has ended it. That of coreutils' `timeout`."""
 
     @staticmethod
     def of_signal(number: int) -> int:

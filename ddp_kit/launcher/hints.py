@@ -32,7 +32,7 @@ _HOST_MEMORY = (
 _LATE = (
     "other ranks did not come to the same point within the time-out. Look at those that do not complain: one may be "
     "stuck, slower, or past this point, as with a collective under `if rank == 0` or data of different lengths "
-    "(`py-spy dump --pid PID` shows where a process is). If they only need longer: "
+    "(`py-spy dump --pid PID` shows where one is). If they only need longer: "
     "init_process_group(timeout=...)"
 )
 _ANOTHER = "another rank went away first: the cause is in what that one wrote"

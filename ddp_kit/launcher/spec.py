@@ -35,8 +35,8 @@ exit codes:
   {ExitCode.USAGE:<9d} the command line cannot be used
   {ExitCode.LAUNCH_FAILED:<9d} the job could not be brought up
   {ExitCode.NODE_LOST:<9d} a node was lost that the job cannot do without
-  {ExitCode.HUNG:<9d} a process did nothing any more and was ended, see --hang-timeout
   {ExitCode.REQUEUE:<9d} the processes have saved and ask to be started again
+  {ExitCode.HUNG:<9d} a process did nothing any more and was ended, see --hang-timeout
   other     that of the process that failed first; 128 + the signal's number where a signal ended it
 """
 
