@@ -1,6 +1,7 @@
 """Hangs of this node's workers: found by their heartbeat files, told with everyone's stack."""
 
 import os
+import select
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,6 +18,7 @@ from ddp_kit.launcher.streams import open_log
 _LONGER = "where that only takes longer than usual: --hang-timeout SECONDS, 0 for no limit"
 _UNSEEN = ", but its stack cannot be seen: py-spy is missing, or the kernel does not let it look"
 _NATIVE_SECONDS = 10.0
+_ENDING_SECONDS = 1.0
 _FEW = 4  # ranks that are listed one by one
 
 
@@ -88,12 +90,14 @@ class Hangs:
     def after_timeout(self, pids: Mapping[int, int]) -> int | None:
         """A collective of another rank has timed out: the local rank of these that did not come to it, if one shows."""
         signs, stacks = self._signs(pids), self._take(pids, _NATIVE_SECONDS)
-        self.others = self._where(pids, signs, stacks)
+        seen = {rank: stack for rank, stack in stacks.items() if stack.frames or stack.stopped}  # some end by now
+        self.others = self._where(seen, signs, stacks)
         self._keep(stacks)
-        late = [rank for rank, stack in stacks.items() if stack.stopped or (stack.frames and not stack.waits_for_ranks)]
-        if len(late) != 1:
+        late = [rank for rank, stack in seen.items() if stack.stopped or not stack.waits_for_ranks]
+        if len(late) != 1 or _is_ending(pids[late[0]]):
             return None
-        self._tell(late[0], signs, stacks, "it did not come to the collective in which others have timed out")
+        message = "it did not come to the collective in which others have timed out"
+        self._tell(late[0], signs, stacks, message, "where it only needs longer: init_process_group(timeout=...)")
         return late[0]
 
     def _take(self, pids: Mapping[int, int], native_seconds: float) -> dict[int, Stack]:
@@ -122,7 +126,7 @@ class Hangs:
         signs: Mapping[int, Signs],
         stacks: Mapping[int, Stack],
         message: str,
-        hint: str = "",
+        hint: str,
         waits: bool = False,
     ) -> None:
         stack = stacks[local_rank]
@@ -158,6 +162,20 @@ class Hangs:
             if text and path:
                 with suppress(OSError), os.fdopen(open_log(path), "w") as file:
                     file.write(text)
+
+
+def _is_ending(pid: int) -> bool:
+    """Whether it ends by itself in this moment, as one does whose collective has timed out, too."""
+    try:
+        end = os.pidfd_open(pid)
+    except OSError:
+        return True
+    try:
+        poll = select.poll()  # the number of the descriptor may be too high for `select`
+        poll.register(end, select.POLLIN)
+        return bool(poll.poll(_ENDING_SECONDS * 1000))
+    finally:
+        os.close(end)
 
 
 def _trace(rank: int, stack: Stack) -> str:
