@@ -4,7 +4,9 @@ The only place that names them. The variables are torchrun's, so that any script
 and a `Trainer` started by torchrun or by plain `python` finds what it needs.
 """
 
+import mmap
 import os
+import signal
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -59,8 +61,10 @@ QUIET_IMPORT = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 RUN_FOLDER_PREFIX = "ddpkit-"
 # In a run folder, beside the names that torch gives: each rank's, in its own folder, and the job's.
 OUTPUT_LOG = "output.log"
-STEP_FILE = "step"  # the last optimizer step done and the one that it began after: STEP_BYTES each, little-endian
-STEP_BYTES = 8
+HEARTBEAT_FILE = "heartbeat"  # see `HeartbeatField`
+STACKS_FILE = "stacks.txt"  # where a rank stood when a hang was found
+# To a forked worker where py-spy cannot look at it: write down where you stand. Nobody else uses it.
+STACKS_SIGNAL = getattr(signal, "SIGRTMAX", 3) - 3
 VERDICT_FILE = "verdict.json"
 
 # Marks in the `extraInfo` of an error file that was not left by the script itself.
@@ -79,6 +83,8 @@ class ExitCode(IntEnum):
     NODE_LOST = 4
     REQUEUE = 75
     """A worker's own, too: it has saved, and wants to be started again. sysexits.h calls it EX_TEMPFAIL."""
+    HUNG = 124
+    """A worker did nothing any more, and the launcher has ended it. That of coreutils' `timeout`."""
 
     @staticmethod
     def of_signal(number: int) -> int:
@@ -170,15 +176,103 @@ def from_env(env: Mapping[str, str] | None = None) -> WorkerEnv:
     return worker
 
 
-def step_file(env: Mapping[str, str] | None = None) -> Path | None:
-    """Where a worker notes its steps for the launcher; None where none has started it."""
+class Phase(IntEnum):
+    """What a worker is doing, as its heartbeat says."""
+
+    OUTSIDE = 0
+    """Nothing that the Trainer knows of."""
+    BETWEEN_STEPS = 1
+    """In the script's own loop over `Trainer.steps`, or what `fit` does there."""
+    DATA = 2
+    TRANSFER = 3
+    FORWARD = 4
+    BACKWARD = 5
+    OPTIMIZER = 6
+    CALLBACKS = 7
+    EVALUATION = 8
+    CHECKPOINT = 9
+
+    @property
+    def words(self) -> str:
+        """For a sentence: `in ...`."""
+        return {
+            Phase.OUTSIDE: "the script",
+            Phase.BETWEEN_STEPS: "the script, between two steps",
+            Phase.TRANSFER: "the transfer to the device",
+            Phase.FORWARD: "the forward pass",
+            Phase.BACKWARD: "the backward pass",
+            Phase.OPTIMIZER: "the optimizer",
+        }.get(self, self.name.lower())
+
+
+class HeartbeatField(IntEnum):
+    """The numbers of a heartbeat file in their order: eight bytes each, this machine's own way round.
+
+    Each is written by itself, in one piece, and changes whenever there is progress: no reader can be misled by more
+    than one of them being old.
+    """
+
+    STEP = 0
+    """The last optimizer step done, and 1 more; 0: no Trainer is there."""
+    PHASE = 1
+    BEATS = 2
+    """Counts whatever the Trainer does."""
+    STEPS = 3
+    """Optimizer steps done by this process."""
+    COLLECTIVES = 4
+    """Begun in the default group, by any script; noted where the launcher asks for it."""
+    ALL_COLLECTIVES = 5
+    """In all groups."""
+    BEGAN = 6
+    """The step that the run went on after, 0 or that of a checkpoint, and 1 more; 0: it has not begun."""
+
+
+@dataclass(frozen=True)
+class Signs:
+    """The signs of life in a heartbeat file."""
+
+    step: int | None = None
+    """The last optimizer step done; None where there is no Trainer."""
+    phase: Phase = Phase.OUTSIDE
+    beats: int = 0
+    steps: int = 0
+    collectives: int = 0
+    all_collectives: int = 0
+    began: int | None = None
+    """The step that the run went on after; None where it has not begun."""
+
+
+def heartbeat_memory(env: Mapping[str, str] | None = None) -> "memoryview[int] | None":
+    """The numbers of this worker's heartbeat file, shared with the launcher; None where none has started it."""
     error_file = (os.environ if env is None else env).get(ERROR_FILE)
-    return Path(error_file).with_name(STEP_FILE) if error_file else None
+    if not error_file or error_file == os.devnull:
+        return None
+    with suppress(OSError, ValueError):  # the launcher then hears nothing of it
+        size = 8 * len(HeartbeatField)
+        descriptor = os.open(Path(error_file).with_name(HEARTBEAT_FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(descriptor, size)
+            return memoryview(mmap.mmap(descriptor, size)).cast("q")
+        finally:
+            os.close(descriptor)
+    return None
 
 
-def read_step(path: Path) -> int:
-    """The step that a worker has noted. Raises `OSError`, `ValueError`."""
-    return int.from_bytes(path.read_bytes()[:STEP_BYTES], "little")
+def read_heartbeat(error_file: str) -> Signs:
+    """What the worker with this error file has noted beside it; no signs where there is nothing."""
+    with suppress(OSError, ValueError, TypeError, IndexError):
+        found = memoryview(Path(error_file).with_name(HEARTBEAT_FILE).read_bytes()).cast("q").tolist()
+        step, phase, beats, steps, collectives, all_collectives, began = found
+        return Signs(
+            step - 1 if step else None,
+            Phase(phase),
+            beats,
+            steps,
+            collectives,
+            all_collectives,
+            began - 1 if began else None,
+        )
+    return Signs()
 
 
 def job_began() -> float | None:
@@ -193,11 +287,6 @@ def job_began() -> float | None:
         attempts = Path(error_file).parents[2].iterdir()  # run folder / attempt / rank / file
         return min((attempt.stat().st_mtime for attempt in attempts if attempt.is_dir()), default=None)
     return None
-
-
-def read_first_step(path: Path) -> int:
-    """The step after which a worker has begun: 0, or that of a checkpoint. Raises `OSError`, `ValueError`."""
-    return int.from_bytes(path.read_bytes()[STEP_BYTES : 2 * STEP_BYTES], "little")
 
 
 def attempt(env: Mapping[str, str] | None = None) -> tuple[str, int]:

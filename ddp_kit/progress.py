@@ -1,16 +1,15 @@
-"""Showing how far a run is: a bar on a terminal, plain lines elsewhere, a number for the launcher."""
+"""Showing how far a run is: a bar on a terminal, plain lines elsewhere, a heartbeat for the launcher."""
 
-import mmap
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ddp_kit.contract import STEP_BYTES, step_file
+from ddp_kit.contract import HeartbeatField, Phase, heartbeat_memory
 from ddp_kit.errors import LossError
 from ddp_kit.log import logger
 
@@ -51,37 +50,62 @@ class ProgressReport:
             logger.info("step {}{}  {}", done, "" if self._total is None else f"/{self._total}", values)
 
 
-class StepNote:
-    """The last step done, where the launcher finds it after this process has died; in memory, without a system call."""
+_STEP, _PHASE, _BEATS, _STEPS, _BEGAN = map(
+    int,
+    (
+        HeartbeatField.STEP,
+        HeartbeatField.PHASE,
+        HeartbeatField.BEATS,
+        HeartbeatField.STEPS,
+        HeartbeatField.BEGAN,
+    ),
+)
+
+
+class Heartbeat:
+    """What this process is doing, where the launcher sees it at any time; in memory, without a system call."""
 
     def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
-        self._begun = False
-        path = step_file()
-        with suppress(OSError, ValueError):  # the launcher then names no step
-            if path is not None:
-                with path.open("w+b") as file:
-                    file.write(bytes(2 * STEP_BYTES))
-                    file.flush()
-                    self._memory = mmap.mmap(file.fileno(), 2 * STEP_BYTES)
+        memory = heartbeat_memory()
+        self._memory = memoryview(bytearray(8 * len(HeartbeatField))).cast("q") if memory is None else memory
+        self._beats = self._memory[_BEATS]
 
-    def write(self, step: int) -> None:
-        """Note it."""
-        if self._memory is not None:
-            self._memory[:STEP_BYTES] = step.to_bytes(STEP_BYTES, "little")
+    def mark(self, phase: Phase) -> None:
+        """From now on it is this."""
+        self._memory[_PHASE] = phase
+        self._beats += 1
+        self._memory[_BEATS] = self._beats
+
+    def stand(self, step: int) -> None:
+        """So many optimizer steps are done, before any that this process does."""
+        self._memory[_STEP] = step + 1
+
+    def step(self, step: int) -> None:
+        """An optimizer step is done."""
+        self._memory[_STEP] = step + 1
+        self._memory[_STEPS] += 1
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """It is this inside, and afterwards what it was before."""
+        before = Phase(self._memory[_PHASE])
+        self.mark(phase)
+        try:
+            yield
+        finally:
+            self.mark(before)
 
     @contextmanager
     def follow(self, step: int) -> Iterator[None]:
         """While steps are done: note the one they begin after, and at a loss that is not finite, the last good one."""
-        self.write(step)
-        if self._memory is not None and not self._begun:
-            self._memory[STEP_BYTES:] = self._memory[:STEP_BYTES]
-        self._begun = True
+        self.stand(step)
+        if not self._memory[_BEGAN]:
+            self._memory[_BEGAN] = step + 1
         try:
             yield
         except LossError as error:
             if error.step is not None:
-                self.write(error.step - 1)
+                self.stand(error.step - 1)
             raise
 
 

@@ -58,7 +58,7 @@ def describe(spec: LaunchSpec, plan: Plan, env: Mapping[str, str], host: str, de
         [
             f"Nothing was started. This would run on {host}:",
             _table(_processes(plan, nodes, whole, host)),
-            _table(_circumstances(plan, nodes, env)),
+            _table(_circumstances(spec, plan, nodes, env)),
             *_environment(plan, nodes, env),
             f"The same with torchrun{_but(plan)}:\n\n  {_torchrun(spec, plan, whole, defaults)}",
         ]
@@ -123,7 +123,7 @@ def _ranges(cpus: Sequence[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _circumstances(plan: Plan, nodes: _Nodes, env: Mapping[str, str]) -> list[list[str]]:
+def _circumstances(spec: LaunchSpec, plan: Plan, nodes: _Nodes, env: Mapping[str, str]) -> list[list[str]]:
     settings = plan.torchrun
     many = str(settings["nnodes"]).replace(":", " to ")
     if nodes.alone:
@@ -142,9 +142,16 @@ def _circumstances(plan: Plan, nodes: _Nodes, env: Mapping[str, str]) -> list[li
         ["meet at", where if nodes.named_by else f"{nodes.address}, at a free port chosen at the start"],
         ["restarts", f"at most {most} in a row without progress" if most else "none"],
         ["grace", f"{grace} s from SIGTERM to SIGKILL"],
+        ["hangs", _hangs(spec.hang_timeout)],
         ["logs", _logs(settings)],
     ]
     return [[name, masked(text, env)] for name, text in rows]
+
+
+def _hangs(seconds: float | None) -> str:
+    if seconds is None:
+        return "in a Trainer's run, a process that does nothing for 300 s or more is ended"
+    return f"a process that does nothing for {seconds:g} s or more is ended" if seconds else "nobody looks for them"
 
 
 def _logs(settings: Mapping[str, Any]) -> str:

@@ -32,7 +32,7 @@ _HOST_MEMORY = (
 _LATE = (
     "other ranks did not come to the same point within the time-out. Look at those that do not complain: one may be "
     "stuck, slower, or past this point, as with a collective under `if rank == 0` or data of different lengths "
-    "(`py-spy dump --pid PID` shows where a process is). If they only need longer: "
+    "(`py-spy dump --pid PID` shows where one is). If they only need longer: "
     "init_process_group(timeout=...)"
 )
 _ANOTHER = "another rank went away first: the cause is in what that one wrote"
@@ -191,6 +191,11 @@ def hint(text: str, exit_code: int, out_of_memory: bool = False) -> str:
 def is_echo(text: str) -> bool:
     """Whether this is what a rank says when another one went away: the cause is not here."""
     return any(re.search(pattern, _final(text)) for pattern in _ECHOES)
+
+
+def is_late(text: str) -> bool:
+    """Whether a collective has timed out: the cause is a rank that did not come to it."""
+    return any(re.search(cause.pattern, _final(text)) for cause in CAUSES if cause.advice.endswith(_LATE))
 
 
 def _telling(text: str) -> tuple[str, ...]:

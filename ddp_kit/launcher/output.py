@@ -262,6 +262,13 @@ class Output:
         """A worker has: what is held back of it stays so until `end`."""
         self._failed.add(local_rank)
 
+    def tail(self, local_rank: int) -> str:
+        """The end of what a worker has printed so far."""
+        if local_rank in self._redirected:
+            return _end_of_file(self._redirected[local_rank])
+        sources = [source for source in [*self._sources, *self._ended] if source.local_rank == local_rank]
+        return "\n".join(source.tail.decode(errors="replace") for source in sources)
+
     def end_line(self) -> None:
         """What is said next begins a line of its own."""
         for console in list(self._consoles.open_line):

@@ -1,6 +1,7 @@
 """What was asked: a command line, with torchrun's flags and ours, as a `LaunchSpec`."""
 
 import argparse
+import math
 import shlex
 import shutil
 import traceback
@@ -26,6 +27,7 @@ examples:
   ddpkit launch --gpus 4 train.py --lr 0.1
   ddpkit launch --gpus 0,2 -m package.train
   ddpkit launch --gpus free:2 train.py
+  ddpkit launch --gpus 4 --hang-timeout 60 --max-restarts 3 train.py
   ddpkit launch --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --gpus all train.py
 
 exit codes:
@@ -34,6 +36,7 @@ exit codes:
   {ExitCode.LAUNCH_FAILED:<9d} the job could not be brought up
   {ExitCode.NODE_LOST:<9d} a node was lost that the job cannot do without
   {ExitCode.REQUEUE:<9d} the processes have saved and ask to be started again
+  {ExitCode.HUNG:<9d} a process did nothing any more and was ended, see --hang-timeout
   other     that of the process that failed first; 128 + the signal's number where a signal ended it
 """
 
@@ -56,6 +59,8 @@ class LaunchSpec:
     """Whether to say what would be done instead of doing it."""
     torchrun: Mapping[str, Any]
     """All of torchrun's settings by their names in its own parser, the script and its arguments among them."""
+    hang_timeout: float | None = None
+    """The seconds after --hang-timeout; None where it was not given."""
 
     @property
     def script(self) -> str:
@@ -95,6 +100,14 @@ def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[
         "--cold", action="store_true", help="start every worker by python itself instead of forking it warm"
     )
     ours.add_argument(
+        "--hang-timeout",
+        metavar="SECONDS",
+        type=_seconds,
+        help="end a process that does nothing for so long while something is to be done, with the stacks of all, or"
+        " for ten times the run's longest pause where that is more; 0: never. Default: 300 in a Trainer's run; what"
+        " is given also counts for the collectives of any other script",
+    )
+    ours.add_argument(
         "--dry-run", action="store_true", help="say what would run where, with which environment, and start nothing"
     )
     for action in parser._actions:  # the positional arguments, in the words of the usage line
@@ -115,8 +128,19 @@ def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[
         processes=flags.pop("nproc_per_node"),
         cold=flags.pop("cold"),
         dry_run=flags.pop("dry_run"),
+        hang_timeout=flags.pop("hang_timeout"),
         torchrun=MappingProxyType(flags),
     )
+
+
+def _seconds(words: str) -> float:
+    try:
+        seconds = float(words)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{words!r} is no number of seconds")
+    return seconds
 
 
 def _split(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str], list[str]]:

@@ -46,6 +46,10 @@ class Failure:
     """Whether it only says that another rank went away."""
     out_of_memory: bool = False
     """Whether the kernel has killed it for want of memory."""
+    hung: bool = False
+    """Whether the launcher has killed it because it did nothing any more."""
+    others: tuple[str, ...] = ()
+    """Where the other ranks of its node were at that time, a line each."""
 
     @property
     def from_outside(self) -> bool:
@@ -60,6 +64,8 @@ class Failure:
     @property
     def how(self) -> str:
         """Its end in words."""
+        if self.hung:
+            return "hung"
         if self.out_of_memory:
             return f"out of memory, {_ending(self.exit_code)[0]}"
         return _ending(self.exit_code)[0]
@@ -148,7 +154,13 @@ def judge(outcome: Outcome, shown: Collection[int] = ()) -> Verdict:
         return Verdict(ExitCode.OK)
     first = first_failure(outcome.failures)
     after = [failure for failure in outcome.failures if failure is not first]
-    lines = [_headline(first, outcome.ended_well), *_folded(after), outcome.note, first.hint and f"hint: {first.hint}"]
+    lines = [
+        _headline(first, outcome.ended_well),
+        *first.others,
+        *_folded(after),
+        outcome.note,
+        first.hint and f"hint: {first.hint}",
+    ]
     trace = "" if first.rank in shown else first.trace
     return Verdict(_ending(first.exit_code)[1], "\n  ".join(filter(None, lines)), trace)
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from ddp_kit.batch import BatchPlan, split
+from ddp_kit.contract import Phase
 from ddp_kit.errors import ConfigError
 from ddp_kit.loader import Batching, Data, batching, build_loader, build_stream, check_batch_size, on_device, open_data
 from ddp_kit.sampler import EvalBatches, ExactDistributedSampler, OwnEvalBatches, OwnTrainBatches, TrainBatches
@@ -114,7 +115,12 @@ class DataRoom:
 
     def _move(self, loader: Iterable[Any]) -> Iterator[Any]:
         """For the steps; an evaluation's waiting does not count as theirs."""
-        return self._on_device(loader, partial(self.clock.mark, DATA), partial(self.clock.mark, TRANSFER))
+
+        def fetched() -> None:
+            self.clock.mark(DATA)
+            self.parts.heart.mark(Phase.TRANSFER)
+
+        return self._on_device(loader, fetched, partial(self.clock.mark, TRANSFER))
 
     def _on_device(self, loader: Iterable[Any], *marks: Callable[[], None]) -> Iterator[Any]:
         dtype, ahead = self.parts.precision.batch_dtype, self.parts.config.data.prefetch_batches

@@ -10,8 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ddp_kit.config import TrainerConfig
+from ddp_kit.contract import Phase
 from ddp_kit.errors import LossError
 from ddp_kit.metrics import Mean, MetricObject, checked, reduced
+from ddp_kit.records import Step
 from ddp_kit.trainer.agreement import every_text, gathered
 from ddp_kit.trainer.setup import MetricFunction
 from ddp_kit.trainer.step import Parts
@@ -20,6 +23,13 @@ from ddp_kit.world import World
 Counted = Iterable[tuple[int, Any]]
 """Batches on the device, each with the number of its samples."""
 PredictFunction = Callable[[nn.Module, Any], Any]
+
+
+def evaluation_due(config: TrainerConfig, step: Step) -> bool:
+    """Whether `fit` evaluates after this step."""
+    if config.eval_every is not None:
+        return step.number % config.eval_every == 0
+    return step.ends_epoch and (step.epoch + 1) % (config.eval_every_epochs or 1) == 0
 
 
 @torch.no_grad()
@@ -32,6 +42,7 @@ def evaluate(parts: Parts, metrics: Mapping[str, MetricFunction | MetricObject],
         counting.start(device)
     with evaluating(parts.model) as outputs:
         for samples, batch in batches:
+            parts.heart.mark(Phase.EVALUATION)
             with parts.precision.forward():
                 value = checked(parts.loss_fn(parts.model, batch), "the loss function")
             means["loss"].add(value, samples)
@@ -60,6 +71,7 @@ def predict(parts: Parts, function: PredictFunction | None, batches: Counted) ->
     spec = None
     with evaluating(parts.model) as outputs:
         for samples, batch in batches:
+            parts.heart.mark(Phase.EVALUATION)
             with parts.precision.forward():
                 found = _predicted(parts, function, batch, outputs)
             parts_of_batch, spec = pytree.tree_flatten(found)

@@ -59,7 +59,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def with_hint(error: BaseException, config: TrainerConfig, rank: int) -> BaseException:
-    """The out-of-memory error that ends a run, with what to do about it and where the memory's contents are written."""
+    """The error that ends a run; of memory, with what to do about it and where the memory's contents are written."""
+    if not is_out_of_memory(error):
+        return error
     path = save_memory_snapshot(config.profile.dir, rank)
     if config.micro_batch_size == "auto":
         hint = (

@@ -107,9 +107,12 @@ class Preemption:
         if self._folder is not None:
             self._appointments.begin(step)
 
-    def after_step(self, step: int) -> None:
-        """Save, or save and end, where the ranks have agreed on that. Raises `SystemExit`."""
-        wish = None if self._folder is None else self._appointments.due(step)
+    def after_step(self, step: int, finished: bool) -> None:
+        """Save, or save and end, where the ranks have agreed on that. Raises `SystemExit`.
+
+        `finished`: whether that was the last one: then the run ends by itself.
+        """
+        wish = None if self._folder is None or finished else self._appointments.due(step)
         if wish is None:
             return
         self._checkpoints.save_once()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,10 +12,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_kit.config import TrainerConfig
+from ddp_kit.contract import Phase
 from ddp_kit.errors import LossError
 from ddp_kit.metrics import Loss, checked
 from ddp_kit.placement import check_reduced, stand_in, without_reduction
 from ddp_kit.precision import Precision, scale_gradients
+from ddp_kit.progress import Heartbeat
 from ddp_kit.timing import BACKWARD, FORWARD, OPTIMIZER, StepClock
 from ddp_kit.trainer.agreement import first_losses
 from ddp_kit.trainer.feed import Share
@@ -39,6 +41,7 @@ class Parts:
     precision: Precision
     world: World
     config: TrainerConfig
+    heart: Heartbeat = field(default_factory=Heartbeat)
 
 
 class OptimizerStep:
@@ -68,9 +71,11 @@ class OptimizerStep:
 
     def run(self, share: Share, batch: Callable[[], Any], interval: Interval, *, measure_norm: bool) -> None:
         """One step. `batch` gives the next pass's; `measure_norm`: note the gradient's norm in the interval."""
+        parts = self._parts
+        parts.heart.mark(Phase.DATA)
         self._passes = len(share.passes)
         weight = self._gradients(share, batch, interval)
-        parts = self._parts
+        parts.heart.mark(Phase.OPTIMIZER)
         if not self._complete:
             self._check_complete()
         parts.precision.unscale(parts.optimizer)
@@ -147,10 +152,14 @@ class OptimizerStep:
         return total
 
     def _forward(self, batch: Callable[[], Any], samples: int, interval: Interval) -> "Tensor | Loss":
+        heart = self._parts.heart
+        heart.mark(Phase.DATA)
         arrived = batch()  # which marks its phases itself
+        heart.mark(Phase.FORWARD)
         with self._parts.precision.forward():
             value = self._loss(arrived)
         self._clock.mark(FORWARD)
+        heart.mark(Phase.BACKWARD)
         interval.add(value, samples)
         return value
 
@@ -196,6 +205,7 @@ class OptimizerStep:
         return total
 
     def _nothing(self) -> Tensor:
+        self._parts.heart.mark(Phase.BACKWARD)
         nothing = self._parts.precision.scaled(stand_in(self._placed))
         if self._kind == _UNKNOWN:
             self._agree(None, passes=0)

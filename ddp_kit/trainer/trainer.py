@@ -17,6 +17,7 @@ from ddp_kit import log
 from ddp_kit.batch import plan_batches
 from ddp_kit.callbacks import Callback
 from ddp_kit.config import TrainerConfig
+from ddp_kit.contract import Phase
 from ddp_kit.errors import ConfigError, DataError
 from ddp_kit.loader import Data
 from ddp_kit.log import logger
@@ -24,7 +25,7 @@ from ddp_kit.metrics import MetricObject
 from ddp_kit.placement import Reductions, compile_in_place, place, send_buffers
 from ddp_kit.precision import Precision
 from ddp_kit.profile import Recorder
-from ddp_kit.progress import ProgressReport, StepNote
+from ddp_kit.progress import ProgressReport
 from ddp_kit.records import FitResult, LearningRateSearch, LogRow, Step
 from ddp_kit.timing import DATA, step_clock
 from ddp_kit.trainer.agreement import (
@@ -36,14 +37,13 @@ from ddp_kit.trainer.agreement import (
 )
 from ddp_kit.trainer.checkpoints import Checkpoints
 from ddp_kit.trainer.data import DataRoom
-from ddp_kit.trainer.evaluation import Counted, PredictFunction, evaluate, predict
+from ddp_kit.trainer.evaluation import Counted, PredictFunction, evaluate, evaluation_due, predict
 from ddp_kit.trainer.feed import Feed, Share
 from ddp_kit.trainer.log_points import LogPoints, announce, garbage_off_the_path
 from ddp_kit.trainer.micro_batch import (
     OutOfMemory,
     RescuedStep,
     check_recoverable,
-    is_out_of_memory,
     largest_micro_batch,
     with_hint,
 )
@@ -143,16 +143,14 @@ class Trainer:
         self._stopping = False
         self._max_steps = math.inf if settings.max_steps is None else settings.max_steps
         self._max_epochs = math.inf if settings.last_epoch is None else settings.last_epoch
-        self._note = StepNote()
+        self._heart = self._parts.heart
+        worth_saving = self._log_points.refuse_non_finite
         self._checkpoints = Checkpoints(
-            self._parts,
-            self._position,
-            self._optimizer_step,
-            self._callbacks,
-            before_save=self._log_points.refuse_non_finite,
+            self._parts, self._position, self._optimizer_step, self._callbacks, worth_saving
         )
         self._preemption = Preemption(self.world, self.config, self._checkpoints)
         self._seeded = self._checkpoints.resume()
+        self._heart.stand(self.step)
 
     @property
     def step(self) -> int:
@@ -187,7 +185,7 @@ class Trainer:
                 progress.step(step.number)
                 if step.log is not None:
                     progress.log(step.log.step, str(step.log))
-                if evaluation is not None and self._evaluation_due(step):
+                if evaluation is not None and evaluation_due(self.config, step):
                     metrics, evaluated = self._evaluate(evaluation()), self.step
         if evaluation is not None and evaluated != self.step:
             metrics = self._evaluate(evaluation())
@@ -219,6 +217,7 @@ class Trainer:
     def resume(self, path: str | Path) -> None:
         """Go on from a checkpoint: weights, optimizer, random states, position. A collective: all ranks call it."""
         self._checkpoints.load(Path(path))
+        self._heart.stand(self.step)
         self._seeded = True
 
     def stop(self) -> None:
@@ -239,7 +238,8 @@ class Trainer:
         """
         self._agree(data=data)
         send_buffers(self.model, self.world)
-        return predict(self._parts, predict_fn, self._data.evaluation(data, "the data")())
+        with self._heart.during(Phase.EVALUATION):
+            return predict(self._parts, predict_fn, self._data.evaluation(data, "the data")())
 
     def find_learning_rate(
         self, train_data: Data, *, start: float = 1e-7, end: float = 10.0, steps: int = 100
@@ -260,7 +260,8 @@ class Trainer:
         rates = [start * (end / start) ** (number / (steps - 1)) for number in range(steps)]
         while True:
             try:
-                return find(self._parts, self._optimizer_step, feed, self._clock, rates)
+                with self._heart.during(Phase.FORWARD):
+                    return find(self._parts, self._optimizer_step, feed, self._clock, rates)
             except OutOfMemory as failed:
                 feed, _ = self._halved(failed, train_data)
 
@@ -271,7 +272,13 @@ class Trainer:
         turn = self._turn = object()
         total = self._position.last_step(self.config, feed.steps)
         stopping = False  # as the last step was done
-        with garbage_off_the_path() as garbage, self._recorder, self._preemption, self._note.follow(self.step):
+        with (
+            garbage_off_the_path() as garbage,
+            self._recorder,
+            self._preemption,
+            self._heart.follow(self.step),
+            self._heart.during(Phase.DATA),
+        ):
             self._preemption.begin(self.step)
             while not self._finished():
                 feed.begin(self.epoch, self._position.steps_in_epoch)
@@ -289,14 +296,15 @@ class Trainer:
                         feed, share = self._halved(failed, train_data)  # the same step once more
                         continue
                     except (RuntimeError, MemoryError) as error:
-                        if is_out_of_memory(error):
-                            with_hint(error, self.config, self.world.rank)
+                        with_hint(error, self.config, self.world.rank)
                         raise
                     samples, epoch = share.samples, self.epoch
+                    self._heart.mark(Phase.DATA)
                     share = feed.next()
                     self._clock.mark(DATA)
                     self._position.advance(samples, feed.steps, ends_epoch=share is None)
-                    self._note.write(self.step)
+                    self._heart.step(self.step)
+                    self._heart.mark(Phase.CALLBACKS)
                     self._log_points.interval.end_step(samples)
                     self._recorder.after_step(number)
                     self._tell("on_step")
@@ -304,21 +312,25 @@ class Trainer:
                     self._meet_if(stopping)
                     row = self._log(epoch, history, last=finished) if due or finished else None
                     garbage.collect()
+                    self._heart.mark(Phase.BETWEEN_STEPS)
                     left = time.perf_counter()
                     yield Step(number, epoch, samples, share is None, row)
                     self._log_points.interval.started += time.perf_counter() - left  # evaluations are not training
                     if self._turn is not turn:
-                        raise DataError(
-                            "this loop over steps() was overtaken by a later one", "finish or leave one at a time"
-                        )
+                        overtaken = "this loop over steps() was overtaken by a later one"
+                        raise DataError(overtaken, "finish or leave one at a time")
+                    self._heart.mark(Phase.CHECKPOINT)
                     self._checkpoints.after_step()  # what the evaluation changed belongs into it
-                    if not self._finished():
-                        self._preemption.after_step(self.step)
+                    self._preemption.after_step(self.step, self._finished())
             self._meet_if(self._stopping and not stopping)  # stopped by what heard of the log point or the evaluation
-            if self._log_points.interval.steps:  # stopped between log points
-                self._log(self.epoch, history, last=True)
-            else:
-                self._note_rows(self._log_points.rest(), history)
+            self._end(history)
+
+    def _end(self, history: list[LogRow]) -> None:
+        if self._log_points.interval.steps:  # stopped between log points
+            self._log(self.epoch, history, last=True)
+        else:
+            self._note_rows(self._log_points.rest(), history)
+        with self._heart.during(Phase.CHECKPOINT):
             self._checkpoints.finish()
 
     def _feed(self, train_data: Data) -> Feed:
@@ -413,16 +425,11 @@ class Trainer:
 
     # --- evaluation ---------------------------------------------------------------------------------------------
 
-    def _evaluation_due(self, step: Step) -> bool:
-        every = self.config.eval_every
-        if every is not None:
-            return step.number % every == 0
-        return step.ends_epoch and (step.epoch + 1) % (self.config.eval_every_epochs or 1) == 0
-
     def _evaluate(self, batches: Counted) -> dict[str, float]:
         self._tell("on_evaluate_start")
-        send_buffers(self.model, self.world)
-        values = evaluate(self._parts, self._metrics, batches)
+        with self._heart.during(Phase.EVALUATION):
+            send_buffers(self.model, self.world)
+            values = evaluate(self._parts, self._metrics, batches)
         logger.info("evaluation at step {}: {}", self.step, "  ".join(f"{k} {v:.4g}" for k, v in values.items()))
         self._tell("on_evaluate", values)
         self._tell("on_evaluate_end")

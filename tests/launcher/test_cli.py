@@ -31,6 +31,7 @@ def test_the_commands_and_their_flags(ddpkit: Command) -> None:
         for flag in action.option_strings:
             assert flag in launch.stdout
     assert "--gpus N|all|0,2" in launch.stdout
+    assert "--hang-timeout SECONDS" in launch.stdout
     assert "One default differs from torchrun" in launch.stdout
     assert "exit codes:" in launch.stdout
 
@@ -51,6 +52,7 @@ def test_python_m_is_the_same_command() -> None:
     [
         (["launch", "--gpus", "4", "train.py"], "this machine has no NVIDIA GPU"),
         (["launch", "tain.py"], "the nearest is train.py"),
+        (["launch", "--hang-timeout", "soon", "train.py"], "'soon' is no number of seconds"),
         (["launch", "--nnodez", "2", "train.py"], "did you mean --nnodes?"),
         (["launch", "--no-python", "no-such-program"], "there is no program 'no-such-program'"),
         (["launch", "--nnodes", "2:1", "train.py"], "torch refuses this command line"),

@@ -5,6 +5,7 @@ The only launcher folder that imports torch.
     run.py       a plan -> torch's own settings -> the agent -> an outcome
     elastic.py   the agent: orders of the job in, reports to it out
     workers.py   the worker processes of one round
+    hangs.py     one that does nothing any more: watch.py is the rule, stacks.py says where it stands
     logs.py      where their output goes: torch's settings for logs, and ours
     failures.py  what is known of one that failed
     solo.py      the job of a single node, decided in this process

@@ -128,5 +128,5 @@ def _read_report(fields: dict[str, Any]) -> Report:
 
 def _read(fields: dict[str, Any]) -> dict[str, Any]:
     """The parts that JSON has no type for."""
-    failures = tuple(Failure(**failure) for failure in fields["failures"])
+    failures = tuple(Failure(**{**failure, "others": tuple(failure["others"])}) for failure in fields["failures"])
     return {**fields, "failures": failures, "ended_well": tuple(fields["ended_well"])}

@@ -209,7 +209,8 @@ class Agent(LocalElasticAgent):
         """A restart: what this node knows of the reason, then the job's word."""
         causes = [failure for failure in self._latest if not failure.told and not failure.echo]
         if causes and causes[0].rank not in self.shown and causes[0].trace:
-            self._say(f"rank {causes[0].rank} ended with\n{causes[0].trace}")
+            lines = [causes[0].trace, *causes[0].others]
+            self._say(f"rank {causes[0].rank} ended with\n" + "\n  ".join(lines))
         self._latest = ()
         self._say(why)
 
@@ -364,7 +365,13 @@ class Agent(LocalElasticAgent):
         if not isinstance(self._pcontext, Workers):
             return frozenset()
         words = self._pcontext.last_words
-        return frozenset(failure.rank for failure in self._latest if words(failure.local_rank).shown)
+        latest = [failure for failure in self._latest if not failure.hung]  # else the stack is ours to show
+        return frozenset(failure.rank for failure in latest if words(failure.local_rank).shown)
+
+    @property
+    def stacks(self) -> dict[int, str]:
+        """Where the ranks of this node stood, if one of the latest has hung."""
+        return self._pcontext.hangs.stacks if isinstance(self._pcontext, Workers) else {}
 
     @property
     def run_folder(self) -> str:

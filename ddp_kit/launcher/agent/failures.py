@@ -2,16 +2,16 @@
 
 import os
 from collections.abc import Iterable
-from contextlib import suppress
-from pathlib import Path
+from dataclasses import replace
 from signal import SIGKILL, SIGTERM
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ddp_kit import contract
-from ddp_kit.contract import NOTE_AT_START
+from ddp_kit.contract import NOTE_AT_START, ExitCode
 from ddp_kit.launcher import hints, last_words
+from ddp_kit.launcher.agent.hangs import Hung
 from ddp_kit.launcher.agent.workers import Workers
 from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.restarts import Steps
@@ -30,11 +30,12 @@ def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) 
     message = str(note.get("message", "")) or last_words.message_of(trace)
     if workers.lost(failure.local_rank):
         message = _SERVER_LOST
-    echo = hints.is_echo(message)
+    late = hints.is_late(message)
+    echo = hints.is_echo(message) or (late and bool(workers.hangs.found))
     if told and code == -SIGTERM and message and not echo:
         code = 1  # it was ending with its own exception already; a peer that missed it had ended before it
     out_of_memory = code == -SIGKILL and not told and workers.killed_for_memory()
-    return Failure(
+    found = Failure(
         rank=rank,
         local_rank=failure.local_rank,
         pid=failure.pid,
@@ -43,12 +44,30 @@ def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) 
         host=host,
         message=masked(message, os.environ),  # here: other nodes, which show it too, do not know the values
         trace=masked(trace, os.environ),
-        step=step_of(workers.error_files[failure.local_rank]),
+        step=contract.read_heartbeat(workers.error_files[failure.local_rank]).step,
         hint=masked(hints.hint(f"{words.tail}\n{trace}\n{message}", code, out_of_memory), os.environ),
         at_start=bool(extra.get(NOTE_AT_START)) or last_words.failed_at_start(trace),
         told=told,
         echo=echo,
         out_of_memory=out_of_memory,
+        others=workers.hangs.others if late and not workers.hangs.found else (),
+    )
+    hung = workers.hangs.found.get(failure.local_rank)
+    return found if hung is None else _hung(found, hung)
+
+
+def _hung(found: Failure, hung: Hung) -> Failure:
+    """The failure of a worker that the launcher itself has killed."""
+    return replace(
+        found,
+        exit_code=ExitCode.HUNG,
+        hung=True,
+        message=masked(hung.message, os.environ),
+        trace=masked(hung.trace, os.environ),
+        others=tuple(masked(line, os.environ) for line in hung.others),
+        hint=hung.hint,
+        told=False,
+        echo=hung.waits,
     )
 
 
@@ -57,18 +76,8 @@ def note_of(failure: ProcessFailure) -> dict[str, Any]:
     return failure.message if isinstance(failure.message, dict) else {}
 
 
-def step_of(error_file: str) -> int | None:
-    """The last optimizer step that a worker's Trainer has noted beside its error file."""
-    with suppress(OSError, ValueError):
-        return contract.read_step(Path(error_file).with_name(contract.STEP_FILE))
-    return None
-
-
 def steps_of(error_files: Iterable[str]) -> Steps | None:
-    """Between which steps the workers were that have noted any."""
-    found = []
-    for error_file in error_files:
-        with suppress(OSError, ValueError):
-            path = Path(error_file).with_name(contract.STEP_FILE)
-            found.append((contract.read_first_step(path), contract.read_step(path)))
+    """Between which steps the workers were that have begun any."""
+    signs = [contract.read_heartbeat(error_file) for error_file in error_files]
+    found = [(each.began, each.step) for each in signs if each.began is not None and each.step is not None]
     return Steps(max(began for began, _ in found), max(reached for _, reached in found)) if found else None

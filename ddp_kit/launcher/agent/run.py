@@ -8,9 +8,9 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from ddp_kit.launcher.agent.workers import Means
 from ddp_kit.launcher.job import Limits, Node
 from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.plan import Plan
+from ddp_kit.launcher.spec import LaunchSpec
 from ddp_kit.launcher.streams import open_log
 from ddp_kit.launcher.verdict import Failure, Outcome
 from ddp_kit.launcher.warm.client import WarmServer
@@ -69,6 +70,8 @@ class Ended:
     """The ranks whose traceback is the last thing on the console already."""
     folder: str = ""
     """Where logs are kept; empty: nowhere."""
+    stacks: Mapping[int, str] = field(default_factory=dict)
+    """Where this node's ranks stood, if one has hung."""
 
 
 def check(plan: Plan) -> None:
@@ -92,8 +95,8 @@ def count(processes: str | None) -> str | None:
         ) from None
 
 
-def run(plan: Plan, warm: WarmServer | None, cold: bool, say: Say) -> Ended:
-    """Run this node's workers to their end. `warm`: who starts them; None: this process. `cold`: without a fork.
+def run(plan: Plan, warm: WarmServer | None, asked: LaunchSpec, say: Say) -> Ended:
+    """Run this node's workers to their end. `warm`: who starts them; None: this process.
 
     Raises `UsageError` for settings that torch refuses, `LaunchError` where the nodes do not come together.
     """
@@ -107,16 +110,18 @@ def run(plan: Plan, warm: WarmServer | None, cold: bool, say: Say) -> Ended:
             return Ended(_torchs_own(config, program, arguments, warm))
         means = Means(
             warm=warm,
-            program=None if cold else _program(settings, program),
+            program=None if asked.cold else _program(settings, program),
             cpus=[place.cpus for place in plan.places],
             console=_console(plan, config),
             wrapped=bool(settings.no_python or settings.run_path),
+            hang_seconds=asked.hang_timeout,
         )
         ended = _ours(settings, config, (program, arguments), means, say)
         if not _is_kept(plan):
             return replace(ended, folder="")
         if ended.folder:
-            _keep(verdict.record(ended.outcome), Path(ended.folder) / VERDICT_FILE, say)
+            record = verdict.record(ended.outcome) | {"stacks": ended.stacks}
+            _keep(record, Path(ended.folder) / VERDICT_FILE, say)
         return ended
 
 
@@ -191,7 +196,7 @@ def _ours(
         link.close()
         seats.shutdown()
     _summarise(settings.training_script, agent.recorded_failures())
-    return Ended(agent.outcome, agent.shown, agent.run_folder)
+    return Ended(agent.outcome, agent.shown, agent.run_folder, agent.stacks)
 
 
 def _worker_spec(config: LaunchConfig, command: tuple[str, list[str]], seats: Seats) -> WorkerSpec:

@@ -15,11 +15,13 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.numa import binding
 
-from ddp_kit.contract import ExitCode
+from ddp_kit.contract import STACKS_FILE, ExitCode
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher import hints
+from ddp_kit.launcher.agent.hangs import Hangs
 from ddp_kit.launcher.agent.inbox import Inbox, wait_readable
 from ddp_kit.launcher.agent.logs import Console, Remembered
+from ddp_kit.launcher.agent.stacks import can_be_seen
 from ddp_kit.launcher.cgroups import oom_kills
 from ddp_kit.launcher.output import LastWords
 from ddp_kit.launcher.warm.client import Process, WarmServer
@@ -44,6 +46,8 @@ class Means:
     console: Console
     wrapped: bool = False
     """Whether a worker may be another program around the rank, such as a shell (--no-python)."""
+    hang_seconds: float | None = None
+    """After which one that does nothing is ended; None: the default, 0: never."""
 
 
 class Workers(SubprocessContext):
@@ -69,6 +73,7 @@ class Workers(SubprocessContext):
         self._say = say
         self._on_failure = on_failure  # called before the other workers are stopped
         self._output = means.console.output(self._logs.dest, self.name, self.envs)
+        self.hangs = Hangs(means.hang_seconds, self.envs, self.error_files, lambda: inbox.signals > 0)
         self._began = time.monotonic()
         self._oom_kills = oom_kills()
         self._after: dict[int, float] = {}  # local rank -> seconds from the start to its end
@@ -111,7 +116,13 @@ class Workers(SubprocessContext):
             program,
             self._output.ends(local_rank),
             self._cores(local_rank),
+            self.hangs.counts_every,
+            "" if can_be_seen(warm.pid) else self._beside_error_file(local_rank, STACKS_FILE),
         )
+
+    def _beside_error_file(self, local_rank: int, name: str) -> str:
+        path = self.error_files[local_rank]
+        return "" if path == os.devnull else str(Path(path).with_name(name))
 
     def _environment(self, local_rank: int) -> dict[str, str]:
         env = {**os.environ, **self.envs[local_rank]}
@@ -154,16 +165,24 @@ class Workers(SubprocessContext):
 
     def patience(self) -> float | None:
         """Seconds after which `_poll` has something to decide though no worker has ended; None: never."""
+        waits = (self._patience_with_others(), self.hangs.due())
+        return min((seconds for seconds in waits if seconds is not None), default=None)
+
+    def _patience_with_others(self) -> float | None:
+        """Seconds that are left to the others once a worker has saved and asked for another run; None: no limit."""
         left = [self._after[rank] for rank in self._after if self._exit_code(rank) == ExitCode.REQUEUE]
         return max(0.0, self._began + min(left) + self._grace - time.monotonic()) if left else None
 
     def _poll(self) -> RunProcsResult | None:
         self._note_ends()
+        self._end_if_hung(self.hangs.look(self._pids()))
         codes = {rank: self._exit_code(rank) for rank in self._after}
         failed = any(code not in (0, ExitCode.REQUEUE) for code in codes.values())
-        if self._running_local_ranks and not failed and self.patience() != 0.0:
+        if self._running_local_ranks and not failed and self._patience_with_others() != 0.0:
             return None
         if any(codes.values()):
+            if self._running_local_ranks and not self.hangs.found and any(map(self._is_late, codes)):
+                self._end_if_hung(self.hangs.after_timeout(self._pids()))
             self._on_failure()
         self.close()
         self._settle()
@@ -174,6 +193,23 @@ class Workers(SubprocessContext):
         }
         values = {} if failures else dict.fromkeys(range(self.nprocs))
         return RunProcsResult(values, failures, self.stdouts, self.stderrs)
+
+    def _pids(self) -> dict[int, int]:
+        """Of the workers that run."""
+        return {rank: self.subprocess_handlers[rank].proc.pid for rank in sorted(self._running_local_ranks)}
+
+    def _is_late(self, local_rank: int) -> bool:
+        """Whether this one has ended because other ranks did not come to a collective."""
+        code = self._exit_code(local_rank)
+        if not code:
+            return False
+        note = self._process_failure(local_rank, 0, code).message
+        said = str(note.get("message", "")) if isinstance(note, dict) else ""
+        return hints.is_late(said or self._output.tail(local_rank))
+
+    def _end_if_hung(self, local_rank: int | None) -> None:
+        if local_rank is not None:
+            self._kill({local_rank})
 
     def _process_failure(self, local_rank: int, pid: int, code: int) -> ProcessFailure:
         """What torch makes of a worker's end and its error file; without a file that was left half-written."""
@@ -251,12 +287,12 @@ class Workers(SubprocessContext):
             return
         self._note_ends()
         if self._running_local_ranks:
-            self._told |= self._running_local_ranks
+            self._told |= self._running_local_ranks - self.hangs.found.keys()
             self._signal(death_sig)
             deadline = time.monotonic() + timeout
             while self._running_local_ranks and time.monotonic() < deadline and self._inbox.signals < 2:
                 self._wait_for_ends(deadline - time.monotonic())
-            self._kill()
+            self._kill(self._running_local_ranks)
             deadline = time.monotonic() + max(timeout, _UNKILLABLE_SECONDS)
             while self._running_local_ranks and time.monotonic() < deadline:
                 self._wait_for_ends(deadline - time.monotonic())
@@ -286,9 +322,9 @@ class Workers(SubprocessContext):
             with suppress(ProcessLookupError):
                 (os.killpg if self._wrapped else os.kill)(pid, number)
 
-    def _kill(self) -> None:
-        """End what still runs of the ranks that were told to stop; the server sees to all that they have started."""
-        for rank in self._running_local_ranks:
+    def _kill(self, local_ranks: Iterable[int]) -> None:
+        """End these ranks at once; the server sees to all that they have started."""
+        for rank in local_ranks:
             proc = self.subprocess_handlers[rank].proc
             if self._warm is not None and isinstance(proc, Process):
                 self._warm.kill(proc)

@@ -79,15 +79,19 @@ class WarmServer:
         program: Program | None = None,
         streams: Sequence[int] = (),
         cpus: tuple[int, ...] = (),
+        counts_every: float = 0.0,
+        stacks: str = "",
     ) -> "Process":
         """Ask for a worker; `pump` until it is answered.
 
         `command`: what to execute where `program` is None or cannot be forked. `streams`: descriptors for its
-        standard output and error; none: those of this process.
+        standard output and error; none: those of this process. `counts_every`, `stacks`: see `Start`.
         """
         self._count += 1
         worker = self._workers[self._count] = Process(self, self._count)
-        self._send(Start(self._count, tuple(command), dict(env), program, cpus, bool(streams)), streams)
+        self._send(
+            Start(self._count, tuple(command), dict(env), program, cpus, bool(streams), counts_every, stacks), streams
+        )
         return worker
 
     def kill(self, worker: "Process") -> None:

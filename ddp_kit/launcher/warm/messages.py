@@ -48,6 +48,10 @@ class Start:
     """The CPU cores to run on; empty: all that the launcher may use."""
     streams: bool = False
     """Whether two descriptors come along; else the worker's streams are the launcher's own."""
+    counts_every: float = 0.0
+    """Seconds after which a forked worker counts the collectives that it has begun, again and again; 0: never."""
+    stacks: str = ""
+    """A file in which a forked worker answers the question where it stands; empty: others can see that."""
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def main(descriptor: int, launcher: int, warm: bool, hidden: tuple[str, ...]) ->
     os.set_inheritable(descriptor, False)
     channel = Channel(socket.socket(fileno=descriptor))
     broken = _preload(_PRELOADED) if warm else ""
-    server = _Server(channel, inherited, warm, broken, hidden)
+    server = _Server(channel, launcher, inherited, warm, broken, hidden)
     outlive_parent()
     if os.getppid() == launcher:
         program = server.serve()
@@ -108,8 +108,15 @@ def _preload(names: tuple[str, ...]) -> str:
 
 class _Server:
     def __init__(
-        self, channel: Channel, inherited: worker.Inherited, warm: bool, broken: str, hidden: tuple[str, ...]
+        self,
+        channel: Channel,
+        launcher: int,
+        inherited: worker.Inherited,
+        warm: bool,
+        broken: str,
+        hidden: tuple[str, ...],
     ) -> None:
+        self._launcher = launcher
         self._channel = channel
         self._inherited = inherited
         self._warm = warm
@@ -187,7 +194,7 @@ class _Server:
                 if warm is None:
                     worker.execute(start, streams, self._inherited, tell)
                 os.close(tell)
-                worker.set_up(start, streams)
+                worker.set_up(start, streams, self._launcher)
                 return warm
         for descriptor in (tell, *streams):
             os.close(descriptor)

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from ddp_kit.contract import THREADS
 from ddp_kit.launcher.warm import script
 from ddp_kit.launcher.warm.messages import Start
+from ddp_kit.launcher.warm.watched import answer_with_stacks, count_collectives, may_be_seen_by
 
 _CANNOT_EXECUTE = 127  # the shell's exit code for it
 _SET_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)  # ignored by the interpreter for itself
@@ -51,8 +52,8 @@ def execute(start: Start, streams: Sequence[int], inherited: Inherited, tell: in
         os._exit(_CANNOT_EXECUTE)
 
 
-def set_up(start: Start, streams: Sequence[int]) -> None:
-    """Give a forked worker what python would have given it."""
+def set_up(start: Start, streams: Sequence[int], launcher: int) -> None:
+    """Give a forked worker what python would have given it, and the launcher leave to look at it."""
     assert start.program is not None
     _take(start, streams)
     _set_threads(start.env.get(THREADS, ""))
@@ -62,6 +63,12 @@ def set_up(start: Start, streams: Sequence[int]) -> None:
     _reseed()
     main_thread()._set_native_id()  # type: ignore[attr-defined]  # Python 3.11 leaves it at the parent's
     script.set_title(start.program)
+    may_be_seen_by(launcher)
+    os.register_at_fork(after_in_child=lambda: may_be_seen_by(launcher))  # loader processes
+    if start.stacks:
+        answer_with_stacks(start.stacks)
+    if start.counts_every:
+        count_collectives(start.counts_every)
 
 
 def _take(start: Start, streams: Sequence[int]) -> None:

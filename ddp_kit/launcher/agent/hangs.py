@@ -1,0 +1,193 @@
+"""Hangs of this node's workers: found by their heartbeat files, told with everyone's stack."""
+
+import os
+import select
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_kit import contract
+from ddp_kit.contract import Signs, read_heartbeat
+from ddp_kit.launcher.agent.stacks import Stack, take
+from ddp_kit.launcher.agent.watch import DEFAULT_SECONDS, Quiet, Watch, all_wait, culprit, is_debugged
+from ddp_kit.launcher.masking import masked
+from ddp_kit.launcher.streams import open_log
+
+_LONGER = "where that only takes longer than usual: --hang-timeout SECONDS, 0 for no limit"
+_UNSEEN = ", but its stack cannot be seen: py-spy is missing, or the kernel does not let it look"
+_NATIVE_SECONDS = 10.0
+_ENDING_SECONDS = 1.0
+_FEW = 4  # ranks that are listed one by one
+
+
+@dataclass(frozen=True)
+class Hung:
+    """A worker that does nothing any more."""
+
+    message: str
+    trace: str
+    """Its stack, in the form of a traceback."""
+    others: tuple[str, ...]
+    """Where the others of this node were, a line each."""
+    hint: str
+    waits: bool = False
+    """Whether it only waits for other ranks, so that the cause is not here."""
+
+
+class Hangs:
+    """Watches one round's workers on one node. `seconds`: the user's own limit; None: the default, 0: no limit."""
+
+    def __init__(
+        self,
+        seconds: float | None,
+        envs: Mapping[int, Mapping[str, str]],
+        error_files: Mapping[int, str],
+        hurry: Callable[[], bool],
+    ) -> None:
+        self._ranks = {local_rank: int(env[contract.RANK]) for local_rank, env in envs.items()}
+        self._several_nodes = any(env.get(contract.GROUP_WORLD_SIZE, "1") != "1" for env in envs.values())
+        self._error_files = error_files
+        self._hurry = hurry
+        self._left_to_others = False  # other nodes, for now
+        floor = DEFAULT_SECONDS if seconds is None else seconds
+        self._watch = Watch(floor, seconds is not None, time.monotonic()) if floor else None
+        self.counts_every = self._watch.period / 2 if self._watch is not None and seconds is not None else 0.0
+        """Seconds between two counts of a worker's collectives, which scripts without a Trainer are watched by."""
+        self.found: dict[int, Hung] = {}
+        """By local rank; one at most."""
+        self.others: tuple[str, ...] = ()
+        """Where the ranks that had not ended were when another one's collective timed out, a line each."""
+        self.stacks: dict[int, str] = {}
+        """By global rank."""
+
+    def due(self) -> float | None:
+        """Seconds until `look` wants to be called; None: never."""
+        return None if self._watch is None or self.found else self._watch.due(time.monotonic())
+
+    def look(self, pids: Mapping[int, int]) -> int | None:
+        """The local rank of these that hangs, if any does. `pids`: of the workers that run."""
+        if self._watch is None or self.due() != 0.0 or not pids:
+            return None
+        signs = self._signs(pids)
+        quiet = self._watch.look(signs, time.monotonic())
+        self._left_to_others = self._left_to_others and quiet is not None
+        if quiet is None or (self._left_to_others and not quiet.long):
+            return None
+        stacks = self._take(pids, max(_NATIVE_SECONDS / 5, min(_NATIVE_SECONDS, quiet.limit / 2)))
+        if is_debugged(stacks.values()) or self._signs(pids) != signs:
+            self._watch.start_again()
+            return None
+        waits = all_wait(stacks.values())
+        if waits and self._several_nodes and not quiet.long:
+            self._left_to_others = True
+            return None
+        local_rank = culprit(signs, stacks)
+        self._tell(local_rank, signs, stacks, self._message(signs, quiet, waits), _LONGER, waits)
+        return local_rank
+
+    def after_timeout(self, pids: Mapping[int, int]) -> int | None:
+        """A collective of another rank has timed out: the local rank of these that did not come to it, if one shows."""
+        signs, stacks = self._signs(pids), self._take(pids, _NATIVE_SECONDS)
+        seen = {rank: stack for rank, stack in stacks.items() if stack.frames or stack.stopped}  # some end by now
+        self.others = self._where(seen, signs, stacks)
+        self._keep(stacks)
+        late = [rank for rank, stack in seen.items() if stack.stopped or not stack.waits_for_ranks]
+        if len(late) != 1 or _is_ending(pids[late[0]]):
+            return None
+        message = "it did not come to the collective in which others have timed out"
+        self._tell(late[0], signs, stacks, message, "where it only needs longer: init_process_group(timeout=...)")
+        return late[0]
+
+    def _take(self, pids: Mapping[int, int], native_seconds: float) -> dict[int, Stack]:
+        return take(pids, native_seconds, {rank: self._stacks_file(rank) for rank in pids}, self._hurry)
+
+    def _stacks_file(self, local_rank: int) -> str:
+        path = self._error_files[local_rank]
+        return "" if path == os.devnull else str(Path(path).with_name(contract.STACKS_FILE))
+
+    def _signs(self, pids: Mapping[int, int]) -> dict[int, Signs]:
+        return {local_rank: read_heartbeat(self._error_files[local_rank]) for local_rank in pids}
+
+    def _message(self, signs: Mapping[int, Signs], quiet: Quiet, waits: bool) -> str:
+        words = f"nothing done for more than {quiet.limit:.3g} s"
+        counts = sorted({each.collectives for each in signs.values()})
+        if waits:
+            where = "the cause may be on another node" if self._several_nodes else "all ranks wait for each other"
+            return f"{words}; {where}"
+        if len(counts) > 1 and all(each.step is None for each in signs.values()):
+            return f"{words}, {counts[0]} collectives begun where others have begun {counts[-1]}"
+        return words
+
+    def _tell(
+        self,
+        local_rank: int,
+        signs: Mapping[int, Signs],
+        stacks: Mapping[int, Stack],
+        message: str,
+        hint: str,
+        waits: bool = False,
+    ) -> None:
+        stack = stacks[local_rank]
+        how = " and stopped by a signal" if stack.stopped else " with the interpreter lock held" * stack.holds_lock
+        others = {rank: each for rank, each in stacks.items() if rank != local_rank}
+        self.others = self._where(others, signs, stacks)
+        self.found[local_rank] = Hung(
+            message=f"{message}; {stack.doing(signs[local_rank].phase)}{how}{'' if stack.frames else _UNSEEN}",
+            trace=_trace(self._ranks[local_rank], stack),
+            others=self.others,
+            hint=hint,
+            waits=waits,
+        )
+        self._keep(stacks)
+
+    def _where(
+        self, which: Mapping[int, object], signs: Mapping[int, Signs], stacks: Mapping[int, Stack]
+    ) -> tuple[str, ...]:
+        """One line for all that are at the same place."""
+        alike: dict[str, list[int]] = {}
+        for local_rank in which:
+            doing = stacks[local_rank].doing(signs[local_rank].phase)
+            alike.setdefault(doing, []).append(self._ranks[local_rank])
+        return tuple(
+            f"{_named(ranks)} {'was' if len(ranks) == 1 else 'were'} {doing}" for doing, ranks in alike.items()
+        )
+
+    def _keep(self, stacks: Mapping[int, Stack]) -> None:
+        """Write the whole stacks beside the logs."""
+        for local_rank, stack in stacks.items():
+            text = self.stacks[self._ranks[local_rank]] = masked(stack.text, os.environ)
+            path = self._stacks_file(local_rank)
+            if text and path:
+                with suppress(OSError), os.fdopen(open_log(path), "w") as file:
+                    file.write(text)
+
+
+def _is_ending(pid: int) -> bool:
+    """Whether it ends by itself in this moment, as one does whose collective has timed out, too."""
+    try:
+        end = os.pidfd_open(pid)
+    except OSError:
+        return True
+    try:
+        poll = select.poll()  # the number of the descriptor may be too high for `select`
+        poll.register(end, select.POLLIN)
+        return bool(poll.poll(_ENDING_SECONDS * 1000))
+    finally:
+        os.close(end)
+
+
+def _trace(rank: int, stack: Stack) -> str:
+    shown = stack if stack.loader is None else stack.loader
+    who = f"rank {rank} (pid {stack.pid})"
+    if stack.loader is not None:
+        who = f"a loader process (pid {shown.pid}) of {who}"
+    lines = shown.as_trace()
+    return f"Where {who} stands (most recent call last):\n{lines}" if lines else ""
+
+
+def _named(ranks: list[int]) -> str:
+    if len(ranks) > _FEW:
+        return f"{len(ranks)} ranks"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"

@@ -1,0 +1,141 @@
+"""Whether the ranks of this node still do anything: a pure rule, without files or a clock of its own.
+
+each look: the signs of life of every rank that runs
+    a sign has changed                    that rank is alive; the longest pause so far sets the limit
+    nobody's has, for the limit's time    a hang: once one rank is stuck, all others soon wait for it
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ddp_kit.contract import Phase, Signs
+from ddp_kit.launcher.agent.stacks import Stack
+
+DEFAULT_SECONDS = 300.0
+"""After which nobody is waited for any longer, where no pause of the run itself was a tenth as long."""
+_LONGEST_LOOK_SECONDS = 1.0
+_PAUSES = 10  # so many times the longest pause is too long
+_FIRST_PAUSES = 2  # and that of the first steps, in which things are compiled; an evaluation may compile once more
+_FIRST_STEPS = 2
+_FIRST_COLLECTIVES = 10
+_FIRST_ALLOWANCE = 10
+_OF_OTHER_NODES = 1.5  # times the limit: other nodes, which may have the cause, come first
+# What waits for a person.
+_DEBUGGER = re.compile(r"(^|/)(i?pdb|bdb|pudb/\w+|debugpy/.*|pydevd\w*)\.py$")
+
+
+@dataclass(frozen=True)
+class Quiet:
+    """Nobody on this node has done anything."""
+
+    seconds: float
+    limit: float
+
+    @property
+    def long(self) -> bool:
+        """So long that another node would have said so if the cause were there to be seen."""
+        return self.seconds >= _OF_OTHER_NODES * self.limit
+
+
+@dataclass
+class _Rank:
+    signs: Signs
+    idle: float = 0.0
+
+
+class Watch:
+    """One round of this node. `floor`: seconds; `any_script`: whether collectives without a Trainer count, too."""
+
+    def __init__(self, floor: float, any_script: bool, now: float) -> None:
+        self._floor = floor
+        self._any_script = any_script
+        self._ranks: dict[int, _Rank] = {}
+        self._looked = now
+        self._first_pause = self._pause = 0.0
+
+    @property
+    def period(self) -> float:
+        """Seconds between two looks."""
+        return min(_LONGEST_LOOK_SECONDS, self._floor / 4)
+
+    def due(self, now: float) -> float:
+        """Seconds until the next look."""
+        return max(0.0, self._looked + self.period - now)
+
+    def look(self, signs: Mapping[int, Signs], now: float) -> Quiet | None:
+        """`signs`: of each rank that still runs. Returns for how long nobody has done anything, once that is too long.
+
+        Only time in which somebody looked counts: where the whole machine, or this process, stood still, nobody hangs.
+        """
+        passed = min(now - self._looked, 2 * self.period)
+        self._looked = now
+        known = self._ranks
+        self._ranks = {rank: self._after(known.get(rank), found, passed) for rank, found in signs.items()}
+        if not self._expected():
+            return None
+        quiet, limit = min(rank.idle for rank in self._ranks.values()), self.limit
+        return Quiet(quiet, limit) if quiet >= limit else None
+
+    def start_again(self) -> None:
+        """What was quiet had its reason."""
+        for rank in self._ranks.values():
+            rank.idle = 0.0
+
+    @property
+    def limit(self) -> float:
+        """Seconds without any sign that are too many by now."""
+        pauses = max(_PAUSES * self._pause, _FIRST_PAUSES * self._first_pause)
+        return max(self._floor * (1 if self._settled else _FIRST_ALLOWANCE), pauses)
+
+    @property
+    def _settled(self) -> bool:
+        return all(map(self._has_settled, (rank.signs for rank in self._ranks.values())))
+
+    def _has_settled(self, signs: Signs) -> bool:
+        if signs.step is None:
+            return self._any_script and signs.collectives >= _FIRST_COLLECTIVES
+        return signs.steps >= _FIRST_STEPS
+
+    def _after(self, known: _Rank | None, found: Signs, passed: float) -> _Rank:
+        if known is None:
+            return _Rank(found)
+        if known.signs == found:
+            return _Rank(found, known.idle + passed)
+        if self._is_expected(known.signs):  # else it did what it liked
+            if self._has_settled(known.signs):
+                self._pause = max(self._pause, known.idle)
+            else:
+                self._first_pause = max(self._first_pause, known.idle)
+        return _Rank(found)
+
+    def _expected(self) -> bool:
+        """Whether anyone is where something has to happen: in the Trainer, or in a collective before others."""
+        every = [rank.signs for rank in self._ranks.values()]
+        apart = self._any_script and len({signs.collectives for signs in every}) > 1
+        return apart or any(map(self._is_expected, every))
+
+    @staticmethod
+    def _is_expected(signs: Signs) -> bool:
+        return signs.phase not in (Phase.OUTSIDE, Phase.BETWEEN_STEPS)
+
+
+def culprit(signs: Mapping[int, Signs], stacks: Mapping[int, Stack]) -> int:
+    """The rank that the others wait for: one that is stopped, or not in a collective; else the one that is behind."""
+
+    def order(rank: int) -> tuple[bool, bool, int, int, int, int]:
+        stack, own = stacks.get(rank, Stack()), signs[rank]
+        step = -1 if own.step is None else own.step
+        return (not stack.stopped, bool(stack.waits_for_ranks), own.collectives, step, own.all_collectives, rank)
+
+    return min(signs, key=order)
+
+
+def all_wait(stacks: Iterable[Stack]) -> bool:
+    """Whether the cause is not among them: each only waits for other ranks."""
+    return all(stack.waits_for_ranks and not stack.stopped for stack in stacks)
+
+
+def is_debugged(stacks: Iterable[Stack]) -> bool:
+    """Whether a person looks into one of them."""
+    return any(_DEBUGGER.search(frame.file) for stack in stacks for frame in stack.frames)

@@ -1,0 +1,62 @@
+"""What a forked worker does for a launcher that watches it, beside its script."""
+
+import _thread
+import ctypes
+import faulthandler
+import os
+import sys
+import time
+from contextlib import suppress
+
+from ddp_kit.contract import STACKS_SIGNAL, HeartbeatField, heartbeat_memory
+
+_SET_PTRACER = 0x59616D61  # prctl's PR_SET_PTRACER
+_LIBC = ctypes.CDLL(None)
+
+
+def may_be_seen_by(pid: int) -> None:
+    """Let a process and its descendants read this one's stack where the kernel lets only ancestors do so (Yama)."""
+    _LIBC.prctl(_SET_PTRACER, pid)
+
+
+def answer_with_stacks(path: str) -> None:
+    """Write the stacks of all threads into a file whenever the signal for it comes, whoever has the interpreter lock.
+
+    For where nobody else may look.
+    """
+    with suppress(OSError, AttributeError, ValueError):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        faulthandler.register(STACKS_SIGNAL, file=file)
+
+
+def count_collectives(every: float) -> None:
+    """Note how many have been begun, every so many seconds, in a thread that nobody waits for."""
+    memory = heartbeat_memory()
+    if memory is not None:
+        _thread.start_new_thread(_count, (memory, every))
+
+
+def _count(memory: "memoryview[int]", every: float) -> None:
+    with suppress(BaseException):  # at its end the process sets the names of torch's module to None
+        while True:
+            time.sleep(every)
+            _note(memory)
+
+
+def _note(memory: "memoryview[int]") -> None:
+    """In a function of its own: between two counts nothing here keeps a group alive."""
+    module = sys.modules["torch.distributed.distributed_c10d"]
+    default, groups = module.GroupMember.WORLD, list(module._world.pg_map)
+    if default is not None:
+        memory[HeartbeatField.COLLECTIVES] = _begun(default)
+        memory[HeartbeatField.ALL_COLLECTIVES] = sum(map(_begun, groups))
+
+
+def _begun(group: object) -> int:
+    """The collectives begun in a group, by whichever of its backends."""
+    backends = {id(backend): backend for backend in map(group._get_backend, group._device_types)}  # type: ignore[attr-defined]
+    total = 0
+    for backend in backends.values():
+        with suppress(RuntimeError, AttributeError):  # one that does not count
+            total += backend._get_sequence_number_for_group()
+    return total

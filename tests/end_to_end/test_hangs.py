@@ -1,0 +1,134 @@
+"""A rank that does nothing any more, on the real command: found, named, its stack shown, and nothing left."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from job_processes import JobProcesses
+
+pytestmark = pytest.mark.slow
+
+Script = Callable[[str], Path]
+DDPKIT = Path(sys.executable).with_name("ddpkit")
+HUNG = 124
+FAULTS = """\
+import os, re, signal, sys, time, torch
+RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+def regex():
+    re.match(r"(a+)+$", "a" * 40 + "b")
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def sleep():
+    time.sleep(600)
+"""
+TRAINS = f"""\
+{FAULTS}
+from torch.nn.functional import mse_loss
+from ddp_kit import Trainer, TrainerConfig
+
+class Numbers(torch.utils.data.Dataset):
+    drawn = 0
+    def __len__(self):
+        return 80
+    def __getitem__(self, index):
+        self.drawn += 1
+        if RANK == 1 and ATTEMPT == 0 and self.drawn == 20:
+            globals()[sys.argv[1]]()
+        return torch.randn(4), torch.randn(1)
+
+def loss_fn(model, batch):
+    if ATTEMPT == 1 and trainer.step == 10:
+        time.sleep(1.5)
+    return mse_loss(model(batch[0]), batch[1])
+
+if __name__ == "__main__":
+    model = torch.nn.Linear(4, 1)
+    config = TrainerConfig(global_batch_size=4, epochs=1, data={{"num_workers": int(sys.argv[2])}})
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.01), loss_fn, config)
+    trainer.fit(Numbers())
+    print("done", trainer.step)
+"""
+MEETS = f"""\
+{FAULTS}
+import datetime, torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=float(sys.argv[2])))
+def work(step):
+    if RANK == 1 and ATTEMPT == 0 and step == 30:
+        globals()[sys.argv[1]]()
+    else:
+        dist.all_reduce(torch.ones(1))
+for step in range(40):
+    work(step)
+print("done", ATTEMPT)
+"""
+
+
+def launch(*words: object) -> "subprocess.CompletedProcess[str]":
+    """Run two ranks; nothing of them is left afterwards."""
+    job = JobProcesses()
+    command = [str(DDPKIT), "launch", "--nproc-per-node", "2", *map(str, words)]
+    run = subprocess.run(command, env={**os.environ, **job.env}, text=True, capture_output=True, timeout=200)
+    assert job.alive() == {}
+    return run
+
+
+@pytest.mark.parametrize(
+    ("fault", "workers", "told"),
+    [
+        ("stop", 0, r"in data \(script.py:\d+ in stop\) and stopped by a signal"),
+        ("regex", 0, r"in data \(script.py:\d+ in regex\) with the interpreter lock held"),
+        ("sleep", 1, r"in data \(script.py:\d+ in sleep\)"),
+    ],
+)
+def test_a_rank_that_hangs_in_a_trainer_is_named_with_its_stack(
+    script: Script, tmp_path: Path, fault: str, workers: int, told: str
+) -> None:
+    run = launch("--hang-timeout", 2, "--log-dir", tmp_path / "logs", script(TRAINS), fault, workers)
+    assert run.returncode == HUNG, run.stderr
+    assert re.search(rf"rank 1 failed first: hung \(.*, after step 9\): nothing done .*; {told}", run.stderr), (
+        run.stderr
+    )
+    assert re.search(
+        r"^  rank 0 was in (the gradients' all-reduce|the backward pass) \(script", run.stderr, re.MULTILINE
+    )
+    assert re.search(rf'^  File ".*script.py", line \d+, in {fault}\n', run.stderr, re.MULTILINE), run.stderr
+    (found,) = tmp_path.glob("logs/*/verdict.json")
+    record = json.loads(found.read_text())
+    assert (record["exit_code"], record["first_failure"]["rank"]) == (HUNG, 1)
+    assert sorted(record["stacks"]) == ["0", "1"]
+    assert f" {fault} (" in record["stacks"]["1"]
+
+
+def test_a_run_goes_on_after_a_restart_and_slow_steps_are_no_hang(script: Script) -> None:
+    run = launch("--hang-timeout", 3, "--max-restarts", 1, script(TRAINS), "sleep", 0)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count("hung") == 1, run.stderr
+    assert re.search(r"rank 1 failed first: hung .*; restart 1 of 1", run.stderr)
+    assert re.search(r'^  File ".*script.py", line \d+, in sleep\n', run.stderr, re.MULTILINE), run.stderr
+    assert run.stdout.count("done 20") == 2
+
+
+def test_a_script_without_a_trainer_needs_no_line_for_it(script: Script) -> None:
+    run = launch("--hang-timeout", 2, script(MEETS), "sleep", 600)
+    assert run.returncode == HUNG, run.stderr
+    assert re.search(r"rank 1 failed first: hung .*30 collectives begun where others have begun 31", run.stderr), (
+        run.stderr
+    )
+    assert re.search(r"^  rank 0 was in all_reduce \(script.py:\d+ in work\)", run.stderr, re.MULTILINE)
+    assert re.search(r'^  File ".*script.py", line \d+, in sleep\n', run.stderr, re.MULTILINE)
+
+
+def test_where_torch_s_own_timeout_comes_first_the_rank_that_was_missing_is_named(script: Script) -> None:
+    run = launch("--cold", script(MEETS), "sleep", 2)
+    assert run.returncode == HUNG, run.stderr
+    assert "rank 1 failed first: hung" in run.stderr
+    assert re.search(r"in the script \(script.py:\d+ in sleep\)", run.stderr), run.stderr
+    assert "rank 0 failed after it: RuntimeError: Timed out waiting" in run.stderr
