@@ -82,6 +82,7 @@ FAULTS: list[tuple[Callable[[Job], Processes], signal.Signals]] = [
     (Job.ranks, signal.SIGUSR1),
     (Job.loaders, signal.SIGKILL),
     (Job.writers, signal.SIGKILL),
+    (Job.ranks, signal.SIGSTOP),
 ]
 
 
@@ -120,7 +121,18 @@ def _run(
     done: list[str] = []
     for _ in range(MOST_STARTS):
         with tempfile.TemporaryFile("w+") as out:
-            words = [DDPKIT, "launch", "--nproc-per-node", str(RANKS), "--max-restarts", "20", SCRIPT, folder]
+            words = [
+                DDPKIT,
+                "launch",
+                "--nproc-per-node",
+                str(RANKS),
+                "--max-restarts",
+                "20",
+                "--hang-timeout",
+                "4",
+                SCRIPT,
+                folder,
+            ]
             job = Job(folder, subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, text=True), done)
             try:
                 code = _disturb_until_it_ends(job, faults, chance)
@@ -133,7 +145,7 @@ def _run(
         if code == 0:
             assert len(ended) == 1, text
             return ended[0], done
-        known = {-signal.SIGKILL, -signal.SIGINT, 75, 137, 139, 143, 130, 1}
+        known = {-signal.SIGKILL, -signal.SIGINT, 1, 75, 124, 130, 137, 139, 143}
         assert code in known, f"exit code {code} after {done}:\n{text}"
         assert done, f"exit code {code} without a fault:\n{text}"
     raise AssertionError(f"not done after {MOST_STARTS} starts, {done}:\n{text}")
