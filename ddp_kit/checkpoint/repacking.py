@@ -113,10 +113,8 @@ def _walk(values: Iterable[Any], structure: list[Any], tensors: list[Tensor], le
         if kind is Tensor:
             tensors.append(value)
         elif kind is dict or kind is OrderedDict:
-            keys = [*map(type, value)]
-            if not _KEYS.issuperset(keys):
+            if not _KEYS.issuperset(map(type, value)):  # 1 == True
                 raise _UnusualError
-            structure += keys  # 1 == True
             structure += value
             _walk(value.values(), structure, tensors, leaves)
             if kind is OrderedDict:

@@ -4,6 +4,7 @@ import math
 import random
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
@@ -98,6 +99,41 @@ def test_what_was_packed_before_makes_no_difference(seed: int, same: Same) -> No
                 tensor.data_ptr() for tensor in fresh if any(tensor is one for one in TENSORS)
             ]
         state = {part: changed(dice, value, often=0.1) for part, value in state.items()}
+
+
+SQUARE = torch.arange(4.0).view(2, 2)
+ZERO, NOUGHT = torch.zeros(4), torch.zeros(4)
+DIFFERENT = {
+    "type of a key": ({1: 0}, {True: 0}),
+    "order of keys": ({"a": 0, "b": 0}, {"b": 0, "a": 0}),
+    "place of a leaf": ([[], [1]], [[1], []]),
+    "sign of zero": ([0.0], [-0.0]),
+    "truth, not a number": ([1], [True]),
+    "type": (ZERO, ZERO.view(torch.int32)),
+    "shape": (SQUARE, SQUARE.view(4)),
+    "device": (torch.zeros(4), torch.zeros(4, device="meta")),
+    "layout": (torch.ones(4), torch.ones(4).to_sparse()),
+    "which are the same": ([ZERO, ZERO, NOUGHT, NOUGHT], [ZERO, NOUGHT, ZERO, NOUGHT]),
+    "same memory, transposed": ([SQUARE, SQUARE], [SQUARE, SQUARE.T]),
+    "same memory, negated": ([COMPLEX.imag, COMPLEX.imag], [COMPLEX.imag, COMPLEX.conj().imag]),
+    "kind of mapping": ({"a": 0}, OrderedDict({"a": 0})),
+}
+
+
+@pytest.mark.parametrize("pair", DIFFERENT.values(), ids=DIFFERENT.keys())
+def test_the_smallest_difference_is_seen(pair: tuple[Any, Any], same: Same) -> None:
+    for one, other in (pair, pair[::-1]):
+        repacker = Repacker()
+        for value in (one, one, one, other):
+            result, expected = outcome(repacker, {"part": value}), outcome(Repacker(), {"part": value})
+            assert result[0] == expected[0]
+            assert same(result[1], expected[1])
+
+
+def test_a_state_may_be_any_mapping() -> None:
+    repacker = Repacker()
+    results = [outcome(repacker, MappingProxyType({"part": [step, BASE]}))[0] for step in (1, 1, 1, 2)]
+    assert results[-1] == outcome(Repacker(), {"part": [2, BASE]})[0]
 
 
 def test_a_training_state_is_packed_sooner_from_the_third_time_on(monkeypatch: pytest.MonkeyPatch) -> None:
