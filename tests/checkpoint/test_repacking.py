@@ -34,8 +34,8 @@ TENSORS = [
 ]  # fmt: skip
 LEAVES = [
     0, False, 0.0, -0.0, 1, True, 1.0, math.nan, -math.nan, math.inf, None, "1", "", '"', 2**63 - 1, 2**63, 10**30,
-    1000, b"", b"1", 1j, torch.Size([1]), torch.float32, np.float32(1), np.float64(1), np.int64(1), np.ones(2), {1}, len,
-    frozenset({BASE}), Counter({1: 2}),
+    1000, b"", b"1", 1j, torch.Size([1]), torch.float32, np.float32(1), np.float64(1), np.int64(1), np.ones(2), {1},
+    len, frozenset({BASE}), Counter({1: 2}),
 ]  # fmt: skip
 KEYS = ["a", "b", "1", 1, 0, True, 1.0, None, (1,), "$tensor", "a.b", "__metadata__"]
 
