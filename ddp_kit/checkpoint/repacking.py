@@ -52,17 +52,18 @@ class Repacker:
         """As `packing.pack` takes it apart, and its tensors laid out. Raises its `CheckpointError`."""
         found = _found(state)
         as_before = found is not None and self._like is not None and found.like == self._like
-        if found is not None and as_before and self._template is not None and self._layout is not None:
+        if found is not None and as_before and self._template is not None:
             text = self._template.filled(found.leaves)
             if text is not None:
-                return Prepared(self._layout[1], [found.tensors[number] for number in self._template.stored], text)
+                tensors = [found.tensors[number] for number in self._template.stored]
+                return Prepared(self._template.layout, tensors, text)
         packed = pack(state)
         layout = self._laid_out(packed)
         # Not at once: a state that is another one each time has no template made.
         if not as_before:
             self._template, self._tried = None, False
         elif found is not None and not self._tried:
-            self._template, self._tried = _template(state, found, packed), True
+            self._template, self._tried = _template(state, found, packed, layout), True
         self._like = None if found is None else found.like
         return Prepared(layout, [stored.tensor for stored in packed.tensors], _dumps(packed.text).encode())
 
@@ -144,7 +145,8 @@ def _facts(tensors: list[Tensor]) -> list[Any]:
 class _Template:
     """The text of a state, in which the leaves can be exchanged."""
 
-    def __init__(self, pieces: list[str], leaves: list[Any], stored: list[int]) -> None:
+    def __init__(self, pieces: list[str], leaves: list[Any], stored: list[int], layout: Layout) -> None:
+        self.layout = layout
         self.stored = stored
         """The numbers of the tensors that are stored, among all."""
         self._pieces = pieces  # a leaf is every second one
@@ -179,7 +181,7 @@ def _text(leaf: Any) -> str:
     return _dumps(packed.text["leaf"])
 
 
-def _template(state: Mapping[str, Any], found: _Found, packed: Packed) -> _Template | None:
+def _template(state: Mapping[str, Any], found: _Found, packed: Packed, layout: Layout) -> _Template | None:
     """From the text of the same state with a mark in the place of each leaf."""
     numbers = {id(tensor): number for number, tensor in enumerate(found.tensors)}
     stored = [numbers.get(id(one.tensor), -1) for one in packed.tensors]
@@ -193,7 +195,7 @@ def _template(state: Mapping[str, Any], found: _Found, packed: Packed) -> _Templ
         pieces[1::2] = [_text(leaf) for leaf in found.leaves]
     except _UnusualError:
         return None
-    return _Template(pieces, found.leaves, stored)
+    return _Template(pieces, found.leaves, stored, layout)
 
 
 def _marked(value: Any, marks: Iterator[str]) -> Any:
