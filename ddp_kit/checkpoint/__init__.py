@@ -2,6 +2,7 @@
 
     saver.py       Saver: a copy of the state into host buffers, then training goes on
     packing.py     nested state <-> tensors by name, and JSON
+    repacking.py   the same, sooner, for a state whose values alone have changed
     layout.py      which tensor lies where in which file (the safetensors format)
     buffer.py      host memory that two processes share;  copying.py: copies into it
     background.py  the process that writes, as the trainer sees it;  process.py: that process itself

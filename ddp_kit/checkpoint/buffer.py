@@ -51,7 +51,7 @@ class SharedBuffer:
             ]
             self._layout = layout
         self._memory[layout.bytes : layout.bytes + len(text)] = text
-        if any(tensor.is_cuda for tensor in tensors):
+        if torch.cuda.is_initialized() and any(tensor.is_cuda for tensor in tensors):  # type: ignore[no-untyped-call]
             self._pin()
         copy(self._targets, tensors)
 

@@ -1,7 +1,7 @@
 """Copies of many tensors at once, in the time of one copy of their size."""
 
-import ctypes
 from collections.abc import Iterator, Sequence
+from ctypes import memmove
 from threading import Thread
 
 import torch
@@ -19,17 +19,17 @@ def copy(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     streams: dict[torch.device, torch.cuda.Stream] = {}
     moves: _Piece = []
     for target, tensor in zip(targets, tensors, strict=True):
-        if tensor.is_cuda:
+        if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            moves.append((target.data_ptr(), tensor.data_ptr(), tensor.nbytes))
+        elif tensor.is_cuda:
             stream = streams.get(tensor.device)
             if stream is None:
                 stream = streams[tensor.device] = _beside(tensor.device)
             with torch.cuda.stream(stream):
                 target.copy_(tensor, non_blocking=True)
-        elif tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            moves.append((target.data_ptr(), tensor.data_ptr(), tensor.nbytes))
         else:
             target.copy_(tensor)
-    _move_all(_pieces(moves))
+    _move_all(moves)
     for stream in streams.values():
         stream.synchronize()
 
@@ -57,11 +57,13 @@ def _pieces(moves: _Piece) -> list[_Piece]:
     return pieces
 
 
-def _move_all(pieces: list[_Piece]) -> None:
+def _move_all(moves: _Piece) -> None:
     """In as many threads as torch has, each of which takes the next piece.
 
     torch's own copies wait for the slowest thread at every tensor: on a busy machine that takes several times as long.
     """
+    alone = sum(size for _, _, size in moves) <= _PIECE * _PIECES_PER_THREAD
+    pieces = [moves] if alone else _pieces(moves)
     left = iter(pieces)
     more = min(torch.get_num_threads(), -(-len(pieces) // _PIECES_PER_THREAD)) - 1
     threads = [Thread(target=_move, args=(left,)) for _ in range(more)]
@@ -75,4 +77,4 @@ def _move_all(pieces: list[_Piece]) -> None:
 def _move(left: Iterator[_Piece]) -> None:
     for piece in left:
         for target, source, size in piece:
-            ctypes.memmove(target, source, size)  # leaves the interpreter lock alone
+            memmove(target, source, size)  # leaves the interpreter lock alone

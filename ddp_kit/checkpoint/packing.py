@@ -92,8 +92,8 @@ class _Packer:
         # By address. The tensors are held: the memory of one made on the way is not another's before all is done.
         self._seen: dict[int, list[tuple[Tensor, tuple[str, str]]]] = {}
         self._kinds: dict[type, Callable[[Any, _Path], Any]] = {
-            type(None): _as_it_is, bool: _as_it_is, str: _as_it_is, int: _int, float: _float, bytes: _bytes,
-            complex: _complex, torch.dtype: _dtype, torch.device: _device, np.ndarray: self._array,
+            **PLAIN, bytes: _bytes, complex: _complex, torch.dtype: _dtype, torch.device: _device,
+            np.ndarray: self._array,
             torch.Size: lambda value, _: {"$size": list(value)},
             list: self._list, tuple: self._tuple, dict: self._dict, OrderedDict: self._ordered,
             Counter: self._counter, defaultdict: self._default, deque: self._deque,
@@ -174,8 +174,7 @@ class _Packer:
     def _tensor(self, value: Tensor, path: _Path) -> Any:
         if value.layout is not torch.strided or value.is_quantized or value.is_nested or value.is_meta:
             raise _unstorable(value, path)
-        # An empty tensor has no memory of its own: it goes by its id, below zero, where no address is.
-        seen = self._seen.setdefault(value.data_ptr() if value.numel() else -id(value), [])
+        seen = self._seen.setdefault(address(value), [])
         known = next((place for other, place in seen if _same(other, value)), None) if seen else None
         if known is None:
             known = self._stored(value, path)
@@ -203,6 +202,11 @@ class _Packer:
         return part, name
 
 
+def address(tensor: Tensor) -> int:
+    """Where a tensor begins. An empty one has no memory of its own: it goes by its id, below zero, for no address."""
+    return tensor.data_ptr() or -id(tensor)
+
+
 def _same(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors that begin at the same address are the same."""
     return (
@@ -225,6 +229,12 @@ def _int(value: int, _: _Path) -> Any:
 
 def _float(value: float, _: _Path) -> Any:
     return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+
+
+PLAIN: Mapping[type, Callable[[Any, _Path], Any]] = {
+    type(None): _as_it_is, bool: _as_it_is, str: _as_it_is, int: _int, float: _float,
+}  # fmt: skip
+"""Kinds of values that never change, and what becomes of them."""
 
 
 def _complex(value: complex, _: _Path) -> Any:

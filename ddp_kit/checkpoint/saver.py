@@ -1,6 +1,5 @@
 """Saving without standing still: a copy of the state in host memory, and a process that writes it out."""
 
-import json
 import platform
 import weakref
 from collections.abc import Mapping
@@ -13,11 +12,12 @@ import torch
 from ddp_kit import __version__
 from ddp_kit.checkpoint.background import WriterProcess
 from ddp_kit.checkpoint.buffer import SharedBuffer
-from ddp_kit.checkpoint.layout import Layout, lay_out
-from ddp_kit.checkpoint.packing import Packed, pack
+from ddp_kit.checkpoint.repacking import Repacker
 from ddp_kit.checkpoint.writing import Job, Region, make_folder, refused, write
 from ddp_kit.errors import CheckpointError
 from ddp_kit.manifest import STATE
+
+_VERSIONS = {"ddpkit": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 class Saver:
@@ -46,7 +46,7 @@ class Saver:
         self._background = background
         self._writer = WriterProcess(self._buffer.descriptor) if background else None
         self._busy = False
-        self._layout: tuple[Any, Layout] | None = None
+        self._repacker = Repacker()
 
     def save(self, step: int, state: Mapping[str, Any], *, best: bool = False) -> None:
         """Begin a checkpoint: on return the state is copied, and may change again.
@@ -55,20 +55,18 @@ class Saver:
         `CheckpointError` is raised here, unless `check` or `wait` has raised it before, and nothing is begun.
         `state`: part -> what `packing.pack` can store, on any device. `best`: whether it is the best so far.
         """
-        packed = pack(state)
+        prepared = self._repacker.prepare(state)
+        layout, text = prepared.layout, prepared.text
         self.wait()
-        text = json.dumps(packed.text, separators=(",", ":")).encode()
-        layout = self._laid_out(packed)
         try:
-            self._buffer.fill(layout, [stored.tensor for stored in packed.tensors], text)
+            self._buffer.fill(layout, prepared.tensors, text)
         except OSError as error:
             raise CheckpointError(
                 f"there is no host memory for a copy of the state: {layout.bytes:,} bytes are needed ({error})",
                 "each process that saves needs as much as its state; ask for more memory",
             ) from None
         files = (*layout.files, Region(STATE, layout.bytes, len(text)))
-        versions = {"ddpkit": __version__, "torch": torch.__version__, "python": platform.python_version()}
-        job = Job(str(self._folder), step, best, self._keep_last, versions, files)
+        job = Job(str(self._folder), step, best, self._keep_last, _VERSIONS, files)
         if self._background:
             self._start(job)
         else:
@@ -122,10 +120,3 @@ class Saver:
             if self._writer.gone:
                 self._writer = None
             raise
-
-    def _laid_out(self, packed: Packed) -> Layout:
-        """The same object for the same names, types and shapes: most states change in nothing but their values."""
-        key = [stored.key for stored in packed.tensors], packed.aliases
-        if self._layout is None or self._layout[0] != key:
-            self._layout = key, lay_out(packed.tensors, packed.aliases)
-        return self._layout[1]

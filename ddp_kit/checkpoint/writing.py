@@ -17,7 +17,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Thread
@@ -67,7 +67,7 @@ class Job:
 
     def to_json(self) -> str:
         """As one line."""
-        return json.dumps(asdict(self))
+        return json.dumps(vars(self), default=vars)
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Self:

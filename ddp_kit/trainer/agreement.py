@@ -177,13 +177,13 @@ def gathered(world: World, numbers: list[int]) -> list[list[int]]:
 
 def every_text(own: bytes, world: World) -> list[bytes]:
     """Every rank's text. A collective."""
+    if world.world_size == 1:
+        return [own]
     lengths = [length for (length,) in gathered(world, [len(own)])]
     mine = torch.zeros(max(lengths), dtype=torch.uint8)
     mine[: len(own)] = torch.frombuffer(bytearray(own or b" "), dtype=torch.uint8)[: len(own)]
-    everyone = [mine.to(world.device)]
-    if world.world_size > 1:
-        everyone = [torch.empty_like(mine, device=world.device) for _ in lengths]
-        dist.all_gather(everyone, mine.to(world.device))
+    everyone = [torch.empty_like(mine, device=world.device) for _ in lengths]
+    dist.all_gather(everyone, mine.to(world.device))
     return [text[:length].cpu().numpy().tobytes() for text, length in zip(everyone, lengths, strict=True)]
 
 
