@@ -249,9 +249,12 @@ def heartbeat_memory(env: Mapping[str, str] | None = None) -> "memoryview[int] |
         return None
     with suppress(OSError, ValueError):  # the launcher then hears nothing of it
         size = 8 * len(HeartbeatField)
-        descriptor = os.open(Path(error_file).with_name(HEARTBEAT_FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(
+            Path(error_file).with_name(HEARTBEAT_FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
         try:
-            os.ftruncate(descriptor, size)
+            if os.fstat(descriptor).st_size < size:
+                os.pwrite(descriptor, bytes(size), 0)  # a hole would be SIGBUS where the disk has no room for it
             return memoryview(mmap.mmap(descriptor, size)).cast("q")
         finally:
             os.close(descriptor)

@@ -281,6 +281,7 @@ class Trainer:
         ):
             self._preemption.begin(self.step)
             while not self._finished():
+                self._heart.mark(Phase.DATA)
                 feed.begin(self.epoch, self._position.steps_in_epoch)
                 share = feed.next()
                 while share is not None and not self._finished():

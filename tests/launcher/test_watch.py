@@ -12,6 +12,7 @@ TRAINS = Signs(step=10, phase=Phase.BACKWARD, beats=60, steps=10, collectives=20
 PLAIN = Signs(collectives=20, all_collectives=20)
 FRESH = replace(TRAINS, step=0, steps=0)
 IN_ALL_REDUCE = Stack(frames=(Frame("all_reduce", "/lib/torch/distributed/distributed_c10d.py", 3252),))
+IN_BACKWARD = Stack(frames=(Frame("_engine_run_backward", "/lib/torch/autograd/graph.py", 979),))
 IN_THE_SCRIPT = Stack(frames=(Frame("work", "/home/ann/train.py", 12),))
 
 
@@ -69,6 +70,11 @@ def test_the_first_steps_may_take_ten_times_as_long_and_count_less() -> None:
     assert Course(TRAINS, FRESH).watch.limit == 80.0, "the slowest counts"
 
 
+def test_a_save_may_wait_for_the_disk() -> None:
+    course = Course(replace(TRAINS, phase=Phase.CHECKPOINT), TRAINS)
+    assert course.watch.limit == 80.0
+
+
 @pytest.mark.parametrize("phase", [Phase.OUTSIDE, Phase.BETWEEN_STEPS])
 def test_who_does_what_they_like_may_take_as_long_as_they_like(phase: Phase) -> None:
     course = Course(*[replace(TRAINS, phase=phase)] * 2)
@@ -119,6 +125,9 @@ def test_after_a_good_reason_the_time_starts_again() -> None:
         ((replace(TRAINS, step=11), TRAINS), (IN_ALL_REDUCE, IN_ALL_REDUCE)),
         ((TRAINS, replace(TRAINS, collectives=19)), (IN_THE_SCRIPT, IN_THE_SCRIPT)),
         ((TRAINS, replace(TRAINS, collectives=19)), (Stack(), Stack())),
+        ((TRAINS, replace(TRAINS, phase=Phase.DATA)), (IN_BACKWARD, IN_THE_SCRIPT)),
+        ((TRAINS, replace(TRAINS, phase=Phase.DATA)), (Stack(), Stack())),
+        ((replace(TRAINS, phase=Phase.DATA), replace(TRAINS, phase=Phase.CALLBACKS)), (Stack(), Stack())),
     ],
 )
 def test_the_culprit_is_stopped_or_in_no_collective_or_behind(

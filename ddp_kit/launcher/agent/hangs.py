@@ -10,8 +10,16 @@ from pathlib import Path
 
 from ddp_kit import contract
 from ddp_kit.contract import Signs, read_heartbeat
-from ddp_kit.launcher.agent.stacks import Stack, take
-from ddp_kit.launcher.agent.watch import DEFAULT_SECONDS, Quiet, Watch, all_wait, culprit, is_debugged
+from ddp_kit.launcher.agent.stacks import Stack, state, take
+from ddp_kit.launcher.agent.watch import (
+    DEFAULT_SECONDS,
+    Quiet,
+    Watch,
+    all_wait,
+    culprit,
+    is_debugged,
+    may_take_long,
+)
 from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.streams import open_log
 
@@ -50,6 +58,7 @@ class Hangs:
         self._several_nodes = any(env.get(contract.GROUP_WORLD_SIZE, "1") != "1" for env in envs.values())
         self._error_files = error_files
         self._hurry = hurry
+        self._asked = seconds is not None  # else torch's own time-outs have the word where a good reason can be
         self._left_to_others = False  # other nodes, for now
         floor = DEFAULT_SECONDS if seconds is None else seconds
         self._watch = Watch(floor, seconds is not None, time.monotonic()) if floor else None
@@ -75,15 +84,23 @@ class Hangs:
         self._left_to_others = self._left_to_others and quiet is not None
         if quiet is None or (self._left_to_others and not quiet.long):
             return None
+        if any(state(pid) == "t" for pid in pids.values()):  # gdb, strace: somebody is looking at it
+            self._watch.start_again()
+            return None
         stacks = self._take(pids, max(_NATIVE_SECONDS / 5, min(_NATIVE_SECONDS, quiet.limit / 2)))
-        if is_debugged(stacks.values()) or self._signs(pids) != signs:
+        if self._hurry() or any(map(_has_ended, pids.values())) or self._signs(pids) != signs:
+            return None
+        if is_debugged(stacks.values()):
             self._watch.start_again()
             return None
         waits = all_wait(stacks.values())
-        if waits and self._several_nodes and not quiet.long:
+        if waits and self._several_nodes and not (self._asked and quiet.long):
             self._left_to_others = True
             return None
         local_rank = culprit(signs, stacks)
+        if not self._asked and may_take_long(signs[local_rank]) and not stacks[local_rank].stopped:
+            self._watch.start_again()
+            return None
         self._tell(local_rank, signs, stacks, self._message(signs, quiet, waits), _LONGER, waits)
         return local_rank
 
@@ -162,6 +179,10 @@ class Hangs:
             if text and path:
                 with suppress(OSError), os.fdopen(open_log(path), "w") as file:
                     file.write(text)
+
+
+def _has_ended(pid: int) -> bool:
+    return state(pid) in ("", "Z", "X")
 
 
 def _is_ending(pid: int) -> bool:

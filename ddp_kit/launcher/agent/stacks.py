@@ -4,12 +4,14 @@ import ctypes
 import errno
 import json
 import linecache
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +30,9 @@ _LOADER = "torch/utils/data/dataloader.py"
 _LOADER_FETCHES = "torch/utils/data/_utils/fetch.py"
 _WAITS = re.compile(r"c10d::(Work|\w+Work|Reducer|ProcessGroup\w*|Logger)\b|gloo::|ncclGroupEnd")
 _STORE = re.compile(r"c10d::(TCPStore|PrefixStore|Store|detail::TCPClient)")
-_DEVICE = re.compile(r"cuda(Stream|Event|Device)Synchronize|cu(Stream|Event|Ctx)Synchronize")
+_DEVICE = re.compile(
+    r"cu(da)?(Stream|Event|Device|Ctx)Synchronize|cu(da)?(LaunchKernel|GraphLaunch|Memcpy|Malloc|Free)"
+)
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,8 @@ class Stack:
             if frame.is_user_s:
                 break
         native = [frame.name for frame in self.frames if frame.native]
+        if not native and self.python and self.python[0].name == "_engine_run_backward":
+            return "the backward pass, which may wait for other ranks"
         if any(map(_STORE.search, native)):
             return "a store, for another rank's word"
         if any(map(_WAITS.search, native)):
@@ -211,10 +217,11 @@ def program() -> str:
 
 def is_stopped(pid: int) -> bool:
     """Whether a signal has stopped this process."""
-    return _state(pid) == "T"
+    return state(pid) == "T"
 
 
-def _state(pid: int) -> str:
+def state(pid: int) -> str:
+    """A process's letter in proc(5); empty where there is none."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
@@ -240,30 +247,36 @@ def _children(pid: int) -> list[int]:
 
 
 def _dumps(
-    spy: str, pids: Iterable[int], flags: list[str], seconds: float, hurry: Callable[[], bool]
+    spy: str, pids: Collection[int], flags: list[str], seconds: float, hurry: Callable[[], bool]
 ) -> dict[int, list[dict[str, Any]]]:
     """What py-spy says of each process, all at once; those that it does not tell of in time are left out."""
     pipe, nothing, started = subprocess.PIPE, subprocess.DEVNULL, {}
+    stopped = {pid for pid in pids if is_stopped(pid)}
     for pid in pids:
         # A stopped process is seen without being paused for it.
-        words = [spy, "dump", "--json", *flags, *(["--nonblocking"] if is_stopped(pid) else []), "--pid", str(pid)]
+        words = [spy, "dump", "--json", *flags, *(["--nonblocking"] if pid in stopped else []), "--pid", str(pid)]
         with suppress(OSError):
             started[pid] = subprocess.Popen(words, stdin=nothing, stdout=pipe, stderr=nothing)
     deadline, found = time.monotonic() + seconds, {}
     for pid, process in started.items():
-        text = b""
-        while not hurry() and time.monotonic() < deadline:
-            try:
-                text, _ = process.communicate(timeout=_WAIT_SECONDS)
-                break
-            except subprocess.TimeoutExpired:
-                continue
-        if process.poll() is None:
-            process.kill()
-            process.communicate()
+        text = _said(process, deadline, hurry)
         with suppress(ValueError):
             found[pid] = json.loads(text)
+        if not text and pid not in stopped:  # a dump that was ended in the middle may have left it paused
+            with suppress(OSError):
+                os.kill(pid, signal.SIGCONT)
     return found
+
+
+def _said(process: "subprocess.Popen[bytes]", deadline: float, hurry: Callable[[], bool]) -> bytes:
+    while True:  # once in any case: it may have spoken while another one was waited for
+        try:
+            return process.communicate(timeout=_WAIT_SECONDS)[0]
+        except subprocess.TimeoutExpired:
+            if hurry() or time.monotonic() >= deadline:
+                process.kill()
+                process.communicate()
+                return b""
 
 
 def _stack(pid: int, threads: list[dict[str, Any]] | None) -> Stack:

@@ -90,7 +90,9 @@ class Watch:
 
     @property
     def _settled(self) -> bool:
-        return all(map(self._has_settled, (rank.signs for rank in self._ranks.values())))
+        """A save waits for the disk, for as long as that takes: there the allowance of the first steps holds."""
+        signs = [rank.signs for rank in self._ranks.values()]
+        return all(map(self._has_settled, signs)) and all(each.phase is not Phase.CHECKPOINT for each in signs)
 
     def _has_settled(self, signs: Signs) -> bool:
         if signs.step is None:
@@ -123,10 +125,12 @@ class Watch:
 def culprit(signs: Mapping[int, Signs], stacks: Mapping[int, Stack]) -> int:
     """The rank that the others wait for: one that is stopped, or not in a collective; else the one that is behind."""
 
-    def order(rank: int) -> tuple[bool, bool, int, int, int, int]:
+    def order(rank: int) -> tuple[bool, bool, int, int, int, int, int]:
         stack, own = stacks.get(rank, Stack()), signs[rank]
         step = -1 if own.step is None else own.step
-        return (not stack.stopped, bool(stack.waits_for_ranks), own.collectives, step, own.all_collectives, rank)
+        within = (own.phase - Phase.CALLBACKS) % len(Phase)  # a step's end is noted just before its callbacks
+        counts = own.collectives, step, own.all_collectives, within
+        return (not stack.stopped, bool(stack.waits_for_ranks), *counts, rank)
 
     return min(signs, key=order)
 
@@ -134,6 +138,11 @@ def culprit(signs: Mapping[int, Signs], stacks: Mapping[int, Stack]) -> int:
 def all_wait(stacks: Iterable[Stack]) -> bool:
     """Whether the cause is not among them: each only waits for other ranks."""
     return all(stack.waits_for_ranks and not stack.stopped for stack in stacks)
+
+
+def may_take_long(signs: Signs) -> bool:
+    """Whether a rank is in the user's own code, which the others may be waiting for with good reason."""
+    return signs.phase in (Phase.OUTSIDE, Phase.BETWEEN_STEPS, Phase.CALLBACKS)
 
 
 def is_debugged(stacks: Iterable[Stack]) -> bool:

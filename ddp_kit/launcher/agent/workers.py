@@ -177,10 +177,11 @@ class Workers(SubprocessContext):
         self._note_ends()
         self._end_if_hung(self.hangs.look(self._pids()))
         codes = {rank: self._exit_code(rank) for rank in self._after}
-        failed = any(code not in (0, ExitCode.REQUEUE) for code in codes.values())
+        hung = self.hangs.found  # in the kernel's uninterruptible sleep one outlives its kill, and is left behind
+        failed = bool(hung) or any(code not in (0, ExitCode.REQUEUE) for code in codes.values())
         if self._running_local_ranks and not failed and self._patience_with_others() != 0.0:
             return None
-        if any(codes.values()):
+        if failed or any(codes.values()):
             if self._running_local_ranks and not self.hangs.found and any(map(self._is_late, codes)):
                 self._end_if_hung(self.hangs.after_timeout(self._pids()))
             self._on_failure()
@@ -189,7 +190,7 @@ class Workers(SubprocessContext):
         failures = {
             rank: self._process_failure(rank, handler.proc.pid, code)
             for rank, handler in sorted(self.subprocess_handlers.items(), key=lambda pair: self._order(pair[0]))
-            if (code := handler.proc.poll())
+            if (code := handler.proc.poll() or -signal.SIGKILL * (rank in hung))
         }
         values = {} if failures else dict.fromkeys(range(self.nprocs))
         return RunProcsResult(values, failures, self.stdouts, self.stderrs)
@@ -208,8 +209,12 @@ class Workers(SubprocessContext):
         return hints.is_late(said or self._output.tail(local_rank))
 
     def _end_if_hung(self, local_rank: int | None) -> None:
-        if local_rank is not None:
-            self._kill({local_rank})
+        if local_rank is None:
+            return
+        self._kill({local_rank})
+        deadline = time.monotonic() + _UNKILLABLE_SECONDS
+        while local_rank in self._running_local_ranks and time.monotonic() < deadline and self._inbox.signals < 2:
+            self._wait_for_ends(deadline - time.monotonic())
 
     def _process_failure(self, local_rank: int, pid: int, code: int) -> ProcessFailure:
         """What torch makes of a worker's end and its error file; without a file that was left half-written."""

@@ -25,7 +25,7 @@ def answer_with_stacks(path: str) -> None:
     For where nobody else may look.
     """
     with suppress(OSError, AttributeError, ValueError):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         faulthandler.register(STACKS_SIGNAL, file=file)
 
 
@@ -47,16 +47,16 @@ def _note(memory: "memoryview[int]") -> None:
     """In a function of its own: between two counts nothing here keeps a group alive."""
     module = sys.modules["torch.distributed.distributed_c10d"]
     default, groups = module.GroupMember.WORLD, list(module._world.pg_map)
-    if default is not None:
-        memory[HeartbeatField.COLLECTIVES] = _begun(default)
-        memory[HeartbeatField.ALL_COLLECTIVES] = sum(map(_begun, groups))
+    # Without a group again, all ranks have the same count: what they do then is not compared.
+    memory[HeartbeatField.COLLECTIVES] = 0 if default is None else _begun(default)
+    memory[HeartbeatField.ALL_COLLECTIVES] = sum(map(_begun, groups))
 
 
 def _begun(group: object) -> int:
     """The collectives begun in a group, by whichever of its backends."""
-    backends = {id(backend): backend for backend in map(group._get_backend, group._device_types)}  # type: ignore[attr-defined]
     total = 0
-    for backend in backends.values():
-        with suppress(RuntimeError, AttributeError):  # one that does not count
+    with suppress(RuntimeError, AttributeError):  # one that does not count, or is on its way out
+        backends = {id(backend): backend for backend in map(group._get_backend, group._device_types)}  # type: ignore[attr-defined]
+        for backend in backends.values():
             total += backend._get_sequence_number_for_group()
     return total
