@@ -162,11 +162,33 @@ def check_reduced(placed: nn.Module) -> None:
         placed._has_rebuilt_buckets = True  # as DDP itself does after this call
 
 
-def stand_in(placed: nn.Module) -> Tensor:
+def reduction_order(placed: nn.Module) -> list[int] | None:
+    """The parameters in the order in which they are reduced; None where that is not settled, or never changes."""
+    if not isinstance(placed, DistributedDataParallel) or placed.static_graph:
+        return None
+    told: dict[str, str] = placed._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    buckets = told.get("rebuilt_per_bucket_param_indices")
+    return [int(number) for number in buckets.replace(",", " ").split()] if buckets else None
+
+
+def reduce_in(placed: nn.Module, order: list[int]) -> None:
+    """Let DDP reduce the parameters in this order from now on. A collective.
+
+    It settles its order by the first backward pass, and from three ranks on the order decides how sums are rounded: a
+    run that goes on has to have that of before. Gradients are None before and after.
+    """
+    if isinstance(placed, DistributedDataParallel) and not placed.find_unused_parameters and not placed.static_graph:
+        stand_in(placed, order).backward()  # type: ignore[no-untyped-call]
+        for parameter in placed.module.parameters():
+            parameter.grad = None
+        check_reduced(placed)
+
+
+def stand_in(placed: nn.Module, order: list[int] | None = None) -> Tensor:
     """A loss of nothing, for a rank without samples: its backward pass takes part in DDP's reduction with zeros.
 
     DDP needs every rank in every reduction. A batch used for nothing would do as well, but costs a pass, and moves
-    BatchNorm's statistics; and a stream that is empty has none.
+    BatchNorm's statistics; and a stream that is empty has none. `order`: in which the gradients come.
     """
     assert isinstance(placed, DistributedDataParallel), "a rank that is alone has samples"
     placed._pre_forward()  # type: ignore[no-untyped-call]  # what DDP itself does around the module's forward pass
@@ -175,7 +197,10 @@ def stand_in(placed: nn.Module) -> Tensor:
         for module in placed.module.modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
     }
-    ends: Any = [_end(each, each in sparse) for each in placed.module.parameters() if each.requires_grad]
+    parameters = [each for each in placed.module.parameters() if each.requires_grad]
+    if order is not None:
+        parameters = [parameters[number] for number in reversed(order)]  # computed last is differentiated first
+    ends: Any = [_end(each, each in sparse) for each in parameters]
     ends = placed._post_forward(ends)  # type: ignore[no-untyped-call]
     return sum((end * 0.0 for end in ends), torch.zeros((), device=ends[0].device))
 

@@ -43,8 +43,8 @@ class System:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def remove(self, path: Path) -> None:
-        """Remove a folder with all that is in it."""
-        shutil.rmtree(path)
+        """Remove a folder with all that is in it; what cannot be removed yet is left for the next time."""
+        shutil.rmtree(path, ignore_errors=True)
 
     def free(self, folder: Path) -> int:
         """How many bytes can still be written there."""

@@ -40,7 +40,9 @@ class Appointments:
     a rank has a wish                 its thread writes it into the group's store
     each rank's thread reads it       and answers with the step that its loop is in, and stays in until it knows more
     the appointment is after          the largest of these steps
-    due(step)                         between two steps: the wish whose time has come, if any; else a look at a number
+    due()                             between two steps: the wish whose time has come, if any; else a look at a number
+
+    Steps are counted by the calls of `due`: all ranks make the same, and the count never goes back.
 
     `store`: where the ranks find each other, for this purpose alone; None: there is one rank.
     `wish`: asked now and then for what this rank wants; from a thread, where there are several.
@@ -52,35 +54,33 @@ class Appointments:
         self._store = store
         self._wish = wish
         self._known = threading.Condition()
-        self._begun = 0  # the step that the loop is in
+        self._begun = 1  # the step that the loop is in
         self._hold: int | None = None  # the step that it will not go beyond
         self._agreed: tuple[int, Wish] | None = None
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def begin(self, step: int) -> None:
-        """From now on wishes are heard; `step` are done. All ranks call it."""
-        with self._known:
-            self._begun = step + 1
+    def begin(self) -> None:
+        """From now on wishes are heard. All ranks call it."""
         if self._store is not None and self._thread is None:
             self._thread = threading.Thread(target=self._serve, args=[self._store], name="appointments", daemon=True)
             self._thread.start()
             # Before the interpreter ends: a thread that it stops inside torch's store would abort the process.
             atexit.register(self.close)
 
-    def due(self, step: int) -> Wish | None:
-        """The wish whose time has come now that `step` steps are done; with None the next step has begun."""
+    def due(self) -> Wish | None:
+        """The wish whose time has come now that a step is done. All ranks call it after the same steps."""
         if self._thread is None:
             return self._wish()
         with self._known:
-            while self._agreed is None and self._hold is not None and step >= self._hold:
+            while self._agreed is None and self._hold is not None and self._begun >= self._hold:
                 self._known.wait()
-            if self._agreed is not None and step >= self._agreed[0]:
+            wish = None
+            if self._agreed is not None and self._begun >= self._agreed[0]:
                 wish, self._agreed = self._agreed[1], None
                 self._known.notify_all()
-                return wish
-            self._begun = step + 1
-            return None
+            self._begun += 1
+            return wish
 
     def close(self) -> None:
         """Hear no more wishes."""

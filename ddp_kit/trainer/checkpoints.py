@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from ddp_kit import contract
 from ddp_kit.callbacks import Callback
@@ -29,6 +31,8 @@ from ddp_kit.trainer.step import OptimizerStep, Parts
 from ddp_kit.world import RandomStates, mixed_seed, random_states, seed_generators, set_random_states
 
 _COMPARED = 32  # of the newest checkpoints, among which nodes with folders of their own look for one that all have
+
+_MARK = ".mark-"  # a file by which nodes find out whether they see the same folder
 
 Course = dict[str, str | None]
 """What the checkpoints that follow from each other have in common: see `_course`."""
@@ -98,8 +102,8 @@ class Checkpoints:
         """Write a checkpoint of this step. Raises `CheckpointError`; what time may mend is a warning."""
         if self._config.dir is None:
             raise CheckpointError("there is no folder to save in", 'set checkpoint={"dir": ...} in the TrainerConfig')
-        self._before_save()
         self.saved_at = time.monotonic()
+        self._before_save()
         random = every_text(_text(random_states(self._parts.world)).encode(), self._parts.world)
         step = self._position.step
         if self._saver is not None:
@@ -133,6 +137,7 @@ class Checkpoints:
             "scaler": parts.precision.state(),
             "position": self._position.state(),
             "skipped": self._optimizer_step.skipped,
+            "reduction_order": self._optimizer_step.reduction_order,
             "callbacks": callback_states(self._callbacks),
             "kinds": kinds(parts),
             "best": self._watched and {"watched": self._watched.state_dict(), "step": self._best_step},
@@ -145,8 +150,10 @@ class Checkpoints:
         """Whether this process does: rank 0, and the first rank of each node that does not see rank 0's folder."""
         world = self._parts.world
         names = every_text(uuid.uuid4().hex.encode() if world.rank == 0 else b"", world)
-        mark = folder / f".writing-mark-{names[0].decode()}"
+        mark = folder / f"{_MARK}{names[0].decode()}"
         if world.rank == 0:
+            for old in folder.glob(f"{_MARK}*"):  # of a run that was killed here
+                old.unlink(missing_ok=True)
             _make_mark(mark)
         gathered(world, [0])  # the mark is there
         sees = mark.exists()
@@ -193,11 +200,13 @@ class Checkpoints:
             parts.optimizer.load_state_dict(state["optimizer"])
         except (ValueError, KeyError) as error:
             raise of_another_run(path, error) from None
+        _lay_out_as_before(parts.optimizer)
         if parts.scheduler is not None and state["scheduler"] is not None:
             parts.scheduler.load_state_dict(state["scheduler"])
         parts.precision.set_state(state["scaler"])
         self._position.set_state(state["position"])
         self._optimizer_step.skipped = state["skipped"]
+        self._optimizer_step.go_on(state.get("reduction_order"))
         load_callbacks(self._callbacks, state["callbacks"])
         best = state.get("best")
         if self._watched is not None and best is not None and self._watched.load_state_dict(best["watched"]):
@@ -242,9 +251,12 @@ class Checkpoints:
         table = gathered(self._parts.world, own + [-1] * (_COMPARED - len(own)))
         common = set.intersection(*({step for step in row if step >= 0} for row in table))
         if not common and any(step >= 0 for row in table for step in row):
-            without = [rank for rank, row in enumerate(table) if row[0] < 0]
+            seen = "; ".join(
+                f"rank {rank} sees {', '.join(str(step) for step in row if step >= 0) or 'none'}"
+                for rank, row in enumerate(table)
+            )
             raise CheckpointError(
-                f"no checkpoint in {folder} is whole on every node; rank {', '.join(map(str, without))} sees none",
+                f"no checkpoint in {folder} is whole on every node: {seen}",
                 "let `checkpoint.dir` be a folder that all nodes share, or set checkpoint.resume=None to start afresh",
             )
         return sorted(common, reverse=True)
@@ -304,6 +316,14 @@ class _Patient(Saver):
 def _course(path: Path | None, job: str) -> Course:
     """From which checkpoint (None: afresh) which job has begun."""
     return {"from": None if path is None else str(path.resolve()), "job": job}
+
+
+def _lay_out_as_before(optimizer: Optimizer) -> None:
+    """Files keep no strides, and fused kernels take for granted that a state has those of its parameter."""
+    for parameter, kept in optimizer.state.items():
+        for name, value in kept.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                kept[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _make_mark(mark: Path) -> None:

@@ -2,6 +2,7 @@
 
 import signal
 import time
+import weakref
 from itertools import count
 from types import FrameType
 from typing import Any, Self
@@ -62,7 +63,7 @@ class Wishes:
         self._save_every = config.checkpoint.every_seconds
         self._tells_time = world.rank == 0  # one clock is enough
         self._signals = signals
-        self._checkpoints = checkpoints
+        self._checkpoints = weakref.ref(checkpoints)  # a thread asks for wishes, for as long as the process lives
 
     def latest(self) -> Wish | None:
         """What is due now."""
@@ -73,7 +74,8 @@ class Wishes:
             return None
         if self._stop_at is not None and now >= self._stop_at:
             return Wish(Purpose.STOP, "max_seconds")
-        if self._save_every is not None and now - self._checkpoints.saved_at >= self._save_every:
+        checkpoints = self._checkpoints()
+        if self._save_every is not None and checkpoints is not None and now - checkpoints.saved_at >= self._save_every:
             return Wish(Purpose.SAVE, "every_seconds")
         return None
 
@@ -93,6 +95,7 @@ class Preemption:
         store = _store() if self._folder is not None and world.world_size > 1 else None
         wishes = Wishes(world, config, self._signals, checkpoints)
         self._appointments = Appointments(world.rank, world.world_size, store, wishes.latest)
+        weakref.finalize(self, self._appointments.close)
 
     def __enter__(self) -> Self:
         if self._folder is not None:
@@ -102,17 +105,17 @@ class Preemption:
     def __exit__(self, *_: object) -> None:
         self._signals.__exit__()
 
-    def begin(self, step: int) -> None:
-        """Steps follow; so many are done."""
+    def begin(self) -> None:
+        """Steps follow."""
         if self._folder is not None:
-            self._appointments.begin(step)
+            self._appointments.begin()
 
     def after_step(self, step: int, finished: bool) -> None:
         """Save, or save and end, where the ranks have agreed on that. Raises `SystemExit`.
 
         `finished`: whether that was the last one: then the run ends by itself.
         """
-        wish = None if self._folder is None or finished else self._appointments.due(step)
+        wish = None if self._folder is None or finished else self._appointments.due()
         if wish is None:
             return
         self._checkpoints.save_once()

@@ -15,7 +15,7 @@ from ddp_kit.config import TrainerConfig
 from ddp_kit.contract import Phase
 from ddp_kit.errors import LossError
 from ddp_kit.metrics import Loss, checked
-from ddp_kit.placement import check_reduced, stand_in, without_reduction
+from ddp_kit.placement import check_reduced, reduce_in, reduction_order, stand_in, without_reduction
 from ddp_kit.precision import Precision, scale_gradients
 from ddp_kit.progress import Heartbeat
 from ddp_kit.timing import BACKWARD, FORWARD, OPTIMIZER, StepClock
@@ -66,6 +66,7 @@ class OptimizerStep:
         self._model_called = parts.world.world_size == 1  # else the first loss has to come through the DDP wrapper
         self._watch_first_call()
         self._complete = parts.world.world_size == 1  # else every parameter has to have got a gradient once
+        self._order: list[int] | None = None  # in which parameters are reduced, once it is settled
         self.skipped = 0
         """Steps left out, because a gradient was not finite."""
 
@@ -110,6 +111,20 @@ class OptimizerStep:
             if (said := explained(error, self._parts.model)) is not None:
                 raise said from error
             raise
+
+    @property
+    def reduction_order(self) -> list[int] | None:
+        """For a checkpoint: see `placement.reduction_order`."""
+        if self._order is None:
+            self._order = reduction_order(self._placed)
+        return self._order
+
+    def go_on(self, order: list[int] | None) -> None:
+        """Reduce as the steps before a checkpoint have been, as far as that is known. A collective."""
+        if order is not None and len(order) == len(self.parameters) and self._order is None:
+            self.clear()
+            reduce_in(self._placed, order)
+            self._order = order
 
     def clear(self) -> None:
         """Forget all gradients."""

@@ -279,7 +279,7 @@ class Trainer:
             self._heart.follow(self.step),
             self._heart.during(Phase.DATA),
         ):
-            self._preemption.begin(self.step)
+            self._preemption.begin()
             while not self._finished():
                 self._heart.mark(Phase.DATA)
                 feed.begin(self.epoch, self._position.steps_in_epoch)

@@ -56,7 +56,7 @@ def main(folder: str, after: int, workers: int) -> None:
         loss_fn,
         TrainerConfig(
             epochs=3,
-            global_batch_size=8,
+            global_batch_size=12,
             accumulation_steps=2,
             max_grad_norm=0.5,
             warmup_steps=3,

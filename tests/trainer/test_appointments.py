@@ -22,12 +22,12 @@ def test_all_ranks_act_after_the_same_step_whoever_wishes(wishing: set[int]) -> 
         chance = random.Random(rank)
         wishes = [STOP, SAVE, SAVE]
         ranks = Appointments(rank, RANKS, store, lambda: wishes[-1] if rank in wishing else None)
-        ranks.begin(0)
+        ranks.begin()
         step, wish = 0, None
         while wish != STOP:
             step += 1
             threading.Event().wait(chance.choice([0, 0, 0.0005, 0.003]))
-            wish = ranks.due(step)
+            wish = ranks.due()
             if wish is not None:
                 wishes.pop()
                 acted.put((rank, step, wish))
@@ -49,10 +49,10 @@ def test_all_ranks_act_after_the_same_step_whoever_wishes(wishing: set[int]) -> 
 def test_one_rank_alone_acts_at_once() -> None:
     wishes = [STOP]
     alone = Appointments(0, 1, None, lambda: wishes[0] if wishes else None)
-    alone.begin(0)
-    assert alone.due(1) == STOP
+    alone.begin()
+    assert alone.due() == STOP
     wishes.clear()
-    assert alone.due(2) is None
+    assert alone.due() is None
 
 
 def test_nobody_waits_for_a_store_that_is_gone() -> None:
@@ -61,8 +61,6 @@ def test_nobody_waits_for_a_store_that_is_gone() -> None:
             raise RuntimeError("connection reset by peer")
 
     ranks = Appointments(0, 2, Gone(), lambda: STOP)
-    ranks.begin(0)
-    step = 0
+    ranks.begin()
     while ranks._thread is not None and ranks._thread.is_alive():
-        step += 1
-        assert ranks.due(step) is None
+        assert ranks.due() is None
