@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from ddp_kit.manifest import (
 )
 
 _CHUNK = 64 << 20
+_LOOK_SECONDS = 0.02
 _LONG_AGO = 3600.0  # without locks, what nobody has written to for so long has no writer
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _HELD_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EACCES)
@@ -256,6 +258,23 @@ def _alone(folder: Path) -> Iterator[bool | None]:
         except OSError as error:  # the kernel lets go of a dead writer's
             alone = False if error.errno in _HELD_BY_ANOTHER else None
         yield alone
+    finally:
+        os.close(descriptor)
+
+
+def wait_for_writers(folder: Path, seconds: float) -> None:
+    """Return when nobody writes a checkpoint into `folder`, or after so many seconds."""
+    deadline = time.monotonic() + seconds
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return
+            except OSError as error:  # where there are no locks, nobody can be seen
+                if error.errno not in _HELD_BY_ANOTHER or time.monotonic() > deadline:
+                    return
+            time.sleep(_LOOK_SECONDS)
     finally:
         os.close(descriptor)
 

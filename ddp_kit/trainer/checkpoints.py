@@ -20,7 +20,7 @@ from ddp_kit.callbacks import Callback
 from ddp_kit.callbacks.watched import Watched
 from ddp_kit.checkpoint.loading import load, newer
 from ddp_kit.checkpoint.saver import Saver
-from ddp_kit.checkpoint.writing import set_aside
+from ddp_kit.checkpoint.writing import set_aside, wait_for_writers
 from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.manifest import checkpoints, name_of
@@ -32,6 +32,7 @@ from ddp_kit.world import RandomStates, mixed_seed, random_states, seed_generato
 
 _COMPARED = 32  # of the newest checkpoints, among which nodes with folders of their own look for one that all have
 
+_WRITER_SECONDS = 30.0  # for the save that a run before has in hand: its writer outlives it
 _MARK = ".mark-"  # a file by which nodes find out whether they see the same folder
 
 Course = dict[str, str | None]
@@ -47,7 +48,7 @@ class Checkpoints:
         position: Position,
         optimizer_step: OptimizerStep,
         callbacks: Sequence[Callback],
-        before_save: Callable[[], None],
+        before_save: Callable[[int], None],
     ) -> None:
         self._parts = parts
         self._position = position
@@ -64,6 +65,11 @@ class Checkpoints:
         self._kept: int | None = None  # what is of later steps is set aside before the next save; None: nothing
         self.saved_at = time.monotonic()
         """When the latest save began, or this run."""
+        self.wanted = False
+        """Whether to save once the step is done: before, its state is half that of the next."""
+        self._in_loop = False
+        self._random: list[str] | None = None  # of a checkpoint, until the next step or save
+        self._random_known = False
         if self._config.dir is not None and self._writes(self._config.dir):
             self._saver = _Patient(
                 self._config.dir, keep_last=self._config.keep_last, background=self._config.background
@@ -72,10 +78,10 @@ class Checkpoints:
     # --- saving -------------------------------------------------------------------------------------------------
 
     def after_step(self) -> None:
-        """Save where it is due; an error of a save before comes out here."""
+        """Save where it is due or wanted; an error of a save before comes out here."""
         every = self._config.every_steps
-        if every is not None and self._position.step % every == 0:
-            self.save_once()
+        if self.wanted or (every is not None and self._position.step % every == 0):
+            self.save()
         elif self._saver is not None:
             self._saver.check()
 
@@ -95,15 +101,30 @@ class Checkpoints:
         """Save the best so far, which all ranks know to be that."""
         if self._watched is not None and self._watched.improved(metrics):
             self._best_step = self._position.step
-            if self._config.dir is not None:
-                self.save()
+            self.wanted = self.wanted or self._config.dir is not None
+        self.save_wanted()
+
+    def save_wanted(self) -> None:
+        """Save if that is wanted, and no step is being done."""
+        if self.wanted and not self._in_loop:
+            self.save()
+
+    @contextmanager
+    def in_loop(self) -> Iterator[None]:
+        """Steps are done within; `after_step` follows each."""
+        self._in_loop = True
+        try:
+            yield
+        finally:
+            self._in_loop = False
 
     def save(self) -> None:
         """Write a checkpoint of this step. Raises `CheckpointError`; what time may mend is a warning."""
         if self._config.dir is None:
             raise CheckpointError("there is no folder to save in", 'set checkpoint={"dir": ...} in the TrainerConfig')
-        self.saved_at = time.monotonic()
-        self._before_save()
+        self.saved_at, self.wanted = time.monotonic(), False
+        self._before_save(self._position.step)
+        self.restore_random()
         random = every_text(_text(random_states(self._parts.world)).encode(), self._parts.world)
         step = self._position.step
         if self._saver is not None:
@@ -212,9 +233,21 @@ class Checkpoints:
         if self._watched is not None and best is not None and self._watched.load_state_dict(best["watched"]):
             self._best_step = best["step"]
         self._course = state.get("course", self._course)
-        self._set_random(state["random"])
+        self._random, self._random_known = state["random"], False
         self._saved_step = self._position.step
         logger.info("resumed from {} after step {}", path, self._position.step)
+
+    def restore_random(self) -> bool:
+        """Put the random states where the checkpoint had them; False where this run did not go on from any step.
+
+        Not as soon as it is loaded: what a script draws before its first step is the same in a run that begins.
+        """
+        if self._random is not None:
+            self._random_known = self._position.step > 0
+            if self._random_known:
+                self._set_random(self._random)
+            self._random = None
+        return self._random_known
 
     def _set_random(self, random: list[str]) -> None:
         world = self._parts.world
@@ -231,6 +264,8 @@ class Checkpoints:
 
     def _load_newest(self, folder: Path, course: Course | None = None) -> bool:
         """Go on from the newest one that is whole on every node, if there is any; if `course`: only within that."""
+        if folder.is_dir():
+            wait_for_writers(folder, _WRITER_SECONDS)
         there = checkpoints(folder) if folder.is_dir() else ()
         for found in takewhile(lambda found: not found.whole, there):
             if found.newer:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 
+import torch
+
 from ddp_kit.advice import Adviser, slowest_rank
 from ddp_kit.batch import BatchPlan
 from ddp_kit.config import TrainerConfig
@@ -94,13 +96,16 @@ class LogPoints:
             slowest_factor=factor,
         )
 
-    def refuse_non_finite(self) -> None:
+    def refuse_non_finite(self, step: int) -> None:
         """Raise the `LossError` that the next log point would: what is saved is worth going on from. A collective."""
         if self._parts.config.non_finite == "skip":
             return
         for point in self._late:
             self._check(point, point.reading.values())
         self._refuse(self.interval.first_non_finite())
+        weights = [each for each in self._parts.model.parameters() if each.is_floating_point()]
+        if not torch.isfinite(torch.nn.utils.get_total_norm(weights, norm_type=torch.inf)):
+            raise LossError(f"the weights are not finite after step {step}, although the losses are", _HINT, step)
 
     def _check(self, point: _Point, values: Values) -> None:
         """All ranks see the same figures, so that all of them stop here, or none."""

@@ -239,3 +239,10 @@ def check_recoverable(parts: Parts) -> None:
             "micro_batch_size='auto' does not go together with SyncBatchNorm, a collective in every pass",
             "set micro_batch_size to a number",
         )
+
+
+def new_step(parts: Parts, placed: nn.Module, clock: StepClock, reductions: Reductions | None) -> OptimizerStep:
+    """What does the steps: with `reductions`, those that can be given up."""
+    if reductions is None:
+        return OptimizerStep(parts, placed, clock)
+    return RescuedStep(parts, placed, clock, reductions)

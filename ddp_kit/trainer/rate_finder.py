@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ddp_kit.errors import DataError
+from ddp_kit.errors import ConfigError, DataError
 from ddp_kit.records import LearningRateSearch
 from ddp_kit.timing import StepClock
 from ddp_kit.trainer.feed import Feed, Share
@@ -32,6 +32,16 @@ class _Curve:
         self.rates.append(rate)
         self.losses.append(self.mean / (1 - _SMOOTHING ** (len(self.losses) + 1)))
         return self.losses[-1] <= _DIVERGED * min(self.losses) or self.losses[-1] <= 0
+
+
+def rates_between(start: float, end: float, steps: int) -> list[float]:
+    """The learning rates to try, each the same multiple of the one before. Raises `ConfigError`."""
+    if not 0 < start < end or steps < 2:
+        raise ConfigError(
+            f"find_learning_rate got start={start}, end={end}, steps={steps}",
+            "give 0 < start < end and at least 2 steps",
+        )
+    return [start * (end / start) ** (number / (steps - 1)) for number in range(steps)]
 
 
 def find(parts: Parts, step: OptimizerStep, feed: Feed, clock: StepClock, rates: Sequence[float]) -> LearningRateSearch:

@@ -45,11 +45,12 @@ from ddp_kit.trainer.micro_batch import (
     RescuedStep,
     check_recoverable,
     largest_micro_batch,
+    new_step,
     with_hint,
 )
 from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.preemption import Preemption
-from ddp_kit.trainer.rate_finder import find
+from ddp_kit.trainer.rate_finder import find, rates_between
 from ddp_kit.trainer.rates import fuse, scale_learning_rate, warmed_up
 from ddp_kit.trainer.setup import (
     LossFunction,
@@ -63,7 +64,7 @@ from ddp_kit.trainer.setup import (
     scheduler_for,
     trainable,
 )
-from ddp_kit.trainer.step import OptimizerStep, Parts
+from ddp_kit.trainer.step import Parts
 from ddp_kit.world import join, seed_everything
 
 _PATIENCE = timedelta(minutes=10)
@@ -134,13 +135,13 @@ class Trainer:
         self._parts = Parts(model, self.optimizer, self.scheduler, loss_fn, precision, self.world, settings)
         self._clock = step_clock(self.world.device)
         self._data = DataRoom(self._parts, self.batch_plan, self._clock)
-        self._optimizer_step = self._new_step(placed, reductions)
+        self._optimizer_step = new_step(self._parts, placed, self._clock, reductions)
         self._log_points = LogPoints(self._parts, self._clock)
         self._position = Position()
         self._seeded = False
         self._recorder = Recorder(settings.profile, self.world.rank)
         self._turn: object = None  # the loop over steps() that is going on
-        self._stopping = False
+        self._stopping = self._telling = False
         self._max_steps = math.inf if settings.max_steps is None else settings.max_steps
         self._max_epochs = math.inf if settings.last_epoch is None else settings.last_epoch
         self._heart = self._parts.heart
@@ -149,7 +150,7 @@ class Trainer:
             self._parts, self._position, self._optimizer_step, self._callbacks, worth_saving
         )
         self._preemption = Preemption(self.world, self.config, self._checkpoints)
-        self._seeded = self._checkpoints.resume()
+        self._checkpoints.resume()
         self._heart.stand(self.step)
 
     @property
@@ -185,11 +186,10 @@ class Trainer:
                 progress.step(step.number)
                 if step.log is not None:
                     progress.log(step.log.step, str(step.log))
-                if evaluation is not None and evaluation_due(self.config, step):
+                if evaluation is not None and (evaluation_due(self.config, step) or self._finished()):
                     metrics, evaluated = self._evaluate(evaluation()), self.step
         if evaluation is not None and evaluated != self.step:
             metrics = self._evaluate(evaluation())
-            self._checkpoints.finish()  # this one may be the best
         result = FitResult(
             steps=self.step,
             samples=self._position.samples,
@@ -199,6 +199,7 @@ class Trainer:
             skipped=self._optimizer_step.skipped,
         )
         self._tell("on_fit_end", result)
+        self._checkpoints.save_wanted()
         return result
 
     def steps(self, train_data: Data) -> Iterator[Step]:
@@ -211,14 +212,20 @@ class Trainer:
         return self._steps(train_data, self._feed(train_data), [])
 
     def save(self) -> None:
-        """Write a checkpoint of this step into `checkpoint.dir`. A collective: all ranks call it."""
-        self._checkpoints.save()
+        """Write a checkpoint of this step into `checkpoint.dir`. A collective: all ranks call it.
+
+        In a callback: once the step is done.
+        """
+        if self._telling and self.config.checkpoint.dir is not None:
+            self._checkpoints.wanted = True
+        else:
+            self._checkpoints.save()
 
     def resume(self, path: str | Path) -> None:
         """Go on from a checkpoint: weights, optimizer, random states, position. A collective: all ranks call it."""
         self._checkpoints.load(Path(path))
         self._heart.stand(self.step)
-        self._seeded = True
+        self._seeded, self._turn = False, None
 
     def stop(self) -> None:
         """End the run after the step that is going on. All ranks call it at the same step."""
@@ -249,15 +256,10 @@ class Trainer:
         Ends early where the loss diverges. Nothing is set: give the suggestion to the optimizer of a new Trainer.
         Raises `ConfigError` for a range that is none. A collective: all ranks call it.
         """
-        if not 0 < start < end or steps < 2:
-            raise ConfigError(
-                f"find_learning_rate got start={start}, end={end}, steps={steps}",
-                "give 0 < start < end and at least 2 steps",
-            )
+        rates = rates_between(start, end, steps)
         self._agree(train_data=train_data)
         feed = self._feed(train_data)
         self._prepare(feed)
-        rates = [start * (end / start) ** (number / (steps - 1)) for number in range(steps)]
         while True:
             try:
                 with self._heart.during(Phase.FORWARD):
@@ -276,6 +278,7 @@ class Trainer:
             garbage_off_the_path() as garbage,
             self._recorder,
             self._preemption,
+            self._checkpoints.in_loop(),
             self._heart.follow(self.step),
             self._heart.during(Phase.DATA),
         ):
@@ -370,11 +373,6 @@ class Trainer:
         feed.begin(self.epoch, self._position.steps_in_epoch)
         return feed, feed.next()
 
-    def _new_step(self, placed: nn.Module, reductions: Reductions | None) -> OptimizerStep:
-        if reductions is None:
-            return OptimizerStep(self._parts, placed, self._clock)
-        return RescuedStep(self._parts, placed, self._clock, reductions)
-
     def _prepare(self, feed: Feed) -> None:
         """What has to hold before the first step of a call."""
         if self._position.epoch_length not in (None, feed.steps):
@@ -391,7 +389,8 @@ class Trainer:
                 "make a new Trainer after that: what is reduced over the ranks is settled when it is made",
             )
         if not self._seeded:  # once: a run that is left and taken up again goes on in its random streams
-            seed_everything(self.config.seed, self.world)
+            if not self._checkpoints.restore_random():
+                seed_everything(self.config.seed, self.world)
             self._seeded = True
         if not self.model.training:
             self.model.train()
@@ -421,8 +420,10 @@ class Trainer:
         return rows[-1] if rows else None
 
     def _tell(self, event: str, *values: Any) -> None:
+        self._telling = True
         for callback in self._callbacks:
             getattr(callback, event)(self, *values)
+        self._telling = False
 
     # --- evaluation ---------------------------------------------------------------------------------------------
 
