@@ -24,6 +24,7 @@ from ddp_kit import (
     CSVLogger,
     EarlyStopping,
     JSONLinesLogger,
+    LossError,
     Trainer,
     TrainerConfig,
 )
@@ -331,3 +332,109 @@ def test_the_scale_of_fp16_goes_on(tmp_path: Path) -> None:
     resumed.fit(data())
     assert same(resumed.model.state_dict(), whole.model.state_dict())
     assert resumed._parts.precision.state() == whole._parts.precision.state()
+
+
+class Saves(Callback):
+    """By its own hand, at an event of its choice."""
+
+    def __init__(self, event: str, step: int) -> None:
+        setattr(self, event, self.save)
+        self.step = step
+
+    def save(self, trainer: Any, *_: Any) -> None:
+        if trainer.step == self.step:
+            trainer.save()
+
+
+@pytest.mark.parametrize("event", ["on_step", "on_evaluate"])
+def test_a_save_that_a_callback_asks_for_is_of_the_whole_step(event: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_steps": 6, "eval_every": 2}
+    ema = EMA(0.5)
+    whole = trainer_for(None, ema, **settings)
+    whole.fit(data(), data())
+    first = trainer_for(tmp_path, EMA(0.5), Saves(event, 4), Breaks(5), **settings)
+    with pytest.raises(KeyboardInterrupt):
+        first.fit(data(), data())
+    second_ema = EMA(0.5)
+    second = trainer_for(tmp_path, second_ema, **settings)
+    assert second.step == 4
+    second.fit(data(), data())
+    assert same(whole.model.state_dict(), second.model.state_dict())
+    ema.apply_to(whole.model)
+    second_ema.apply_to(second.model)
+    assert same(whole.model.state_dict(), second.model.state_dict())
+
+
+def test_the_best_of_a_loop_in_ones_own_hands_is_saved_with_what_the_body_did(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, max_steps=4, checkpoint={"keep_best": "loss", "best_mode": "min", "every_steps": 2})
+    for step in trainer.steps(data()):
+        if step.number == 2:
+            trainer.evaluate(data())
+            trainer.optimizer.param_groups[0]["lr"] = 0.125
+            break_here = list(checkpoints(tmp_path))
+    assert break_here == []
+    trainer.resume(tmp_path / name_of(2))
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.125
+
+
+def test_what_is_drawn_before_the_first_step_is_the_same_in_a_run_that_goes_on(tmp_path: Path) -> None:
+    def drawn() -> tuple[Tensor, Trainer]:
+        trainer = trainer_for(tmp_path, max_steps=2)
+        return torch.rand(3), trainer
+
+    (fresh, trainer), _ = drawn(), None
+    trainer.fit(data())
+    again, going_on = drawn()
+    assert going_on.step == 2
+    assert torch.equal(fresh, again)
+
+
+def test_weights_that_a_gradient_has_spoilt_are_not_saved(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, max_steps=8, log_every=8, checkpoint={"every_steps": 3})
+    weight = next(trainer.model.parameters())
+    for step in (steps := trainer.steps(data())):
+        if step.number == 5:
+            weight.register_hook(lambda gradient: gradient * np.nan)
+            break
+    with pytest.raises(LossError, match="the weights are not finite after step 6"):
+        list(trainer.steps(data()))
+    steps.close()
+    assert [found.step for found in checkpoints(tmp_path)] == [3]
+
+
+def test_an_optimizer_s_state_is_laid_out_as_its_weights_are(tmp_path: Path) -> None:
+    x = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    images = TensorDataset(x, x.mean(dim=(1, 2, 3)))
+
+    def run(steps: int, folder: Path | None) -> Trainer:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 1))
+        model = model.to(memory_format=torch.channels_last)
+        asked = {"dir": folder, "background": False}
+        config = TrainerConfig(max_steps=steps, global_batch_size=4, checkpoint=asked)
+        trainer = Trainer(
+            model,
+            lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+            lambda model, batch: F.mse_loss(model(batch[0]).flatten(), batch[1]),
+            config,
+        )
+        trainer.fit(images)
+        return trainer
+
+    whole = run(8, None)
+    run(4, tmp_path)
+    assert same(whole.model.state_dict(), run(8, tmp_path).model.state_dict())
+
+
+def test_the_last_evaluation_belongs_to_the_last_checkpoint(tmp_path: Path) -> None:
+    first = BestModel("loss", path=tmp_path / "best.safetensors")
+    trainer_for(tmp_path / "run", first, max_steps=5, eval_every=4).fit(data(), data())
+    second = BestModel("loss", path=tmp_path / "best.safetensors")
+    trainer_for(tmp_path / "run", second, max_steps=5, eval_every=4)
+    assert str(second.state_dict()) == str(first.state_dict())
+
+
+def test_what_a_run_has_left_that_was_killed_while_it_started_does_no_harm(tmp_path: Path) -> None:
+    (tmp_path / ".mark-of-a-killed-run").touch()
+    trainer_for(tmp_path, max_steps=2).fit(data())
+    assert [path.name for path in tmp_path.iterdir()] == [name_of(2)]
