@@ -6,7 +6,7 @@ SEED ?= 0
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test check unit chaos format bench clean
+.PHONY: help demo test thorough check unit chaos format bench clean
 
 help:            ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 12
@@ -21,7 +21,10 @@ demo: $(STAMP)   ## train examples/digits.py on every GPU, or on 2 CPU processes
 	then $(BIN)/ddpkit launch --gpus all examples/digits.py; \
 	else $(BIN)/ddpkit launch --nproc-per-node 2 examples/digits.py; fi
 
-test: check      ## lint, types, all tests
+test: check      ## lint, types, the tests: some 20 minutes on two cores
+	$(BIN)/python -m pytest -m "not thorough"
+
+thorough: check  ## the same with every combination: every flag beside torchrun's, more ranks, more mistakes
 	$(BIN)/python -m pytest
 
 check: $(STAMP)  ## lint and types

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+THOROUGH = pytest.mark.thorough
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 Script = Callable[[str], Path]
 
@@ -67,10 +68,22 @@ UNUSED_PARAMETERS_ALLOWED = 'config = TrainerConfig(global_batch_size=8, paralle
             USUAL,
             "the ranks do not agree on the number of samples in train_data: 40, 41 on ranks 0 to 1",
         ),
-        ("config = TrainerConfig(seed=rank)", USUAL, "the ranks do not agree on the setting seed"),
+        pytest.param(
+            "config = TrainerConfig(seed=rank)",
+            USUAL,
+            "the ranks do not agree on the setting seed",
+            marks=pytest.mark.thorough,
+        ),
         ("rate = 0.1 + rank", USUAL, "the ranks do not agree on the optimizer and its settings"),
-        ("late = rank", USUAL, "the ranks do not agree on the weights of the model"),
-        ("choose = torch.utils.data.Subset; keep = [rank, 3, 5]", USUAL, "the samples that train_data is a subset of"),
+        pytest.param(
+            "late = rank", USUAL, "the ranks do not agree on the weights of the model", marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            "choose = torch.utils.data.Subset; keep = [rank, 3, 5]",
+            USUAL,
+            "the samples that train_data is a subset of",
+            marks=pytest.mark.thorough,
+        ),
         (UNUSED_PARAMETERS_ALLOWED, "lambda given, batch: whole(batch).mean()", "did not call the model"),
         ("", USUAL, 'parallel={"find_unused_parameters": True}'),
     ],
@@ -169,22 +182,38 @@ ONE, TWO, BOTH = (0,), (1,), (0, 1)
     [
         (BOTH, "wrapped(batch)", False, "", "returned a tensor of shape (4, 1) where one number is needed"),
         (TWO, "loss.detach()", False, "", "returned a tensor without a gradient"),
-        (TWO, "loss.item()", False, "", "the loss function returned a float"),
-        (ONE, "loss * float('nan')", False, "", "the loss is nan in the first step of this run, on rank 0"),
+        pytest.param(TWO, "loss.item()", False, "", "the loss function returned a float", marks=THOROUGH),
+        pytest.param(
+            ONE,
+            "loss * float('nan')",
+            False,
+            "",
+            "the loss is nan in the first step of this run, on rank 0",
+            marks=THOROUGH,
+        ),
         (TWO, "loss * float('nan')", False, "", "the loss is nan in the first step of this run, on rank 1"),
-        (BOTH, "loss / 0", False, "", "in the first step of this run, on rank 0"),
+        pytest.param(BOTH, "loss / 0", False, "", "in the first step of this run, on rank 0", marks=THOROUGH),
         (TWO, "loss * (float('nan') if call > 2 else 1)", False, "", "from step 3 on, first on rank 1"),
-        (TWO, "'text' if call > 2 else loss", False, "", "the loss function returned a str"),
+        pytest.param(
+            TWO, "'text' if call > 2 else loss", False, "", "the loss function returned a str", marks=THOROUGH
+        ),
         (BOTH, "'text' if call > 2 else loss", False, "", "the loss function returned a str"),
         (TWO, "Loss(loss, 1)", False, "", "a plain tensor on some ranks and a Loss on others"),
         (BOTH, "loss", "True", "", "spare.weight, spare.bias got no gradient"),
-        (BOTH, "loss", "call == 4", "", "spare.weight, spare.bias got no gradient"),
+        pytest.param(BOTH, "loss", "call == 4", "", "spare.weight, spare.bias got no gradient", marks=THOROUGH),
         (TWO, "loss", "call == 4", "", "spare.weight, spare.bias got no gradient"),
         (ONE, "loss", "call == 2", "settings = dict(max_steps=1, accumulation_steps=2)", "spare.bias got no gradient"),
-        (BOTH, "loss", False, MIXED, "data: the samples of a batch differ: shape ("),
+        pytest.param(BOTH, "loss", False, MIXED, "data: the samples of a batch differ: shape (", marks=THOROUGH),
         (TWO, "loss", False, MIXED + "settings = dict(data=DataConfig(num_workers=1))", "of a batch differ: shape ("),
         (TWO, "loss", False, PREDICT.format(width="1 + (rank in on)"), "float32 (1,); float32 (2,)"),
-        (TWO, "loss", False, PREDICT.format(width="(rank in on) * len(batch)") + "; data = data[:10]", "the samples: "),
+        pytest.param(
+            TWO,
+            "loss",
+            False,
+            PREDICT.format(width="(rank in on) * len(batch)") + "; data = data[:10]",
+            "the samples: ",
+            marks=THOROUGH,
+        ),
     ],
 )
 def test_a_mistake_is_said_once_by_one_rank_and_ends_all(
@@ -263,7 +292,7 @@ class Stop(Callback):
             trainer.stop()
 
 PLACE = sys.argv[1]
-loop._STOP_PATIENCE = loop._PATIENCE = timedelta(seconds=3)
+loop._STOP_PATIENCE = loop._PATIENCE = timedelta(seconds=2)
 torch.manual_seed(0)
 model = nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -289,8 +318,12 @@ else:
     ("place", "said"),
     [
         ("on_step", "rank 1 is at trainer.stop() after step 3, and others do not come: rank 0"),
-        ("on_evaluate", "rank 1 is at trainer.stop() after step 10, and others do not come: rank 0"),
-        ("left", "rank 1 is at a call with eval_data after step 3, and others do not come: rank 0"),
+        pytest.param(
+            "on_evaluate", "rank 1 is at trainer.stop() after step 10, and others do not come: rank 0", marks=THOROUGH
+        ),
+        pytest.param(
+            "left", "rank 1 is at a call with eval_data after step 3, and others do not come: rank 0", marks=THOROUGH
+        ),
         ("evaluate", "rank 0 is at a call with eval_data after step 0, and others do not come: rank 1"),
         ("other", "rank 0 at a call with eval_data after step 0, rank 1 at a call with train_data"),
     ],

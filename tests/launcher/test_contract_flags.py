@@ -205,6 +205,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
+@pytest.mark.thorough
 def test_dashes_underscores_and_unique_prefixes_name_the_same_flags(same: Same, worker: str) -> None:
     seen = same("--nproc_per_node=2", "--max-restarts", 1, "--log_dir", "logs", "--redirects=0:1", worker, "-x", "1")
     assert seen.environments["1.0"]["TORCHELASTIC_MAX_RESTARTS"] == "1"
@@ -248,6 +249,7 @@ def test_a_pet_variable_is_the_default_of_its_flag(same: Same, worker: str) -> N
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.thorough
 def test_a_switch_is_1_or_0_in_its_pet_variable(same: Same, worker: str, tmp_path: Path, switch: str) -> None:
     Path(worker).chmod(0o755)
     Path(worker).write_text(f"#!{sys.executable}\n{WORKER}")
@@ -270,6 +272,7 @@ def test_a_switch_is_1_or_0_in_its_pet_variable(same: Same, worker: str, tmp_pat
         ("-r 1 -t 1:3", {"0/stdout", "1/stdout", "1/stderr"}, None),
     ],
 )
+@pytest.mark.thorough
 def test_logs_lie_where_torchrun_puts_them(
     same: Same, worker: str, words: str, files: set[str], on_console: list[str] | None
 ) -> None:
@@ -283,6 +286,7 @@ def test_logs_lie_where_torchrun_puts_them(
         assert ("err 0" in seen.lines) or "-r" in words
 
 
+@pytest.mark.thorough
 def test_the_prefix_of_a_teed_line_is_the_user_s_own(same: Same, worker: str) -> None:
     template = "<${role_name} ${rank} ${local_rank}> "
     words = ["--nproc-per-node", 2, "--log-dir", "logs", "--role", "trainer", "-t", 3, worker]
@@ -293,6 +297,7 @@ def test_the_prefix_of_a_teed_line_is_the_user_s_own(same: Same, worker: str) ->
 
 
 @pytest.mark.parametrize("tee", ["0", "3"])
+@pytest.mark.thorough
 def test_only_the_ranks_asked_for_reach_the_console(same: Same, worker: str, tee: str) -> None:
     words = ["--nproc-per-node", 3, "--log-dir", "logs", "-t", tee]
     seen = same(*words, "--local-ranks-filter", "0,2", worker)
@@ -300,6 +305,7 @@ def test_only_the_ranks_asked_for_reach_the_console(same: Same, worker: str, tee
     assert len(seen.logs) == (6 if tee == "3" else 0), "the files have all ranks"
 
 
+@pytest.mark.thorough
 def test_lines_that_match_a_filter_are_duplicated_to_a_file_of_all_ranks(same: Same, worker: str) -> None:
     words = ["--nproc-per-node", 2, "--log-dir", "logs", "-t", 3]
     seen = same(*words, "--duplicate-stdout-filters", "cherry,apple,, ", "--duplicate_stderr_filters=kiwi", worker)
@@ -324,6 +330,7 @@ def test_a_program_that_is_not_python_gets_its_rank_and_its_arguments(same: Same
     assert seen.lines == ["out 0 of 2 --to 0 a b", "out 1 of 2 --to 1 a b"]
 
 
+@pytest.mark.thorough
 def test_python_exec_names_the_interpreter(same: Same, worker: str, tmp_path: Path) -> None:
     python = tmp_path / "other-python"
     python.write_text(f'#!/bin/sh\nOTHER="$1 $2" exec {sys.executable} "$@"\n')
@@ -334,6 +341,7 @@ def test_python_exec_names_the_interpreter(same: Same, worker: str, tmp_path: Pa
     assert_one_message(missing.code, missing.errors, {2, 3}, "/nowhere/python")
 
 
+@pytest.mark.thorough
 def test_python_m_ddp_kit_is_the_same_launcher(worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(COMMANDS, "module", [sys.executable, "-m", "ddp_kit", "launch"])
     seen = [_run(name, [worker], tmp_path / name, {}) for name in COMMANDS]
@@ -368,6 +376,7 @@ ALL_CONF = (
 
 
 @pytest.mark.parametrize("conf", [ALL_CONF, "store_type=file"])
+@pytest.mark.thorough
 def test_c10d_meets_at_the_endpoint_named(same: Same, worker: str, conf: str) -> None:
     endpoint = "store" if "file" in conf else f"localhost:{free_port()}"
     words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id=job", "--rdzv-conf", conf]
@@ -410,6 +419,7 @@ def test_a_failed_group_is_started_again_until_it_ends_well(same: Same, worker: 
     assert given_up.code == 7
 
 
+@pytest.mark.thorough
 def test_a_root_cause_is_summed_up_and_handed_on_as_by_torchrun(tmp_path: Path, worker: str) -> None:
     Path(worker).write_text(RECORDED)
     summaries, handed_on = [], []

@@ -78,10 +78,22 @@ def described(words: str, cpus: tuple[int, ...] = (), **env: str) -> str:
         (["--nproc-per-node", "2"], {"ODD": "two\nlines", "BLANKS": "a  b", "NAME": "Jürgen", "EMPTY": ""}),
         (["--cold", "--role", "r", "--max-restarts=3"], {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}),
         (["--nproc-per-node=2", "--virtual-local-rank", "--rdzv-id=x"], {"CUDA_VISIBLE_DEVICES": "3, 5"}),
-        (["--nproc-per-node=2", "--virtual-local-rank", "--standalone"], {"OMP_NUM_THREADS": "3"}),
-        (["--master-port=PORT", "--signals-to-handle=SIGTERM"], {"RANK": "7", "LOCAL_RANK": "7"}),
+        pytest.param(
+            ["--nproc-per-node=2", "--virtual-local-rank", "--standalone"],
+            {"OMP_NUM_THREADS": "3"},
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            ["--master-port=PORT", "--signals-to-handle=SIGTERM"],
+            {"RANK": "7", "LOCAL_RANK": "7"},
+            marks=pytest.mark.thorough,
+        ),
         (["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:PORT"], {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
-        (["--rdzv-endpoint=127.0.0.1:PORT", "--local-addr=localhost"], {"PET_MAX_RESTARTS": "1"}),
+        pytest.param(
+            ["--rdzv-endpoint=127.0.0.1:PORT", "--local-addr=localhost"],
+            {"PET_MAX_RESTARTS": "1"},
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_a_worker_finds_the_environment_that_was_told(
@@ -126,8 +138,8 @@ def assert_told(text: str, workers: Environments) -> None:
     ("words", "arguments"),
     [
         (["--nproc-per-node=2"], ["--lr", "0.1", "a b", "${local_rank}", "it's"]),
-        (["--role=two words", "--nnodes=1", "-t3"], ["--local=3", "--"]),
-        (["--master-port=PORT", "--virtual-local-rank"], ["--", "--", "x"]),
+        pytest.param(["--role=two words", "--nnodes=1", "-t3"], ["--local=3", "--"], marks=pytest.mark.thorough),
+        pytest.param(["--master-port=PORT", "--virtual-local-rank"], ["--", "--", "x"], marks=pytest.mark.thorough),
         (["--duplicate-stdout-filters", "a,,b,c", "--cold", "--gpus", "2"], []),
     ],
 )
