@@ -11,6 +11,7 @@ Start = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_gpt_learns_more_than_how_often_each_character_occurs(start: Start, root: Path) -> None:
     run = start("ddpkit", 2, root / "examples" / "gpt.py")
     assert run.returncode == 0, run.stderr

@@ -232,6 +232,7 @@ def test_every_default_that_torchrun_takes_from_the_environment_is_tried_here() 
     assert names <= {*FROM_ENVIRONMENT, *SWITCHES}
 
 
+@pytest.mark.thorough
 def test_a_pet_variable_is_the_default_of_its_flag(same: Same, worker: str) -> None:
     off = dict.fromkeys(SWITCHES, "0")
     seen = same(worker, env=FROM_ENVIRONMENT | off)
@@ -348,6 +349,7 @@ def test_python_m_ddp_kit_is_the_same_launcher(worker: str, tmp_path: Path, monk
     assert seen[0] == seen[1] == seen[2]
 
 
+@pytest.mark.thorough
 def test_a_run_path_script_fails_as_under_torchrun(same: Same, worker: str) -> None:
     Path(worker).write_text(WORKER + "sys.exit(0 if rank == '0' else 7)")
     assert same("--run-path", "--start-method=fork", "--nproc-per-node", 2, worker).failed

@@ -239,7 +239,7 @@ def test_a_killed_worker_restarts_the_ranks_of_all_hosts(hosts: Hosts, job: Job)
     job.stop()
 
 
-@pytest.mark.parametrize("seconds", [3600, -3600])
+@pytest.mark.parametrize("seconds", [3600, pytest.param(-3600, marks=pytest.mark.thorough)])
 def test_an_hour_between_the_clocks_of_two_hosts_changes_nothing(
     hosts: Hosts, job: Job, clock_off_by: Callable[[int], dict[str, str]], seconds: int
 ) -> None:

@@ -241,6 +241,7 @@ def test_a_job_that_has_saved_is_queued_again(slurm: Slurm, report: Path, tmp_pa
     assert "saved, to be started again" in unlabelled((tmp_path / "job.log").read_text())
 
 
+@pytest.mark.thorough
 def test_digits_trains_on_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
     job = slurm.run(tmp_path, ROOT / "examples" / "digits.py")
     assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log

@@ -16,8 +16,10 @@ _SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
 
 # Small processes that remove shared memory once their clients are gone: they end by themselves.
-_CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
+_TRACKER = b"multiprocessing.resource_tracker"
+_CLEANERS = (_TRACKER, b"torch_shm_manager")
 _CLEANERS_SECONDS = 0.4
+_TRACKER_SECONDS = 3.0  # it alone knows what a script has named; on a busy machine it may take its time
 _TERM_SECONDS = 0.2
 _LOOK_SECONDS = 0.01
 # In the kernel's uninterruptible sleep a process outlives SIGKILL; nobody waits for it longer than this.
@@ -105,12 +107,19 @@ def end_children(
     while strike(which, signal.SIGKILL, traces) and time.monotonic() < deadline:
         wait_for(which, _LOOK_SECONDS, reap)
     wait_for(which, _CLEANERS_SECONDS, reap, cleaners=True)
-    for child in filter(which, children()):
-        traces |= traces_of(child.pid) | _managed_by(child.pid)  # torch_shm_manager would take two seconds
-        with suppress(OSError):
-            os.kill(child.pid, signal.SIGKILL)
+    _kill_cleaners(lambda child: which(child) and _TRACKER not in child.command, traces)
+    wait_for(which, _TRACKER_SECONDS, reap, cleaners=True)
+    _kill_cleaners(which, traces)
     reap()
     _remove(traces)
+
+
+def _kill_cleaners(which: Callable[[Child], bool], traces: set[Path]) -> None:
+    """Do their work in their place: torch_shm_manager would take two seconds."""
+    for child in filter(which, children()):
+        traces |= traces_of(child.pid) | _managed_by(child.pid)
+        with suppress(OSError):
+            os.kill(child.pid, signal.SIGKILL)
 
 
 def wait_for(which: Callable[[Child], bool], seconds: float, reap: Callable[[], None], cleaners: bool = False) -> None:
