@@ -105,6 +105,8 @@ class Stop:
     """Stop the workers of a round and report."""
 
     round: int
+    joined: bool = False
+    """Whether it is for a newcomer: the workers are well, and may save."""
 
 
 @dataclass(frozen=True)
@@ -295,7 +297,7 @@ class Job:
             if disturbed or self._round.ordered:
                 self._phase = _Phase.STOPPING
                 after = self._decide()
-                return after if after is not None else [Stop(self._round.number)]
+                return after if after is not None else [Stop(self._round.number, self._round.ordered)]
             if here == len(self._round.done):
                 return self._end(Outcome())
         elif self._phase is _Phase.STOPPING:

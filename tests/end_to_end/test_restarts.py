@@ -165,3 +165,10 @@ def test_a_second_interrupt_ends_workers_that_ignore_the_first_at_once(script: S
     assert "stopped by SIGINT" in errors
     for worker in workers:
         os.close(worker)
+
+
+def test_who_trains_with_one_that_failed_is_not_waited_for_until_the_grace_ends(tmp_path: Path) -> None:
+    words = ["--nproc-per-node", "2", "--max-restarts", "1", "--shutdown-timeout", "3000"]
+    run = launch(*words, Path(__file__).with_name("stubborn.py"), tmp_path / "run")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("ended after step 6") == 2

@@ -135,7 +135,7 @@ def test_a_newcomer_is_let_in_where_there_is_room() -> None:
     machine, _ = job(ELASTIC, node(0))
     machine.heard(0, 30.0)
     machine.tick(30.0)
-    assert machine.joined(node(1), 31.0) == [Stop(0)]
+    assert machine.joined(node(1), 31.0) == [Stop(0, joined=True)]
     go = the_go(machine.reported(report(0, State.STOPPED, failure(0, told=True)), 31.1))
     assert (go.seats.keys(), go.seats[0].restarts, go.why) == ({0, 1}, 0, "a node joined")
 
@@ -281,7 +281,7 @@ def test_what_fails_because_a_newcomer_was_let_in_is_no_failure() -> None:
     for number in (0, 1):
         machine.heard(number, 30.0)
     machine.tick(30.0)
-    assert machine.joined(node(2), 31.0) == [Stop(0)]
+    assert machine.joined(node(2), 31.0) == [Stop(0, joined=True)]
     assert not machine.reported(report(0, State.STOPPED, failure(0, told=True)), 31.1)
     go = the_go(
         machine.reported(report(1, State.FAILED, failure(2)), 31.2)

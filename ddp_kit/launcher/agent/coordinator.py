@@ -99,7 +99,7 @@ class Coordinator:
                 self._store.multi_set(keys, [json.dumps(self._seat(order, node)) for node in range(self._known)])
                 self._write({"go": number, "nodes": self._known, "why": order.why})
             elif isinstance(order, Stop):
-                self._write({"stop": order.round})
+                self._write({"stop": order.round, "joined": order.joined})
             elif isinstance(order, Pause):
                 self._write({"pause": order.why})
             elif isinstance(order, End):

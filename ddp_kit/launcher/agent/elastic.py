@@ -325,6 +325,8 @@ class Agent(LocalElasticAgent):
 
     def _obey_stop(self, order: Stop) -> None:
         if order.round == self._round != self._down:
+            if isinstance(self._pcontext, Workers) and not order.joined:
+                self._pcontext.stop_after_failure()
             self._stop_workers(self._worker_group)
             self._report_down(State.STOPPED)
 

@@ -277,7 +277,7 @@ class Meeting:
                 self._inbox.put(Cut(_TAKEN_FOR_LOST) if thrown_out else End(read_outcome(order["end"])))
                 return
             if "stop" in order:
-                self._inbox.put(Stop(order["stop"]))
+                self._inbox.put(Stop(order["stop"], order["joined"]))
             elif "pause" in order:
                 self._inbox.put(Pause(order["pause"]))
             elif self._number in range(order["nodes"]):

@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.numa import binding
 
-from ddp_kit.contract import STACKS_FILE, ExitCode
+from ddp_kit.contract import STACKS_FILE, ExitCode, Phase, read_heartbeat
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher import hints
 from ddp_kit.launcher.agent.hangs import Hangs
@@ -30,6 +30,9 @@ from ddp_kit.launcher.warm.messages import Program
 _SIGNAL_LOOK_SECONDS = 0.05
 # In the kernel's uninterruptible sleep a process outlives SIGKILL; the launcher does not wait for it.
 _UNKILLABLE_SECONDS = 5.0
+# For those that train with one that has failed. There is nothing left to save, which is what a Trainer does when it is
+# told to stop; and in a collective of NCCL it would not even hear of that.
+_IN_VAIN_SECONDS = 1.0
 _LAST_OUTPUT_SECONDS = 2.0  # for what is left in the pipes, once all workers have ended
 
 
@@ -185,6 +188,8 @@ class Workers(SubprocessContext):
             if self._running_local_ranks and not self.hangs.found and any(map(self._is_late, codes)):
                 self._end_if_hung(self.hangs.after_timeout(self._pids()))
             self._on_failure()
+        if failed:
+            self.stop_after_failure()
         self.close()
         self._settle()
         failures = {
@@ -281,6 +286,12 @@ class Workers(SubprocessContext):
                 os.kill(pid, number)
         if deaf:
             self._say(f"{number.name} was not passed on to local rank {', '.join(deaf)}: no handler for it there")
+
+    def stop_after_failure(self) -> None:
+        """End what still runs, now that another worker has failed."""
+        signs = [read_heartbeat(self.error_files[rank]) for rank in self._running_local_ranks]
+        training = all(each.phase is not Phase.OUTSIDE for each in signs)
+        self.close(timeout=min(self._grace, _IN_VAIN_SECONDS) if training else None)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: float | None = None) -> None:
         """End what still runs, within the user's grace on every path."""
