@@ -6,6 +6,7 @@ python tests/end_to_end/chaos.py --runs 100 --seed 0
 import argparse
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -48,7 +49,7 @@ class Job:
 
     def ranks(self) -> Processes:
         """The rank processes: loader processes have their words, but are children of theirs."""
-        named = [each for each in self.below if _says(each, "chaotic.py")]
+        named = [each for each in self.below if _says(each, "chaotic.py") and not _says(each, "warm.server")]
         pids = {each.pid for each in named}
         return [each for each in named if _parent(each) not in pids]
 
@@ -141,7 +142,7 @@ def _run(
                 job.launcher.wait()
             out.seek(0)
             text = out.read()
-        ended = [line.partition("ended")[2] for line in text.splitlines() if "ended " in line]
+        ended = re.findall(r"^(?:\[rank 0\] )?ended (\d+ \d+ \w+)$", text, re.MULTILINE)
         if code == 0:
             assert len(ended) == 1, text
             return ended[0], done
