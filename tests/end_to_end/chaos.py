@@ -49,7 +49,7 @@ class Job:
 
     def ranks(self) -> Processes:
         """The rank processes: loader processes have their words, but are children of theirs."""
-        named = [each for each in self.below if _says(each, "chaotic.py") and not _says(each, "warm.server")]
+        named = [each for each in self.below if _says(each, "chaotic.py") and not _says(each, "warm import server")]
         pids = {each.pid for each in named}
         return [each for each in named if _parent(each) not in pids]
 
