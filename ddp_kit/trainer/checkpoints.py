@@ -185,22 +185,21 @@ class Checkpoints:
 
     # --- going on -----------------------------------------------------------------------------------------------
 
-    def resume(self) -> bool:
-        """Go on from where the configuration says, if there is anything. True where it did."""
+    def resume(self) -> None:
+        """Go on from where the configuration says, if there is anything."""
         wanted, folder = self._config.resume, self._config.dir
         if folder is not None and wanted == "auto" and self._load_newest(folder):
-            return True
+            return
         path = None if wanted in (None, "auto") else Path(str(wanted))
         job, restarts = contract.attempt()
         course = _course(path, job)
         # Begun by this job before its workers were started again: what they have done since is not done once more.
         if folder is not None and wanted != "auto" and restarts and self._load_newest(folder, course):
-            return True
+            return
         if path is not None:
             self.load(path)
         else:
             self._begin_course(course, kept=-1)
-        return path is not None
 
     def load(self, path: Path) -> None:
         """Go on from this checkpoint. Raises `CheckpointError` where it is damaged or of something else."""
