@@ -193,6 +193,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "latin.py").write_bytes(latin.replace("\n", "\r\n").encode("latin-1"))
     (made / "marked.py").write_text("\ufeff" + text)
     (made / "mistake.py").write_text("print('not reached')\nx = (\n")
+    (made / "broken").mkdir()
+    (made / "broken" / "with_a_mistake.py").write_text("good = 1\nx = (\n")
     (made / "package" / "fails.py").write_text("from . import nothing_of_this_name\n")
     (made / "script").write_text("import sys\n\nprint('{\"name\": \"' + __file__ + sys.path[0] + '\"}')\n")
     with zipfile.ZipFile(made / "zipped.zip", "w") as packed:

@@ -76,8 +76,6 @@ def noted() -> None:
 
 
 def bad_module() -> None:
-    Path("broken").mkdir(exist_ok=True)
-    Path("broken", "with_a_mistake.py").write_text("good = 1\nx = (\n")
     sys.path.append("broken")
     import with_a_mistake  # noqa: F401
 
