@@ -47,11 +47,12 @@ PROCESSES_DEFAULT = "PET_NPROC_PER_NODE"
 MASTER_PORT_DEFAULT = "PET_MASTER_PORT"
 GRACE_DEFAULT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # and that of --shutdown-timeout
 
-# Beginnings of the names of variables that libraries read when they are imported.
+# Beginnings of the names of variables that libraries read when they are imported, and those read still earlier.
 IMPORT_TIME_VARIABLES = (
     "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "BLIS_", "TORCH_CPP_LOG_LEVEL", "TORCH_LOGS", "TORCH_SHOW_CPP",
-    "PYTHON", "LD_PRELOAD", "LD_LIBRARY_PATH", "MALLOC_", "GLIBC_TUNABLES",
+    "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE",
 )  # fmt: skip
+START_TIME_VARIABLES = ("PYTHON", "LD_PRELOAD", "LD_LIBRARY_PATH", "MALLOC_", "GLIBC_TUNABLES")
 # What the warm server's imports need: no thread of a BLAS, and no CUDA for the question whether there is any.
 HIDDEN_FROM_WORKERS = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
@@ -191,12 +192,20 @@ class Phase(IntEnum):
     CALLBACKS = 7
     EVALUATION = 8
     CHECKPOINT = 9
+    FAILED = 10
+    """What the Trainer did ended with an exception; the script has it."""
+
+    @property
+    def is_script_s(self) -> bool:
+        """Whether it is the script's own affair, for as long as that may take."""
+        return self in (Phase.OUTSIDE, Phase.BETWEEN_STEPS, Phase.FAILED)
 
     @property
     def words(self) -> str:
         """For a sentence: `in ...`."""
         return {
             Phase.OUTSIDE: "the script",
+            Phase.FAILED: "the script, after an exception",
             Phase.BETWEEN_STEPS: "the script, between two steps",
             Phase.TRANSFER: "the transfer to the device",
             Phase.FORWARD: "the forward pass",

@@ -87,13 +87,18 @@ class Heartbeat:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """It is this inside, and afterwards what it was before."""
+        """It is this inside, and afterwards what it was before; an exception is told of when it comes out of all."""
         before = Phase(self._memory[_PHASE])
+        outermost = before in (Phase.OUTSIDE, Phase.FAILED)
+        after = Phase.OUTSIDE if outermost else before
         self.mark(phase)
         try:
             yield
+        except Exception:
+            after = Phase.FAILED if outermost else before
+            raise
         finally:
-            self.mark(before)
+            self.mark(after)
 
     @contextmanager
     def follow(self, step: int) -> Iterator[None]:

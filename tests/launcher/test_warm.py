@@ -83,16 +83,39 @@ def test_a_program_s_words_are_those_that_python_would_be_given() -> None:
 def test_files_that_hide_modules_which_torch_imports_are_an_obstacle(tmp_path: Path) -> None:
     main = tmp_path / "train.py"
     main.touch()
-    assert script.obstacle(a_program(main), frozenset(["queue", "json"])) == ""
+    assert script.obstacle(a_program(main), {}, frozenset(["queue", "json"])) == ""
     (tmp_path / "json").mkdir()  # a folder of data, not a package
-    assert script.obstacle(a_program(main), frozenset(["queue", "json"])) == ""
+    assert script.obstacle(a_program(main), {}, frozenset(["queue", "json"])) == ""
     (tmp_path / "queue.py").touch()
-    assert "queue.py" in script.obstacle(a_program(main), frozenset(["queue", "json"]))
+    assert "queue.py" in script.obstacle(a_program(main), {}, frozenset(["queue", "json"]))
 
 
 def test_what_is_no_python_file_is_an_obstacle(tmp_path: Path) -> None:
     (tmp_path / "train").touch()
-    assert "not a .py file" in script.obstacle(a_program(tmp_path / "train"), frozenset())
+    assert "not a .py file" in script.obstacle(a_program(tmp_path / "train"), {}, frozenset())
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("import os\nos.environ['OMP_NUM_THREADS'] = '4'\nimport torch\n", "OMP_NUM_THREADS"),
+        (
+            "from os import environ\nenviron.setdefault( 'TORCHDYNAMO_DISABLE', '1')\nimport mine\n",
+            "TORCHDYNAMO_DISABLE",
+        ),
+        ("import torch\nos.environ['OMP_NUM_THREADS'] = '4'\n", ""),
+        ("os.environ.setdefault('MKL_NUM_THREADS', '1')\nimport torch\n", ""),
+        ("if os.environ['OMP_NUM_THREADS'] == '1':\n    pass\n", ""),
+        ("os.environ['PYTHONHASHSEED'] = '0'\nos.environ['CUDA_VISIBLE_DEVICES'] = '1'\n", ""),
+    ],
+)
+def test_a_script_that_sets_what_torch_reads_as_it_is_imported_is_not_forked(
+    text: str, name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(text)
+    env = {"MKL_NUM_THREADS": "2"}
+    found = script.obstacle(a_program(tmp_path / "train.py"), env, frozenset())
+    assert (f"sets {name} before" in found) if name else not found
 
 
 @pytest.fixture
@@ -134,6 +157,18 @@ def test_a_worker_is_forked_runs_and_its_end_is_told(server: WarmServer, tmp_pat
         worker = forked(server, a_program(main, "a", "b"), {**os.environ, "MINE": "7"}, streams)
     assert (worker.cold, worker.wait(60)) == ("", 3)
     assert out.read_text() == "['a', 'b'] 7\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_ours", [True, False])
+def test_what_a_trainer_needs_is_there_for_a_script_that_speaks_of_one(
+    of_ours: bool, server: WarmServer, tmp_path: Path
+) -> None:
+    main = tmp_path / "train.py"
+    main.write_text(
+        f"# {'from ddp_kit import Trainer' * of_ours}\nimport sys; sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert forked(server, a_program(main)).wait(60) == of_ours
 
 
 @pytest.mark.slow

@@ -110,7 +110,7 @@ class Stack:
         """What it is in, and where. `phase`: by its own word."""
         what = self.waits_for_ranks
         if not what:
-            what = "data" if self.waits_for_data and phase in (Phase.OUTSIDE, Phase.BETWEEN_STEPS) else phase.words
+            what = "data" if self.waits_for_data and phase.is_script_s else phase.words
         place = self.loader.place if self.loader is not None else self.place
         return f"in {what} ({place})" if place else f"in {what}"
 

@@ -119,7 +119,7 @@ class Watch:
 
     @staticmethod
     def _is_expected(signs: Signs) -> bool:
-        return signs.phase not in (Phase.OUTSIDE, Phase.BETWEEN_STEPS)
+        return not signs.phase.is_script_s
 
 
 def culprit(signs: Mapping[int, Signs], stacks: Mapping[int, Stack]) -> int:
@@ -142,7 +142,7 @@ def all_wait(stacks: Iterable[Stack]) -> bool:
 
 def may_take_long(signs: Signs) -> bool:
     """Whether a rank is in the user's own code, which the others may be waiting for with good reason."""
-    return signs.phase in (Phase.OUTSIDE, Phase.BETWEEN_STEPS, Phase.CALLBACKS)
+    return signs.phase.is_script_s or signs.phase is Phase.CALLBACKS
 
 
 def is_debugged(stacks: Iterable[Stack]) -> bool:

@@ -24,7 +24,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from ddp_kit.contract import IMPORT_TIME_VARIABLES, THREADS
+from ddp_kit.contract import IMPORT_TIME_VARIABLES, START_TIME_VARIABLES, THREADS
 from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.warm import script, worker
 from ddp_kit.launcher.warm.dying import (
@@ -53,6 +53,8 @@ from ddp_kit.launcher.warm.messages import (
 _PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel")
 # What DistributedDataParallel and optimizers import when the first one is made; too long to let the first start wait.
 _PRELOADED_WHEN_IDLE = ("torch._dynamo",)
+# What a script with a Trainer will need. Not loguru: as it begins it looks whether there is a terminal.
+_PRELOADED_FOR_A_TRAINER = ("torch._dynamo", "ddp_kit.config", "psutil", "rich.progress", "safetensors.torch")
 _IDLE_SECONDS = 5.0
 _LEAVING_SECONDS = 2.0  # for what a worker that ended well has started: most of it ends by itself, if given the time
 _OWN_FAULTS = {
@@ -134,7 +136,7 @@ class _Server:
         while True:
             if not select.select([self._channel.fileno(), self._inherited.wakes[0]], [], [], idle)[0]:
                 idle = None
-                self._preload_more()
+                self._preload_more(_PRELOADED_WHEN_IDLE)
             self.attend()
             while self._waiting:
                 program = self._act(self._waiting.popleft())
@@ -154,11 +156,13 @@ class _Server:
             except ClosedError:
                 self._end()
 
-    def _preload_more(self) -> None:
-        """Restarts find it there; where it cannot be had, they do without."""
+    def _preload_more(self, names: tuple[str, ...]) -> None:
+        """Where it cannot be had, workers do without."""
+        if sys.modules.keys() >= set(names):
+            return
         attentive = _Attentive(self)
         sys.meta_path.insert(0, attentive)
-        _preload(_PRELOADED_WHEN_IDLE)
+        _preload(names)
         sys.meta_path.remove(attentive)
         self._modules = _top_level_modules()
 
@@ -176,8 +180,13 @@ class _Server:
     def _start(self, start: Start) -> Program | None:
         """Start a worker; returns its program in one that was forked."""
         streams = self._channel.take_descriptors(2) if start.streams else []
-        cold = self._obstacle(start) if start.program is not None and self._warm else ""
-        warm = start.program if self._warm and not cold else None
+        cold, warm = "", None
+        if start.program is not None and self._warm:
+            cold = self._obstacle(start)
+            if not cold and script.trains(start.program):
+                self._preload_more(_PRELOADED_FOR_A_TRAINER)
+                cold = self._obstacle(start)
+            warm = None if cold else start.program
         parent = os.getpid()
         errors, tell = os.pipe2(os.O_CLOEXEC)
         try:
@@ -218,12 +227,12 @@ class _Server:
             return "an import has opened a GPU"
         for name in {*start.env, *self._env}:
             if (
-                name.startswith(IMPORT_TIME_VARIABLES)
+                name.startswith(IMPORT_TIME_VARIABLES + START_TIME_VARIABLES)
                 and name != THREADS
                 and start.env.get(name) != self._env.get(name)
             ):
                 return f"its {name} differs from the launcher's, and imports read it"
-        return script.obstacle(start.program, self._modules)
+        return script.obstacle(start.program, start.env, self._modules)
 
     # Ending ------------------------------------------------------------------------------------------------------
 
