@@ -31,7 +31,7 @@ _SIGNAL_LOOK_SECONDS = 0.05
 # In the kernel's uninterruptible sleep a process outlives SIGKILL; the launcher does not wait for it.
 _UNKILLABLE_SECONDS = 5.0
 # For those that train with one that has failed. There is nothing left to save, which is what a Trainer does when it is
-# told to stop; and in a collective of NCCL it would not even hear of that. Others end at SIGTERM, or have their reasons.
+# told to stop; and in a collective of NCCL it would not even hear of that. Others end at SIGTERM, or have reasons.
 _IN_VAIN_SECONDS = 0.2
 _LAST_OUTPUT_SECONDS = 2.0  # for what is left in the pipes, once all workers have ended
 
