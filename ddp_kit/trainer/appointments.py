@@ -82,6 +82,12 @@ class Appointments:
             self._begun += 1
             return wish
 
+    def stops(self) -> bool:
+        """Whether this rank wishes to stop, or all have agreed to, after the step that is done. Waits for nobody."""
+        agreed = self._agreed
+        wish = self._wish() if agreed is None or self._begun < agreed[0] else agreed[1]
+        return wish is not None and wish.purpose is Purpose.STOP
+
     def close(self) -> None:
         """Hear no more wishes."""
         self._closed.set()

@@ -33,15 +33,27 @@ def evaluation_due(config: TrainerConfig, step: Step) -> bool:
 
 
 @torch.no_grad()
-def evaluate(parts: Parts, metrics: Mapping[str, MetricFunction | MetricObject], batches: Counted) -> dict[str, float]:
-    """The mean loss and all metrics over all ranks' batches. A collective."""
+def evaluate(
+    parts: Parts,
+    metrics: Mapping[str, MetricFunction | MetricObject],
+    batches: Counted,
+    stops: Callable[[], bool] | None = None,
+) -> dict[str, float] | None:
+    """The mean loss and all metrics over all ranks' batches. A collective.
+
+    `stops`: asked before each batch whether to break off; where any rank has, there are no values.
+    """
     device = parts.world.device
     means = {name: Mean(device) for name in ("loss", *metrics) if not isinstance(metrics.get(name), MetricObject)}
     objects = {name: metric for name, metric in metrics.items() if isinstance(metric, MetricObject)}
     for counting in objects.values():
         counting.start(device)
+    stopped = False
     with evaluating(parts.model) as outputs:
         for samples, batch in batches:
+            stopped = stops is not None and stops()
+            if stopped:
+                break
             parts.heart.mark(Phase.EVALUATION)
             with parts.precision.forward():
                 value = checked(parts.loss_fn(parts.model, batch), "the loss function")
@@ -57,6 +69,8 @@ def evaluate(parts: Parts, metrics: Mapping[str, MetricFunction | MetricObject],
                 else:
                     means[name].add(checked(metric(outputs[0], batch), f"metric {name!r}"), samples)
             outputs.clear()
+    if stops is not None and any(each for (each,) in gathered(parts.world, [stopped])):
+        return None
     found = dict(zip(means, reduced(list(means.values())), strict=True))
     values: dict[str, float] = {}
     for name in ("loss", *metrics):

@@ -21,9 +21,12 @@ class Position:
         """Trained on over all ranks."""
         self.micro_batches: dict[str, int] = {}
         """What a search for the largest micro-batch came to, by the number of ranks: a run goes on with the same."""
+        self.owes_evaluation = False
+        """Whether the evaluation after this step was broken off: a run that goes on begins with it."""
 
     def advance(self, samples: int, steps_per_epoch: int | None, *, ends_epoch: bool) -> None:
         """A step is done."""
+        self.owes_evaluation = False
         self.step += 1
         self.samples += samples
         self.steps_in_epoch += 1

@@ -16,9 +16,11 @@ from ddp_kit.contract import ExitCode
 from ddp_kit.log import logger
 from ddp_kit.trainer.appointments import Appointments, Purpose, Wish
 from ddp_kit.trainer.checkpoints import Checkpoints
+from ddp_kit.trainer.position import Position
 from ddp_kit.world import World
 
 _ASK_FOR_A_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: what schedulers send as a warning
+_LOOK_SECONDS = 0.01
 _numbers = count()
 _UNTOUCHED = (signal.SIG_DFL, signal.default_int_handler)
 
@@ -110,12 +112,21 @@ class Preemption:
         if self._folder is not None:
             self._appointments.begin()
 
-    def after_step(self, step: int, finished: bool) -> None:
+    def stops(self) -> bool:
+        """Whether a long evaluation would only be in the way now. Waits for nobody; the ranks may differ."""
+        return self._folder is not None and self._appointments.stops()
+
+    def after_step(self, position: Position, finished: bool) -> None:
         """Save, or save and end, where the ranks have agreed on that. Raises `SystemExit`.
 
-        `finished`: whether that was the last one: then the run ends by itself.
+        `finished`: whether that was the last one: then the run ends by itself, once it is evaluated.
         """
-        wish = None if self._folder is None or finished else self._appointments.due()
+        if self._folder is None or (finished and not position.owes_evaluation):
+            return
+        wish = self._appointments.due()
+        while position.owes_evaluation and (wish is None or wish.purpose is not Purpose.STOP):  # some rank wishes it
+            time.sleep(_LOOK_SECONDS)
+            wish = self._appointments.due()
         if wish is None:
             return
         self._checkpoints.save_once()
@@ -123,7 +134,11 @@ class Preemption:
             self._checkpoints.finish()
             again = "the same command" if self._auto else 'with checkpoint.resume="auto" the command'
             logger.warning(
-                "stopped by {} after step {}: saved in {}; {} goes on from there", wish.why, step, self._folder, again
+                "stopped by {} after step {}: saved in {}; {} goes on from there",
+                wish.why,
+                position.step,
+                self._folder,
+                again,
             )
             raise SystemExit(ExitCode.REQUEUE)
 

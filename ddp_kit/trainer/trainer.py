@@ -20,7 +20,6 @@ from ddp_kit.config import TrainerConfig
 from ddp_kit.contract import Phase
 from ddp_kit.errors import ConfigError, DataError
 from ddp_kit.loader import Data
-from ddp_kit.log import logger
 from ddp_kit.metrics import MetricObject
 from ddp_kit.placement import Reductions, compile_in_place, place, send_buffers
 from ddp_kit.precision import Precision
@@ -28,13 +27,7 @@ from ddp_kit.profile import Recorder
 from ddp_kit.progress import ProgressReport
 from ddp_kit.records import FitResult, LearningRateSearch, LogRow, Step
 from ddp_kit.timing import DATA, step_clock
-from ddp_kit.trainer.agreement import (
-    check_agreement,
-    fact_of_weights,
-    facts_of_data,
-    facts_of_run,
-    meet,
-)
+from ddp_kit.trainer import agreement
 from ddp_kit.trainer.checkpoints import Checkpoints
 from ddp_kit.trainer.data import DataRoom
 from ddp_kit.trainer.evaluation import Counted, PredictFunction, evaluate, evaluation_due, predict
@@ -65,7 +58,7 @@ from ddp_kit.trainer.setup import (
     trainable,
 )
 from ddp_kit.trainer.step import Parts
-from ddp_kit.world import join, seed_everything
+from ddp_kit.world import join, random_states, seed_everything, set_random_states
 
 _PATIENCE = timedelta(minutes=10)
 """Which one rank has for the others, between its calls of the Trainer: as long as a collective has."""
@@ -138,17 +131,14 @@ class Trainer:
         self._optimizer_step = new_step(self._parts, placed, self._clock, reductions)
         self._log_points = LogPoints(self._parts, self._clock)
         self._position = Position()
-        self._seeded = False
         self._recorder = Recorder(settings.profile, self.world.rank)
         self._turn: object = None  # the loop over steps() that is going on
-        self._stopping = self._telling = False
+        self._seeded = self._stopping = self._telling = False
         self._max_steps = math.inf if settings.max_steps is None else settings.max_steps
         self._max_epochs = math.inf if settings.last_epoch is None else settings.last_epoch
         self._heart = self._parts.heart
-        worth_saving = self._log_points.refuse_non_finite
-        self._checkpoints = Checkpoints(
-            self._parts, self._position, self._optimizer_step, self._callbacks, worth_saving
-        )
+        sound = self._log_points.refuse_non_finite
+        self._checkpoints = Checkpoints(self._parts, self._position, self._optimizer_step, self._callbacks, sound)
         self._preemption = Preemption(self.world, self.config, self._checkpoints)
         self._checkpoints.resume()
         self._heart.stand(self.step)
@@ -176,18 +166,21 @@ class Trainer:
         evaluation = None if eval_data is None else self._data.evaluation(eval_data, "eval_data")
         metrics: dict[str, float] = {}
         history: list[LogRow] = []
-        total = self._position.last_step(self.config, feed.steps)
+        total, evaluated = self._position.last_step(self.config, feed.steps), -1
         announce(self.world, self.batch_plan, self.config, self.step, total)
         self._stopping = False
         self._tell("on_fit_start")
-        evaluated = -1
+        if evaluation is not None and self._position.owes_evaluation:
+            self._position.owes_evaluation = False
+            self._prepare(feed)  # the random states are those that it would have had
+            metrics, evaluated = self._evaluate(evaluation()), self.step
         with ProgressReport(total, self.world.is_main) as progress:
             for step in self._steps(train_data, feed, history):
                 progress.step(step.number)
                 if step.log is not None:
                     progress.log(step.log.step, str(step.log))
                 if evaluation is not None and (evaluation_due(self.config, step) or self._finished()):
-                    metrics, evaluated = self._evaluate(evaluation()), self.step
+                    metrics, evaluated = self._evaluate(evaluation(), self._preemption.stops), self.step
         if evaluation is not None and evaluated != self.step:
             metrics = self._evaluate(evaluation())
         result = FitResult(
@@ -325,7 +318,7 @@ class Trainer:
                         raise DataError(overtaken, "finish or leave one at a time")
                     self._heart.mark(Phase.CHECKPOINT)
                     self._checkpoints.after_step()  # what the evaluation changed belongs into it
-                    self._preemption.after_step(self.step, self._finished())
+                    self._preemption.after_step(self._position, self._finished())
             self._meet_if(self._stopping and not stopping)  # stopped by what heard of the log point or the evaluation
             self._end(history)
 
@@ -363,7 +356,7 @@ class Trainer:
         micro_batch = self.batch_plan.micro_batch
         if micro_batch == 1:
             raise failed.own_or_silent(self.config, self.world.rank) from None
-        logger.warning("out of memory at step {}: micro-batch {} is halved", self.step + 1, micro_batch)
+        log.logger.warning("out of memory at step {}: micro-batch {} is halved", self.step + 1, micro_batch)
         assert isinstance(self._optimizer_step, RescuedStep), "nothing else raises it"
         self._optimizer_step.release()
         reductions = Reductions()
@@ -407,7 +400,7 @@ class Trainer:
     def _meet_if(self, stopping: bool) -> None:
         """Before a run that is stopped goes on to its last collectives: has every rank stopped?"""
         if stopping and not self._complete():
-            meet(self.world, f"trainer.stop() after step {self.step}", _STOP_PATIENCE)
+            agreement.meet(self.world, f"trainer.stop() after step {self.step}", _STOP_PATIENCE)
 
     def _log(self, epoch: int, history: list[LogRow], *, last: bool) -> LogRow | None:
         """Close the interval. Returns the last of the rows that are ready, if any."""
@@ -427,23 +420,31 @@ class Trainer:
 
     # --- evaluation ---------------------------------------------------------------------------------------------
 
-    def _evaluate(self, batches: Counted) -> dict[str, float]:
+    def _evaluate(self, batches: Counted, stops: Callable[[], bool] | None = None) -> dict[str, float]:
+        """`stops`: whether to leave it for the run that goes on from here; then the values are none."""
+        random = None if stops is None else random_states(self.world)
         self._tell("on_evaluate_start")
         with self._heart.during(Phase.EVALUATION):
             send_buffers(self.model, self.world)
-            values = evaluate(self._parts, self._metrics, batches)
-        logger.info("evaluation at step {}: {}", self.step, "  ".join(f"{k} {v:.4g}" for k, v in values.items()))
-        self._tell("on_evaluate", values)
+            values = evaluate(self._parts, self._metrics, batches, stops)
+        if values is not None:
+            shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+            log.logger.info("evaluation at step {}: {}", self.step, shown)
+            self._tell("on_evaluate", values)
         self._tell("on_evaluate_end")
-        self._checkpoints.after_evaluation(values)
-        return values
+        if values is not None:
+            self._checkpoints.after_evaluation(values)
+        elif random is not None:
+            self._position.owes_evaluation = True
+            set_random_states(random)
+        return values or {}
 
     def _agree(self, **data: object) -> None:
         """Refuse to go on where the ranks would go apart, or wait for each other."""
         if self.world.world_size == 1:
             return
-        meet(self.world, f"a call with {', '.join(data)} after step {self.step}", _PATIENCE)
-        facts = facts_of_data(data) | facts_of_run(self.config, self.optimizer, self._metrics)
+        agreement.meet(self.world, f"a call with {', '.join(data)} after step {self.step}", _PATIENCE)
+        facts = agreement.facts_of_data(data) | agreement.facts_of_run(self.config, self.optimizer, self._metrics)
         if self.step == 0:
-            facts |= fact_of_weights(self.model, self.world)
-        check_agreement(self.world, facts)
+            facts |= agreement.fact_of_weights(self.model, self.world)
+        agreement.check_agreement(self.world, facts)

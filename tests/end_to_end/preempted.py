@@ -1,6 +1,8 @@
 """Run by test_preemption.py: trains, has a signal sent to itself or to its launcher, and prints what it ends with.
 
-preempted.py FOLDER WHO SIGNAL SETTINGS: WHO is nobody, launcher or rank; SETTINGS is JSON for the TrainerConfig.
+preempted.py FOLDER WHO SIGNAL SETTINGS: WHO is nobody, launcher, rank, or evaluation: then it is sent to the launcher
+in the second evaluation of the process, which from then on takes longer than anyone waits. SETTINGS is JSON for the
+TrainerConfig; with eval_every each evaluation changes the learning rate.
 """
 
 import json
@@ -17,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ddp_kit import Callback, Trainer, TrainerConfig
+from ddp_kit import Callback, Trainer, TrainerConfig, World
 
 STEPS = 60
 
@@ -37,15 +39,44 @@ class Disturbs(Callback):
     """After some steps of this process the last rank has its signal sent; from then on there is time to hear it."""
 
     def __init__(self, who: str, name: str) -> None:
-        self.who, self.name, self.steps = who, name, 0
+        self.who, self.name, self.steps, self.evaluations = who, name, 0, 0
 
     def on_step(self, trainer: Any) -> None:
         self.steps += 1
-        if self.steps == 5 and trainer.world.rank == trainer.world.world_size - 1 and self.who != "nobody":
-            launcher = [each.pid for each in psutil.Process().parents() if "launch" in each.cmdline()]
-            os.kill(launcher[0] if self.who == "launcher" else os.getpid(), signal.Signals[self.name])
-        if self.steps >= 5 and self.name:
+        if self.steps == 5 and self.who in ("launcher", "rank"):
+            self.send(trainer.world)
+        if self.steps >= 5 and self.name and self.who != "evaluation":
             time.sleep(0.2)
+
+    def on_evaluate_start(self, trainer: Any) -> None:
+        self.evaluations += 1
+        random.random()  # its own draws are done once, too
+
+    def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
+        for group in trainer.optimizer.param_groups:
+            group["lr"] /= 1 + metrics["loss"]
+
+    def send(self, world: World) -> None:
+        if world.rank == world.world_size - 1:
+            launcher = [each.pid for each in psutil.Process().parents() if "launch" in each.cmdline()]
+            os.kill(os.getpid() if self.who == "rank" else launcher[0], signal.Signals[self.name])
+
+
+class Evaluated(Noisy):
+    """Takes its time once the signal is sent."""
+
+    def __init__(self, disturbs: Disturbs, world: World) -> None:
+        self.disturbs, self.world, self.slow = disturbs, world, False
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index >= 100 and self.disturbs.who == "evaluation" and self.disturbs.evaluations == 2 and not self.slow:
+            self.slow = True
+            self.disturbs.send(self.world)
+        time.sleep(0.2 * self.slow)
+        return super().__getitem__(index)
 
 
 def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -57,8 +88,9 @@ def main(folder: str, who: str, name: str, settings: str) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
     config = {"max_steps": STEPS, "global_batch_size": 8, "checkpoint": {"dir": folder}} | json.loads(settings)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    trainer = Trainer(model, optimizer, loss_fn, TrainerConfig(**config), callbacks=[Disturbs(who, name)])
-    result = trainer.fit(Noisy())
+    disturbs = Disturbs(who, name)
+    trainer = Trainer(model, optimizer, loss_fn, TrainerConfig(**config), callbacks=[disturbs])
+    result = trainer.fit(Noisy(), Evaluated(disturbs, trainer.world) if "eval_every" in config else None)
     if trainer.world.is_main:
         bits = [value.flatten() for value in model.state_dict().values()]
         print("ended", result.steps, result.samples, torch.cat(bits).numpy().tobytes().hex())

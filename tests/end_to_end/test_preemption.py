@@ -60,3 +60,13 @@ def test_saves_by_the_clock_are_of_the_same_step_on_all_ranks(tmp_path: Path) ->
     steps = [found.step for found in checkpoints(tmp_path, hashes=True) if found.whole]
     assert len(steps) >= 3
     assert steps[0] == 15
+
+
+@pytest.mark.parametrize("steps", [25, pytest.param(20, marks=pytest.mark.thorough)])
+def test_an_evaluation_that_would_take_too_long_is_left_to_the_run_that_goes_on(steps: int, tmp_path: Path) -> None:
+    # 20: it is the last one of the run.
+    settings = f'{{"eval_every": 10, "max_steps": {steps}}}'
+    whole = ended(train(LAUNCH, tmp_path / "undisturbed", settings=settings))
+    folder = tmp_path / "run"
+    assert stopped(train(LAUNCH, folder, "evaluation", "SIGTERM", settings), folder, "SIGTERM") == 20
+    assert ended(train(LAUNCH, folder, settings=settings)) == whole
