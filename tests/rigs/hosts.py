@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-_PROGRAMS = ("ip", "nsenter", "unshare", "setpriv", "bash")
+_PROGRAMS = ("ip", "tc", "nsenter", "unshare", "setpriv", "bash")
 # Its arguments: hosts file, resolver file, file for what is left, host name, command. Runs as the first process of the
 # host, which adopts what others leave; that has a second to end.
 _INIT = """\
@@ -131,6 +131,11 @@ class Host:
     def plug_in(self) -> None:
         _ip(self.switch, "link", "set", self.name, "up")
 
+    def slow_down(self, rate: str) -> None:
+        """From now on it sends at `rate`, such as 2mbit; what does not fit waits for a second at most."""
+        limit = ("tbf", "rate", rate, "burst", "32kbit", "latency", "1s")
+        _run("nsenter", f"--net=/proc/{self.keeper}/ns/net", "tc", "qdisc", "add", "dev", "eth0", "root", *limit)
+
 
 @contextmanager
 def network(folder: Path, count: int, *, resolves: bool = True) -> Iterator[list[Host]]:
@@ -178,6 +183,9 @@ def _namespace(stack: ExitStack) -> int:
 
 
 def _ip(namespace: int, *words: str) -> None:
-    command = ["nsenter", f"--net=/proc/{namespace}/ns/net", "ip", *words]
+    _run("nsenter", f"--net=/proc/{namespace}/ns/net", "ip", *words)
+
+
+def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"

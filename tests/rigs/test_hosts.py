@@ -52,6 +52,28 @@ with open(name + ".rows", "a", buffering=1) as rows:
 dist.destroy_process_group()
 """
 
+TRAINER = """\
+import os, time
+from pathlib import Path
+import torch
+from torch import nn
+from ddp_kit import Callback, Trainer, TrainerConfig
+
+class Notes(Callback):
+    def on_step(self, trainer):
+        world = trainer.world
+        rows.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {world.world_size} {trainer.step} {world.rank}\\n")
+        while trainer.step == 5 and not Path("go on").exists():
+            time.sleep(0.05)
+
+rows = open(f"{os.uname().nodename}-{os.environ['LOCAL_RANK']}.rows", "a", buffering=1)
+model = nn.Linear(1000, 250)  # a megabyte of gradients
+config = TrainerConfig(max_steps=8, global_batch_size=8)
+optimizer = torch.optim.SGD(model.parameters())
+trainer = Trainer(model, optimizer, lambda model, x: model(x).square().mean(), config, callbacks=[Notes()])
+trainer.fit([sample for sample in torch.randn(64, 1000)])
+"""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -76,10 +98,11 @@ class Job:
     folder: Path
     processes: int = 2
     """Per host."""
+    script: str = TRAIN
     agents: dict[str, Tree] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        (self.folder / "train.py").write_text(TRAIN)
+        (self.folder / "train.py").write_text(self.script)
 
     def start(self, host: Host, *flags: str, env: dict[str, str] | None = None) -> Tree:
         """Start this host's agent; the next one on the same host takes its place."""
@@ -287,6 +310,21 @@ def test_a_host_that_is_cut_off_stops_by_itself_and_the_majority_goes_on(hosts: 
     assert_blames("h1", alone.last_line)  # whom it cannot reach
     del job.agents["h3"]
     job.stop()
+
+
+@pytest.mark.thorough
+def test_a_slow_network_is_not_a_dead_one(hosts: Hosts, tmp_path: Path) -> None:
+    h1, h2 = hosts(2)
+    job = Job(tmp_path, processes=1, script=TRAINER)
+    for host in (h1, h2):
+        job.start(host, "--nnodes", "2", *RENDEZVOUS)
+    job.trains(h1, h2, world_size=2, steps=5)
+    h2.slow_down("2mbit")  # the gradients of a step take some four seconds, and the agents' words wait behind them
+    (tmp_path / "go on").touch()
+    assert job.ends("h1", "h2") == [0, 0], str(job)
+    for host in (h1, h2):
+        (rows,) = job.rows(host)
+        assert [(row.attempt, row.step) for row in rows] == [(0, step) for step in range(1, 9)]
 
 
 def test_one_host_needs_no_name_that_resolves(hosts: Hosts, job: Job) -> None:
