@@ -137,6 +137,9 @@ def _run(
             job = Job(folder, subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, text=True), done)
             try:
                 code = _disturb_until_it_ends(job, faults, chance)
+            except subprocess.TimeoutExpired:
+                out.seek(0)
+                raise AssertionError(f"it hangs after {done}:\n{out.read()}") from None
             finally:
                 job.launcher.kill()
                 job.launcher.wait()

@@ -25,9 +25,9 @@ class Course:
         self.watch = Watch(8.0, any_script, self.now)
         self.look()
 
-    def look(self, after: float = 1.0) -> Quiet | None:
+    def look(self, after: float = 1.0, *, stopped: bool = False) -> Quiet | None:
         self.now += after
-        return self.watch.look(self.signs, self.now)
+        return self.watch.look(self.signs, self.now, stopped=stopped)
 
     def quiet(self, seconds: int) -> list[Quiet | None]:
         """Nobody does anything."""
@@ -68,6 +68,16 @@ def test_the_first_steps_may_take_ten_times_as_long_and_count_less() -> None:
     course.beat(0, 1, steps=2, step=2)
     assert course.watch.limit == 120.0, "a compilation is no pause like others"
     assert Course(TRAINS, FRESH).watch.limit == 80.0, "the slowest counts"
+
+
+def test_a_rank_that_is_stopped_has_no_good_reason_wherever_it_is() -> None:
+    course = Course(Signs(), FRESH)
+    course.quiet(30)
+    assert [course.look(stopped=True) for _ in range(7)] == [None] * 7, "it may have been for a moment"
+    assert course.look() is None
+    assert [course.look(stopped=True) for _ in range(8)] == [None] * 7 + [Quiet(8.0, 8.0)]
+    course.beat(1)
+    assert course.look(stopped=True) is None, "others do not wait for it yet"
 
 
 def test_a_save_may_wait_for_the_disk() -> None:

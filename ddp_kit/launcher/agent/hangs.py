@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ddp_kit import contract
 from ddp_kit.contract import Signs, read_heartbeat
-from ddp_kit.launcher.agent.stacks import Stack, state, take
+from ddp_kit.launcher.agent.stacks import Stack, is_stopped, state, take
 from ddp_kit.launcher.agent.watch import (
     DEFAULT_SECONDS,
     Quiet,
@@ -80,7 +80,7 @@ class Hangs:
         if self._watch is None or self.due() != 0.0 or not pids:
             return None
         signs = self._signs(pids)
-        quiet = self._watch.look(signs, time.monotonic())
+        quiet = self._watch.look(signs, time.monotonic(), stopped=any(map(is_stopped, pids.values())))
         self._left_to_others = self._left_to_others and quiet is not None
         if quiet is None or (self._left_to_others and not quiet.long):
             return None

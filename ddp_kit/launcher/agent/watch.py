@@ -53,6 +53,7 @@ class Watch:
         self._ranks: dict[int, _Rank] = {}
         self._looked = now
         self._first_pause = self._pause = 0.0
+        self._stopped = 0.0  # for so long, any rank
 
     @property
     def period(self) -> float:
@@ -63,18 +64,21 @@ class Watch:
         """Seconds until the next look."""
         return max(0.0, self._looked + self.period - now)
 
-    def look(self, signs: Mapping[int, Signs], now: float) -> Quiet | None:
+    def look(self, signs: Mapping[int, Signs], now: float, *, stopped: bool = False) -> Quiet | None:
         """`signs`: of each rank that still runs. Returns for how long nobody has done anything, once that is too long.
 
-        Only time in which somebody looked counts: where the whole machine, or this process, stood still, nobody hangs.
+        `stopped`: whether a signal has stopped any of them; that one is not in the midst of anything long. Only time in which somebody looked counts: where the whole machine, or this process, stood still, nobody hangs.
         """
         passed = min(now - self._looked, 2 * self.period)
         self._looked = now
         known = self._ranks
         self._ranks = {rank: self._after(known.get(rank), found, passed) for rank, found in signs.items()}
-        if not self._expected():
-            return None
+        self._stopped = self._stopped + passed if stopped else 0.0
         quiet, limit = min(rank.idle for rank in self._ranks.values()), self.limit
+        if stopped:
+            quiet, limit = min(quiet, self._stopped), self._floor
+        elif not self._expected():
+            return None
         return Quiet(quiet, limit) if quiet >= limit else None
 
     def start_again(self) -> None:
