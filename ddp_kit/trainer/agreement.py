@@ -105,6 +105,15 @@ def check_agreement(world: World, facts: Facts) -> None:
             )
 
 
+def collectives_begun() -> int:
+    """How many this process has begun so far, in all groups."""
+    total = 0
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with suppress(RuntimeError, AttributeError):  # one that does not count
+            total += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return total
+
+
 def first_losses(world: World, facts: tuple[int, int], problem: DdpKitError | None) -> list[tuple[int, int]]:
     """What every rank has to say of its first loss. A collective: all ranks call it, once.
 

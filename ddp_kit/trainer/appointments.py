@@ -53,6 +53,8 @@ class Appointments:
         self._ranks = ranks
         self._store = store
         self._wish = wish
+        self.hears = True
+        """Whether the ranks can still agree on anything."""
         self._known = threading.Condition()
         self._begun = 1  # the step that the loop is in
         self._hold: int | None = None  # the step that it will not go beyond
@@ -84,9 +86,10 @@ class Appointments:
 
     def stops(self) -> bool:
         """Whether this rank wishes to stop, or all have agreed to, after the step that is done. Waits for nobody."""
-        agreed = self._agreed
-        wish = self._wish() if agreed is None or self._begun < agreed[0] else agreed[1]
-        return wish is not None and wish.purpose is Purpose.STOP
+        agreed, wishes = self._agreed, [self._wish()]
+        if agreed is not None and self._begun >= agreed[0]:
+            wishes.append(agreed[1])
+        return self.hears and any(wish is not None and wish.purpose is Purpose.STOP for wish in wishes)
 
     def close(self) -> None:
         """Hear no more wishes."""
@@ -104,6 +107,7 @@ class Appointments:
                 if wish is not None:
                     self._settle(store, str(number), wish)
                     number += 1
+        self.hears = False
         with self._known:
             self._hold = None
             self._known.notify_all()

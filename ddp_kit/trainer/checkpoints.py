@@ -90,6 +90,11 @@ class Checkpoints:
         if self._saved_step != self._position.step:
             self.save()
 
+    def save_again(self) -> None:
+        """Save this step, whether or not it is saved: its evaluation came later."""
+        if self._config.dir is not None:
+            self.save()
+
     def finish(self) -> None:
         """Save what the run came to, and wait until all is on the disk."""
         if self._config.dir is not None:

@@ -13,12 +13,15 @@ from torch.utils import _pytree as pytree
 from ddp_kit.config import TrainerConfig
 from ddp_kit.contract import Phase
 from ddp_kit.errors import LossError
+from ddp_kit.log import logger
 from ddp_kit.metrics import Mean, MetricObject, checked, reduced
+from ddp_kit.placement import send_buffers
 from ddp_kit.records import Step
-from ddp_kit.trainer.agreement import every_text, gathered
+from ddp_kit.trainer.agreement import collectives_begun, every_text, gathered
+from ddp_kit.trainer.checkpoints import Checkpoints
 from ddp_kit.trainer.setup import MetricFunction
 from ddp_kit.trainer.step import Parts
-from ddp_kit.world import World
+from ddp_kit.world import World, random_states, set_random_states
 
 Counted = Iterable[tuple[int, Any]]
 """Batches on the device, each with the number of its samples."""
@@ -32,6 +35,40 @@ def evaluation_due(config: TrainerConfig, step: Step) -> bool:
     return step.ends_epoch and (step.epoch + 1) % (config.eval_every_epochs or 1) == 0
 
 
+class Evaluator:
+    """Evaluates for a Trainer. `tell`: event, values -> the callbacks hear of it."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        metrics: Mapping[str, MetricFunction | MetricObject],
+        checkpoints: Checkpoints,
+        tell: Callable[..., None],
+    ) -> None:
+        self._parts = parts
+        self._metrics = metrics
+        self._checkpoints = checkpoints
+        self._tell = tell
+
+    def run(self, batches: Counted, step: int, stops: Callable[[], bool] | None = None) -> dict[str, float] | None:
+        """All values after `step`; None where `stops` has broken it off: then the random states are as before it."""
+        parts = self._parts
+        random = None if stops is None else random_states(parts.world)
+        self._tell("on_evaluate_start")
+        with parts.heart.during(Phase.EVALUATION):
+            send_buffers(parts.model, parts.world)
+            values = evaluate(parts, self._metrics, batches, stops)
+        if values is not None:
+            logger.info("evaluation at step {}: {}", step, "  ".join(f"{k} {v:.4g}" for k, v in values.items()))
+            self._tell("on_evaluate", values)
+        self._tell("on_evaluate_end")
+        if values is not None:
+            self._checkpoints.after_evaluation(values)
+        elif random is not None:
+            set_random_states(random)
+        return values
+
+
 @torch.no_grad()
 def evaluate(
     parts: Parts,
@@ -41,17 +78,18 @@ def evaluate(
 ) -> dict[str, float] | None:
     """The mean loss and all metrics over all ranks' batches. A collective.
 
-    `stops`: asked before each batch whether to break off; where any rank has, there are no values.
+    `stops`: asked between batches whether to break off; where any rank has, there are no values.
     """
     device = parts.world.device
     means = {name: Mean(device) for name in ("loss", *metrics) if not isinstance(metrics.get(name), MetricObject)}
     objects = {name: metric for name, metric in metrics.items() if isinstance(metric, MetricObject)}
     for counting in objects.values():
         counting.start(device)
-    stopped = False
+    stopped, begun = False, collectives_begun()
     with evaluating(parts.model) as outputs:
-        for samples, batch in batches:
-            stopped = stops is not None and stops()
+        for number, (samples, batch) in enumerate(batches):
+            # Where the ranks meet in each batch, they have to leave after the same: there it goes on to its end.
+            stopped = number > 0 and stops is not None and stops() and collectives_begun() == begun
             if stopped:
                 break
             parts.heart.mark(Phase.EVALUATION)

@@ -23,10 +23,12 @@ class Position:
         """What a search for the largest micro-batch came to, by the number of ranks: a run goes on with the same."""
         self.owes_evaluation = False
         """Whether the evaluation after this step was broken off: a run that goes on begins with it."""
+        self.was_stopping = False
+        """Whether it was to end with that one."""
 
     def advance(self, samples: int, steps_per_epoch: int | None, *, ends_epoch: bool) -> None:
         """A step is done."""
-        self.owes_evaluation = False
+        self.owes_evaluation = self.was_stopping = False
         self.step += 1
         self.samples += samples
         self.steps_in_epoch += 1
@@ -35,6 +37,17 @@ class Position:
             self.epoch += 1
             self.steps_in_epoch = 0
             self.epoch_length = None
+
+    def owe_evaluation(self, owes: bool, stopping: bool) -> None:
+        """Note whether the evaluation after this step is still to be done. `stopping`: whether the run ends with it."""
+        self.owes_evaluation = owes
+        self.was_stopping = self.was_stopping or (owes and stopping)
+
+    def ends_evaluated(self) -> bool:
+        """Whether the run was to end here, now that what it owed may be done."""
+        ends = self.was_stopping and not self.owes_evaluation
+        self.was_stopping = self.was_stopping and self.owes_evaluation
+        return ends
 
     def last_step(self, config: TrainerConfig, steps_per_epoch: int | None) -> int | None:
         """The optimizer step that ends the run; None where only the data will tell."""

@@ -65,6 +65,8 @@ class Wishes:
         self._save_every = config.checkpoint.every_seconds
         self._tells_time = world.rank == 0  # one clock is enough
         self._signals = signals
+        self.saves = True
+        """Whether to wish for saves, too: one that is agreed on has to be done before anything else can be."""
         self._checkpoints = weakref.ref(checkpoints)  # a thread asks for wishes, for as long as the process lives
 
     def latest(self) -> Wish | None:
@@ -77,7 +79,9 @@ class Wishes:
         if self._stop_at is not None and now >= self._stop_at:
             return Wish(Purpose.STOP, "max_seconds")
         checkpoints = self._checkpoints()
-        if self._save_every is not None and checkpoints is not None and now - checkpoints.saved_at >= self._save_every:
+        if not self.saves or self._save_every is None or checkpoints is None:
+            return None
+        if now - checkpoints.saved_at >= self._save_every:
             return Wish(Purpose.SAVE, "every_seconds")
         return None
 
@@ -95,8 +99,8 @@ class Preemption:
         self._auto = config.checkpoint.resume == "auto"
         self._signals = StopSignals()
         store = _store() if self._folder is not None and world.world_size > 1 else None
-        wishes = Wishes(world, config, self._signals, checkpoints)
-        self._appointments = Appointments(world.rank, world.world_size, store, wishes.latest)
+        self._wishes = Wishes(world, config, self._signals, checkpoints)
+        self._appointments = Appointments(world.rank, world.world_size, store, self._wishes.latest)
         weakref.finalize(self, self._appointments.close)
 
     def __enter__(self) -> Self:
@@ -113,7 +117,8 @@ class Preemption:
             self._appointments.begin()
 
     def stops(self) -> bool:
-        """Whether a long evaluation would only be in the way now. Waits for nobody; the ranks may differ."""
+        """Whether the evaluation that is going on is in the way of a stop. Waits for nobody; the ranks may differ."""
+        self._wishes.saves = False
         return self._folder is not None and self._appointments.stops()
 
     def after_step(self, position: Position, finished: bool) -> None:
@@ -123,10 +128,11 @@ class Preemption:
         """
         if self._folder is None or (finished and not position.owes_evaluation):
             return
-        wish = self._appointments.due()
-        while position.owes_evaluation and (wish is None or wish.purpose is not Purpose.STOP):  # some rank wishes it
-            time.sleep(_LOOK_SECONDS)
+        wish, stops = self._appointments.due(), position.owes_evaluation
+        while stops and self._appointments.hears and (wish is None or wish.purpose is not Purpose.STOP):
+            time.sleep(_LOOK_SECONDS)  # some rank wishes it, or has
             wish = self._appointments.due()
+        self._wishes.saves = True
         if wish is None:
             return
         self._checkpoints.save_once()

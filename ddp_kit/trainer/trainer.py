@@ -30,7 +30,7 @@ from ddp_kit.timing import DATA, step_clock
 from ddp_kit.trainer import agreement
 from ddp_kit.trainer.checkpoints import Checkpoints
 from ddp_kit.trainer.data import DataRoom
-from ddp_kit.trainer.evaluation import Counted, PredictFunction, evaluate, evaluation_due, predict
+from ddp_kit.trainer.evaluation import Evaluator, PredictFunction, evaluation_due, predict
 from ddp_kit.trainer.feed import Feed, Share
 from ddp_kit.trainer.log_points import LogPoints, announce, garbage_off_the_path
 from ddp_kit.trainer.micro_batch import (
@@ -58,7 +58,7 @@ from ddp_kit.trainer.setup import (
     trainable,
 )
 from ddp_kit.trainer.step import Parts
-from ddp_kit.world import join, random_states, seed_everything, set_random_states
+from ddp_kit.world import join, seed_everything
 
 _PATIENCE = timedelta(minutes=10)
 """Which one rank has for the others, between its calls of the Trainer: as long as a collective has."""
@@ -139,6 +139,7 @@ class Trainer:
         self._heart = self._parts.heart
         sound = self._log_points.refuse_non_finite
         self._checkpoints = Checkpoints(self._parts, self._position, self._optimizer_step, self._callbacks, sound)
+        self._evaluator = Evaluator(self._parts, self._metrics, self._checkpoints, self._tell)
         self._preemption = Preemption(self.world, self.config, self._checkpoints)
         self._checkpoints.resume()
         self._heart.stand(self.step)
@@ -170,19 +171,23 @@ class Trainer:
         announce(self.world, self.batch_plan, self.config, self.step, total)
         self._stopping = False
         self._tell("on_fit_start")
-        if evaluation is not None and self._position.owes_evaluation:
-            self._position.owes_evaluation = False
-            self._prepare(feed)  # the random states are those that it would have had
-            metrics, evaluated = self._evaluate(evaluation()), self.step
+
+        def evaluate(stops: Callable[[], bool] | None = None) -> None:
+            nonlocal metrics, evaluated
+            assert evaluation is not None
+            found = self._evaluator.run(evaluation(), self.step, stops)
+            self._position.owe_evaluation(found is None, self._stopping)
+            metrics, evaluated = found or {}, self.step
+
         with ProgressReport(total, self.world.is_main) as progress:
-            for step in self._steps(train_data, feed, history):
+            for step in self._steps(train_data, feed, history, evaluate if evaluation is not None else None):
                 progress.step(step.number)
                 if step.log is not None:
                     progress.log(step.log.step, str(step.log))
                 if evaluation is not None and (evaluation_due(self.config, step) or self._finished()):
-                    metrics, evaluated = self._evaluate(evaluation(), self._preemption.stops), self.step
+                    evaluate(self._preemption.stops)
         if evaluation is not None and evaluated != self.step:
-            metrics = self._evaluate(evaluation())
+            evaluate()
         result = FitResult(
             steps=self.step,
             samples=self._position.samples,
@@ -227,7 +232,7 @@ class Trainer:
     def evaluate(self, data: Data) -> dict[str, float]:
         """The mean loss and all metrics over `data`, each sample counted once. A collective: all ranks call it."""
         self._agree(eval_data=data)
-        return self._evaluate(self._data.evaluation(data, "eval_data")())
+        return self._evaluator.run(self._data.evaluation(data, "eval_data")(), self.step) or {}
 
     def predict(self, data: Data, predict_fn: PredictFunction | None = None) -> Any:
         """What the model gives for every sample of `data`, in the dataset's order, on the CPU of every rank.
@@ -262,7 +267,10 @@ class Trainer:
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
-    def _steps(self, train_data: Data, feed: Feed, history: list[LogRow]) -> Iterator[Step]:
+    def _steps(
+        self, train_data: Data, feed: Feed, history: list[LogRow], evaluate: Callable[..., None] | None = None
+    ) -> Iterator[Step]:
+        """`evaluate`: for a run that was stopped before its evaluation was done."""
         self._prepare(feed)
         turn = self._turn = object()
         total = self._position.last_step(self.config, feed.steps)
@@ -276,6 +284,11 @@ class Trainer:
             self._heart.during(Phase.DATA),
         ):
             self._preemption.begin()
+            if evaluate is not None and self._position.owes_evaluation:
+                evaluate(self._preemption.stops)
+                self._stopping |= self._position.ends_evaluated()
+                self._checkpoints.save_again()
+                self._preemption.after_step(self._position, self._finished())
             while not self._finished():
                 self._heart.mark(Phase.DATA)
                 feed.begin(self.epoch, self._position.steps_in_epoch)
@@ -417,27 +430,6 @@ class Trainer:
         for callback in self._callbacks:
             getattr(callback, event)(self, *values)
         self._telling = False
-
-    # --- evaluation ---------------------------------------------------------------------------------------------
-
-    def _evaluate(self, batches: Counted, stops: Callable[[], bool] | None = None) -> dict[str, float]:
-        """`stops`: whether to leave it for the run that goes on from here; then the values are none."""
-        random = None if stops is None else random_states(self.world)
-        self._tell("on_evaluate_start")
-        with self._heart.during(Phase.EVALUATION):
-            send_buffers(self.model, self.world)
-            values = evaluate(self._parts, self._metrics, batches, stops)
-        if values is not None:
-            shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
-            log.logger.info("evaluation at step {}: {}", self.step, shown)
-            self._tell("on_evaluate", values)
-        self._tell("on_evaluate_end")
-        if values is not None:
-            self._checkpoints.after_evaluation(values)
-        elif random is not None:
-            self._position.owes_evaluation = True
-            set_random_states(random)
-        return values or {}
 
     def _agree(self, **data: object) -> None:
         """Refuse to go on where the ranks would go apart, or wait for each other."""

@@ -1,5 +1,6 @@
 """A run that is told to stop saves, asks to be started again, and goes on as if nothing had been."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,13 @@ def stopped(run: "subprocess.CompletedProcess[str]", folder: Path, why: str) -> 
     return newest.step
 
 
+def last_state(folder: Path) -> dict[str, object]:
+    """What the last checkpoint has beside the tensors."""
+    newest = next(found for found in checkpoints(folder) if found.whole)
+    state = json.loads((newest.path / "state.json").read_text())
+    return {part: state[part] for part in ("position", "optimizer", "callbacks", "random")}
+
+
 def test_ranks_that_hear_a_signal_at_different_times_save_after_the_same_step(tmp_path: Path) -> None:
     whole = ended(train(LAUNCH, tmp_path / "undisturbed"))
     folder = tmp_path / "run"
@@ -70,3 +78,4 @@ def test_an_evaluation_that_would_take_too_long_is_left_to_the_run_that_goes_on(
     folder = tmp_path / "run"
     assert stopped(train(LAUNCH, folder, "evaluation", "SIGTERM", settings), folder, "SIGTERM") == 20
     assert ended(train(LAUNCH, folder, settings=settings)) == whole
+    assert last_state(folder) == last_state(tmp_path / "undisturbed")

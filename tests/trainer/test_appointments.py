@@ -2,6 +2,7 @@
 
 import random
 import threading
+from collections.abc import Callable
 from queue import Queue
 
 import pytest
@@ -55,6 +56,27 @@ def test_one_rank_alone_acts_at_once() -> None:
     assert alone.due() is None
 
 
+def test_who_is_busy_can_ask_whether_to_stop() -> None:
+    store, wish = HashStore(), {0: SAVE, 1: SAVE}
+    ranks = [Appointments(rank, 2, store, lambda rank=rank: wish.get(rank)) for rank in range(2)]
+    for rank in ranks:
+        rank.begin()
+    wait_until(lambda: all(rank._agreed for rank in ranks))
+    assert not any(rank.stops() for rank in ranks)
+    wish[1] = STOP
+    assert [rank.stops() for rank in ranks] == [False, True], "while a save that is agreed on is still to be done"
+    del wish[0]
+    assert [rank.due() for rank in ranks] == [SAVE, SAVE]
+    wait_until(ranks[0].stops)
+    for rank in ranks:
+        rank.close()
+
+
+def wait_until(true: Callable[[], object]) -> None:
+    while not true():
+        threading.Event().wait(0.001)
+
+
 def test_nobody_waits_for_a_store_that_is_gone() -> None:
     class Gone(HashStore):
         def check(self, keys: list[str]) -> bool:
@@ -64,3 +86,4 @@ def test_nobody_waits_for_a_store_that_is_gone() -> None:
     ranks.begin()
     while ranks._thread is not None and ranks._thread.is_alive():
         assert ranks.due() is None
+    assert not ranks.stops()

@@ -67,7 +67,8 @@ class Watch:
     def look(self, signs: Mapping[int, Signs], now: float, *, stopped: bool = False) -> Quiet | None:
         """`signs`: of each rank that still runs. Returns for how long nobody has done anything, once that is too long.
 
-        `stopped`: whether a signal has stopped any of them; that one is not in the midst of anything long. Only time in which somebody looked counts: where the whole machine, or this process, stood still, nobody hangs.
+        `stopped`: whether a signal has stopped any of them; that one is not in the midst of anything long. Only time in
+        which somebody looked counts: where the whole machine, or this process, stood still, nobody hangs.
         """
         passed = min(now - self._looked, 2 * self.period)
         self._looked = now
