@@ -50,7 +50,8 @@ GRACE_DEFAULT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # and that of --shutdown-timeo
 # Beginnings of the names of variables that libraries read when they are imported, and those read still earlier.
 IMPORT_TIME_VARIABLES = (
     "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "BLIS_", "TORCH_CPP_LOG_LEVEL", "TORCH_LOGS", "TORCH_SHOW_CPP",
-    "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE",
+    "TORCH_DISTRIBUTED_DEBUG", "TORCH_TRACE", "TORCH_DEVICE_BACKEND_AUTOLOAD", "PYTORCH_JIT",
+    "TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE",
 )  # fmt: skip
 START_TIME_VARIABLES = ("PYTHON", "LD_PRELOAD", "LD_LIBRARY_PATH", "MALLOC_", "GLIBC_TUNABLES")
 # What the warm server's imports need: no thread of a BLAS, and no CUDA for the question whether there is any.

@@ -65,6 +65,9 @@ _PATIENCE = timedelta(minutes=10)
 _STOP_PATIENCE = timedelta(minutes=2)
 """At a stop: the others are at most in the callbacks of the same step."""
 
+_Owed = Callable[[Callable[[], bool]], None] | None
+"""What evaluates, where that is asked for, until its argument says that there is no time."""
+
 
 class Trainer:
     """Trains a model on all ranks; the same script runs alone, under `ddpkit launch` and under torchrun.
@@ -267,10 +270,7 @@ class Trainer:
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
-    def _steps(
-        self, train_data: Data, feed: Feed, history: list[LogRow], evaluate: Callable[..., None] | None = None
-    ) -> Iterator[Step]:
-        """`evaluate`: for a run that was stopped before its evaluation was done."""
+    def _steps(self, train_data: Data, feed: Feed, history: list[LogRow], evaluate: _Owed = None) -> Iterator[Step]:
         self._prepare(feed)
         turn = self._turn = object()
         total = self._position.last_step(self.config, feed.steps)
@@ -284,11 +284,7 @@ class Trainer:
             self._heart.during(Phase.DATA),
         ):
             self._preemption.begin()
-            if evaluate is not None and self._position.owes_evaluation:
-                evaluate(self._preemption.stops)
-                self._stopping |= self._position.ends_evaluated()
-                self._checkpoints.save_again()
-                self._preemption.after_step(self._position, self._finished())
+            self._catch_up(evaluate)
             while not self._finished():
                 self._heart.mark(Phase.DATA)
                 feed.begin(self.epoch, self._position.steps_in_epoch)
@@ -334,6 +330,14 @@ class Trainer:
                     self._preemption.after_step(self._position, self._finished())
             self._meet_if(self._stopping and not stopping)  # stopped by what heard of the log point or the evaluation
             self._end(history)
+
+    def _catch_up(self, evaluate: _Owed) -> None:
+        """Do what a run that was stopped in the midst of its evaluation has left."""
+        if evaluate is not None and self._position.owes_evaluation:
+            evaluate(self._preemption.stops)
+            self._stopping |= self._position.ends_evaluated()
+            self._checkpoints.save_again()
+            self._preemption.after_step(self._position, self._finished())
 
     def _end(self, history: list[LogRow]) -> None:
         if self._log_points.interval.steps:  # stopped between log points

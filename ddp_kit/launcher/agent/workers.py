@@ -33,6 +33,7 @@ _UNKILLABLE_SECONDS = 5.0
 # For those that train with one that has failed. There is nothing left to save, which is what a Trainer does when it is
 # told to stop; and in a collective of NCCL it would not even hear of that. Others end at SIGTERM, or have reasons.
 _IN_VAIN_SECONDS = 0.2
+_SAVING_SECONDS = 1.0  # what a save in hand gets, as long as others do not wait for it for long
 _LAST_OUTPUT_SECONDS = 2.0  # for what is left in the pipes, once all workers have ended
 
 
@@ -291,7 +292,9 @@ class Workers(SubprocessContext):
         """End what still runs, now that another worker has failed."""
         signs = [read_heartbeat(self.error_files[rank]) for rank in self._running_local_ranks]
         training = all(each.phase is not Phase.OUTSIDE for each in signs)
-        self.close(timeout=min(self._grace, _IN_VAIN_SECONDS) if training else None)
+        saving = any(each.phase is Phase.CHECKPOINT for each in signs)
+        in_vain = _SAVING_SECONDS if saving else _IN_VAIN_SECONDS
+        self.close(timeout=min(self._grace, in_vain) if training else None)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: float | None = None) -> None:
         """End what still runs, within the user's grace on every path."""

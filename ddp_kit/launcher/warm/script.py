@@ -6,7 +6,6 @@ import importlib.machinery
 import io
 import json
 import os
-import re
 import runpy
 import sys
 import time
@@ -17,22 +16,13 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
-from ddp_kit.contract import ERROR_FILE, IMPORT_TIME_VARIABLES, LOCAL_RANK, NOTE_AT_START, NOTE_MARK
+from ddp_kit.contract import ERROR_FILE, LOCAL_RANK, NOTE_AT_START, NOTE_MARK
 from ddp_kit.errors import DdpKitError
 from ddp_kit.launcher.warm.ending import INTERRUPTED, code_of, leave
 from ddp_kit.launcher.warm.messages import Program
+from ddp_kit.launcher.warm.source import set_too_late
 
 _HOLD_BACK_SECONDS = 5.0
-_IMPORTS_TORCH = re.compile(r"^[ \t]*(?:import|from) +torch\b", re.MULTILINE)
-_SETS_VARIABLE = re.compile(
-    r"""^[ \t]*(?:os\.)?environ(?:\[["'](\w+)["']\] *=(?!=)|\.setdefault\( *["'](\w+)["'])""", re.MULTILINE
-)
-
-
-def trains(program: Program) -> bool:
-    """Whether the script speaks of our Trainer."""
-    text = _text(program)
-    return "ddp_kit" in text and "Trainer" in text
 
 
 def obstacle(program: Program, env: Mapping[str, str], preloaded: frozenset[str]) -> str:
@@ -42,9 +32,9 @@ def obstacle(program: Program, env: Mapping[str, str], preloaded: frozenset[str]
     """
     if not program.module and (not program.name.endswith(".py") or not Path(program.name).is_file()):
         return f"{program.name} is not a .py file"
-    for value, default in _SETS_VARIABLE.findall(_IMPORTS_TORCH.split(_text(program), maxsplit=1)[0]):
-        if (value or default).startswith(IMPORT_TIME_VARIABLES) and (value or default not in env):
-            return f"{program.name} sets {value or default} before it imports torch, which reads it as it is imported"
+    name = set_too_late(program, env)
+    if name:
+        return f"{program.name} sets {name}, which torch reads as it is imported"
     folder = Path.cwd() if program.module else Path(program.name).resolve().parent
     if sys.flags.safe_path:
         return ""
@@ -59,18 +49,6 @@ def obstacle(program: Program, env: Mapping[str, str], preloaded: frozenset[str]
             if Path(origin) not in (path, path / "__init__.py"):
                 return f"{path.name} in {folder} has the name of a module that torch imports"
     return ""
-
-
-def _text(program: Program) -> str:
-    """Of its main file; empty where that is not found by the module's name alone."""
-    path = Path(program.name)
-    if program.module:
-        path = Path(program.name.replace(".", "/"))
-        path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def set_title(program: Program) -> None:

@@ -49,6 +49,7 @@ from ddp_kit.launcher.warm.messages import (
     Start,
     Started,
 )
+from ddp_kit.launcher.warm.source import trains
 
 _PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel")
 # What DistributedDataParallel and optimizers import when the first one is made; too long to let the first start wait.
@@ -183,7 +184,7 @@ class _Server:
         cold, warm = "", None
         if start.program is not None and self._warm:
             cold = self._obstacle(start)
-            if not cold and script.trains(start.program):
+            if not cold and trains(start.program):
                 self._preload_more(_PRELOADED_FOR_A_TRAINER)
                 cold = self._obstacle(start)
             warm = None if cold else start.program

@@ -1,0 +1,48 @@
+"""Breaking an evaluation off: where that can be done, and where it cannot."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_kit import Trainer, TrainerConfig
+from ddp_kit.trainer.evaluation import evaluate
+
+BATCHES = [(2, torch.ones(2, 3))] * 3
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def seen_until_stopped(meet: bool, after: int) -> tuple[int, bool]:
+    """How many batches were seen with a stop asked for after so many, and whether there were values."""
+    seen: list[Tensor] = []
+
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        seen.append(batch)
+        loss: Tensor = model(batch).mean()
+        if meet:
+            dist.all_reduce(loss)
+        return loss
+
+    model = nn.Linear(3, 1)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters()), loss_fn, TrainerConfig(max_steps=1))
+    values = evaluate(trainer._parts, {}, BATCHES, lambda: len(seen) >= after)
+    return len(seen), values is not None
+
+
+@pytest.mark.usefixtures("group")
+def test_it_ends_after_the_batch_in_hand() -> None:
+    assert seen_until_stopped(meet=False, after=2) == (2, False)
+    assert seen_until_stopped(meet=False, after=4) == (3, True)
+
+
+@pytest.mark.usefixtures("group")
+def test_where_ranks_meet_in_each_batch_it_goes_on_to_its_end() -> None:
+    assert seen_until_stopped(meet=True, after=1) == (3, True)
