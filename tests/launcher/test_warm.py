@@ -178,6 +178,20 @@ def test_what_a_trainer_needs_is_there_for_a_script_that_speaks_of_one(
 
 
 @pytest.mark.slow
+def test_the_log_of_a_script_with_a_trainer_begins_as_ever(server: WarmServer, tmp_path: Path) -> None:
+    main, out, err = (tmp_path / name for name in ("train.py", "out", "err"))
+    main.write_text(
+        "import sys\nbefore = {'ddp_kit.trainer', 'loguru'} <= set(sys.modules)\nfrom ddp_kit import Trainer\n"
+        "from loguru import logger\nlogger.info('hello')\nlogger.remove(0)\nlogger.info('not heard')\nprint(before)\n"
+    )
+    with out.open("w") as output, err.open("w") as errors:
+        worker = forked(server, a_program(main), streams=(output.fileno(), errors.fileno()))
+    assert (worker.wait(60), out.read_text()) == (0, "True\n")
+    (line,) = err.read_text().splitlines()
+    assert line.endswith(" - hello")
+
+
+@pytest.mark.slow
 def test_workers_show_their_own_words_to_ps(server: WarmServer, tmp_path: Path) -> None:
     main = tmp_path / "train.py"
     main.write_text("import signal; signal.pause()")

@@ -290,11 +290,21 @@ class Workers(SubprocessContext):
 
     def stop_after_failure(self) -> None:
         """End what still runs, now that another worker has failed."""
-        signs = [read_heartbeat(self.error_files[rank]) for rank in self._running_local_ranks]
-        training = all(each.phase is not Phase.OUTSIDE for each in signs)
-        saving = any(each.phase is Phase.CHECKPOINT for each in signs)
-        in_vain = _SAVING_SECONDS if saving else _IN_VAIN_SECONDS
-        self.close(timeout=min(self._grace, in_vain) if training else None)
+        if Phase.OUTSIDE in self._phases():
+            self.close()
+            return
+        self._tell(signal.SIGTERM)
+        began = time.monotonic()
+        while self._running_local_ranks and self._inbox.signals < 2:
+            saving = Phase.CHECKPOINT in self._phases()
+            left = began + min(self._grace, _SAVING_SECONDS if saving else _IN_VAIN_SECONDS) - time.monotonic()
+            if left <= 0:
+                break
+            self._wait_for_ends(left)
+        self.close(timeout=0.0)
+
+    def _phases(self) -> set[Phase]:
+        return {read_heartbeat(self.error_files[rank]).phase for rank in self._running_local_ranks}
 
     def close(self, death_sig: signal.Signals | None = None, timeout: float | None = None) -> None:
         """End what still runs, within the user's grace on every path."""
@@ -306,8 +316,7 @@ class Workers(SubprocessContext):
             return
         self._note_ends()
         if self._running_local_ranks:
-            self._told |= self._running_local_ranks - self.hangs.found.keys()
-            self._signal(death_sig)
+            self._tell(death_sig)
             deadline = time.monotonic() + timeout
             while self._running_local_ranks and time.monotonic() < deadline and self._inbox.signals < 2:
                 self._wait_for_ends(deadline - time.monotonic())
@@ -334,8 +343,9 @@ class Workers(SubprocessContext):
         if failed:
             self._output.end_line()
 
-    def _signal(self, number: signal.Signals) -> None:
+    def _tell(self, number: signal.Signals) -> None:
         """Tell the ranks alone, who need their data loaders to save; a program of another kind with all it started."""
+        self._told |= self._running_local_ranks - self.hangs.found.keys()
         for rank in self._running_local_ranks:
             pid = self.subprocess_handlers[rank].proc.pid
             with suppress(ProcessLookupError):

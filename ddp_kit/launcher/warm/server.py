@@ -54,8 +54,9 @@ from ddp_kit.launcher.warm.source import trains
 _PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel")
 # What DistributedDataParallel and optimizers import when the first one is made; too long to let the first start wait.
 _PRELOADED_WHEN_IDLE = ("torch._dynamo",)
-# What a script with a Trainer will need. Not loguru: as it begins it looks whether there is a terminal.
-_PRELOADED_FOR_A_TRAINER = ("torch._dynamo", "ddp_kit.config", "psutil", "rich.progress", "safetensors.torch")
+_PRELOADED_FOR_A_TRAINER = ("torch._dynamo", "ddp_kit.trainer.trainer")
+# Its own handler looks whether there is a terminal: that is the affair of the worker.
+_WITHOUT_LOG = {"LOGURU_AUTOINIT": "False"}
 _IDLE_SECONDS = 5.0
 _LEAVING_SECONDS = 2.0  # for what a worker that ended well has started: most of it ends by itself, if given the time
 _OWN_FAULTS = {
@@ -163,7 +164,12 @@ class _Server:
             return
         attentive = _Attentive(self)
         sys.meta_path.insert(0, attentive)
+        before = dict(os.environ)
+        os.environ.update(_WITHOUT_LOG)
         _preload(names)
+        for name in _WITHOUT_LOG:
+            del os.environ[name]
+        os.environ.update(before)
         sys.meta_path.remove(attentive)
         self._modules = _top_level_modules()
 

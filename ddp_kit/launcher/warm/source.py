@@ -9,7 +9,8 @@ from pathlib import Path
 from ddp_kit.contract import IMPORT_TIME_VARIABLES
 from ddp_kit.launcher.warm.messages import Program
 
-_READ_BY_DYNAMO = ("TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE")
+# By what a Trainer's script finds imported: beside torch itself, which does not import these.
+_READ_FOR_A_TRAINER = ("TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", "LOGURU_")
 
 
 def trains(program: Program) -> bool:
@@ -51,7 +52,7 @@ def _sets(text: str) -> list[tuple[str, bool]]:
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # Python will show it
         return []
     torch_line = min((node.lineno for node in tree.body if _imports_torch(node)), default=sys.maxsize)
-    early = _READ_BY_DYNAMO if _trains(text) else ()  # plain torch does not import it, and a Trainer's script has it
+    early = _READ_FOR_A_TRAINER if _trains(text) else ()
     return [
         (name, default)
         for node in ast.walk(tree)

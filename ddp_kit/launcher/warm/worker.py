@@ -61,6 +61,7 @@ def set_up(start: Start, streams: Sequence[int], launcher: int) -> None:
         del os.environ[name]
     os.environ.update(start.env)
     _reseed()
+    _begin_log()
     main_thread()._set_native_id()  # type: ignore[attr-defined]  # Python 3.11 leaves it at the parent's
     script.set_title(start.program)
     may_be_seen_by(launcher)
@@ -88,6 +89,14 @@ def _set_threads(words: str) -> None:
     if threads != 1:
         limits: Callable[..., object] = import_module("threadpoolctl").threadpool_limits
         limits(threads or len(os.sched_getaffinity(0)), user_api="blas")
+
+
+def _begin_log() -> None:
+    """What loguru does when it is imported, which the server has kept it from."""
+    if "loguru" in sys.modules:
+        defaults = import_module("loguru._defaults")
+        if defaults.env("LOGURU_AUTOINIT", bool, True):
+            sys.modules["loguru"].logger.add(sys.stderr)
 
 
 def _reseed() -> None:
