@@ -3,8 +3,8 @@
     python benchmarks/checkpoint.py [--quick] [--only standstill|restart] [--sizes 10,100,1000,2000] [--rounds 3]
 
 A whole run writes its tables to RESULTS.md; with --quick, --only or --sizes they are printed alone. Rounds are
-interleaved: in each, every way to save has its turn at every size, in one process, and the order moves on by one;
-ratios are to a copy made right before the same save. Files are written under /var/tmp, which is a disk.
+interleaved: in each, every way to save has its turn at every size, in one process, and the order moves on by one from
+size to size and round to round; ratios are to a copy made right before the same save. Files are written under /var/tmp, which is a disk.
 """
 
 import argparse
@@ -316,9 +316,9 @@ def measure(asked: argparse.Namespace, ways: Sequence[str], programs: Sequence[s
     results, dice = Results(), random.Random(1)  # noqa: S311
     for number in range(asked.rounds):
         if asked.only != "restart":
-            for size in asked.sizes:
+            for place, size in enumerate(asked.sizes):
                 if size < LARGE or number % 3 == 0:
-                    first = number % len(ways)
+                    first = (number + place) % len(ways)
                     measure_saves(results, size, (*ways[first:], *ways[:first]))
                     _say(f"round {number + 1} of {asked.rounds}: {size} MB")
         if asked.only != "standstill":

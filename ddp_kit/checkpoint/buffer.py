@@ -25,7 +25,8 @@ class SharedBuffer:
         self._bytes: Tensor | None = None
         self._pinned = False
         self._layout: Layout | None = None
-        self._targets: list[Tensor] = []
+        self.targets: list[Tensor] = []
+        """Where the tensors of the last `fill` are, in the order of its layout's places."""
 
     @property
     def view(self) -> memoryview:
@@ -45,7 +46,7 @@ class SharedBuffer:
         if layout is not self._layout:
             for offset, header in layout.headers.items():
                 self._memory[offset : offset + len(header)] = header
-            self._targets = [
+            self.targets = [
                 self._bytes[place.offset : place.offset + place.bytes].view(tensor.dtype).view(tensor.shape)
                 for place, tensor in zip(layout.places, tensors, strict=True)
             ]
@@ -53,7 +54,7 @@ class SharedBuffer:
         self._memory[layout.bytes : layout.bytes + len(text)] = text
         if torch.cuda.is_initialized() and any(tensor.is_cuda for tensor in tensors):  # type: ignore[no-untyped-call]
             self._pin()
-        copy(self._targets, tensors)
+        copy(self.targets, tensors)
 
     def close(self) -> None:
         """Give the memory back."""
@@ -78,7 +79,7 @@ class SharedBuffer:
     def _release(self) -> None:
         if self._pinned and self._bytes is not None:
             torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())  # type: ignore[no-untyped-call]
-        self._pinned, self._layout, self._targets = False, None, []
+        self._pinned, self._layout, self.targets = False, None, []
         self._bytes = self._memory = None
 
     def _pin(self) -> None:

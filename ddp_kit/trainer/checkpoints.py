@@ -5,8 +5,9 @@ import time
 import uuid
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,14 @@ from ddp_kit import contract
 from ddp_kit.callbacks import Callback
 from ddp_kit.callbacks.watched import Watched
 from ddp_kit.checkpoint.loading import load, newer
-from ddp_kit.checkpoint.saver import Saver
+from ddp_kit.checkpoint.saver import Check, Saver
 from ddp_kit.checkpoint.writing import set_aside, wait_for_writers
 from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.manifest import checkpoints, name_of
 from ddp_kit.trainer.agreement import every_text, gathered
 from ddp_kit.trainer.fitting import callback_states, check, kinds, load_callbacks, of_another_run
+from ddp_kit.trainer.log_points import LogPoints
 from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.step import OptimizerStep, Parts
 from ddp_kit.world import RandomStates, mixed_seed, random_states, seed_generators, set_random_states
@@ -48,13 +50,13 @@ class Checkpoints:
         position: Position,
         optimizer_step: OptimizerStep,
         callbacks: Sequence[Callback],
-        before_save: Callable[[int], None],
+        log_points: LogPoints,
     ) -> None:
         self._parts = parts
         self._position = position
         self._optimizer_step = optimizer_step
         self._callbacks = callbacks
-        self._before_save = before_save  # raises where there is nothing worth saving
+        self._log_points = log_points
         self._config = parts.config.checkpoint
         self._settings = parts.config.model_dump(mode="json")
         self._saver: _Patient | None = None
@@ -81,14 +83,14 @@ class Checkpoints:
         """Save where it is due or wanted; an error of a save before comes out here."""
         every = self._config.every_steps
         if self.wanted or (every is not None and self._position.step % every == 0):
-            self.save()
+            self.save(goes_on=True)
         elif self._saver is not None:
             self._saver.check()
 
     def save_once(self) -> None:
         """Save, where this step is not saved yet."""
         if self._saved_step != self._position.step:
-            self.save()
+            self.save(goes_on=True)
 
     def save_again(self) -> None:
         """Save this step, whether or not it is saved: its evaluation came later."""
@@ -123,19 +125,27 @@ class Checkpoints:
         finally:
             self._in_loop = False
 
-    def save(self) -> None:
-        """Write a checkpoint of this step. Raises `CheckpointError`; what time may mend is a warning."""
+    def save(self, *, goes_on: bool = False) -> None:
+        """Write a checkpoint of this step. Raises `CheckpointError`; what time may mend is a warning.
+
+        `goes_on`: whether `after_step` or `finish` follows: what is wrong with the weights may come out there.
+        """
         if self._config.dir is None:
             raise CheckpointError("there is no folder to save in", 'set checkpoint={"dir": ...} in the TrainerConfig')
         self.saved_at, self.wanted = time.monotonic(), False
-        self._before_save(self._position.step)
+        self._log_points.refuse_non_finite()
+        refuse = partial(self._log_points.refuse_weights, self._position.step)
+        weights = [each.detach() for each in self._parts.model.parameters() if each.is_floating_point()]
+        if not goes_on:
+            refuse(weights)
         self.restore_random()
         random = every_text(_text(random_states(self._parts.world)).encode(), self._parts.world)
         step = self._position.step
         if self._saver is not None:
             self._set_aside(self._config.dir)
             state = self._state([text.decode() for text in random])
-            self._saver.save(step, state, best=step == self._best_step)
+            check = Check(weights, refuse) if goes_on else None
+            self._saver.save(step, state, best=step == self._best_step, check=check)
         self._saved_step, self._kept = step, None
 
     def _set_aside(self, folder: Path) -> None:
@@ -322,11 +332,11 @@ class _Patient(Saver):
     unsaved: CheckpointError | None = None
     """Why the last save came to nothing; None where it did not, as far as is known."""
 
-    def save(self, step: int, state: Mapping[str, Any], *, best: bool = False) -> None:
+    def save(self, step: int, state: Mapping[str, Any], *, best: bool = False, check: Check | None = None) -> None:
         self.check(wait=True)
         self.unsaved = None
         with self._patience():
-            super().save(step, state, best=best)
+            super().save(step, state, best=best, check=check)
 
     def check(self, *, wait: bool = False) -> None:
         with self._patience():

@@ -2,12 +2,13 @@
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 
 import torch
+from torch import Tensor
 
 from ddp_kit.advice import Adviser, slowest_rank
 from ddp_kit.batch import BatchPlan
@@ -96,16 +97,20 @@ class LogPoints:
             slowest_factor=factor,
         )
 
-    def refuse_non_finite(self, step: int) -> None:
+    def refuse_non_finite(self) -> None:
         """Raise the `LossError` that the next log point would: what is saved is worth going on from. A collective."""
         if self._parts.config.non_finite == "skip":
             return
         for point in self._late:
             self._check(point, point.reading.values())
         self._refuse(self.interval.first_non_finite())
+
+    def refuse_weights(self, step: int, weights: Sequence[Tensor]) -> None:
+        """Raise a `LossError` where these, as they are after `step`, are not finite."""
+        if self._parts.config.non_finite == "skip" or not weights:
+            return
         # Sums, not norms: what is not finite spreads, and they take an eighth of the time of the largest value.
-        weights = [each for each in self._parts.model.parameters() if each.is_floating_point()]
-        if not torch.isfinite(torch.stack([each.detach().sum(dtype=torch.float32) for each in weights])).all():
+        if not torch.isfinite(torch.stack([each.sum(dtype=torch.float32) for each in weights])).all():
             raise LossError(f"the weights are not finite after step {step}, although the losses are", _HINT, step)
 
     def _check(self, point: _Point, values: Values) -> None:

@@ -140,8 +140,9 @@ class Trainer:
         self._max_steps = math.inf if settings.max_steps is None else settings.max_steps
         self._max_epochs = math.inf if settings.last_epoch is None else settings.last_epoch
         self._heart = self._parts.heart
-        sound = self._log_points.refuse_non_finite
-        self._checkpoints = Checkpoints(self._parts, self._position, self._optimizer_step, self._callbacks, sound)
+        self._checkpoints = Checkpoints(
+            self._parts, self._position, self._optimizer_step, self._callbacks, self._log_points
+        )
         self._evaluator = Evaluator(self._parts, self._metrics, self._checkpoints, self._tell)
         self._preemption = Preemption(self.world, self.config, self._checkpoints)
         self._checkpoints.resume()

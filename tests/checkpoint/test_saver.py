@@ -5,17 +5,18 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import safetensors.torch
 import torch
 
 from ddp_kit.checkpoint.loading import load
-from ddp_kit.checkpoint.saver import Saver
+from ddp_kit.checkpoint.saver import Check, Saver
 from ddp_kit.errors import CheckpointError
 from ddp_kit.manifest import STATE, checkpoints, examine, leftovers, name_of, newest_whole, verified
 
@@ -249,6 +250,26 @@ def test_a_writer_that_was_killed_is_told_of_and_another_one_goes_on(tmp_path: P
     assert psutil.Process().children() == []
 
 
+def test_what_is_refused_is_not_written_and_said_by_the_next_call(tmp_path: Path, background: bool, same: Same) -> None:
+    def refuse(copies: Sequence[torch.Tensor]) -> None:
+        if not all(map(torch.isfinite, [each.sum() for each in copies])):
+            raise ValueError("not finite")
+
+    def save(step: int, value: float, of: str) -> None:
+        what = state(value)
+        saver.save(step, what, check=Check([what["model"][of]], refuse))
+        what["model"][of].fill_(0.0)
+        saver.wait()
+
+    with Saver(tmp_path, keep_last=2, background=background) as saver:
+        save(1, 1.0, "w")
+        with pytest.raises(ValueError, match="not finite"):
+            save(2, np.nan, "b")
+        save(3, 3.0, "w")
+    assert steps(tmp_path) == [3, 1]
+    assert same(load(tmp_path / name_of(3)), state(3.0))
+
+
 def test_check_does_not_wait(tmp_path: Path) -> None:
     with Saver(tmp_path, keep_last=1) as saver:
         (writer,) = psutil.Process().children()
@@ -287,7 +308,7 @@ def test_the_writer_holds_nothing_of_the_trainer_s_and_has_not_imported_torch(tm
 
 SAVES = """
 import os, signal, sys, torch
-from ddp_kit.checkpoint.saver import Saver
+from ddp_kit.checkpoint.saver import Check, Saver
 saver = Saver(sys.argv[1], keep_last=2)
 saver.save(1, {"model": torch.ones(10)})
 saver.wait()
