@@ -4,7 +4,8 @@
 
 A whole run writes its tables to RESULTS.md; with --quick, --only or --sizes they are printed alone. Rounds are
 interleaved: in each, every way to save has its turn at every size, in one process, and the order moves on by one from
-size to size and round to round; ratios are to a copy made right before the same save. Files are written under /var/tmp, which is a disk.
+size to size and round to round; ratios are to a copy made right before the same save. Files are written under
+/var/tmp, which is a disk.
 """
 
 import argparse
