@@ -178,7 +178,7 @@ def ddpkit(run: Run) -> None:
     steps = trainer.steps(run.dataset)
 
     def save(_: int) -> None:
-        trainer.save()
+        trainer._checkpoints.save(goes_on=True)  # as at one of `every_steps`
         saved[0] = name_of(trainer.step)
 
     def wait(_: int) -> None:

@@ -22,6 +22,7 @@ from ddp_kit.trainer.step import Parts
 from ddp_kit.world import World
 
 _COLLECT_SECONDS = 1.0
+_PIECE = 1 << 14  # half of what torch gives to one thread
 _HINT = (
     "lower the learning rate, clip the gradients (max_grad_norm), look at that step's inputs, "
     'or leave such steps out with non_finite="skip"'
@@ -109,8 +110,12 @@ class LogPoints:
         """Raise a `LossError` where these, as they are after `step`, are not finite."""
         if self._parts.config.non_finite == "skip" or not weights:
             return
-        # Sums, not norms: what is not finite spreads, and they take an eighth of the time of the largest value.
-        if not torch.isfinite(torch.stack([each.sum(dtype=torch.float32) for each in weights])).all():
+        # Sums, not norms: what is not finite spreads, and they take an eighth of the time of the largest value. In pieces
+        # that torch does not spread over threads: those would be in the way of the loop's own.
+        pieces = [
+            piece for each in weights for piece in each.reshape(-1).split(_PIECE if each.is_cpu else each.numel())
+        ]
+        if not torch.isfinite(torch.stack([piece.sum(dtype=torch.float32) for piece in pieces])).all():
             raise LossError(f"the weights are not finite after step {step}, although the losses are", _HINT, step)
 
     def _check(self, point: _Point, values: Values) -> None:
