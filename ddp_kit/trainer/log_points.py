@@ -110,11 +110,11 @@ class LogPoints:
         """Raise a `LossError` where these, as they are after `step`, are not finite."""
         if self._parts.config.non_finite == "skip" or not weights:
             return
-        # Sums, not norms: what is not finite spreads, and they take an eighth of the time of the largest value. In pieces
-        # that torch does not spread over threads: those would be in the way of the loop's own.
-        pieces = [
-            piece for each in weights for piece in each.reshape(-1).split(_PIECE if each.is_cpu else each.numel())
-        ]
+        # Sums, not norms: what is not finite spreads, and they take an eighth of the time of the largest value. In
+        # pieces that torch does not spread over threads: those would be in the way of the loop's own.
+        pieces: list[Tensor] = []
+        for each in weights:
+            pieces += torch.split(each.reshape(-1), _PIECE if each.is_cpu else each.numel())
         if not torch.isfinite(torch.stack([piece.sum(dtype=torch.float32) for piece in pieces])).all():
             raise LossError(f"the weights are not finite after step {step}, although the losses are", _HINT, step)
 
