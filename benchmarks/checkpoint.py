@@ -62,7 +62,7 @@ One process that trains with AdamW, with as many threads as there are cores. Med
 Adam, in some 200 tensors. A save begins when nothing of the one before is left to do. The loop stands still for the
 call, with all that belongs to it: state_dict(), packing, copying; in brackets its ratio to a copy of the same tensors,
 one after the other, into memory that is there already, made two steps earlier. The first save is each way's first in
-its process; the others are medians of the later ones. ddpkit is `trainer.save()` with `checkpoint.background`. A save
+its process; the others are medians of the later ones. ddpkit is a save by `every_steps`, in the background. A save
 is on the disk when its files and their names are synced; for torch.save and Lightning, which do not do so, fsync is
 called. DCP is torch.distributed.checkpoint, its stager kept from save to save. "Staged beside" copies in a thread while
 the next gradients are made, and stands still when the weights are to change. As that, and any writer, takes from the
