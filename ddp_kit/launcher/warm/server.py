@@ -158,10 +158,10 @@ class _Server:
             except ClosedError:
                 self._end()
 
-    def _preload_more(self, names: tuple[str, ...]) -> None:
-        """Where it cannot be had, workers do without."""
+    def _preload_more(self, names: tuple[str, ...]) -> bool:
+        """Whether there was anything to import. Where it cannot be had, workers do without."""
         if sys.modules.keys() >= set(names):
-            return
+            return False
         attentive = _Attentive(self)
         sys.meta_path.insert(0, attentive)
         before = dict(os.environ)
@@ -172,6 +172,7 @@ class _Server:
         os.environ.update(before)
         sys.meta_path.remove(attentive)
         self._modules = _top_level_modules()
+        return True
 
     def _act(self, message: Message) -> Program | None:
         if isinstance(message, Start):
@@ -190,9 +191,8 @@ class _Server:
         cold, warm = "", None
         if start.program is not None and self._warm:
             cold = self._obstacle(start)
-            if not cold and trains(start.program):
-                self._preload_more(_PRELOADED_FOR_A_TRAINER)
-                cold = self._obstacle(start)
+            if not cold and trains(start.program) and self._preload_more(_PRELOADED_FOR_A_TRAINER):
+                cold = self._obstacle(start)  # what was imported may be one
             warm = None if cold else start.program
         parent = os.getpid()
         errors, tell = os.pipe2(os.O_CLOEXEC)
