@@ -4,8 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -86,3 +88,31 @@ def script(tmp_path: Path) -> Callable[[str], Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a save copies beside its caller is copied as late as it can be: when somebody waits for it."""
+    from ddp_kit.checkpoint import saver
+    from ddp_kit.checkpoint.staging import Staging
+
+    asked, begin_copy, judge = threading.Event(), saver.begin_copy, Staging.judge
+
+    def begin(pairs: Any) -> Callable[[], None]:
+        finish = begin_copy(pairs)
+        asked.clear()
+
+        def finish_late() -> None:
+            asked.wait()
+            finish()
+
+        return finish_late
+
+    def judge_late(staging: Staging, sound: Callable[[], bool]) -> bool:
+        asked.set()
+        return judge(staging, sound)
+
+    monkeypatch.setattr(saver, "begin_copy", begin)
+    monkeypatch.setattr(Staging, "judge", judge_late)
+    yield
+    asked.set()

@@ -8,7 +8,6 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from ddp_kit.checkpoint.copying import copy
 from ddp_kit.checkpoint.layout import Layout
 
 _PAGE = mmap.PAGESIZE
@@ -26,7 +25,7 @@ class SharedBuffer:
         self._pinned = False
         self._layout: Layout | None = None
         self.targets: list[Tensor] = []
-        """Where the tensors of the last `fill` are, in the order of its layout's places."""
+        """Where the tensors are to be copied to, in the order of the layout's places."""
 
     @property
     def view(self) -> memoryview:
@@ -34,12 +33,11 @@ class SharedBuffer:
         assert self._memory is not None
         return memoryview(self._memory)
 
-    def fill(self, layout: Layout, tensors: Sequence[Tensor], text: bytes) -> None:
-        """Copy headers, tensors (those that were laid out) and, after them, `text`. On return all of it is there.
+    def prepare(self, layout: Layout, tensors: Sequence[Tensor], text: bytes) -> None:
+        """Make room for `tensors`, which are in the order of the layout's places, and write all that is beside them.
 
-        Where the layout is that of the time before, this is one copy.
+        Where the layout is that of the time before, that is `text` alone.
         """
-        tensors = [tensors[place.number] for place in layout.places]
         self._reserve(layout.bytes + len(text))
         assert self._memory is not None
         assert self._bytes is not None
@@ -54,7 +52,6 @@ class SharedBuffer:
         self._memory[layout.bytes : layout.bytes + len(text)] = text
         if torch.cuda.is_initialized() and any(tensor.is_cuda for tensor in tensors):  # type: ignore[no-untyped-call]
             self._pin()
-        copy(self.targets, tensors)
 
     def close(self) -> None:
         """Give the memory back."""

@@ -1,6 +1,6 @@
 """Copies of many tensors at once, in the time of one copy of their size."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from ctypes import memmove
 from threading import Thread
 
@@ -10,15 +10,26 @@ from torch import Tensor
 _PIECE = 4 << 20
 _PIECES_PER_THREAD = 4  # fewer are done before another thread has started
 
+Pair = tuple[Tensor, Tensor]
+"""A contiguous target in host memory, and the tensor that is copied to it."""
 _Piece = list[tuple[int, int, int]]  # to which address, from which, how many bytes
 
 
+def copy(pairs: Iterable[Pair]) -> None:
+    """Copy each tensor to its target; return when all of them are there."""
+    begin_copy(pairs)()
+
+
 @torch.no_grad()
-def copy(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copy each of `tensors` to its contiguous target in host memory; return when all of them are there."""
+def begin_copy(pairs: Iterable[Pair]) -> Callable[[], None]:
+    """Begin what `copy` does. All is there when what this returns has been called, in whichever thread.
+
+    What is on a GPU is copied as it is when the work in hand there is done.
+    """
     streams: dict[torch.device, torch.cuda.Stream] = {}
     moves: _Piece = []
-    for target, tensor in zip(targets, tensors, strict=True):
+    pairs = [*pairs]
+    for target, tensor in pairs:
         if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             moves.append((target.data_ptr(), tensor.data_ptr(), tensor.nbytes))
         elif tensor.is_cuda:
@@ -29,9 +40,14 @@ def copy(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
                 target.copy_(tensor, non_blocking=True)
         else:
             target.copy_(tensor)
-    _move_all(moves)
-    for stream in streams.values():
-        stream.synchronize()
+
+    def finish() -> None:
+        _move_all(moves)
+        for stream in streams.values():
+            stream.synchronize()
+        pairs.clear()  # until here, nobody may give the memory to others
+
+    return finish
 
 
 def _beside(device: torch.device) -> torch.cuda.Stream:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,12 +15,15 @@ from torch import Tensor
 from ddp_kit import __version__
 from ddp_kit.checkpoint.background import WriterProcess
 from ddp_kit.checkpoint.buffer import SharedBuffer
-from ddp_kit.checkpoint.repacking import Prepared, Repacker
+from ddp_kit.checkpoint.copying import Pair, begin_copy, copy
+from ddp_kit.checkpoint.repacking import Repacker
+from ddp_kit.checkpoint.staging import Staging, Steady
 from ddp_kit.checkpoint.writing import Job, Region, make_folder, refused, write
 from ddp_kit.errors import CheckpointError
 from ddp_kit.manifest import STATE
 
 _VERSIONS = {"ddpkit": __version__, "torch": torch.__version__, "python": platform.python_version()}
+_Look = Callable[[], None] | None
 
 
 @dataclass(frozen=True)
@@ -60,36 +62,66 @@ class Saver:
         self._background = background
         self._writer = WriterProcess(self._buffer.descriptor) if background else None
         self._busy = False
-        self._looking: _Looking | None = None
+        self._staging: Staging | None = None
         self._repacker = Repacker()
+        self._steady: Steady | None = None
+        self._is_steady: bool | None = None  # what was said to be; None: not known yet
 
-    def save(self, step: int, state: Mapping[str, Any], *, best: bool = False, check: Check | None = None) -> None:
-        """Begin a checkpoint: on return the state is copied, and may change again.
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        best: bool = False,
+        check: Check | None = None,
+        steady: Sequence[Tensor] = (),
+    ) -> None:
+        """Begin a checkpoint: on return the state is copied, and may change again, apart from `steady`.
 
         One at a time: while the one before is still being written, this waits for it. Where that one has failed, its
         `CheckpointError` is raised here, unless `check` or `wait` has raised it before, and nothing is begun.
         `state`: part -> what `packing.pack` can store, on any device. `best`: whether it is the best so far.
+        `steady`: tensors of the state that stay as they are until `copied` is called. The first time they are copied
+        as all the rest, and `copied` looks whether they did; from then on they are copied beside the caller.
         """
         prepared = self._repacker.prepare(state)
         layout, text = prepared.layout, prepared.text
         self.wait()
+        tensors = [prepared.tensors[place.number] for place in layout.places]
         try:
-            self._buffer.fill(layout, prepared.tensors, text)
+            self._buffer.prepare(layout, tensors, text)
         except OSError as error:
             raise CheckpointError(
                 f"there is no host memory for a copy of the state: {layout.bytes:,} bytes are needed ({error})",
                 "each process that saves needs as much as its state; ask for more memory",
             ) from None
+        pairs = [*zip(self._buffer.targets, tensors, strict=True)]
         files = (*layout.files, Region(STATE, layout.bytes, len(text)))
         job = Job(str(self._folder), step, best, self._keep_last, _VERSIONS, files)
-        look = None if check is None else partial(check.refuse, self._copies(check.tensors, prepared))
+        look = None if check is None else partial(_look, check, pairs)
         if self._background:
-            self._start(job, look)
+            self._stage(job, pairs, steady, look)
             return
+        copy(pairs)
         if look is not None:
             look()
         with self._buffer.view as view:
             write(job, view)
+
+    @property
+    def copying(self) -> bool:
+        """Whether `copied` is to be called."""
+        return self._steady is not None
+
+    def copied(self) -> None:
+        """Return when all is copied: from here on `steady` may change, too."""
+        if self._steady is None:
+            return
+        if self._is_steady and self._staging is not None:
+            self._is_steady = self._staging.judge(self._steady.untouched)
+        else:
+            self._is_steady = self._steady.as_copied()
+        self._steady = None
 
     def check(self) -> None:
         """Raise the `CheckpointError` of a save that has failed, once; does not wait."""
@@ -98,6 +130,9 @@ class Saver:
 
     def wait(self) -> None:
         """Return when the last checkpoint is whole. Raises its `CheckpointError`."""
+        if not self._is_steady:
+            self._steady = None  # too early to tell
+        self.copied()
         if self._busy:
             self._finished(wait=True)
 
@@ -119,19 +154,20 @@ class Saver:
     ) -> None:
         self.close()
 
-    def _copies(self, tensors: Sequence[Tensor], prepared: Prepared) -> list[Tensor]:
-        addresses = {tensor.data_ptr() for tensor in tensors}
-        pairs = zip(prepared.layout.places, self._buffer.targets, strict=True)
-        return [copied for place, copied in pairs if prepared.tensors[place.number].data_ptr() in addresses]
-
-    def _start(self, job: Job, look: Callable[[], None] | None) -> None:
+    def _stage(self, job: Job, pairs: Sequence[Pair], steady: Sequence[Tensor], look: _Look) -> None:
+        """Copy, and have it written; what can be done beside the caller is left to a thread."""
+        late, now = _divided(pairs, steady if self._is_steady is not False else ())
+        beside = late if self._is_steady else []
+        copy(now if beside else pairs)
+        rest = begin_copy(beside) if beside else None
+        self._steady = Steady(late) if late else None
         if self._writer is None:  # the one before is gone, which has been said
             self._writer = WriterProcess(self._buffer.descriptor)
-        self._busy = True
         start = partial(self._writer.start, job)
-        if look is not None:
-            self._looking = _Looking(look, start)
-            self._looking.start()
+        self._busy = True
+        if rest is not None or look is not None:
+            self._staging = Staging(rest, look, start)
+            self._staging.start()
             return
         try:
             start()
@@ -142,11 +178,11 @@ class Saver:
     def _finished(self, *, wait: bool) -> None:
         assert self._writer is not None
         try:
-            if self._looking is not None:
-                if self._looking.is_alive() and not wait:
+            if self._staging is not None:
+                if self._staging.is_alive() and not wait:
                     return
-                looking, self._looking = self._looking, None
-                looking.settle()
+                staging, self._staging = self._staging, None
+                staging.settle()
             self._busy = not self._writer.finished(wait=wait)
         except BaseException:
             self._busy = False
@@ -155,25 +191,14 @@ class Saver:
             raise
 
 
-class _Looking(Thread):
-    """Looks at what is to be written, and has it written; beside its caller."""
+def _divided(pairs: Sequence[Pair], tensors: Sequence[Tensor]) -> tuple[list[Pair], list[Pair]]:
+    """The pairs of `tensors`, and the others."""
+    wanted = {(tensor.data_ptr(), tensor.numel()) for tensor in tensors}
+    parts: tuple[list[Pair], list[Pair]] = [], []
+    for pair in pairs:
+        parts[(pair[1].data_ptr(), pair[1].numel()) not in wanted].append(pair)
+    return parts
 
-    def __init__(self, look: Callable[[], None], start: Callable[[], None]) -> None:
-        super().__init__(name="checkpoint")
-        self._look = look
-        self._start_writing = start
-        self._error: Exception | None = None
 
-    def run(self) -> None:
-        """In the thread."""
-        try:
-            self._look()
-            self._start_writing()
-        except Exception as error:
-            self._error = error
-
-    def settle(self) -> None:
-        """Return when it has done so. Raises what was in the way."""
-        self.join()
-        if self._error is not None:
-            raise self._error
+def _look(check: Check, pairs: Sequence[Pair]) -> None:
+    check.refuse([copied for copied, _ in _divided(pairs, check.tensors)[0]])

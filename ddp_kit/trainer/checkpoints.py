@@ -22,6 +22,7 @@ from ddp_kit.callbacks.watched import Watched
 from ddp_kit.checkpoint.loading import load, newer
 from ddp_kit.checkpoint.saver import Check, Saver
 from ddp_kit.checkpoint.writing import set_aside, wait_for_writers
+from ddp_kit.contract import Phase
 from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.manifest import checkpoints, name_of
@@ -70,6 +71,7 @@ class Checkpoints:
         self.wanted = False
         """Whether to save once the step is done: before, its state is half that of the next."""
         self._in_loop = False
+        optimizer_step.before_change = self._before_change
         self._random: list[str] | None = None  # of a checkpoint, until the next step or save
         self._random_known = False
         if self._config.dir is not None and self._writes(self._config.dir):
@@ -123,6 +125,7 @@ class Checkpoints:
         try:
             yield
         finally:
+            self._before_change()
             self._in_loop = False
 
     def save(self, *, goes_on: bool = False) -> None:
@@ -144,9 +147,15 @@ class Checkpoints:
         if self._saver is not None:
             self._set_aside(self._config.dir)
             state = self._state([text.decode() for text in random])
-            check = Check(weights, refuse) if goes_on else None
-            self._saver.save(step, state, best=step == self._best_step, check=check)
+            check, steady = (Check(weights, refuse), self._steady()) if goes_on else (None, ())
+            self._saver.save(step, state, best=step == self._best_step, check=check, steady=steady)
         self._saved_step, self._kept = step, None
+
+    def _before_change(self) -> None:
+        """Return when all is copied that a save of the step before left to be copied beside this one."""
+        if self._saver is not None and self._saver.copying:
+            with self._parts.heart.during(Phase.CHECKPOINT):
+                self._saver.copied()
 
     def _set_aside(self, folder: Path) -> None:
         """Once a run has gone back: what it had come to before would be taken for newer than what it comes to now."""
@@ -181,6 +190,13 @@ class Checkpoints:
             "random": random,
             "config": self._settings,
         }
+
+    def _steady(self) -> list[Tensor]:
+        """What nothing but the optimizer changes."""
+        optimizer = self._parts.optimizer
+        weights = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+        kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        return weights + kept
 
     def _writes(self, folder: Path) -> bool:
         """Whether this process does: rank 0, and the first rank of each node that does not see rank 0's folder."""
@@ -332,11 +348,19 @@ class _Patient(Saver):
     unsaved: CheckpointError | None = None
     """Why the last save came to nothing; None where it did not, as far as is known."""
 
-    def save(self, step: int, state: Mapping[str, Any], *, best: bool = False, check: Check | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        best: bool = False,
+        check: Check | None = None,
+        steady: Sequence[Tensor] = (),
+    ) -> None:
         self.check(wait=True)
         self.unsaved = None
         with self._patience():
-            super().save(step, state, best=best, check=check)
+            super().save(step, state, best=best, check=check, steady=steady)
 
     def check(self, *, wait: bool = False) -> None:
         with self._patience():

@@ -177,7 +177,8 @@ class RescuedStep(OptimizerStep):
         self._watch_first_call()
 
     def release(self) -> None:
-        """Let go of the wrapper, which takes its hooks off the parameters."""
+        """Let go of the wrapper, which takes its hooks off the parameters. The next one writes to the weights."""
+        self.before_change()
         self._placed = self._parts.model
         _free()
 

@@ -29,7 +29,7 @@ def test_every_byte_arrives_and_none_beside() -> None:
         begin += -begin % 16
         targets.append(memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
         begin += tensor.nbytes + guard
-    copying.copy(targets, tensors)
+    copying.copy(zip(targets, tensors, strict=True))
     assert all(map(torch.equal, targets, tensors))
     for target in targets:
         target.zero_()
