@@ -49,7 +49,7 @@ WAYS = {  # by their function in checkpoint_worker.py
     "lightning_async": "Lightning, AsyncCheckpointIO",
 }
 LARGE = 1000
-"""From so many MB on, a state is saved twice per process, and in every third round: most of the time is the disk's."""
+"""From so many MB on, a state is saved four times in a process, and in every third round: the disk takes most of it."""
 RANKS = 4
 STEPS_BEFORE_KILL = 25
 KILLS = 3
@@ -64,9 +64,10 @@ call, with all that belongs to it: state_dict(), packing, copying; in brackets i
 one after the other, into memory that is there already, made two steps earlier. The first save is each way's first in
 its process; the others are medians of the later ones. ddpkit is a save by `every_steps`, in the background. A save
 is on the disk when its files and their names are synced; for torch.save and Lightning, which do not do so, fsync is
-called. DCP is torch.distributed.checkpoint, its stager kept from save to save. "Staged beside" copies in a thread while
-the next gradients are made, and stands still when the weights are to change. As that, and any writer, takes from the
-loop's cores, the third figure is the save and the step after it, less a step when nothing is written."""
+called. DCP is torch.distributed.checkpoint, its stager kept from save to save. ddpkit and "staged beside" copy in a
+thread while the next gradients are made; what they wait for when the weights are to change counts. As that, and any
+writer, takes from the loop's cores, the third figure is the save and the step after it, less a step when nothing is
+written."""
 ABOUT_RESTART = f"""\
 {RANKS} ranks, gloo, OMP_NUM_THREADS=1, a checkpoint of 10 MB every 10 steps. From the SIGKILL of a random rank, sent
 from outside, to when the last rank has come so far. torchrun has TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which
@@ -132,7 +133,7 @@ def middle(values: Iterable[float | None]) -> float | None:
 def measure_saves(results: Results, megabytes: int, ways: Sequence[str]) -> None:
     """One process, in which each way saves several times."""
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=DISK))
-    saves = 2 if megabytes >= LARGE else 1 + max(1, min(10, 300 // megabytes))
+    saves = 4 if megabytes >= LARGE else 1 + max(1, min(10, 300 // megabytes))
     cores = len(os.sched_getaffinity(0))
     words = [sys.executable, WORKER, folder, megabytes, saves, ",".join(ways)]
     with (folder / "said").open("wb") as output:

@@ -54,6 +54,8 @@ IMPORT_TIME_VARIABLES = (
     "TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE",
 )  # fmt: skip
 START_TIME_VARIABLES = ("PYTHON", "LD_PRELOAD", "LD_LIBRARY_PATH", "MALLOC_", "GLIBC_TUNABLES")
+CHECKPOINT_WRITER = "ddp_kit.checkpoint.process"
+"""In the command line of the process that finishes a save after its rank has ended, and then goes."""
 # What the warm server's imports need: no thread of a BLAS, and no CUDA for the question whether there is any.
 HIDDEN_FROM_WORKERS = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 

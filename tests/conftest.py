@@ -112,6 +112,7 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         asked.set()
         return judge(staging, sound)
 
+    monkeypatch.setattr(saver, "_LARGE", 0)
     monkeypatch.setattr(saver, "begin_copy", begin)
     monkeypatch.setattr(Staging, "judge", judge_late)
     yield

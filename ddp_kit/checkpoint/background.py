@@ -14,11 +14,12 @@ from typing import IO
 import ddp_kit
 from ddp_kit.checkpoint.process import ENOUGH
 from ddp_kit.checkpoint.writing import Job
+from ddp_kit.contract import CHECKPOINT_WRITER
 from ddp_kit.errors import CheckpointError
 
 # Without site-packages, whose .pth files may import anything; the package's own folder comes last on the path.
 _CODE = (
-    "import sys; sys.path.append(sys.argv[1]); from ddp_kit.checkpoint.process import main; "
+    f"import sys; sys.path.append(sys.argv[1]); from {CHECKPOINT_WRITER} import main; "
     "main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 _NOT_FOR_IT = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT}

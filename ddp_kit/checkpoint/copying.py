@@ -1,6 +1,7 @@
 """Copies of many tensors at once, in the time of one copy of their size."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from ctypes import memmove
 from threading import Thread
 
@@ -82,9 +83,12 @@ def _move_all(moves: _Piece) -> None:
     pieces = [moves] if alone else _pieces(moves)
     left = iter(pieces)
     more = min(torch.get_num_threads(), -(-len(pieces) // _PIECES_PER_THREAD)) - 1
-    threads = [Thread(target=_move, args=(left,)) for _ in range(more)]
-    for thread in threads:
-        thread.start()
+    threads: list[Thread] = []
+    with suppress(RuntimeError):  # no more of them: those that are there do it
+        for _ in range(more):
+            thread = Thread(target=_move, args=(left,))
+            thread.start()
+            threads.append(thread)
     _move(left)
     for thread in threads:
         thread.join()

@@ -3,6 +3,7 @@
 import platform
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from ddp_kit.errors import CheckpointError
 from ddp_kit.manifest import STATE
 
 _VERSIONS = {"ddpkit": __version__, "torch": torch.__version__, "python": platform.python_version()}
+_LARGE = 1 << 14  # elements; with fewer, copying takes no longer than leaving it to a thread
 _Look = Callable[[], None] | None
 
 
@@ -62,7 +64,9 @@ class Saver:
         self._background = background
         self._writer = WriterProcess(self._buffer.descriptor) if background else None
         self._busy = False
+        self._thread = _thread() if background else None
         self._staging: Staging | None = None
+        self._staged: Future[None] | None = None
         self._repacker = Repacker()
         self._steady: Steady | None = None
         self._is_steady: bool | None = None  # what was said to be; None: not known yet
@@ -115,13 +119,13 @@ class Saver:
 
     def copied(self) -> None:
         """Return when all is copied: from here on `steady` may change, too."""
-        if self._steady is None:
+        steady, self._steady = self._steady, None
+        if steady is None:
             return
         if self._is_steady and self._staging is not None:
-            self._is_steady = self._staging.judge(self._steady.untouched)
+            self._is_steady = self._staging.judge(steady.untouched)
         else:
-            self._is_steady = self._steady.as_copied()
-        self._steady = None
+            self._is_steady = steady.as_copied()
 
     def check(self) -> None:
         """Raise the `CheckpointError` of a save that has failed, once; does not wait."""
@@ -141,6 +145,8 @@ class Saver:
         try:
             self.wait()
         finally:
+            if self._thread is not None:
+                self._thread.shutdown()
             if self._writer is not None:
                 self._writer.close()
                 self._writer = None
@@ -156,48 +162,68 @@ class Saver:
 
     def _stage(self, job: Job, pairs: Sequence[Pair], steady: Sequence[Tensor], look: _Look) -> None:
         """Copy, and have it written; what can be done beside the caller is left to a thread."""
-        late, now = _divided(pairs, steady if self._is_steady is not False else ())
+        large = [tensor for tensor in steady if tensor.numel() >= _LARGE] if self._is_steady is not False else []
+        late, now = _divided(pairs, large)
+        # Detached, as weights are by now: where the caller exchanges a tensor's memory, this is still the old one.
+        late = [(target, tensor.detach()) for target, tensor in late]
         beside = late if self._is_steady else []
         copy(now if beside else pairs)
         rest = begin_copy(beside) if beside else None
-        self._steady = Steady(late) if late else None
         if self._writer is None:  # the one before is gone, which has been said
             self._writer = WriterProcess(self._buffer.descriptor)
         start = partial(self._writer.start, job)
-        self._busy = True
         if rest is not None or look is not None:
-            self._staging = Staging(rest, look, start)
-            self._staging.start()
-            return
+            self._submit(Staging(rest, look, start))
+        else:
+            self._start(start)
+        self._busy, self._steady = True, Steady(late) if late else None
+
+    def _submit(self, staging: Staging) -> None:
+        assert self._thread is not None
+        try:
+            self._staged, self._staging = self._thread.submit(staging.run), staging
+        except BaseException:
+            staging.give_up()
+            raise
+
+    def _start(self, start: Callable[[], None]) -> None:
         try:
             start()
         except CheckpointError:
-            self._writer, self._busy = None, False
+            self._writer = None
             raise
 
     def _finished(self, *, wait: bool) -> None:
         assert self._writer is not None
         try:
-            if self._staging is not None:
-                if self._staging.is_alive() and not wait:
+            if self._staged is not None:
+                if not wait and not self._staged.done():
                     return
-                staging, self._staging = self._staging, None
-                staging.settle()
+                self._staged.result()
+                self._staging = self._staged = None
             self._busy = not self._writer.finished(wait=wait)
-        except BaseException:
-            self._busy = False
+        except Exception:
+            self._staging, self._staged, self._busy = None, None, False
             if self._writer.gone:
                 self._writer = None
             raise
 
 
+def _thread() -> ThreadPoolExecutor:
+    """One thread, which is there: to start one with a save takes longer than many a copy, and may fail."""
+    thread = ThreadPoolExecutor(1, "checkpoint")
+    thread.submit(int).result()
+    return thread
+
+
 def _divided(pairs: Sequence[Pair], tensors: Sequence[Tensor]) -> tuple[list[Pair], list[Pair]]:
     """The pairs of `tensors`, and the others."""
     wanted = {(tensor.data_ptr(), tensor.numel()) for tensor in tensors}
-    parts: tuple[list[Pair], list[Pair]] = [], []
+    chosen: list[Pair] = []
+    others: list[Pair] = []
     for pair in pairs:
-        parts[(pair[1].data_ptr(), pair[1].numel()) not in wanted].append(pair)
-    return parts
+        (chosen if (pair[1].data_ptr(), pair[1].numel()) in wanted else others).append(pair)
+    return chosen, others
 
 
 def _look(check: Check, pairs: Sequence[Pair]) -> None:

@@ -6,7 +6,7 @@ look, write   by a process of its own
 """
 
 from collections.abc import Callable, Sequence
-from threading import Event, Thread
+from threading import Event
 
 import torch
 
@@ -15,7 +15,7 @@ from ddp_kit.errors import CheckpointError
 
 
 class Steady:
-    """Tensors that nothing is to change for a while, beside their copies. That is not taken on trust.
+    """Tensors that nothing is to change for a while, with their copies: has it?
 
     What torch changes in place counts up in the tensor's version. `tensor.data` has a version of its own: there only
     a look at the values helps.
@@ -30,35 +30,48 @@ class Steady:
         return self._versions == self._found()
 
     def as_copied(self) -> bool:
-        """Whether they are still what was copied. Takes about as long as copying."""
-        return self.untouched() and all(torch.equal(copied.to(tensor.device), tensor) for copied, tensor in self._pairs)
+        """Whether they are still what was copied; False where that cannot be told. Takes as long as copying."""
+        try:
+            return self.untouched() and all(torch.equal(copied, tensor.cpu()) for copied, tensor in self._pairs)
+        except RuntimeError:  # of memory, or of the device
+            return False
 
     def _found(self) -> list[int]:
         return [tensor._version for _, tensor in self._pairs]
 
 
-class Staging(Thread):
+class Staging:
     """Copies and looks, where there is something to copy and to look at, and has it written."""
 
     def __init__(
         self, copy: Callable[[], None] | None, look: Callable[[], None] | None, write: Callable[[], None]
     ) -> None:
-        super().__init__(name="checkpoint")
         self._copy, self._look, self._write = copy, look, write
         self._copied, self._judged = Event(), Event()
         self._sound = False
-        self._error: Exception | None = None
 
     def run(self) -> None:
-        """In the thread."""
+        """In a thread; where something is copied, it takes a `judge` in another one. Raises what is in the way."""
+        copy, look = self._copy, self._look
+        self._copy = self._look = None  # they hold tensors
+        if copy is not None:
+            self._finish(copy)
+        if look is not None:
+            look()
+        self._write()
+
+    def judge(self, sound: Callable[[], bool]) -> bool:
+        """Once all is copied: are the copies `sound`? To be called once, where nothing changes what was copied."""
         try:
-            if self._copy is not None:
-                self._finish(self._copy)
-            if self._look is not None:
-                self._look()
-            self._write()
-        except Exception as error:
-            self._error = error
+            self._copied.wait()
+            self._sound = sound()
+        finally:  # interrupted, nothing is written
+            self._judged.set()
+        return self._sound
+
+    def give_up(self) -> None:
+        """Have nothing written."""
+        self._judged.set()
 
     def _finish(self, copy: Callable[[], None]) -> None:
         try:
@@ -73,16 +86,3 @@ class Staging(Thread):
                 "nothing has to be done: from now on the loop waits for the copy",
                 may_pass=True,
             )
-
-    def judge(self, sound: Callable[[], bool]) -> bool:
-        """Once all is copied: are the copies `sound`? To be called once, where nothing changes what was copied."""
-        self._copied.wait()
-        self._sound = sound()
-        self._judged.set()
-        return self._sound
-
-    def settle(self) -> None:
-        """Return when it is done, which takes a `judge`. Raises what was in the way."""
-        self.join()
-        if self._error is not None:
-            raise self._error

@@ -30,6 +30,7 @@ from ddp_kit.trainer.agreement import every_text, gathered
 from ddp_kit.trainer.fitting import callback_states, check, kinds, load_callbacks, of_another_run
 from ddp_kit.trainer.log_points import LogPoints
 from ddp_kit.trainer.position import Position
+from ddp_kit.trainer.steady import SteadyState
 from ddp_kit.trainer.step import OptimizerStep, Parts
 from ddp_kit.world import RandomStates, mixed_seed, random_states, seed_generators, set_random_states
 
@@ -71,6 +72,7 @@ class Checkpoints:
         self.wanted = False
         """Whether to save once the step is done: before, its state is half that of the next."""
         self._in_loop = False
+        self._steady = SteadyState(parts.model, parts.optimizer, parts.loss_fn)
         optimizer_step.before_change = self._before_change
         self._random: list[str] | None = None  # of a checkpoint, until the next step or save
         self._random_known = False
@@ -125,8 +127,8 @@ class Checkpoints:
         try:
             yield
         finally:
-            self._before_change()
             self._in_loop = False
+            self._before_change()
 
     def save(self, *, goes_on: bool = False) -> None:
         """Write a checkpoint of this step. Raises `CheckpointError`; what time may mend is a warning.
@@ -147,7 +149,7 @@ class Checkpoints:
         if self._saver is not None:
             self._set_aside(self._config.dir)
             state = self._state([text.decode() for text in random])
-            check, steady = (Check(weights, refuse), self._steady()) if goes_on else (None, ())
+            check, steady = (Check(weights, refuse), self._steady.tensors()) if goes_on else (None, ())
             self._saver.save(step, state, best=step == self._best_step, check=check, steady=steady)
         self._saved_step, self._kept = step, None
 
@@ -190,13 +192,6 @@ class Checkpoints:
             "random": random,
             "config": self._settings,
         }
-
-    def _steady(self) -> list[Tensor]:
-        """What nothing but the optimizer changes."""
-        optimizer = self._parts.optimizer
-        weights = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
-        kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-        return weights + kept
 
     def _writes(self, folder: Path) -> bool:
         """Whether this process does: rank 0, and the first rank of each node that does not see rank 0's folder."""
@@ -382,7 +377,7 @@ class _Patient(Saver):
         except CheckpointError as error:
             if not error.may_pass:
                 raise
-            self.unsaved = error
+            self.unsaved = error.with_traceback(None)  # whose frames hold tensors
             logger.warning("{}; the run goes on, and its next save tries again", error.message)
 
 
@@ -394,7 +389,7 @@ def _course(path: Path | None, job: str) -> Course:
 def _lay_out_as_before(optimizer: Optimizer) -> None:
     """Files keep no strides, and fused kernels take for granted that a state has those of its parameter."""
     for parameter, kept in optimizer.state.items():
-        for name, value in kept.items():
+        for name, value in kept.items() if isinstance(kept, dict) else ():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
                 kept[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 

@@ -1,5 +1,7 @@
 """What is copied beside the caller: it is what it was at the save, or it is not written."""
 
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ddp_kit.checkpoint import saver as saver_module
 from ddp_kit.checkpoint.loading import load
 from ddp_kit.checkpoint.saver import Check, Saver
 from ddp_kit.errors import CheckpointError
@@ -121,6 +124,7 @@ def test_it_is_looked_at_when_it_is_there(tmp_path: Path) -> None:
     assert seen == [[0.0], [1.0], [2.0]]
 
 
+@pytest.mark.usefixtures("late_copies")
 def test_a_save_before_anything_could_change_proves_nothing(tmp_path: Path) -> None:
     weights = Weights()
     with Saver(tmp_path, keep_last=9) as saver:
@@ -148,6 +152,65 @@ def test_memory_that_is_let_go_of_is_kept_until_it_is_copied(tmp_path: Path, sam
         weights.step(saver)
         del taken
     assert same(load(tmp_path / name_of(2)), expected)
+
+
+def test_what_is_small_is_copied_at_once(tmp_path: Path) -> None:
+    weights = Weights()
+    with Saver(tmp_path, keep_last=9) as saver:
+        weights.save(saver, 1)
+        assert not saver.copying
+
+
+# Interrupted ---------------------------------------------------------------------------------------------------------
+
+
+class Interrupts:
+    """Interrupts the main thread as soon as that waits, and goes on when it is let."""
+
+    def __init__(self) -> None:
+        self.waits, self.lets = threading.Event(), threading.Event()
+
+    def __call__(self, *_: Any) -> None:
+        if not self.lets.is_set():
+            self.waits.wait()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            self.lets.wait()
+
+
+def test_a_wait_that_is_interrupted_is_waited_for_by_the_next_save(tmp_path: Path, same: Same) -> None:
+    weights, interrupts = Weights(), Interrupts()
+    with Saver(tmp_path, keep_last=9) as saver:
+        first = weights.save(saver, 1, check=Check([weights.weight], interrupts))
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012  # on either line
+            interrupts.waits.set()
+            saver.wait()
+        interrupts.lets.set()
+        weights.step(saver)
+        second = weights.save(saver, 2)
+    assert same(load(tmp_path / name_of(1)), first)
+    assert same(load(tmp_path / name_of(2)), second)
+
+
+def test_a_copy_that_is_not_waited_for_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, interrupts, begin_copy = Weights(), Interrupts(), saver_module.begin_copy
+
+    def begin(pairs: Any) -> Callable[[], None]:
+        finish = begin_copy(pairs)
+        return lambda: (interrupts(), finish())[1]  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(saver_module, "begin_copy", begin)
+    monkeypatch.setattr(saver_module, "_LARGE", 0)
+    saver = Saver(tmp_path, keep_last=9)
+    weights.save(saver, 1)
+    weights.step(saver)
+    weights.save(saver, 2)
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012  # on either line
+        interrupts.waits.set()
+        saver.copied()
+    interrupts.lets.set()
+    with pytest.raises(CheckpointError, match="not written"):
+        saver.close()
+    assert steps(tmp_path) == [1]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; there is none on this machine")

@@ -36,3 +36,12 @@ def test_at_another_number_of_ranks_the_run_goes_on_and_says_what_differs(ddpkit
     assert run.returncode == 0, run.stderr
     assert "after step 10" in run.stderr
     assert "the checkpoint is of 2 ranks, and there are 1" in run.stderr
+
+
+@pytest.mark.slow
+def test_a_save_that_is_being_written_when_its_rank_is_killed_is_gone_on_from(ddpkit: Ddpkit, tmp_path: Path) -> None:
+    script = Path(__file__).with_name("unfinished.py")
+    run = ddpkit("launch", "--nproc-per-node", 1, "--max-restarts", 1, script, tmp_path / "run")
+    assert run.returncode == 0, run.stderr
+    assert "killed by SIGKILL" in run.stderr
+    assert "step-00000004 after step 4" in run.stderr

@@ -93,20 +93,25 @@ def limit_norm(model: Model) -> None:
     model.words.max_norm = 0.5
 
 
+def shrink_unseen(model: Model) -> None:
+    getattr(model.net[0].weight, "data").mul_(0.99)  # noqa: B009  # a name that nobody finds
+
+
 @pytest.mark.parametrize(
     ("meddle", "beside"),
     [
         (lambda model: None, True),
-        (put_other_data, True),
         (shrink_in_place, False),
-        (shrink_data, False),
+        (shrink_unseen, False),
         (limit_norm, False),
+        (shrink_data, None),
+        (put_other_data, None),
     ],
-    ids=["plain", "another tensor", "in place", "data", "max_norm"],
+    ids=["plain", "in place", "unseen", "max_norm", "data", "other data"],
 )
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_each_checkpoint_is_what_was_there_after_its_step(
-    meddle: Callable[[Model], None], beside: bool, accumulation: int, tmp_path: Path
+    meddle: Callable[[Model], None], beside: bool | None, accumulation: int, tmp_path: Path
 ) -> None:
     trainer = trainer_for(tmp_path, Model(meddle), accumulation_steps=accumulation)
     expected = trained(trainer)
@@ -182,3 +187,38 @@ def test_an_exception_in_the_step_after_leaves_the_checkpoint(error: type[BaseEx
     assert not saver.copying
     saver.wait()
     assert [found.step for found in checkpoints(tmp_path, hashes=True) if found.whole] == [3, 2, 1]
+
+
+class Plain(torch.optim.Optimizer):
+    """Keeps a number beside the states, and makes these in inference mode."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.state["count"] = 0  # type: ignore[index]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state["count"] += 1  # type: ignore[index, operator]
+        for parameter in self.param_groups[0]["params"]:
+            with torch.inference_mode():
+                self.state[parameter]["seen"] = parameter.grad.clone()
+            with torch.no_grad():
+                parameter -= 0.1 * parameter.grad
+
+
+def test_an_optimizer_with_a_state_of_its_own_kind_is_saved_and_gone_on_with(tmp_path: Path) -> None:
+    def run(steps: int) -> dict[str, Tensor]:
+        config = TrainerConfig(
+            global_batch_size=8, max_steps=steps, checkpoint={"dir": tmp_path, "every_steps": 1, "keep_last": 99}
+        )
+        trainer = Trainer(
+            Model(),
+            lambda parameters: Plain(parameters),
+            lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
+            config,
+        )
+        trainer.fit(data())
+        return dict(trainer.model.state_dict())
+
+    run(3)
+    assert all(map(torch.equal, run(4).values(), load(tmp_path / name_of(4))["model"].values()))
+    assert load(tmp_path / name_of(4))["optimizer"]["state"]["count"] == 4

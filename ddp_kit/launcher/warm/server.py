@@ -24,7 +24,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from ddp_kit.contract import IMPORT_TIME_VARIABLES, START_TIME_VARIABLES, THREADS
+from ddp_kit.contract import CHECKPOINT_WRITER, IMPORT_TIME_VARIABLES, START_TIME_VARIABLES, THREADS
 from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.warm import script, worker
 from ddp_kit.launcher.warm.dying import (
@@ -266,14 +266,21 @@ class _Server:
         strike(lambda child: self._running.get(child.pid) == number, signal.SIGKILL, self._traces)
 
     def _clear(self, well: bool) -> None:
-        """End what the workers of a round have left, and say what that was where nobody failed."""
+        """End what the workers of a round have left, and say what that was where nobody failed.
+
+        A save that is in hand is left to be finished: the next round's workers wait for it, and go on from there.
+        """
+        strike(_saves, signal.SIGCONT, set())
         if well:
-            wait_for(self._is_stranger, _LEAVING_SECONDS, self._reap)
-            for child in filter(self._is_stranger, children()):
+            wait_for(self._is_left, _LEAVING_SECONDS, self._reap)
+            for child in filter(self._is_left, children()):
                 if not child.cleans:
                     command = masked(child.command.replace(b"\0", b" ").decode(errors="replace").strip(), self._env)
                     sys.stderr.write(f"ddpkit: ended what a process of the job had left running: {command}\n")
-        end_children(self._is_stranger, self._reap, gently=True, traces=self._traces)
+        end_children(self._is_left, self._reap, gently=True, traces=self._traces)
+
+    def _is_left(self, child: Child) -> bool:
+        return self._is_stranger(child) and not _saves(child)
 
     def _is_stranger(self, child: Child) -> bool:
         return child.pid not in self._running
@@ -281,7 +288,7 @@ class _Server:
     def _end(self) -> NoReturn:
         """The launcher is gone."""
         end_children(lambda child: child.pid in self._running, self._reap, traces=self._traces)
-        self._clear(well=False)
+        end_children(self._is_stranger, self._reap, gently=True, traces=self._traces)
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
@@ -289,6 +296,10 @@ class _Server:
     def _tell(self, message: Message) -> None:
         with suppress(ClosedError):  # the end of file comes next
             self._channel.send(message)
+
+
+def _saves(child: Child) -> bool:
+    return CHECKPOINT_WRITER.encode() in child.command
 
 
 class _Attentive:
