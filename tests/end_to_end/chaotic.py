@@ -8,6 +8,7 @@ import os
 import random
 import sys
 import time
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ class Ledger(Callback):
 
 def main(folder: Path) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+    wide = nn.Linear(128, 128)  # large enough to be copied beside the loop
+    model = nn.Sequential(nn.Linear(4, 128), nn.BatchNorm1d(128), nn.Dropout(0.2), wide, nn.Linear(128, 1))
 
     def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
         ledger.used += batch[2].tolist()
@@ -81,7 +83,7 @@ def main(folder: Path) -> None:
         values = [value.clone() for value in model.state_dict().values()]
         ema.apply_to(model)
         bits = torch.cat([value.detach().double().flatten() for value in [*values, *model.parameters()]])
-        print("ended", result.steps, result.samples, bits.numpy().tobytes().hex())
+        print("ended", result.steps, result.samples, sha256(bits.numpy().tobytes()).hexdigest())
 
 
 if __name__ == "__main__":
