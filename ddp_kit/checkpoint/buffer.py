@@ -4,6 +4,8 @@ import mmap
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from ctypes import CDLL, c_size_t, c_void_p
+from threading import Thread
 
 import torch
 from torch import Tensor
@@ -11,8 +13,10 @@ from torch import Tensor
 from ddp_kit.checkpoint.layout import Layout
 
 _PAGE = mmap.PAGESIZE
-_ROOM_TO_GROW = 1 << 16  # for the next state.json, which may be a little longer
+_ROOM_TO_GROW = 1 << 20  # for buffers, headers and the next state.json, which may be a little longer
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14
+_PIECE = 16 << 20
+_LIBC = CDLL(None)
 
 
 class SharedBuffer:
@@ -24,6 +28,7 @@ class SharedBuffer:
         self._bytes: Tensor | None = None
         self._pinned = False
         self._layout: Layout | None = None
+        self._filling: Thread | None = None
         self.targets: list[Tensor] = []
         """Where the tensors are to be copied to, in the order of the layout's places."""
 
@@ -33,14 +38,24 @@ class SharedBuffer:
         assert self._memory is not None
         return memoryview(self._memory)
 
+    def reserve(self, size: int) -> None:
+        """Get memory of this size, and have it filled in beside the caller."""
+        if self._grow(size):
+            self._filling = Thread(target=_fill_in, args=(self._bytes,), daemon=True)  # at the end nobody waits for it
+            self._filling.start()
+
     def prepare(self, layout: Layout, tensors: Sequence[Tensor], text: bytes) -> None:
         """Make room for `tensors`, which are in the order of the layout's places, and write all that is beside them.
 
         Where the layout is that of the time before, that is `text` alone.
         """
-        self._reserve(layout.bytes + len(text))
+        if self._filling is not None:
+            self._filling.join()
+        grown = self._grow(layout.bytes + len(text))
         assert self._memory is not None
         assert self._bytes is not None
+        if grown:
+            _fill_in(self._bytes)
         if layout is not self._layout:
             for offset, header in layout.headers.items():
                 self._memory[offset : offset + len(header)] = header
@@ -60,18 +75,18 @@ class SharedBuffer:
             os.close(self.descriptor)
         self.descriptor = -1
 
-    def _reserve(self, size: int) -> None:
+    def _grow(self, size: int) -> bool:
+        """Have at least so much memory, which has to be filled in where this returns True."""
         if self._memory is not None and len(self._memory) >= size:
-            return
+            return False
         self._release()
         size = -(-(size + _ROOM_TO_GROW) // _PAGE) * _PAGE
         os.ftruncate(self.descriptor, size)
         self._memory = mmap.mmap(self.descriptor, size)
         with suppress(OSError):  # a forked loader process shall not keep it
             self._memory.madvise(mmap.MADV_DONTFORK)
-        with suppress(OSError):  # one call instead of a page fault for every 4 KiB
-            self._memory.madvise(_POPULATE_WRITE)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        return True
 
     def _release(self) -> None:
         if self._pinned and self._bytes is not None:
@@ -84,3 +99,14 @@ class SharedBuffer:
         if not self._pinned and self._bytes is not None:
             refused = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0)  # type: ignore[no-untyped-call]
             self._pinned = int(refused) == 0
+
+
+def _fill_in(memory: Tensor) -> None:
+    """Have the kernel provide its pages now, not one by one as they are written to: about a second for each GB.
+
+    In pieces: while one is provided, whoever else asks the kernel for memory waits. And without the interpreter lock.
+    """
+    begin, size = memory.data_ptr(), memory.numel()
+    for done in range(0, size, _PIECE):
+        if _LIBC.madvise(c_void_p(begin + done), c_size_t(min(_PIECE, size - done)), _POPULATE_WRITE) != 0:
+            return

@@ -2,8 +2,9 @@
 
 import platform
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -92,13 +93,8 @@ class Saver:
         layout, text = prepared.layout, prepared.text
         self.wait()
         tensors = [prepared.tensors[place.number] for place in layout.places]
-        try:
+        with _enough_memory(layout.bytes):
             self._buffer.prepare(layout, tensors, text)
-        except OSError as error:
-            raise CheckpointError(
-                f"there is no host memory for a copy of the state: {layout.bytes:,} bytes are needed ({error})",
-                "each process that saves needs as much as its state; ask for more memory",
-            ) from None
         pairs = [*zip(self._buffer.targets, tensors, strict=True)]
         files = (*layout.files, Region(STATE, layout.bytes, len(text)))
         job = Job(str(self._folder), step, best, self._keep_last, _VERSIONS, files)
@@ -116,6 +112,11 @@ class Saver:
     def copying(self) -> bool:
         """Whether `copied` is to be called."""
         return self._steady is not None
+
+    def reserve(self, size: int) -> None:
+        """Get host memory for a state of so many bytes ready beside the caller; else the first save does that."""
+        with _enough_memory(size):
+            self._buffer.reserve(size)
 
     def copied(self) -> None:
         """Return when all is copied: from here on `steady` may change, too."""
@@ -207,6 +208,17 @@ class Saver:
             if self._writer.gone:
                 self._writer = None
             raise
+
+
+@contextmanager
+def _enough_memory(size: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"there is no host memory for a copy of the state: {size:,} bytes are needed ({error})",
+            "each process that saves needs as much as its state; ask for more memory",
+        ) from None
 
 
 def _thread() -> ThreadPoolExecutor:

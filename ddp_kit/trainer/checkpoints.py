@@ -27,7 +27,7 @@ from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.manifest import checkpoints, name_of
 from ddp_kit.trainer.agreement import every_text, gathered
-from ddp_kit.trainer.fitting import callback_states, check, kinds, load_callbacks, of_another_run
+from ddp_kit.trainer.fitting import callback_states, check, kinds, load_callbacks, of_another_run, size
 from ddp_kit.trainer.log_points import LogPoints
 from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.steady import SteadyState
@@ -71,7 +71,7 @@ class Checkpoints:
         """When the latest save began, or this run."""
         self.wanted = False
         """Whether to save once the step is done: before, its state is half that of the next."""
-        self._in_loop = False
+        self._in_loop = self._reserved = False
         self._steady = SteadyState(parts.model, parts.optimizer, parts.loss_fn)
         optimizer_step.before_change = self._before_change
         self._random: list[str] | None = None  # of a checkpoint, until the next step or save
@@ -89,6 +89,9 @@ class Checkpoints:
         if self.wanted or (every is not None and self._position.step % every == 0):
             self.save(goes_on=True)
         elif self._saver is not None:
+            if not self._reserved:
+                self._reserved = True  # once the optimizer has its state
+                self._saver.reserve(size(self._parts))
             self._saver.check()
 
     def save_once(self) -> None:

@@ -2,9 +2,11 @@
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -109,3 +111,10 @@ def _of_another_run(path: Path, what: str) -> CheckpointError:
         "give the folder of this run, or another one to start afresh (or checkpoint.resume=None); the weights alone "
         "are in its model.safetensors, for safetensors.torch.load_model",
     )
+
+
+def size(parts: Parts) -> int:
+    """Bytes of a run's weights and optimizer state, which are most of its checkpoint."""
+    states = [state.values() for state in parts.optimizer.state.values() if isinstance(state, dict)]
+    tensors = [each for each in chain(*states) if isinstance(each, Tensor) and each.layout is torch.strided]
+    return sum(each.nbytes for each in (*parts.model.parameters(), *tensors))

@@ -104,6 +104,25 @@ def test_safetensors_loads_the_weights_into_a_model_with_tied_ones(tmp_path: Pat
     assert torch.equal(other[1].weight, model[0].weight)
 
 
+@pytest.mark.parametrize("size", [1, 400_000, 40_000_000])
+def test_memory_may_be_reserved_whatever_is_needed_then(size: int, tmp_path: Path, same: Same) -> None:
+    what = state(1.0, size=2_000_000)
+    with Saver(tmp_path, keep_last=2) as saver:
+        saver.reserve(size)
+        reserved = saver._buffer.view.nbytes
+        saver.save(1, what)
+        assert (saver._buffer.view.nbytes == reserved) == (size > 8_000_000)
+        saver.save(2, what)
+    assert same(load(tmp_path / name_of(1)), what)
+    assert same(load(tmp_path / name_of(2)), what)
+
+
+def test_memory_that_is_still_being_filled_in_may_be_given_back(tmp_path: Path) -> None:
+    with Saver(tmp_path, keep_last=1) as saver:
+        saver.reserve(1 << 30)
+    assert list(tmp_path.iterdir()) == []
+
+
 # Retention -----------------------------------------------------------------------------------------------------------
 
 
