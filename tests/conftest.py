@@ -94,9 +94,8 @@ def script(tmp_path: Path) -> Callable[[str], Path]:
 def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a save copies beside its caller is copied as late as it can be: when somebody waits for it."""
     from ddp_kit.checkpoint import saver
-    from ddp_kit.checkpoint.staging import Staging
 
-    asked, begin_copy, judge = threading.Event(), saver.begin_copy, Staging.judge
+    asked, begin_copy, copied = threading.Event(), saver.begin_copy, saver.Saver.copied
 
     def begin(pairs: Any) -> Callable[[], None]:
         finish = begin_copy(pairs)
@@ -108,12 +107,12 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
         return finish_late
 
-    def judge_late(staging: Staging, sound: Callable[[], bool]) -> bool:
+    def copied_late(of: saver.Saver) -> None:
         asked.set()
-        return judge(staging, sound)
+        copied(of)
 
     monkeypatch.setattr(saver, "_LARGE", 0)
     monkeypatch.setattr(saver, "begin_copy", begin)
-    monkeypatch.setattr(Staging, "judge", judge_late)
+    monkeypatch.setattr(saver.Saver, "copied", copied_late)
     yield
     asked.set()

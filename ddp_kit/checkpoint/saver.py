@@ -19,7 +19,7 @@ from ddp_kit.checkpoint.background import WriterProcess
 from ddp_kit.checkpoint.buffer import SharedBuffer
 from ddp_kit.checkpoint.copying import Pair, begin_copy, copy
 from ddp_kit.checkpoint.repacking import Repacker
-from ddp_kit.checkpoint.staging import Staging, Steady
+from ddp_kit.checkpoint.steady import Steady
 from ddp_kit.checkpoint.writing import Job, Region, make_folder, refused, write
 from ddp_kit.errors import CheckpointError
 from ddp_kit.manifest import STATE
@@ -66,8 +66,9 @@ class Saver:
         self._writer = WriterProcess(self._buffer.descriptor) if background else None
         self._busy = False
         self._thread = _thread() if background else None
-        self._staging: Staging | None = None
-        self._staged: Future[None] | None = None
+        self._copying: Future[None] | None = None  # of what may be copied late
+        self._write: Callable[[], None] = _nothing  # once that is copied
+        self._writing: Future[None] | None = None  # given to the process, or not yet
         self._repacker = Repacker()
         self._steady: Steady | None = None
         self._is_steady: bool | None = None  # what was said to be; None: not known yet
@@ -119,14 +120,17 @@ class Saver:
             self._buffer.reserve(size)
 
     def copied(self) -> None:
-        """Return when all is copied: from here on `steady` may change, too."""
-        steady, self._steady = self._steady, None
-        if steady is None:
-            return
-        if self._is_steady and self._staging is not None:
-            self._is_steady = self._staging.judge(steady.untouched)
-        else:
-            self._is_steady = steady.as_copied()
+        """Return when all is copied: from here on `steady` may change, too. Interrupted, it may be called again."""
+        if self._copying is not None:
+            failed, write = self._copying.exception(), self._write
+            self._is_steady = self._steady is not None and self._steady.untouched()
+            self._copying, self._steady, self._write = None, None, _nothing
+            if failed is not None:
+                raise failed
+            self._hand_over(write if self._is_steady else _refuse)
+        elif self._steady is not None:
+            self._is_steady = self._steady.as_copied()
+            self._steady = None
 
     def check(self) -> None:
         """Raise the `CheckpointError` of a save that has failed, once; does not wait."""
@@ -135,7 +139,7 @@ class Saver:
 
     def wait(self) -> None:
         """Return when the last checkpoint is whole. Raises its `CheckpointError`."""
-        if not self._is_steady:
+        if self._copying is None:
             self._steady = None  # too early to tell
         self.copied()
         if self._busy:
@@ -167,44 +171,48 @@ class Saver:
         late, now = _divided(pairs, large)
         # Detached, as weights are by now: where the caller exchanges a tensor's memory, this is still the old one.
         late = [(target, tensor.detach()) for target, tensor in late]
-        beside = late if self._is_steady else []
+        beside = bool(late and self._is_steady)
         copy(now if beside else pairs)
-        rest = begin_copy(beside) if beside else None
         if self._writer is None:  # the one before is gone, which has been said
             self._writer = WriterProcess(self._buffer.descriptor)
-        start = partial(self._writer.start, job)
-        if rest is not None or look is not None:
-            self._submit(Staging(rest, look, start))
+        write = partial(_look_and_write, look, partial(self._writer.start, job))
+        if beside:
+            self._write, self._steady = write, Steady(late)
+            self._copying = self._submit(begin_copy(late))
+        elif look is not None:
+            self._hand_over(write)
         else:
-            self._start(start)
-        self._busy, self._steady = True, Steady(late) if late else None
+            self._start(write)
+        if late and not beside:
+            self._steady = Steady(late)
 
-    def _submit(self, staging: Staging) -> None:
+    def _hand_over(self, write: Callable[[], None]) -> None:
+        self._writing = self._submit(write)
+        self._busy = True
+
+    def _submit(self, task: Callable[[], None]) -> "Future[None]":
         assert self._thread is not None
-        try:
-            self._staged, self._staging = self._thread.submit(staging.run), staging
-        except BaseException:
-            staging.give_up()
-            raise
+        return self._thread.submit(task)
 
-    def _start(self, start: Callable[[], None]) -> None:
+    def _start(self, write: Callable[[], None]) -> None:
         try:
-            start()
+            write()
         except CheckpointError:
             self._writer = None
             raise
+        self._busy = True
 
     def _finished(self, *, wait: bool) -> None:
         assert self._writer is not None
         try:
-            if self._staged is not None:
-                if not wait and not self._staged.done():
+            if self._writing is not None:
+                if not wait and not self._writing.done():
                     return
-                self._staged.result()
-                self._staging = self._staged = None
+                self._writing.result()
+                self._writing = None
             self._busy = not self._writer.finished(wait=wait)
         except Exception:
-            self._staging, self._staged, self._busy = None, None, False
+            self._writing, self._busy = None, False
             if self._writer.gone:
                 self._writer = None
             raise
@@ -236,6 +244,25 @@ def _divided(pairs: Sequence[Pair], tensors: Sequence[Tensor]) -> tuple[list[Pai
     for pair in pairs:
         (chosen if (pair[1].data_ptr(), pair[1].numel()) in wanted else others).append(pair)
     return chosen, others
+
+
+def _look_and_write(look: _Look, start: Callable[[], None]) -> None:
+    if look is not None:
+        look()
+    start()
+
+
+def _refuse() -> None:
+    raise CheckpointError(
+        "the weights were changed between a save and the optimizer's next step, while they were being copied: that "
+        "checkpoint is not written",
+        "nothing has to be done: from now on the loop waits for the copy",
+        may_pass=True,
+    )
+
+
+def _nothing() -> None:
+    pass
 
 
 def _look(check: Check, pairs: Sequence[Pair]) -> None:

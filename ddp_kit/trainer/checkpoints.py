@@ -73,7 +73,7 @@ class Checkpoints:
         """Whether to save once the step is done: before, its state is half that of the next."""
         self._in_loop = self._reserved = False
         self._steady = SteadyState(parts.model, parts.optimizer, parts.loss_fn)
-        optimizer_step.before_change = self._before_change
+        optimizer_step.before_change = self.before_change
         self._random: list[str] | None = None  # of a checkpoint, until the next step or save
         self._random_known = False
         if self._config.dir is not None and self._writes(self._config.dir):
@@ -93,6 +93,12 @@ class Checkpoints:
                 self._reserved = True  # once the optimizer has its state
                 self._saver.reserve(size(self._parts))
             self._saver.check()
+
+    def before_change(self) -> None:
+        """Return when all is copied that a save of the step before left to be copied beside this one."""
+        if self._saver is not None and self._saver.copying:
+            with self._parts.heart.during(Phase.CHECKPOINT):
+                self._saver.copied()
 
     def save_once(self) -> None:
         """Save, where this step is not saved yet."""
@@ -131,7 +137,7 @@ class Checkpoints:
             yield
         finally:
             self._in_loop = False
-            self._before_change()
+            self.before_change()
 
     def save(self, *, goes_on: bool = False) -> None:
         """Write a checkpoint of this step. Raises `CheckpointError`; what time may mend is a warning.
@@ -155,12 +161,6 @@ class Checkpoints:
             check, steady = (Check(weights, refuse), self._steady.tensors()) if goes_on else (None, ())
             self._saver.save(step, state, best=step == self._best_step, check=check, steady=steady)
         self._saved_step, self._kept = step, None
-
-    def _before_change(self) -> None:
-        """Return when all is copied that a save of the step before left to be copied beside this one."""
-        if self._saver is not None and self._saver.copying:
-            with self._parts.heart.during(Phase.CHECKPOINT):
-                self._saver.copied()
 
     def _set_aside(self, folder: Path) -> None:
         """Once a run has gone back: what it had come to before would be taken for newer than what it comes to now."""

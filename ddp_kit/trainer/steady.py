@@ -1,38 +1,43 @@
 """What of a run's state only the optimizer changes.
 
-A pass that writes to `weight.data` leaves no trace in the tensor, so the code that passes run is read: where a loss
-function, a module's forward or a hook of theirs gets at a tensor's memory, nothing counts as steady.
+A pass that writes to `weight.data` leaves no trace in the tensor. So the source is read of whatever a pass comes from:
+where it gets at a tensor's memory past torch, or cannot be read, nothing counts as steady.
 """
 
+import ast
+import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from functools import cache, partial
-from itertools import chain
-from types import CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import resolve_name
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-_MEMORY = {"data", "data_ptr", "numpy", "storage", "untyped_storage", "__array__", "__dlpack__", "to_dlpack"}
-_NOT_READ = {"torch", "ddp_kit", "numpy", *sys.stdlib_module_names}
+# Of tensors: what gives their memory to whoever writes to it; and collectives, which write to it themselves.
+_REACHES = {"data", "data_ptr", "storage", "untyped_storage", "all_reduce", "broadcast"}
+_NOT_READ = {"torch", "numpy", "ddp_kit", *sys.stdlib_module_names} - {"__main__"}
+_INSTALLED = ("site-packages", "dist-packages")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
-_Methods = dict[str, list[Any]]
 
 
 class SteadyState:
     """Tells which tensors stay as they are from one optimizer step to the next."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, loss_fn: Callable[..., Any]) -> None:
-        self._optimizer = optimizer
-        self._is_seen = cache(lambda: not reaches_memory(model, loss_fn))
+        self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
+        self._known: bool | None = None
 
     def tensors(self) -> list[Tensor]:
         """The weights that the optimizer trains, and its own state; none where a pass may change them unseen."""
-        if not self._is_seen():
+        if self._known is None:
+            try:
+                self._known = not reaches_memory(self._model, self._loss_fn)
+            except Exception:  # code of others is looked at, which may be of any kind
+                self._known = False
+        if not self._known:
             return []
         groups, states = self._optimizer.param_groups, self._optimizer.state.values()
         weights = [each for group in groups for each in group["params"] if each.requires_grad]
@@ -41,63 +46,74 @@ class SteadyState:
 
 
 def reaches_memory(model: nn.Module, loss_fn: Callable[..., Any]) -> bool:
-    """Whether what a pass runs may get at a tensor's memory past torch: by `.data`, `.numpy()` and the like."""
+    """Whether the source that a pass comes from has, anywhere but where weights are made, `.data` or the like.
+
+    That is the files of the loss function, the model's classes and hooks, and what of the user's own they import.
+    """
     modules = [*model.modules()]
-    hooks = [getattr(module, name) for module in modules for name in _HOOKS]
-    hooks += [getattr(each, name, None) or {} for each in model.parameters() for name in _HOOKS_OF_PARAMETERS]
-    begins = [loss_fn, *(module.forward for module in modules), *chain.from_iterable(each.values() for each in hooks)]
-    return any(not _MEMORY.isdisjoint(code.co_names) for code in _codes(begins, _methods(modules)))
-
-
-def _methods(modules: Iterable[nn.Module]) -> _Methods:
-    """What `.name` may be in a method of any of them."""
-    found: _Methods = {}
-    kinds = {base for module in modules for base in type(module).__mro__}
-    for names in chain(map(vars, kinds), map(vars, modules)):
-        for name, value in names.items():
-            found.setdefault(name, []).append(value)
-    return found
-
-
-def _codes(begins: Iterable[Any], methods: _Methods) -> Iterator[CodeType]:
-    """What these functions may run, as far as names tell; that of torch and Python themselves is left out."""
-    left, seen = [*begins], set[int]()
+    if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()):
+        return True  # such as an optimizer for each weight
+    hooks = [hook for module in modules for name in _HOOKS for hook in getattr(module, name).values()]
+    hooks += [hook for each in model.parameters() for hook in (each._backward_hooks or {}).values()]
+    left = {_home(each) for each in (loss_fn, *hooks)} | {type(module).__module__ for module in modules}
+    seen: set[str] = set()
     while left:
-        function = _plain(left.pop())
-        if function is None or id(function) in seen or (function.__module__ or "").partition(".")[0] in _NOT_READ:
+        name = left.pop()
+        if name in seen or name.partition(".")[0] in _NOT_READ:
             continue
-        seen.add(id(function))
-        left += _nonlocals(function)
-        for code in _with_inner(function.__code__):
-            yield code
-            known = [function.__globals__[name] for name in code.co_names if name in function.__globals__]
-            modules = [vars(value) for value in known if isinstance(value, ModuleType)]
-            left += known
-            left += [names[name] for names in modules for name in code.co_names if name in names]
-            left += chain.from_iterable(methods.get(name, ()) for name in code.co_names)
+        seen.add(name)
+        tree = ast.parse(inspect.getsource(sys.modules[name]))
+        if any(map(_reaches, _outside_of_making(tree))):
+            return True
+        if not _is_installed(name):
+            left |= {other for other in _used_by(sys.modules[name], tree) if not _is_installed(other)}
+    return False
 
 
-def _plain(value: Any) -> FunctionType | None:
-    """The function that runs when `value` is called or, of a property, read; None where Python has none."""
+def _is_installed(name: str) -> bool:
+    return any(folder in (getattr(sys.modules[name], "__file__", None) or "") for folder in _INSTALLED)
+
+
+def _used_by(module: ModuleType, tree: ast.AST) -> set[str]:
+    """The modules of all that it names, and of what it imports within its functions."""
+    found = {_home(value) for value in vars(module).values()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(resolve_name("." * node.level + (node.module or ""), module.__package__))
+    return found & sys.modules.keys()
+
+
+def _home(value: Any) -> str:
+    """The name of the module that it is from, or of its class."""
     while isinstance(value, partial):
         value = value.func
-    if isinstance(value, property):
-        value = value.fget
-    if isinstance(value, MethodType | staticmethod | classmethod):
-        value = value.__func__
-    if not isinstance(value, FunctionType | type):
-        value = getattr(type(value), "__call__", None)  # noqa: B004  # what it is, not whether
-    return value if isinstance(value, FunctionType) else None
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if not (inspect.isroutine(value) or isinstance(value, type)):
+        value = type(value)
+    return str(getattr(inspect.unwrap(value), "__module__", None) or "builtins")
 
 
-def _nonlocals(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # nothing is in it yet
-            yield cell.cell_contents
+def _outside_of_making(tree: ast.AST) -> Iterator[ast.AST]:
+    """All of it, apart from functions such as `__init__`, `init_weights` and `reset_parameters`."""
+    left = [tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.FunctionDef) and ("init" in node.name or node.name == "reset_parameters"):
+            continue
+        yield node
+        left += ast.iter_child_nodes(node)
 
 
-def _with_inner(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _with_inner(constant)
+def _reaches(node: ast.AST) -> bool:
+    """`x.data`, but neither `x.data = ...`, which leaves the memory alone, nor `torch.utils.data` or `self.data`."""
+    if isinstance(node, ast.AugAssign):
+        return isinstance(node.target, ast.Attribute) and node.target.attr in _REACHES
+    if not isinstance(node, ast.Attribute) or node.attr not in _REACHES or not isinstance(node.ctx, ast.Load):
+        return False
+    of = node.value
+    return not (isinstance(of, ast.Name) and of.id == "self") and not (
+        isinstance(of, ast.Attribute) and of.attr == "utils"
+    )

@@ -1,160 +1,146 @@
-"""Which code may get at a tensor's memory unseen: as far as a reader of names can tell."""
+"""Which code may get at a tensor's memory unseen: the source of whatever a pass comes from is read."""
 
-from collections.abc import Callable
+import importlib
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ddp_kit.trainer.steady import SteadyState, reaches_memory
 
-elsewhere = ModuleType("elsewhere")
-exec("def clip(model): model.weight.data.clamp_(-1, 1)", vars(elsewhere))
+Write = Callable[..., ModuleType]
 
+PLAIN = """
+import torch.utils.data
+from torch import nn
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        self.inner = nn.Linear(4, 4)
-        self.weight.data.fill_(2.0)  # no pass runs this
+class Numbers(torch.utils.data.Dataset):
+    def __init__(self, data):
+        self.data = data
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.project(self.inner(x)) * self.scale
+    def __getitem__(self, index):
+        return self.data[index]
 
-    def project(self, x: Tensor) -> Tensor:
-        return x
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.weight.data.fill_(2.0)  # weight.data.clamp_()
 
-    @property
-    def scale(self) -> Tensor:
-        return self.weight
+    def init_weights(self):
+        self.weight.data.normal_()
 
-    def clip(self) -> None:
-        self.weight.data.clamp_(-1, 1)
+    def grow(self):
+        self.weight.data = self.weight * 2
 
-
-class InForward(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        self.weight.data.clamp_(-1, 1)
-        return super().forward(x)
-
-
-class InMethod(Net):
-    def project(self, x: Tensor) -> Tensor:
-        self.weight.numpy()[:] = 0
-        return x
-
-
-class InProperty(Net):
-    @property
-    def scale(self) -> Tensor:
-        return self.weight.data
-
-
-def loss(model: Any, batch: Any) -> Any:
+def loss(model, batch):
     return model(batch).sum()
+"""
+CLIPS = "def clip(model): model.weight.data.clamp_(-1, 1)\n"
 
 
-def clip(model: Any) -> None:
-    model.weight.data.clamp_(-1, 1)
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
+    """Modules of the user's own, imported."""
+    made = set[str]()
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(**sources: str) -> ModuleType:
+        for name, source in sources.items():
+            (tmp_path / f"{name}.py").write_text(source)
+            made.add(name)
+        importlib.invalidate_caches()
+        return importlib.import_module([*sources][-1])
+
+    yield write
+    for name in made:
+        sys.modules.pop(name, None)
 
 
-def by_a_method(model: Any, batch: Any) -> Any:
-    model.clip()
-    return loss(model, batch)
-
-
-def by_a_function(model: Any, batch: Any) -> Any:
-    clip(model)
-    return loss(model, batch)
-
-
-def by_a_module(model: Any, batch: Any) -> Any:
-    elsewhere.clip(model)
-    return loss(model, batch)
-
-
-def by_a_closure() -> Callable[..., Any]:
-    clip_all, again = partial(clip), None
-
-    def inner(model: Any, batch: Any) -> Any:
-        clip_all(model)
-        return (again or loss)(model, batch)
-
-    return inner
-
-
-def by_a_lambda(model: Any, batch: Any) -> Any:
-    return [loss(each, batch) for each in map(lambda each: each.weight.data or each, [model])]  # noqa: C417
-
-
-class ByAnObject:
-    def __call__(self, model: Any, batch: Any) -> Any:
-        return by_a_function(model, batch)
-
-    def method(self, model: Any, batch: Any) -> Any:
-        return by_a_function(model, batch)
-
-
-def with_hook(register: str, of: Callable[[Net], Any] = lambda net: net.inner) -> Net:
-    net = Net()
-    getattr(of(net), register)(lambda *_: clip(net))
-    return net
+def test_what_makes_weights_or_puts_others_in_their_place_does_not_count(written: Write) -> None:
+    script = written(script=PLAIN)
+    assert not reaches_memory(script.Net(), script.loss)
+    assert not reaches_memory(script.Net(), partial(script.loss))
 
 
 @pytest.mark.parametrize(
-    "loss_fn",
+    "added",
     [
-        by_a_method,
-        by_a_function,
-        by_a_module,
-        by_a_closure(),
-        by_a_lambda,
-        partial(by_a_function),
-        ByAnObject(),
-        ByAnObject().method,
+        CLIPS,
+        "clip = lambda model: model.weight.data.clamp_(-1, 1)",
+        "def change(model): model.weight.data += 1",
+        "def change(model): model.weight.untyped_storage().fill_(0)",
+        "class Clips:\n    def __call__(self, model): model.weight.data[0] = 0",
+        "def outer():\n    def inner(model): return model.weight.data\n    return inner",
+        "import torch.distributed as dist\ndef gossip(model): dist.all_reduce(model.weight)",
     ],
 )
-def test_a_loss_function_that_writes_to_the_data_is_found(loss_fn: Callable[..., Any]) -> None:
-    assert reaches_memory(Net(), loss_fn)
+def test_what_writes_to_the_data_anywhere_in_the_file_is_found(added: str, written: Write) -> None:
+    script = written(script=PLAIN + added)
+    assert reaches_memory(script.Net(), script.loss)
+    assert reaches_memory(nn.Linear(1, 1), script.loss)
+    assert reaches_memory(script.Net(), lambda model, batch: model(batch))
 
 
 @pytest.mark.parametrize(
-    "model",
-    [
-        InForward(),
-        InMethod(),
-        InProperty(),
-        nn.Sequential(InForward()),
-        with_hook("register_forward_hook"),
-        with_hook("register_forward_pre_hook"),
-        with_hook("register_full_backward_hook"),
-        with_hook("register_hook", lambda net: net.weight),
-        with_hook("register_post_accumulate_grad_hook", lambda net: net.weight),
-    ],
+    "importing",
+    ["import other", "from other import clip", "def late():\n    from other import clip as cut", "import more"],
 )
-def test_so_is_a_model(model: nn.Module) -> None:
-    assert reaches_memory(model, loss)
-    assert SteadyState(model, torch.optim.SGD(model.parameters()), loss).tensors() == []
+def test_so_is_what_it_imports(importing: str, written: Write) -> None:
+    written(other=CLIPS, more="from other import clip")
+    script = written(script=PLAIN + importing)
+    assert reaches_memory(script.Net(), script.loss)
 
 
 @pytest.mark.parametrize(
-    "model",
-    [Net(), nn.TransformerEncoderLayer(8, 2), nn.LSTM(3, 4), nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))],
+    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
 )
-def test_what_only_makes_weights_does_not_count(model: nn.Module) -> None:
-    assert not reaches_memory(model, loss)
+def test_so_are_hooks(register: str, written: Write) -> None:
+    other, script = written(other=CLIPS), written(script=PLAIN)
+    model = nn.Sequential(script.Net())
+    getattr(model[0], register)(other.clip)
+    assert reaches_memory(model, script.loss)
 
 
-def test_what_is_trained_and_the_optimizer_s_own_is_steady() -> None:
-    model = Net()
-    model.inner.requires_grad_(False)
+def test_so_are_hooks_of_weights(written: Write) -> None:
+    other, script = written(other=CLIPS), written(script=PLAIN)
+    model = script.Net()
+    model.weight.register_hook(other.clip)
+    assert reaches_memory(model, script.loss)
+    stepping = script.Net()
+    stepping.weight.register_post_accumulate_grad_hook(script.loss)
+    assert reaches_memory(stepping, script.loss)
+
+
+def test_what_cannot_be_read_counts(written: Write) -> None:
+    script = written(script=PLAIN)
+    unread: dict[str, Any] = {"__name__": "nowhere"}
+    exec("def loss(model, batch): return model(batch).sum()", unread)
+    model = script.Net()
+    optimizer = torch.optim.SGD(model.parameters())
+    assert len(SteadyState(model, optimizer, script.loss).tensors()) == 2
+    assert SteadyState(model, optimizer, unread["loss"]).tensors() == []
+
+
+@pytest.mark.parametrize(
+    "model", [nn.TransformerEncoderLayer(8, 2), nn.LSTM(3, 4), nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))]
+)
+def test_torch_is_known(model: nn.Module, written: Write) -> None:
+    assert not reaches_memory(model, written(script=PLAIN).loss)
+
+
+def test_what_is_trained_and_the_optimizer_s_own_is_steady(written: Write) -> None:
+    script = written(script=PLAIN)
+    model = script.Net()
+    model.bias.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    model.weight.grad = torch.ones(4)
+    model.weight.grad = torch.ones(4, 4)
     optimizer.step()
-    first, second = SteadyState(model, optimizer, loss).tensors()
+    first, second = SteadyState(model, optimizer, script.loss).tensors()
     assert first is model.weight
     assert second is optimizer.state[model.weight]["momentum_buffer"]

@@ -130,6 +130,7 @@ class _Server:
         self._waiting: deque[Message] = deque()
         self._running: dict[int, int] = {}  # pid -> the worker's number
         self._traces: set[Path] = set()
+        self._left_saving: set[int] = set()  # processes
         self._folders: list[str] = []
 
     def serve(self) -> Program:
@@ -268,19 +269,27 @@ class _Server:
     def _clear(self, well: bool) -> None:
         """End what the workers of a round have left, and say what that was where nobody failed.
 
-        A save that is in hand is left to be finished: the next round's workers wait for it, and go on from there.
+        A save that a failed round has in hand is left to be finished: the next round waits for it, and goes on from
+        there. It is not left a second time.
         """
-        strike(_saves, signal.SIGCONT, set())
+        saving: set[int] = (
+            set() if well else {child.pid for child in children() if CHECKPOINT_WRITER.encode() in child.command}
+        )
+        saving -= self._left_saving
+        self._left_saving = saving
+        strike(lambda child: child.pid in saving, signal.SIGCONT, set())
         if well:
-            wait_for(self._is_left, _LEAVING_SECONDS, self._reap)
-            for child in filter(self._is_left, children()):
+            wait_for(self._is_stranger, _LEAVING_SECONDS, self._reap)
+            for child in filter(self._is_stranger, children()):
                 if not child.cleans:
                     command = masked(child.command.replace(b"\0", b" ").decode(errors="replace").strip(), self._env)
                     sys.stderr.write(f"ddpkit: ended what a process of the job had left running: {command}\n")
-        end_children(self._is_left, self._reap, gently=True, traces=self._traces)
-
-    def _is_left(self, child: Child) -> bool:
-        return self._is_stranger(child) and not _saves(child)
+        end_children(
+            lambda child: self._is_stranger(child) and child.pid not in saving,
+            self._reap,
+            gently=True,
+            traces=self._traces,
+        )
 
     def _is_stranger(self, child: Child) -> bool:
         return child.pid not in self._running
@@ -296,10 +305,6 @@ class _Server:
     def _tell(self, message: Message) -> None:
         with suppress(ClosedError):  # the end of file comes next
             self._channel.send(message)
-
-
-def _saves(child: Child) -> bool:
-    return CHECKPOINT_WRITER.encode() in child.command
 
 
 class _Attentive:

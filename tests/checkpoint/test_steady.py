@@ -1,6 +1,8 @@
 """What is copied beside the caller: it is what it was at the save, or it is not written."""
 
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -191,7 +193,9 @@ def test_a_wait_that_is_interrupted_is_waited_for_by_the_next_save(tmp_path: Pat
     assert same(load(tmp_path / name_of(2)), second)
 
 
-def test_a_copy_that_is_not_waited_for_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_whose_wait_is_interrupted_may_be_waited_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: Same
+) -> None:
     weights, interrupts, begin_copy = Weights(), Interrupts(), saver_module.begin_copy
 
     def begin(pairs: Any) -> Callable[[], None]:
@@ -200,17 +204,37 @@ def test_a_copy_that_is_not_waited_for_is_not_written(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(saver_module, "begin_copy", begin)
     monkeypatch.setattr(saver_module, "_LARGE", 0)
-    saver = Saver(tmp_path, keep_last=9)
-    weights.save(saver, 1)
-    weights.step(saver)
-    weights.save(saver, 2)
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012  # on either line
-        interrupts.waits.set()
+    with Saver(tmp_path, keep_last=9) as saver:
+        weights.save(saver, 1)
+        weights.step(saver)
+        expected = weights.save(saver, 2)
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012  # on either line
+            interrupts.waits.set()
+            saver.copied()
+        interrupts.lets.set()
+        weights.step(saver)
+    assert same(load(tmp_path / name_of(2)), expected)
+
+
+NEVER_COPIED = """
+import sys, torch
+from ddp_kit.checkpoint import saver as saver_module
+saver_module._LARGE = 0
+saver, weight = saver_module.Saver(sys.argv[1], keep_last=9), torch.ones(10)
+for step in (1, 2):
+    if step == 2:
         saver.copied()
-    interrupts.lets.set()
-    with pytest.raises(CheckpointError, match="not written"):
-        saver.close()
-    assert steps(tmp_path) == [1]
+    saver.save(step, {"model": weight}, steady=[weight])
+say("copying", saver.copying)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_in_between_ends(script: Callable[[str], Path], tmp_path: Path) -> None:
+    command = [sys.executable, script(NEVER_COPIED), tmp_path / "runs"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (run.returncode, run.stdout) == (0, "copying True\n"), run.stderr
+    assert steps(tmp_path / "runs") == [1]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; there is none on this machine")
