@@ -49,8 +49,8 @@ class Saver:
         saver.check()    now and then: raises what went wrong
         saver.close()
 
-    It holds host memory of the state's size from the first save on. Raises `CheckpointError` where the folder cannot
-    be written to.
+    It holds host memory of the state's size from `reserve` or the first save on. Raises `CheckpointError` where the
+    folder cannot be written to.
     """
 
     def __init__(self, folder: Path | str, *, keep_last: int, background: bool = True) -> None:
