@@ -41,8 +41,10 @@ class SharedBuffer:
     def reserve(self, size: int) -> None:
         """Get memory of this size, and have it filled in beside the caller."""
         if self._grow(size):
-            self._filling = Thread(target=_fill_in, args=(self._bytes,), daemon=True)  # at the end nobody waits for it
-            self._filling.start()
+            filling = Thread(target=_fill_in, args=(self._bytes,), daemon=True)  # at the end nobody waits for it
+            with suppress(RuntimeError):  # no more threads: pages come as they are written to
+                filling.start()
+                self._filling = filling
 
     def prepare(self, layout: Layout, tensors: Sequence[Tensor], text: bytes) -> None:
         """Make room for `tensors`, which are in the order of the layout's places, and write all that is beside them.

@@ -192,7 +192,16 @@ class Saver:
 
     def _submit(self, task: Callable[[], None]) -> "Future[None]":
         assert self._thread is not None
-        return self._thread.submit(task)
+        try:
+            return self._thread.submit(task)
+        except RuntimeError:  # the main thread has ended: this one goes on alone
+            done: Future[None] = Future()
+            try:
+                task()
+                done.set_result(None)
+            except Exception as error:
+                done.set_exception(error)
+            return done
 
     def _start(self, write: Callable[[], None]) -> None:
         try:

@@ -26,6 +26,7 @@ from ddp_kit.contract import Phase
 from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.manifest import checkpoints, name_of
+from ddp_kit.progress import Heartbeat
 from ddp_kit.trainer.agreement import every_text, gathered
 from ddp_kit.trainer.fitting import callback_states, check, kinds, load_callbacks, of_another_run, size
 from ddp_kit.trainer.log_points import LogPoints
@@ -73,13 +74,13 @@ class Checkpoints:
         """Whether to save once the step is done: before, its state is half that of the next."""
         self._in_loop = self._reserved = False
         self._steady = SteadyState(parts.model, parts.optimizer, parts.loss_fn)
-        optimizer_step.before_change = self.before_change
         self._random: list[str] | None = None  # of a checkpoint, until the next step or save
         self._random_known = False
         if self._config.dir is not None and self._writes(self._config.dir):
             self._saver = _Patient(
                 self._config.dir, keep_last=self._config.keep_last, background=self._config.background
             )
+            optimizer_step.before_change = partial(_wait_for_copies, self._saver, parts.heart)
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -96,9 +97,7 @@ class Checkpoints:
 
     def before_change(self) -> None:
         """Return when all is copied that a save of the step before left to be copied beside this one."""
-        if self._saver is not None and self._saver.copying:
-            with self._parts.heart.during(Phase.CHECKPOINT):
-                self._saver.copied()
+        self._optimizer_step.before_change()
 
     def save_once(self) -> None:
         """Save, where this step is not saved yet."""
@@ -382,6 +381,12 @@ class _Patient(Saver):
                 raise
             self.unsaved = error.with_traceback(None)  # whose frames hold tensors
             logger.warning("{}; the run goes on, and its next save tries again", error.message)
+
+
+def _wait_for_copies(saver: Saver, heart: Heartbeat) -> None:
+    if saver.copying:
+        with heart.during(Phase.CHECKPOINT):
+            saver.copied()
 
 
 def _course(path: Path | None, job: str) -> Course:

@@ -10,8 +10,10 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import resolve_name
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+from warnings import catch_warnings
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,6 +21,7 @@ from torch.optim import Optimizer
 # Of tensors: what gives their memory to whoever writes to it; and collectives, which write to it themselves.
 _REACHES = {"data", "data_ptr", "storage", "untyped_storage", "all_reduce", "broadcast"}
 _NOT_READ = {"torch", "numpy", "ddp_kit", *sys.stdlib_module_names} - {"__main__"}
+_MOST = 300_000  # bytes of source, which take a quarter of a second
 _INSTALLED = ("site-packages", "dist-packages")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -34,7 +37,8 @@ class SteadyState:
         """The weights that the optimizer trains, and its own state; none where a pass may change them unseen."""
         if self._known is None:
             try:
-                self._known = not reaches_memory(self._model, self._loss_fn)
+                with catch_warnings(action="ignore"):  # of the syntax of others
+                    self._known = not reaches_memory(self._model, self._loss_fn)
             except Exception:  # code of others is looked at, which may be of any kind
                 self._known = False
         if not self._known:
@@ -57,17 +61,29 @@ def reaches_memory(model: nn.Module, loss_fn: Callable[..., Any]) -> bool:
     hooks += [hook for each in model.parameters() for hook in (each._backward_hooks or {}).values()]
     left = {_home(each) for each in (loss_fn, *hooks)} | {type(module).__module__ for module in modules}
     seen: set[str] = set()
+    read = 0
     while left:
         name = left.pop()
         if name in seen or name.partition(".")[0] in _NOT_READ:
             continue
         seen.add(name)
-        tree = ast.parse(inspect.getsource(sys.modules[name]))
+        source = _source(sys.modules[name])
+        read += len(source)
+        if read > _MOST:
+            return True
+        tree = ast.parse(source)
         if any(map(_reaches, _outside_of_making(tree))):
             return True
         if not _is_installed(name):
             left |= {other for other in _used_by(sys.modules[name], tree) if not _is_installed(other)}
     return False
+
+
+def _source(module: ModuleType) -> bytes:
+    file = getattr(module, "__file__", None)
+    if file is None and hasattr(module, "__path__"):
+        return b""  # a folder without an __init__.py
+    return Path(file or "").read_bytes()
 
 
 def _is_installed(name: str) -> bool:

@@ -237,6 +237,32 @@ def test_a_process_that_ends_in_between_ends(script: Callable[[str], Path], tmp_
     assert steps(tmp_path / "runs") == [1]
 
 
+SAVES_ALONE = """
+import sys, threading, torch
+from ddp_kit.checkpoint import saver as saver_module
+saver_module._LARGE = 0
+saver, weight = saver_module.Saver(sys.argv[1], keep_last=9), torch.ones(10)
+
+def save():
+    threading.main_thread().join()
+    for step in (1, 2, 3):
+        saver.copied()
+        saver.save(step, {"model": weight}, steady=[weight])
+    saver.close()
+    say("closed")
+
+threading.Thread(target=save).start()
+"""
+
+
+@pytest.mark.slow
+def test_a_thread_that_outlives_the_main_one_goes_on_saving(script: Callable[[str], Path], tmp_path: Path) -> None:
+    command = [sys.executable, script(SAVES_ALONE), tmp_path / "runs"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (run.returncode, run.stdout) == (0, "closed\n"), run.stderr
+    assert steps(tmp_path / "runs") == [3, 2, 1]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; there is none on this machine")
 def test_on_a_gpu_the_copy_is_that_of_the_save(tmp_path: Path, same: Same) -> None:
     weights, expected = Weights(), {}

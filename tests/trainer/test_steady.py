@@ -117,6 +117,22 @@ def test_so_are_hooks_of_weights(written: Write) -> None:
     assert reaches_memory(stepping, script.loss)
 
 
+def test_folders_of_modules_are_read(written: Write, tmp_path: Path) -> None:
+    for folder in ("empty", "without"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "layers.py").touch()
+    (tmp_path / "empty" / "__init__.py").touch()
+    script = written(
+        script=PLAIN + "from empty import layers\nfrom without import layers as more\nimport empty, without"
+    )
+    assert not reaches_memory(script.Net(), script.loss)
+
+
+def test_more_than_can_be_read_soon_counts(written: Write) -> None:
+    script = written(script=PLAIN + "#" * 300_000)
+    assert reaches_memory(script.Net(), script.loss)
+
+
 def test_what_cannot_be_read_counts(written: Write) -> None:
     script = written(script=PLAIN)
     unread: dict[str, Any] = {"__name__": "nowhere"}
