@@ -68,7 +68,8 @@ class Repacker:
         return Prepared(layout, [stored.tensor for stored in packed.tensors], _dumps(packed.text).encode())
 
     def _laid_out(self, packed: Packed) -> Layout:
-        key = [stored.key for stored in packed.tensors], packed.aliases
+        aliases = [(part, *names.items()) for part, names in packed.aliases.items()]  # their order is in the header
+        key = [stored.key for stored in packed.tensors], aliases
         if self._layout is None or self._layout[0] != key:
             self._layout = key, lay_out(packed.tensors, packed.aliases)
         return self._layout[1]
