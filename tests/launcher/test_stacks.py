@@ -16,8 +16,7 @@ import re, sys
 from ddp_kit.launcher.warm.watched import answer_with_stacks
 answer_with_stacks(sys.argv[1])
 def work():
-    print("there", flush=True)
-    re.match(r"(a+)+$", "a" * 40 + "b")
+    print("there", flush=True); re.match(r"(a+)+$", "a" * 40 + "b")
 work()
 """
 
@@ -46,7 +45,7 @@ def test_a_process_that_holds_the_interpreter_lock_is_seen(
         if py_spy and not stacks.can_be_seen(pid):
             pytest.skip("this system lets nobody look into other processes")
         (stack,) = stacks.take({3: pid}, 60.0, {3: str(account)}, lambda: False).values()
-    assert stack.doing(Phase.FORWARD) == "in the forward pass (train.py:6 in work)"
+    assert stack.doing(Phase.FORWARD) == "in the forward pass (train.py:5 in work)"
     assert stack.holds_lock == py_spy
     assert stack.as_trace().startswith('  File "')
     assert bool(account.read_text()) != py_spy
