@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_kit.callbacks import Callback
@@ -113,8 +114,13 @@ def _of_another_run(path: Path, what: str) -> CheckpointError:
     )
 
 
+def kept_by(optimizer: Optimizer) -> list[Tensor]:
+    """The tensors of an optimizer's own state, whose entries may also be of another kind than torch's."""
+    states = [state.values() for state in optimizer.state.values() if isinstance(state, dict)]
+    return [value for value in chain(*states) if isinstance(value, Tensor)]
+
+
 def size(parts: Parts) -> int:
     """Bytes of a run's weights and optimizer state, which are most of its checkpoint."""
-    states = [state.values() for state in parts.optimizer.state.values() if isinstance(state, dict)]
-    tensors = [each for each in chain(*states) if isinstance(each, Tensor) and each.layout is torch.strided]
-    return sum(each.nbytes for each in (*parts.model.parameters(), *tensors))
+    kept = [each for each in kept_by(parts.optimizer) if each.layout is torch.strided]
+    return sum(each.nbytes for each in (*parts.model.parameters(), *kept))

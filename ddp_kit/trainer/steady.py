@@ -18,6 +18,8 @@ from warnings import catch_warnings
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddp_kit.trainer.fitting import kept_by
+
 # Of tensors: what gives their memory to whoever writes to it; and collectives, which write to it themselves.
 _REACHES = {"data", "data_ptr", "storage", "untyped_storage", "all_reduce", "broadcast"}
 _NOT_READ = {"torch", "numpy", "ddp_kit", *sys.stdlib_module_names} - {"__main__"}
@@ -43,10 +45,9 @@ class SteadyState:
                 self._known = False
         if not self._known:
             return []
-        groups, states = self._optimizer.param_groups, self._optimizer.state.values()
+        groups = self._optimizer.param_groups
         weights = [each for group in groups for each in group["params"] if each.requires_grad]
-        kept = [value for state in states if isinstance(state, dict) for value in state.values()]
-        return weights + [each for each in kept if isinstance(each, Tensor) and not each.is_inference()]
+        return weights + [each for each in kept_by(self._optimizer) if not each.is_inference()]
 
 
 def reaches_memory(model: nn.Module, loss_fn: Callable[..., Any]) -> bool:
