@@ -332,6 +332,7 @@ say(json.dumps({"rank": rank, "began": began, "marks": clock.marks, "communicati
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", ["dynamic", "static"])
 def test_a_rank_that_waits_for_another_s_gradients_communicates(
     start: Any, script: Any, tmp_path: Path, graph: str

@@ -158,16 +158,19 @@ def announce(world: World, plan: BatchPlan, config: TrainerConfig, done: int, to
 
 @contextmanager
 def garbage_off_the_path() -> Iterator["Collector"]:
-    """No collection of garbage within a step; what exists now is left out of those that `Collector` makes."""
+    """No garbage collection within a step; objects that exist now are left out of the ones that `Collector` makes."""
     if not gc.isenabled():
         yield Collector(on=False)
         return
     gc.disable()
-    gc.freeze()
+    freezes = gc.get_freeze_count() == 0  # else the warm server or the user did, and unfreezing would undo that
+    if freezes:
+        gc.freeze()
     try:
         yield Collector(on=True)
     finally:
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
         gc.enable()
 
 
