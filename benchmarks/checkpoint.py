@@ -64,10 +64,9 @@ call, with all that belongs to it: state_dict(), packing, copying; in brackets i
 one after the other, into memory that is there already, made two steps earlier. The first save is each way's first in
 its process; the others are medians of the later ones. ddpkit is a save by `every_steps`, in the background. A save
 is on the disk when its files and their names are synced; for torch.save and Lightning, which do not do so, fsync is
-called. DCP is torch.distributed.checkpoint, its stager kept from save to save. ddpkit and "staged beside" copy in a
-thread while the next gradients are made; what they wait for when the weights are to change counts. As that, and any
-writer, takes from the loop's cores, the third figure is the save and the step after it, less a step when nothing is
-written."""
+called. DCP is torch.distributed.checkpoint, its stager kept from save to save. "Staged beside" copies in a thread while
+the next gradients are made; what it waits for before the weights change counts. As that, and any writer, takes from
+the loop's cores, the third figure is the save and the step after it, less a step when nothing is written."""
 ABOUT_RESTART = f"""\
 {RANKS} ranks, gloo, OMP_NUM_THREADS=1, a checkpoint of 10 MB every 10 steps. From the SIGKILL of a random rank, sent
 from outside, to when the last rank has come so far. torchrun has TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which

@@ -175,21 +175,11 @@ def ddpkit(run: Run) -> None:
         max_steps=10**6, global_batch_size=BATCH, log_every=10**6, checkpoint={"dir": folder, "keep_last": 1}
     )
     trainer = Trainer(run.model, run.optimizer, lambda _, batch: run.loss(batch), config)
-    steps, step = trainer.steps(run.dataset), trainer._optimizer_step
-    before_change, saves = step.before_change, [False]
+    steps = trainer.steps(run.dataset)
 
     def save(_: int) -> None:
-        trainer._checkpoints.save(goes_on=True)  # as at one of `every_steps`
-        saved[0], saves[0] = name_of(trainer.step), True
-
-    def stand_still() -> None:
-        began = time.perf_counter()
-        before_change()
-        if saves[0]:
-            run.found[-1].stood += time.perf_counter() - began
-        saves[0] = False
-
-    step.before_change = stand_still
+        trainer._checkpoints.save()  # as at one of `every_steps`
+        saved[0] = name_of(trainer.step)
 
     def wait(_: int) -> None:
         while [path.name for path in folder.iterdir()] != saved:

@@ -5,10 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -101,31 +99,3 @@ def script(tmp_path: Path) -> Callable[[str], Path]:
         return path
 
     return write
-
-
-@pytest.fixture
-def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a save copies beside its caller is copied as late as it can be: when somebody waits for it."""
-    from ddp_kit.checkpoint import saver
-
-    asked, begin_copy, copied = threading.Event(), saver.begin_copy, saver.Saver.copied
-
-    def begin(pairs: Any) -> Callable[[], None]:
-        finish = begin_copy(pairs)
-        asked.clear()
-
-        def finish_late() -> None:
-            asked.wait()
-            finish()
-
-        return finish_late
-
-    def copied_late(of: saver.Saver) -> None:
-        asked.set()
-        copied(of)
-
-    monkeypatch.setattr(saver, "_LARGE", 0)
-    monkeypatch.setattr(saver, "begin_copy", begin)
-    monkeypatch.setattr(saver.Saver, "copied", copied_late)
-    yield
-    asked.set()

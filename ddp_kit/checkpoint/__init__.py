@@ -1,10 +1,10 @@
 """Checkpoints that cannot lie: whole or not there, the same bits back, and nothing unpickled.
 
-    saver.py       Saver: a copy of the state into host buffers, then training goes on
+    saver.py       Saver: a copy of the state in host memory, then training continues
     packing.py     nested state <-> tensors by name, and JSON
     repacking.py   the same, sooner, for a state whose values alone have changed
     layout.py      which tensor lies where in which file (the safetensors format)
-    buffer.py      host memory that two processes share;  copying.py: copies into it;  steady.py: is a copy sound?
+    buffer.py      host memory that two processes share;  copying.py: copies into it
     background.py  the process that writes, as the trainer sees it;  process.py: that process itself
     writing.py     host memory -> files: fsync, one rename, retention;  system.py: the operations it does that with
     loading.py     files -> nested state, verified

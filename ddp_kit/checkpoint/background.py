@@ -4,6 +4,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import weakref
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 import ddp_kit
-from ddp_kit.checkpoint.process import ENOUGH
+from ddp_kit.checkpoint.process import ENOUGH, LONGEST_PACKET
 from ddp_kit.checkpoint.writing import Job
 from ddp_kit.contract import CHECKPOINT_WRITER
 from ddp_kit.errors import CheckpointError
@@ -20,36 +21,45 @@ from ddp_kit.errors import CheckpointError
 # Without site-packages, whose .pth files may import anything; the package's own folder comes last on the path.
 _CODE = (
     f"import sys; sys.path.append(sys.argv[1]); from {CHECKPOINT_WRITER} import main; "
-    "main(int(sys.argv[2]), int(sys.argv[3]))"
+    "main(int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))"
 )
 _NOT_FOR_IT = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT}
 _LAST_WORDS = 2000
+_LOOK_SECONDS = 0.5  # a signal that arrives just before a wait does not end it: its handler runs between two waits
 
 
 class WriterProcess:
-    """Writes what lies in the shared memory `memory`, a descriptor; one checkpoint at a time."""
+    """Writes what lies in the shared memory `memory`, a descriptor; one checkpoint at a time.
+
+    Jobs and answers are numbered packets. A job is sent again where it is not known whether it was, and an answer stays
+    in the socket until the next job: an exception that a signal handler raises, at whichever line, loses neither.
+    """
 
     def __init__(self, memory: int) -> None:
         self._said = os.fdopen(os.memfd_create("ddpkit-writer", os.MFD_CLOEXEC), "w+b", buffering=0)
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         root = str(Path(ddp_kit.__file__).parents[1])
+        command = [sys.executable, "-I", "-S", "-c", _CODE, root, *map(str, (os.getpid(), memory, theirs.fileno()))]
         # Blocked before it exists, so that there is no moment in which a signal to the whole job ends it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_IT)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _CODE, root, str(os.getpid()), str(memory)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
                 stderr=self._said,
-                bufsize=0,
                 cwd="/",
-                pass_fds=[memory],
+                pass_fds=[memory, theirs.fileno()],
                 start_new_session=True,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._answer = b""
+            theirs.close()
+        self._number = 0  # of the last job
+        self._job: bytes | None = None  # without an answer yet
+        self._sent = False
         # Also at the interpreter's end: a save in hand is finished first.
-        self._finish = weakref.finalize(self, _end, self._process, self._said, os.getpid())
+        self._finish = weakref.finalize(self, _end, self._process, self._line, self._said, os.getpid())
 
     @property
     def gone(self) -> bool:
@@ -62,38 +72,58 @@ class WriterProcess:
         return self._process.pid
 
     def start(self, job: Job) -> None:
-        """Let it write a checkpoint; `finished` says when it has. Raises `CheckpointError` where it is gone."""
-        try:
-            _pipe(self._process.stdin).write(job.to_json().encode() + b"\n")
-        except OSError:
-            raise self._gone() from None
+        """Let it write a checkpoint, once the one before is finished. Raises `CheckpointError` where it is gone."""
+        assert self._job is None, "one at a time: the memory is that of the job before"
+        self._number += 1
+        self._sent = False
+        self._job = f"{self._number} {job.to_json()}".encode()  # from here on the memory is in use
+        self._send()
 
     def finished(self, *, wait: bool) -> bool:
         """Whether the checkpoint is whole; `wait` until it is. Raises its `CheckpointError`."""
-        answers = _pipe(self._process.stdout)
-        while b"\n" not in self._answer:
-            if not wait and not select.select([answers], [], [], 0)[0]:
-                return False
-            more = os.read(answers.fileno(), 65536)
-            if not more:
+        while self._job is not None:
+            self._send()
+            ended = self._process.poll() is not None  # before the look: its last answer counts
+            problem = self._answer()
+            if problem is not None:
+                self._job = None
+                if problem:
+                    raise CheckpointError(**problem)  # type: ignore[arg-type]
+            elif ended:
                 raise self._gone()
-            self._answer += more
-        line, _, self._answer = self._answer.partition(b"\n")
-        problem = json.loads(line)
-        if problem:
-            raise CheckpointError(**problem)
+            elif not wait:
+                return False
+            else:
+                select.select([self._line], [], [], _LOOK_SECONDS)
         return True
 
     def close(self) -> None:
         """Let it finish, and end it."""
         self._finish()
 
+    def _send(self) -> None:
+        if self._job is not None and not self._sent:
+            with suppress(OSError):  # it is gone, which `finished` says
+                self._line.send(self._job)
+            self._sent = True
+
+    def _answer(self) -> dict[str, str | bool] | None:
+        """To the last job: what went wrong, if anything; None: it is not there yet."""
+        with suppress(OSError):  # nothing there, or it is gone
+            while packet := self._line.recv(LONGEST_PACKET, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                number, problem = json.loads(packet)
+                if number == self._number:
+                    return dict(problem)
+                self._line.recv(1)  # to the job before: the whole packet goes
+        return None
+
     def _gone(self) -> CheckpointError:
+        self._job = None
         self._finish.detach()
         code = self._process.wait()
         self._said.seek(0)
         words = self._said.read().decode(errors="replace")[-_LAST_WORDS:].strip()
-        _end(self._process, self._said, os.getpid())
+        _end(self._process, self._line, self._said, os.getpid())
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return CheckpointError(
             f"the process that writes checkpoints is gone ({how}){words and ': '}{words}",
@@ -102,17 +132,14 @@ class WriterProcess:
         )
 
 
-def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
-    assert pipe is not None
-    return pipe
-
-
-def _end(process: "subprocess.Popen[bytes]", said: IO[bytes], owner: int) -> None:
+def _end(process: "subprocess.Popen[bytes]", line: socket.socket, said: IO[bytes], owner: int) -> None:
     if os.getpid() != owner:  # a forked child has inherited this, and nothing in it is its own
         return
     with suppress(OSError):  # it is gone
-        _pipe(process.stdin).write(ENOUGH)  # closing it would not do: forked loader processes hold its other end
-    for pipe in (process.stdin, said):
-        _pipe(pipe).close()
-    process.wait()
-    _pipe(process.stdout).close()
+        line.send(ENOUGH)  # closing it would not do: forked DataLoader workers hold this end, too
+    while process.poll() is None:
+        with suppress(OSError):
+            if select.select([line], [], [], _LOOK_SECONDS)[0] and not line.recv(1):
+                process.wait()  # it has closed its end, and exits
+    line.close()
+    said.close()

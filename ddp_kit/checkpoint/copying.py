@@ -1,6 +1,6 @@
 """Copies of many tensors at once, in the time of one copy of their size."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from ctypes import memmove
 from threading import Thread
@@ -16,16 +16,11 @@ Pair = tuple[Tensor, Tensor]
 _Piece = list[tuple[int, int, int]]  # to which address, from which, how many bytes
 
 
-def copy(pairs: Iterable[Pair]) -> None:
-    """Copy each tensor to its target; return when all of them are there."""
-    begin_copy(pairs)()
-
-
 @torch.no_grad()
-def begin_copy(pairs: Iterable[Pair]) -> Callable[[], None]:
-    """Begin what `copy` does. All is there when what this returns has been called, in whichever thread.
+def copy(pairs: Iterable[Pair]) -> None:
+    """Copy each tensor to its target; return when all of them are there.
 
-    What is on a GPU is copied as it is when the work in hand there is done.
+    What is on a GPU is copied as it is when the work already queued there is done.
     """
     streams: dict[torch.device, torch.cuda.Stream] = {}
     moves: _Piece = []
@@ -36,23 +31,18 @@ def begin_copy(pairs: Iterable[Pair]) -> Callable[[], None]:
         elif tensor.is_cuda:
             stream = streams.get(tensor.device)
             if stream is None:
-                stream = streams[tensor.device] = _beside(tensor.device)
+                stream = streams[tensor.device] = _side_stream(tensor.device)
             with torch.cuda.stream(stream):
                 target.copy_(tensor, non_blocking=True)
         else:
             target.copy_(tensor)
-
-    def finish() -> None:
-        _move_all(moves)
-        for stream in streams.values():
-            stream.synchronize()
-        pairs.clear()  # until here, nobody may give the memory to others
-
-    return finish
+    _move_all(moves, pairs)
+    for stream in streams.values():
+        stream.synchronize()
 
 
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    """A stream that begins when what is in hand on `device` is done."""
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that begins when the work already queued on `device` is done."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     return stream
@@ -74,8 +64,10 @@ def _pieces(moves: _Piece) -> list[_Piece]:
     return pieces
 
 
-def _move_all(moves: _Piece) -> None:
+def _move_all(moves: _Piece, owners: Sequence[Pair]) -> None:
     """In as many threads as torch has, each of which takes the next piece.
+
+    `owners`: the tensors, which no thread may outlive: an exception from a signal handler may come at any line.
 
     torch's own copies wait for the slowest thread at every tensor: on a busy machine that takes several times as long.
     """
@@ -84,17 +76,22 @@ def _move_all(moves: _Piece) -> None:
     left = iter(pieces)
     more = min(torch.get_num_threads(), -(-len(pieces) // _PIECES_PER_THREAD)) - 1
     threads: list[Thread] = []
-    with suppress(RuntimeError):  # no more of them: those that are there do it
-        for _ in range(more):
-            thread = Thread(target=_move, args=(left,))
-            thread.start()
-            threads.append(thread)
-    _move(left)
-    for thread in threads:
-        thread.join()
+    try:
+        with suppress(RuntimeError):  # no more of them: those that are there do it
+            for _ in range(more):
+                thread = Thread(target=_move, args=(left, owners))
+                thread.start()
+                threads.append(thread)
+        _move(left, owners)
+    finally:
+        for _ in left:  # interrupted: nobody takes another piece
+            pass
+        for thread in threads:
+            thread.join()
 
 
-def _move(left: Iterator[_Piece]) -> None:
+def _move(left: Iterator[_Piece], owners: Sequence[Pair]) -> None:
     for piece in left:
         for target, source, size in piece:
-            memmove(target, source, size)  # leaves the interpreter lock alone
+            memmove(target, source, size)  # releases the interpreter lock
+    del owners

@@ -1,14 +1,15 @@
 """The process that writes checkpoints: starts in some 50 ms, for it imports the standard library alone.
 
 loop:
-    a line on stdin     a `Job`: write it from the shared memory, answer with a line on stdout
-    an empty line, end of file, or the trainer's process ends:    go
+    a packet with a number and a `Job`: write it from the shared memory, answer with the number and what went wrong
+    an empty packet, end of file, or the trainer's process ends:    exit
 """
 
 import json
 import mmap
 import os
 import select
+import socket
 import traceback
 from contextlib import suppress
 
@@ -16,34 +17,33 @@ from ddp_kit.checkpoint.writing import Job, write
 from ddp_kit.errors import CheckpointError
 
 ENOUGH = b"\n"
-"""What tells it that there will be no more."""
+"""The packet that ends it."""
+LONGEST_PACKET = 1 << 16
+_LONGEST_TEXT = 10_000
 
 
-def main(parent: int, memory: int) -> None:
-    """Serve the trainer's process `parent`; `memory` is the descriptor of what the two share.
+def main(parent: int, memory: int, line: int) -> None:
+    """Serve the trainer's process `parent`; `memory` and `line` are the descriptors of what the two share.
 
     Signals are blocked from the start on: what is sent to the whole job is not for a save in hand.
     """
-    waits: list[int] = [0]
-    with suppress(OSError):  # a forked loader process of the trainer may keep stdin's other end for a moment
+    waits: list[int] = [line]
+    with suppress(OSError):  # a forked DataLoader worker of the trainer may keep the other end open for a moment
         waits.append(os.pidfd_open(parent))
     if os.getppid() != parent:
         return
-    pending = b""
-    while True:
-        ready = select.select(waits, [], [])[0]
-        if 0 not in ready:
-            return
-        more = os.read(0, 65536)
-        if not more:
-            return
-        *lines, pending = (pending + more).split(b"\n")
-        for line in lines:
-            if not line:
+    done = 0
+    with socket.socket(fileno=line) as jobs:
+        while line in select.select(waits, [], [])[0]:
+            packet = jobs.recv(LONGEST_PACKET)
+            if packet in (b"", ENOUGH):
                 return
-            answer = _done(Job.from_json(line), memory)
-            with suppress(BrokenPipeError):
-                os.write(1, json.dumps(answer).encode() + b"\n")
+            number, _, job = packet.partition(b" ")
+            if int(number) > done:  # else it was sent twice
+                done = int(number)
+                problem = _done(Job.from_json(job), memory)
+                with suppress(OSError):  # the trainer's process has ended
+                    jobs.send(json.dumps([done, problem]).encode())
 
 
 def _done(job: Job, memory: int) -> dict[str, str | bool]:
@@ -55,7 +55,8 @@ def _done(job: Job, memory: int) -> dict[str, str | bool]:
         return {"message": error.message, "hint": error.hint, "may_pass": error.may_pass}
     except Exception:
         return {
-            "message": f"the checkpoint of step {job.step} could not be written:\n{traceback.format_exc()}",
-            "hint": "this is a fault of ddpkit's: please report it; checkpoint.background=False may do meanwhile",
+            "message": f"the checkpoint of step {job.step} could not be written:\n"
+            f"{traceback.format_exc()[-_LONGEST_TEXT:]}",
+            "hint": "this is a fault of ddpkit's: please report it; checkpoint.background=False may help meanwhile",
         }
     return {}

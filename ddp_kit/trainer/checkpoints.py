@@ -7,7 +7,6 @@ from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,15 @@ from ddp_kit import contract
 from ddp_kit.callbacks import Callback
 from ddp_kit.callbacks.watched import Watched
 from ddp_kit.checkpoint.loading import load, newer
-from ddp_kit.checkpoint.saver import Check, Saver
+from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.checkpoint.writing import set_aside, wait_for_writers
-from ddp_kit.contract import Phase
 from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.manifest import checkpoints, name_of
-from ddp_kit.progress import Heartbeat
 from ddp_kit.trainer.agreement import every_text, gathered
 from ddp_kit.trainer.fitting import callback_states, check, kinds, load_callbacks, of_another_run, size
 from ddp_kit.trainer.log_points import LogPoints
 from ddp_kit.trainer.position import Position
-from ddp_kit.trainer.steady import SteadyState
 from ddp_kit.trainer.step import OptimizerStep, Parts
 from ddp_kit.world import RandomStates, mixed_seed, random_states, seed_generators, set_random_states
 
@@ -73,14 +69,12 @@ class Checkpoints:
         self.wanted = False
         """Whether to save once the step is done: before, its state is half that of the next."""
         self._in_loop = self._reserved = False
-        self._steady = SteadyState(parts.model, parts.optimizer, parts.loss_fn)
         self._random: list[str] | None = None  # of a checkpoint, until the next step or save
         self._random_known = False
         if self._config.dir is not None and self._writes(self._config.dir):
             self._saver = _Patient(
                 self._config.dir, keep_last=self._config.keep_last, background=self._config.background
             )
-            optimizer_step.before_change = partial(_wait_for_copies, self._saver, parts.heart)
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -88,21 +82,17 @@ class Checkpoints:
         """Save where it is due or wanted; an error of a save before comes out here."""
         every = self._config.every_steps
         if self.wanted or (every is not None and self._position.step % every == 0):
-            self.save(goes_on=True)
+            self.save()
         elif self._saver is not None:
             if not self._reserved:
                 self._reserved = True  # once the optimizer has its state
                 self._saver.reserve(size(self._parts))
             self._saver.check()
 
-    def before_change(self) -> None:
-        """Return when all is copied that a save of the step before left to be copied beside this one."""
-        self._optimizer_step.before_change()
-
     def save_once(self) -> None:
         """Save, where this step is not saved yet."""
         if self._saved_step != self._position.step:
-            self.save(goes_on=True)
+            self.save()
 
     def save_again(self) -> None:
         """Save this step, whether or not it is saved: its evaluation came later."""
@@ -136,29 +126,22 @@ class Checkpoints:
             yield
         finally:
             self._in_loop = False
-            self.before_change()
 
-    def save(self, *, goes_on: bool = False) -> None:
-        """Write a checkpoint of this step. Raises `CheckpointError`; what time may mend is a warning.
-
-        `goes_on`: whether `after_step` or `finish` follows: what is wrong with the weights may come out there.
-        """
+    def save(self) -> None:
+        """Write a checkpoint of this step. Raises `CheckpointError`; what is transient is a warning."""
         if self._config.dir is None:
             raise CheckpointError("there is no folder to save in", 'set checkpoint={"dir": ...} in the TrainerConfig')
         self.saved_at, self.wanted = time.monotonic(), False
+        step = self._position.step
         self._log_points.refuse_non_finite()
-        refuse = partial(self._log_points.refuse_weights, self._position.step)
         weights = [each.detach() for each in self._parts.model.parameters() if each.is_floating_point()]
-        if not goes_on:
-            refuse(weights)
+        self._log_points.refuse_weights(step, weights)
         self.restore_random()
         random = every_text(_text(random_states(self._parts.world)).encode(), self._parts.world)
-        step = self._position.step
         if self._saver is not None:
             self._set_aside(self._config.dir)
             state = self._state([text.decode() for text in random])
-            check, steady = (Check(weights, refuse), self._steady.tensors()) if goes_on else (None, ())
-            self._saver.save(step, state, best=step == self._best_step, check=check, steady=steady)
+            self._saver.save(step, state, best=step == self._best_step)
         self._saved_step, self._kept = step, None
 
     def _set_aside(self, folder: Path) -> None:
@@ -345,19 +328,11 @@ class _Patient(Saver):
     unsaved: CheckpointError | None = None
     """Why the last save came to nothing; None where it did not, as far as is known."""
 
-    def save(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        *,
-        best: bool = False,
-        check: Check | None = None,
-        steady: Sequence[Tensor] = (),
-    ) -> None:
+    def save(self, step: int, state: Mapping[str, Any], *, best: bool = False) -> None:
         self.check(wait=True)
         self.unsaved = None
         with self._patience():
-            super().save(step, state, best=best, check=check, steady=steady)
+            super().save(step, state, best=best)
 
     def check(self, *, wait: bool = False) -> None:
         with self._patience():
@@ -381,12 +356,6 @@ class _Patient(Saver):
                 raise
             self.unsaved = error.with_traceback(None)  # whose frames hold tensors
             logger.warning("{}; the run goes on, and its next save tries again", error.message)
-
-
-def _wait_for_copies(saver: Saver, heart: Heartbeat) -> None:
-    if saver.copying:
-        with heart.during(Phase.CHECKPOINT):
-            saver.copied()
 
 
 def _course(path: Path | None, job: str) -> Course:

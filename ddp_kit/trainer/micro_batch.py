@@ -177,8 +177,7 @@ class RescuedStep(OptimizerStep):
         self._watch_first_call()
 
     def release(self) -> None:
-        """Let go of the wrapper, which takes its hooks off the parameters. The next one writes to the weights."""
-        self.before_change()
+        """Let go of the wrapper, which takes its hooks off the parameters."""
         self._placed = self._parts.model
         _free()
 

@@ -69,8 +69,6 @@ class OptimizerStep:
         self._order: list[int] | None = None  # in which parameters are reduced, once it is settled
         self.skipped = 0
         """Steps left out, because a gradient was not finite."""
-        self.before_change: Callable[[], None] = lambda: None
-        """Called in each step when the gradients are there, before weights or the optimizer change."""
 
     def run(self, share: Share, batch: Callable[[], Any], interval: Interval, *, measure_norm: bool) -> None:
         """One step. `batch` gives the next pass's; `measure_norm`: note the gradient's norm in the interval."""
@@ -78,7 +76,6 @@ class OptimizerStep:
         parts.heart.mark(Phase.DATA)
         self._passes = len(share.passes)
         weight = self._gradients(share, batch, interval)
-        self.before_change()
         parts.heart.mark(Phase.OPTIMIZER)
         if not self._complete:
             self._check_complete()

@@ -341,7 +341,6 @@ class Trainer:
             self._preemption.after_step(self._position, self._finished())
 
     def _end(self, history: list[LogRow]) -> None:
-        self._checkpoints.before_change()  # callbacks may change the weights
         if self._log_points.interval.steps:  # stopped between log points
             self._log(self.epoch, history, last=True)
         else:

@@ -5,18 +5,22 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import safetensors.torch
 import torch
 
+from ddp_kit.checkpoint import background as background_module
+from ddp_kit.checkpoint import saver as saver_module
 from ddp_kit.checkpoint.loading import load
-from ddp_kit.checkpoint.saver import Check, Saver
+from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.errors import CheckpointError
 from ddp_kit.manifest import STATE, checkpoints, examine, leftovers, name_of, newest_whole, verified
 
@@ -269,26 +273,6 @@ def test_a_writer_that_was_killed_is_told_of_and_another_one_goes_on(tmp_path: P
     assert psutil.Process().children() == []
 
 
-def test_what_is_refused_is_not_written_and_said_by_the_next_call(tmp_path: Path, background: bool, same: Same) -> None:
-    def refuse(copies: Sequence[torch.Tensor]) -> None:
-        if not all(map(torch.isfinite, [each.sum() for each in copies])):
-            raise ValueError("not finite")
-
-    def save(step: int, value: float, of: str) -> None:
-        what = state(value)
-        saver.save(step, what, check=Check([what["model"][of]], refuse))
-        what["model"][of].fill_(0.0)
-        saver.wait()
-
-    with Saver(tmp_path, keep_last=2, background=background) as saver:
-        save(1, 1.0, "w")
-        with pytest.raises(ValueError, match="not finite"):
-            save(2, np.nan, "b")
-        save(3, 3.0, "w")
-    assert steps(tmp_path) == [3, 1]
-    assert same(load(tmp_path / name_of(3)), state(3.0))
-
-
 def test_check_does_not_wait(tmp_path: Path) -> None:
     with Saver(tmp_path, keep_last=1) as saver:
         (writer,) = psutil.Process().children()
@@ -298,6 +282,53 @@ def test_check_does_not_wait(tmp_path: Path) -> None:
         assert steps(tmp_path) == []
         writer.send_signal(signal.SIGCONT)
     assert steps(tmp_path) == [1]
+
+
+def test_an_interrupt_at_any_line_loses_no_save_and_no_later_wait_hangs(tmp_path: Path, same: Same) -> None:
+    """As a signal handler raises it: between any two lines of what waits for the writer."""
+    lines = {saver_module.__file__, background_module.__file__}
+    left = 0
+
+    def interrupt(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in lines:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return interrupt
+
+    def interrupted(call: Callable[[], None], number: int) -> bool:
+        nonlocal left
+        left, before = number, sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            call()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+    with Saver(tmp_path, keep_last=1) as saver:
+        for step in count(1):
+            saver.save(step, state(step))
+            again = interrupted(saver.wait, step)
+            saver.wait()
+            assert same(load(tmp_path / name_of(step)), state(step))
+            if not again:
+                break
+        last, again = step, True
+        for step in count(last + 1):
+            again = interrupted(partial(saver.save, step, state(step)), step - last)
+            saver.wait()
+            newest = checkpoints(tmp_path)[0]
+            assert same(load(newest.path), state(newest.step))
+            if not again:
+                break
+    assert steps(tmp_path) == [step]
+    assert psutil.Process().children() == []
 
 
 # The process ---------------------------------------------------------------------------------------------------------
@@ -320,14 +351,14 @@ def test_the_writer_holds_nothing_of_the_trainer_s_and_has_not_imported_torch(tm
             os.close(pipe[0])
             os.close(pipe[1])
     kinds = sorted(target.split(":")[0].split(" ")[0] for target in files.values())
-    assert kinds == ["/memfd", "/memfd", "anon_inode", "pipe", "pipe"], files
+    assert kinds == ["/dev/null", "/dev/null", "/memfd", "/memfd", "anon_inode", "socket"], files
     assert session == writer.pid
     assert not writer.is_running()
 
 
 SAVES = """
 import os, signal, sys, torch
-from ddp_kit.checkpoint.saver import Check, Saver
+from ddp_kit.checkpoint.saver import Saver
 saver = Saver(sys.argv[1], keep_last=2)
 saver.save(1, {"model": torch.ones(10)})
 saver.wait()
