@@ -109,8 +109,7 @@ def launch(words: Sequence[str]) -> int:
             for line in settled.says:
                 _say(line)
             if asked.dry_run:
-                defaults = vars(agent.torchrun_parser().parse_args(["script.py"]))
-                told = dry_run.describe(asked, settled, os.environ, socket.gethostname(), defaults)
+                told = dry_run.describe(asked, settled, os.environ, socket.gethostname(), agent.torchrun_defaults())
                 agent.check(settled)  # last: torch adds to the environment that was described
                 _print(told)
                 return ExitCode.OK

@@ -47,8 +47,8 @@ class _Nodes:
 def describe(spec: LaunchSpec, plan: Plan, env: Mapping[str, str], host: str, defaults: Mapping[str, Any]) -> str:
     """The whole text, secrets masked.
 
-    `env`: the launcher's own environment. `host`: this machine's name. `defaults`: torchrun's settings where no flag
-    is given.
+    `env`: the launcher's own environment. `host`: this machine's name. `defaults`: the settings of the installed
+    torchrun where no flag is given.
 
     Raises `UsageError` where --virtual-local-rank has no GPU left for a rank.
     """
@@ -60,7 +60,7 @@ def describe(spec: LaunchSpec, plan: Plan, env: Mapping[str, str], host: str, de
             _table(_processes(plan, nodes, whole, host)),
             _table(_circumstances(spec, plan, nodes, env)),
             *_environment(plan, nodes, env),
-            f"The same with torchrun{_but(plan)}:\n\n  {_torchrun(spec, plan, whole, defaults)}",
+            f"The same with torchrun{_but(spec, plan, defaults)}:\n\n  {_torchrun(spec, plan, whole, defaults)}",
         ]
     )
 
@@ -266,9 +266,11 @@ def _origin(plan: Plan, nodes: _Nodes, env: Mapping[str, str]) -> dict[str, str]
 def _torchrun(spec: LaunchSpec, plan: Plan, env: Mapping[str, str], defaults: Mapping[str, Any]) -> str:
     """The command line: settings that are not torchrun's own defaults, after what the launcher adds to the environment.
 
-    PET_ variables are defaults, too, as they are in the environment where it is typed.
+    PET_ variables are defaults, too, as they are in the environment where it is typed. A flag of a later torch is left
+    out.
     """
-    wanted = {**spec.torchrun, "nproc_per_node": plan.torchrun["nproc_per_node"]}
+    wanted = {name: value for name, value in spec.torchrun.items() if name in defaults}
+    wanted["nproc_per_node"] = plan.torchrun["nproc_per_node"]
     if plan.torchrun["rdzv_id"] != spec.torchrun["rdzv_id"]:
         wanted |= {"standalone": True, "local_addr": plan.torchrun["local_addr"]}
     script, arguments = str(wanted.pop("training_script")), list(map(str, wanted.pop("training_script_args")))
@@ -294,8 +296,12 @@ def _taken_for_flags(arguments: Sequence[str], names: Mapping[str, Any]) -> bool
     return any(flag.startswith(word) and flag != word for word in words for flag in flags)
 
 
-def _but(plan: Plan) -> str:
-    return ", which binds no process to cores" if any(place.cpus for place in plan.places) else ""
+def _but(spec: LaunchSpec, plan: Plan, defaults: Mapping[str, Any]) -> str:
+    """How the torchrun command line differs."""
+    given = {name for name, value in spec.torchrun.items() if value not in (None, "")}
+    but = ["which binds no process to cores"] if any(place.cpus for place in plan.places) else []
+    but += [f"which has no --{name.replace('_', '-')} in this version" for name in sorted(given - defaults.keys())]
+    return "".join(f", {words}" for words in but)
 
 
 # Layout ------------------------------------------------------------------------------------------------------------

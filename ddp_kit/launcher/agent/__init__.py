@@ -2,6 +2,7 @@
 
 The only launcher folder that imports torch.
 
+    torch_versions.py  what differs between the torch versions that are supported
     run.py       a plan -> torch's own settings -> the agent -> an outcome
     elastic.py   the agent: orders of the job in, reports to it out
     workers.py   the worker processes of one round
@@ -16,6 +17,7 @@ The only launcher folder that imports torch.
     inbox.py     what the agent's loop waits for
 """
 
-from ddp_kit.launcher.agent.run import check, count, run, torchrun_parser
+from ddp_kit.launcher.agent.run import check, count, run
+from ddp_kit.launcher.agent.torch_versions import torchrun_defaults, torchrun_parser
 
-__all__ = ["check", "count", "run", "torchrun_parser"]
+__all__ = ["check", "count", "run", "torchrun_defaults", "torchrun_parser"]

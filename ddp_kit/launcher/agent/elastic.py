@@ -254,7 +254,6 @@ class Agent(LocalElasticAgent):
         return Workers(
             means=self._means,
             inbox=self._inbox,
-            grace=self._shutdown_timeout,
             say=self._say,
             on_failure=lambda: self._link.report(self._round, State.FAILING),
             name=spec.role,
@@ -331,7 +330,7 @@ class Agent(LocalElasticAgent):
             self._report_down(State.STOPPED)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._shutdown(timeout=self._shutdown_timeout)
+        self._shutdown()
         if self._running:
             self._running = False
             self._last = self._monitor_workers(worker_group)
@@ -339,7 +338,7 @@ class Agent(LocalElasticAgent):
     def _report_down(self, state: State) -> None:
         """Report that no worker of the round is left; only then is its store closed."""
         failures = self._latest = self._failures()
-        self._shutdown(timeout=self._shutdown_timeout)  # torch's timers and health check go with the workers
+        self._shutdown()  # torch's timers and health check go with the workers
         self._seats.end_round()
         self._store = self._worker_group.store = None
         self._down = self._round

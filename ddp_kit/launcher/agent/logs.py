@@ -1,6 +1,7 @@
 """Where each worker's output goes: torch's settings for logs, and ours."""
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ class Console:
         found = []
         for local_rank, env in envs.items():
             rank = int(env[contract.RANK])
-            words = {"role_name": name, "rank": rank, "local_rank": local_rank}
+            words = {"role_name": name, "rank": rank, "local_rank": local_rank, "hostname": socket.gethostname()}
             label = Template(self.template).safe_substitute(words)
             kept = str(Path(dest.error_files[local_rank]).with_name(OUTPUT_LOG)) if self.keep else ""
             out = self._route(local_rank, dest.stdouts, dest.tee_stdouts, label, f"[{name}{local_rank}]:", kept)

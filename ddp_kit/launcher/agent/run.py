@@ -29,6 +29,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from ddp_kit.contract import ERROR_FILE, LOG_LEVEL, NO_COLOR, PYTHON, RUN_FOLDER_PREFIX, SIGNALS, VERDICT_FILE
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher import verdict
+from ddp_kit.launcher.agent import torch_versions
 from ddp_kit.launcher.agent.elastic import Agent, Link, Seats
 from ddp_kit.launcher.agent.failures import note_of
 from ddp_kit.launcher.agent.inbox import Inbox, StoppedError
@@ -53,14 +54,6 @@ _STATIC_PORT = 29500  # and for the static one
 _RUN_PATH = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
-def torchrun_parser() -> argparse.ArgumentParser:
-    """torchrun's own flag parser: its flags are always those of the torch installed."""
-    try:
-        return torchrun.get_args_parser()
-    except ValueError as error:
-        raise UsageError(f"a PET_ variable has a value that cannot be used: {error}", "booleans are 0 or 1") from None
-
-
 @dataclass(frozen=True)
 class Ended:
     """What `run` has come to."""
@@ -78,6 +71,7 @@ def check(plan: Plan) -> None:
     """Raise `UsageError` where `run` would, without making a folder or a socket."""
     settings = _settings(plan, os.devnull)
     config, _, _ = _config(settings)
+    torch_versions.shutdown_timeout(config, settings, os.environ)
     if _is_ours(config):
         _limits(config)
         _endpoint(config.rdzv_endpoint, 0)
@@ -104,15 +98,17 @@ def run(plan: Plan, warm: WarmServer | None, asked: LaunchSpec, say: Say) -> End
     with _run_folder(plan, warm, say) as folder:
         settings = _settings(plan, folder)
         config, program, arguments = _config(settings)
+        grace = torch_versions.shutdown_timeout(config, settings, os.environ)
         if callable(program):  # --run-path
             program, arguments = sys.executable, ["-u", "-c", _RUN_PATH, *arguments]
         if not _is_ours(config):
-            return Ended(_torchs_own(config, program, arguments, warm))
+            return Ended(_torchs_own(config, program, arguments, warm, grace))
         means = Means(
             warm=warm,
             program=None if asked.cold else _program(settings, program),
             cpus=[place.cpus for place in plan.places],
-            console=_console(plan, config),
+            console=_console(plan, config, settings),
+            grace=grace,
             wrapped=bool(settings.no_python or settings.run_path),
             hang_seconds=asked.hang_timeout,
         )
@@ -128,8 +124,7 @@ def run(plan: Plan, warm: WarmServer | None, asked: LaunchSpec, say: Say) -> End
 def _settings(plan: Plan, log_dir: str) -> argparse.Namespace:
     """What torch's own parser would have come to."""
     settings = argparse.Namespace(**{**plan.torchrun, "log_dir": log_dir})
-    if hasattr(settings, "signals_to_handle"):  # not every torch has this flag, or --shutdown-timeout
-        settings.signals_to_handle = _not_ignored(settings.signals_to_handle)
+    settings.signals_to_handle = _not_ignored(settings.signals_to_handle)
     if settings.master_port is None:
         settings.master_port = _STATIC_PORT
     if settings.rdzv_backend == "c10d" and not settings.rdzv_endpoint:
@@ -154,11 +149,11 @@ def _is_ours(config: LaunchConfig) -> bool:
     return config.rdzv_backend in ("c10d", "static") and config.rdzv_configs.get("store_type", "tcp") == "tcp"
 
 
-def _console(plan: Plan, config: LaunchConfig) -> Console:
+def _console(plan: Plan, config: LaunchConfig, settings: argparse.Namespace) -> Console:
     return Console(
         direct=config.nproc_per_node == 1 and config.max_nodes == 1,
         colour=not os.environ.get(NO_COLOR),
-        template=config.log_line_prefix_template or "",
+        template=torch_versions.log_line_prefix(config, settings),
         keep=plan.torchrun["log_dir"] is not None and {str(plan.torchrun[n]) for n in ("redirects", "tee")} == {"0"},
     )
 
@@ -169,7 +164,7 @@ def _ours(
     inbox = Inbox()
     _handle_signals(config.signals_to_handle, inbox, say)
     try:
-        link = _link(settings, config, inbox, say)
+        link = _link(settings, config, means.grace, inbox, say)
     except StoppedError as error:
         return Ended(Outcome(stopped_by=error.number))
     seats = Seats(link, config.run_id, config.rdzv_backend)
@@ -181,7 +176,6 @@ def _ours(
         say,
         host=socket.gethostname() if config.max_nodes > 1 else "",
         logs_specs=config.logs_specs,
-        shutdown_timeout=config.shutdown_timeout,
     )
     if LOG_LEVEL not in os.environ:  # what torch's agent would warn of, the last line says
         logging.getLogger(agent_api.__name__).setLevel(logging.ERROR)
@@ -255,7 +249,7 @@ def _program(settings: argparse.Namespace, program: str) -> Program | None:
     return Program(program, settings.training_script, (), settings.module)
 
 
-def _link(settings: argparse.Namespace, config: LaunchConfig, inbox: Inbox, say: Say) -> Link:
+def _link(settings: argparse.Namespace, config: LaunchConfig, grace: float, inbox: Inbox, say: Say) -> Link:
     """The job of this node alone, or the meeting of several."""
     static = config.rdzv_backend == "static"
     host, port = _endpoint(config.rdzv_endpoint, _STATIC_PORT if static else _C10D_PORT)
@@ -276,7 +270,6 @@ def _link(settings: argparse.Namespace, config: LaunchConfig, inbox: Inbox, say:
         say(f"--master-addr {host} is no address of this machine, which hosts the rendezvous as node rank 0")
     named = str(conf["is_host"]).lower() in ("1", "true", "t", "yes", "y") if "is_host" in conf else None
     hosts = settings.node_rank == 0 if static else named
-    grace = float(config.shutdown_timeout or 0)
     endpoint = (host, port)
     return Meeting(node, _limits(config), inbox, say, endpoint, run_id=config.run_id, grace=grace, hosts=hosts)
 
@@ -328,7 +321,9 @@ def _summarise(script: str, failures: dict[int, ProcessFailure]) -> None:
         get_error_handler().dump_error_file(first.error_file, first.exitcode)
 
 
-def _torchs_own(config: LaunchConfig, program: str, arguments: list[str], warm: WarmServer | None) -> Outcome:
+def _torchs_own(
+    config: LaunchConfig, program: str, arguments: list[str], warm: WarmServer | None, grace: float
+) -> Outcome:
     """A rendezvous of another kind, a plug-in's or etcd's: torch's agent, with cold workers. `warm` is left alone."""
     try:
         elastic_launch(config, program)(*arguments)
@@ -345,7 +340,7 @@ def _torchs_own(config: LaunchConfig, program: str, arguments: list[str], warm: 
             "check --rdzv-backend and --rdzv-endpoint; c10d needs nothing beside torch",
         ) from None
     finally:
-        _end_leftovers(config.shutdown_timeout or 0, warm)
+        _end_leftovers(grace, warm)
     return Outcome()
 
 

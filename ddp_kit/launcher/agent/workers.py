@@ -13,11 +13,11 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs, RunProcsResult, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-from torch.numa import binding
 
 from ddp_kit.contract import STACKS_FILE, ExitCode, Phase, read_heartbeat
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher import hints
+from ddp_kit.launcher.agent import torch_versions
 from ddp_kit.launcher.agent.hangs import Hangs
 from ddp_kit.launcher.agent.inbox import Inbox, wait_readable
 from ddp_kit.launcher.agent.logs import Console, Remembered
@@ -48,6 +48,8 @@ class Means:
     cpus: Sequence[tuple[int, ...]]
     """The cores of each local rank; empty where they are left to torch or the system."""
     console: Console
+    grace: float
+    """Seconds between SIGTERM and SIGKILL when workers are stopped."""
     wrapped: bool = False
     """Whether a worker may be another program around the rank, such as a shell (--no-python)."""
     hang_seconds: float | None = None
@@ -62,7 +64,6 @@ class Workers(SubprocessContext):
         *,
         means: Means,
         inbox: Inbox,
-        grace: float,
         say: Callable[[str], None],
         on_failure: Callable[[], None],
         logs_specs: LogsSpecs,
@@ -73,7 +74,7 @@ class Workers(SubprocessContext):
         self._program, self._warm, self._cpus = means.program, means.warm, means.cpus
         self._wrapped = means.wrapped
         self._inbox = inbox
-        self._grace = grace
+        self._grace = means.grace
         self._say = say
         self._on_failure = on_failure  # called before the other workers are stopped
         self._output = means.console.output(self._logs.dest, self.name, self.envs)
@@ -301,14 +302,14 @@ class Workers(SubprocessContext):
             if left <= 0:
                 break
             self._wait_for_ends(left)
-        self.close(timeout=0.0)
+        super().close(timeout=0)
 
     def _phases(self) -> set[Phase]:
         return {read_heartbeat(self.error_files[rank]).phase for rank in self._running_local_ranks}
 
-    def close(self, death_sig: signal.Signals | None = None, timeout: float | None = None) -> None:
-        """End what still runs, within the user's grace on every path."""
-        super().close(death_sig, self._grace if timeout is None else timeout)  # type: ignore[arg-type]
+    def close(self, death_sig: signal.Signals | None = None, timeout: float = 0) -> None:  # noqa: ARG002
+        """End what still runs, within the user's grace on every path: torch's `timeout` is often its own default."""
+        super().close(death_sig, self._grace)  # type: ignore[arg-type]
 
     def _close(self, death_sig: signal.Signals, timeout: float = 30) -> None:
         """Send `death_sig`; after `timeout` seconds, or at the second signal to the launcher, SIGKILL."""
@@ -404,7 +405,7 @@ def _bound(local_rank: int, numa_options: Any) -> tuple[int, ...]:
     if numa_options is None:
         return ()
     try:
-        cpus = binding._get_validated_logical_cpus_to_bind_to(gpu_index=local_rank, numa_options=numa_options)
+        cpus = torch_versions.numa_cpus(local_rank, numa_options)
     except Exception as error:  # whatever the machine does not tell torch
         raise UsageError(
             f"--numa-binding cannot be had on this machine: {error}", "leave it out, or install numactl"
