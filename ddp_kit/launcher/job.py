@@ -298,7 +298,7 @@ class Job:
                 self._phase = _Phase.STOPPING
                 after = self._decide()
                 return after if after is not None else [Stop(self._round.number, self._round.ordered)]
-            if here == len(self._round.done):
+            if self._round.here and self._round.done == self._round.here:
                 return self._end(Outcome())
         elif self._phase is _Phase.STOPPING:
             return self._decide() or []
@@ -320,8 +320,8 @@ class Job:
             return self._end(Outcome(tuple(round_.failures), lost=too_often)) if too_often else self._go(what)
         if round_.ordered:
             return self._go("a node joined")
-        if all(failure.told for failure in round_.failures):
-            return self._go("the round was stopped")
+        if not round_.failures:
+            return self._end(Outcome(lost="all workers were stopped, and no node reported a failure"))
         return self._after_failure(tuple(round_.failures))
 
     def _too_few(self) -> bool:

@@ -53,7 +53,7 @@ def message_of(trace: str) -> str:
 def failed_at_start(trace: str) -> bool:
     """Whether an import at the top level of the script, or of what it imports, failed: that would happen again."""
     frames = re.findall(r'^  File ".*", line \d+, in (.*)$', trace, re.MULTILINE)
-    return bool(_AT_START.match(message_of(trace))) and all(frame == "<module>" for frame in frames)
+    return bool(frames and _AT_START.match(message_of(trace))) and all(frame == "<module>" for frame in frames)
 
 
 def _first_of_chain(plain: list[str], starts: list[int]) -> int:

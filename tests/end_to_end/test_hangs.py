@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from job_processes import JobProcesses
+from torch.distributed.elastic.agent.server import local_elastic_agent
 
 pytestmark = pytest.mark.slow
 
@@ -132,3 +133,28 @@ def test_where_torch_s_own_timeout_comes_first_the_rank_that_was_missing_is_name
     assert "rank 1 failed first: hung" in run.stderr
     assert re.search(r"in the script \(script.py:\d+ in sleep\)", run.stderr), run.stderr
     assert "rank 0 failed after it: RuntimeError: Timed out waiting" in run.stderr
+
+
+# The parent of a vfork sleeps uninterruptibly until its child ends.
+VFORKS = """\
+import ctypes, os, time
+if os.environ["RANK"] == "1":
+    CLONE_VFORK, SIGCHLD, clone = 0x4000, 17, {"x86_64": 56, "aarch64": 220}[os.uname().machine]
+    if ctypes.PyDLL(None).syscall(clone, CLONE_VFORK | SIGCHLD, 0, 0, 0, 0) == 0:
+        time.sleep(600)
+        os._exit(0)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(local_elastic_agent, "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"), reason="this torch does not look"
+)
+def test_a_worker_in_uninterruptible_sleep_is_a_failure_that_counts(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(VFORKS)
+    words = [DDPKIT, "launch", "--nproc-per-node", "2", "--max-restarts", "1", "script.py"]
+    env = os.environ | {"TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT": "1"}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == HUNG, done.stderr
+    assert done.stderr.count("rank 1 failed first: hung") == 2
+    assert "uninterruptible sleep" in done.stderr

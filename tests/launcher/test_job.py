@@ -196,6 +196,20 @@ def test_an_error_at_the_imports_is_not_tried_again() -> None:
     assert outcome.note == "not restarted: it failed at its imports"
 
 
+def test_a_round_that_fails_without_a_failure_ends_the_job() -> None:
+    machine, _ = job(Limits(max_restarts=3), node(0))
+    outcome = the_end(machine.reported(report(0, State.FAILED), 1.0))
+    assert judge(outcome).exit_code != 0
+    assert "no node reported a failure" in outcome.lost
+
+
+def test_failures_that_all_say_they_were_terminated_count_as_any_other() -> None:
+    machine, _ = job(Limits(max_restarts=1), node(0))
+    told = failure(told=True, exit_code=-signal.SIGTERM)
+    assert the_go(machine.reported(report(0, State.FAILED, told), 1.0)).seats[0].restarts == 1
+    assert the_end(machine.reported(report(0, State.FAILED, told, round=1), 2.0)).failures == (told,)
+
+
 def the_pause(orders: list[Order]) -> str:
     (order,) = orders
     assert isinstance(order, Pause)
@@ -338,8 +352,13 @@ def test_old_news_changes_nothing() -> None:
     assert not machine.reported(report(0, State.FAILED, failure()), 1.1)
 
 
+KINDS = ["join", "silence", "done", "failed", "terminated", "no failure", "left", "tick"]
 EVENTS = st.lists(
-    st.tuples(st.sampled_from(["join", "silence", "done", "failed", "left", "tick"]), st.integers(0, 5)), max_size=40
+    st.tuples(
+        st.sampled_from(KINDS),
+        st.integers(0, 5),
+    ),
+    max_size=40,
 )
 FAILURES = st.lists(  # what the next failures say, and between which steps their rounds were
     st.tuples(st.sampled_from(["no", "no 1", "not"]), st.none() | st.tuples(st.integers(0, 3), st.integers(0, 3))),
@@ -361,6 +380,7 @@ def test_whatever_happens_rounds_are_whole_and_the_job_ends_once(
     living: set[int] = set()
     rounds: list[Go] = []
     ended, paused = 0, False
+    came_or_went = 0
     kept = {0}  # the steps that rounds have begun after
 
     def obey(orders: list[Order]) -> None:
@@ -392,8 +412,10 @@ def test_whatever_happens_rounds_are_whole_and_the_job_ends_once(
         beat()
         if kind == "join" and number not in living and number not in machine.alive:
             living.add(number)
+            came_or_went += 1
             obey(machine.joined(node(number), now))
         elif kind == "silence":
+            came_or_went += number in living
             living.discard(number)
         elif number in living and rounds and number in rounds[-1].seats and not ended and not paused:
             latest = rounds[-1].seats[number].round
@@ -406,7 +428,13 @@ def test_whatever_happens_rounds_are_whole_and_the_job_ends_once(
                     kept.add(steps.began)
                 one = failure(message=message, step=None if steps is None else steps.reached)
                 obey(machine.reported(report(number, State.FAILED, one, round=latest, steps=steps), now))
+            elif kind == "terminated":
+                told = failure(told=True, exit_code=-signal.SIGTERM)
+                obey(machine.reported(report(number, State.FAILED, told, round=latest), now))
+            elif kind == "no failure":
+                obey(machine.reported(report(number, State.FAILED, round=latest), now))
             elif kind == "left":
+                came_or_went += 1
                 living.discard(number)
                 obey(machine.reported(Report(number, latest, State.LEFT), now))
         obey(machine.tick(now))
@@ -415,4 +443,5 @@ def test_whatever_happens_rounds_are_whole_and_the_job_ends_once(
     if rounds and not ended and not living & rounds[-1].seats.keys():
         raise AssertionError("a round without anybody goes on")
     most = restarts * len(kept)  # each new one may begin the count anew, once
+    assert len(rounds) <= 1 + most + came_or_went, "a round without a reason that counts"
     assert max([seat.restarts for go in rounds for seat in go.seats.values()], default=0) <= most

@@ -29,6 +29,7 @@ from ddp_kit.launcher.verdict import Failure, Outcome
 _CONNECTIONS = 2  # of each worker to its store
 _TELLS_OF_ENDS = hasattr(os, "pidfd_open")  # Linux; elsewhere the agent looks for itself
 _POLL_SECONDS = 0.1
+_SLEEP_LOOK_SECONDS = 1.0  # between two looks for workers in uninterruptible sleep, where the user has asked for them
 
 
 class Link(Protocol):
@@ -156,6 +157,9 @@ class Agent(LocalElasticAgent):
         self._means = means
         self._say = say
         self._host = host
+        # From TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT, in newer versions of torch; checked in `_monitor_workers`.
+        allowed = float(getattr(self, "_uninterruptible_state_timeout", 0.0))
+        self._sleep_look = min(_SLEEP_LOOK_SECONDS, allowed / 4) if allowed else None
         self._running = False
         self._latest: tuple[Failure, ...] = ()  # the failures that this node has reported last
         self._down = -1  # the latest round that this node has reported as failed or stopped
@@ -189,7 +193,7 @@ class Agent(LocalElasticAgent):
         watched = self._pcontext.watched() if isinstance(self._pcontext, Workers) and self._running else ()
         pulses = [self._link.pulse if _TELLS_OF_ENDS else _POLL_SECONDS]
         if isinstance(self._pcontext, Workers) and self._running:
-            pulses.append(self._pcontext.patience())
+            pulses += [self._pcontext.patience(), self._sleep_look]
         self._inbox.wait(min((pulse for pulse in pulses if pulse is not None), default=None), watched)
         self._link.check()
 
@@ -313,8 +317,16 @@ class Agent(LocalElasticAgent):
         if not self._running:
             return
         result = self._monitor_workers(self._worker_group)
-        if result.state is WorkerState.HEALTHY:
+        if result.state is WorkerState.UNHEALTHY and isinstance(self._pcontext, Workers):
+            self._pcontext.end_asleep()
+            result = self._monitor_workers(self._worker_group)
+        if result.state in (WorkerState.HEALTHY, WorkerState.UNHEALTHY):
             return
+        if result.state not in (WorkerState.SUCCEEDED, WorkerState.FAILED):
+            raise LaunchError(
+                f"torch's agent calls the workers {result.state.name} and names no failure",
+                "start the job again; with LOGLEVEL=INFO torch says more",
+            )
         self._running = False
         self._last = result
         if result.state is WorkerState.SUCCEEDED:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ddp_kit import contract
 from ddp_kit.contract import Signs, read_heartbeat
-from ddp_kit.launcher.agent.stacks import Stack, is_stopped, state, take
+from ddp_kit.launcher.agent.stacks import Stack, is_stopped, state, take, wait_channel
 from ddp_kit.launcher.agent.watch import (
     DEFAULT_SECONDS,
     Quiet,
@@ -116,6 +116,23 @@ class Hangs:
         message = "it did not come to the collective in which others have timed out"
         self._tell(late[0], signs, stacks, message, "where it only needs longer: init_process_group(timeout=...)")
         return late[0]
+
+    def asleep(self, pids: Mapping[int, int]) -> int | None:
+        """The local rank of these that is in the kernel's uninterruptible sleep, if one is; torch measures how long.
+
+        py-spy would wait for it as long as the kernel does, so there is no stack.
+        """
+        found = next((rank for rank, pid in pids.items() if state(pid) == "D"), None)
+        if found is not None and found not in self.found:
+            where = wait_channel(pids[found])
+            self.found[found] = Hung(
+                message="in the kernel's uninterruptible sleep" + (f", in {where}" if where else ""),
+                trace="",
+                others=(),
+                hint="a disk, a network file system or a driver does not answer (`dmesg -T`); where that may take "
+                "longer, raise TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT",
+            )
+        return found
 
     def _take(self, pids: Mapping[int, int], native_seconds: float) -> dict[int, Stack]:
         return take(pids, native_seconds, {rank: self._stacks_file(rank) for rank in pids}, self._hurry)

@@ -19,6 +19,7 @@ from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic import events, metrics
 from torch.distributed.elastic.agent.server import api as agent_api
+from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.events import handlers
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -179,6 +180,7 @@ def _ours(
     )
     if LOG_LEVEL not in os.environ:  # what torch's agent would warn of, the last line says
         logging.getLogger(agent_api.__name__).setLevel(logging.ERROR)
+        logging.getLogger(local_elastic_agent.__name__).setLevel(logging.CRITICAL)  # it speaks of torchrun's restarts
     metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
     try:
         agent.run()

@@ -227,6 +227,14 @@ def state(pid: int) -> str:
     return ""
 
 
+def wait_channel(pid: int) -> str:
+    """The kernel function in which a process sleeps; empty where the kernel does not tell."""
+    with suppress(OSError):
+        name = Path(f"/proc/{pid}/wchan").read_text().strip()
+        return "" if name == "0" else name
+    return ""
+
+
 def _with_loader(spy: str, stack: Stack, hurry: Callable[[], bool]) -> Stack:
     """The rank that waits for its loader's processes, and the first of these that is in the user's code."""
     if not stack.waits_for_data:

@@ -6,7 +6,7 @@ each look: the signs of life of every rank that runs
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from ddp_kit.contract import Phase, Signs
@@ -140,9 +140,9 @@ def culprit(signs: Mapping[int, Signs], stacks: Mapping[int, Stack]) -> int:
     return min(signs, key=order)
 
 
-def all_wait(stacks: Iterable[Stack]) -> bool:
+def all_wait(stacks: Collection[Stack]) -> bool:
     """Whether the cause is not among them: each only waits for other ranks."""
-    return all(stack.waits_for_ranks and not stack.stopped for stack in stacks)
+    return bool(stacks) and all(stack.waits_for_ranks and not stack.stopped for stack in stacks)
 
 
 def may_take_long(signs: Signs) -> bool:

@@ -223,6 +223,10 @@ class Workers(SubprocessContext):
         while local_rank in self._running_local_ranks and time.monotonic() < deadline and self._inbox.signals < 2:
             self._wait_for_ends(deadline - time.monotonic())
 
+    def end_asleep(self) -> None:
+        """End a worker that is in the kernel's uninterruptible sleep for too long: a failure like a hang."""
+        self._end_if_hung(self.hangs.asleep(self._pids()))
+
     def _process_failure(self, local_rank: int, pid: int, code: int) -> ProcessFailure:
         """What torch makes of a worker's end and its error file; without a file that was left half-written."""
         try:
