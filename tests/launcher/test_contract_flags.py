@@ -446,6 +446,34 @@ def test_a_root_cause_is_summed_up_and_handed_on_as_by_torchrun(tmp_path: Path, 
     assert handed_on[0]["message"] == "ValueError: the root cause"
 
 
+WRITES_ITS_ERROR_FILE = f"""\
+{WORKER}
+import pathlib, signal
+error_file = pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+if rank == "1":
+    while not pathlib.Path("written").exists():
+        pass
+    error_file.write_text('{{"message": "what my program says", "timestamp": 10}}')
+    sys.exit(7)
+error_file.write_text('{{"message": {{"message": "without a time"}}}}')  # which torch cannot read
+pathlib.Path("written").touch()
+signal.alarm(120)
+signal.pause()
+"""
+
+
+def test_an_error_file_whose_message_is_a_string_is_shown_and_handed_on(tmp_path: Path, worker: str) -> None:
+    Path(worker).write_text(WRITES_ITS_ERROR_FILE)
+    own = tmp_path / "own.json"
+    seen = _run("ddpkit", ["--nproc-per-node=2", worker], tmp_path / "run", {"TORCHELASTIC_ERROR_FILE": str(own)})
+    assert seen.code == 7
+    assert "rank 1 failed first: exit code 7" in seen.errors
+    assert seen.errors.rstrip().endswith(": what my program says")
+    assert "traceback : what my program says" in seen.errors, "torch's own summary"
+    assert json.loads(own.read_text()) == {"message": "what my program says", "timestamp": 10}
+    assert "Traceback" not in seen.errors, "of torch, about the file that it cannot read"
+
+
 @pytest.mark.parametrize(
     ("number", "named"), [(signal.SIGTERM, None), (signal.SIGUSR1, "SIGTERM,SIGUSR1")], ids=["default", "named"]
 )

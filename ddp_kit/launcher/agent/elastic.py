@@ -18,10 +18,10 @@ from torch.distributed.elastic.utils import macros
 from ddp_kit import contract
 from ddp_kit.contract import NOTE_MARK, JobEnv, WorkerEnv
 from ddp_kit.errors import LaunchError, UsageError
-from ddp_kit.launcher.agent.failures import failure_of, note_of, steps_of
+from ddp_kit.launcher.agent.failures import failure_of, steps_of
 from ddp_kit.launcher.agent.inbox import Cut, Inbox, Notified, Placed, Signalled
 from ddp_kit.launcher.agent.listening import allow_connections, own_loopback
-from ddp_kit.launcher.agent.workers import Means, Workers
+from ddp_kit.launcher.agent.workers import Means, Workers, note_of
 from ddp_kit.launcher.job import End, Pause, Seat, State, Stop
 from ddp_kit.launcher.restarts import Steps
 from ddp_kit.launcher.verdict import Failure, Outcome

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from signal import SIGKILL, SIGTERM
-from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -12,7 +11,7 @@ from ddp_kit import contract
 from ddp_kit.contract import NOTE_AT_START, ExitCode
 from ddp_kit.launcher import hints, last_words
 from ddp_kit.launcher.agent.hangs import Hung
-from ddp_kit.launcher.agent.workers import Workers
+from ddp_kit.launcher.agent.workers import Workers, note_of
 from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.restarts import Steps
 from ddp_kit.launcher.verdict import Failure
@@ -69,11 +68,6 @@ def _hung(found: Failure, hung: Hung) -> Failure:
         told=False,
         echo=hung.waits,
     )
-
-
-def note_of(failure: ProcessFailure) -> dict[str, Any]:
-    """What the script, or `warm.script` in its place, left behind in torch's form; empty where there is nothing."""
-    return failure.message if isinstance(failure.message, dict) else {}
 
 
 def steps_of(error_files: Iterable[str]) -> Steps | None:

@@ -32,13 +32,12 @@ from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher import verdict
 from ddp_kit.launcher.agent import torch_versions
 from ddp_kit.launcher.agent.elastic import Agent, Link, Seats
-from ddp_kit.launcher.agent.failures import note_of
 from ddp_kit.launcher.agent.inbox import Inbox, StoppedError
 from ddp_kit.launcher.agent.listening import is_here
 from ddp_kit.launcher.agent.logs import Console
 from ddp_kit.launcher.agent.meeting import Meeting
 from ddp_kit.launcher.agent.solo import Solo
-from ddp_kit.launcher.agent.workers import Means
+from ddp_kit.launcher.agent.workers import Means, note_of
 from ddp_kit.launcher.job import Limits, Node
 from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.plan import Plan

@@ -1,5 +1,6 @@
 """The worker processes of one round on one node: started warm where that can be, cold where not."""
 
+import json
 import os
 import signal
 import subprocess
@@ -211,8 +212,7 @@ class Workers(SubprocessContext):
         code = self._exit_code(local_rank)
         if not code:
             return False
-        note = self._process_failure(local_rank, 0, code).message
-        said = str(note.get("message", "")) if isinstance(note, dict) else ""
+        said = str(note_of(self._process_failure(local_rank, 0, code)).get("message", ""))
         return hints.is_late(said or self._output.tail(local_rank))
 
     def _end_if_hung(self, local_rank: int | None) -> None:
@@ -228,11 +228,9 @@ class Workers(SubprocessContext):
         self._end_if_hung(self.hangs.asleep(self._pids()))
 
     def _process_failure(self, local_rank: int, pid: int, code: int) -> ProcessFailure:
-        """What torch makes of a worker's end and its error file; without a file that was left half-written."""
-        try:
-            return ProcessFailure(local_rank, pid, code, self.error_files[local_rank])
-        except (ValueError, LookupError, TypeError, AttributeError, OSError):
-            return ProcessFailure(local_rank, pid, code, "")
+        """What torch makes of a worker's end and its error file, if that has one of torch's forms."""
+        path = self.error_files[local_rank]
+        return ProcessFailure(local_rank, pid, code, path if _is_error_file(path) else "")
 
     def _order(self, local_rank: int) -> tuple[bool, float]:
         """The first failure first: torch takes the first of those with the same time, which it knows in seconds."""
@@ -372,6 +370,17 @@ class Workers(SubprocessContext):
         self._note_ends()
 
 
+def note_of(failure: ProcessFailure) -> dict[str, Any]:
+    """The note in a worker's error file, by the script itself or by `warm.script`; empty where there is no file.
+
+    Torch's own handler writes a dict; other programs write the message as a plain string, which torch accepts, too.
+    """
+    if isinstance(failure.message, dict):
+        return failure.message
+    given = os.path.isfile(failure.error_file)  # noqa: PTH113  # without a file torch makes a message up
+    return {"message": failure.message} if given else {}
+
+
 class _Cold(SubprocessHandler):
     """torch's handler of a subprocess, for systems without a warm server."""
 
@@ -398,6 +407,17 @@ def handles(pid: int, number: signal.Signals) -> bool:
             if line.startswith(("SigCgt:", "SigIgn:")) and int(line.split()[1], 16) >> (number - 1) & 1:
                 return True
     return False
+
+
+def _is_error_file(path: str) -> bool:
+    """Whether torch can read this file; it writes a traceback of its own to the console where it cannot."""
+    try:
+        error = json.loads(Path(path).read_bytes())
+        message = error["message"]
+        int(error.get("timestamp", 0) if isinstance(message, str) else message["extraInfo"]["timestamp"])
+    except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError):
+        return False
+    return True
 
 
 def _cannot_start(command: str, why: str) -> LaunchError:
