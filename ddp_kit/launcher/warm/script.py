@@ -14,11 +14,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
-from typing import NoReturn
 
 from ddp_kit.contract import ERROR_FILE, LOCAL_RANK, NOTE_AT_START, NOTE_MARK
 from ddp_kit.errors import DdpKitError
-from ddp_kit.launcher.warm.ending import INTERRUPTED, code_of, leave
 from ddp_kit.launcher.warm.messages import Program
 from ddp_kit.launcher.warm.source import set_too_late
 
@@ -64,32 +62,27 @@ def set_title(program: Program) -> None:
         ctypes.memmove(start, words.ljust(room - 1, b"\0") + b".", room)
 
 
-def become(program: Program) -> NoReturn:
-    """Run `program` as the main program of this process, and end as the interpreter would have ended."""
-    kept = frozenset(sys.modules)
+def become(program: Program) -> None:
+    """Run `program` as the main program of this process.
+
+    It returns, or raises `SystemExit` or `KeyboardInterrupt`, as the program does. The caller lets each of them reach
+    the top level of the interpreter, which then finalises, and chooses the exit code, as for `python program`.
+    """
     sys.orig_argv[:] = program.words
-    leave(_run(program), kept)
-
-
-def _run(program: Program) -> int:
-    """The exit code."""
     try:
-        try:
-            if program.module:
-                _run_module(program)
-            else:
-                _run_script(program)
-        except SystemExit:
-            raise
-        except KeyboardInterrupt as error:
-            _show(error.with_traceback(_own_frames(error.__traceback__)))
-            return INTERRUPTED
-        except BaseException as error:
-            _show_and_note(error)
-            return 1
-    except SystemExit as end:  # also one that an exception hook has raised
-        return code_of(end)
-    return 0
+        if program.module:
+            _run_module(program)
+        else:
+            _run_script(program)
+    except SystemExit:
+        raise
+    except KeyboardInterrupt as error:
+        _show(error.with_traceback(_own_frames(error.__traceback__)))
+        sys.excepthook = lambda *_: None  # shown already; raised again, it makes the interpreter end by SIGINT
+        raise
+    except BaseException as error:
+        _show_and_note(error)
+        sys.exit(1)
 
 
 def _run_script(program: Program) -> None:

@@ -73,6 +73,8 @@ _OWN_FAULTS = {
 def main(descriptor: int, launcher: int, warm: bool, hidden: tuple[str, ...]) -> None:
     """Serve until the launcher goes. In a forked worker `serve` returns, and the worker becomes its script.
 
+    Nothing may follow the script but this function's own return: then the interpreter finalises the worker itself.
+
     `launcher`: its process. `hidden`: variables that were set for this server alone.
     """
     die_with_parent(launcher)  # as long as there is no worker, nothing else has to be cleared up
@@ -91,6 +93,7 @@ def main(descriptor: int, launcher: int, warm: bool, hidden: tuple[str, ...]) ->
     if os.getppid() == launcher:
         program = server.serve()
         inherited.restore()
+        del server, channel, inherited  # no object of the server outlives the start of the script
         script.become(program)
 
 

@@ -1,6 +1,7 @@
 """What a forked worker does for a launcher that watches it, beside its script."""
 
 import _thread
+import atexit
 import ctypes
 import faulthandler
 import os
@@ -12,6 +13,7 @@ from ddp_kit.contract import STACKS_SIGNAL, HeartbeatField, heartbeat_memory
 
 _SET_PTRACER = 0x59616D61  # prctl's PR_SET_PTRACER
 _LIBC = ctypes.CDLL(None)
+_LAST_COUNT_SECONDS = 1.0
 
 
 def may_be_seen_by(pid: int) -> None:
@@ -33,14 +35,19 @@ def count_collectives(every: float) -> None:
     """Note how many have been begun, every so many seconds, in a thread that nobody waits for."""
     memory = heartbeat_memory()
     if memory is not None:
-        _thread.start_new_thread(_count, (memory, every))
+        counting = _thread.allocate_lock()
+        # Registered before the script's exit handlers, it runs after them. A thread that the end of the interpreter
+        # finds within torch's code would abort the process.
+        atexit.register(counting.acquire, timeout=_LAST_COUNT_SECONDS)
+        _thread.start_new_thread(_count, (memory, every, counting))
 
 
-def _count(memory: "memoryview[int]", every: float) -> None:
-    with suppress(BaseException):  # at its end the process sets the names of torch's module to None
+def _count(memory: "memoryview[int]", every: float, counting: "_thread.LockType") -> None:
+    with suppress(BaseException):  # a count that fails must not be heard of in the script's output
         while True:
             time.sleep(every)
-            _note(memory)
+            with counting:
+                _note(memory)
 
 
 def _note(memory: "memoryview[int]") -> None:

@@ -9,11 +9,13 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 
 
 class OwnError(Exception):
@@ -112,6 +114,119 @@ def unflushable() -> None:
     sys.stdout.write("never arrives")
 
 
+class OnlyWrites:
+    """A stream of the script's own, with only what `print` needs."""
+
+    def write(self, text: str) -> None:
+        os.write(1, text.upper().encode())
+
+    def flush(self) -> None:
+        pass
+
+
+class Unclear(OnlyWrites):
+    @property
+    def closed(self) -> bool:
+        raise OwnError("closed")
+
+
+class Slots:
+    __slots__ = ()
+
+
+def own_streams() -> None:
+    sys.stdout = sys.stderr = OnlyWrites()
+    print("written by a stream with only write and flush")
+
+
+def unclear_stream() -> None:
+    sys.stdout = Unclear()
+    print("written by a stream that does not tell whether it is closed")
+
+
+def no_streams() -> None:
+    sys.stdout = sys.stderr = None
+
+
+def modules_that_are_none() -> None:
+    sys.modules["none"] = None
+    sys.modules["a_class"] = OwnError
+    sys.modules["slots"] = Slots()
+    sys.modules["speaks"] = SpeaksWhenGone()
+    sys.modules[7] = sys.modules[()] = ModuleType("without a proper name")
+    vars(sys.modules["__main__"])[8] = SpeaksWhenGone()
+
+
+def no_main() -> None:
+    del sys.modules["__main__"]
+
+
+def main_is_none() -> None:
+    sys.modules["__main__"] = None
+
+
+def audited() -> None:
+    ended = False
+
+    def hook(event: str, _: object) -> None:
+        if ended:
+            os.write(1, f"audited: {event}\n".encode())
+            raise OwnError(event)
+
+    sys.addaudithook(hook)
+    atexit.register(Path("forbidden by the hook").touch)
+    ended = True
+
+
+def watchdogs() -> None:
+    """Daemon threads that end the process when anything that they use is gone."""
+    import torch
+
+    def watch() -> None:
+        try:
+            while True:
+                assert threading.current_thread().daemon
+                assert "torch" in sys.modules
+                assert issubclass(torch.nn.Linear, torch.nn.Module)
+        except BaseException:
+            os._exit(9)
+
+    atexit.register(time.sleep, 0.1)  # they go on while exit handlers run
+    for _ in range(3):
+        threading.Thread(target=watch, daemon=True).start()
+
+
+def exit_in_handler() -> None:
+    atexit.register(sys.exit, 4)
+    sys.exit(6)
+
+
+def broken_pipe() -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    sys.stdout = os.fdopen(theirs, "w")
+    print("never arrives")
+
+
+def gone_in_order() -> None:
+    """The names of a module go one by one, private ones first; what a cycle holds goes, too."""
+    module = ModuleType("module")
+    vars(module).update(_private=Leaves("private"), public=Leaves("public"), cycle=[Leaves("in a cycle")])
+    module.cycle.append(module.cycle)
+    sys.modules["module"] = module
+    sys.last = Leaves("in sys")
+    threading.local().it = Leaves("in a thread")
+    globals()["z"], globals()["a"], globals()["_"] = Leaves("z"), Leaves("a"), Leaves("_")
+
+
+class Leaves:
+    def __init__(self, word: str) -> None:
+        self.word = word
+
+    def __del__(self, write: Callable[[int, bytes], int] = os.write) -> None:
+        write(1, f"gone: {self.word}, {os is not None}, {SpeaksWhenGone is not None}\n".encode())
+
+
 def recorded() -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -130,6 +245,7 @@ ENDINGS = {
     "in order": in_order,
     "exit 3": lambda: sys.exit(3),
     "exit text": lambda: sys.exit("a text"),
+    "exit 2**70": lambda: sys.exit(2**70),
     "exit at once": lambda: os._exit(5),
     "exception": lambda: fails(OwnError("uncaught, with ünïcode")),
     "base exception": lambda: fails(OwnBaseError("uncaught")),
@@ -146,6 +262,17 @@ ENDINGS = {
     "too deep": too_deep,
     "stacks": stacks,
     "unflushable": unflushable,
+    "own streams": own_streams,
+    "unclear stream": unclear_stream,
+    "no streams": no_streams,
+    "modules that are none": modules_that_are_none,
+    "no main": no_main,
+    "main is none": main_is_none,
+    "audited": audited,
+    "watchdogs": watchdogs,
+    "exit in a handler": exit_in_handler,
+    "broken pipe": broken_pipe,
+    "gone in order": gone_in_order,
     "recorded": recorded,
 }
 
