@@ -139,6 +139,8 @@ class Limits:
     """For more nodes, once there are enough."""
     silence: float = 3.0
     """After which a node that is not heard of is dead."""
+    replacement: float = 12.0
+    """For a replacement, where too few nodes are left."""
 
 
 class _Phase(Enum):

@@ -13,6 +13,7 @@ from ddp_kit.launcher.devices.gpus import Gpu, visible
 from ddp_kit.launcher.spec import LaunchSpec
 
 _LOOPBACK = "127.0.0.1"
+_MOST_PROCESSES = 1 << 22  # PID_MAX_LIMIT
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,9 @@ def _processes(spec: LaunchSpec, gpus: int, env: Mapping[str, str]) -> str:
             f"--gpus {spec.gpus} means {gpus} processes, one per GPU, but --nproc-per-node is {spec.processes}",
             f"{first}leave one of the two out",
         )
-    if spec.processes.lstrip("-").isdecimal() and int(spec.processes) < 1:
-        raise UsageError(f"--nproc-per-node {spec.processes} asks for no process", "type at least 1")
+    if spec.processes.lstrip("-").isdecimal() and not 1 <= int(spec.processes) <= _MOST_PROCESSES:
+        how_many = "no process" if int(spec.processes) < 1 else "more processes than Linux can number"
+        raise UsageError(f"--nproc-per-node {spec.processes} asks for {how_many}", "type at least 1")
     return spec.processes
 
 

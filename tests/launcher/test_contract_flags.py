@@ -386,6 +386,13 @@ def test_c10d_meets_at_the_endpoint_named(same: Same, worker: str, conf: str) ->
     assert same("--nnodes=1", "--nproc-per-node=2", *words, worker).environments["1.0"]["TORCHELASTIC_RUN_ID"] == "job"
 
 
+def test_a_rendezvous_of_torch_that_is_closed_is_called_so(worker: str, tmp_path: Path) -> None:
+    store = ["--rdzv-backend=c10d", "--rdzv-endpoint=store", "--rdzv-id=job", "--rdzv-conf=store_type=file"]
+    first, second = (_run("ddpkit", ["--nproc-per-node=1", *store, worker], tmp_path, {}) for _ in range(2))
+    assert first.code == 0, first.errors
+    assert_one_message(second.code, second.errors, {3}, "is closed", "'job'", "another --rdzv-id")
+
+
 def test_standalone_takes_a_fresh_place_and_id_whatever_else_is_named(same: Same, worker: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -558,6 +565,8 @@ NO_ETCD = pytest.mark.skipif(importlib.util.find_spec("etcd") is not None, reaso
         ("--event-log-handler nowhere", {2}, "nowhere"),
         ("--rdzv-conf timeout", {2}, "timeout"),
         ("--rdzv-conf join_timeout=soon --rdzv-backend c10d --rdzv-endpoint localhost:0", {2}, "soon"),
+        ("--rdzv-conf timeout=abc", {2}, "timeout=abc"),
+        ("--rdzv-backend static --rdzv-endpoint somewhere", {2}, "somewhere:29500"),
         ("--rdzv-backend nonsense", {2, 3}, "nonsense"),
         ("--rdzv-backend c10d --rdzv-endpoint localhost:99999", {2, 3}, "99999"),
         ("--virtual-local-rank --nproc-per-node 2", {2}, "CUDA_VISIBLE_DEVICES"),

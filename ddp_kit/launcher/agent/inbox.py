@@ -43,6 +43,7 @@ class Cut:
     why: str
 
 
+_LONGEST_POLL_SECONDS = 86400.0  # `poll` takes a C int of milliseconds
 _WAKE_UPS = 4096  # bytes; no more than one is needed
 
 Item = Order | Placed | Signalled | Notified | Cut
@@ -64,7 +65,7 @@ def wait_readable(sources: Iterable[Any], timeout: float | None) -> None:
     poll = select.poll()
     for source in sources:
         poll.register(source, select.POLLIN)
-    poll.poll(None if timeout is None else max(0, math.ceil(timeout * 1000)))
+    poll.poll(None if timeout is None else max(0, math.ceil(min(timeout, _LONGEST_POLL_SECONDS) * 1000)))
 
 
 class Inbox:

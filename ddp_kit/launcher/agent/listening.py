@@ -11,6 +11,7 @@ from ddp_kit.launcher.ports import holder
 
 _BACKLOG = 4096  # as many nodes as may come at the same moment
 _OTHER_DESCRIPTORS = 256
+_MOST_CONNECTIONS = 1 << 20  # the kernel's own limit, fs.nr_open
 
 
 def listen(address: str, port: int) -> socket.socket:
@@ -38,7 +39,7 @@ def listen(address: str, port: int) -> socket.socket:
 def allow_connections(count: int) -> None:
     """Let this process hold so many, where its hard limit does; the default of many systems is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + _OTHER_DESCRIPTORS
+    wanted = min(count, _MOST_CONNECTIONS) + _OTHER_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -24,13 +25,13 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.events import handlers
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ddp_kit.contract import ERROR_FILE, LOG_LEVEL, NO_COLOR, PYTHON, RUN_FOLDER_PREFIX, SIGNALS, VERDICT_FILE
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher import verdict
-from ddp_kit.launcher.agent import torch_versions
+from ddp_kit.launcher.agent import rendezvous, torch_versions
 from ddp_kit.launcher.agent.elastic import Agent, Link, Seats
 from ddp_kit.launcher.agent.inbox import Inbox, StoppedError
 from ddp_kit.launcher.agent.listening import is_here
@@ -49,8 +50,6 @@ from ddp_kit.launcher.warm.messages import Program
 
 Say = Callable[[str], None]
 
-_C10D_PORT = 29400  # torch's default for this rendezvous
-_STATIC_PORT = 29500  # and for the static one
 _RUN_PATH = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
@@ -73,8 +72,7 @@ def check(plan: Plan) -> None:
     config, _, _ = _config(settings)
     torch_versions.shutdown_timeout(config, settings, os.environ)
     if _is_ours(config):
-        _limits(config)
-        _endpoint(config.rdzv_endpoint, 0)
+        _rendezvous(config)
 
 
 def count(processes: str | None) -> str | None:
@@ -126,9 +124,11 @@ def _settings(plan: Plan, log_dir: str) -> argparse.Namespace:
     settings = argparse.Namespace(**{**plan.torchrun, "log_dir": log_dir})
     settings.signals_to_handle = _not_ignored(settings.signals_to_handle)
     if settings.master_port is None:
-        settings.master_port = _STATIC_PORT
+        settings.master_port = rendezvous.STATIC_PORT
+    if ":" in settings.master_addr and not settings.master_addr.startswith("["):
+        settings.master_addr = f"[{settings.master_addr}]"  # torch only puts a colon and the port behind it
     if settings.rdzv_backend == "c10d" and not settings.rdzv_endpoint:
-        settings.rdzv_endpoint = f"localhost:{_C10D_PORT}"  # torch's default
+        settings.rdzv_endpoint = f"localhost:{rendezvous.C10D_PORT}"  # torch's default
     if settings.rdzv_backend != "static":
         settings.node_rank = 0  # not used there; the user has been told
     return settings
@@ -140,6 +140,8 @@ def _config(settings: argparse.Namespace) -> tuple[LaunchConfig, Any, list[str]]
         config, program, arguments = torchrun.config_from_args(settings)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
         raise UsageError(f"torch refuses this command line: {error}", "see `ddpkit launch --help`") from None
+    if not 0 < config.monitor_interval < math.inf:
+        raise UsageError(f"--monitor-interval {config.monitor_interval} is not a time above 0", "type seconds, as 0.1")
     _check_event_handler(config.event_log_handler)
     return config, program, arguments
 
@@ -250,11 +252,15 @@ def _program(settings: argparse.Namespace, program: str) -> Program | None:
     return Program(program, settings.training_script, (), settings.module)
 
 
+def _rendezvous(config: LaunchConfig) -> tuple[tuple[str, int], Limits, bool | None]:
+    """All that the --rdzv flags say. Raises `UsageError`."""
+    return rendezvous.endpoint(config), rendezvous.limits(config), rendezvous.is_named_host(config)
+
+
 def _link(settings: argparse.Namespace, config: LaunchConfig, grace: float, inbox: Inbox, say: Say) -> Link:
     """The job of this node alone, or the meeting of several."""
     static = config.rdzv_backend == "static"
-    host, port = _endpoint(config.rdzv_endpoint, _STATIC_PORT if static else _C10D_PORT)
-    conf = config.rdzv_configs
+    (host, port), limits, named = _rendezvous(config)
     node = Node(
         number=0,
         host=socket.gethostname(),
@@ -266,48 +272,12 @@ def _link(settings: argparse.Namespace, config: LaunchConfig, grace: float, inbo
         port=port,
     )
     if config.max_nodes == 1 and (settings.node_rank == 0 if static else is_here(host)):
-        return Solo(node, _limits(config), inbox)
+        return Solo(node, limits, inbox)
     if static and settings.node_rank == 0 and not is_here(host):
         say(f"--master-addr {host} is no address of this machine, which hosts the rendezvous as node rank 0")
-    named = str(conf["is_host"]).lower() in ("1", "true", "t", "yes", "y") if "is_host" in conf else None
     hosts = settings.node_rank == 0 if static else named
     endpoint = (host, port)
-    return Meeting(node, _limits(config), inbox, say, endpoint, run_id=config.run_id, grace=grace, hosts=hosts)
-
-
-def _limits(config: LaunchConfig) -> Limits:
-    """How many nodes and restarts, and how long to wait: torch's own names in --rdzv-conf."""
-
-    def seconds(name: str, default: float) -> float:
-        words = config.rdzv_configs.get(name, default)
-        try:
-            found = float(words)
-        except ValueError:
-            found = 0.0
-        if found <= 0:
-            raise UsageError(f"--rdzv-conf {name}={words} is not a number above 0", "give it in seconds, as 30")
-        return found
-
-    conf = config.rdzv_configs
-    named = "keep_alive_interval" in conf or "keep_alive_max_attempt" in conf
-    return Limits(
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-        max_restarts=config.max_restarts,
-        join=seconds("join_timeout", float(conf["timeout"]) if config.rdzv_backend == "static" else Limits.join),
-        last_call=seconds("last_call_timeout", Limits.last_call),
-        silence=seconds("keep_alive_interval", 5) * seconds("keep_alive_max_attempt", 3) if named else Limits.silence,
-    )
-
-
-def _endpoint(words: str, default_port: int) -> tuple[str, int]:
-    """Host and port of `host`, `host:port` or `[v6 address]:port`."""
-    host, colon, port = words.strip().rpartition(":")
-    if not colon or port.endswith("]") or (host.count(":") and not host.startswith("[")):
-        host, port = words.strip(), str(default_port)
-    if not port.isdecimal() or int(port) > 65535:
-        raise UsageError(f"{words!r} is no place to meet: {port!r} is not a port", "write it as HOST:PORT")
-    return host.strip("[]") or "localhost", int(port)
+    return Meeting(node, limits, inbox, say, endpoint, run_id=config.run_id, grace=grace, hosts=hosts)
 
 
 def _summarise(script: str, failures: dict[int, ProcessFailure]) -> None:
@@ -335,9 +305,15 @@ def _torchs_own(
         return Outcome(stopped_by=error.sigval)
     except ValueError as error:
         raise UsageError(f"torch refuses this rendezvous: {error}", "see `ddpkit launch --help`") from None
+    except RendezvousClosedError:
+        raise LaunchError(
+            f"the rendezvous {config.run_id!r} at {config.rdzv_endpoint} is closed: a job of this id has ended there",
+            "start the job with another --rdzv-id; with store_type=file, remove the file first",
+        ) from None
     except (RendezvousError, DistError, ImportError) as error:
         raise LaunchError(
-            f"the nodes of the job did not come together by --rdzv-backend {config.rdzv_backend}: {error}",
+            f"the nodes of the job did not come together by --rdzv-backend {config.rdzv_backend}: "
+            f"{error or type(error).__name__}",
             "check --rdzv-backend and --rdzv-endpoint; c10d needs nothing beside torch",
         ) from None
     finally:

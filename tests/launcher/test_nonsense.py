@@ -1,0 +1,118 @@
+"""Values that mean nothing, for every flag and variable: a `UsageError` that names them, or a plan; nothing else."""
+
+import os
+import traceback
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp_kit.errors import UsageError
+from ddp_kit.launcher import agent, plan, spec
+from ddp_kit.launcher.agent import rendezvous
+from ddp_kit.launcher.devices import cpus
+
+C10D = ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
+NONSENSE = [
+    "nonsense",
+    "-1",
+    "",
+    "1.5",
+    "9" * 20,
+    "nan",
+    "1e999",
+    "\u2603\x07",
+    "a=b",
+    ",",
+    "0:9",
+    "/nowhere/x",
+    "\u00b2",
+]
+CONF = ["timeout", "join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout", "is_host"]
+CONF += ["keep_alive_interval", "keep_alive_max_attempt", "replacement_timeout"]
+FLAGS = [action for action in agent.torchrun_parser()._actions if action.option_strings and action.dest != "help"]
+
+
+def refusal(*words: str) -> str:
+    """Why a launch is refused, empty where it is not; as `ddpkit launch --dry-run` does it."""
+    try:
+        asked = spec.parse([*words, "train.py"], agent.torchrun_parser(), os.environ)
+        asked = replace(asked, processes=agent.count(asked.processes))
+        make = partial(plan.make, asked, (), os.environ, "id", cpus.here())
+        agent.check(make({}))
+    except UsageError as error:
+        assert error.hint
+        return error.message
+    return ""
+
+
+def unexpected(*words: str) -> str:
+    """The traceback that a user would see."""
+    try:
+        refusal(*words)
+    except Exception:
+        return f"{words}: {traceback.format_exc()}"
+    return ""
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else torch says that it sets it
+
+
+def test_no_flag_has_a_value_that_ends_in_a_traceback() -> None:
+    valued = [action.option_strings[-1] for action in FLAGS if action.nargs != 0]
+    found = [unexpected(f"{flag}={value}") for flag in [*valued, "--gpus", "--hang-timeout"] for value in NONSENSE]
+    assert not list(filter(None, found))
+
+
+def test_no_variable_has_a_value_that_ends_in_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for action in FLAGS:
+        for value in NONSENSE:
+            with monkeypatch.context() as patch:
+                patch.setenv(f"PET_{action.dest.upper()}", value)
+                found.append(unexpected())
+    assert not list(filter(None, found))
+
+
+@pytest.mark.parametrize("backend", [(), C10D, ("--master-port=29871",)], ids=["alone", "c10d", "static"])
+@pytest.mark.parametrize("name", CONF)
+def test_every_rendezvous_setting_is_checked_and_named(backend: tuple[str, ...], name: str) -> None:
+    for value in ("abc", "-1", "", "nan", "inf", "1e999", "\u00b2"):
+        assert f"{name}={value}" in refusal(*backend, f"--rdzv-conf={name}={value}") or not value
+    assert not refusal(*backend, f"--rdzv-conf={name}=1")
+
+
+@settings(max_examples=40)
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")))
+def test_whatever_stands_behind_rdzv_conf_or_rdzv_endpoint_there_is_no_traceback(text: str) -> None:
+    assert not unexpected(f"--rdzv-conf={text}") + unexpected(*C10D, f"--rdzv-conf=timeout={text}")
+    assert not unexpected("--rdzv-backend=c10d", f"--rdzv-endpoint={text}")
+    assert not unexpected("--rdzv-backend=static", f"--rdzv-endpoint={text}")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--rdzv-backend=static --rdzv-endpoint=somewhere", "--rdzv-endpoint somewhere has no port"),
+        ("--rdzv-endpoint=::1", "--rdzv-endpoint ::1 has no port"),
+        ("--rdzv-endpoint=[::1]", "--rdzv-endpoint [::1] has no port"),
+        ("--monitor-interval=0", "--monitor-interval 0.0"),
+        ("--monitor-interval=nan", "--monitor-interval nan"),
+        (f"--nproc-per-node={9 * 10**19}", f"--nproc-per-node {9 * 10**19}"),
+    ],
+)
+def test_what_cannot_be_used_is_named(words: str, named: str) -> None:
+    assert refusal(*words.split()).startswith(named)
+
+
+def test_an_ipv6_master_address_keeps_its_port() -> None:
+    run = import_module("ddp_kit.launcher.agent.run")
+    words = ["--nproc-per-node=1", "--master-addr=::1", "--master-port=29871", "train.py"]
+    asked = plan.make(spec.parse(words, agent.torchrun_parser(), {}), (), {}, "id", cpus.here(), {})
+    assert rendezvous.endpoint(run._config(run._settings(asked, os.devnull))[0]) == ("::1", 29871)
