@@ -3,6 +3,8 @@
     gathering --enough nodes--> running --a failure, a node lost or a newcomer--> stopping --all stopped--> running
                                    |                                                   | |
                                    |          running <--time-- waiting <--it crashes--+ |
+                                   |   running <--a node joins-- short <--too few live--+ |
+                                   |                               |  nobody joins in time |
                                    +------------- every node done --> ended <------------+ nothing left to try
 
 Reports of nodes go in, orders for them come out. Time is seconds of one monotonic clock, the one of whoever runs
@@ -148,6 +150,8 @@ class _Phase(Enum):
     RUNNING = auto()
     STOPPING = auto()
     WAITING = auto()
+    SHORT = auto()
+    """Too few nodes are left: waiting for a replacement."""
     ENDED = auto()
 
 
@@ -184,8 +188,9 @@ class Job:
         self._enough_since: float | None = None
         self._round = _Round()
         self._restarts = Restarts(limits.max_restarts)
-        self._due = now  # when the next round starts, where it waits
+        self._due = now  # when the next round starts, where it waits; or when nobody is waited for any longer
         self._left_by = 0
+        self._left = False  # whether a node has left of its own accord since the latest round began
         self._outcome = Outcome()
 
     @property
@@ -244,6 +249,7 @@ class Job:
         if report.state is State.LEFT:
             self._left_by = report.signal
             why = f"{self._nodes[report.node].host} left the job"
+            self._left = True
             self._lose(report.node, why)
             if self._phase is _Phase.GATHERING and report.node == HOST:
                 return self._end(Outcome(lost=why, stopped_by=report.signal, started=False))
@@ -306,6 +312,8 @@ class Job:
             return self._decide() or []
         elif self._phase is _Phase.WAITING:
             return self._wait()
+        elif self._phase is _Phase.SHORT:
+            return self._await_replacement()
         return []
 
     def _decide(self) -> list[Order] | None:
@@ -313,9 +321,9 @@ class Job:
         round_ = self._round
         if len(round_.down) < len(round_.here):
             return None
-        if self._too_few():
-            return self._end_for_want_of_nodes()
         self._restarts.ended(_of_all(round_.steps), self._now - round_.began)
+        if self._too_few():
+            return self._miss_nodes()
         if round_.lost:
             what = "; ".join(round_.lost)
             too_often = self._restarts.lost()
@@ -328,6 +336,24 @@ class Job:
 
     def _too_few(self) -> bool:
         return len(self._nodes) < self._limits.min_nodes or HOST not in self._nodes
+
+    def _miss_nodes(self) -> list[Order]:
+        """Too few nodes are left. One that was lost may be replaced; one that left on purpose is not waited for."""
+        if HOST not in self._nodes or self._left or not self._limits.replacement:
+            return self._end_for_want_of_nodes()
+        self._phase, self._due = _Phase.SHORT, self._now + self._limits.replacement
+        return [Pause(f"{'; '.join(self._round.lost)}; waiting {self._limits.replacement:g} s for a replacement")]
+
+    def _await_replacement(self) -> list[Order]:
+        if HOST not in self._nodes or self._left:
+            return self._end_for_want_of_nodes()
+        if not self._too_few():
+            too_often = self._restarts.lost()
+            return self._end(Outcome(lost=too_often)) if too_often else self._go("a node joined")
+        if self._now >= self._due:
+            self._round.lost.append(f"no replacement came within {self._limits.replacement:g} s")
+            return self._end_for_want_of_nodes()
+        return []
 
     def _end_for_want_of_nodes(self) -> list[Order]:
         what = "; ".join(self._round.lost) or "too few nodes are left"
@@ -349,11 +375,11 @@ class Job:
 
     def _wait(self) -> list[Order]:
         if self._too_few():
-            return self._end_for_want_of_nodes()
+            return self._miss_nodes()
         return self._go("; ".join(self._round.lost)) if self._now >= self._due else []
 
     def _go(self, why: str) -> list[Order]:
-        self._left_by = 0
+        self._left_by, self._left = 0, False
         places = sorted(self._nodes.values(), key=lambda node: (node.rank is None, node.rank, node.number))
         members = places[: self._limits.max_nodes]
         self._phase = _Phase.RUNNING

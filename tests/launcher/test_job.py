@@ -55,6 +55,12 @@ def the_end(orders: list[Order]) -> Outcome:
     return order.outcome
 
 
+def the_pause(orders: list[Order]) -> str:
+    (order,) = orders
+    assert isinstance(order, Pause)
+    return order.why
+
+
 TWO = Limits(min_nodes=2, max_nodes=2)
 ELASTIC = Limits(min_nodes=1, max_nodes=2)
 
@@ -124,11 +130,58 @@ def test_a_dead_node_costs_no_restart_even_where_its_death_made_workers_fail(lim
     assert "h1 has not been heard of for 3 s" in go.why
 
 
-def test_a_dead_node_ends_a_job_that_needs_it() -> None:
-    machine, _ = job(TWO, node(0), node(1))
-    machine.heard(0, 3.5)
+def short_of(limits: Limits, *nodes: Node) -> Job:
+    """A job whose node 1 has died, so that a replacement is waited for from time 4 on."""
+    machine, _ = job(limits, *nodes)
+    living = [each.number for each in nodes if each.number != 1]
+    for number in living:
+        machine.heard(number, 3.5)
     assert machine.tick(3.6) == [Stop(0)]
+    orders = [order for number in living for order in machine.reported(report(number, State.STOPPED), 4.0)]
+    assert the_pause(orders) == "h1 has not been heard of for 3 s; waiting 12 s for a replacement"
+    for number in living:
+        machine.heard(number, 15.0)
+    return machine
+
+
+def test_a_dead_node_that_the_job_needs_may_be_replaced() -> None:
+    machine = short_of(TWO, node(0), node(1))
+    assert not machine.tick(15.0)
+    go = the_go(machine.joined(node(2), 15.5))
+    assert (go.seats.keys(), go.seats[0].round, go.seats[0].restarts) == ({0, 2}, 1, 0)
+    machine = short_of(TWO, node(0, rank=0), node(1, rank=1))
+    assert the_go(machine.joined(node(2, rank=1), 15.5)).seats[2].group_rank == 1
+
+
+def test_a_dead_node_that_is_not_replaced_in_time_ends_a_job_that_needs_it() -> None:
+    machine = short_of(TWO, node(0), node(1))
+    outcome = the_end(machine.tick(16.0))
+    assert outcome.lost == "h1 has not been heard of for 3 s; no replacement came within 12 s"
+    assert judge(outcome).exit_code == ExitCode.NODE_LOST
+
+
+def test_nobody_waits_for_a_replacement_once_a_node_has_left_on_purpose() -> None:
+    machine = short_of(Limits(min_nodes=3, max_nodes=3), node(0), node(1), node(2))
+    outcome = the_end(machine.reported(Report(2, 0, State.LEFT, signal=signal.SIGTERM), 5.0))
+    assert (outcome.lost.partition("; ")[2], outcome.stopped_by) == ("h2 left the job", signal.SIGTERM)
+    machine, _ = job(Limits(min_nodes=2, max_nodes=2, replacement=0.0), node(0), node(1))
+    machine.heard(0, 3.5)
+    machine.tick(3.6)
     assert the_end(machine.reported(report(0, State.STOPPED), 3.7)).lost == "h1 has not been heard of for 3 s"
+
+
+def test_replacements_that_die_too_end_the_job_after_so_many() -> None:
+    machine, now = job(TWO, node(0), node(1))[0], 0.0
+    for number in range(2, 2 * LOST_NODES):
+        now += 10.0
+        machine.heard(0, now)
+        machine.tick(now)
+        the_pause(machine.reported(report(0, State.STOPPED, round=number - 2), now))
+        (order,) = machine.joined(node(number), now)
+        if isinstance(order, End):
+            assert order.outcome.lost.startswith(f"nodes were lost {LOST_NODES + 1} times")
+            return
+    raise AssertionError("it goes on without end")
 
 
 def test_a_newcomer_is_let_in_where_there_is_room() -> None:
@@ -208,12 +261,6 @@ def test_failures_that_all_say_they_were_terminated_count_as_any_other() -> None
     told = failure(told=True, exit_code=-signal.SIGTERM)
     assert the_go(machine.reported(report(0, State.FAILED, told), 1.0)).seats[0].restarts == 1
     assert the_end(machine.reported(report(0, State.FAILED, told, round=1), 2.0)).failures == (told,)
-
-
-def the_pause(orders: list[Order]) -> str:
-    (order,) = orders
-    assert isinstance(order, Pause)
-    return order.why
 
 
 def waiting(limits: Limits, *nodes: Node) -> Job:
@@ -337,7 +384,7 @@ def test_a_node_started_again_while_others_gather_takes_its_own_place() -> None:
 
 
 def test_a_signal_of_long_ago_does_not_colour_a_later_loss() -> None:
-    machine, _ = job(Limits(min_nodes=2, max_nodes=3), node(0), node(1), node(2))
+    machine, _ = job(Limits(min_nodes=2, max_nodes=3, replacement=0.0), node(0), node(1), node(2))
     machine.reported(Report(2, 0, State.LEFT, signal=signal.SIGTERM), 1.0)
     machine.reported(report(0, State.STOPPED), 1.1)
     machine.reported(report(1, State.STOPPED), 1.1)

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 Hosts = Callable[..., list[Host]]
 BIN = Path(sys.executable).parent
 RENDEZVOUS = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "h1:29400", "--rdzv-id", "j")
+NO_WAIT = ("--rdzv-conf", "replacement_timeout=1")
 SECONDS = 60.0
 """How long to wait for what must come; benchmarks measure how soon it does."""
 STEP_SECONDS = 0.05
@@ -164,6 +165,13 @@ class Job:
         assert not any(left := [self.agents[name].left for name in names]), f"left behind: {left}"
         return [self.agents[name].wait(0) for name in names]
 
+    def says(self, name: str, text: str, seconds: float = SECONDS) -> None:
+        """Wait until this host's agent has said so."""
+        deadline = time.monotonic() + seconds
+        while text not in self.agents[name].output:
+            assert time.monotonic() < deadline, f"after {seconds} s it has not said {text!r}\n{self}"
+            time.sleep(0.05)
+
     def verdicts(self, *names: str) -> set[str]:
         """The different last lines of these agents."""
         return {self.agents[name].last_line for name in names}
@@ -210,10 +218,22 @@ def test_survivors_go_on_without_a_dead_host_and_its_replacement_is_let_in(hosts
     job.stop()
 
 
+def test_a_replacement_for_a_host_that_the_job_needs_is_waited_for(hosts: Hosts, job: Job) -> None:
+    h1, h2 = hosts(2)
+    for host in (h1, h2):
+        job.start(host, "--nnodes", "2", *RENDEZVOUS, "--rdzv-conf", "replacement_timeout=50")
+    job.trains(h1, h2, world_size=4)
+    job.agents["h2"].die()
+    job.says("h1", "waiting 50 s for a replacement")
+    job.start(h2, "--nnodes", "2", *RENDEZVOUS)
+    job.trains(h1, h2, world_size=4)
+    job.stop()
+
+
 @pytest.mark.parametrize("victim", ["h2", "h1"])
 def test_where_every_host_is_needed_a_dead_one_ends_the_other(hosts: Hosts, job: Job, victim: str) -> None:
     for host in (both := hosts(2)):
-        job.start(host, "--nnodes", "2", *RENDEZVOUS)
+        job.start(host, "--nnodes", "2", *RENDEZVOUS, *NO_WAIT)
     job.trains(*both, world_size=4)
     job.agents.pop(victim).die()
     assert job.ends(*job.agents) != [0], str(job)
@@ -225,7 +245,7 @@ def test_where_every_host_is_needed_a_dead_one_ends_the_other(hosts: Hosts, job:
 def test_all_who_survive_a_dead_host_end_with_one_verdict(hosts: Hosts, job: Job, victim: str) -> None:
     job.processes = 1
     for host in (three := hosts(3)):
-        job.start(host, "--nnodes", "3", *RENDEZVOUS)
+        job.start(host, "--nnodes", "3", *RENDEZVOUS, *NO_WAIT)
     job.trains(*three, world_size=3)
     job.agents.pop(victim).die()
     codes = job.ends(*job.agents)
