@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 RUNS ?= 100
 SEED ?= 0
+FUZZ_SECONDS ?= 3600
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test thorough check unit chaos format bench clean
+.PHONY: help demo test thorough check unit fuzz chaos format bench clean
 
 help:            ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 12
@@ -24,7 +25,7 @@ demo: $(STAMP)   ## train examples/digits.py on every GPU, or on 2 CPU processes
 test: check      ## lint, types, the tests: some 20 minutes on two cores
 	$(BIN)/python -m pytest -m "not thorough"
 
-thorough: check  ## the same with every combination: every flag beside torchrun's, more ranks, more mistakes
+thorough: check  ## the same with every combination, and an hour of damaged checkpoints
 	$(BIN)/python -m pytest
 
 check: $(STAMP)  ## lint and types
@@ -34,6 +35,9 @@ check: $(STAMP)  ## lint and types
 
 unit: $(STAMP)   ## the quick tests alone
 	$(BIN)/python -m pytest -m "not slow"
+
+fuzz: $(STAMP)   ## FUZZ_SECONDS (3600) of checkpoints that are changed at random: each is refused in words
+	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest -m thorough tests/checkpoint/test_fuzz.py
 
 chaos: $(STAMP)  ## RUNS (100) training runs killed at random: the same bits, every sample once; up to an hour
 	$(BIN)/python tests/end_to_end/chaos.py --runs $(RUNS) --seed $(SEED)

@@ -10,12 +10,16 @@
 docs/checkpoints.md describes the files for other programs.
 """
 
+import errno
 import hashlib
 import json
+import math
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from io import BufferedReader, FileIO
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any
@@ -31,11 +35,22 @@ WRITING, REMOVED = ".writing-", ".removed-"
 ASIDE = "set-aside-"
 """How the names of folders begin that hold the checkpoints of a course that was left."""
 
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "U32": 4, "I32": 4, "U64": 8, "I64": 8,
+    "F8_E4M3": 1, "F8_E5M2": 1, "F16": 2, "BF16": 2, "F32": 4, "F64": 8,
+}  # fmt: skip
+"""Of the types that safetensors since 0.4.3 knows."""
+
 _NAME = re.compile(r"step-(\d{8,})")
 _PLAIN_NAME = re.compile(r"[\w-][\w.-]*", re.ASCII)
 _HASH = "sha256"
+_HEXADECIMAL = re.compile(r"[0-9a-f]{64}")
+_LONGEST_MANIFEST = 1 << 20  # some thousands of files
+_LARGEST = 1 << 63  # beyond what a file or a tensor can have
+_MOST_DIMENSIONS = 64  # torch's own limit
 _LENGTH_BYTES = 8  # of the header of a safetensors file, little-endian, at its beginning
 _LONGEST_HEADER = 100 << 20  # safetensors' own limit
+_BUFFER = 1 << 20
 _READERS = 4
 _NEWER = "newer format"
 
@@ -165,26 +180,109 @@ def verified(found: Found) -> Found:
         return replace(found, problem=next(filter(None, problems), None))
 
 
-def tensor_table(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file: name -> dtype, shape and data_offsets; without the metadata.
+def open_file(path: Path) -> BufferedReader:
+    """Open a file of a checkpoint. Raises `OSError`, also for a link, a pipe and a device: no save makes such."""
+    try:
+        # Without O_NONBLOCK, to open a pipe that nobody writes to would take for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "a link, not a file") from None
+        raise
+    if not S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return BufferedReader(FileIO(descriptor), _BUFFER)
 
-    Raises `OSError`, and `ValueError` where it is no such file.
+
+def read_state(found: Found) -> Any:
+    """The content of state.json. Raises `OSError`, and `ValueError` where it is not what was written."""
+    record = next((file for file in found.manifest.files if file.name == STATE), None) if found.manifest else None
+    if record is None:
+        raise ValueError(f"{STATE} is missing")
+    with open_file(found.path / STATE) as file:
+        content = file.read(record.bytes + 1)
+    if hashlib.sha256(content).hexdigest() != record.sha256:
+        raise ValueError(wrong_hash(STATE))
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{STATE} is no JSON, or nested too deeply") from None
+
+
+def tensor_table(path: Path) -> dict[str, "TensorRecord"]:
+    """The tensors of a safetensors file, in their order. Raises `OSError`, and `ValueError` for no such file."""
+    with open_file(path) as file:
+        return read_header(file, os.fstat(file.fileno()).st_size)[0]
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """A tensor in a safetensors file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+def read_header(file: BufferedReader, size: int) -> tuple[dict[str, TensorRecord], bytes]:
+    """A safetensors header, and its raw bytes. The tensors follow one another and end with the file, of `size` bytes.
+
+    Raises `ValueError` for anything else.
     """
-    with path.open("rb") as file:
-        return read_header(file.read(_LENGTH_BYTES), file.read)[0]
-
-
-def read_header(length: bytes, read: Callable[[int], bytes]) -> tuple[dict[str, Any], bytes]:
-    """A safetensors header from its first 8 bytes and what reads on; also as raw bytes. Raises `ValueError`."""
-    size = int.from_bytes(length, "little")
-    if len(length) != _LENGTH_BYTES or size > _LONGEST_HEADER:
+    length = file.read(_LENGTH_BYTES)
+    header = int.from_bytes(length, "little")
+    if len(length) != _LENGTH_BYTES or header > min(_LONGEST_HEADER, size - _LENGTH_BYTES):
         raise ValueError("not a safetensors file")
-    raw = read(size)
-    table = json.loads(raw)
-    if len(raw) != size or not isinstance(table, dict):
+    raw = file.read(header)
+    try:
+        table = json.loads(raw)
+    except RecursionError:
+        raise ValueError("not a safetensors file: its header is nested too deeply") from None
+    if len(raw) != header or not isinstance(table, dict):
         raise ValueError("not a safetensors file")
     table.pop("__metadata__", None)
-    return table, raw
+    places = {name: _data_offsets(entry) for name, entry in table.items()}
+    tensors, end = {}, 0
+    for name in sorted(places, key=places.__getitem__):
+        record = _tensor_record(table[name])
+        if places[name] != (end, end + record.bytes):
+            raise ValueError(f"the tensor {name!r} is not where it should be")
+        tensors[name] = record
+        end += record.bytes
+    if end != size - _LENGTH_BYTES - header:
+        raise ValueError("the file is longer or shorter than its tensors")
+    return tensors, length + raw
+
+
+def _data_offsets(entry: Any) -> tuple[int, int]:
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
+        raise ValueError("a tensor without a place")
+    return offsets[0], offsets[1]
+
+
+def _tensor_record(entry: dict[str, Any]) -> TensorRecord:
+    dtype, shape = entry.get("dtype"), checked_shape(entry.get("shape"))
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise ValueError("a tensor of an unknown type")
+    return TensorRecord(dtype, shape, math.prod(shape) * ITEM_BYTES[dtype])
+
+
+def checked_shape(shape: Any) -> tuple[int, ...]:
+    """A shape as a file gives it. Raises `ValueError` where no tensor can have it."""
+    if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS or not all(map(_is_size, shape)):
+        raise ValueError("a shape that is none")
+    if math.prod(max(size, 1) for size in shape) >= _LARGEST:
+        raise ValueError("a shape that is too large")
+    return tuple(shape)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _LARGEST
 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:
@@ -209,7 +307,8 @@ def _found(path: Path, step: int | None) -> Found | None:
     """What is at `path`; None: nothing, any more. `step`: what its name says, None where that says nothing."""
     manifest, problem = None, None
     try:
-        text = (path / MANIFEST).read_bytes()
+        with open_file(path / MANIFEST) as file:
+            text = file.read(_LONGEST_MANIFEST + 1)
     except FileNotFoundError:
         if not path.exists():  # a save has just removed it
             return None
@@ -233,25 +332,39 @@ def _found(path: Path, step: int | None) -> Found | None:
 def _manifest(text: bytes) -> tuple[Manifest | None, str | None]:
     """What it says, or what is wrong with it."""
     damaged = f"{MANIFEST} is damaged"
+    if len(text) > _LONGEST_MANIFEST:
+        return None, f"{MANIFEST} is longer than any: over {_LONGEST_MANIFEST:,} bytes"
     try:
         content = json.loads(text)
-    except (ValueError, RecursionError):
-        return None, damaged
-    number = content.get("format") if isinstance(content, dict) else None
-    if type(number) is not int:
-        return None, f"not a checkpoint of ddpkit: {MANIFEST} names no format"
-    if number > FORMAT:
-        return None, f"{_NEWER} {number}: this version of ddpkit reads up to {FORMAT}"
-    if content.pop(_HASH, None) != _hash_of(content):
-        return None, damaged
-    try:
-        files = tuple(FileRecord(**file) for file in content.pop("files"))
-        if not all(_PLAIN_NAME.fullmatch(file.name) for file in files):  # nothing outside of its folder is read
+        number = content.get("format") if isinstance(content, dict) else None
+        if type(number) is not int:
+            return None, f"not a checkpoint of ddpkit: {MANIFEST} names no format"
+        if number > FORMAT:
+            return None, f"{_NEWER} {number}: this version of ddpkit reads up to {FORMAT}"
+        if content.pop(_HASH, None) != _hash_of(content):
             return None, damaged
         del content["format"]
-        return Manifest(**content, files=files), None
-    except (TypeError, KeyError):
+        files = tuple(FileRecord(**file) for file in content.pop("files"))
+        manifest = Manifest(**content, files=files)
+    except (ValueError, RecursionError, TypeError, KeyError):
         return None, damaged
+    return (manifest, None) if _is_possible(manifest) else (None, damaged)
+
+
+def _is_possible(manifest: Manifest) -> bool:
+    """Whether each value is of its kind. No name leads out of the checkpoint's folder."""
+    names = [file.name for file in manifest.files]
+    return (
+        _is_size(manifest.step)
+        and type(manifest.created) is str
+        and type(manifest.best) is bool
+        and isinstance(manifest.versions, dict)
+        and all(type(value) is str for value in manifest.versions.values())
+        and all(type(name) is str and _PLAIN_NAME.fullmatch(name) and name != MANIFEST for name in names)
+        and len({*names}) == len(names)
+        and all(_is_size(file.bytes) for file in manifest.files)
+        and all(type(file.sha256) is str and _HEXADECIMAL.fullmatch(file.sha256) for file in manifest.files)
+    )
 
 
 def _hash_of(content: Mapping[str, Any]) -> str:
@@ -264,7 +377,7 @@ def _wrong(folder: Path, manifest: Manifest) -> str | None:
 
 def _wrong_size(path: Path, file: FileRecord) -> str | None:
     try:
-        status = path.stat()
+        status = path.lstat()  # a link is no file of a checkpoint
     except FileNotFoundError:
         return f"{file.name} is missing"
     except OSError as error:
@@ -278,7 +391,7 @@ def _wrong_size(path: Path, file: FileRecord) -> str | None:
 
 def _wrong_hash(path: Path, file: FileRecord) -> str | None:
     try:
-        with path.open("rb") as opened:
+        with open_file(path) as opened:
             same = hashlib.file_digest(opened, _HASH).hexdigest() == file.sha256
     except OSError as error:
         return f"{file.name} cannot be read: {error.strerror}"

@@ -1,7 +1,7 @@
 """Checkpoints that cannot lie: whole or not there, the same bits back, and nothing unpickled.
 
     saver.py       Saver: a copy of the state in host memory, then training continues
-    packing.py     nested state <-> tensors by name, and JSON
+    packing.py     nested state -> tensors by name, and JSON;  unpacking.py: the inverse, which trusts nothing
     repacking.py   the same, sooner, for a state whose values alone have changed
     layout.py      which tensor lies where in which file (the safetensors format)
     buffer.py      host memory that two processes share;  copying.py: copies into it

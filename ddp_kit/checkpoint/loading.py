@@ -1,21 +1,31 @@
 """From a checkpoint on the disk to the state that was saved."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddp_kit.checkpoint.layout import DTYPE_OF
-from ddp_kit.checkpoint.packing import unpack
+from ddp_kit.checkpoint.unpacking import unpack
 from ddp_kit.errors import CheckpointError
-from ddp_kit.manifest import STATE, TENSORS, FileRecord, Found, checkpoints, examine, read_header, wrong_hash
+from ddp_kit.manifest import (
+    TENSORS,
+    FileRecord,
+    Found,
+    TensorRecord,
+    checkpoints,
+    examine,
+    open_file,
+    read_header,
+    read_state,
+    wrong_hash,
+)
 
-_BUFFER = 1 << 20
 _READERS = 4
 
 
@@ -34,9 +44,11 @@ def load(path: Path | str, *, device: torch.device | str = "cpu") -> dict[str, A
         with ThreadPoolExecutor(_READERS) as pool:
             tables = pool.map(lambda file: _tensors(found, file), files)
             tensors = {file.name.removesuffix(TENSORS): table for file, table in zip(files, tables, strict=True)}
-        text = _state(found)
+        text = read_state(found)
     except OSError as error:
         raise _damaged(found, f"a file cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise _damaged(found, str(error)) from None
     state: dict[str, Any] = unpack(text, _Fetch(tensors, torch.device(device)))
     return state
 
@@ -64,46 +76,32 @@ class _Fetch:
         return self._moved[part, name]
 
 
-def _state(found: Found) -> Any:
-    assert found.manifest is not None
-    record = next((file for file in found.manifest.files if file.name == STATE), None)
-    if record is None:
-        raise _damaged(found, f"{STATE} is missing")
-    content = (found.path / STATE).read_bytes()
-    if hashlib.sha256(content).hexdigest() != record.sha256:
-        raise _damaged(found, wrong_hash(STATE))
-    return json.loads(content)
-
-
 def _tensors(found: Found, record: FileRecord) -> dict[str, Tensor]:
+    """The tensors of one file. Raises `CheckpointError`, and `OSError`."""
     digest, tensors = hashlib.sha256(), {}
-    with (found.path / record.name).open("rb", buffering=_BUFFER) as file:
+    with open_file(found.path / record.name) as file:
         try:
-            length = file.read(8)
-            table, raw = read_header(length, file.read)
-            digest.update(length + raw)
-            for name, entry in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
-                tensors[name] = _tensor(entry, file, digest, record.bytes)
-        except (ValueError, LookupError, TypeError, RuntimeError):  # not a header that a Saver has written
+            table, raw = read_header(file, record.bytes)
+            digest.update(raw)
+            for name, each in table.items():
+                tensors[name] = _tensor(each, file, digest)
+        except (ValueError, RuntimeError):  # not a file that a Saver has written
             raise _damaged(found, wrong_hash(record.name)) from None
-        digest.update(file.read())
     if digest.hexdigest() != record.sha256:
         raise _damaged(found, wrong_hash(record.name))
     return tensors
 
 
-def _tensor(entry: Mapping[str, Any], file: IO[bytes], digest: Any, size: int) -> Tensor:
-    begin, end = entry["data_offsets"]
-    if end > size:
-        raise ValueError("longer than the file")
-    content = torch.empty(end - begin, dtype=torch.uint8)
-    if content.numel():
+def _tensor(record: TensorRecord, file: BufferedReader, digest: Any) -> Tensor:
+    content = torch.empty(record.bytes, dtype=torch.uint8)
+    if record.bytes:
         memory = content.numpy().data
-        read = file.readinto(memory)  # type: ignore[attr-defined]
-        if read != len(memory):
+        if file.readinto(memory) != len(memory):
             raise ValueError("shorter than its header says")
         digest.update(memory)
-    return content.view(DTYPE_OF[entry["dtype"]]).view(entry["shape"])
+        if record.dtype == "BOOL" and content.max() > 1:  # which torch takes for granted when it counts them
+            raise ValueError("a truth value that is neither 0 nor 1")
+    return content.view(DTYPE_OF[record.dtype]).view(record.shape)
 
 
 def _damaged(found: Found, problem: str) -> CheckpointError:

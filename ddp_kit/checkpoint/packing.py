@@ -1,4 +1,4 @@
-"""Nested state <-> tensors by name, and JSON for all else; the same values back, bit by bit. Nothing is unpickled.
+"""Nested state -> tensors by name, and JSON for all else; `unpacking` gives the same values back, bit-exact.
 
     {"model": {"weight": Tensor}, "scheduler": {"betas": (0.9, nan)}}    becomes
     model.safetensors: "weight"
@@ -26,10 +26,13 @@ from ddp_kit.errors import CheckpointError
 
 _PART = re.compile(r"\w[\w-]*", re.ASCII)
 _LARGEST = 1 << 63  # an int beyond is written in hexadecimal: decimals of any length take Python too long
+DEEPEST = 200
+"""Containers in containers, at most."""
 _LONG = 100  # shorter lists are not worth a look at what they hold
-_FACTORIES: dict[str, Callable[[], Any]] = {
+FACTORIES: Mapping[str, Callable[[], Any]] = {
     kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)
 }
+"""Of a defaultdict."""
 _Path = tuple[Any, ...]
 
 
@@ -66,21 +69,6 @@ def pack(state: Mapping[str, Any]) -> Packed:
     return Packed(tuple(packer.tensors), packer.aliases, text)
 
 
-Fetch = Callable[[str, str, bool], Tensor]
-"""Part, name, and whether it was on a device other than the CPU -> the tensor."""
-
-
-def unpack(text: Any, fetch: Fetch) -> Any:
-    """The inverse: from the content of state.json, and what fetches tensors. Raises `CheckpointError`."""
-    try:
-        return _unpack(text, fetch)
-    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError, struct.error) as error:
-        raise CheckpointError(
-            f"the state cannot be read ({type(error).__name__}: {error})",
-            "was it written by a newer version of ddpkit? its manifest.json tells",
-        ) from error
-
-
 # Taking apart --------------------------------------------------------------------------------------------------------
 
 
@@ -101,6 +89,8 @@ class _Packer:
         }  # fmt: skip
 
     def pack(self, value: Any, path: _Path) -> Any:
+        if len(path) > DEEPEST:
+            raise RecursionError
         kind = self._kinds.get(type(value))
         if kind is not None:
             return kind(value, path)
@@ -143,7 +133,7 @@ class _Packer:
     def _default(self, value: Any, path: _Path) -> Any:
         factory = value.default_factory
         name = None if factory is None else getattr(factory, "__name__", "")
-        if factory is not None and _FACTORIES.get(str(name)) is not factory:
+        if factory is not None and FACTORIES.get(str(name)) is not factory:
             raise _unstorable(factory, (*path, "default_factory"))
         return {"$default": self._pairs(value, path), "factory": name}
 
@@ -282,84 +272,3 @@ def _unstorable(value: Any, path: _Path) -> CheckpointError:
     else:
         hint = "let state_dict() give numbers, strings, tensors, arrays, and lists, tuples, dicts and sets of them"
     return CheckpointError(f"{_place(path)} is a {kind}, which a checkpoint cannot store", hint)
-
-
-# Putting together ----------------------------------------------------------------------------------------------------
-
-
-def _unpack(text: Any, fetch: Fetch) -> Any:
-    if isinstance(text, list):
-        return [_unpack(one, fetch) for one in text]
-    if not isinstance(text, dict):
-        return text
-    tag = next(iter(text), "")
-    if tag[:1] != "$":
-        return {key: _unpack(one, fetch) for key, one in text.items()}
-    content = text[tag]
-    if tag in _FROM_TEXT:
-        return _FROM_TEXT[tag](content)
-    if tag == "$tensor":
-        return _tensor_from(text, fetch(content[0], content[1], "device" in text))
-    if tag == "$array":
-        return _array_from(text, fetch(content[0], content[1], False).reshape(-1).view(torch.uint8).numpy())
-    if tag == "$scalar":
-        return np.ndarray((), _descr(text["dtype"]), base64.b64decode(content))[()]
-    if tag in _FROM_LIST:
-        return _FROM_LIST[tag]([_unpack(one, fetch) for one in content])
-    if tag == "$deque":
-        return deque((_unpack(one, fetch) for one in content), text["maxlen"])
-    return _mapping_from(tag, text, [(_unpack(key, fetch), _unpack(one, fetch)) for key, one in content], fetch)
-
-
-def _mapping_from(tag: str, text: Any, pairs: Any, fetch: Fetch) -> Any:
-    if tag == "$dict":
-        return dict(pairs)
-    if tag == "$counter":
-        return Counter(dict(pairs))
-    if tag == "$default":
-        return defaultdict(None if text["factory"] is None else _FACTORIES[text["factory"]], pairs)
-    if tag != "$ordered":
-        raise ValueError(f"an unknown kind of value: {tag}")
-    ordered = OrderedDict(pairs)
-    vars(ordered).update(_unpack(text.get("attributes", {}), fetch))
-    return ordered
-
-
-def _tensor_from(text: Any, stored: Tensor) -> Tensor:
-    if "dtype" in text:
-        stored = stored.view(_dtype_from(text["dtype"])).reshape(text["shape"])
-    return stored
-
-
-def _array_from(text: Any, content: Any) -> Any:
-    return np.ndarray(text["shape"], _descr(text["dtype"]), bytearray(content))
-
-
-def _descr(text: Any) -> np.dtype[Any]:
-    return np.lib.format.descr_to_dtype(_fields(text))
-
-
-def _fields(text: Any) -> Any:
-    """numpy's description of a type, in which JSON has made lists of the tuples."""
-    if not isinstance(text, list):
-        return text
-    return [(field[0], _fields(field[1]), *map(tuple, field[2:])) for field in text]
-
-
-def _dtype_from(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name} is no dtype")
-    return dtype
-
-
-_FROM_LIST: dict[str, Callable[[Any], Any]] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
-_FROM_TEXT: dict[str, Callable[[Any], Any]] = {
-    "$int": lambda content: int(content, 16),
-    "$float": lambda content: struct.unpack(">d", bytes.fromhex(content))[0],
-    "$complex": lambda content: complex(*struct.unpack(">dd", bytes.fromhex(content))),
-    "$bytes": base64.b64decode,
-    "$size": lambda content: torch.Size(content),
-    "$dtype": _dtype_from,
-    "$device": torch.device,
-}

@@ -10,7 +10,17 @@ from typing import Any
 from ddp_kit.contract import ExitCode
 from ddp_kit.errors import CheckpointError, UsageError
 from ddp_kit.launcher.parser import Parser
-from ddp_kit.manifest import STATE, TENSORS, Found, checkpoints, left_courses, leftovers, tensor_table, verified
+from ddp_kit.manifest import (
+    STATE,
+    TENSORS,
+    Found,
+    checkpoints,
+    left_courses,
+    leftovers,
+    read_state,
+    tensor_table,
+    verified,
+)
 
 _EPILOG = f"""\
 exit codes:
@@ -151,14 +161,14 @@ def _tensors(found: Found) -> dict[str, str]:
             except (OSError, ValueError) as error:
                 raise UsageError(f"{found.path / file.name} cannot be read: {error}", "try --verify") from None
             part = file.name.removesuffix(TENSORS)
-            tensors |= {f"{part}: {name}": f"{one['dtype']} {one['shape']}" for name, one in table.items()}
+            tensors |= {f"{part}: {name}": str(record) for name, record in table.items()}
     return tensors
 
 
 def _values(found: Found) -> dict[str, Any]:
     """`optimizer.param_groups[0].lr` -> its value; where tensors are is no value."""
     try:
-        content = json.loads((found.path / STATE).read_bytes())
+        content = read_state(found)
     except (OSError, ValueError) as error:
         raise UsageError(f"{found.path / STATE} cannot be read: {error}", "try --verify") from None
     return dict(_leaves("", content))

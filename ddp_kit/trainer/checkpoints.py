@@ -1,19 +1,12 @@
 """A run's checkpoints: what belongs into one, when it is written, and going on from one."""
 
-import json
 import time
 import uuid
-from array import array
-from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
 from ddp_kit import contract
 from ddp_kit.callbacks import Callback
@@ -25,9 +18,10 @@ from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.manifest import checkpoints, name_of
 from ddp_kit.trainer.agreement import every_text, gathered
-from ddp_kit.trainer.fitting import callback_states, check, kinds, load_callbacks, of_another_run, size
+from ddp_kit.trainer.fitting import callback_states, check, fitting, kinds, load_callbacks, load_optimizer, size
 from ddp_kit.trainer.log_points import LogPoints
 from ddp_kit.trainer.position import Position
+from ddp_kit.trainer.random_text import decoded, encoded
 from ddp_kit.trainer.step import OptimizerStep, Parts
 from ddp_kit.world import RandomStates, mixed_seed, random_states, seed_generators, set_random_states
 
@@ -69,7 +63,7 @@ class Checkpoints:
         self.wanted = False
         """Whether to save once the step is done: before, its state is half that of the next."""
         self._in_loop = self._reserved = False
-        self._random: list[str] | None = None  # of a checkpoint, until the next step or save
+        self._random: list[RandomStates] | None = None  # of a checkpoint, until the next step or save
         self._random_known = False
         if self._config.dir is not None and self._writes(self._config.dir):
             self._saver = _Patient(
@@ -137,7 +131,7 @@ class Checkpoints:
         weights = [each.detach() for each in self._parts.model.parameters() if each.is_floating_point()]
         self._log_points.refuse_weights(step, weights)
         self.restore_random()
-        random = every_text(_text(random_states(self._parts.world)).encode(), self._parts.world)
+        random = every_text(encoded(random_states(self._parts.world)).encode(), self._parts.world)
         if self._saver is not None:
             self._set_aside(self._config.dir)
             state = self._state([text.decode() for text in random])
@@ -225,25 +219,27 @@ class Checkpoints:
 
     def _take_up(self, path: Path, state: dict[str, Any]) -> None:
         parts = self._parts
-        check(path, state, parts)
-        parts.model.load_state_dict(state["model"])
-        try:
-            parts.optimizer.load_state_dict(state["optimizer"])
-        except (ValueError, KeyError) as error:
-            raise of_another_run(path, error) from None
-        _lay_out_as_before(parts.optimizer)
-        if parts.scheduler is not None and state["scheduler"] is not None:
-            parts.scheduler.load_state_dict(state["scheduler"])
-        parts.precision.set_state(state["scaler"])
-        self._position.set_state(state["position"])
-        self._optimizer_step.skipped = state["skipped"]
-        self._optimizer_step.go_on(state.get("reduction_order"))
-        load_callbacks(self._callbacks, state["callbacks"])
-        best = state.get("best")
-        if self._watched is not None and best is not None and self._watched.load_state_dict(best["watched"]):
-            self._best_step = best["step"]
-        self._course = state.get("course", self._course)
-        self._random, self._random_known = state["random"], False
+        with fitting(path):
+            check(path, state, parts)
+            parts.model.load_state_dict(state["model"])
+            load_optimizer(path, state, parts)
+            if parts.scheduler is not None and state["scheduler"] is not None:
+                parts.scheduler.load_state_dict(state["scheduler"])
+            parts.precision.set_state(state["scaler"])
+            own = self._position.state()
+            self._position.set_state({name: value for name, value in state["position"].items() if name in own})
+            self._optimizer_step.skipped = int(state["skipped"])
+            order = state.get("reduction_order")
+            if order is not None and sorted(order) != [*range(len(order))]:
+                raise ValueError("reduction_order is no order")
+            random = [decoded(text) for text in state["random"]]
+            callbacks, best = [*state["callbacks"]], state.get("best")
+            if self._watched is not None and best is not None and self._watched.load_state_dict(best["watched"]):
+                self._best_step = int(best["step"])
+            self._course = dict(state.get("course", self._course))
+        self._optimizer_step.go_on(order)
+        load_callbacks(path, self._callbacks, callbacks)
+        self._random, self._random_known = random, False
         self._saved_step = self._position.step
         logger.info("resumed from {} after step {}", path, self._position.step)
 
@@ -259,10 +255,10 @@ class Checkpoints:
             self._random = None
         return self._random_known
 
-    def _set_random(self, random: list[str]) -> None:
+    def _set_random(self, random: list[RandomStates]) -> None:
         world = self._parts.world
         if len(random) == world.world_size:
-            set_random_states(_states(random[world.rank]))
+            set_random_states(random[world.rank])
             return
         seed_generators(mixed_seed(self._parts.config.seed, world.rank, self._position.step))
         logger.warning(
@@ -363,14 +359,6 @@ def _course(path: Path | None, job: str) -> Course:
     return {"from": None if path is None else str(path.resolve()), "job": job}
 
 
-def _lay_out_as_before(optimizer: Optimizer) -> None:
-    """Files keep no strides, and fused kernels take for granted that a state has those of its parameter."""
-    for parameter, kept in optimizer.state.items():
-        for name, value in kept.items() if isinstance(kept, dict) else ():
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
-                kept[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
-
-
 def _make_mark(mark: Path) -> None:
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
@@ -380,39 +368,3 @@ def _make_mark(mark: Path) -> None:
             f"checkpoint.dir = {str(mark.parent)!r} cannot be written to: {error.strerror or error}",
             "choose a folder that this process may write to",
         ) from None
-
-
-def _text(states: RandomStates) -> str:
-    """A line of JSON, then a line for each generator's thousands of numbers: base64, which is soon made."""
-    version, numbers, gauss = states.python
-    blocks = {"python": array("I", numbers).tobytes(), "torch": states.torch.numpy().tobytes()}
-    numpy = states.numpy
-    if numpy is not None:
-        blocks["numpy"] = numpy[1].tobytes()
-    if states.device is not None:
-        blocks["device"] = states.device.numpy().tobytes()
-    first = {
-        "python": [version, gauss],
-        "numpy": None if numpy is None else [numpy[0], *map(float, numpy[2:])],
-        "lines": list(blocks),
-    }
-    return "\n".join([json.dumps(first), *(b64encode(block).decode() for block in blocks.values())])
-
-
-def _states(text: str) -> RandomStates:
-    line, *lines = text.split("\n")
-    first = json.loads(line)
-    blocks = {name: bytearray(b64decode(block)) for name, block in zip(first["lines"], lines, strict=True)}
-    version, gauss = first["python"]
-    numpy = first["numpy"]
-    if numpy is not None:
-        import numpy as np
-
-        key = np.frombuffer(blocks["numpy"], dtype=np.uint32)
-        numpy = (numpy[0], key, int(numpy[1]), int(numpy[2]), numpy[3])
-    return RandomStates(
-        (version, tuple(array("I", bytes(blocks["python"]))), gauss),
-        torch.frombuffer(blocks["torch"], dtype=torch.uint8),
-        numpy,
-        torch.frombuffer(blocks["device"], dtype=torch.uint8) if "device" in blocks else None,
-    )

@@ -2,6 +2,7 @@
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_kit.callbacks import Callback
-from ddp_kit.errors import CheckpointError
+from ddp_kit.errors import CheckpointError, DdpKitError
 from ddp_kit.log import logger
+from ddp_kit.trainer.optimizer_state import load_optimizer_state
 from ddp_kit.trainer.step import Parts
 
 _SHOWN = 8
+_LONGEST_TEXT = 300
+_OWN = "ddp_kit."
 
 
 def kinds(parts: Parts) -> dict[str, Any]:
@@ -48,9 +52,33 @@ def check(path: Path, state: dict[str, Any], parts: Parts) -> None:
             raise _of_another_run(path, f"group {number} of its optimizer has other parameters: {what} differ")
 
 
-def of_another_run(path: Path, error: Exception) -> CheckpointError:
-    """What torch says against the optimizer's state."""
-    return _of_another_run(path, f"its optimizer does not fit: {error}")
+@contextmanager
+def fitting(path: Path) -> Iterator[None]:
+    """Within: what the checkpoint says is put to use. What is wrong with it is a `CheckpointError`."""
+    try:
+        yield
+    except DdpKitError:
+        raise
+    except Exception as error:  # the content of a file may be anything, and fail anywhere
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be used: {type(error).__name__}: {str(error)[:_LONGEST_TEXT]!r}",
+            "was it written by another version of ddpkit, or changed since? take another checkpoint",
+        ) from error
+
+
+def load_optimizer(path: Path, state: dict[str, Any], parts: Parts) -> None:
+    """Load the optimizer's state, exactly where the run's precision is that of the checkpoint.
+
+    Raises `CheckpointError` where it does not fit.
+    """
+    model, own = state["model"], {**dict(parts.model.named_parameters()), **dict(parts.model.named_buffers())}
+    saved = {name: model[name] for name in own if name in model}
+    as_saved = all(tensor.dtype == own[name].dtype for name, tensor in saved.items())
+    same_device = all(tensor.device == own[name].device for name, tensor in saved.items())
+    try:
+        load_optimizer_state(parts.optimizer, state["optimizer"], keep_types=as_saved, keep_devices=same_device)
+    except Exception as error:
+        raise _of_another_run(path, f"its optimizer does not fit: {str(error)[:_LONGEST_TEXT]}") from None
 
 
 def callback_states(callbacks: Sequence[Callback]) -> list[Any]:
@@ -58,16 +86,19 @@ def callback_states(callbacks: Sequence[Callback]) -> list[Any]:
     return [[type(callback).__name__, callback.state_dict()] for callback in callbacks]
 
 
-def load_callbacks(callbacks: Sequence[Callback], saved: list[Any]) -> None:
+def load_callbacks(path: Path, callbacks: Sequence[Callback], saved: list[Any]) -> None:
     """Give each callback what one of its class had, the first what the first had; warn of those that remain."""
     there: dict[str, deque[Any]] = defaultdict(deque)
-    for name, state in saved:
-        there[name].append(state)
+    with fitting(path):
+        for name, state in saved:
+            there[name].append(state)
     without = []
     for callback in callbacks:
         name = type(callback).__name__
         if there[name]:
-            callback.load_state_dict(there[name].popleft())
+            own = type(callback).__module__.startswith(_OWN)  # an error of the user's code is shown as it is
+            with fitting(path) if own else nullcontext():
+                callback.load_state_dict(there[name].popleft())
         elif type(callback).load_state_dict is not Callback.load_state_dict:
             without.append(name)
     gone = [name for name, states in there.items() for state in states if state]

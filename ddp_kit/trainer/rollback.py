@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ddp_kit.trainer.optimizer_state import load_optimizer_state
 from ddp_kit.trainer.step import Parts
 from ddp_kit.world import random_states, set_random_states
 
@@ -65,7 +66,7 @@ class RunState:
         for each, before in self._weights:
             each.copy_(before)
         self._buffers.restore()
-        self._parts.optimizer.load_state_dict(copy.deepcopy(self._optimizer))
+        load_optimizer_state(self._parts.optimizer, copy.deepcopy(self._optimizer), keep_devices=False)
         if self._parts.scheduler is not None:
             self._parts.scheduler.load_state_dict(copy.deepcopy(self._scheduler))
         self._parts.precision.set_state(self._scaler)

@@ -18,8 +18,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from ddp_kit.checkpoint.loading import load
-from ddp_kit.checkpoint.packing import pack, unpack
+from ddp_kit.checkpoint.packing import pack
 from ddp_kit.checkpoint.saver import Saver
+from ddp_kit.checkpoint.unpacking import unpack
 from ddp_kit.errors import CheckpointError
 from ddp_kit.manifest import name_of
 

@@ -1,0 +1,190 @@
+"""The inverse of `packing.pack`: from state.json and the tensors' files to nested state. It trusts nothing in them.
+
+Types come from allow-lists, shapes have to fit the bytes that are there, and no array is made from the same bytes
+twice: whoever wrote the files cannot run code, reach other memory, or take much more of it than the files have bytes.
+"""
+
+import base64
+import binascii
+import math
+import re
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddp_kit.checkpoint.layout import DTYPES
+from ddp_kit.checkpoint.packing import DEEPEST, FACTORIES
+from ddp_kit.errors import CheckpointError
+from ddp_kit.manifest import checked_shape
+
+Fetch = Callable[[str, str, bool], Tensor]
+"""Part, name, and whether it was on a device other than the CPU -> the tensor."""
+
+_TORCH_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+}
+_STORED_AS_BYTES = {
+    name: dtype
+    for name, dtype in _TORCH_DTYPES.items()
+    if dtype not in DTYPES and not name.startswith("q")  # quantized ones have more than their bytes
+}
+_DEVICE = re.compile(r"[a-z]{1,20}(:[0-9]{1,4})?")
+# Numbers, text, bytes, times: never `O`, whose elements are addresses.
+_NUMPY_DTYPE = re.compile(r"[<>|=]?([biufc][0-9]{1,2}|[SUV][0-9]{1,9}|[mM]8(\[[0-9]{0,9}[A-Za-z]{1,2}\])?)")
+_MOST_NESTED_FIELDS = 10
+_MOST_FIELDS = 10_000
+_MOST_WITHOUT_BYTES = 1 << 16
+
+
+def unpack(text: Any, fetch: Fetch) -> Any:
+    """The state, from the content of state.json and what fetches tensors. Raises `CheckpointError`."""
+    try:
+        return _Reader(fetch).value(text, 0)
+    # Whatever it is, it comes from the file: numpy and torch have many kinds of errors for what cannot be.
+    except Exception as error:
+        raise CheckpointError(
+            f"the state cannot be read ({type(error).__name__}: {str(error)[:200]!r})",
+            "was it written by a newer version of ddpkit? its manifest.json tells",
+        ) from None
+
+
+class _Reader:
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+        self._arrays: set[tuple[str, str]] = set()
+
+    def value(self, text: Any, depth: int) -> Any:
+        if depth > DEEPEST:
+            raise ValueError(f"nested more than {DEEPEST} times")
+        if isinstance(text, list):
+            return self._list(text, depth)
+        if not isinstance(text, dict):
+            return text
+        tag = next(iter(text), "")
+        if tag[:1] != "$":
+            return {key: self.value(one, depth + 1) for key, one in text.items()}
+        content = text[tag]
+        if tag in _FROM_TEXT:
+            return _FROM_TEXT[tag](content)
+        if tag in ("$tensor", "$array"):
+            part, name = content
+            return self._tensor(text, part, name) if tag == "$tensor" else self._array(text, part, name)
+        if tag == "$scalar":
+            return _scalar(text, content)
+        if tag in _FROM_LIST:
+            return _FROM_LIST[tag](self._list(content, depth))
+        if tag == "$deque":
+            return deque(self._list(content, depth), text["maxlen"])
+        return self._mapping(tag, text, [tuple(self._list(pair, depth)) for pair in content], depth)
+
+    def _list(self, content: Any, depth: int) -> list[Any]:
+        if not isinstance(content, list):
+            raise TypeError("no list")
+        return [self.value(one, depth + 1) for one in content]
+
+    def _mapping(self, tag: str, text: Any, pairs: Any, depth: int) -> Any:
+        if tag == "$dict":
+            return dict(pairs)
+        if tag == "$counter":
+            return Counter(dict(pairs))
+        if tag == "$default":
+            return defaultdict(None if text["factory"] is None else FACTORIES[text["factory"]], pairs)
+        if tag != "$ordered":
+            raise ValueError("an unknown kind of value")
+        ordered = OrderedDict(pairs)
+        attributes = self.value(text.get("attributes", {}), depth + 1)
+        if any(hasattr(OrderedDict, name) for name in attributes):  # `keys` would no longer be a method
+            raise ValueError("an attribute that stands for another")
+        vars(ordered).update(attributes)
+        return ordered
+
+    def _tensor(self, text: Any, part: str, name: str) -> Tensor:
+        stored = self._fetch(part, name, "device" in text)
+        if "dtype" in text:
+            stored = stored.view(_STORED_AS_BYTES[text["dtype"]]).reshape(checked_shape(text["shape"]))
+        return stored
+
+    def _array(self, text: Any, part: str, name: str) -> Any:
+        """A copy, for it may be written to: so each only once."""
+        if (part, name) in self._arrays:
+            raise ValueError("an array that is there twice")
+        self._arrays.add((part, name))
+        content = self._fetch(part, name, False).reshape(-1).view(torch.uint8).numpy()
+        shape, dtype = checked_shape(text["shape"]), _numpy_dtype(text["dtype"])
+        count = math.prod(shape)
+        if count * dtype.itemsize != content.nbytes or (dtype.itemsize == 0 and count > _MOST_WITHOUT_BYTES):
+            raise ValueError("an array that is longer or shorter than its shape")
+        return _checked_bools(np.ndarray(shape, dtype, bytearray(content)))
+
+
+def _scalar(text: Any, content: Any) -> Any:
+    dtype, memory = _numpy_dtype(text["dtype"]), _decoded(content)
+    if dtype.itemsize not in (0, len(memory)):  # an empty text has some bytes
+        raise ValueError("a number that is longer or shorter than its type")
+    return _checked_bools(np.ndarray((), dtype, memory))[()]
+
+
+def _checked_bools(array: Any) -> Any:
+    """Where a byte of a truth value is neither 0 nor 1, numpy counts wrong, and writes past what it has counted."""
+    for name in array.dtype.names or ():
+        _checked_bools(array[name])
+    if array.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
+        raise ValueError("a truth value that is neither 0 nor 1")
+    return array
+
+
+def _numpy_dtype(text: Any) -> np.dtype[Any]:
+    dtype = np.lib.format.descr_to_dtype(_description(text, 0))
+    if dtype.hasobject:
+        raise ValueError("a type that is not stored")
+    return dtype
+
+
+def _description(text: Any, depth: int) -> Any:
+    """numpy's description of a type, in which JSON has made lists of the tuples."""
+    if isinstance(text, str) and _NUMPY_DTYPE.fullmatch(text):
+        return text
+    if not isinstance(text, list) or depth > _MOST_NESTED_FIELDS or len(text) > _MOST_FIELDS:
+        raise ValueError("a type that is not stored")
+    fields = []
+    for name, kind, *shape in text:
+        title = tuple(name) if isinstance(name, list) else (name,)
+        if not 1 <= len(title) <= 2 or not all(isinstance(each, str) for each in title):
+            raise ValueError("a field without a name")
+        field = (title if len(title) == 2 else name, _description(kind, depth + 1))
+        fields.append((*field, *(checked_shape(each) for each in shape)))
+    return fields
+
+
+def _torch_dtype(name: Any) -> torch.dtype:
+    return _TORCH_DTYPES[name]
+
+
+def _device(name: Any) -> torch.device:
+    if not isinstance(name, str) or not _DEVICE.fullmatch(name):
+        raise ValueError("no device")
+    return torch.device(name)
+
+
+def _decoded(content: Any) -> bytes:
+    try:
+        return base64.b64decode(content, validate=True)
+    except binascii.Error as error:
+        raise ValueError(str(error)) from None
+
+
+_FROM_LIST: Mapping[str, Callable[[Any], Any]] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
+_FROM_TEXT: Mapping[str, Callable[[Any], Any]] = {
+    "$int": lambda content: int(content, 16),
+    "$float": lambda content: struct.unpack(">d", bytes.fromhex(content))[0],
+    "$complex": lambda content: complex(*struct.unpack(">dd", bytes.fromhex(content))),
+    "$bytes": _decoded,
+    "$size": lambda content: torch.Size(checked_shape(content)),
+    "$dtype": _torch_dtype,
+    "$device": _device,
+}

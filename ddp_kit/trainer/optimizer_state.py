@@ -1,0 +1,49 @@
+"""Loading an optimizer's state exactly: torch's own `load_state_dict` casts it to the type of the weights."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def load_optimizer_state(
+    optimizer: Optimizer, saved: dict[str, Any], *, keep_types: bool = True, keep_devices: bool = True
+) -> None:
+    """Load `saved`, what the `state_dict()` of an optimizer of the same parameters gave.
+
+    `keep_types`, `keep_devices`: each tensor has the type it was saved with, and is on the device that it is on: an
+    optimizer may hold float32 copies of bfloat16 weights, or single numbers on the CPU. Otherwise both are torch's
+    choice, that of the parameter. Strides are those of the parameter where the shape is.
+    Raises `ValueError`, and whatever the optimizer raises.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    states = [*zip(parameters, (saved["state"].get(number) for number in numbers), strict=True)]
+    if any(group.get("fused") for group in (*optimizer.param_groups, *saved["param_groups"])):
+        _check_fused(states)
+    optimizer.load_state_dict(saved)
+    for parameter, there in states if keep_types else ():
+        now: Any = optimizer.state.get(parameter)
+        for name, value in there.items() if isinstance(now, dict) and isinstance(there, dict) else ():
+            if isinstance(value, Tensor) and isinstance(now.get(name), Tensor) and now[name].shape == value.shape:
+                now[name] = value if keep_devices else value.to(now[name].device)
+    _lay_out_as_parameters(optimizer)
+
+
+def _check_fused(states: Sequence[tuple[nn.Parameter, Any]]) -> None:
+    """Fused kernels take for granted that states have their parameter's shape, and read past the end of others."""
+    for parameter, state in states:
+        for name, value in state.items() if isinstance(state, dict) else ():
+            shape = torch.Size() if name == "step" else parameter.shape
+            if isinstance(value, Tensor) and value.shape != shape:
+                raise ValueError(f"{name} of a fused optimizer has the shape {tuple(value.shape)}, not {tuple(shape)}")
+
+
+def _lay_out_as_parameters(optimizer: Optimizer) -> None:
+    """Files keep no strides, and fused kernels take for granted that a state has those of its parameter."""
+    for parameter, kept in optimizer.state.items():
+        for name, value in kept.items() if isinstance(kept, dict) else ():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                kept[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
