@@ -27,7 +27,8 @@ def on_device(
 ) -> Iterator[Any]:
     """The loader's batches on `device`; floating-point tensors as `dtype` where it is given.
 
-    On a GPU, `ahead` batches are copied on a side stream while the computation uses the ones before.
+    On a GPU, `ahead` batches are copied on a side stream while the computation uses the ones before: their dense
+    tensors in host memory. Whatever else a batch holds is moved when it is handed over, on the computation's stream.
     `fetched` is called when a batch has come from the loader, `moved` when it is handed over.
     """
     if device.type != "cuda" or ahead == 0:
@@ -43,15 +44,15 @@ def on_device(
     waiting: deque[tuple[Any, torch.cuda.Event]] = deque()
     for batch in watched(loader):
         with torch.cuda.stream(stream):
-            waiting.append((_with_tensors(batch, device, dtype), stream.record_event()))
+            waiting.append((_ahead(batch, device, dtype), stream.record_event()))
         if len(waiting) > ahead:
             fetched()
-            arrived = _arrived(*waiting.popleft(), device)
+            arrived = _arrived(*waiting.popleft(), device, dtype)
             moved()
             yield arrived
     while waiting:
         fetched()
-        arrived = _arrived(*waiting.popleft(), device)
+        arrived = _arrived(*waiting.popleft(), device, dtype)
         moved()
         yield arrived
 
@@ -61,36 +62,39 @@ def _is_plain(batch: Any) -> bool:
     return type(batch) in (list, tuple) and all(type(leaf) is Tensor and leaf.is_cpu for leaf in batch)
 
 
-def _with_tensors(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    return _each(lambda leaf: _moved(leaf, device, dtype) if isinstance(leaf, Tensor) else leaf, batch)
+def _ahead(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """What can be copied on a stream of its own, without waiting for the computation.
+
+    Not tensors that are on a GPU already: the computation's stream may still be writing them. Nor objects that move
+    themselves: what they allocate cannot be seen. Nor sparse and nested tensors: torch cannot record their streams.
+    """
+    return _each(lambda leaf: _moved(leaf, device, dtype) if _is_dense_on_host(leaf) else leaf, batch)
 
 
-def _with_objects(batch: Any, device: torch.device) -> Any:
-    """Objects that know how to move themselves, on the stream that uses them: what they allocate we cannot see."""
-    return _each(lambda leaf: leaf if isinstance(leaf, Tensor) else _moved(leaf, device, None), batch)
+def _is_dense_on_host(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_cpu and leaf.layout is torch.strided and not leaf.is_nested
 
 
 def _moved(leaf: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     if isinstance(leaf, Tensor):
-        if dtype is None and leaf.device == device:
-            return leaf
-        kind = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
-        # non_blocking waits for nothing only from pinned memory; from other memory torch copies in order
-        return leaf.to(device, kind, non_blocking=True)
+        # non_blocking waits for nothing only from pinned memory; from other memory torch copies in order.
+        there = leaf.to(device, non_blocking=True)
+        # Converted there: in one call, torch would convert on the host first, into memory that is not pinned.
+        return there.to(dtype) if dtype is not None and there.is_floating_point() else there
     return leaf.to(device) if hasattr(leaf, "to") and not isinstance(leaf, type) else leaf
 
 
-def _arrived(batch: Any, event: torch.cuda.Event, device: torch.device) -> Any:
+def _arrived(batch: Any, event: torch.cuda.Event, device: torch.device, dtype: torch.dtype | None) -> Any:
     """Hand a batch to the computation: it waits for the copy, and the memory is not reused before it is done."""
     current = torch.cuda.current_stream(device)
     current.wait_event(event)
 
-    def keep(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.is_cuda:
+    def finish(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.device == device and leaf.layout is torch.strided and not leaf.is_nested:
             leaf.record_stream(current)
-        return leaf
+        return _moved(leaf, device, dtype)
 
-    return _with_objects(_each(keep, batch), device)
+    return _each(finish, batch)
 
 
 def _each(function: Callable[[Any], Any], batch: Any) -> Any:
