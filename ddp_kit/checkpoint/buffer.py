@@ -26,7 +26,7 @@ class SharedBuffer:
         self.descriptor = os.memfd_create("ddpkit-checkpoint", os.MFD_CLOEXEC)
         self._memory: mmap.mmap | None = None
         self._bytes: Tensor | None = None
-        self._pinned = False
+        self._pinned: bool | None = False  # None: the driver has refused
         self._layout: Layout | None = None
         self._filling: Thread | None = None
         self.targets: list[Tensor] = []
@@ -98,9 +98,14 @@ class SharedBuffer:
 
     def _pin(self) -> None:
         """So that GPUs copy into it at full speed; where that is refused, they do it more slowly."""
-        if not self._pinned and self._bytes is not None:
-            refused = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0)  # type: ignore[no-untyped-call]
-            self._pinned = int(refused) == 0
+        if self._pinned is not False or self._bytes is None:
+            return
+        error = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0)  # type: ignore[no-untyped-call]
+        self._pinned = True if int(error) == 0 else None
+        if self._pinned is None:
+            # CUDA keeps the error for whoever asks next: torch, after its next kernel, would take it for that one's.
+            with suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
 
 
 def _fill_in(memory: Tensor) -> None:

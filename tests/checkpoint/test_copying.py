@@ -1,11 +1,13 @@
 """Many tensors are copied as one, in pieces, by several threads: every byte arrives, and none beside."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ddp_kit.checkpoint import copying
+from ddp_kit.checkpoint.buffer import SharedBuffer
 
 
 @pytest.fixture
@@ -45,3 +47,24 @@ def test_pieces_cover_each_byte_once(sizes: list[int], monkeypatch: pytest.Monke
     covered = [to + byte for piece in pieces for to, source, size in piece for byte in range(size)]
     assert covered == [to + byte for to, _, size in moves for byte in range(size)]
     assert all(source - to == 5000 for piece in pieces for to, source, _ in piece)
+
+
+def test_memory_that_the_driver_does_not_pin_is_not_offered_to_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its error is taken up: CUDA would report it as that of the next kernel."""
+    asked, launched = [], []
+    driver = SimpleNamespace(cudaHostRegister=lambda *words: asked.append(words) or 801)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    buffer = SharedBuffer()
+    buffer._grow(1000)
+
+    def fails(*sizes: int, device: str) -> None:
+        launched.append(device)
+        raise RuntimeError("CUDA error: operation not supported")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "zeros", fails)
+        buffer._pin()
+        buffer._pin()
+    assert (len(asked), launched) == (1, ["cuda"])
+    assert not buffer._pinned
+    buffer.close()
