@@ -36,6 +36,7 @@ class Precision:
         """Whether steps with gradients that are not finite are left out as a matter of course."""
         self._device = device
         self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+        self._left_out: Tensor | None = None  # on the device: the steps that nobody has been told of
         if device.type == "cuda":
             _choose_float32(tf32=name == "tf32")
 
@@ -68,18 +69,32 @@ class Precision:
         if self._scaler is not None and state:  # else the run had another precision
             self._scaler.load_state_dict(state)
 
-    def apply(self, optimizer: Optimizer) -> bool:
+    def apply(self, optimizer: Optimizer, *, tell: bool = True) -> bool:
         """One optimizer step. False where fp16 overflowed: the step is left out and the scale lowered.
 
-        fp16 alone makes the host wait here: whether the step counts is known on the device only.
+        Whether it overflowed is known on the device only, so telling makes the host wait. Without `tell` this returns
+        True, waits for nothing where the optimizer is fused (its kernel itself leaves the step out), and
+        `steps_left_out` has the number.
         """
         if self._scaler is None:
             optimizer.step()
             return True
-        before = self._scaler.get_scale()
+        before = self._scaler._get_scale_async()
+        assert before is not None, "the loss was scaled"
+        before = before.clone()  # update() changes it in place
         self._scaler.step(optimizer)
         self._scaler.update()
-        return self._scaler.get_scale() >= before
+        # An overflow is what lowers the scale.
+        overflowed = self._scaler._get_scale_async() < before  # type: ignore[operator]
+        if tell:
+            return not bool(overflowed)
+        self._left_out = overflowed.long() if self._left_out is None else self._left_out + overflowed
+        return True
+
+    def steps_left_out(self) -> int:
+        """How many steps `apply` has left out without telling, since this was last asked. Waits for the device."""
+        left_out, self._left_out = self._left_out, None
+        return 0 if left_out is None else int(left_out)
 
 
 def _check(name: str, device: torch.device) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from labels import unlabelled
+from reads import Reads
 
 # A slow machine is no failure; and CI tries the same examples every time.
 settings.register_profile(
@@ -99,3 +100,9 @@ def script(tmp_path: Path) -> Callable[[str], Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def reads() -> Reads:
+    """A context in which each read of a computed number is noted."""
+    return Reads()

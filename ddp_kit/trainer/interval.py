@@ -90,13 +90,19 @@ class Interval:
             return
         sums = torch.stack([each.reshape(()) for each in self._sums]).double()
         if any(isinstance(weight, Tensor) for weight in self._weights):
-            device = sums.device
-            each = [torch.as_tensor(weight, device=device).double().sum() for weight in self._weights]
-            weights = torch.stack([weight.detach() for weight in each])
+            weights = torch.stack([_on_device(weight, sums.device) for weight in self._weights])
         else:
             weights = torch.tensor(self._weights, dtype=torch.float64).to(sums.device, non_blocking=True)
         self._folded.append(torch.stack((sums * weights if self._plain else sums, weights), dim=1))
         self._sums, self._weights, self._before_step = [], [], 0
+
+
+def _on_device(weight: Tensor | float, device: torch.device) -> Tensor:
+    """As float64. A number, or a tensor in host memory, is filled in there: to copy it, the host would wait."""
+    if isinstance(weight, Tensor) and weight.device == device:
+        return weight.detach().double().sum()
+    number = float(weight.detach().double().sum()) if isinstance(weight, Tensor) else weight
+    return torch.full((), number, dtype=torch.float64, device=device)
 
 
 @dataclass(frozen=True)

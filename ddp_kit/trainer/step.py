@@ -67,8 +67,7 @@ class OptimizerStep:
         self._watch_first_call()
         self._complete = parts.world.world_size == 1  # else every parameter has to have got a gradient once
         self._order: list[int] | None = None  # in which parameters are reduced, once it is settled
-        self.skipped = 0
-        """Steps left out, because a gradient was not finite."""
+        self._skipped = 0
 
     def run(self, share: Share, batch: Callable[[], Any], interval: Interval, *, measure_norm: bool) -> None:
         """One step. `batch` gives the next pass's; `measure_norm`: note the gradient's norm in the interval."""
@@ -83,9 +82,11 @@ class OptimizerStep:
         if self._kind == _WEIGHTED:
             assert weight is not None
             scale_gradients(self.parameters, _ratio(share.samples, weight()))
-        applied = self._clip(interval, measure_norm) and parts.precision.apply(parts.optimizer)
+        # The host has to know whether the step was left out only where something on the host depends on it.
+        tell = parts.scheduler is not None or parts.config.non_finite == "skip"
+        applied = self._clip(interval, measure_norm) and parts.precision.apply(parts.optimizer, tell=tell)
         if not applied:
-            self.skipped += 1
+            self._skipped += 1
             if parts.config.non_finite == "skip":
                 interval.drop_step()
         elif parts.scheduler is not None:
@@ -93,6 +94,17 @@ class OptimizerStep:
         self.clear()
         self._check_reduced()
         self._clock.mark(OPTIMIZER)
+
+    @property
+    def skipped(self) -> int:
+        """Steps left out, because a gradient was not finite. With fp16, reading it waits for the device."""
+        self._skipped += self._parts.precision.steps_left_out()
+        return self._skipped
+
+    @skipped.setter
+    def skipped(self, steps: int) -> None:
+        self._parts.precision.steps_left_out()
+        self._skipped = steps
 
     @contextmanager
     def without_scheduler(self) -> Iterator[None]:

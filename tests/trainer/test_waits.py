@@ -1,0 +1,63 @@
+"""Between log points the host reads nothing that torch computes: on a GPU it would wait for the device."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reads import Reads
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.data import TensorDataset
+
+from ddp_kit import EMA, Loss, Trainer, TrainerConfig
+from ddp_kit.timing import StepClock
+from ddp_kit.trainer.interval import Interval
+from ddp_kit.world import World
+
+
+def mean(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def weighted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
+    return Loss(F.mse_loss(model(batch[0]), batch[1], reduction="sum"), weight=(batch[1] > -9).sum())
+
+
+def steps_of(loss: Any = mean, scheduler: Any = None, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1))
+    config = TrainerConfig(global_batch_size=8, accumulation_steps=2, max_grad_norm=1.0, log_every=100, **settings)
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
+    trainer = Trainer(model, adamw, loss, config, scheduler=scheduler, callbacks=[EMA()])
+    return trainer.steps(TensorDataset(torch.randn(400, 4), torch.randn(400, 1)))
+
+
+@pytest.mark.parametrize("loss", [mean, weighted])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16-true"])
+def test_no_value_is_read_between_log_points(reads: Reads, precision: str, loss: Any) -> None:
+    steps = steps_of(loss, precision=precision)
+    next(steps)  # the first one is looked at more closely
+    with reads:
+        for _ in range(5):
+            next(steps)
+    assert not reads.of
+
+
+def test_a_scheduler_reads_nothing_but_whether_fp16_has_left_a_step_out(reads: Reads) -> None:
+    for precision, expected in (("bf16", 0), ("fp16", 5)):
+        steps = steps_of(precision=precision, scheduler=lambda optimizer: ExponentialLR(optimizer, 0.9))
+        next(steps)
+        with reads:
+            for _ in range(5):
+                next(steps)
+        assert len(reads.of) == expected, reads.of
+
+
+def test_weights_of_any_kind_add_up_at_a_log_point() -> None:
+    interval = Interval(World(0, 1, 0, 1, 0, torch.device("cpu")), first_step=1)
+    for weight in (2.0, torch.tensor(3), torch.tensor([4.0], dtype=torch.float64), 1):
+        interval.add(Loss(torch.tensor(1.0), weight=weight), samples=1)
+    interval.end_step(4)
+    values = interval.close(StepClock()).values()
+    assert (values.loss, values.weight) == (4.0, 10.0)
