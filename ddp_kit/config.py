@@ -117,6 +117,11 @@ class ParallelConfig(_Part):
     compression: Compression | None = Field(
         None, description="What gradients travel as: bf16, fp16 (half the bytes) or powersgd (low rank); None: whole."
     )
+    share_gpus: bool = Field(
+        False,
+        description="Several ranks may use one GPU: reductions then go through host memory (gloo, not NCCL), which is "
+        "slow. For trying several ranks where there are fewer GPUs.",
+    )
 
 
 class ProfileConfig(_Part):

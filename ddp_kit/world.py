@@ -44,11 +44,13 @@ class World:
         return self.rank == 0
 
 
-def join() -> World:
+def join(*, share_gpus: bool = False) -> World:
     """Read this process's place from its environment, choose its device and join the process group.
 
     The group is NCCL for GPU tensors and gloo for CPU tensors; one that the script made itself is used as it is,
     and one process alone needs none. Raises `WorldError` where there is no GPU for this rank.
+    `share_gpus`: where this node has fewer GPUs than processes, they share them, and all ranks reduce over gloo: NCCL
+    refuses a GPU that two ranks use.
     """
     speak_plainly(contract.speaker_rank())
     place = contract.from_env()
@@ -56,11 +58,11 @@ def join() -> World:
         device = _current_device()  # the script started its processes itself, and chose their devices
         place = replace(place, rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=device.index or 0)
     else:
-        device = _device(place)
+        device = _device(place, share_gpus)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if place.world_size > 1 and not dist.is_initialized():
-        _start_group(device)
+        _start_group(device, share_gpus)
     return World(
         rank=place.rank,
         world_size=place.world_size,
@@ -150,25 +152,27 @@ def _current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _device(place: contract.WorkerEnv) -> torch.device:
+def _device(place: contract.WorkerEnv, share_gpus: bool) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
-    if place.local_rank < gpus:
-        return torch.device("cuda", place.local_rank)
+    if place.local_rank < gpus or share_gpus:
+        return torch.device("cuda", place.local_rank % gpus)
     error = WorldError(
         f"rank {place.rank} has no GPU: {place.local_world_size} processes on this node, {gpus} visible to them",
-        f"start as many processes as GPUs: `ddpkit launch --gpus {gpus} ...`; "
-        f"to train on the CPU, set {contract.VISIBLE_GPUS}=''",
+        f"start as many processes as GPUs: `ddpkit launch --gpus {gpus} ...`; to let them share GPUs, slowly, set "
+        f"parallel={{\"share_gpus\": True}}; to train on the CPU, set {contract.VISIBLE_GPUS}=''",
     )
     if place.local_rank == gpus:
         error.hold_back_seconds = 0.0  # the first rank without one speaks for those after it
     raise error
 
 
-def _start_group(device: torch.device) -> None:
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-    dist.init_process_group(backend, timeout=_TIMEOUT, device_id=device if device.type == "cuda" else None)
+def _start_group(device: torch.device, share_gpus: bool) -> None:
+    # Not decided by what this node has: a group has one backend, and another node may have more GPUs.
+    nccl = device.type == "cuda" and dist.is_nccl_available() and not share_gpus
+    backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
+    dist.init_process_group(backend, timeout=_TIMEOUT, device_id=device if nccl else None)
     atexit.register(_stop_group)
     speak_plainly(contract.speaker_rank(), _takes_the_word)
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from ddp_kit import world
+from ddp_kit.errors import WorldError
 from ddp_kit.world import World, random_states_kept, seed_everything, seed_generators
 
 CPU = torch.device("cpu")
+MEETING = {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
 
 OWN_GROUP = """
 import os, tempfile
@@ -60,3 +62,42 @@ def test_what_is_seeded_and_drawn_within_leaves_no_trace() -> None:
     seed_everything(1, World(0, 1, 0, 1, 0, CPU))
     assert after == (random.random(), float(np.random.rand()), torch.rand(()).item())
     assert not set(after) & set(within)
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """A node with one GPU and two processes, as rank 1 sees it; and how process groups are made there."""
+    made: list[dict[str, object]] = []
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2, **MEETING}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda backend, **rest: made.append({"backend": backend, **rest})
+    )
+    monkeypatch.setattr(world.atexit, "register", lambda *_: None)
+    return made
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_refused_with_what_to_do(one_gpu: list[dict[str, object]]) -> None:
+    with pytest.raises(WorldError, match="rank 1 has no GPU: 2 processes on this node, 1 visible") as caught:
+        world.join()
+    assert "share_gpus" in caught.value.hint
+    assert not one_gpu
+
+
+def test_ranks_that_share_a_gpu_reduce_over_gloo(one_gpu: list[dict[str, object]]) -> None:
+    assert world.join(share_gpus=True).device == torch.device("cuda", 0)
+    assert [(group["backend"], group["device_id"]) for group in one_gpu] == [("gloo", None)]
+
+
+def test_ranks_with_a_gpu_each_reduce_over_nccl(
+    one_gpu: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert world.join().device == torch.device("cuda", 1)
+    assert [(group["backend"], group["device_id"]) for group in one_gpu] == [
+        ("cpu:gloo,cuda:nccl", torch.device("cuda", 1))
+    ]

@@ -107,7 +107,7 @@ class Trainer:
         self._callbacks = checked_callbacks(callbacks)
         if self.config.deterministic:
             only_repeatable_algorithms()
-        self.world = join()
+        self.world = join(share_gpus=self.config.parallel.share_gpus)
         log.start(self.world.rank, self.world.world_size)
         settings = self.config
         micro_batch = None if settings.micro_batch_size == "auto" else settings.micro_batch_size
