@@ -59,6 +59,27 @@ def cheap_garbage_collection() -> Iterator[None]:
     gc.unfreeze()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` where there are too few, with the reason."""
+    marked = [(item, mark) for item in items if (mark := item.get_closest_marker("gpu")) is not None]
+    if marked:
+        found, why = _gpus()
+        for item, mark in marked:
+            needed = mark.args[0] if mark.args else 1
+            if found < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU{'s' * (needed > 1)}; {why}"))
+
+
+def _gpus() -> tuple[int, str]:
+    """How many torch can use, in words, too."""
+    import torch
+
+    if torch.version.cuda is None:
+        return 0, "this torch is built without CUDA"
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return found, f"torch sees {found}"
+
+
 @pytest.fixture
 def root() -> Path:
     return ROOT

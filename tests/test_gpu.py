@@ -1,17 +1,27 @@
-"""What only a GPU can show."""
+"""What only a GPU can show, in one process."""
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import Dataset, TensorDataset
 
-from ddp_kit import DataConfig, Loss, Trainer, TrainerConfig
+from ddp_kit import EMA, Callback, DataConfig, Loss, Trainer, TrainerConfig
+from ddp_kit.checkpoint.loading import load
 from ddp_kit.loader import on_device
+from ddp_kit.manifest import checkpoints
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; there is none on this machine")
+pytestmark = pytest.mark.gpu
+PRECISIONS = ["fp32", "tf32", "bf16", "fp16", "bf16-true"]
+GIB = 1024**3
 
 
 def data(samples: int = 4096) -> TensorDataset:
@@ -28,11 +38,29 @@ def weighted_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
     return Loss(F.mse_loss(model(batch[0]), batch[1], reduction="sum"), weight=(batch[1] > -9).sum())
 
 
-def trainer_for(loss: Any = mean_loss, **settings: Any) -> Trainer:
+def weighted_on_host(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
+    return Loss(F.mse_loss(model(batch[0]), batch[1], reduction="sum"), weight=torch.tensor(batch[1].numel()))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def network() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
+    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
+
+
+def trainer_for(
+    loss: Any = mean_loss,
+    model: nn.Module | None = None,
+    make: Any = sgd,
+    callbacks: Any = (),
+    scheduler: Any = None,
+    **settings: Any,
+) -> Trainer:
     config = TrainerConfig(global_batch_size=64, **settings)
-    return Trainer(model, lambda parameters: torch.optim.SGD(parameters, lr=0.05), loss, config)
+    return Trainer(model or network(), make, loss, config, callbacks=callbacks, scheduler=scheduler)
 
 
 def test_batches_copied_ahead_arrive_whole() -> None:
@@ -43,21 +71,51 @@ def test_batches_copied_ahead_arrive_whole() -> None:
         assert bool((batch == number).all())
 
 
-@pytest.mark.parametrize("loss", [mean_loss, weighted_loss])
-def test_the_host_does_not_wait_for_the_device_between_log_points(loss: Any) -> None:
-    trainer = trainer_for(loss, accumulation_steps=2, max_grad_norm=1.0, log_every=50, precision="bf16")
-    steps = trainer.steps(data())
-    for _ in range(3):  # the first steps allocate
-        next(steps)
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    """Within, torch raises where the host would wait for the device."""
+    torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(20):
-            next(steps)
+        yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16", "bf16-true"])
+@pytest.mark.parametrize("loss", [mean_loss, weighted_loss, weighted_on_host])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_host_does_not_wait_for_the_device_between_log_points(precision: str, loss: Any) -> None:
+    trainer = trainer_for(
+        loss,
+        accumulation_steps=2,
+        max_grad_norm=1.0,
+        log_every=50,
+        precision=precision,
+        callbacks=[EMA()],
+        make=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    )
+    steps = trainer.steps(data())
+    for _ in range(3):  # the first steps allocate
+        next(steps)
+    with nothing_waits():
+        for _ in range(20):
+            next(steps)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_nor_does_it_with_a_scheduler(precision: str) -> None:
+    trainer = trainer_for(
+        log_every=50, precision=precision, scheduler=lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=100)
+    )
+    steps = trainer.steps(data())
+    for _ in range(3):
+        next(steps)
+    with nothing_waits():
+        for _ in range(20):
+            next(steps)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_precision_learns(precision: str) -> None:
     trainer = trainer_for(precision=precision, epochs=4, data=DataConfig(prefetch_batches=2))
     result = trainer.fit(data())
@@ -75,12 +133,9 @@ def test_nor_at_log_points_and_no_row_is_lost() -> None:
     steps = trainer.steps(data())
     for _ in range(6):
         seen.append(next(steps))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         for _ in range(30):  # the last one is no log point: the end of a run waits
             seen.append(next(steps))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     seen.extend(steps)
     assert [step.log.step for step in seen if step.log is not None] == [5, 10, 15, 20, 25, 30, 40]
     assert trainer_for(log_every=5, max_steps=40).fit(data()).history[-2].step == 35
@@ -91,3 +146,238 @@ def test_the_phases_are_measured_on_the_device() -> None:
     assert times.forward > 0
     assert times.backward > 0
     assert times.optimizer > 0
+
+
+# --- exact ----------------------------------------------------------------------------------------------------------
+
+
+def by_hand(precision: str, steps: int) -> dict[str, Tensor]:
+    """The loop that a good engineer writes, in this precision; the samples in their order."""
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    model, device = network().to("cuda"), torch.device("cuda", 0)
+    if precision == "bf16-true":
+        model.to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
+    scaler = torch.amp.GradScaler("cuda", enabled=precision == "fp16")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    x, y = data().tensors
+    for step in range(steps):
+        chosen = slice(64 * step, 64 * (step + 1))
+        batch = [part[chosen].to(device, torch.bfloat16 if precision == "bf16-true" else None) for part in (x, y)]
+        with torch.autocast("cuda", dtype, enabled=dtype is not None):
+            loss = F.mse_loss(model(batch[0]), batch[1])
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    torch.set_float32_matmul_precision("highest")
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_steps_are_bitwise_those_of_a_loop_by_hand(precision: str) -> None:
+    expected = by_hand(precision, steps=20)
+    trainer = trainer_for(precision=precision, max_steps=20, data=DataConfig(shuffle=False))
+    trainer.fit(data())
+    for name, weight in trainer.model.state_dict().items():
+        assert torch.equal(weight, expected[name]), f"{name} is off by {(weight - expected[name]).abs().max().item()}"
+
+
+class InFloat64(nn.Module):
+    """So that what differs is no rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network().double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.double())
+
+
+@pytest.mark.parametrize("loss", [mean_loss, weighted_loss])
+@pytest.mark.parametrize("sizes", [{}, {"micro_batch_size": 10}, {"accumulation_steps": 3}], ids=str)
+def test_the_gradient_is_that_of_the_global_batch(sizes: dict[str, int], loss: Any) -> None:
+    samples = data(150)  # the last step has 22
+    trainer = trainer_for(loss, InFloat64(), epochs=2, data=DataConfig(shuffle=False), **sizes)
+    trainer.fit(TensorDataset(*(part.double() for part in samples.tensors)))
+    model = InFloat64().to("cuda")
+    x, y = (part.double().to("cuda") for part in samples.tensors)
+    for start in [0, 64, 128] * 2:
+        value = loss(model, (x[start : start + 64], y[start : start + 64]))
+        model.zero_grad()
+        (value.loss / value.weight if isinstance(value, Loss) else value).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.05 * parameter.grad
+    for ours, expected in zip(trainer.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+
+
+class Noisy(nn.Module):
+    """With everything that is random or counted on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Dropout(0.2), nn.Linear(64, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_resumed_run_ends_bitwise_as_an_undisturbed_one(precision: str, tmp_path: Path) -> None:
+    def run(folder: Path, until: int) -> dict[str, Tensor]:
+        ema = EMA(0.9)
+        trainer = trainer_for(
+            model=Noisy(),
+            make=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+            callbacks=[ema],
+            precision=precision,
+            accumulation_steps=2,
+            max_grad_norm=0.5,
+            max_steps=until,
+            checkpoint={"dir": folder},
+        )
+        trainer.fit(data())
+        assert trainer.step == until
+        states = trainer.model.state_dict(), ema.model_state()
+        return {f"{number}.{name}": each for number, state in enumerate(states) for name, each in state.items()}
+
+    expected = run(tmp_path / "undisturbed", 12)
+    run(tmp_path / "stopped", 5)
+    resumed = run(tmp_path / "stopped", 12)
+    different = [name for name, each in expected.items() if not torch.equal(each, resumed[name])]
+    assert not different
+
+
+class Clones(Callback):
+    """The weights after each step, by their copies on the device."""
+
+    def __init__(self) -> None:
+        self.after: dict[int, dict[str, Tensor]] = {}
+
+    def on_step(self, trainer: Any) -> None:
+        self.after[trainer.step] = {name: each.clone() for name, each in trainer.model.state_dict().items()}
+
+
+def test_each_checkpoint_holds_the_weights_of_its_step_while_the_device_works_on(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 2048), nn.Tanh(), nn.Linear(2048, 2048), nn.Tanh(), nn.Linear(2048, 1))
+    clones = Clones()
+    trainer = trainer_for(
+        model=model, callbacks=[clones], max_steps=8, checkpoint={"dir": tmp_path, "every_steps": 1, "keep_last": 8}
+    )
+    trainer.fit(data())
+    found = [each for each in checkpoints(tmp_path, hashes=True) if each.whole]
+    assert len(found) == 8
+    for each in found:
+        for name, weight in load(each.path)["model"].items():
+            assert torch.equal(weight, clones.after[each.step][name].cpu()), (each.step, name)
+
+
+def test_an_evaluation_and_predictions_are_those_of_the_cpu() -> None:
+    trainer = trainer_for()
+    found = trainer.evaluate(data(150))["loss"]
+    predicted = trainer.predict(TensorDataset(data(150).tensors[0]))
+    with torch.no_grad():
+        x, y = data(150).tensors
+        output = network()(x)
+    assert found == pytest.approx(F.mse_loss(output, y).item(), rel=1e-4)
+    torch.testing.assert_close(predicted, output, rtol=1e-4, atol=1e-4)
+
+
+# --- batches --------------------------------------------------------------------------------------------------------
+
+
+def test_batches_are_copied_from_pinned_memory_on_a_stream_of_their_own(tmp_path: Path) -> None:
+    trainer = trainer_for(log_every=50)
+    steps = trainer.steps(data())
+    for _ in range(3):
+        next(steps)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(10):
+            next(steps)
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    copies = [event for event in events if event.get("cat") == "gpu_memcpy" and "HtoD" in event["name"]]
+    kernels = {event["args"]["stream"] for event in events if event.get("cat") == "kernel"}
+    assert len(copies) >= 10
+    assert {event["name"] for event in copies} == {"Memcpy HtoD (Pinned -> Device)"}
+    assert not {event["args"]["stream"] for event in copies} & kernels
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loader_processes_change_nothing(workers: int) -> None:
+    losses = [trainer_for(data=DataConfig(num_workers=number)).fit(data()).loss for number in (0, workers)]
+    assert losses[0] == losses[1]
+
+
+class OnTheGpu(Dataset[tuple[Tensor, Tensor]]):
+    """Samples that the computation's stream makes."""
+
+    def __len__(self) -> int:
+        return 512
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        slow = torch.full((512, 512), float(index), device="cuda")
+        for _ in range(20):
+            slow = slow @ torch.eye(512, device="cuda")
+        return slow[0, :16], slow[0, :1]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_batches_that_are_on_the_gpu_already_are_used_once_they_are_made(dtype: torch.dtype | None) -> None:
+    samples = OnTheGpu()
+    batches = ([torch.stack([samples[number][0]])] for number in range(40))
+    for number, (batch,) in enumerate(on_device(batches, torch.device("cuda", 0), dtype, ahead=2)):
+        assert bool((batch == number).all())
+
+
+def test_sparse_tensors_and_objects_that_move_themselves_arrive() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    batches = [[torch.eye(4).to_sparse(), packed, "text"] for _ in range(4)]
+    for sparse, moved, text in on_device(batches, torch.device("cuda", 0), None, ahead=2):
+        assert torch.equal(sparse.to_dense(), torch.eye(4, device="cuda"))
+        assert moved.data.is_cuda
+        assert text == "text"
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_gib() -> Iterator[None]:
+    """This process gets no more of the GPU's memory than it has already, and 2 GiB."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + 2 * GIB) / total))
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 1 << 20), nn.Tanh(), nn.Linear(1 << 20, 1))  # 8 MiB for each sample and more
+
+
+@pytest.mark.usefixtures("two_gib")
+def test_the_largest_micro_batch_is_found_where_memory_really_runs_out() -> None:
+    settings = {"max_steps": 2, "data": DataConfig(shuffle=False)}
+    config = TrainerConfig(global_batch_size=512, micro_batch_size="auto", **settings)
+    trainer = Trainer(wide(), sgd, mean_loss, config)
+    trainer.fit(data(2048))
+    assert 8 <= trainer.batch_plan.micro_batch <= 256
+    assert trainer.step == 2
+
+
+@pytest.mark.usefixtures("two_gib")
+def test_running_out_of_memory_says_what_to_do_and_leaves_a_snapshot(tmp_path: Path) -> None:
+    trainer = Trainer(wide(), sgd, mean_loss, TrainerConfig(global_batch_size=512, profile={"dir": tmp_path}))
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.fit(data(2048))
+    (note,) = caught.value.__notes__
+    assert 'micro_batch_size="auto"' in note
+    assert (tmp_path / "rank0_out_of_memory.pickle").stat().st_size > 0

@@ -154,7 +154,7 @@ def test_a_memory_snapshot_has_its_rank_in_its_name(
     assert lines[0].startswith("WARNING profile: no memory snapshot")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; there is none on this machine")
+@pytest.mark.gpu
 def test_a_gpu_s_kernels_are_in_the_trace_and_its_memory_in_the_snapshot(tmp_path: Path) -> None:
     recording = recorder(tmp_path, steps=(1, 1))
     recording.before_step(1)

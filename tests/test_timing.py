@@ -247,7 +247,7 @@ def test_the_clock_suits_the_device() -> None:
     assert type(step_clock(torch.device("cuda", 0))) is DeviceClock
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; there is none on this machine")
+@pytest.mark.gpu
 def test_a_gpu_is_timed_without_waiting_for_it() -> None:
     device = torch.device("cuda", 0)
     clock = step_clock(device)

@@ -469,7 +469,7 @@ def test_saving_from_another_thread_is_fine(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; there is none on this machine")
+@pytest.mark.gpu
 def test_tensors_on_a_gpu_come_back_and_go_there_again(tmp_path: Path, same: Same) -> None:
     gpu = torch.randn(1 << 20, device="cuda")
     what = {"model": {"w": gpu, "t": gpu.view(1024, 1024).T, "tied": gpu, "random": torch.get_rng_state()}}

@@ -62,6 +62,7 @@ def main(folder: str, after: int, workers: int) -> None:
             warmup_steps=3,
             data={"num_workers": workers},
             checkpoint={"dir": folder, "every_steps": 2},
+            parallel={"share_gpus": "RESUMED_SHARES_GPUS" in os.environ},
         ),
         scheduler=lambda optimizer: OneCycleLR(optimizer, 0.05, total_steps=60),
         callbacks=[ema, Dies(after)],

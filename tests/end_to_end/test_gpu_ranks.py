@@ -1,0 +1,88 @@
+"""Several ranks on GPUs: on one GPU together, over gloo, and on one each, over NCCL."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_exact import apart, by_hand, cases
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+HERE = Path(__file__).parent
+FEW = 16
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+
+def check_exact(run: Run, tmp_path: Path, ranks: int, *, share: bool) -> None:
+    """Training in float64 is that of a loop by hand on the CPU that takes each global batch at once."""
+    tried: list[dict[str, Any]] = [case for case in cases() if not case["shuffle"]][:FEW]
+    for case in tried:
+        case["parallel"]["share_gpus"] = share
+    file = tmp_path / "cases.json"
+    file.write_text(json.dumps(tried))
+    done = run("launch", "--nproc-per-node", ranks, HERE / "exact.py", file)
+    assert done.returncode == 0, done.stderr
+    assert "on cuda" in done.stderr
+    for case, found in zip(tried, json.loads(done.stdout), strict=True):
+        expected = by_hand(case)
+        assert found["counts"] == expected["counts"], case
+        assert apart(found, expected) < 1e-10, case
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_that_share_a_gpu_train_as_one(ddpkit: Run, tmp_path: Path, ranks: int) -> None:
+    check_exact(ddpkit, tmp_path, ranks, share=ranks > 1)
+
+
+@pytest.mark.gpu(2)
+def test_ranks_with_a_gpu_each_train_as_one_over_nccl(ddpkit: Run, tmp_path: Path) -> None:
+    check_exact(ddpkit, tmp_path, min(4, torch.cuda.device_count()), share=False)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_whose_rank_is_killed_ends_bitwise_as_an_undisturbed_one(ddpkit: Run, tmp_path: Path, ranks: int) -> None:
+    ended = {}
+    for after in (0, 11):  # 0: a step that is never done
+        words = ("--nproc-per-node", ranks, "--max-restarts", 1, HERE / "resumed.py", tmp_path / str(after), after, 0)
+        done = ddpkit("launch", *words, env={"RESUMED_SHARES_GPUS": "1"} if ranks > 1 else {})
+        assert done.returncode == 0, done.stderr
+        assert ("resumed from" in done.stderr) == (after > 0)
+        (ended[after],) = [line for line in done.stdout.splitlines() if line.startswith("ended")]
+    assert ended[0] == ended[11]
+
+
+def test_a_rank_too_many_is_refused_with_what_to_do(ddpkit: Run, tmp_path: Path) -> None:
+    (tmp_path / "cases.json").write_text(json.dumps(cases()[:1]))
+    ranks = torch.cuda.device_count() + 1
+    done = ddpkit("launch", "--nproc-per-node", ranks, HERE / "exact.py", tmp_path / "cases.json")
+    assert done.returncode != 0
+    assert f"rank {ranks - 1} has no GPU: {ranks} processes on this node" in done.stderr
+    assert "share_gpus" in done.stderr
+
+
+ALONE = """
+import os, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+torch.cuda.set_device(device)
+dist.init_process_group("nccl", device_id=device)
+total = torch.ones(1 << 20, device=device)
+dist.all_reduce(total)
+model = DistributedDataParallel(nn.Linear(4, 4).to(device), device_ids=[device.index])
+model(torch.ones(2, 4, device=device)).sum().backward()
+say("reduced", total.sum().item() / (1 << 20), model.module.weight.grad.abs().sum().item() > 0)
+dist.destroy_process_group()
+"""
+
+
+def test_nccl_works_in_a_forked_worker(ddpkit: Run, script: Callable[[str], Path]) -> None:
+    ranks = torch.cuda.device_count()
+    done = ddpkit("launch", "--nproc-per-node", ranks, script(ALONE))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"reduced {float(ranks)} True"] * ranks
+    assert "starting cold" not in done.stderr

@@ -1,0 +1,200 @@
+"""Launches on real GPUs: which they get, who is seen on them, and what forked workers do with CUDA."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from ddp_kit.launcher.devices.gpus import Gpu, gpus
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+Script = Callable[[str], Path]
+BIN = Path(sys.executable).parent
+SECONDS = 60.0
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+SHOWS = """
+import torch
+begun = torch.cuda.is_initialized()
+product = torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")
+say(os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count(), begun, product[0, 0].item())
+"""
+
+
+@pytest.fixture
+def one() -> Gpu:
+    return gpus()[0]
+
+
+def awaited(condition: Callable[[], bool]) -> bool:
+    """Whether it comes true in time."""
+    deadline = time.monotonic() + SECONDS
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+@contextmanager
+def started(*words: object, folder: Path) -> Iterator["subprocess.Popen[str]"]:
+    process = subprocess.Popen(
+        list(map(str, words)), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        process.communicate()
+
+
+def test_devices_are_listed_as_the_driver_tells_of_them(ddpkit: Run) -> None:
+    done = ddpkit("devices")
+    assert done.returncode == 0, done.stderr
+    for gpu in gpus():
+        assert gpu.name in done.stdout
+        assert gpu.uuid[:12] in done.stdout
+        assert gpu.memory_total > 0
+
+
+@pytest.mark.parametrize("words", ["1", "free:1", "0,", "uuid", "all", ""])
+def test_a_launch_gets_the_gpus_that_it_asks_for(ddpkit: Run, script: Script, one: Gpu, words: str) -> None:
+    asked = one.uuid[:12] if words == "uuid" else words
+    done = ddpkit("launch", *(["--gpus", asked] if asked else []), script(SHOWS))
+    assert done.returncode == 0, done.stderr
+    number = len(gpus()) if words in ("all", "") else 1
+    lines = done.stdout.splitlines()
+    assert [line.split()[1:] for line in lines] == [[str(number), "False", "64.0"]] * number, done.stdout
+    assert "starting cold" not in done.stderr
+
+
+def test_forked_and_cold_workers_find_the_same_gpu(ddpkit: Run, script: Script) -> None:
+    warm, cold = (ddpkit("launch", *flags, "--nproc-per-node", 1, script(SHOWS)) for flags in ([], ["--cold"]))
+    assert warm.returncode == cold.returncode == 0, warm.stderr + cold.stderr
+    assert warm.stdout == cold.stdout
+    assert "starting cold" not in warm.stderr
+
+
+def test_workers_are_started_cold_where_an_import_has_initialised_cuda(
+    ddpkit: Run, script: Script, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import torch\ntorch.ones(1, device='cuda')\n")
+    done = ddpkit("launch", "--nproc-per-node", 1, script(SHOWS), env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    assert "starting cold: an import has" in done.stderr
+
+
+AFTER_A_KILL = """
+import signal, torch
+torch.ones(1 << 20, device="cuda").sum().item()
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+if attempt == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+say("attempt", attempt)
+"""
+
+
+def test_a_worker_that_is_killed_on_a_gpu_is_forked_again(ddpkit: Run, script: Script) -> None:
+    done = ddpkit("launch", "--nproc-per-node", 1, "--max-restarts", 1, script(AFTER_A_KILL))
+    assert (done.returncode, done.stdout) == (0, "attempt 1\n"), done.stderr
+    assert "starting cold" not in done.stderr
+
+
+OVER_GLOO = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.full((1 << 16,), dist.get_rank() + 1.0, device="cuda:0")
+dist.all_reduce(total)
+say("total", total.unique().tolist())
+dist.destroy_process_group()
+"""
+
+
+def test_two_processes_share_a_gpu_over_gloo(ddpkit: Run, script: Script) -> None:
+    done = ddpkit("launch", "--nproc-per-node", 2, script(OVER_GLOO))
+    assert (done.returncode, done.stdout) == (0, "total [3.0]\n" * 2), done.stderr
+
+
+HOLDS = """
+import torch
+held = torch.ones(64 << 20, device="cuda")
+print("there", flush=True)
+input()
+"""
+
+
+def test_a_process_on_a_gpu_is_seen_and_the_gpu_is_not_free(ddpkit: Run, script: Script, tmp_path: Path) -> None:
+    holds = tmp_path / "holds.py"
+    holds.write_text(HOLDS)
+    command = [sys.executable, str(holds)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n"
+        try:
+            shown, refused = ddpkit("devices"), ddpkit("launch", "--gpus", f"free:{len(gpus())}", script(SHOWS))
+        finally:
+            process.communicate("\n")
+    assert "busy: 1 process" in shown.stdout, shown.stdout
+    assert f"pid {process.pid} of" in shown.stdout, shown.stdout
+    assert refused.returncode == 2
+    assert "are free" in refused.stderr
+    assert awaited(lambda: not any(gpu.processes for gpu in gpus())), "the driver still tells of a process that is gone"
+
+
+WAITS = """
+import time
+from pathlib import Path
+begun = Path("begun", str(os.getpid()))
+begun.parent.mkdir(exist_ok=True)
+begun.touch()
+while not Path("end").exists():
+    time.sleep(0.02)
+"""
+
+
+def test_of_launches_that_race_for_the_gpus_each_gets_its_own_and_the_others_are_told(
+    script: Script, tmp_path: Path
+) -> None:
+    waits, number = script(WAITS), len(gpus())
+    words = [BIN / "ddpkit", "launch", "--gpus", 1, waits]
+    with _all_started(words, number + 2, tmp_path) as launches:
+        assert awaited(lambda: sum(launch.poll() is not None for launch in launches) == 2)
+        assert awaited(lambda: len(list(tmp_path.glob("begun/*"))) == number)
+        shown = subprocess.run([BIN / "ddpkit", "devices"], capture_output=True, text=True, timeout=SECONDS).stdout
+        (tmp_path / "end").touch()
+        ended = [(launch.communicate(timeout=SECONDS)[1], launch.returncode) for launch in launches]
+    assert shown.count("held by pid") == number, shown
+    assert sorted(code for _, code in ended) == [0] * number + [2] * 2, ended
+    assert all("other launches hold" in said for said, code in ended if code == 2), ended
+
+
+@contextmanager
+def _all_started(words: list[object], number: int, folder: Path) -> Iterator[list["subprocess.Popen[str]"]]:
+    if number == 0:
+        yield []
+        return
+    with started(*words, folder=folder) as first, _all_started(words, number - 1, folder) as others:
+        yield [first, *others]
+
+
+def test_mig_devices_are_told_apart_and_given_out(ddpkit: Run, script: Script) -> None:
+    migs = [gpu for gpu in gpus() if gpu.is_mig]
+    if not migs:
+        pytest.skip("no GPU of this machine is in MIG mode")
+    done = ddpkit("launch", "--gpus", migs[0].uuid, script(SHOWS))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[:2] == [migs[0].uuid, "1"]
+
+
+def test_the_doctor_finds_nothing_wrong_with_the_gpus(ddpkit: Run) -> None:
+    done = ddpkit("doctor")
+    lines = done.stdout.splitlines()
+    wrong = [line for line in lines if line.startswith("fail")]
+    assert not wrong, done.stdout
+    good = "\n".join(line for line in lines if line.startswith("ok"))
+    for words in ("GPU", "up to CUDA", "torch has code for", "NCCL", "a matrix product is right on"):
+        assert words in good, done.stdout
