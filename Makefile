@@ -7,7 +7,7 @@ FUZZ_SECONDS ?= 3600
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test thorough check unit fuzz chaos format bench clean
+.PHONY: help demo test thorough check unit versions fuzz chaos format bench gpu wheels clean
 
 help:            ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 12
@@ -38,6 +38,9 @@ unit: $(STAMP)   ## the quick tests alone
 
 fuzz: $(STAMP)   ## FUZZ_SECONDS (3600) of checkpoints that are changed at random: each is refused in words
 	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest -m thorough tests/checkpoint/test_fuzz.py
+
+versions:        ## the tests with every torch and Python, or with ONLY="2.10 3.13"; KEEP=1 keeps the environments
+	$(PYTHON) tests/versions.py --only "$(ONLY)" $(if $(filter-out 0,$(KEEP)),--keep)
 
 chaos: $(STAMP)  ## RUNS (100) training runs killed at random: the same bits, every sample once; up to an hour
 	$(BIN)/python tests/end_to_end/chaos.py --runs $(RUNS) --seed $(SEED)

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import warnings
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -75,7 +76,10 @@ class Recorder:
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
         running = profile(activities=activities, record_shapes=True)
         try:
-            running.start()
+            with warnings.catch_warnings():
+                # torch 2.10 to 2.12 warn of several cycles at every start; there is one.
+                warnings.filterwarnings("ignore", "Warning: Profiler clears events at the end of each cycle")
+                running.start()
         except RuntimeError as error:
             logger.warning("profile: step {} cannot be recorded: {}", number, error)
             return

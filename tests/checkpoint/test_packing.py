@@ -96,7 +96,11 @@ def test_a_tensor_comes_back_through_a_file(tensor: torch.Tensor, tmp_path: Path
     assert same(back, {"part": {"a": tensor.detach(), "b": [tensor.detach()]}})
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support", "ignore:torch.quantize_per_tensor")
+@pytest.mark.filterwarnings(
+    "ignore:ComplexHalf support",
+    "ignore:torch.quantize_per_tensor",
+    "ignore:BComplex32 support",  # the last: torch 2.15
+)
 def test_every_type_of_tensor_comes_back_through_a_file(tmp_path: Path, same: Same) -> None:
     tensors = {}
     for dtype in DTYPES:
