@@ -91,7 +91,7 @@ def launch(words: Sequence[str]) -> int:
 
     _open_standard_streams()
     # First of all, so that it imports torch while this process does.
-    warm = WarmServer(words, os.environ, _may_start_warm(words)) if sys.platform == "linux" else None
+    warm = WarmServer(words, os.environ, _may_start_warm(words), _say) if sys.platform == "linux" else None
     try:
         with _import_quietly():
             from ddp_kit.launcher import agent

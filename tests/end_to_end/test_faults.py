@@ -98,6 +98,11 @@ def the_launcher_is_killed(launcher: "subprocess.Popen[str]", rank: int) -> None
     launcher.kill()
 
 
+def the_launcher_of_a_stopped_server_is_killed(launcher: "subprocess.Popen[str]", rank: int) -> None:
+    psutil.Process(launcher.pid).children()[0].suspend()
+    launcher.kill()
+
+
 def the_server_is_killed(launcher: "subprocess.Popen[str]", rank: int) -> None:
     psutil.Process(launcher.pid).children()[0].kill()
 
@@ -113,7 +118,14 @@ def it_is_interrupted_twice(launcher: "subprocess.Popen[str]", rank: int) -> Non
 
 @pytest.mark.parametrize("flags", [(), ("--cold",)], ids=["warm", "cold"])
 @pytest.mark.parametrize(
-    "fault", [the_launcher_is_killed, the_server_is_killed, a_rank_is_killed, it_is_interrupted_twice]
+    "fault",
+    [
+        the_launcher_is_killed,
+        the_launcher_of_a_stopped_server_is_killed,
+        the_server_is_killed,
+        a_rank_is_killed,
+        it_is_interrupted_twice,
+    ],
 )
 def test_nothing_is_left(
     script: Script, ready: Path, tmp_path: Path, flags: Sequence[str], fault: Callable[..., None]
@@ -373,6 +385,65 @@ def test_a_warning_signal_reaches_those_that_listen_and_ends_nobody(script: Scri
         told, _ = launcher.communicate()
         assert sorted(unlabelled(told).splitlines()) == ["told 0 SIGTERM", "told 1 SIGTERM"]
         assert launcher.returncode == 143
+
+
+@pytest.fixture
+def go(tmp_path: Path) -> Iterator[Path]:
+    """A pipe of which each rank reads one byte before it goes on: `GOES_ON`; they come from `let_go`."""
+    path = tmp_path / "go"
+    os.mkfifo(path)
+    descriptor = os.open(path, os.O_RDWR)  # what is written stays there until it is read
+    yield path
+    os.close(descriptor)
+
+
+def let_go(go: Path, ranks: int) -> None:
+    go.write_text("." * ranks)
+
+
+GOES_ON = """
+import os, signal, sys, time
+with open(sys.argv[1], "w") as ready:
+    ready.write("ready\\n")
+os.read(os.open(sys.argv[2], os.O_RDONLY), 1)
+"""
+STOPS_ITS_PARENT = """
+import os, signal, sys, time
+def tell_parent():
+    for _ in range(20 * (os.environ["RANK"] != "2")):
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(0.02)
+def end(number, frame):
+    os.write(1, b"told to stop\\n")
+    tell_parent()  # a second signal to the launcher would end the ranks here
+    sys.exit(75)
+signal.signal(signal.SIGTERM, end)
+"""
+
+
+@pytest.mark.parametrize("flags", [(), ("--cold",)], ids=["warm", "cold"])
+def test_ranks_that_tell_their_parent_to_stop_mean_the_launcher(
+    flags: Sequence[str], script: Script, ready: Path, go: Path
+) -> None:
+    """Two of three do so, again and again, as preemption handlers do: all are told once, and end in order."""
+    main = script(f"{STOPS_ITS_PARENT}{GOES_ON}tell_parent()\nsignal.pause()")
+    with started(*flags, "--shutdown-timeout", 3000, "--nproc-per-node", 3, main, ready, go, job=JobProcesses()) as job:
+        wait_for(ready, 3)
+        let_go(go, 3)
+        output, errors = job.communicate()
+        assert (job.returncode, output.count("told to stop")) == (75, 3), errors
+
+
+def test_a_job_whose_server_is_stopped_ends(script: Script, ready: Path, go: Path) -> None:
+    job = JobProcesses()
+    with started("--cold", "--nproc-per-node", 2, script(GOES_ON), ready, go, job=job) as launcher:
+        wait_for(ready, 2)
+        psutil.Process(launcher.pid).children()[0].suspend()
+        let_go(go, 2)
+        _, errors = launcher.communicate()
+        assert launcher.returncode == 0
+        assert "was stopped by a signal" in errors
+        assert job.alive() == {}
 
 
 def test_ranks_that_have_saved_ask_for_another_run(script: Script, ready: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_kit.launcher.warm import script
+from ddp_kit.launcher.warm import client, script
 from ddp_kit.launcher.warm.client import Process, WarmServer
 from ddp_kit.launcher.warm.messages import (
     Channel,
@@ -232,3 +232,38 @@ def test_to_ask_after_a_worker_takes_no_news_that_others_wait_for() -> None:
     assert select.select([server], [], [], 0)[0], "what has come can still be waited for"
     assert [worker.wait(60) for worker in workers] == [-signal.SIGTERM] * 2
     server.close()
+
+
+def test_a_server_that_is_stopped_is_continued_and_the_second_time_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_LOOK_SECONDS", 0.05)
+    said: list[str] = []
+    server = WarmServer([], os.environ, warm=False, say=said.append)
+    first, second = (started(server, server.start(["sleep", "1000"], os.environ)) for _ in range(2))
+    os.kill(server.pid, signal.SIGSTOP)
+    os.kill(first.pid, signal.SIGTERM)
+    assert first.wait(60) == -signal.SIGTERM, "its end is told by a server that runs again"
+    assert "SIGCONT" in said[0]
+    os.kill(server.pid, signal.SIGSTOP)
+    assert second.wait(60) == -signal.SIGKILL
+    assert second.lost
+    gone(second.pid)
+    assert "killed" in said[1]
+    assert len(said) == 2
+    server.close()
+
+
+def test_a_server_that_is_stopped_takes_messages_larger_than_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_LOOK_SECONDS", 0.05)
+    server = WarmServer([], os.environ, warm=False)
+    os.kill(server.pid, signal.SIGSTOP)
+    large = {f"LARGE_{number}": "x" * 100_000 for number in range(10)}
+    assert server.start(["true"], {**os.environ, **large}).wait(60) == 0
+    server.close()
+
+
+def test_a_server_that_is_stopped_ends_with_what_it_looks_after() -> None:
+    server = WarmServer([], os.environ, warm=False)
+    worker = started(server, server.start(["sleep", "1000"], os.environ))
+    os.kill(server.pid, signal.SIGSTOP)
+    server.close()
+    gone(worker.pid)

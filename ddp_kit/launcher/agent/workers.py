@@ -171,7 +171,8 @@ class Workers(SubprocessContext):
 
     def patience(self) -> float | None:
         """Seconds after which `_poll` has something to decide though no worker has ended; None: never."""
-        waits = (self._patience_with_others(), self.hangs.due())
+        server = self._warm.patience() if self._warm is not None and not self._warm.gone else None
+        waits = (self._patience_with_others(), self.hangs.due(), server)
         return min((seconds for seconds in waits if seconds is not None), default=None)
 
     def _patience_with_others(self) -> float | None:

@@ -7,12 +7,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from ddp_kit.contract import HIDDEN_FROM_WORKERS
-from ddp_kit.launcher.warm.dying import adopt_orphans, end_children
+from ddp_kit.launcher.warm.dying import adopt_orphans, end_children, is_stopped
 from ddp_kit.launcher.warm.messages import (
     Channel,
     Clear,
@@ -36,15 +36,24 @@ sys.path[:] = path
 server.main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "warm", tuple(filter(None, sys.argv[5].split(","))))
 """
 _LAST_SECONDS = 10.0  # that the server may take to clear up
+# How often to look whether somebody has stopped the server. At one look alone it may be about to be continued, as
+# after the whole job was suspended.
+_LOOK_SECONDS = 5.0
 
 
 class WarmServer:
     """A process that imports torch while the launcher does, starts workers from then on, and clears up after them."""
 
-    def __init__(self, words: Sequence[str], env: Mapping[str, str], warm: bool = True) -> None:
+    def __init__(
+        self,
+        words: Sequence[str],
+        env: Mapping[str, str],
+        warm: bool = True,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
         """Start it. `words`: the launch's command line, which gives `ps` room for those of the workers.
 
-        `warm`: whether it imports torch at all.
+        `warm`: whether it imports torch at all. `say`: tells the user that the server was found stopped.
         """
         ours, theirs = socket.socketpair()
         hidden = {name: value for name, value in HIDDEN_FROM_WORKERS.items() if name not in env} if warm else {}
@@ -61,6 +70,10 @@ class WarmServer:
         self._channel = Channel(ours)
         self._workers: dict[int, Process] = {}
         self._count = 0
+        self._say = say
+        self._looked = time.monotonic()
+        self._was_stopped = False
+        self._was_continued = False
         self.gone = False
 
     @property
@@ -95,7 +108,8 @@ class WarmServer:
         return worker
 
     def kill(self, worker: "Process") -> None:
-        """End a worker, and all that it started, at once."""
+        """End a worker, and all that it started, at once; a server that is stopped is continued for that."""
+        self._process.send_signal(signal.SIGCONT)
         self._send(Kill(worker.number))
 
     def clear(self, well: bool) -> None:
@@ -107,7 +121,9 @@ class WarmServer:
         self._send(Owns(folder))
 
     def pump(self, timeout: float | None = 0) -> None:
-        """Note what the server says; wait for that at most `timeout` seconds."""
+        """Note what the server says; wait for that at most `timeout` seconds, and no longer than `patience`."""
+        self._look_whether_stopped()
+        timeout = _LOOK_SECONDS if timeout is None else min(timeout, _LOOK_SECONDS)
         if self.gone or not select.select([self._channel], [], [], timeout)[0]:
             return
         try:
@@ -122,19 +138,44 @@ class WarmServer:
         except ClosedError:
             self._lose()
 
+    def patience(self) -> float:
+        """Seconds after which to `pump` though nothing was readable: a server that is stopped tells nothing."""
+        return max(0.0, self._looked + _LOOK_SECONDS - time.monotonic())
+
+    def _look_whether_stopped(self) -> None:
+        """Continue a server that is stopped; kill one that is stopped again: its workers die with it."""
+        if self.gone or self.patience():
+            return
+        self._looked = time.monotonic()
+        was_stopped, self._was_stopped = self._was_stopped, is_stopped(self.pid)
+        if not (was_stopped and self._was_stopped):
+            return
+        self._was_stopped = False
+        found = f"the process that starts and watches the workers (pid {self.pid}) was stopped by a signal"
+        if self._was_continued:
+            self._say(f"{found} again: it is killed, and the workers with it")
+            self._process.kill()
+        else:
+            self._was_continued = True
+            self._say(f"{found}: it is continued now (SIGCONT), once")
+            self._process.send_signal(signal.SIGCONT)
+
     def close(self) -> None:
         """End every worker that is left, what they have left behind, and the server."""
         self._channel.close()
+        self._process.send_signal(signal.SIGCONT)  # a server that is stopped could not clear up
         if not self._count:  # it may still import torch, and has nothing to clear up
             self._process.kill()
-        with suppress(subprocess.TimeoutExpired):
+        try:
             self._process.wait(_LAST_SECONDS)
-        self._process.kill()
-        self._process.wait()
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            end_children(lambda _: True, _reap)
 
     def _send(self, message: Message, streams: Sequence[int] = ()) -> None:
         try:
-            self._channel.send(message, streams)
+            self._channel.send(message, streams, self._look_whether_stopped)
         except ClosedError:
             self._lose()
 

@@ -42,13 +42,21 @@ def die_with_parent(parent: int) -> None:
 
 
 def outlive_parent() -> None:
-    """Undo `die_with_parent`."""
-    _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, 0)
+    """Undo `die_with_parent`. Should this process be stopped when its parent dies, the kernel continues it.
+
+    It still has to end what the job leaves behind.
+    """
+    _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)
 
 
 def adopt_orphans() -> None:
     """Let every descendant whose parent dies become this process's child: so that none gets out of sight."""
     _LIBC.prctl(_SET_CHILD_SUBREAPER, 1)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP, or another signal of job control, has stopped a process."""
+    return _read(f"/proc/{pid}/stat").rpartition(b") ")[2][:1] == b"T"
 
 
 @dataclass(frozen=True)

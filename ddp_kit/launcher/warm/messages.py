@@ -3,15 +3,18 @@
 A `Start` may carry two open descriptors, the worker's standard output and standard error.
 """
 
+import array
 import json
+import select
 import socket
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 _LENGTH_BYTES = 4
 _READ_BYTES = 1 << 16
+_FULL_LOOK_MILLISECONDS = 1000
 _MOST_DESCRIPTORS = 16  # that come with one read; a frame carries two
 
 
@@ -118,15 +121,27 @@ class Channel:
         """For `select`: readable when a message may have come."""
         return self._socket.fileno()
 
-    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Send one message, whole, with copies of `descriptors`. Raises `ClosedError`."""
+    def send(
+        self, message: Message, descriptors: Sequence[int] = (), while_full: Callable[[], object] = lambda: None
+    ) -> None:
+        """Send one message, whole, with copies of `descriptors`. Raises `ClosedError`.
+
+        `while_full`: called every second while the other end takes nothing.
+        """
         body = json.dumps([type(message).__name__, asdict(message)]).encode()
         frame = len(body).to_bytes(_LENGTH_BYTES, "big") + body
-        try:
-            sent = socket.send_fds(self._socket, [frame], descriptors)
-            self._socket.sendall(frame[sent:])
-        except OSError as error:
-            raise ClosedError from error
+        attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        while frame:
+            try:
+                frame = frame[self._socket.sendmsg([frame], attached, socket.MSG_DONTWAIT) :]
+                attached = []
+            except BlockingIOError:
+                if not poll.poll(_FULL_LOOK_MILLISECONDS):
+                    while_full()
+            except OSError as error:
+                raise ClosedError from error
 
     def receive(self) -> Iterator[Message]:
         """Wait until something comes, then give every whole message that is there. Raises `ClosedError`."""

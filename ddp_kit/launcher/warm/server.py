@@ -49,6 +49,7 @@ from ddp_kit.launcher.warm.messages import (
     Start,
     Started,
 )
+from ddp_kit.launcher.warm.parent_signals import ParentSignals
 from ddp_kit.launcher.warm.source import trains
 
 _PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel")
@@ -83,17 +84,19 @@ def main(descriptor: int, launcher: int, warm: bool, hidden: tuple[str, ...]) ->
     # ignored: a worker takes back what it inherited, and a signal that has come meanwhile is delivered to it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OWN_FAULTS - {signal.SIGCHLD})
     wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    inherited = worker.Inherited(mask, signal.signal(signal.SIGCHLD, _wake), wakes)
+    parent_signals = ParentSignals(launcher)
+    closed = (*wakes, parent_signals.fileno())
+    inherited = worker.Inherited(mask, signal.signal(signal.SIGCHLD, _wake), closed)
     signal.set_wakeup_fd(wakes[1], warn_on_full_buffer=False)
     os.set_inheritable(descriptor, False)
     channel = Channel(socket.socket(fileno=descriptor))
     broken = _preload(_PRELOADED) if warm else ""
-    server = _Server(channel, launcher, inherited, warm, broken, hidden)
+    server = _Server(channel, launcher, inherited, parent_signals, wakes[0], warm, broken, hidden)
     outlive_parent()
     if os.getppid() == launcher:
         program = server.serve()
         inherited.restore()
-        del server, channel, inherited  # no object of the server outlives the start of the script
+        del server, channel, inherited, parent_signals  # no object of the server outlives the start of the script
         script.become(program)
 
 
@@ -119,6 +122,8 @@ class _Server:
         channel: Channel,
         launcher: int,
         inherited: worker.Inherited,
+        parent_signals: ParentSignals,
+        wakes: int,
         warm: bool,
         broken: str,
         hidden: tuple[str, ...],
@@ -126,6 +131,8 @@ class _Server:
         self._launcher = launcher
         self._channel = channel
         self._inherited = inherited
+        self._parent_signals = parent_signals
+        self._wakes = wakes  # readable when a child has ended
         self._warm = warm
         self._broken = broken
         self._env = {name: value for name, value in os.environ.items() if name not in hidden}
@@ -140,7 +147,8 @@ class _Server:
         """Start workers and report their ends; returns in the forked workers only."""
         idle = _IDLE_SECONDS if self._warm else None
         while True:
-            if not select.select([self._channel.fileno(), self._inherited.wakes[0]], [], [], idle)[0]:
+            watched = [self._channel.fileno(), self._wakes, self._parent_signals.fileno()]
+            if not select.select(watched, [], [], idle)[0]:
                 idle = None
                 self._preload_more(_PRELOADED_WHEN_IDLE)
             self.attend()
@@ -151,6 +159,7 @@ class _Server:
 
     def attend(self) -> None:
         """Report who has ended, and take what has come. All but a kill can wait for the end of an import."""
+        self._parent_signals.pass_on()  # first: a sender that has ended is known until it is reaped
         self._reap()
         while select.select([self._channel], [], [], 0)[0]:
             try:
@@ -250,7 +259,7 @@ class _Server:
     def _reap(self) -> None:
         """Take every child that has ended, report the workers among them, and end what failed ones have left."""
         with suppress(BlockingIOError):
-            os.read(self._inherited.wakes[0], 4096)
+            os.read(self._wakes, 4096)
         failed = set()
         with suppress(ChildProcessError):
             while ended := os.waitpid(-1, os.WNOHANG):

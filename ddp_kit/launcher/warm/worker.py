@@ -26,13 +26,13 @@ class Inherited:
 
     mask: set[signal.Signals | int]
     child_ended: Any
-    wakes: tuple[int, int]
-    """The pipe that a child's end wakes the server by."""
+    descriptors: tuple[int, ...]
+    """By which a child's end, or a signal, wakes the server."""
 
     def restore(self) -> None:
         """Take it back; a signal that has come meanwhile is delivered now."""
         signal.set_wakeup_fd(-1)
-        for descriptor in self.wakes:
+        for descriptor in self.descriptors:
             os.close(descriptor)
         signal.signal(signal.SIGCHLD, self.child_ended)
         signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
