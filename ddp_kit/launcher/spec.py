@@ -59,6 +59,8 @@ class LaunchSpec:
     """Whether to say what would be done instead of doing it."""
     torchrun: Mapping[str, Any]
     """All of torchrun's settings by their names in its own parser, the script and its arguments among them."""
+    flags: tuple[str, ...] = ()
+    """The launcher's own flags as they were typed."""
     hang_timeout: float | None = None
     """The seconds after --hang-timeout; None where it was not given."""
 
@@ -72,7 +74,12 @@ class LaunchSpec:
         """How it was typed, `...` for its arguments."""
         kinds = ("module", "no_python", "run_path")
         flags = [f"--{kind.replace('_', '-')}" for kind in kinds if self.torchrun.get(kind)]
-        return shlex.join([*flags, self.script]) + " ..." * bool(self.torchrun.get("training_script_args"))
+        return f"{shlex.join(flags)} {self.script_as_typed}".strip()
+
+    @property
+    def script_as_typed(self) -> str:
+        """The script, `...` for its arguments."""
+        return shlex.quote(self.script) + " ..." * bool(self.torchrun.get("training_script_args"))
 
 
 def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[str, str]) -> LaunchSpec:
@@ -129,6 +136,7 @@ def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[
         cold=flags.pop("cold"),
         dry_run=flags.pop("dry_run"),
         hang_timeout=flags.pop("hang_timeout"),
+        flags=tuple(own),
         torchrun=MappingProxyType(flags),
     )
 

@@ -10,6 +10,7 @@ The only launcher folder that imports torch.
     logs.py      where their output goes: torch's settings for logs, and ours
     failures.py  what is known of one that failed
     rendezvous.py    what the --rdzv flags mean
+    waiting.py       what a node says while it waits for others
     solo.py      the job of a single node, decided in this process
     meeting.py   a node's line to a job of several nodes, over a TCPStore
     coordinator.py   who decides for such a job, on the node that hosts the store

@@ -45,6 +45,12 @@ class Coordinator:
         for work in (self._listen, self._watch):
             threading.Thread(target=self._guarded, args=[work], name="ddpkit-coordinator", daemon=True).start()
 
+    @property
+    def nodes_here(self) -> int:
+        """How many nodes have joined and are alive."""
+        with self._lock:
+            return len(self._job.alive)
+
     def deserted(self, host: int) -> bool:
         """Whether no node but `host` is there that does not know how the job ended."""
         with self._lock:

@@ -33,6 +33,7 @@ from ddp_kit.launcher.agent.listening import (
     own_loopback,
     resolve,
 )
+from ddp_kit.launcher.agent.waiting import Commands, Reminder, waiting_for_host, waiting_for_nodes
 from ddp_kit.launcher.job import End, Limits, Node, Pause, Report, Seat, State, Stop
 from ddp_kit.launcher.ports import holder
 from ddp_kit.launcher.restarts import Steps
@@ -45,7 +46,6 @@ _HANDSHAKE = timedelta(seconds=30)
 _BEATS_PER_SILENCE = 6
 _CONNECTIONS = 3  # of each node, while it comes
 _RETRY_SECONDS = 0.2
-_SAY_AFTER_SECONDS = 3.0
 _FAREWELL_SECONDS = 30.0
 
 
@@ -61,9 +61,10 @@ class Meeting:
         endpoint: tuple[str, int],
         run_id: str,
         grace: float,
+        commands: Commands,
         hosts: bool | None = None,
     ) -> None:
-        """`grace`: seconds that other nodes may take to stop their workers.
+        """`grace`: seconds that other nodes may take to stop their workers. `commands`: what starts other nodes.
 
         `hosts`: whether this node hosts the rendezvous; None: where the endpoint is an address of this machine.
 
@@ -71,6 +72,9 @@ class Meeting:
         """
         self._limits, self._inbox, self._say = limits, inbox, say
         self._host, self._port = endpoint
+        self._commands = commands
+        self._reminder = Reminder(time.monotonic())
+        self._placed = False  # whether a round has begun
         self.pulse: float | None = limits.silence / _BEATS_PER_SILENCE
         self._beat_seconds = self.pulse
         self._coordinator: Coordinator | None = None
@@ -143,7 +147,7 @@ class Meeting:
 
     def _reach(self) -> TCPStore:
         """Connect, as soon as somebody listens there."""
-        started, said = time.monotonic(), False
+        started = time.monotonic()
         while True:
             try:
                 with socket.create_connection((self._host, self._port), timeout=_HANDSHAKE.total_seconds()):
@@ -157,9 +161,9 @@ class Meeting:
                         f"nobody answers at {self._host}:{self._port} after {waited:.0f} s: {error.strerror or error}",
                         "start the node that hosts the rendezvous, and check that its port can be reached from here",
                     ) from None
-                if waited > _SAY_AFTER_SECONDS and not said:
-                    self._say(f"waiting for the rendezvous at {self._host}:{self._port}")
-                    said = True
+                if self._reminder.due(time.monotonic()):
+                    why = error.strerror or str(error)
+                    self._say(waiting_for_host(f"{self._host}:{self._port}", why, self._commands))
             self._inbox.wait(_RETRY_SECONDS)
             stopped = self._inbox.take_signal()
             if stopped is not None:
@@ -211,9 +215,17 @@ class Meeting:
         return listening
 
     def check(self) -> None:
-        """Put bad news into the inbox where the host of the rendezvous does not answer any more."""
+        """Say who is waited for; put bad news into the inbox where the host does not answer any more."""
+        if not self._placed and not self._over and self._reminder.due(time.monotonic()):
+            self._say(self._waiting())
         if not self._over and time.monotonic() - self._contact > self._limits.silence:
             self._cut()
+
+    def _waiting(self) -> str:
+        if self._coordinator is not None:
+            here = self._coordinator.nodes_here
+            return waiting_for_nodes(here, self._limits, (self._host, self._port), self._commands)
+        return f"has joined the job at {self._host}:{self._port}; waiting for its other nodes"
 
     def close(self) -> None:
         """Leave, once every other node knows how the job ended."""
@@ -271,6 +283,7 @@ class Meeting:
         while True:
             order = json.loads(self._orders.get(ORDER.format(number=number)))
             number += 1
+            self._placed = self._placed or "go" in order
             if "end" in order:
                 self._over = True
                 thrown_out = self._number in order["lost"]

@@ -38,6 +38,7 @@ from ddp_kit.launcher.agent.listening import is_here
 from ddp_kit.launcher.agent.logs import Console
 from ddp_kit.launcher.agent.meeting import Meeting
 from ddp_kit.launcher.agent.solo import Solo
+from ddp_kit.launcher.agent.waiting import Commands
 from ddp_kit.launcher.agent.workers import Means, note_of
 from ddp_kit.launcher.job import Limits, Node
 from ddp_kit.launcher.masking import masked
@@ -110,7 +111,7 @@ def run(plan: Plan, warm: WarmServer | None, asked: LaunchSpec, say: Say) -> End
             wrapped=bool(settings.no_python or settings.run_path),
             hang_seconds=asked.hang_timeout,
         )
-        ended = _ours(settings, config, (program, arguments), means, say)
+        ended = _ours(settings, config, (program, arguments), means, asked, say)
         if not _is_kept(plan):
             return replace(ended, folder="")
         if ended.folder:
@@ -161,12 +162,17 @@ def _console(plan: Plan, config: LaunchConfig, settings: argparse.Namespace) -> 
 
 
 def _ours(
-    settings: argparse.Namespace, config: LaunchConfig, command: tuple[str, list[str]], means: Means, say: Say
+    settings: argparse.Namespace,
+    config: LaunchConfig,
+    command: tuple[str, list[str]],
+    means: Means,
+    asked: LaunchSpec,
+    say: Say,
 ) -> Ended:
     inbox = Inbox()
     _handle_signals(config.signals_to_handle, inbox, say)
     try:
-        link = _link(settings, config, means.grace, inbox, say)
+        link = _link(settings, config, means.grace, inbox, asked, say)
     except StoppedError as error:
         return Ended(Outcome(stopped_by=error.number))
     seats = Seats(link, config.run_id, config.rdzv_backend)
@@ -257,7 +263,9 @@ def _rendezvous(config: LaunchConfig) -> tuple[tuple[str, int], Limits, bool | N
     return rendezvous.endpoint(config), rendezvous.limits(config), rendezvous.is_named_host(config)
 
 
-def _link(settings: argparse.Namespace, config: LaunchConfig, grace: float, inbox: Inbox, say: Say) -> Link:
+def _link(
+    settings: argparse.Namespace, config: LaunchConfig, grace: float, inbox: Inbox, asked: LaunchSpec, say: Say
+) -> Link:
     """The job of this node alone, or the meeting of several."""
     static = config.rdzv_backend == "static"
     (host, port), limits, named = _rendezvous(config)
@@ -277,7 +285,11 @@ def _link(settings: argparse.Namespace, config: LaunchConfig, grace: float, inbo
         say(f"--master-addr {host} is no address of this machine, which hosts the rendezvous as node rank 0")
     hosts = settings.node_rank == 0 if static else named
     endpoint = (host, port)
-    return Meeting(node, limits, inbox, say, endpoint, run_id=config.run_id, grace=grace, hosts=hosts)
+    by_master = static and not settings.rdzv_endpoint
+    commands = Commands(asked.flags, asked.script_as_typed, config.max_nodes, static, endpoint if by_master else None)
+    return Meeting(
+        node, limits, inbox, say, endpoint, run_id=config.run_id, grace=grace, commands=commands, hosts=hosts
+    )
 
 
 def _summarise(script: str, failures: dict[int, ProcessFailure]) -> None:

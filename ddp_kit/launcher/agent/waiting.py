@@ -1,0 +1,94 @@
+"""What a node says while it waits for others: who is missing, at which endpoint, and what to type there."""
+
+import re
+import shlex
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddp_kit.launcher.agent.listening import is_loopback
+from ddp_kit.launcher.job import Limits
+
+_FIRST_SECONDS = 3.0
+_FACTOR = 3.0  # 3 s, 9 s, 27 s, ...
+_LONGEST_SECONDS = 300.0
+_STATIC_FLAGS = ("--node-rank", "--master-addr", "--master-port")
+
+
+class Reminder:
+    """When to say it: after 3 s, then at growing intervals."""
+
+    def __init__(self, now: float) -> None:
+        self._interval = _FIRST_SECONDS
+        self._next = now + self._interval
+
+    def due(self, now: float) -> bool:
+        """Whether it is time; once for each time."""
+        if now < self._next:
+            return False
+        self._interval = min(self._interval * _FACTOR, _LONGEST_SECONDS)
+        self._next = now + self._interval
+        return True
+
+
+@dataclass(frozen=True)
+class Commands:
+    """The command line for the other nodes of a job: this node's own, changed as little as they need."""
+
+    flags: Sequence[str]
+    """The launcher's flags as they were typed here."""
+    script: str
+    nodes: int
+    """How many there are at most."""
+    static: bool = False
+    """Whether node ranks are given by --node-rank."""
+    master: tuple[str, int] | None = None
+    """With the static rendezvous, where --master-addr and --master-port give the endpoint: these."""
+
+    def for_host(self) -> str:
+        """For the node that hosts the rendezvous."""
+        return self._command(0, "1")
+
+    def for_others(self) -> str:
+        """For a node that does not."""
+        return self._command(1 if self.nodes == 2 else None, "0")
+
+    def _command(self, node_rank: int | None, is_host: str) -> str:
+        words = [re.sub(r"\bis_host=\w+", f"is_host={is_host}", word) for word in self.flags]
+        if self.static:
+            words = [*_without_static(words), "--node-rank", "RANK" if node_rank is None else str(node_rank)]
+        if self.master is not None:
+            host, port = self.master
+            host = socket.gethostname() if is_loopback(host) else host
+            words += ["--master-addr", host, "--master-port", str(port)]
+        return shlex.join(["ddpkit", "launch", *words]) + f" {self.script}"
+
+
+def waiting_for_host(endpoint: str, why: str, commands: Commands) -> str:
+    """What a node says that reaches no host."""
+    return f"no launcher answers at {endpoint} ({why}); on the node that has this address type: {commands.for_host()}"
+
+
+def waiting_for_nodes(here: int, limits: Limits, endpoint: tuple[str, int], commands: Commands) -> str:
+    """What the host of the rendezvous says. `here`: how many nodes have joined, itself included."""
+    are = f"{here} of {limits.min_nodes} nodes {'is' if here == 1 else 'are'} here"
+    if here >= limits.min_nodes:
+        return f"{are}, which is enough; waiting up to {limits.last_call:g} s for more (last_call_timeout)"
+    where = f"{endpoint[0]}:{endpoint[1]}"
+    if is_loopback(endpoint[0]):
+        return (
+            f"{are}; waiting up to {limits.join:g} s at {where}, which no other machine can reach. On several machines "
+            f"start this one again too, each with this one's address and its own rank: {commands.for_others()}"
+        )
+    return f"{are}; waiting up to {limits.join:g} s at {where}; on the other nodes type: {commands.for_others()}"
+
+
+def _without_static(words: Sequence[str]) -> list[str]:
+    kept, skip = list[str](), False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        given = name.replace("_", "-") in _STATIC_FLAGS
+        if not given and not skip:
+            kept.append(word)
+        skip = given and not equals
+    return kept

@@ -1,0 +1,81 @@
+"""What is said while nodes are waited for."""
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_kit.launcher.agent.waiting import Commands, Reminder, waiting_for_nodes
+from ddp_kit.launcher.job import Limits
+
+DDPKIT = str(Path(sys.executable).with_name("ddpkit"))
+
+
+def test_reminders_come_after_three_seconds_and_then_at_growing_intervals() -> None:
+    reminder = Reminder(100.0)
+    times = [second for second in range(1000) if reminder.due(100.0 + second)]
+    assert times == [3, 12, 39, 120, 363, 663, 963]
+
+
+@pytest.mark.parametrize(
+    ("flags", "static", "host", "others"),
+    [
+        ("--nnodes 2 --rdzv-backend c10d", False, "", ""),
+        ("--rdzv-conf a=1,is_host=0", False, "--rdzv-conf a=1,is_host=1", "--rdzv-conf a=1,is_host=0"),
+        ("--nnodes 2 --node_rank=0", True, "--nnodes 2 --node-rank 0", "--nnodes 2 --node-rank 1"),
+        ("--node-rank 0 --nnodes=2", True, "--nnodes=2 --node-rank 0", "--nnodes=2 --node-rank 1"),
+    ],
+)
+def test_the_command_for_another_node_differs_where_it_has_to(flags: str, static: bool, host: str, others: str) -> None:
+    commands = Commands(flags.split(), "train.py ...", 2, static)
+    assert commands.for_host() == f"ddpkit launch {host or flags} train.py ..."
+    assert commands.for_others() == f"ddpkit launch {others or flags} train.py ..."
+
+
+def test_with_a_master_address_the_command_names_one_that_others_can_reach() -> None:
+    commands = Commands(["--nnodes", "3", "--master-port=29501"], "train.py", 3, True, ("10.0.0.1", 29501))
+    where = "--master-addr 10.0.0.1 --master-port 29501 train.py"
+    assert commands.for_others() == f"ddpkit launch --nnodes 3 --node-rank RANK {where}"
+    assert commands.for_host() == f"ddpkit launch --nnodes 3 --node-rank 0 {where}"
+    alone = Commands(["--nnodes", "2"], "train.py", 2, True, ("127.0.0.1", 29500))
+    assert f"--master-addr {socket.gethostname()} " in alone.for_others()
+
+
+def test_the_host_says_how_many_are_here_and_how_long_it_waits() -> None:
+    commands = Commands(["--nnodes", "2:4"], "train.py", 4)
+    limits = Limits(min_nodes=2, max_nodes=4)
+    first = waiting_for_nodes(1, limits, ("10.0.0.1", 29400), commands)
+    assert first == (
+        "1 of 2 nodes is here; waiting up to 600 s at 10.0.0.1:29400; "
+        "on the other nodes type: ddpkit launch --nnodes 2:4 train.py"
+    )
+    assert "waiting up to 30 s for more" in waiting_for_nodes(3, limits, ("10.0.0.1", 29400), commands)
+    assert "no other machine can reach" in waiting_for_nodes(1, limits, ("127.0.0.1", 29400), commands)
+
+
+@pytest.mark.slow
+def test_the_command_that_a_waiting_node_prints_starts_the_missing_one(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os; os.write(1, b'rank %s\\n' % os.environb[b'RANK'])")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    words = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=j"]
+    env = os.environ | {"PATH": f"{Path(DDPKIT).parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+
+    def start(*command: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            command, cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    with start(DDPKIT, "launch", *words, "script.py") as first:
+        assert first.stderr is not None
+        line = first.stderr.readline()
+        assert "1 of 2 nodes is here" in line
+        assert endpoint in line
+        with start(*shlex.split(line.rpartition(": ")[2])) as second:
+            said = [*first.communicate(timeout=120), *second.communicate(timeout=120)]
+    assert (first.returncode, second.returncode) == (0, 0), said
+    assert sorted([said[0], said[2]]) == ["rank 0\n", "rank 1\n"]
