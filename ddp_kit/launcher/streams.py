@@ -5,7 +5,8 @@ import os
 import pty
 import termios
 import tty
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 _PIPE_BYTES = 1 << 20
@@ -33,6 +34,16 @@ class Streams:
     rank: int
     out: Route
     err: Route
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """Folders and files that are made meanwhile, by torch too, are the user's alone."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def open_log(path: str) -> int:

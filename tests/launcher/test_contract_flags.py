@@ -287,6 +287,22 @@ def test_logs_lie_where_torchrun_puts_them(
         assert ("err 0" in seen.lines) or "-r" in words
 
 
+def test_folders_and_files_of_logs_are_private_and_none_is_empty_for_nothing(worker: str, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()  # where py-spy is not found, each worker keeps a file open for its own stacks
+    (site / "sitecustomize.py").write_text("import sysconfig; sysconfig.get_path = lambda *words: '/nowhere'")
+    os.umask(0o022)
+    words = ["--nproc-per-node=2", "--log-dir=logs", "-t=3", "--duplicate-stdout-filters=apple", worker]
+    env = {"PYTHONPATH": str(site), "PATH": os.pathsep.join(p for p in os.environ["PATH"].split(":") if p != str(BIN))}
+    seen = _run("ddpkit", words, tmp_path, env)
+    assert not seen.failed, seen.errors
+    made = [tmp_path / "logs", *(tmp_path / "logs").rglob("*")]
+    assert {path.name for path in made} >= {"attempt_0", "0", "1", "stdout.log", "filtered_stdout.log", "verdict.json"}
+    assert {oct(path.stat().st_mode & 0o777) for path in made if path.is_dir()} == {"0o700"}
+    assert {oct(path.stat().st_mode & 0o777) for path in made if path.is_file()} == {"0o600"}
+    assert "stacks.txt" not in {path.name for path in made}
+
+
 @pytest.mark.thorough
 def test_the_prefix_of_a_teed_line_is_the_user_s_own(same: Same, worker: str) -> None:
     template = "<${role_name} ${rank} ${local_rank}> "

@@ -4,6 +4,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from ddp_kit.launcher.warm import client, script
 from ddp_kit.launcher.warm.client import Process, WarmServer
+from ddp_kit.launcher.warm.dying import Child
 from ddp_kit.launcher.warm.messages import (
     Channel,
     Clear,
@@ -267,3 +269,26 @@ def test_a_server_that_is_stopped_ends_with_what_it_looks_after() -> None:
     os.kill(server.pid, signal.SIGSTOP)
     server.close()
     gone(worker.pid)
+
+
+NO_WORDS = """
+import ctypes, signal
+fields = open("/proc/self/stat").read().rpartition(") ")[2].split()
+start, end = int(fields[45]), int(fields[46])  # where the command line is
+ctypes.memset(start, 0, end - start)
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+def test_a_process_without_a_command_line_has_a_name_and_one_that_has_ended_none() -> None:
+    with subprocess.Popen([sys.executable, "-c", NO_WORDS], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        child = Child(process.pid, 0)
+        assert child.command.strip(b"\0") == b""
+        assert child.name.startswith("[python")
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert child.name == "", "a zombie"
+    assert child.name == ""

@@ -188,6 +188,13 @@ class Hangs:
             f"{_named(ranks)} {'was' if len(ranks) == 1 else 'were'} {doing}" for doing, ranks in alike.items()
         )
 
+    def remove_empty_files(self) -> None:
+        """A worker whose stack only itself can write has had its file open from the start."""
+        for path in filter(None, map(self._stacks_file, self._ranks)):
+            with suppress(OSError):
+                if not os.stat(path).st_size:  # noqa: PTH116
+                    os.unlink(path)  # noqa: PTH108
+
     def _keep(self, stacks: Mapping[int, Stack]) -> None:
         """Write the whole stacks beside the logs."""
         for local_rank, stack in stacks.items():

@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from ddp_kit import contract
 from ddp_kit.contract import OUTPUT_LOG
 from ddp_kit.launcher.output import Output
-from ddp_kit.launcher.streams import Route, Streams
+from ddp_kit.launcher.streams import Route, Streams, private_files
 
 
 class Remembered(LogsSpecs):
@@ -29,7 +29,8 @@ class Remembered(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Decide, and remember it."""
-        self.dest = self._inner.reify(envs)
+        with private_files():
+            self.dest = self._inner.reify(envs)
         return self.dest
 
 

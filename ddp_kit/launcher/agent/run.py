@@ -44,7 +44,7 @@ from ddp_kit.launcher.job import Limits, Node
 from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.plan import Plan
 from ddp_kit.launcher.spec import LaunchSpec
-from ddp_kit.launcher.streams import open_log
+from ddp_kit.launcher.streams import open_log, private_files
 from ddp_kit.launcher.verdict import Failure, Outcome
 from ddp_kit.launcher.warm.client import WarmServer
 from ddp_kit.launcher.warm.messages import Program
@@ -138,7 +138,8 @@ def _settings(plan: Plan, log_dir: str) -> argparse.Namespace:
 def _config(settings: argparse.Namespace) -> tuple[LaunchConfig, Any, list[str]]:
     """torch's reading of the settings: its configuration, what to run, and with which arguments."""
     try:
-        config, program, arguments = torchrun.config_from_args(settings)
+        with private_files():  # torch makes the folder of --log-dir here
+            config, program, arguments = torchrun.config_from_args(settings)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
         raise UsageError(f"torch refuses this command line: {error}", "see `ddpkit launch --help`") from None
     if not 0 < config.monitor_interval < math.inf:

@@ -25,6 +25,7 @@ from ddp_kit.launcher.agent.logs import Console, Remembered
 from ddp_kit.launcher.agent.stacks import can_be_seen
 from ddp_kit.launcher.cgroups import oom_kills
 from ddp_kit.launcher.output import LastWords
+from ddp_kit.launcher.streams import private_files
 from ddp_kit.launcher.warm.client import Process, WarmServer
 from ddp_kit.launcher.warm.messages import Program
 
@@ -71,7 +72,8 @@ class Workers(SubprocessContext):
         **torch_settings: Any,
     ) -> None:
         self._logs = Remembered(logs_specs)
-        super().__init__(logs_specs=self._logs, **torch_settings)
+        with private_files():
+            super().__init__(logs_specs=self._logs, **torch_settings)
         self._program, self._warm, self._cpus = means.program, means.warm, means.cpus
         self._wrapped = means.wrapped
         self._inbox = inbox
@@ -90,8 +92,9 @@ class Workers(SubprocessContext):
         """Start the workers. Signals stay with the agent's own handlers."""
         self._start()
         self._output.start()
-        for tail in self._tail_logs[2:]:  # those that filter; the others' work is the output's
-            tail.start()
+        with private_files():
+            for tail in self._tail_logs[2:]:  # those that filter; the others' work is the output's
+                tail.start()
 
     def _start(self) -> None:
         if self._warm is None:
@@ -336,6 +339,7 @@ class Workers(SubprocessContext):
             return
         if self._warm is not None:
             self._warm.clear(well=not any(map(self._exit_code, self._after)))
+        self.hangs.remove_empty_files()
         failed = [rank for rank in self._after if self._exit_code(rank)]
         cause = any(rank not in self._told for rank in failed)  # else what they say of being stopped is shown
         self._words = self._output.end(

@@ -72,6 +72,15 @@ class Child:
         return _read(f"/proc/{self.pid}/cmdline")
 
     @property
+    def name(self) -> str:
+        """Its command line, or else what the kernel calls it, in brackets as in `ps`; empty where it has ended."""
+        words = self.command.replace(b"\0", b" ").decode(errors="replace").strip()
+        before, _, after = _read(f"/proc/{self.pid}/stat").rpartition(b") ")
+        if words or not after or after[:1] in b"ZX":
+            return words
+        return f"[{before.partition(b'(')[2].decode(errors='replace')}]"
+
+    @property
     def cleans(self) -> bool:
         """Whether it is one of the helpers that remove shared memory and then end by themselves."""
         return any(name in self.command for name in _CLEANERS)

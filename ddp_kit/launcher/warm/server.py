@@ -293,8 +293,7 @@ class _Server:
         if well:
             wait_for(self._is_stranger, _LEAVING_SECONDS, self._reap)
             for child in filter(self._is_stranger, children()):
-                if not child.cleans:
-                    command = masked(child.command.replace(b"\0", b" ").decode(errors="replace").strip(), self._env)
+                if not child.cleans and (command := masked(child.name, self._env)):
                     sys.stderr.write(f"ddpkit: ended what a process of the job had left running: {command}\n")
         end_children(
             lambda child: self._is_stranger(child) and child.pid not in saving,
