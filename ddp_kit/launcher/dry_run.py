@@ -11,14 +11,13 @@ from ddp_kit import contract
 from ddp_kit.contract import JobEnv, WorkerEnv
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher.masking import masked, masked_env, masked_words
-from ddp_kit.launcher.plan import Place, Plan
+from ddp_kit.launcher.plan import GRACE_SECONDS, Place, Plan
 from ddp_kit.launcher.spec import LaunchSpec
 
 AT_THE_START = "chosen at the start"
 WHEN_THEY_MEET = "given when the nodes meet"
 
 _OWN = ("static", "c10d")  # the rendezvous that need no service of their own
-_GRACE = "30"  # torch's default, as are the ports
 _PORTS = {"static": "29500", "c10d": "29400"}
 _BY_FLAG = {
     contract.ROLE_NAME: "--role",
@@ -134,7 +133,7 @@ def _circumstances(spec: LaunchSpec, plan: Plan, nodes: _Nodes, env: Mapping[str
         many += f", this one is node {nodes.rank}; the ranks above are right if all have as many processes"
     where = f"{nodes.address}:{nodes.port} ({nodes.named_by})"
     grace = settings.get("shutdown_timeout")
-    grace = env.get(contract.GRACE_DEFAULT, _GRACE) if grace is None else grace
+    grace = env.get(contract.GRACE_DEFAULT, GRACE_SECONDS) if grace is None else grace
     most = settings["max_restarts"]
     rows = [
         ["processes", str(len(plan.places))],
@@ -271,6 +270,8 @@ def _torchrun(spec: LaunchSpec, plan: Plan, env: Mapping[str, str], defaults: Ma
     """
     wanted = {name: value for name, value in spec.torchrun.items() if name in defaults}
     wanted["nproc_per_node"] = plan.torchrun["nproc_per_node"]
+    if "shutdown_timeout" in wanted:
+        wanted["shutdown_timeout"] = plan.torchrun["shutdown_timeout"]
     if plan.torchrun["rdzv_id"] != spec.torchrun["rdzv_id"]:
         wanted |= {"standalone": True, "local_addr": plan.torchrun["local_addr"]}
     script, arguments = str(wanted.pop("training_script")), list(map(str, wanted.pop("training_script_args")))

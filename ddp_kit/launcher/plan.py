@@ -12,6 +12,8 @@ from ddp_kit.launcher.devices.cpus import Cpus, threads_each
 from ddp_kit.launcher.devices.gpus import Gpu, visible
 from ddp_kit.launcher.spec import LaunchSpec
 
+GRACE_SECONDS = 25
+"""From SIGTERM to SIGKILL. Kubernetes kills the launcher itself after 30 s, which it needs for verdict and clean-up."""
 _LOOPBACK = "127.0.0.1"
 _MOST_PROCESSES = 1 << 22  # PID_MAX_LIMIT
 
@@ -68,6 +70,8 @@ def make(
         each = f"each of {len(places)} processes" if len(places) > 1 else "the process"
         variables[contract.THREADS] = str(threads), f"the share of {each}"
     settings = {**spec.torchrun, "nproc_per_node": processes, **_meeting_point(spec.torchrun, run_id)}
+    if "shutdown_timeout" in settings and settings["shutdown_timeout"] is None and contract.GRACE_DEFAULT not in env:
+        settings["shutdown_timeout"] = GRACE_SECONDS
     if len(chosen) > 1 and any(gpu.is_mig for _, gpu in chosen):
         settings["virtual_local_rank"] = True  # CUDA shows a process one MIG device at most
     return Plan(

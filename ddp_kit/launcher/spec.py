@@ -44,6 +44,10 @@ _MAX_RESTARTS = """\
 Maximum number of worker group restarts in a row without progress: a failure after new steps of a Trainer, in a run that
 had gone on from a checkpoint, begins the count anew."""
 
+_SHUTDOWN_TIMEOUT = """\
+Seconds from SIGTERM to SIGKILL for worker processes that have to end. Default: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, or 25;
+torchrun's is 30, after which Kubernetes kills the launcher as well."""
+
 
 @dataclass(frozen=True)
 class LaunchSpec:
@@ -123,6 +127,8 @@ def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[
         )
         if action.dest == "max_restarts":
             action.help = _MAX_RESTARTS
+        if action.dest == "shutdown_timeout":
+            action.help = _SHUTDOWN_TIMEOUT
     # None: not given. torch's own defaults would not tell, and that of the port differs between its versions.
     parser.set_defaults(nproc_per_node=env.get(PROCESSES_DEFAULT), master_port=env.get(MASTER_PORT_DEFAULT))
     own, script, arguments = _split(words, parser)

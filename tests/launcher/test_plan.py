@@ -61,6 +61,14 @@ def test_torchrun_s_own_ways_to_say_a_number_stay() -> None:
     assert planned("train.py", machine(0, 0), {"PET_NPROC_PER_NODE": "5"}).torchrun["nproc_per_node"] == "5"
 
 
+def test_workers_are_killed_before_kubernetes_kills_the_launcher_unless_another_grace_is_asked_for() -> None:
+    assert planned("train.py").torchrun["shutdown_timeout"] == plan.GRACE_SECONDS < 30
+    assert planned("--shutdown-timeout 7 train.py").torchrun["shutdown_timeout"] == 7
+    assert planned("--shutdown-timeout 0 train.py").torchrun["shutdown_timeout"] == 0
+    left_to_torch = planned("train.py", env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "40"})
+    assert left_to_torch.torchrun["shutdown_timeout"] is None, "which reads the variable itself"
+
+
 def test_free_gpus_come_first_and_stay_in_order() -> None:
     assert gpus_of("--gpus 2 train.py", machine(1, 0, 2, 0)) == ("1,3", "2")
     assert gpus_of("--gpus 3 train.py", machine(1, 0, 2, 0)) == ("0,1,3", "3")

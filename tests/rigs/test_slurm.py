@@ -175,6 +175,7 @@ def report(tmp_path: Path) -> Path:
     """A script that tells what it was given. With `fail` rank 0 exits with 7 and the others do not end.
 
     With `fail-once` that happens in the first attempt alone; with `save-once` all end with 75 in it.
+    With `save-last` the last task of a job array does.
     """
     script = tmp_path / "report.py"
     script.write_text(
@@ -184,7 +185,8 @@ def report(tmp_path: Path) -> Path:
         "seen = pathlib.Path('started-on-' + told['SLURMD_NODENAME'])\n"
         "first = not seen.exists()\n"
         "seen.touch()\n"
-        "if 'save-once' in sys.argv and first:\n"
+        "last = os.environ.get('SLURM_ARRAY_TASK_ID') == '1'\n"
+        "if 'save-once' in sys.argv and first or 'save-last' in sys.argv and last:\n"
         "    sys.exit(75)\n"
         "if 'fail' in sys.argv or 'fail-once' in sys.argv and first:\n"
         "    while len(list(pathlib.Path().glob('started-on-*'))) < 2:\n"
@@ -239,6 +241,18 @@ def test_a_job_that_has_saved_is_queued_again(slurm: Slurm, report: Path, tmp_pa
     slurm.until(job, lambda shown: _field(shown, "Restarts") == "1" and _field(shown, "JobState") == "PENDING")
     slurm.ask("scancel", job)  # Slurm waits for two minutes before it starts such a job
     assert "saved, to be started again" in unlabelled((tmp_path / "job.log").read_text())
+
+
+def test_of_a_job_array_the_task_that_has_saved_is_queued_again_alone(
+    slurm: Slurm, report: Path, tmp_path: Path
+) -> None:
+    """The last task of an array has the array's own number, by which Slurm knows all of its tasks."""
+    flags = ("--array=0-1%1", "--nodes=1", "--gpus-per-node=0", "--cpus-per-task=2")
+    array = slurm.submit(tmp_path, report, "save-last", flags=flags)
+    slurm.until(f"{array}_1", lambda shown: _field(shown, "Restarts") == "1" and _field(shown, "JobState") == "PENDING")
+    shown = slurm.ask("scontrol", "--oneliner", "show", "job", f"{array}_0")
+    assert (_field(shown, "JobState"), _field(shown, "Restarts")) == ("COMPLETED", "0")
+    slurm.ask("scancel", array)
 
 
 @pytest.mark.thorough
