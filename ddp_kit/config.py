@@ -237,10 +237,18 @@ class TrainerConfig(_Part):
 
         Raises `ConfigError` for a file that is missing or unreadable, and for every mistake in the values.
         """
-        values = _read(Path(path))
+        values = _read(absolute(path))
         for name, value in (overrides or {}).items():
             _put(values, name, value)
         return cls(**values)
+
+
+def absolute(path: str | Path) -> Path:
+    """The path with `~` expanded, and independent of the current folder from now on. Raises `ConfigError`."""
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:
+        raise ConfigError(f"the folder {str(path)!r} cannot be found: {error}", "give its whole path") from None
 
 
 def _read(path: Path) -> dict[str, Any]:

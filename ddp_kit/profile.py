@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ddp_kit.config import ProfileConfig
+from ddp_kit.config import ProfileConfig, absolute
 from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 
@@ -28,11 +28,11 @@ class Recorder:
     def __init__(self, config: ProfileConfig, rank: int) -> None:
         self._first, self._last = config.steps or (0, 0)
         self._armed = config.steps is not None and (config.ranks is None or rank in config.ranks)
-        self._rank, self._folder = rank, config.dir
+        self._rank, self._folder = rank, absolute(config.dir)
         self._running: profile | None = None
         self._begun = self._done = 0
         if self._armed:
-            _check_folder(config.dir, speaks=rank == min(config.ranks or (0,)))
+            _check_folder(self._folder, speaks=rank == min(config.ranks or (0,)))
 
     def __enter__(self) -> Self:
         return self

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ddp_kit.callbacks.callback import Callback
 from ddp_kit.callbacks.watched import Watched
+from ddp_kit.config import absolute
 from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 
@@ -32,7 +33,7 @@ class BestModel(Callback):
         restore_at_end: bool = False,
     ) -> None:
         self._watched = Watched("BestModel", metric, mode)
-        self._path = None if path is None else Path(path)
+        self._path = None if path is None else absolute(path)
         self._restore_at_end = restore_at_end
         self._model: nn.Module | None = None
         self._state: dict[str, Any] = {}
@@ -99,9 +100,11 @@ class BestModel(Callback):
         self._model = model
         if self._path is not None and trainer.world.is_main:
             now = {name: _copied(value) for name, value in model.state_dict().items()}
-            self.restore()
-            _write(model, self._path)
-            model.load_state_dict(now)
+            try:
+                self.restore()
+                _write(model, self._path)
+            finally:
+                model.load_state_dict(now)
 
     def _named_value(self) -> tuple[str, float | None]:
         return self._watched.metric, self.value

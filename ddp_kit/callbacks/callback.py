@@ -36,7 +36,10 @@ class Callback:
         """After each evaluation, with the mean loss and the metrics, the same on all ranks."""
 
     def on_evaluate_end(self, trainer: Any) -> None:
-        """After every callback has heard of the evaluation: what was changed for it is put back here."""
+        """After every callback has heard of the evaluation: what was changed for it is put back here.
+
+        Also called where the evaluation has failed, maybe on this rank alone: no collectives here.
+        """
 
     def on_fit_end(self, trainer: Any, result: FitResult) -> None:
         """After the last step of a run that was not interrupted."""

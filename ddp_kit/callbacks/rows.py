@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_kit.callbacks.callback import Callback
+from ddp_kit.config import absolute
 from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 from ddp_kit.records import LogRow
@@ -59,7 +60,7 @@ class FileLogger(RowLogger):
     """A `RowLogger` with a text file, a row a line; what other runs have written to it before is left alone."""
 
     def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
+        self._path = absolute(path)
         self._begins: int | None = None  # the line with which this run begins; None until it is asked for
 
     def state_dict(self) -> dict[str, Any]:

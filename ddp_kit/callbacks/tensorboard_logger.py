@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 from ddp_kit.callbacks.rows import RowLogger, numbers, require
+from ddp_kit.config import absolute
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -20,7 +21,7 @@ class TensorBoardLogger(RowLogger):
 
     def __init__(self, dir: str | Path) -> None:
         require("tensorboard", "TensorBoardLogger")
-        self._dir = Path(dir)
+        self._dir = absolute(dir)
         self._writer: SummaryWriter | None = None
         self._purge_step: int | None = None
 

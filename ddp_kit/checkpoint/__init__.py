@@ -6,6 +6,7 @@
     layout.py      which tensor lies where in which file (the safetensors format)
     buffer.py      host memory that two processes share;  copying.py: copies into it
     background.py  the process that writes, as the trainer sees it;  process.py: that process itself
+    lock.py        one run at a time in a folder
     writing.py     host memory -> files: fsync, one rename, retention;  system.py: the operations it does that with
     loading.py     files -> nested state, verified
 

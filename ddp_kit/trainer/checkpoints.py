@@ -12,8 +12,11 @@ from ddp_kit import contract
 from ddp_kit.callbacks import Callback
 from ddp_kit.callbacks.watched import Watched
 from ddp_kit.checkpoint.loading import load, newer
+from ddp_kit.checkpoint.lock import FolderLock
+from ddp_kit.checkpoint.packing import pack
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.checkpoint.writing import set_aside, wait_for_writers
+from ddp_kit.config import absolute
 from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.manifest import checkpoints, name_of
@@ -51,6 +54,7 @@ class Checkpoints:
         self._callbacks = callbacks
         self._log_points = log_points
         self._config = parts.config.checkpoint
+        self._folder = None if self._config.dir is None else absolute(self._config.dir)
         self._settings = parts.config.model_dump(mode="json")
         self._saver: _Patient | None = None
         self._saved_step = self._best_step = -1
@@ -62,13 +66,14 @@ class Checkpoints:
         """When the latest save began, or this run."""
         self.wanted = False
         """Whether to save once the step is done: before, its state is half that of the next."""
-        self._in_loop = self._reserved = False
+        self._in_loop = self._reserved = self._storable = False
+        self._lock: FolderLock | None = None  # of the folder, on ranks that write
+        self._holds = self._postponing = 0
         self._random: list[RandomStates] | None = None  # of a checkpoint, until the next step or save
         self._random_known = False
-        if self._config.dir is not None and self._writes(self._config.dir):
-            self._saver = _Patient(
-                self._config.dir, keep_last=self._config.keep_last, background=self._config.background
-            )
+        if self._folder is not None and self._writes(self._folder):
+            self._saver = _Patient(self._folder, keep_last=self._config.keep_last, background=self._config.background)
+            self._lock = FolderLock(self._folder, contract.attempt()[0])
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -82,6 +87,9 @@ class Checkpoints:
                 self._reserved = True  # once the optimizer has its state
                 self._saver.reserve(size(self._parts))
             self._saver.check()
+        if not self._storable and self._folder is not None:
+            self._storable = True  # found out after the first step, not after hours
+            pack(self._state([]))
 
     def save_once(self) -> None:
         """Save, where this step is not saved yet."""
@@ -90,12 +98,12 @@ class Checkpoints:
 
     def save_again(self) -> None:
         """Save this step, whether or not it is saved: its evaluation came later."""
-        if self._config.dir is not None:
+        if self._folder is not None:
             self.save()
 
     def finish(self) -> None:
         """Save what the run came to, and wait until all is on the disk."""
-        if self._config.dir is not None:
+        if self._folder is not None:
             self.save_once()
         if self._saver is not None:
             self._saver.settle()
@@ -104,27 +112,74 @@ class Checkpoints:
         """Save the best so far, which all ranks know to be that."""
         if self._watched is not None and self._watched.improved(metrics):
             self._best_step = self._position.step
-            self.wanted = self.wanted or self._config.dir is not None
+            self.wanted = self.wanted or self._folder is not None
         self.save_wanted()
 
     def save_wanted(self) -> None:
-        """Save if that is wanted, and no step is being done."""
-        if self.wanted and not self._in_loop:
+        """Save if that is wanted, and nothing is half done."""
+        if self.wanted and not self._in_loop and not self._postponing:
+            self.save()
+
+    @contextmanager
+    def postponed(self) -> Iterator[None]:
+        """Within, callbacks or an evaluation are under way: what a save asked for now would hold is half done."""
+        self._postponing += 1
+        try:
+            yield
+        finally:
+            self._postponing -= 1
+
+    def save_or_postpone(self) -> None:
+        """Save now; where something is under way, when that is done."""
+        if self._postponing and self._folder is not None:
+            self.wanted = True
+        else:
             self.save()
 
     @contextmanager
     def in_loop(self) -> Iterator[None]:
         """Steps are done within; `after_step` follows each."""
-        self._in_loop = True
+        with self._alone():
+            self._in_loop = True
+            try:
+                yield
+            finally:
+                self._in_loop = False
+
+    @contextmanager
+    def _alone(self, *, resuming: bool = False) -> Iterator[None]:
+        """Within, no other run writes to the folder. Entering it first is a collective. Raises `CheckpointError`."""
+        if self._holds == 0 and self._folder is not None:
+            found: CheckpointError | None = None
+            try:
+                if self._lock is not None:
+                    self._lock.acquire(resuming=resuming)
+            except CheckpointError as error:
+                found = error
+            said = every_text(b"" if found is None else f"{found.message}\n{found.hint}".encode(), self._parts.world)
+            if any(said):
+                if self._lock is not None:
+                    self._lock.release()
+                speaker = next(rank for rank, text in enumerate(said) if text)
+                problem = CheckpointError(*said[speaker].decode().rsplit("\n", 1))
+                problem.another_speaks = self._parts.world.rank != speaker
+                raise problem
+        self._holds += 1
         try:
             yield
         finally:
-            self._in_loop = False
+            self._holds -= 1
+            if self._holds == 0 and self._lock is not None:
+                self._lock.release()
 
     def save(self) -> None:
         """Write a checkpoint of this step. Raises `CheckpointError`; what is transient is a warning."""
-        if self._config.dir is None:
+        if self._folder is None:
             raise CheckpointError("there is no folder to save in", 'set checkpoint={"dir": ...} in the TrainerConfig')
+        with self._alone():
+            self._save()
+
+    def _save(self) -> None:
         self.saved_at, self.wanted = time.monotonic(), False
         step = self._position.step
         self._log_points.refuse_non_finite()
@@ -133,7 +188,10 @@ class Checkpoints:
         self.restore_random()
         random = every_text(encoded(random_states(self._parts.world)).encode(), self._parts.world)
         if self._saver is not None:
-            self._set_aside(self._config.dir)
+            assert self._folder is not None
+            assert self._lock is not None
+            self._lock.note_save()
+            self._set_aside(self._folder)
             state = self._state([text.decode() for text in random])
             self._saver.save(step, state, best=step == self._best_step)
         self._saved_step, self._kept = step, None
@@ -191,11 +249,15 @@ class Checkpoints:
     # --- going on -----------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Go on from where the configuration says, if there is anything."""
-        wanted, folder = self._config.resume, self._config.dir
+        """Resume from where the configuration says, if there is anything."""
+        with self._alone(resuming=True):
+            self._resume()
+
+    def _resume(self) -> None:
+        wanted, folder = self._config.resume, self._folder
         if folder is not None and wanted == "auto" and self._load_newest(folder):
             return
-        path = None if wanted in (None, "auto") else Path(str(wanted))
+        path = None if wanted in (None, "auto") else absolute(str(wanted))
         job, restarts = contract.attempt()
         course = _course(path, job)
         # Begun by this job before its workers were started again: what they have done since is not done once more.
@@ -207,9 +269,13 @@ class Checkpoints:
             self._begin_course(course, kept=-1)
 
     def load(self, path: Path) -> None:
-        """Go on from this checkpoint. Raises `CheckpointError` where it is damaged or of something else."""
+        """Resume from this checkpoint. Raises `CheckpointError` where it is damaged or of something else."""
+        with self._alone(resuming=True):
+            self._load(path)
+
+    def _load(self, path: Path) -> None:
         self._take_up(path, load(path, device=self._parts.world.device))
-        folder = self._config.dir
+        folder = self._folder
         inside = folder is not None and path.resolve().parent == folder.resolve()
         self._begin_course(_course(path, contract.attempt()[0]), kept=self._position.step if inside else -1)
 

@@ -54,14 +54,18 @@ class Evaluator:
         """All values after `step`; None where `stops` has broken it off: then the random states are as before it."""
         parts = self._parts
         random = None if stops is None else random_states(parts.world)
-        self._tell("on_evaluate_start")
-        with parts.heart.during(Phase.EVALUATION):
-            send_buffers(parts.model, parts.world)
-            values = evaluate(parts, self._metrics, batches, stops)
-        if values is not None:
-            logger.info("evaluation at step {}: {}", step, "  ".join(f"{k} {v:.4g}" for k, v in values.items()))
-            self._tell("on_evaluate", values)
-        self._tell("on_evaluate_end")
+        with self._checkpoints.postponed():
+            try:
+                self._tell("on_evaluate_start")
+                with parts.heart.during(Phase.EVALUATION):
+                    send_buffers(parts.model, parts.world)
+                    values = evaluate(parts, self._metrics, batches, stops)
+                if values is not None:
+                    shown = "  ".join(f"{k} {v:.4g}" for k, v in values.items())
+                    logger.info("evaluation at step {}: {}", step, shown)
+                    self._tell("on_evaluate", values)
+            finally:  # also after an error: what callbacks changed for the evaluation is put back
+                self._tell("on_evaluate_end")
         if values is not None:
             self._checkpoints.after_evaluation(values)
         elif random is not None:

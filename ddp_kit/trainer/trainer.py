@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from ddp_kit import log
 from ddp_kit.batch import plan_batches
 from ddp_kit.callbacks import Callback
-from ddp_kit.config import TrainerConfig
+from ddp_kit.config import TrainerConfig, absolute
 from ddp_kit.contract import Phase
 from ddp_kit.errors import ConfigError, DataError
 from ddp_kit.loader import Data
@@ -136,7 +136,7 @@ class Trainer:
         self._position = Position()
         self._recorder = Recorder(settings.profile, self.world.rank)
         self._turn: object = None  # the loop over steps() that is going on
-        self._seeded = self._stopping = self._telling = False
+        self._seeded = self._stopping = False
         self._max_steps = math.inf if settings.max_steps is None else settings.max_steps
         self._max_epochs = math.inf if settings.last_epoch is None else settings.last_epoch
         self._heart = self._parts.heart
@@ -216,16 +216,13 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of this step into `checkpoint.dir`. A collective: all ranks call it.
 
-        In a callback: once the step is done.
+        In a callback or an evaluation: once the step is done.
         """
-        if self._telling and self.config.checkpoint.dir is not None:
-            self._checkpoints.wanted = True
-        else:
-            self._checkpoints.save()
+        self._checkpoints.save_or_postpone()
 
     def resume(self, path: str | Path) -> None:
         """Go on from a checkpoint: weights, optimizer, random states, position. A collective: all ranks call it."""
-        self._checkpoints.load(Path(path))
+        self._checkpoints.load(absolute(path))
         self._heart.stand(self.step)
         self._seeded, self._turn = False, None
 
@@ -431,10 +428,9 @@ class Trainer:
         return rows[-1] if rows else None
 
     def _tell(self, event: str, *values: Any) -> None:
-        self._telling = True
-        for callback in self._callbacks:
-            getattr(callback, event)(self, *values)
-        self._telling = False
+        with self._checkpoints.postponed():
+            for callback in self._callbacks:
+                getattr(callback, event)(self, *values)
 
     def _agree(self, **data: object) -> None:
         """Refuse to go on where the ranks would go apart, or wait for each other."""

@@ -1,0 +1,123 @@
+"""One run at a time in a folder of checkpoints; whose it is, is said, and it dies with its holder."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from ddp_kit import CheckpointError, Trainer, TrainerConfig
+from ddp_kit.checkpoint import lock as lock_module
+from ddp_kit.checkpoint.lock import FolderLock
+from ddp_kit.manifest import checkpoints
+
+HOLDS = """
+import os, signal, sys
+from pathlib import Path
+from ddp_kit.checkpoint.lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]), "their-job")
+lock.acquire(resuming=True)
+child = os.fork() if "fork" in sys.argv else 1  # as a DataLoader worker
+if child == 0:
+    signal.pause()
+print(child, flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock_module, "_OTHER_RUN_SECONDS", 0.0)
+
+
+def trainer(folder: Path, **settings: Any) -> Trainer:
+    torch.manual_seed(0)
+    return Trainer(
+        nn.Linear(2, 1),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        lambda model, batch: model(batch[0]).square().mean(),
+        TrainerConfig(global_batch_size=4, max_steps=4, checkpoint={"dir": folder, "every_steps": 1}, **settings),
+    )
+
+
+def data() -> TensorDataset:
+    return TensorDataset(torch.randn(16, 2))
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_a_run_elsewhere_keeps_others_out_until_it_is_killed_and_is_named(
+    script: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    command = [sys.executable, script(HOLDS), folder, "fork"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        worker = int(holder.stdout.readline())
+        try:
+            with pytest.raises(CheckpointError, match=f"job 'their-job', process {holder.pid} on ") as caught:
+                trainer(folder)
+            assert str(folder) in caught.value.message
+            assert checkpoints(folder) == ()
+            holder.kill()
+            holder.wait()
+            os.kill(worker, 0)  # it lives, and does not keep the lock
+            assert trainer(folder).fit(data()).steps == 4
+        finally:
+            holder.kill()
+            os.kill(worker, signal.SIGKILL)
+
+
+def test_two_trainers_of_a_process_cannot_train_in_one_folder_at_once(tmp_path: Path) -> None:
+    first, second = trainer(tmp_path), trainer(tmp_path)
+    loop = first.steps(data())
+    next(loop)
+    for use in (lambda: trainer(tmp_path), lambda: second.fit(data()), second.save):
+        with pytest.raises(CheckpointError, match="another Trainer of this process"):
+            use()
+    assert len([*loop]) == 3
+    assert [found.step for found in checkpoints(tmp_path)] == [4, 3]
+
+
+def test_one_after_the_other_is_fine_unless_the_first_goes_on_from_what_is_no_longer_newest(tmp_path: Path) -> None:
+    first, second = trainer(tmp_path), trainer(tmp_path)
+    first.fit(data())
+    with pytest.raises(CheckpointError, match="another run has written checkpoints"):
+        second.fit(data())
+    third = trainer(tmp_path)
+    assert third.step == 4
+    third.save()
+    with pytest.raises(CheckpointError, match="another run has written checkpoints"):
+        first.save()
+    first.resume(checkpoints(tmp_path)[0].path)
+    first.save()
+
+
+def test_a_folder_of_its_own_and_none_at_all_are_free(tmp_path: Path) -> None:
+    first, second = trainer(tmp_path / "a"), trainer(tmp_path / "b")
+    loops = [first.steps(data()), second.steps(data())]
+    assert [next(loop).number for loop in loops] == [1, 1]
+
+
+def test_where_there_are_no_locks_a_run_goes_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(lock_module.fcntl, "flock", refuse)
+    assert trainer(tmp_path).fit(data()).steps == 4
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff", b"[" * 4000])
+def test_what_the_file_says_may_be_anything(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / lock_module.NAME).write_bytes(content)
+    lock = FolderLock(tmp_path, "")
+    lock.acquire(resuming=False)
+    lock.note_save()
+    lock.release()

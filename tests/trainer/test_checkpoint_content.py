@@ -1,0 +1,217 @@
+"""What a checkpoint holds, whenever it is asked for, and that a run resumes from it exactly."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ddp_kit import EMA, BestModel, Callback, CheckpointError, CSVLogger, Trainer, TrainerConfig
+from ddp_kit.checkpoint.loading import load
+from ddp_kit.manifest import checkpoints
+
+STEPS = 6
+
+
+def data() -> TensorDataset:
+    return TensorDataset(torch.randn(48, 3, generator=torch.Generator().manual_seed(0)))
+
+
+def trainer_for(
+    folder: Any,
+    *callbacks: Callback,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+    metrics: Any = None,
+    checkpoint: Any = None,
+    **settings: Any,
+) -> Trainer:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    config = TrainerConfig(
+        **{"global_batch_size": 8, "max_steps": STEPS, **settings},
+        checkpoint={"dir": folder, "keep_last": 99, "background": False, **(checkpoint or {})},
+    )
+    return Trainer(
+        model,
+        optimizer,
+        lambda placed, batch: placed(batch[0]).square().mean(),
+        config,
+        callbacks=callbacks,
+        metrics=metrics,
+    )
+
+
+def weights(trainer: Trainer) -> list[Tensor]:
+    return [each.detach().clone() for each in trainer.model.parameters()]
+
+
+def newest(folder: Path) -> dict[str, Any]:
+    return load(checkpoints(folder)[0].path)
+
+
+def same(state: dict[str, Any], expected: list[Tensor]) -> bool:
+    return all(map(torch.equal, state["model"].values(), expected))
+
+
+class Does(Callback):
+    """Calls a function after a step."""
+
+    def __init__(self, step: int, what: Callable[[Any], None]) -> None:
+        self.step, self.what = step, what
+
+    def on_step(self, trainer: Any) -> None:
+        if trainer.step == self.step:
+            self.what(trainer)
+
+
+def fail(*_: Any) -> Tensor:
+    raise ValueError("on purpose")
+
+
+def test_after_an_evaluation_that_failed_the_weights_are_saved_not_their_average(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, EMA(0.5), metrics={"fails": fail})
+    trainer.fit(data())
+    trained = weights(trainer)
+    with pytest.raises(ValueError, match="on purpose"):
+        trainer.evaluate(data())
+    assert all(map(torch.equal, weights(trainer), trained))
+    trainer.save()
+    assert same(newest(tmp_path), trained)
+
+
+def test_a_save_within_an_evaluation_waits_for_its_end(tmp_path: Path) -> None:
+    def saves(output: Tensor, batch: Any) -> Tensor:
+        trainer.save()
+        return output.mean()
+
+    trainer = trainer_for(tmp_path, EMA(0.5), metrics={"saves": saves})
+    for step in trainer.steps(data()):
+        if step.number == 3:
+            trainer.evaluate(data())
+            trained = weights(trainer)
+        if step.number == 4:
+            break
+    assert [found.step for found in checkpoints(tmp_path)] == [3]
+    assert same(newest(tmp_path), trained)
+
+
+def test_an_evaluation_and_a_save_in_a_callback_are_saved_when_all_have_heard_of_the_step(tmp_path: Path) -> None:
+    def evaluate_and_save(trainer: Trainer) -> None:
+        trainer.evaluate(data())
+        trainer.save()
+
+    ema = EMA(0.5)
+    trainer = trainer_for(tmp_path, Does(3, evaluate_and_save), ema)
+    for step in trainer.steps(data()):
+        if step.number == 3:
+            expected = [each.clone() for each in ema.state_dict()["average"].values()]
+            trained = weights(trainer)
+    (found,) = [one for one in checkpoints(tmp_path) if one.step == 3]
+    state = load(found.path)
+    assert same(state, trained)
+    assert all(map(torch.equal, state["callbacks"][1][1]["average"].values(), expected))
+
+
+def test_a_callback_that_raises_does_not_keep_later_saves_from_being_made(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, Does(2, fail))
+    with pytest.raises(ValueError, match="on purpose"):
+        trainer.fit(data())
+    trainer.save()
+    assert [found.step for found in checkpoints(tmp_path)] == [2]
+
+
+def test_best_weights_that_cannot_be_written_are_not_left_in_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_for(tmp_path / "run", BestModel(path=tmp_path / "best.safetensors"))
+    trainer.fit(data(), data())
+    resumed = trainer_for(tmp_path / "run", BestModel(path=tmp_path / "best.safetensors"), max_steps=STEPS + 1)
+    before = weights(resumed)
+    monkeypatch.setattr("ddp_kit.callbacks.best_model._write", fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        resumed.fit(data())
+    assert all(map(torch.equal, weights(resumed), before))
+
+
+def test_what_cannot_be_stored_is_found_after_the_first_step(tmp_path: Path) -> None:
+    class Keeps(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"function": print}
+
+    trainer = trainer_for(tmp_path, Keeps())
+    with pytest.raises(CheckpointError, match=r"callbacks\[0\].*function"):
+        trainer.fit(data())
+    assert trainer.step == 1
+
+
+class Master(torch.optim.Optimizer):
+    """Steps float32 copies of the weights."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["master"], state["steps"] = parameter.float(), torch.zeros((), dtype=torch.int64)
+            state["steps"] += 1
+            state["master"] -= 0.01 * parameter.grad.float() * (1 + 1 / state["steps"])
+            parameter.copy_(state["master"])
+
+
+def plain(name: str) -> Callable[[Any], torch.optim.Optimizer]:
+    return lambda parameters: getattr(torch.optim, name)(parameters, lr=0.01)
+
+
+NAMES = ("Adam", "NAdam", "RAdam", "ASGD", "Adamax", "Adagrad", "Rprop", "RMSprop", "Adadelta")
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "master": Master,
+    **{name: plain(name) for name in NAMES},
+    "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=0.01, amsgrad=True, foreach=False),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_resumes_bitwise(name: str, precision: str, tmp_path: Path) -> None:
+    make = OPTIMIZERS[name]
+    whole = trainer_for(None, optimizer=make, precision=precision, checkpoint={"keep_last": 1})
+    whole.fit(data())
+    trainer_for(tmp_path, optimizer=make, precision=precision, max_steps=3).fit(data())
+    resumed = trainer_for(tmp_path, optimizer=make, precision=precision)
+    assert resumed.step == 3
+    resumed.fit(data())
+    assert all(map(torch.equal, weights(resumed), weights(whole)))
+    for one, other in zip(resumed.optimizer.state.values(), whole.optimizer.state.values(), strict=True):
+        for key, value in other.items():
+            if isinstance(value, Tensor):
+                assert one[key].dtype == value.dtype, key
+                assert torch.equal(one[key], value), key
+
+
+def test_folders_are_those_of_when_the_trainer_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    best, log = BestModel(path="best.safetensors"), CSVLogger("log.csv")
+    trainer = trainer_for("run", best, log, checkpoint={"every_steps": 2})
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    trainer.fit(data(), data())
+    assert [found.step for found in checkpoints(tmp_path / "run")] == [6, 4, 2]
+    assert [*Path().iterdir()] == []
+    assert (tmp_path / "best.safetensors").exists()
+    assert (tmp_path / "log.csv").exists()
+
+
+def test_the_home_folder_may_be_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    trainer_for("~/run", CSVLogger("~/log.csv")).fit(data())
+    resumed = trainer_for(None, checkpoint={"resume": f"~/run/{checkpoints(tmp_path / 'run')[0].path.name}"})
+    assert resumed.step == STEPS
+    assert (tmp_path / "log.csv").exists()
+    resumed.resume(f"~/run/{checkpoints(tmp_path / 'run')[0].path.name}")
