@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUNS ?= 100
+OUT ?= build/gpu
+WHEELS ?=
+WHEELS_FOR ?= 3.12
 SEED ?= 0
 FUZZ_SECONDS ?= 3600
 BIN := $(VENV)/bin
@@ -56,6 +59,12 @@ bench: $(STAMP)  ## launch, failures, rendezvous, loop and checkpoints, against 
 	$(BIN)/python benchmarks/nodes.py
 	$(BIN)/python benchmarks/train.py
 	$(BIN)/python benchmarks/checkpoint.py
+
+gpu: $(if $(WHEELS),,$(STAMP)) ## all that only a GPU shows, in under ten minutes; offline: PYTHON=with torch, WHEELS=folder
+	$(if $(WHEELS),$(PYTHON),$(BIN)/python) benchmarks/gpu.py --out $(OUT) $(if $(WHEELS),--wheels $(WHEELS))
+
+wheels:          ## what `make gpu` needs on a machine without a network, but torch: WHEELS=folder, WHEELS_FOR=3.12
+	$(PYTHON) benchmarks/gpu_environment.py $(or $(WHEELS),wheels) --for $(WHEELS_FOR)
 
 clean:           ## remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist build

@@ -5,7 +5,7 @@
 A whole run writes its tables to RESULTS.md; with --quick, --only or --sizes they are printed alone. Rounds are
 interleaved: in each, every way to save has its turn at every size, in one process, and the order moves on by one from
 size to size and round to round; ratios are to a copy made right before the same save. Files are written under
-/var/tmp, which is a disk.
+/var/tmp, which is a disk. Where there is a GPU the state is there, and the copy goes to pinned host memory.
 """
 
 import argparse
@@ -129,10 +129,10 @@ def middle(values: Iterable[float | None]) -> float | None:
 # Standstill ----------------------------------------------------------------------------------------------------------
 
 
-def measure_saves(results: Results, megabytes: int, ways: Sequence[str]) -> None:
-    """One process, in which each way saves several times."""
+def measure_saves(results: Results, megabytes: int, ways: Sequence[str], saves: int | None) -> None:
+    """One process, in which each way saves several times; None: as many as suit the size."""
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=DISK))
-    saves = 4 if megabytes >= LARGE else 1 + max(1, min(10, 300 // megabytes))
+    saves = saves or (4 if megabytes >= LARGE else 1 + max(1, min(10, 300 // megabytes)))
     cores = len(os.sched_getaffinity(0))
     words = [sys.executable, WORKER, folder, megabytes, saves, ",".join(ways)]
     with (folder / "said").open("wb") as output:
@@ -313,6 +313,26 @@ def checks(results: Results) -> Iterator[tuple[str, float | None, float]]:
         yield "ddpkit's restarts that failed", failed, 0.0
 
 
+def note(path: Path | None, results: Results, ways: Sequence[str]) -> None:
+    """Leave the figures of the saves so far, in seconds, for another program."""
+    if path is None:
+        return
+    found = [
+        {
+            "megabytes": size,
+            "bytes": results.bytes[size],
+            "way": WAYS[way],
+            "copy": results.copy(size),
+            "stands still": results.later(size, way, _stood),
+            "the first time": results.first(size, way),
+            "on the disk": results.later(size, way, lambda save: save["whole"]),
+        }
+        for size in results.sizes()
+        for way in ways
+    ]
+    path.write_text(json.dumps(found, indent=1))
+
+
 def measure(asked: argparse.Namespace, ways: Sequence[str], programs: Sequence[str]) -> Results:
     results, dice = Results(), random.Random(1)  # noqa: S311
     for number in range(asked.rounds):
@@ -320,7 +340,8 @@ def measure(asked: argparse.Namespace, ways: Sequence[str], programs: Sequence[s
             for place, size in enumerate(asked.sizes):
                 if size < LARGE or number % 3 == 0:
                     first = (number + place) % len(ways)
-                    measure_saves(results, size, (*ways[first:], *ways[:first]))
+                    measure_saves(results, size, (*ways[first:], *ways[:first]), asked.saves)
+                    note(asked.json, results, ways)
                     _say(f"round {number + 1} of {asked.rounds}: {size} MB")
         if asked.only != "standstill":
             for name, turn in product(programs, range(KILLS)):
@@ -336,8 +357,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sizes", help="of the state, in MB (default: 10,100,1000,2000)")
     parser.add_argument("--rounds", type=int, default=3, help="from 1000 MB on, every third one (default: 3)")
     parser.add_argument("--quick", action="store_true", help="one round, 10 MB: does it work?")
+    parser.add_argument("--ways", help=f"to save, these alone: {','.join(WAYS)}")
+    parser.add_argument("--saves", type=int, help="of each way in a process, at least 2 (default: by the size)")
+    parser.add_argument("--json", type=Path, help="a file for the figures, written anew after each size")
     asked = parser.parse_args()
-    asked.whole = not (asked.quick or asked.only or asked.sizes)
+    asked.whole = not (asked.quick or asked.only or asked.sizes or asked.ways)
     asked.sizes = [int(word) for word in (asked.sizes or ("10" if asked.quick else "10,100,1000,2000")).split(",")]
     asked.rounds = 1 if asked.quick else asked.rounds
     return asked
@@ -351,7 +375,8 @@ def main() -> None:
     asked = parse()
     adopt_orphans()
     lacks = not installed("lightning")
-    ways = [way for way in WAYS if not (lacks and way.startswith("lightning"))]
+    chosen = asked.ways.split(",") if asked.ways else list(WAYS)
+    ways = [way for way in WAYS if way in chosen and not (lacks and way.startswith("lightning"))]
     programs = [name for name, program in PROGRAMS.items() if not (lacks and program.way == "lightning")]
     results = measure(asked, ways, programs)
     parts = [f"`python {' '.join(sys.argv)}` on {machine(PACKAGES)}."]

@@ -28,6 +28,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.utils.data import DataLoader, TensorDataset
 
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
 LAYERS = 24
 FEATURES, BATCH = 8, 8
 QUIET = 2
@@ -57,7 +59,7 @@ class Run:
     def __init__(self, folder: Path, megabytes: int, saves: int) -> None:
         width = max(1, int((megabytes * 1e6 / 12 / LAYERS) ** 0.5))
         layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU())]
-        self.model = nn.Sequential(nn.Linear(FEATURES, width), *layers, nn.Linear(width, 1))
+        self.model = nn.Sequential(nn.Linear(FEATURES, width), *layers, nn.Linear(width, 1)).to(DEVICE)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.dataset = TensorDataset(torch.randn(4096, FEATURES), torch.randn(4096, 1))
         self.folder, self.saves = folder, saves
@@ -66,7 +68,7 @@ class Run:
         self.step(next(iter(DataLoader(self.dataset, BATCH))))
         self.tensors = [*self.model.state_dict().values()]
         self.tensors += [value for state in self.optimizer.state.values() for value in state.values()]
-        self.copies = [tensor.clone() for tensor in self.tensors]
+        self.copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=CUDA) for tensor in self.tensors]
         self.bytes = sum(tensor.nbytes for tensor in self.tensors)
 
     def state(self) -> dict[str, Any]:
@@ -80,7 +82,7 @@ class Run:
 
     def step(self, batch: list[Tensor], before_change: Callable[[], None] = lambda: None) -> None:
         """One of a loop by hand; `before_change` is called just before the optimizer changes the weights."""
-        self.loss(batch).backward()
+        self.loss([part.to(DEVICE) for part in batch]).backward()
         before_change()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -91,21 +93,21 @@ class Run:
         for number in range(self.saves):
             quiet = []
             for _ in range(QUIET):
-                began = time.perf_counter()
+                began = now()
                 yield
-                quiet.append(time.perf_counter() - began)
+                quiet.append(now() - began)
             copied = self._copy()
             yield  # so that the caches hold after the copy what they hold before
-            began = time.perf_counter()
+            began = now()
             save(number)
             stood = time.perf_counter() - began
             self.found.append(Save(self.way, copied, stood, 0.0, median(quiet), 0.0, None))
             writing = _Waiting(lambda number=number: wait(number))
             steps = []
             while not steps or writing.is_alive():
-                before = time.perf_counter()
+                before = now()
                 yield
-                steps.append((before, time.perf_counter()))
+                steps.append((before, now()))
             ended = writing.ended()
             beside = [after - before for before, after in steps if after <= ended]
             last = self.found[-1]
@@ -121,10 +123,17 @@ class Run:
 
     @torch.no_grad()
     def _copy(self) -> float:
-        began = time.perf_counter()
+        began = now()
         for target, tensor in zip(self.copies, self.tensors, strict=True):
-            target.copy_(tensor)
-        return time.perf_counter() - began
+            target.copy_(tensor, non_blocking=CUDA)
+        return now() - began
+
+
+def now() -> float:
+    """The time, once the device has done its work."""
+    if CUDA:
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 class _Waiting(Thread):
@@ -288,7 +297,7 @@ def _lightning(run: Run, files: Any, wait: Callable[[int], None]) -> None:
             trainer.should_stop = next(self.probe, self) is self
 
     Trainer(
-        accelerator="cpu",
+        accelerator="gpu" if CUDA else "cpu",
         devices=1,
         max_epochs=-1,
         limit_val_batches=0,

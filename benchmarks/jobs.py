@@ -54,7 +54,7 @@ class Job:
     def __enter__(self) -> Self:
         self.folder = Path(tempfile.mkdtemp(prefix="launch-"))
         self.said = self.folder / "said"
-        words = [*self.command, str(WORKER), str(self.folder), self.then]
+        words = [*self.command, str(WORKER), str(self.folder), *self.then.split()]
         with self.said.open("wb") as output:
             self.started = time.monotonic()
             self.process = start(words, self.env, output.fileno())

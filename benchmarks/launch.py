@@ -1,12 +1,13 @@
 """How soon ranks are at work, at first and after a death, and what memory they take: `ddpkit launch` and its peers.
 
-    python benchmarks/launch.py [--quick] [--only start|restart|memory] [--ranks 1,2,4,8,16] [--rounds 7]
+    python benchmarks/launch.py [--quick] [--only start|restart|memory] [--ranks 1,2,4,8,16] [--rounds 7] [--cuda]
 
-A whole run writes its table to RESULTS.md; with --quick or --only it is printed alone. Rounds are interleaved: in
-each, every launcher has its turn, and the order moves on by one, so that a machine that gets slower does so for all.
+A whole run writes its table to RESULTS.md; with --quick, --only or --cuda it is printed alone. Rounds are interleaved:
+in each, every launcher has its turn, and the order moves on by one, so that a machine that gets slower does so for all.
 """
 
 import argparse
+import json
 import random
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from report import installed, machine, table, write_section
 BIN = Path(sys.executable).parent
 PACKAGES = ("torch", "accelerate", "ddpkit")
 FLOOR = "import torch"
+ON_GPU = "; torch.ones(1, device='cuda').item()"
 FIGURES = (
     FIRST := "first all_reduce, s",
     WHOLE := "whole run, s",
@@ -50,6 +52,12 @@ class Results:
     """Every measurement, by figure, launcher and number of ranks; None where it failed."""
 
     values: dict[tuple[str, str, int], list[float | None]] = field(default_factory=dict)
+    cuda: bool = False
+    """Whether the workers reduce tensors on GPUs."""
+
+    def worker(self, then: str) -> str:
+        """The words for launch_worker.py."""
+        return f"{then} cuda" if self.cuda else then
 
     def add(self, figure: str, launcher: str, ranks: int, value: float | None) -> None:
         self.values.setdefault((figure, launcher, ranks), []).append(value)
@@ -110,7 +118,7 @@ def job(launcher: Launcher, ranks: int, then: str, restarts: int = 0) -> Job:
 
 def measure_start(results: Results, launcher: Launcher, ranks: int) -> None:
     """From the command to the first all_reduce of the last rank, and to the command's return."""
-    with job(launcher, ranks, "once") as run:
+    with job(launcher, ranks, results.worker("once")) as run:
         there, ended = None, run.wait(START_SECONDS)
         if ended is not None:
             there = run.all_there(0, START_SECONDS)
@@ -123,7 +131,8 @@ def measure_start(results: Results, launcher: Launcher, ranks: int) -> None:
 
 def measure_floor(results: Results) -> None:
     began = time.monotonic()
-    process = start([sys.executable, "-c", FLOOR], {}, subprocess.DEVNULL)
+    code = FLOOR + ON_GPU * results.cuda
+    process = start([sys.executable, "-c", code], {}, subprocess.DEVNULL)
     try:
         good = process.wait() == 0
         results.add(WHOLE, FLOOR, 1, time.monotonic() - began if good else None)
@@ -134,7 +143,7 @@ def measure_floor(results: Results) -> None:
 def measure_restarts(results: Results, launcher: Launcher, ranks: int, kills: int, dice: random.Random) -> None:
     """From the SIGKILL of a random worker to the first all_reduce of the last rank of the next attempt."""
     while kills > 0:
-        with job(launcher, ranks, "train", restarts=60) as run:
+        with job(launcher, ranks, results.worker("train"), restarts=60) as run:
             there = run.all_there(0, START_SECONDS)
             if there is None:
                 _say(f"{launcher.name} with {ranks} ranks did not start")
@@ -156,7 +165,7 @@ def measure_restarts(results: Results, launcher: Launcher, ranks: int, kills: in
 
 def measure_memory(results: Results, launcher: Launcher, ranks: int) -> None:
     """Proportional memory: a page that n processes share counts as 1/n in each."""
-    with job(launcher, ranks, "idle") as run:
+    with job(launcher, ranks, results.worker("idle")) as run:
         there = run.all_there(0, START_SECONDS)
         workers = {mark.pid for mark in there[1]} if there is not None else set()
         everyone = {each.pid for each in psutil.Process().children(recursive=True)} | workers
@@ -236,6 +245,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", default="1,2,4,8,16", help="for the start (default: 1,2,4,8,16)")
     parser.add_argument("--rounds", type=int, default=7, help="of the start and the memory (default: 7)")
     parser.add_argument("--quick", action="store_true", help="one round, at most 2 ranks, 2 kills: does it work?")
+    parser.add_argument("--cuda", action="store_true", help="reduce on GPUs: the time to the first collective there")
+    parser.add_argument("--kills", type=int, help="of a worker, for the restarts (default: 50, and of peers' 6)")
+    parser.add_argument("--json", type=Path, help="a file for the figures, written anew after each part")
     asked = parser.parse_args()
     asked.ranks = [int(word) for word in asked.ranks.split(",")]
     if asked.quick:
@@ -244,28 +256,50 @@ def parse() -> argparse.Namespace:
 
 
 def measure(asked: argparse.Namespace, found: Sequence[Launcher]) -> Results:
-    results = Results()
+    results = Results(cuda=asked.cuda)
+    if asked.cuda:  # accelerate would not start several processes on one GPU
+        found = [launcher for launcher in found if launcher.name != "accelerate"]
     plain = [launcher for launcher in found if not launcher.env]
     if asked.only in (None, "start"):
-        warm_up = Results()  # the files are in memory afterwards
+        warm_up = Results(cuda=asked.cuda)  # the files are in memory afterwards
         turns([partial(measure_start, warm_up, launcher, 1) for launcher in plain], 1)
         todo = [partial(measure_start, results, launcher, ranks) for ranks, launcher in product(asked.ranks, plain)]
         turns([partial(measure_floor, results), *todo], asked.rounds)
+        note(asked.json, results)
     if asked.only in (None, "restart"):
         dice = random.Random(1)  # noqa: S311
-        kills = {"ddpkit": 2 if asked.quick else KILLS}
-        halves = 1 if asked.quick else 2
+        halves = 1 if asked.quick or asked.kills else 2
         todo = [
-            partial(measure_restarts, results, launcher, ranks, kills.get(launcher.name, few) // halves, dice)
-            for ranks, launcher in product([2] if asked.quick else [2, 4, 8], found)
-            for few in [1 if asked.quick else PEERS_KILLS]
+            partial(measure_restarts, results, launcher, ranks, _kills(asked, launcher) // halves, dice)
+            for ranks, launcher in product([2] if asked.quick or asked.cuda else [2, 4, 8], found)
             if launcher.restarts
         ]
         turns(todo, halves)
+        note(asked.json, results)
     if asked.only in (None, "memory"):
-        ranks = 2 if asked.quick else MEMORY_RANKS
+        ranks = 2 if asked.quick or asked.cuda else MEMORY_RANKS
         turns([partial(measure_memory, results, launcher, ranks) for launcher in plain], min(3, asked.rounds))
+        note(asked.json, results)
     return results
+
+
+def _kills(asked: argparse.Namespace, launcher: Launcher) -> int:
+    if asked.kills:
+        return asked.kills
+    if asked.quick:
+        return 2 if launcher.name == "ddpkit" else 1
+    return KILLS if launcher.name == "ddpkit" else PEERS_KILLS
+
+
+def note(path: Path | None, results: Results) -> None:
+    """Leave the figures so far, for another program; None where one failed."""
+    if path is None:
+        return
+    found = [
+        {"figure": figure, "launcher": launcher, "ranks": ranks, "values": values}
+        for (figure, launcher, ranks), values in results.values.items()
+    ]
+    path.write_text(json.dumps(found, indent=1))
 
 
 def main() -> None:
@@ -283,7 +317,7 @@ def main() -> None:
         good = value is not None and value <= bound
         found_words = "none" if value is None else f"{value:.2f}"
         sys.stdout.write(f"{'PASS' if good else 'FAIL'}  {words}: {found_words} (at most {bound:.2f})\n")
-    if asked.quick or asked.only:
+    if asked.quick or asked.only or asked.cuda:
         _say("only part of it was run: RESULTS.md stays as it is")
     else:
         write_section("launch", section)

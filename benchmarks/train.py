@@ -1,15 +1,16 @@
 """What a training loop costs per optimizer step: ddpkit's Trainer and its peers beside a loop written by hand.
 
-    python benchmarks/train.py [--quick] [--only mlp|own|batches|conv|gpt] [--rounds 4]
+    python benchmarks/train.py [--quick] [--only mlp|own|batches|conv|gpt] [--rounds 4] [--peers by_hand,ddpkit]
 
-A whole run writes its table to RESULTS.md; with --quick or --only it is printed alone. Every peer trains the same
-model on the same samples with the same optimizer. Rounds are interleaved: in each, every peer has its turn at every
-case, right after the others, and the order moves on by one; ratios are to the hand-written loop of the same round.
+A whole run writes its table to RESULTS.md; with --quick, --only or --peers it is printed alone. Every peer trains the
+same model on the same samples with the same optimizer. Rounds are interleaved: in each, every peer has its turn at
+every case, right after the others, and the order moves on by one; ratios are to the hand-written loop of that round.
 """
 
 import argparse
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -87,7 +88,7 @@ class Results:
     def ratio(self, row: Row, peer: str, name: str = "blocks") -> float | None:
         if (row, peer, "time") not in self.found:
             return None
-        pairs = zip(self.worst(row, peer, name), self.worst(row, HAND, name), strict=True)
+        pairs = zip(self.worst(row, peer, name), self.worst(row, HAND, name), strict=False)
         return middle(one / other if one and other else None for one, other in pairs)
 
 
@@ -105,9 +106,11 @@ def measure(row: Row, peer: str, steps: int, what: str = "time") -> list[dict[st
     """What each rank found; None where the run failed."""
     folder = Path(tempfile.mkdtemp(prefix="train-"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(row.ranks)]
+    alone = CUDA and row.ranks == 1  # the GPU does the work: whatever starts the process makes no difference
     words = [WORKER, folder, peer, row.case, row.accumulation, steps, what]
     with (folder / "said").open("wb") as output:
-        process = start([*torchrun, *map(str, words)], {}, output.fileno())
+        launcher, env = ([sys.executable], _alone()) if alone else (torchrun, {})
+        process = start([*launcher, *map(str, words)], env, output.fileno())
     try:
         process.wait(SECONDS)
         if process.returncode == 0:
@@ -121,22 +124,59 @@ def measure(row: Row, peer: str, steps: int, what: str = "time") -> list[dict[st
     return None
 
 
-def measure_all(cases: Sequence[str], peers: Sequence[str], rounds: int, quick: bool) -> Results:
+def _alone() -> dict[str, str]:
+    """What torchrun tells the only rank of a job."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
+    return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+def measure_all(asked: argparse.Namespace, cases: Sequence[str], peers: Sequence[str], rounds: int) -> Results:
     results = Results()
-    rows = [Row(case, ranks, a) for case in cases for ranks, a in product(RANKS, CASES[case].accumulations)]
+    wanted = asked.accumulation
+    rows = [
+        Row(case, ranks, a)
+        for case in cases
+        for ranks, a in product(RANKS, CASES[case].accumulations)
+        if wanted in (None, a)
+    ]
     for number in range(rounds):
         for place, row in enumerate(rows):
-            if number % CASES[row.case].turns:
+            if number % CASES[row.case].turns and not asked.only:
                 continue
             first = (number + place) % len(peers)
             for peer in (*peers[first:], *peers[:first]):
-                results.add(row, peer, "time", measure(row, peer, row.steps // 10 if quick else row.steps))
+                results.add(row, peer, "time", measure(row, peer, row.steps // 10 if asked.quick else row.steps))
+                note(asked.json, results, peers)
             _say(f"round {number + 1} of {rounds}: {', '.join(_place(row))}")
     if CUDA and "gpt" in cases:
-        for what, peer in product(("syncs", "overlap"), peers):
+        for peer in peers:
             row = Row("gpt", RANKS[-1], 1)
-            results.add(row, peer, what, measure(row, peer, GPU_STEPS, what))
+            results.add(row, peer, "observe", measure(row, peer, GPU_STEPS, "observe"))
+            note(asked.json, results, peers)
     return results
+
+
+def note(path: Path | None, results: Results, peers: Sequence[str]) -> None:
+    """Leave the figures so far, for another program."""
+    if path is None:
+        return
+    found = [
+        {
+            "case": row.case,
+            "ranks": row.ranks,
+            "accumulation": row.accumulation,
+            "peer": PEERS[peer][0],
+            "seconds": middle(results.worst(row, peer, "blocks")),
+            "ratio": results.ratio(row, peer),
+            "share": middle(results.worst(row, peer, "share")),
+            **{name: middle(results.worst(row, peer, name, "observe")) for name in ("syncs", "waits", "overlap")},
+        }
+        for row in results.rows()
+        for peer in peers
+    ]
+    path.write_text(json.dumps(found, indent=1))
 
 
 def lines(results: Results, peers: Sequence[str]) -> Iterator[list[str]]:
@@ -153,8 +193,8 @@ def lines(results: Results, peers: Sequence[str]) -> Iterator[list[str]]:
                 yield [words, *_place(row), *(_cell(results, row, peer, name, 1, ".0f") for peer in peers)]
     for what, name, words in (
         ("time", "share", "share of the matrix rate"),
-        ("syncs", "syncs", "waits for the device per step"),
-        ("overlap", "overlap", "share of copies beside kernels"),
+        ("observe", "syncs", "waits for the device per step"),
+        ("observe", "overlap", "share of copies beside kernels"),
     ):
         row = Row("gpt", RANKS[-1], 1)
         found = [middle(results.worst(row, peer, name, what)) for peer in peers]
@@ -195,24 +235,28 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", choices=CASES, help="this case alone")
     parser.add_argument("--rounds", type=int, default=4, help="how often each peer has its turn (default: 4)")
     parser.add_argument("--quick", action="store_true", help="one round, a tenth of the steps: does it work?")
+    parser.add_argument("--peers", help=f"these alone, of {','.join(PEERS)}")
+    parser.add_argument("--accumulation", type=int, help="with so many micro-batches to a step alone")
+    parser.add_argument("--json", type=Path, help="a file for the figures, written anew after each run")
     return parser.parse_args()
 
 
 def main() -> None:
     asked = parse()
     adopt_orphans()
-    peers = [peer for peer, (_, package) in PEERS.items() if installed(package)]
+    chosen = asked.peers.split(",") if asked.peers else list(PEERS)
+    peers = [peer for peer, (_, package) in PEERS.items() if peer in chosen and installed(package)]
     rounds, cases = 1 if asked.quick else asked.rounds, [asked.only] if asked.only else list(CASES)
-    results = measure_all(cases, peers, rounds, asked.quick)
+    results = measure_all(asked, cases, peers, rounds)
     header = ["", "model and data", "ranks", "accumulation", *(PEERS[peer][0] for peer in peers)]
-    notes = "".join(f"\n- no {PEERS[peer][0]}: it is not installed" for peer in PEERS if peer not in peers)
+    notes = "".join(f"\n- no {PEERS[peer][0]}: it is not installed" for peer in chosen if peer not in peers)
     drawn = table(header, lines(results, peers))
     section = f"`python {' '.join(sys.argv)}` on {machine(PACKAGES)}.\n{ABOUT}\n\n{drawn}\n{notes}"
     sys.stdout.write(f"{section}\n\n")
     for words, value in checks(results):
         shown = "none" if value is None else f"{value:.2f}"
         sys.stdout.write(f"{'PASS' if value is not None and value <= 1 else 'FAIL'}  {words}: {shown} (at most 1)\n")
-    if asked.quick or asked.only:
+    if asked.quick or asked.only or asked.peers or asked.accumulation:
         _say("only part of it was run: RESULTS.md stays as it is")
     else:
         write_section("train", section)

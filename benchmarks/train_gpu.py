@@ -12,53 +12,52 @@ import torch
 from train_models import BLOCKS, CUDA, WARM_UP, Run
 
 SIZE, TRIES = 8192, 10
+_WAITING = {"cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
 
 
-class Syncs:
-    """Counts the host's waits for the device, as torch notices them."""
+class Observed:
+    """In the first half of a run's steps it counts the waits that torch notices; of the second it records a trace.
 
-    def __init__(self, each: int) -> None:
-        self._steps, self._done, self._waits = BLOCKS * each, 0, 0
-
-    def __call__(self, *_: Any) -> None:
-        self._done += 1
-        if self._done == WARM_UP and CUDA:
-            warnings.simplefilter("always")
-            warnings.showwarning = self._count
-            torch.cuda.set_sync_debug_mode("warn")
-        elif self._done == WARM_UP + self._steps and CUDA:
-            torch.cuda.set_sync_debug_mode("default")
-
-    def _count(self, message: Warning | str, *_: Any, **__: Any) -> None:
-        self._waits += "synchronizing CUDA operation" in str(message)
-
-    def found(self) -> dict[str, Any]:
-        return {"syncs": self._waits / self._steps}
-
-
-class Overlap:
-    """The share of the copies to the device that runs beside a kernel, by torch.profiler's trace."""
+    A log point may wait; a run that is observed has none in between.
+    """
 
     def __init__(self, each: int) -> None:
-        self._steps, self._done = BLOCKS * each, 0
+        self._half = max(1, BLOCKS * each // 2)
+        self._done = self._noticed = 0
         self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
 
     def __call__(self, *_: Any) -> None:
         self._done += 1
-        if self._done == WARM_UP and CUDA:
+        if not CUDA:
+            return
+        if self._done == WARM_UP:
+            warnings.simplefilter("always")
+            warnings.showwarning = self._count
+            torch.cuda.set_sync_debug_mode("warn")
+        elif self._done == WARM_UP + self._half:
+            torch.cuda.set_sync_debug_mode("default")
             self._profiler.start()
-        elif self._done == WARM_UP + self._steps and CUDA:
+        elif self._done == WARM_UP + 2 * self._half:
             torch.cuda.synchronize()
             self._profiler.stop()
 
+    def _count(self, message: Warning | str, *_: Any, **__: Any) -> None:
+        self._noticed += "synchronizing CUDA operation" in str(message)
+
     def found(self) -> dict[str, Any]:
+        """Waits per step, by torch and by the trace; the share of the copies to the device that ran during a kernel."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trace.json")
             self._profiler.export_chrome_trace(str(path))
             events = json.loads(path.read_text())["traceEvents"]
         kernels, copies = _spans(events, "kernel", ""), _spans(events, "gpu_memcpy", "HtoD")
         whole = sum(end - start for start, end in copies)
-        return {"overlap": _shared(copies, kernels) / whole if whole else None}
+        calls = sum(event.get("cat") == "cuda_runtime" and event["name"] in _WAITING for event in events)
+        return {
+            "syncs": self._noticed / self._half,
+            "waits": max(0, calls - 1) / self._half,  # one is this class's own
+            "overlap": _shared(copies, kernels) / whole if whole else None,
+        }
 
 
 def _spans(events: list[dict[str, Any]], category: str, word: str) -> list[tuple[float, float]]:

@@ -1,6 +1,6 @@
 """The script that train.py launches: one peer trains one case, and each rank leaves what it found in FOLDER/RANK.
 
-`python train_worker.py FOLDER PEER CASE ACCUMULATION STEPS time|syncs|overlap`. Each peer is used as its
+`python train_worker.py FOLDER PEER CASE ACCUMULATION STEPS time|observe`. Each peer is used as its
 documentation tells its users, with its bars, summaries, checkpoints and validation off, and the same sparse log.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
-from train_gpu import Overlap, Syncs, rate_share
+from train_gpu import Observed, rate_share
 from train_models import BLOCKS, CASES, CUDA, Run, Stopwatch, loss_of, own_core
 
 
@@ -217,7 +217,7 @@ def main() -> None:
     run = Run(CASES[case], ranks, int(accumulation), each * BLOCKS, Path(folder), each)
     if what != "time":
         run.log_every = 10 * run.total  # at a log point the host may wait for the device
-    run.watch = watch = {"time": Stopwatch, "syncs": Syncs, "overlap": Overlap}[what](each)
+    run.watch = watch = {"time": Stopwatch, "observe": Observed}[what](each)
     globals()[peer](run)
     found = watch.found()
     if CUDA and what == "time" and case == "gpt":
