@@ -56,7 +56,7 @@ class Part:
 
 def _tests(mark: str, *folders: str) -> Callable[[Path], Sequence[str]]:
     # Warnings are no failures here: this machine's torch may be another than that of the tests.
-    options = ["-v", "-W", "default", "--tb=short", "-rs", "--timeout=60", "--continue-on-collection-errors"]
+    options = ["-v", "-W", "default", "--tb=short", "-rs", "--timeout=100", "--continue-on-collection-errors"]
     words = ["-m", "pytest", "-m", mark, *options, "-p", "no:cacheprovider", *folders]
     return lambda _: words
 
@@ -93,7 +93,9 @@ def read_train(figures: Path, _: str) -> Rows:
         ):
             if found[name] is not None:
                 words.append(form.format(found[name]))
-        rows.append((f"GPT, {found['ranks']} GPU, {found['peer']}", "; ".join(words) or "nothing"))
+        rows.append(
+            (f"GPT, {found['ranks']} rank{'s' * (found['ranks'] > 1)}, {found['peer']}", "; ".join(words) or "nothing")
+        )
     return rows
 
 
@@ -143,7 +145,7 @@ PARTS = (
         240,
         read_train,
     ),
-    Part("ranks", "several ranks on the GPUs", _tests("gpu and slow", "tests/end_to_end"), 120, read_tests),
+    Part("ranks", "several ranks on the GPUs", _tests("gpu and slow", "tests/end_to_end"), 140, read_tests),
     Part(
         "checkpoint",
         "saves of a state that is on the GPU",
@@ -155,7 +157,7 @@ PARTS = (
         100,
         read_checkpoint,
     ),
-    Part("launches", "GPUs given to launches", _tests("gpu and slow", "tests/launcher"), 120, read_tests),
+    Part("launches", "GPUs given to launches", _tests("gpu and slow", "tests/launcher"), 130, read_tests),
     Part(
         "launch",
         "seconds from the command, or from a kill, to the first all_reduce on the GPU",

@@ -226,12 +226,13 @@ def checks(results: Results) -> Iterable[tuple[str, float | None, float]]:
             yield f"{figure.removesuffix(', MB')}, ddpkit / torchrun, {MEMORY_RANKS} ranks", ratio, 0.35
 
 
-def turns(todo: Sequence[Callable[[], None]], rounds: int) -> None:
-    """Each of `todo` once per round, from another one on in each."""
+def turns(todo: Sequence[Callable[[], None]], rounds: int, after: Callable[[], None] = lambda: None) -> None:
+    """Each of `todo` once per round, from another one on in each; `after` follows each of them."""
     for number in range(rounds):
         first = number % len(todo)
         for each in (*todo[first:], *todo[:first]):
             each()
+            after()
         _say(f"round {number + 1} of {rounds}")
 
 
@@ -247,7 +248,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one round, at most 2 ranks, 2 kills: does it work?")
     parser.add_argument("--cuda", action="store_true", help="reduce on GPUs: the time to the first collective there")
     parser.add_argument("--kills", type=int, help="of a worker, for the restarts (default: 50, and of peers' 6)")
-    parser.add_argument("--json", type=Path, help="a file for the figures, written anew after each part")
+    parser.add_argument("--json", type=Path, help="a file for the figures, written anew after each run")
     asked = parser.parse_args()
     asked.ranks = [int(word) for word in asked.ranks.split(",")]
     if asked.quick:
@@ -257,6 +258,7 @@ def parse() -> argparse.Namespace:
 
 def measure(asked: argparse.Namespace, found: Sequence[Launcher]) -> Results:
     results = Results(cuda=asked.cuda)
+    after = partial(note, asked.json, results)
     if asked.cuda:  # accelerate would not start several processes on one GPU
         found = [launcher for launcher in found if launcher.name != "accelerate"]
     plain = [launcher for launcher in found if not launcher.env]
@@ -264,8 +266,7 @@ def measure(asked: argparse.Namespace, found: Sequence[Launcher]) -> Results:
         warm_up = Results(cuda=asked.cuda)  # the files are in memory afterwards
         turns([partial(measure_start, warm_up, launcher, 1) for launcher in plain], 1)
         todo = [partial(measure_start, results, launcher, ranks) for ranks, launcher in product(asked.ranks, plain)]
-        turns([partial(measure_floor, results), *todo], asked.rounds)
-        note(asked.json, results)
+        turns([partial(measure_floor, results), *todo], asked.rounds, after)
     if asked.only in (None, "restart"):
         dice = random.Random(1)  # noqa: S311
         halves = 1 if asked.quick or asked.kills else 2
@@ -274,12 +275,11 @@ def measure(asked: argparse.Namespace, found: Sequence[Launcher]) -> Results:
             for ranks, launcher in product([2] if asked.quick or asked.cuda else [2, 4, 8], found)
             if launcher.restarts
         ]
-        turns(todo, halves)
-        note(asked.json, results)
+        turns(todo, halves, after)
     if asked.only in (None, "memory"):
         ranks = 2 if asked.quick or asked.cuda else MEMORY_RANKS
-        turns([partial(measure_memory, results, launcher, ranks) for launcher in plain], min(3, asked.rounds))
-        note(asked.json, results)
+        todo = [partial(measure_memory, results, launcher, ranks) for launcher in plain]
+        turns(todo, min(3, asked.rounds), after)
     return results
 
 

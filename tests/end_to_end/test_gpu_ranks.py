@@ -12,7 +12,7 @@ from test_exact import apart, by_hand, cases
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 HERE = Path(__file__).parent
-FEW = 16
+FEW = 8
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
