@@ -163,7 +163,7 @@ def test_a_process_on_a_gpu_is_seen_and_the_gpu_is_not_free(ddpkit: Run, script:
 
 
 WAITS = """
-import time
+import os, time
 from pathlib import Path
 begun = Path("begun", str(os.getpid()))
 begun.parent.mkdir(exist_ok=True)
