@@ -1,5 +1,6 @@
 """Means that are exact over all ranks: kept as (sum, weight), reduced once."""
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_kit.errors import LossError
+
+_WEIGHT_HINT = "give a number of at least 0, such as how many tokens or samples the loss is the sum over"
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ def checked(value: object, source: str) -> "Tensor | Loss":
                 f"{source} returned a Loss whose weight is {_described(weight)}",
                 "give the weight as a number or a tensor of one element, such as targets.numel()",
             )
+        if (not isinstance(weight, Tensor) or weight.is_cpu) and not 0 <= weight < math.inf:
+            raise LossError(f"{source} returned a Loss whose weight is {float(weight):g}", _WEIGHT_HINT)
     elif isinstance(value, Tensor):
         total = value
     else:
@@ -49,6 +54,20 @@ def checked(value: object, source: str) -> "Tensor | Loss":
     return value
 
 
+def exact_weight(weight: Tensor | float) -> Tensor | float:
+    """The weight of a `Loss`, in float64. On a device an invalid one becomes NaN there, so that nothing waits."""
+    if not isinstance(weight, Tensor):
+        return weight
+    own = weight.detach().reshape(()).double()
+    return own if own.is_cpu else torch.where((own >= 0) & (own < math.inf), own, torch.nan)
+
+
+def bad_weight(step: int, rank: int | None = None) -> LossError:
+    """A weight on a device was not valid."""
+    where = "" if rank is None else f", first on rank {rank}"
+    return LossError(f"the weight of a Loss is negative, NaN or infinite at step {step}{where}", _WEIGHT_HINT, step)
+
+
 class Mean:
     """A weighted mean over all ranks and batches. Sums stay on the device, in float64, until `reduced`."""
 
@@ -60,8 +79,7 @@ class Mean:
         """Add a mean over `samples` samples, or a `Loss`; waits for nothing."""
         if isinstance(value, Loss):
             self._sum.add_(value.loss.detach().reshape(()))
-            weight = value.weight
-            self._weight = self._weight + (weight.detach().double().sum() if isinstance(weight, Tensor) else weight)
+            self._weight = self._weight + exact_weight(value.weight)
         else:
             self._sum.add_(value.detach().reshape(()), alpha=samples)
             self._weight = self._weight + samples

@@ -1,6 +1,7 @@
 """Where the model lives: on this rank's device, in DistributedDataParallel where there are several ranks."""
 
 from collections import Counter
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -50,12 +51,12 @@ class Reductions:
 
 
 def place(model: nn.Module, world: World, config: ParallelConfig, reductions: Reductions | None = None) -> nn.Module:
-    """Move the model to this rank's device and make its replicas agree. A collective: all ranks call it.
+    """Move the model to this rank's device and give all ranks rank 0's. A collective: all ranks call it.
 
-    `reductions`: what is to know of the reductions, if anything; it costs a call per bucket. The buffers are then for
-    the caller to send, once per step: DDP does so in each call of the model, and how many of those there are nobody
-    knows who has not come to them.
-    Returns what the loss function calls: the model itself where it is alone, else its DDP wrapper.
+    `reductions`: what is to know of the reductions, if anything; it costs a call per bucket.
+    Returns what `reduced_with` takes: the model itself where it is alone, else its DDP wrapper. The wrapper is never
+    called, so the caller sends the buffers, once per step: DDP would in each call of the model, of which a rank
+    without samples has none and a loss function may make several.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
@@ -69,23 +70,28 @@ def place(model: nn.Module, world: World, config: ParallelConfig, reductions: Re
     model.to(world.device)
     if world.world_size == 1:
         return model
+    _send([each.detach() for each in (*model.parameters(), *model.buffers())])
+    return wrapped(model, config, reductions)
+
+
+def wrapped(model: nn.Module, config: ParallelConfig, reductions: Reductions | None = None) -> DistributedDataParallel:
+    """DDP's wrapper around a model that is placed. A collective: all ranks call it."""
+    device = next(model.parameters()).device
     placed = DistributedDataParallel(
         model,
-        device_ids=[world.device] if world.device.type == "cuda" else None,
+        init_sync=False,  # which does not take every kind of buffer
         # Gradients are views into the buckets: no copy into them, and one gradient's worth of memory less.
         gradient_as_bucket_view=True,
         bucket_cap_mb=config.bucket_mb,
         find_unused_parameters=config.find_unused_parameters,
         static_graph=config.static_graph,
-        # Buffers are sent from rank 0, torch's default: its BatchNorm statistics count. Without any, nothing is sent.
     )
-    if world.device.type == "cuda" and hasattr(placed, "_set_ddp_runtime_logging_sample_rate"):
+    if device.type == "cuda" and hasattr(placed, "_set_ddp_runtime_logging_sample_rate"):
         # DDP times every 100th step for its own log, which nobody reads here, and waits for the device to do so.
         placed._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # type: ignore[no-untyped-call]
-    if reductions is not None:
-        # Not as an argument: torch 2.13 has another name for it, and warns of the old one.
-        name = "forward_sync_buffers" if hasattr(placed, "forward_sync_buffers") else "broadcast_buffers"
-        setattr(placed, name, False)
+    # Not as an argument: torch 2.13 has another name for it, and warns of the old one.
+    name = "forward_sync_buffers" if hasattr(placed, "forward_sync_buffers") else "broadcast_buffers"
+    setattr(placed, name, False)
     _hook(placed, config.compression, reductions)
     return placed
 
@@ -139,17 +145,76 @@ def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return [block for block in dict.fromkeys(found) if block not in inner]
 
 
+# Types that gloo and NCCL take as they are. Others travel as whole numbers of the same size.
+_SENT = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.int8}
+_SAME_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
 def send_buffers(model: nn.Module, world: World) -> None:
     """Give all ranks rank 0's buffers, such as BatchNorm's statistics: one model is evaluated. A collective."""
-    buffers = list(model.buffers())
-    if world.world_size > 1 and buffers:
+    if world.world_size > 1:
+        _send(list(model.buffers()))
+
+
+def _send(tensors: list[Tensor]) -> None:
+    """Give all ranks rank 0's tensors, in place. Sparse ones are compared when the model is placed, and not sent."""
+    sent: list[Tensor] = []
+    received: list[tuple[Tensor, Tensor]] = []
+    for each in tensors:
+        if each.layout != torch.strided or not each.numel():
+            continue
+        if each.dtype in _SENT and each.is_contiguous():
+            sent.append(each)
+        else:
+            memory = stored(each)
+            copy = memory.clone(memory_format=torch.contiguous_format).reshape(-1)
+            sent.append(copy.view(_SAME_SIZE[min(copy.element_size(), 8)]))
+            received.append((memory, copy))
+    if sent:
         # As DDP itself sends them: many in one piece.
-        dist._broadcast_coalesced(dist.group.WORLD, buffers, _BROADCAST_BYTES, 0)  # type: ignore[arg-type]
+        dist._broadcast_coalesced(dist.group.WORLD, sent, _BROADCAST_BYTES, 0)  # type: ignore[arg-type]
+    for memory, copy in received:
+        memory.copy_(copy.view(memory.shape))
 
 
-def without_reduction(placed: nn.Module) -> AbstractContextManager[None]:
-    """Gradients pile up on each rank alone: for every micro-batch of a step but its last."""
-    return placed.no_sync() if isinstance(placed, DistributedDataParallel) else nullcontext()
+def stored(tensor: Tensor) -> Tensor:
+    """The part of a tensor that is stored: an expanded one repeats the first index of a dimension."""
+    for dimension, stride in enumerate(tensor.stride() if tensor.layout == torch.strided else ()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+class _Nothing(torch.autograd.Function):
+    """Zero, whose backward pass reaches a parameter and leaves its gradient undefined."""
+
+    @staticmethod
+    def forward(_ctx: Any, parameter: Tensor) -> Tensor:
+        return torch.zeros((), device=parameter.device)
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Tensor) -> None:
+        return None
+
+
+def reduced_with(placed: nn.Module, loss: Tensor) -> Tensor:
+    """The same loss; the backward pass from it reduces the gradients over the ranks.
+
+    DDP prepares this in the wrapper's forward pass, which nobody calls here: a loss function may call the model any
+    number of times, also none, or use its parts. Backward passes from any other tensor add to the gradients of their
+    own rank. All ranks call it once per step.
+    """
+    if not isinstance(placed, DistributedDataParallel):
+        return loss
+    placed._pre_forward()  # type: ignore[no-untyped-call]
+    armed: Tensor = placed._post_forward(loss)  # type: ignore[no-untyped-call]
+    return armed
+
+
+def forward_context(placed: nn.Module) -> AbstractContextManager[object]:
+    """Where torch.compile cuts graphs at DDP's buckets, so that reductions overlap with the backward pass."""
+    return placed._inside_ddp_forward() if isinstance(placed, DistributedDataParallel) else nullcontext()
 
 
 def check_reduced(placed: nn.Module) -> None:
@@ -158,8 +223,14 @@ def check_reduced(placed: nn.Module) -> None:
     Its gradient, and those in the same bucket, are then each rank's own. To be called without gradients at hand, for
     buckets may be built anew. Costs a microsecond.
     """
-    if isinstance(placed, DistributedDataParallel) and placed.reducer._rebuild_buckets():
+    if not isinstance(placed, DistributedDataParallel):
+        return
+    if placed.reducer._rebuild_buckets():
         placed._has_rebuilt_buckets = True  # as DDP itself does after this call
+    if placed.static_graph:
+        # With a static graph DDP counts each backward pass of its first iteration, which ends when the next one
+        # begins: here, or the next step's first passes and those of the user's own code would be counted too.
+        placed.reducer.prepare_for_forward()
 
 
 def reduction_order(placed: nn.Module) -> list[int] | None:
@@ -184,14 +255,17 @@ def reduce_in(placed: nn.Module, order: list[int]) -> None:
         check_reduced(placed)
 
 
-def stand_in(placed: nn.Module, order: list[int] | None = None) -> Tensor:
-    """A loss of nothing, for a rank without samples: its backward pass takes part in DDP's reduction with zeros.
+def stand_in(
+    placed: nn.Module, order: list[int] | None = None, unused: Collection[nn.Parameter] = frozenset()
+) -> Tensor:
+    """A zero loss, for a rank without samples: its backward pass takes part in DDP's reduction with zeros.
 
     DDP needs every rank in every reduction. A batch used for nothing would do as well, but costs a pass, and moves
-    BatchNorm's statistics; and a stream that is empty has none. `order`: in which the gradients come.
+    BatchNorm's statistics; and a stream that is empty has none. `order`: in which the gradients come. `unused`:
+    parameters that no pass of a static graph uses. On this rank gradients stay undefined, so that a parameter that no
+    rank's samples used has none in the end, rather than zeros.
     """
     assert isinstance(placed, DistributedDataParallel), "a rank that is alone has samples"
-    placed._pre_forward()  # type: ignore[no-untyped-call]  # what DDP itself does around the module's forward pass
     sparse = {
         module.weight  # DDP reduces its gradient as a sparse one
         for module in placed.module.modules()
@@ -200,14 +274,17 @@ def stand_in(placed: nn.Module, order: list[int] | None = None) -> Tensor:
     parameters = [each for each in placed.module.parameters() if each.requires_grad]
     if order is not None:
         parameters = [parameters[number] for number in reversed(order)]  # computed last is differentiated first
-    ends: Any = [_end(each, each in sparse) for each in parameters]
-    ends = placed._post_forward(ends)  # type: ignore[no-untyped-call]
-    return sum((end * 0.0 for end in ends), torch.zeros((), device=ends[0].device))
+    zero = torch.zeros((), device=parameters[0].device)
+    ends = [_sparse_end(each) if each in sparse else _end(each) for each in parameters if each not in unused]
+    return reduced_with(placed, sum(ends, zero))
 
 
-def _end(parameter: nn.Parameter, sparse: bool) -> Tensor:
-    """A number that depends on a parameter; its gradient is of the kind that the others' passes give."""
-    if sparse:
-        first = torch.zeros(1, dtype=torch.int64, device=parameter.device)
-        return nn.functional.embedding(first, parameter, sparse=True).sum()
-    return parameter.reshape(-1)[:1].sum()
+def _end(parameter: nn.Parameter) -> Tensor:
+    end: Tensor = _Nothing.apply(parameter)  # type: ignore[no-untyped-call]
+    return end
+
+
+def _sparse_end(parameter: nn.Parameter) -> Tensor:
+    """Zero, with a sparse gradient: DDP takes no undefined one where it expects such."""
+    first = torch.zeros(1, dtype=torch.int64, device=parameter.device)
+    return nn.functional.embedding(first, parameter, sparse=True).sum() * 0.0

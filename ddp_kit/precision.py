@@ -37,6 +37,8 @@ class Precision:
         self._device = device
         self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
         self._left_out: Tensor | None = None  # on the device: the steps that nobody has been told of
+        self.overflowed: Tensor | None = None
+        """With fp16: whether the last step overflowed, as a boolean scalar on the device."""
         if device.type == "cuda":
             _choose_float32(tf32=name == "tf32")
 
@@ -85,7 +87,7 @@ class Precision:
         self._scaler.step(optimizer)
         self._scaler.update()
         # An overflow is what lowers the scale.
-        overflowed = self._scaler._get_scale_async() < before  # type: ignore[operator]
+        self.overflowed = overflowed = self._scaler._get_scale_async() < before  # type: ignore[operator]
         if tell:
             return not bool(overflowed)
         self._left_out = overflowed.long() if self._left_out is None else self._left_out + overflowed

@@ -37,6 +37,11 @@ class Interval:
         self.steps = 0
         self.samples = 0
 
+    @property
+    def step(self) -> int:
+        """The number of the optimizer step that is being done."""
+        return self._first_step + self.steps
+
     def add(self, value: Tensor | Loss, samples: int) -> None:
         """Note the loss of one pass: a mean over `samples` samples, or a `Loss`."""
         if isinstance(value, Loss):
@@ -46,7 +51,7 @@ class Interval:
         else:
             self._sums.append(value.detach())
             self._weights.append(samples)
-        self._step_of.append(self._first_step + self.steps)
+        self._step_of.append(self.step)
 
     def note_norm(self, norm: Tensor) -> None:
         """Note the global norm of the step's gradient, before clipping."""

@@ -13,7 +13,7 @@ from ddp_kit.config import TrainerConfig
 from ddp_kit.errors import ConfigError, LossError
 from ddp_kit.log import logger
 from ddp_kit.metrics import Loss, checked
-from ddp_kit.placement import Reductions, send_buffers
+from ddp_kit.placement import Reductions
 from ddp_kit.profile import save_memory_snapshot
 from ddp_kit.timing import StepClock
 from ddp_kit.trainer.agreement import gathered
@@ -160,7 +160,7 @@ def _free() -> None:
 class RescuedStep(OptimizerStep):
     """An optimizer step that is given up by all ranks together where one runs out of memory.
 
-    rank 0's buffers to all ranks, passes of all ranks
+    passes of all ranks
     where memory ran out: take part in the step's remaining collectives, with zeros     # the others are in them
     one number over the hosts: did anyone run out?                                      # no device is waited for
     if so: buffers and random states go back, everyone raises OutOfMemory
@@ -174,7 +174,6 @@ class RescuedStep(OptimizerStep):
     def replace(self, placed: nn.Module, reductions: Reductions) -> None:
         """Go on with a new wrapper: what a reduction that broke off has left of the old one is unknown."""
         self._placed, self._reductions = placed, reductions
-        self._watch_first_call()
 
     def release(self) -> None:
         """Let go of the wrapper, which takes its hooks off the parameters."""
@@ -182,7 +181,6 @@ class RescuedStep(OptimizerStep):
         _free()
 
     def _gradients(self, share: Share, batch: Callable[[], Any], interval: Interval) -> Callable[[], Tensor] | None:
-        send_buffers(self._parts.model, self._parts.world)
         before, failed, weight = StepState(self._parts), None, None
         self._weighing = False
         self._reductions.begin()
@@ -212,7 +210,7 @@ class RescuedStep(OptimizerStep):
         if self._parts.world.world_size == 1:
             return
         if not self._known:
-            self._agree(None, self._passes)
+            self._agree(None)
         if self._weighted and not self._weighing:
             self._over_all_ranks(0.0)()
         self._reductions.complete(self._placed)

@@ -1,42 +1,23 @@
 """Going back to where a run was: for what is only tried."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ddp_kit.trainer.buffers import BufferCopies
 from ddp_kit.trainer.optimizer_state import load_optimizer_state
 from ddp_kit.trainer.step import Parts
 from ddp_kit.world import random_states, set_random_states
-
-
-class _Buffers:
-    """A model's buffers. They are looked up by name: a module may put another tensor in a buffer's place."""
-
-    def __init__(self, model: nn.Module, copied: Callable[[Tensor], Tensor]) -> None:
-        self._kept = [
-            (module, name, buffer, None if buffer is None else copied(buffer.detach()))
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-        ]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put them back, the same tensors with the same contents."""
-        for module, name, buffer, before in self._kept:
-            if buffer is not None and before is not None:
-                buffer.copy_(before)
-            module._buffers[name] = buffer
 
 
 class StepState:
     """What the passes of an optimizer step change beside gradients: buffers and random states."""
 
     def __init__(self, parts: Parts) -> None:
-        self._buffers = _Buffers(parts.model, Tensor.clone)
+        self._buffers = BufferCopies(parts.model, Tensor.clone)
         self._random = random_states(parts.world)
 
     def restore(self) -> None:
@@ -54,7 +35,7 @@ class RunState:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._weights = [(each, _on_host(each)) for each in parts.model.parameters()]
-        self._buffers = _Buffers(parts.model, _on_host)
+        self._buffers = BufferCopies(parts.model, _on_host)
         self._optimizer = tree_map(_on_host, parts.optimizer.state_dict())
         self._scheduler = {} if parts.scheduler is None else copy.deepcopy(parts.scheduler.state_dict())
         self._scaler = parts.precision.state()

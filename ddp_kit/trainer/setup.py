@@ -154,11 +154,6 @@ def checked_callbacks(callbacks: object) -> tuple[Callback, ...]:
 def explained(error: Exception, model: nn.Module) -> LossError | None:
     """What DDP complains of, in the words of what a user of the Trainer can do about it; None for other errors."""
     text = str(error)
-    if isinstance(error, AttributeError) and "'DistributedDataParallel' object has no attribute" in text:
-        return LossError(
-            f"the loss function used model.{error.name}, but at several ranks it gets the model in DDP's wrapper",
-            "let the loss function call model(...) alone, or look things up on your own model",
-        )
     if isinstance(error, RuntimeError) and "find_unused_parameters" in text:
         numbers = re.findall(r"did not receive grad for rank \d+:([ \d]+)", text)
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -1,7 +1,7 @@
 """One optimizer step: the exact gradient of the global batch, then the update."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,19 +13,29 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_kit.config import TrainerConfig
 from ddp_kit.contract import Phase
-from ddp_kit.errors import LossError
-from ddp_kit.metrics import Loss, checked
-from ddp_kit.placement import check_reduced, reduce_in, reduction_order, stand_in, without_reduction
+from ddp_kit.errors import ConfigError, LossError
+from ddp_kit.metrics import Loss, bad_weight, checked, exact_weight
+from ddp_kit.placement import (
+    check_reduced,
+    forward_context,
+    reduce_in,
+    reduced_with,
+    reduction_order,
+    send_buffers,
+    stand_in,
+    wrapped,
+)
 from ddp_kit.precision import Precision, scale_gradients
 from ddp_kit.progress import Heartbeat
 from ddp_kit.timing import BACKWARD, FORWARD, OPTIMIZER, StepClock
 from ddp_kit.trainer.agreement import first_losses
+from ddp_kit.trainer.buffers import BufferCopies
 from ddp_kit.trainer.feed import Share
 from ddp_kit.trainer.interval import Interval
+from ddp_kit.trainer.parameters import RunParameters
 from ddp_kit.trainer.setup import LossFunction, explained, trainable, unused
 from ddp_kit.world import World
 
-_REDUCING = nullcontext()  # what DDP does by itself
 _UNKNOWN, _PLAIN, _WEIGHTED = range(3)
 
 
@@ -47,26 +57,29 @@ class Parts:
 class OptimizerStep:
     """Does one optimizer step after another.
 
+    gradients to None, rank 0's buffers to all ranks
     for each of this rank's passes:
         loss_fn(model, batch), times its share of the global batch, backward     # reduced with the last pass only
     unscale (fp16), divide by the step's weight (Loss), clip
-    optimizer.step(), scheduler.step(), gradients to None
+    optimizer.step(), scheduler.step()      # or, where the step is left out, buffers as they were before it
 
     The first step is looked at more closely: what can be wrong with a loss function shows there.
     """
 
     def __init__(self, parts: Parts, placed: nn.Module, clock: StepClock) -> None:
         self._parts = parts
-        self._placed = placed  # what the loss function calls: the model, or its DDP wrapper
+        self._placed = placed  # the model, or its DDP wrapper
         self._clock = clock
         self.parameters = trainable(parts.model)
+        self._all = RunParameters(parts.model, parts.optimizer)
         self._learning = parts.config.parallel.static_graph and parts.world.world_size > 1
         self._passes = self._most_passes = 0  # in the first step, on this rank and on the one that has the most
         self._kind = _UNKNOWN  # of what the loss function returns; known from the first step
-        self._model_called = parts.world.world_size == 1  # else the first loss has to come through the DDP wrapper
-        self._watch_first_call()
         self._complete = parts.world.world_size == 1  # else every parameter has to have got a gradient once
+        self._unused: frozenset[nn.Parameter] = frozenset()  # by any pass of a static graph
         self._order: list[int] | None = None  # in which parameters are reduced, once it is settled
+        may_skip = parts.config.non_finite == "skip" or parts.precision.scales
+        self._keeps_buffers = may_skip and any(True for _ in parts.model.buffers())
         self._skipped = 0
 
     def run(self, share: Share, batch: Callable[[], Any], interval: Interval, *, measure_norm: bool) -> None:
@@ -74,7 +87,11 @@ class OptimizerStep:
         parts = self._parts
         parts.heart.mark(Phase.DATA)
         self._passes = len(share.passes)
+        self.clear()  # of what another Trainer, or the user's own code, has left
+        send_buffers(parts.model, parts.world)
+        before = BufferCopies(parts.model) if self._keeps_buffers else None
         weight = self._gradients(share, batch, interval)
+        self._all.check_frozen()
         parts.heart.mark(Phase.OPTIMIZER)
         if not self._complete:
             self._check_complete()
@@ -84,13 +101,12 @@ class OptimizerStep:
             scale_gradients(self.parameters, _ratio(share.samples, weight()))
         # The host has to know whether the step was left out only where something on the host depends on it.
         tell = parts.scheduler is not None or parts.config.non_finite == "skip"
-        applied = self._clip(interval, measure_norm) and parts.precision.apply(parts.optimizer, tell=tell)
-        if not applied:
-            self._skipped += 1
-            if parts.config.non_finite == "skip":
-                interval.drop_step()
-        elif parts.scheduler is not None:
-            parts.scheduler.step()
+        if self._clip(interval, measure_norm) and parts.precision.apply(parts.optimizer, tell=tell):
+            if before is not None and parts.precision.overflowed is not None:
+                before.restore_where(parts.precision.overflowed)
+            self._tick(interval.step)
+        else:
+            self._leave_out(interval, before, weight)
         self.clear()
         self._check_reduced()
         self._clock.mark(OPTIMIZER)
@@ -105,6 +121,27 @@ class OptimizerStep:
     def skipped(self, steps: int) -> None:
         self._parts.precision.steps_left_out()
         self._skipped = steps
+
+    def _tick(self, step: int) -> None:
+        scheduler = self._parts.scheduler
+        if scheduler is not None:
+            try:
+                scheduler.step()
+            except ValueError as error:
+                raise ConfigError(
+                    f"the {type(scheduler).__name__} cannot tick after step {step}: {error}",
+                    "make it for as many ticks as the run has steps",
+                ) from error
+
+    def _leave_out(self, interval: Interval, before: BufferCopies | None, weight: Callable[[], Tensor] | None) -> None:
+        """The gradient is not finite. What the passes have changed goes back."""
+        if self._parts.config.non_finite == "skip":
+            if weight is not None and not bool(torch.isfinite(weight())):
+                raise bad_weight(interval.step)
+            interval.drop_step()
+        if before is not None:
+            before.restore()
+        self._skipped += 1
 
     @contextmanager
     def without_scheduler(self) -> Iterator[None]:
@@ -139,9 +176,12 @@ class OptimizerStep:
             self._order = order
 
     def clear(self) -> None:
-        """Forget all gradients."""
-        for parameter in self.parameters:
-            parameter.grad = None
+        """Set all gradients to None."""
+        self._all.clear_gradients()
+
+    def check_parameters(self) -> None:
+        """Raise `ConfigError` where others learn now than when the Trainer was made."""
+        self._all.check()
 
     # --- gradients ----------------------------------------------------------------------------------------------
 
@@ -166,15 +206,16 @@ class OptimizerStep:
         weight: Tensor | float = 0.0
         total: Callable[[], Tensor] | None = None
         for number, samples in enumerate(share.passes):
-            with _REDUCING if number == last else without_reduction(self._placed):
-                value = self._forward(batch, samples, interval)
+            value = self._forward(batch, samples, interval)
+            loss, phase = parts.precision.scaled(self._objective(value, samples, share.samples)), BACKWARD
+            if isinstance(value, Loss):
+                weight = weight + exact_weight(value.weight)
+            if number == last:
                 if isinstance(value, Loss):
-                    weight = weight + value.weight
-                    if number == last:
-                        total = self._over_all_ranks(weight)
-                loss = parts.precision.scaled(self._objective(value, samples, share.samples))
-                phase = self._clock.watch(loss) if number == last and parts.world.world_size > 1 else BACKWARD
-                loss.backward()  # type: ignore[no-untyped-call]
+                    total = self._over_all_ranks(weight)
+                loss = reduced_with(self._placed, loss)
+                phase = self._clock.watch(loss) if parts.world.world_size > 1 else phase
+            loss.backward()  # type: ignore[no-untyped-call]
             self._clock.mark(phase)
         return total
 
@@ -184,7 +225,7 @@ class OptimizerStep:
         arrived = batch()  # which marks its phases itself
         heart.mark(Phase.FORWARD)
         with self._parts.precision.forward():
-            value = self._loss(arrived)
+            value = self._loss(arrived, interval.step)
         self._clock.mark(FORWARD)
         heart.mark(Phase.BACKWARD)
         interval.add(value, samples)
@@ -193,17 +234,21 @@ class OptimizerStep:
     def _learn(self, share: Share, batch: Callable[[], Any], interval: Interval) -> Callable[[], Tensor] | None:
         """The first step with a static graph: every pass is reduced over the ranks, as often on each of them.
 
-        DDP learns the graph from its first pass, which has to end in a reduction: torch 2.13 crashes at one within
-        no_sync. What was reduced before is the same on all ranks by then, and their mean is itself.
+        DDP learns the graph from the backward passes up to its first reduction, so these have to be one. What was
+        reduced before is the same on all ranks in the next pass, and their mean is itself.
         """
         self._learning = False
+        parts = self._parts
+        self._placed = wrapped(parts.model, parts.config.parallel)  # which has counted no backward pass of others yet
         weight: Tensor | float = 0.0
         for samples in share.passes:
             value = self._forward(batch, samples, interval)
-            weight = weight + value.weight if isinstance(value, Loss) else weight
-            loss = self._parts.precision.scaled(self._objective(value, samples, share.samples))
-            loss.backward()  # type: ignore[no-untyped-call]
+            weight = weight + exact_weight(value.weight) if isinstance(value, Loss) else weight
+            loss = parts.precision.scaled(self._objective(value, samples, share.samples))
+            reduced_with(self._placed, loss).backward()  # type: ignore[no-untyped-call]
         done = len(share.passes)
+        if done:  # else this rank's first pass, which settles what DDP expects of it, is a zero loss of all
+            self._unused = frozenset(each for each in self.parameters if each.grad is None)
         while done == 0 or done < self._most_passes:  # the first one tells how many there are
             self._nothing().backward()  # type: ignore[no-untyped-call]
             done += 1
@@ -233,16 +278,16 @@ class OptimizerStep:
 
     def _nothing(self) -> Tensor:
         self._parts.heart.mark(Phase.BACKWARD)
-        nothing = self._parts.precision.scaled(stand_in(self._placed))
+        nothing = self._parts.precision.scaled(stand_in(self._placed, unused=self._unused))
         if self._kind == _UNKNOWN:
-            self._agree(None, passes=0)
+            self._agree(None)
         return nothing
 
     def _over_all_ranks(self, weight: Tensor | float) -> Callable[[], Tensor]:
         """Start adding up the step's weight, beside the backward pass; the result is ready when called for."""
         world = self._parts.world
         own = torch.zeros((), dtype=torch.float64, device=world.device)
-        own += weight.detach().sum() if isinstance(weight, Tensor) else weight  # filled in place: no copy from the host
+        own += weight  # filled in place: no copy from the host
         work = dist.all_reduce(own, async_op=True) if world.world_size > 1 else None
 
         def result() -> Tensor:
@@ -254,10 +299,10 @@ class OptimizerStep:
 
     # --- the loss function --------------------------------------------------------------------------------------
 
-    def _loss(self, batch: Any) -> "Tensor | Loss":
+    def _loss(self, batch: Any, step: int) -> "Tensor | Loss":
         if self._kind == _UNKNOWN:
-            return self._first_loss(batch)
-        value = self._called(batch)
+            return self._first_loss(batch, step)
+        value = self._called(batch, step)
         if (self._kind == _WEIGHTED) != isinstance(value, Loss):
             raise LossError(
                 "the loss function returned a plain tensor at some steps and a Loss at others",
@@ -265,38 +310,35 @@ class OptimizerStep:
             )
         return value
 
-    def _called(self, batch: Any) -> "Tensor | Loss":
-        try:
-            value = self._parts.loss_fn(self._placed, batch)
-        except (AttributeError, RuntimeError) as error:
-            if (said := explained(error, self._parts.model)) is not None:
-                raise said from error
-            raise
-        return checked(value, "the loss function")
+    def _called(self, batch: Any, step: int) -> "Tensor | Loss":
+        parts = self._parts
+        if parts.config.compile is None:
+            value = checked(parts.loss_fn(parts.model, batch), "the loss function")
+        else:
+            with forward_context(self._placed):
+                value = checked(parts.loss_fn(parts.model, batch), "the loss function")
+        if not (value.loss if isinstance(value, Loss) else value).requires_grad:
+            self._all.check_frozen()  # which would explain it
+            raise LossError(
+                f"the loss function returned a tensor without a gradient at step {step} on rank {parts.world.rank}",
+                "compute it from the model's output, without .item(), .detach(), torch.no_grad() or argmax on the way",
+                step,
+            )
+        return value
 
-    def _first_loss(self, batch: Any) -> "Tensor | Loss":
+    def _first_loss(self, batch: Any, step: int) -> "Tensor | Loss":
         """The first loss of all, once every rank knows that it and all others can be used. Here the host waits."""
         try:
-            value = self._called(batch)
+            value = self._called(batch, step)
             self._check_first(value)
         except LossError as error:
-            self._agree(error, self._passes)  # raises it
+            self._agree(error)  # raises it
             raise
-        self._agree(value, self._passes)
+        self._agree(value)
         return value
 
     def _check_first(self, value: "Tensor | Loss") -> None:
         total = value.loss if isinstance(value, Loss) else value
-        if not self._model_called:
-            raise LossError(
-                "the loss function did not call the model that it was given, so the ranks would train apart",
-                "use its first argument: def loss_fn(model, batch): ... model(inputs) ...",
-            )
-        if not total.requires_grad:
-            raise LossError(
-                "the loss function returned a tensor without a gradient",
-                "compute it from the model's output, without .item(), .detach(), torch.no_grad() or argmax on the way",
-            )
         lenient = self._parts.config.non_finite == "skip" or self._parts.precision.scales
         if not lenient and not bool(torch.isfinite(total)):
             raise LossError(
@@ -305,11 +347,11 @@ class OptimizerStep:
                 "torch.autograd.set_detect_anomaly(True) names the operation",
             )
 
-    def _agree(self, found: "Tensor | Loss | LossError | None", passes: int) -> None:
+    def _agree(self, found: "Tensor | Loss | LossError | None") -> None:
         """Tell the others of this rank's first loss, or what is wrong with it. A collective, once."""
         own = _UNKNOWN if found is None else _WEIGHTED if isinstance(found, Loss) else _PLAIN
         problem = found if isinstance(found, LossError) else None
-        everyone = first_losses(self._parts.world, (own, passes), problem)
+        everyone = first_losses(self._parts.world, (own, self._passes), problem)
         kinds = {kind for kind, _ in everyone}
         if len(kinds - {_UNKNOWN}) > 1:
             raise LossError(
@@ -330,14 +372,6 @@ class OptimizerStep:
         if missing and not (settings.find_unused_parameters or settings.static_graph):
             raise unused(missing)
         self._complete = True
-
-    def _watch_first_call(self) -> None:
-        if not self._model_called:
-            self._first_call = self._placed.register_forward_pre_hook(self._note_call)
-
-    def _note_call(self, _module: nn.Module, _inputs: Any) -> None:
-        self._model_called = True
-        self._first_call.remove()
 
     # --- the update ---------------------------------------------------------------------------------------------
 
@@ -364,5 +398,6 @@ def _numbers(gradient: Tensor) -> Tensor:
 
 
 def _ratio(samples: int, weight: Tensor) -> Tensor:
-    """samples / weight, and 0 where nothing had a weight; decided on the device."""
-    return torch.where(weight > 0, samples / weight, torch.zeros_like(weight))
+    """samples / weight, 0 where nothing had a weight, NaN where one was not valid; decided on the device."""
+    ratio = torch.where(weight == 0, torch.zeros_like(weight), samples / weight)
+    return torch.where(weight.isfinite(), ratio, torch.nan)

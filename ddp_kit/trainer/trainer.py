@@ -18,7 +18,7 @@ from ddp_kit.batch import plan_batches
 from ddp_kit.callbacks import Callback
 from ddp_kit.config import TrainerConfig, absolute
 from ddp_kit.contract import Phase
-from ddp_kit.errors import ConfigError, DataError
+from ddp_kit.errors import DataError
 from ddp_kit.loader import Data
 from ddp_kit.metrics import MetricObject
 from ddp_kit.placement import Reductions, compile_in_place, place, send_buffers
@@ -55,7 +55,6 @@ from ddp_kit.trainer.setup import (
     only_repeatable_algorithms,
     optimizer_for,
     scheduler_for,
-    trainable,
 )
 from ddp_kit.trainer.step import Parts
 from ddp_kit.world import join, seed_everything
@@ -390,12 +389,7 @@ class Trainer:
                 f"but this data makes {feed.steps} steps an epoch",
                 "go on with the data that the epoch was begun with, or make a new Trainer",
             )
-        trained = {id(parameter) for parameter in trainable(self.model)}
-        if trained != {id(parameter) for parameter in self._optimizer_step.parameters}:
-            raise ConfigError(
-                "parameters were frozen or unfrozen (requires_grad) after the Trainer was made",
-                "make a new Trainer after that: what is reduced over the ranks is settled when it is made",
-            )
+        self._optimizer_step.check_parameters()
         if not self._seeded:  # once: a run that is left and taken up again goes on in its random streams
             if not self._checkpoints.restore_random():
                 seed_everything(self.config.seed, self.world)

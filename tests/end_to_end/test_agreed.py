@@ -1,0 +1,50 @@
+"""What ranks share: scenarios at 1 to 3 ranks against a plain loop over whole global batches."""
+
+import importlib.util
+import json
+import subprocess
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Start = Callable[..., "subprocess.CompletedProcess[str]"]
+SCRIPT = Path(__file__).with_name("agreed.py")
+NOT_BY_HAND = ("a_step_that_is_left_out",)  # each rank normalises its own part
+
+spec = importlib.util.spec_from_file_location("agreed", SCRIPT)
+assert spec is not None
+assert spec.loader is not None
+agreed = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(agreed)
+
+
+def found_by(start: Start, ranks: int) -> dict[str, list[Any]]:
+    """What each rank has found, by the scenario's name."""
+    run = start("ddpkit", ranks, SCRIPT)
+    assert run.returncode == 0, run.stderr
+    found: dict[str, list[Any]] = defaultdict(list)
+    for line in run.stdout.splitlines():
+        _, name, values = json.loads(line)
+        found[name].append(values)
+    assert all(len(each) == ranks for each in found.values())
+    return found
+
+
+@pytest.mark.parametrize("scenario", [each for each in agreed.EXACT if each.__name__ not in NOT_BY_HAND])
+def test_one_process_trains_as_a_plain_loop(scenario: Callable[[], list[float]], monkeypatch: Any) -> None:
+    one = scenario()
+    monkeypatch.setattr(agreed, "Training", agreed.ByHand)
+    assert one == pytest.approx(scenario(), abs=1e-9)
+
+
+@pytest.mark.slow
+def test_what_ranks_share_stays_the_same_or_is_refused(start: Start) -> None:
+    alone = found_by(start, 1)
+    for ranks in (2, 3):
+        found = found_by(start, ranks)
+        for each in agreed.EXACT:
+            for values in found[each.__name__]:
+                assert values == pytest.approx(alone[each.__name__][0], abs=1e-9), (each.__name__, ranks)
