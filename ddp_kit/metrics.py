@@ -37,7 +37,7 @@ def checked(value: object, source: str) -> "Tensor | Loss":
                 f"{source} returned a Loss whose weight is {_described(weight)}",
                 "give the weight as a number or a tensor of one element, such as targets.numel()",
             )
-        if (not isinstance(weight, Tensor) or weight.is_cpu) and not 0 <= weight < math.inf:
+        if not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
             raise LossError(f"{source} returned a Loss whose weight is {float(weight):g}", _WEIGHT_HINT)
     elif isinstance(value, Tensor):
         total = value
@@ -55,11 +55,11 @@ def checked(value: object, source: str) -> "Tensor | Loss":
 
 
 def exact_weight(weight: Tensor | float) -> Tensor | float:
-    """The weight of a `Loss`, in float64. On a device an invalid one becomes NaN there, so that nothing waits."""
+    """The weight of a `Loss`, in float64. A tensor that is invalid becomes NaN, so that nothing waits for its value."""
     if not isinstance(weight, Tensor):
         return weight
     own = weight.detach().reshape(()).double()
-    return own if own.is_cpu else torch.where((own >= 0) & (own < math.inf), own, torch.nan)
+    return torch.where((own >= 0) & (own < math.inf), own, torch.nan)
 
 
 def bad_weight(step: int, rank: int | None = None) -> LossError:
