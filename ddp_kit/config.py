@@ -91,7 +91,7 @@ class CheckpointConfig(_Part):
         None, description='Save after the best evaluation so far, by "loss" or this metric, and keep that one too.'
     )
     best_mode: Literal["min", "max"] = Field("min", description="What is better for keep_best: less or more.")
-    background: bool = Field(True, description="Write beside the training loop.")
+    background: bool = Field(True, description="Write in a separate process while training continues.")
     resume: Literal["auto"] | Path | None = Field(
         "auto", description='"auto": the newest whole checkpoint in `dir`, if any; a path; None: start afresh.'
     )

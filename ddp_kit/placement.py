@@ -237,9 +237,12 @@ def reduction_order(placed: nn.Module) -> list[int] | None:
     """The parameters in the order in which they are reduced; None where that is not settled, or never changes."""
     if not isinstance(placed, DistributedDataParallel) or placed.static_graph:
         return None
-    told: dict[str, str] = placed._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    buckets = told.get("rebuilt_per_bucket_param_indices")
-    return [int(number) for number in buckets.replace(",", " ").split()] if buckets else None
+    if placed.find_unused_parameters or not getattr(placed, "_has_rebuilt_buckets", False):
+        return None
+    # DDP's own log has it from the next forward pass on only; a checkpoint of the first step needs it before.
+    numbers = {id(parameter): number for number, parameter in enumerate(_reduced(placed))}
+    buckets = placed.reducer._get_zeros_like_grad_buckets()
+    return [numbers[id(parameter)] for bucket in buckets for parameter in bucket.parameters()]
 
 
 def reduce_in(placed: nn.Module, order: list[int]) -> None:
@@ -271,12 +274,16 @@ def stand_in(
         for module in placed.module.modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
     }
-    parameters = [each for each in placed.module.parameters() if each.requires_grad]
+    parameters = _reduced(placed)
     if order is not None:
         parameters = [parameters[number] for number in reversed(order)]  # computed last is differentiated first
     zero = torch.zeros((), device=parameters[0].device)
     ends = [_sparse_end(each) if each in sparse else _end(each) for each in parameters if each not in unused]
     return reduced_with(placed, sum(ends, zero))
+
+
+def _reduced(placed: DistributedDataParallel) -> list[nn.Parameter]:
+    return [each for each in placed.module.parameters() if each.requires_grad]
 
 
 def _end(parameter: nn.Parameter) -> Tensor:

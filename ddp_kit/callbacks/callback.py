@@ -13,6 +13,9 @@ class Callback:
     on_fit_start -> (on_step -> [on_log] -> [on_evaluate_start -> on_evaluate -> on_evaluate_end])* -> on_fit_end
     """
 
+    state_per_rank = False
+    """Whether a checkpoint holds every rank's state; otherwise it holds rank 0's, and all ranks resume with that."""
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint is to hold of it: numbers, texts, tensors, in any nesting."""
         return {}

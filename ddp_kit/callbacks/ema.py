@@ -44,8 +44,7 @@ class EMA(Callback):
         self._loaded = state["average"]
 
     def on_fit_start(self, trainer: Any) -> None:
-        """Take back the weights, if an evaluation before has failed."""
-        self._swap_back()
+        """Put a checkpoint's average to use."""
         self._take_up(trainer.model)
 
     @torch.no_grad()
@@ -55,12 +54,6 @@ class EMA(Callback):
         if trainer.model is not self._model:
             self._begin(trainer.model)
             return
-        if self._trained:
-            # An evaluation failed, the loop went on all the same, and this step moved the averaged weights. What it
-            # changed is added to the trained ones, so that neither these nor the step are lost.
-            changes = torch._foreach_sub(self._parameters, self._in_the_model_s_precision())
-            torch._foreach_add_(self._trained, changes)
-            self._swap_back()
         torch._foreach_lerp_(self._average, _in_the_precision_of(self._average, self._parameters), 1 - self._decay)
 
     @torch.no_grad()

@@ -1,5 +1,6 @@
 """A run's checkpoints: what belongs into one, when it is written, and going on from one."""
 
+import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,8 @@ from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.manifest import checkpoints, name_of
 from ddp_kit.trainer.agreement import every_text, gathered
-from ddp_kit.trainer.fitting import callback_states, check, fitting, kinds, load_callbacks, load_optimizer, size
+from ddp_kit.trainer.callback_states import callback_states, load_callbacks, own_states
+from ddp_kit.trainer.fitting import check, fitting, kinds, load_optimizer, size
 from ddp_kit.trainer.log_points import LogPoints
 from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.random_text import decoded, encoded
@@ -89,7 +91,7 @@ class Checkpoints:
             self._saver.check()
         if not self._storable and self._folder is not None:
             self._storable = True  # found out after the first step, not after hours
-            pack(self._state([]))
+            pack(self._state([["", own_states(self._callbacks)]]))
 
     def save_once(self) -> None:
         """Save, where this step is not saved yet."""
@@ -186,13 +188,14 @@ class Checkpoints:
         weights = [each.detach() for each in self._parts.model.parameters() if each.is_floating_point()]
         self._log_points.refuse_weights(step, weights)
         self.restore_random()
-        random = every_text(encoded(random_states(self._parts.world)).encode(), self._parts.world)
+        own = [encoded(random_states(self._parts.world)), own_states(self._callbacks)]
+        everyone = [json.loads(text) for text in every_text(json.dumps(own).encode(), self._parts.world)]
         if self._saver is not None:
             assert self._folder is not None
             assert self._lock is not None
             self._lock.note_save()
             self._set_aside(self._folder)
-            state = self._state([text.decode() for text in random])
+            state = self._state(everyone)
             self._saver.save(step, state, best=step == self._best_step)
         self._saved_step, self._kept = step, None
 
@@ -212,8 +215,10 @@ class Checkpoints:
                 place,
             )
 
-    def _state(self, random: list[str]) -> dict[str, Any]:
+    def _state(self, everyone: list[Any]) -> dict[str, Any]:
+        """`everyone`: of each rank its random states and those of its callbacks."""
         parts = self._parts
+        random, of_ranks = zip(*everyone, strict=True)
         return {
             "model": parts.model.state_dict(),
             "optimizer": parts.optimizer.state_dict(),
@@ -222,11 +227,11 @@ class Checkpoints:
             "position": self._position.state(),
             "skipped": self._optimizer_step.skipped,
             "reduction_order": self._optimizer_step.reduction_order,
-            "callbacks": callback_states(self._callbacks),
+            "callbacks": callback_states(self._callbacks, of_ranks),
             "kinds": kinds(parts),
             "best": self._watched and {"watched": self._watched.state_dict(), "step": self._best_step},
             "course": self._course,
-            "random": random,
+            "random": [*random],
             "config": self._settings,
         }
 
@@ -303,8 +308,8 @@ class Checkpoints:
             if self._watched is not None and best is not None and self._watched.load_state_dict(best["watched"]):
                 self._best_step = int(best["step"])
             self._course = dict(state.get("course", self._course))
-        self._optimizer_step.go_on(order)
-        load_callbacks(path, self._callbacks, callbacks)
+        self._optimizer_step.go_on(order, self._position.step)
+        load_callbacks(path, self._callbacks, callbacks, parts.world.rank, parts.world.world_size)
         self._random, self._random_known = random, False
         self._saved_step = self._position.step
         logger.info("resumed from {} after step {}", path, self._position.step)

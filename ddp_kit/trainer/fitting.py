@@ -1,8 +1,7 @@
 """Whether a checkpoint is of this run's model, optimizer, scheduler and callbacks."""
 
-from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddp_kit.callbacks import Callback
 from ddp_kit.errors import CheckpointError, DdpKitError
-from ddp_kit.log import logger
 from ddp_kit.trainer.optimizer_state import load_optimizer_state
 from ddp_kit.trainer.step import Parts
 
 _SHOWN = 8
 _LONGEST_TEXT = 300
-_OWN = "ddp_kit."
 
 
 def kinds(parts: Parts) -> dict[str, Any]:
@@ -79,33 +75,6 @@ def load_optimizer(path: Path, state: dict[str, Any], parts: Parts) -> None:
         load_optimizer_state(parts.optimizer, state["optimizer"], keep_types=as_saved, keep_devices=same_device)
     except Exception as error:
         raise _of_another_run(path, f"its optimizer does not fit: {str(error)[:_LONGEST_TEXT]}") from None
-
-
-def callback_states(callbacks: Sequence[Callback]) -> list[Any]:
-    """By class and order: a run may go on with others."""
-    return [[type(callback).__name__, callback.state_dict()] for callback in callbacks]
-
-
-def load_callbacks(path: Path, callbacks: Sequence[Callback], saved: list[Any]) -> None:
-    """Give each callback what one of its class had, the first what the first had; warn of those that remain."""
-    there: dict[str, deque[Any]] = defaultdict(deque)
-    with fitting(path):
-        for name, state in saved:
-            there[name].append(state)
-    without = []
-    for callback in callbacks:
-        name = type(callback).__name__
-        if there[name]:
-            own = type(callback).__module__.startswith(_OWN)  # an error of the user's code is shown as it is
-            with fitting(path) if own else nullcontext():
-                callback.load_state_dict(there[name].popleft())
-        elif type(callback).load_state_dict is not Callback.load_state_dict:
-            without.append(name)
-    gone = [name for name, states in there.items() for state in states if state]
-    if without or gone:
-        parts = [f"the checkpoint holds nothing for {', '.join(without)}: begun afresh"] if without else []
-        parts += [f"what it holds for {', '.join(gone)} is not used: there is no such callback now"] if gone else []
-        logger.warning("other callbacks than in the checkpoint: {}", "; ".join(parts))
 
 
 def _kind(scheduler: LRScheduler) -> str:

@@ -1,5 +1,6 @@
 """One optimizer step: the exact gradient of the global batch, then the update."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ from ddp_kit.trainer.buffers import BufferCopies
 from ddp_kit.trainer.feed import Share
 from ddp_kit.trainer.interval import Interval
 from ddp_kit.trainer.parameters import RunParameters
+from ddp_kit.trainer.rollback import StepState
 from ddp_kit.trainer.setup import LossFunction, explained, trainable, unused
 from ddp_kit.world import World
 
@@ -73,6 +75,7 @@ class OptimizerStep:
         self.parameters = trainable(parts.model)
         self._all = RunParameters(parts.model, parts.optimizer)
         self._learning = parts.config.parallel.static_graph and parts.world.world_size > 1
+        self._resumed_after = 0  # steps, with a static graph, until the first step
         self._passes = self._most_passes = 0  # in the first step, on this rank and on the one that has the most
         self._kind = _UNKNOWN  # of what the loss function returns; known from the first step
         self._complete = parts.world.world_size == 1  # else every parameter has to have got a gradient once
@@ -168,8 +171,9 @@ class OptimizerStep:
             self._order = reduction_order(self._placed)
         return self._order
 
-    def go_on(self, order: list[int] | None) -> None:
-        """Reduce as the steps before a checkpoint have been, as far as that is known. A collective."""
+    def go_on(self, order: list[int] | None, steps: int) -> None:
+        """Reduce as the `steps` before a checkpoint have been. A collective."""
+        self._resumed_after = steps if self._learning else 0
         if order is not None and len(order) == len(self.parameters) and self._order is None:
             self.clear()
             reduce_in(self._placed, order)
@@ -187,6 +191,8 @@ class OptimizerStep:
 
     def _gradients(self, share: Share, batch: Callable[[], Any], interval: Interval) -> Callable[[], Tensor] | None:
         """Those of the whole step. Returns what gives the step's weight, where it is not known beforehand."""
+        if self._resumed_after:
+            batch = self._rehearsed(share, batch, interval.step)
         if self._learning:
             return self._learn(share, batch, interval)
         return self._backward(share, batch, interval) if share.passes else self._stand_in()
@@ -239,7 +245,7 @@ class OptimizerStep:
         """
         self._learning = False
         parts = self._parts
-        self._placed = wrapped(parts.model, parts.config.parallel)  # which has counted no backward pass of others yet
+        self._forget_graph()
         weight: Tensor | float = 0.0
         for samples in share.passes:
             value = self._forward(batch, samples, interval)
@@ -248,12 +254,48 @@ class OptimizerStep:
             reduced_with(self._placed, loss).backward()  # type: ignore[no-untyped-call]
         done = len(share.passes)
         if done:  # else this rank's first pass, which settles what DDP expects of it, is a zero loss of all
-            self._unused = frozenset(each for each in self.parameters if each.grad is None)
+            self._note_unused()
         while done == 0 or done < self._most_passes:  # the first one tells how many there are
             self._nothing().backward()  # type: ignore[no-untyped-call]
             done += 1
         self._clock.mark(BACKWARD)
         return self._over_all_ranks(weight) if self._kind == _WEIGHTED else None
+
+    def _rehearsed(self, share: Share, batch: Callable[[], Any], step: int) -> Callable[[], Any]:
+        """With a static graph, DDP learns from the first reduction what takes part, and from the second in which order.
+
+        A run that resumes learns it again, from passes whose gradients are thrown away: its steps are then reduced as
+        those of a run that was never interrupted. Returns what gives the batches, the first of which is used again.
+        """
+        before = StepState(self._parts)
+        self._forget_graph()
+        first = batch() if share.passes else None
+        while self._resumed_after:
+            loss = self._nothing() if first is None else self._rehearsal(share, first, step)
+            loss.backward()  # type: ignore[no-untyped-call]
+            if first is not None and self._learning:
+                self._note_unused()
+            self.clear()
+            self._check_reduced()
+            # The first step reduced each of its passes: see `_learn`. Where it had one, so did the first two steps.
+            more = self._learning and (self._most_passes > 1 or self._resumed_after > 1)
+            self._learning, self._resumed_after = False, int(more)
+        before.restore()
+        again = [] if first is None else [first]
+        return lambda: again.pop() if again else batch()
+
+    def _rehearsal(self, share: Share, batch: Any, step: int) -> Tensor:
+        with self._parts.precision.forward():
+            value = self._loss(copy.deepcopy(batch), step)  # loss functions may take batches apart
+        loss = self._parts.precision.scaled(self._objective(value, share.passes[0], share.samples))
+        return reduced_with(self._placed, loss)
+
+    def _forget_graph(self) -> None:
+        """Let DDP learn a static graph anew: no backward pass before the next one counts."""
+        self._placed = wrapped(self._parts.model, self._parts.config.parallel)
+
+    def _note_unused(self) -> None:
+        self._unused = frozenset(each for each in self.parameters if each.grad is None)
 
     def _objective(self, value: Tensor | Loss, samples: int, all_samples: int) -> Tensor:
         """What this pass adds to the loss of the global batch, times the ranks that DDP's mean divides by.
