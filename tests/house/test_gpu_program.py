@@ -1,0 +1,57 @@
+"""`make gpu` goes on where a part fails or hangs, leaves nothing of it, and tells of each."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import gpu
+
+HANGS = (
+    "import subprocess, sys, time\\n"
+    "left = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\\n"
+    "print('left', left.pid, flush=True); time.sleep(600)"
+)
+
+def part(name, code, seconds=60, read=lambda figures, log: []):
+    return gpu.Part(name, "about it", lambda figures: ["-c", code], seconds, read, needs_gpu=name != "machine")
+
+gpu.write_section = lambda name, text: None
+gpu.PARTS = (
+    part("machine", "print('gpus: 1')"),
+    part("hangs", HANGS, seconds=3, read=lambda figures, log: [("so far", log.strip())]),
+    part("fails", "import sys; print('why'); sys.exit(3)"),
+    part("good", "print('done')"),
+)
+gpu.main()
+"""
+
+
+def test_each_part_is_by_itself(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(BENCHMARKS), "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    results = {name: result for name, (result, _) in json.loads((tmp_path / "outcomes.json").read_text()).items()}
+    assert results == {
+        "machine": "ok",
+        "hangs": "failed: not done after 3 s",
+        "fails": "failed: exit code 3",
+        "good": "ok",
+    }
+    assert "    why" in done.stdout
+    assert "| so far" in (tmp_path / "table.md").read_text()
+    assert not psutil.pid_exists(int((tmp_path / "hangs.log").read_text().split()[1]))
+
+
+def test_without_a_gpu_all_is_skipped_with_the_reason(tmp_path: Path) -> None:
+    program = PROGRAM.replace("gpus: 1", "gpus: 0")
+    command = [sys.executable, "-c", program, str(BENCHMARKS), "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("skipped: torch sees no GPU on this machine (0 s)") == 3
