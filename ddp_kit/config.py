@@ -75,6 +75,9 @@ class DataConfig(_Part):
     drop_last: bool = Field(
         False, description="Leave out the short last global batch; False trains on it, exactly weighted."
     )
+    compare_items: Annotated[int, Field(ge=0)] = Field(
+        8, description="Samples that each rank fetches of a dataset when it is first used, to compare them; 0: none."
+    )
     seed_samples: bool = Field(
         False, description="Random augmentation depends on (seed, epoch, sample) alone: not on ranks, workers, resume."
     )

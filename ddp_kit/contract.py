@@ -254,11 +254,17 @@ class Signs:
     """The step that the run went on after; None where it has not begun."""
 
 
+_heartbeats: "dict[str, memoryview[int]]" = {}
+"""What this process has mapped, by its error file: each mapping holds a descriptor."""
+
+
 def heartbeat_memory(env: Mapping[str, str] | None = None) -> "memoryview[int] | None":
     """The numbers of this worker's heartbeat file, shared with the launcher; None where none has started it."""
     error_file = (os.environ if env is None else env).get(ERROR_FILE)
     if not error_file or error_file == os.devnull:
         return None
+    if error_file in _heartbeats:
+        return _heartbeats[error_file]
     with suppress(OSError, ValueError):  # the launcher then hears nothing of it
         size = 8 * len(HeartbeatField)
         descriptor = os.open(
@@ -267,7 +273,8 @@ def heartbeat_memory(env: Mapping[str, str] | None = None) -> "memoryview[int] |
         try:
             if os.fstat(descriptor).st_size < size:
                 os.pwrite(descriptor, bytes(size), 0)  # a hole would be SIGBUS where the disk has no room for it
-            return memoryview(mmap.mmap(descriptor, size)).cast("q")
+            _heartbeats[error_file] = memoryview(mmap.mmap(descriptor, size)).cast("q")
+            return _heartbeats[error_file]
         finally:
             os.close(descriptor)
     return None

@@ -1,11 +1,9 @@
 """Means that are exact over all ranks: kept as (sum, weight), reduced once."""
 
 import math
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,53 +85,6 @@ class Mean:
     def pair(self) -> Tensor:
         """(sum, weight) as a float64 tensor of shape [2] on the device."""
         return torch.stack((self._sum, torch.as_tensor(self._weight, dtype=torch.float64, device=self._sum.device)))
-
-
-class MetricObject:
-    """A metric with a state of its own that it joins over the ranks itself: update, compute, reset.
-
-    `select(output, batch)`: the arguments of its update; without it the output and the second part of the batch.
-    """
-
-    def __init__(self, name: str, metric: Any, select: Callable[[Any, Any], Any] | None) -> None:
-        self._name = name
-        self._metric = metric
-        self._select = select
-
-    def start(self, device: torch.device) -> None:
-        """Forget what was counted before."""
-        if hasattr(self._metric, "to"):
-            self._metric.to(device)
-        self._metric.reset()
-
-    def add(self, output: Any, batch: Any) -> None:
-        """Count a batch."""
-        if self._select is not None:
-            arguments = self._select(output, batch)
-        elif isinstance(batch, list | tuple) and len(batch) == 2:
-            arguments = (output, batch[1])
-        else:
-            raise LossError(
-                f"metric {self._name!r} needs predictions and targets, and the batch is not a pair",
-                f"say which: metrics={{{self._name!r}: (metric, lambda output, batch: (predictions, targets))}}",
-            )
-        self._metric.update(*arguments)
-
-    def values(self) -> dict[str, float]:
-        """Over all ranks. A collective. Several values are numbered, or named by their keys."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a rank without samples has never called update
-            found = self._metric.compute()
-        if isinstance(found, Mapping):
-            return {f"{self._name}.{key}": float(value) for key, value in found.items()}
-        if isinstance(found, Tensor) and found.numel() > 1:
-            return {f"{self._name}.{number}": value for number, value in enumerate(found.flatten().tolist())}
-        return {self._name: float(found)}
-
-
-def is_metric_object(value: object) -> bool:
-    """Whether it keeps its own state."""
-    return all(callable(getattr(value, method, None)) for method in ("update", "compute", "reset"))
 
 
 def reduced(means: Sequence[Mean]) -> list[float]:

@@ -70,6 +70,11 @@ class Heartbeat:
         self._memory = memoryview(bytearray(8 * len(HeartbeatField))).cast("q") if memory is None else memory
         self._beats = self._memory[_BEATS]
 
+    @property
+    def where(self) -> str:
+        """What this process is doing, in words."""
+        return f"{Phase(self._memory[_PHASE]).words}, after step {max(0, self._memory[_STEP] - 1)}"
+
     def mark(self, phase: Phase) -> None:
         """From now on it is this."""
         self._memory[_PHASE] = phase

@@ -4,12 +4,14 @@ Step k of an epoch holds the same samples at every number of ranks. An order of 
 in the same way and divided like any other.
 """
 
+import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
+from random import Random, SystemRandom
 from typing import Any, cast, overload
 
 import torch
@@ -56,6 +58,13 @@ class ExactDistributedSampler(DistributedSampler[Any]):
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
         return _Numbers(torch.randperm(self.total_size, generator=generator))
 
+    def fingerprint(self) -> str:
+        """The same text wherever the same order is drawn for this epoch; "" where that follows from the settings."""
+        if self._own is None:
+            return ""
+        order = self.order()
+        return blake2b(order.tobytes() if isinstance(order, array) else repr(order).encode()).hexdigest()
+
     def __iter__(self) -> Iterator[Any]:
         share = self._share()
         return iter(self.order()[share.start : share.stop])
@@ -95,6 +104,7 @@ class TrainBatches(Sampler[list[Any]]):
                 "use a smaller global_batch_size, or data.drop_last=False",
             )
         self.first_step = 0
+        self.division = ""
         self._full_steps = sampler.total_size // plan.global_batch
         self._full = self._ranges(plan.global_batch)
         self._full_passes = tuple(map(len, self._full))
@@ -120,8 +130,8 @@ class TrainBatches(Sampler[list[Any]]):
         return self._full_passes if step < self._full_steps else tuple(map(len, self._ranges(self.samples(step))))
 
     def fingerprint(self) -> str:
-        """The same text on all ranks where they draw the same order."""
-        return repr(self._sampler.order())
+        """The same text wherever the same order is drawn for this epoch."""
+        return self._sampler.fingerprint()
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self._from(self._sampler.order(), self.first_step)
@@ -148,13 +158,18 @@ class OwnTrainBatches(Sampler[list[Any]]):
     ) -> None:
         self._own = own
         self._rank, self._world_size = rank, world_size
-        self._per_step = accumulation * world_size
+        self.per_step = accumulation * world_size
         self.seed = seed
+        self.division = (
+            f"a step = {self.per_step} batches of the DataLoader's {type(own).__name__} = "
+            f"accumulation {accumulation} x {world_size}"
+        )
+        """For the line that announces a run: how many samples they have is known once they are drawn."""
         self._total = _length(own, "batch sampler")
-        self.steps = self._total // self._per_step if drop_last else -(-self._total // self._per_step)
+        self.steps = self._total // self.per_step if drop_last else -(-self._total // self.per_step)
         if self.steps == 0:
             raise DataError(
-                f"the batch sampler makes {self._total} batches, and a step takes {self._per_step}: no step at all",
+                f"the batch sampler makes {self._total} batches, and a step takes {self.per_step}: no step at all",
                 "use fewer accumulation_steps, or data.drop_last=False",
             )
         self.epoch = 0
@@ -175,7 +190,7 @@ class OwnTrainBatches(Sampler[list[Any]]):
         return self._epoch().passes[step]
 
     def fingerprint(self) -> str:
-        """The same text on all ranks where they draw the same batches."""
+        """The same text wherever the same batches are drawn for this epoch."""
         return self._epoch().fingerprint
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -185,7 +200,7 @@ class OwnTrainBatches(Sampler[list[Any]]):
     def _epoch(self) -> "_Drawn":
         if self._drawn is None or self._drawn.epoch != self.epoch:
             batches = _drawn_batches(self._own, self.seed, self.epoch)
-            steps = [batches[start : start + self._per_step] for start in range(0, self._total, self._per_step)]
+            steps = [batches[start : start + self.per_step] for start in range(0, self._total, self.per_step)]
             shares = [split(len(step), self._world_size, self._rank) for step in steps]
             own = [step[share.start : share.stop] for step, share in zip(steps, shares, strict=True)]
             self._drawn = _Drawn(
@@ -293,10 +308,27 @@ def _seeded(own: Iterable[Any], seed: int) -> Iterator[None]:
         stack.enter_context(random_states_kept())
         seed_generators(seed)
         for part in _parts(own):
-            if isinstance(generator := getattr(part, "generator", None), Generator):
-                stack.callback(generator.set_state, generator.get_state())
-                generator.manual_seed(seed)
+            for value in [*getattr(part, "__dict__", {}).values()]:
+                _seed_one(value, seed, stack)
         yield
+
+
+def _seed_one(value: Any, seed: int, stack: ExitStack) -> None:
+    """Seed a generator of torch's, Python's or numpy's, and put it back when `stack` ends."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, Generator):
+        stack.callback(value.set_state, value.get_state())
+        value.manual_seed(seed)
+    elif isinstance(value, Random) and not isinstance(value, SystemRandom):
+        stack.callback(value.setstate, value.getstate())
+        value.seed(seed)
+    elif numpy is not None and isinstance(value, numpy.random.RandomState):
+        stack.callback(value.set_state, value.get_state())
+        value.seed(seed)
+    elif numpy is not None and isinstance(value, numpy.random.Generator):
+        source = value.bit_generator
+        stack.callback(setattr, source, "state", source.state)
+        source.state = type(source)(seed).state
 
 
 def _parts(own: Iterable[Any]) -> Iterator[Any]:

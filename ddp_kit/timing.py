@@ -49,6 +49,10 @@ class StepClock:
         self._steps += 1
         self._last = perf_counter()
 
+    def skip(self) -> None:
+        """The time until now belongs to no phase: what is marked before the next step begins counts from here on."""
+        self._last = perf_counter()
+
     def mark(self, phase: int) -> None:
         """The time since the last mark of this step was spent in `phase`."""
         now = perf_counter()
@@ -125,6 +129,9 @@ class DeviceClock(StepClock):
         if self._made - len(self._free) < _MOST_WAITING:
             self._open = []
             self.mark(DATA)  # its phase is not read: it only begins the next one
+
+    def skip(self) -> None:
+        self._collect()
 
     def mark(self, phase: int) -> None:
         if self._open is None:

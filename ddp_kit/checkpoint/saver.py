@@ -46,7 +46,7 @@ class Saver:
         self._buffer = SharedBuffer()
         self._release = weakref.finalize(self, self._buffer.close)
         self._background = background
-        self._writer = WriterProcess(self._buffer.descriptor) if background else None
+        self._writer: WriterProcess | None = None  # started by the first save
         self._repacker = Repacker()
 
     def save(self, step: int, state: Mapping[str, Any], *, best: bool = False) -> None:
@@ -59,6 +59,7 @@ class Saver:
         prepared = self._repacker.prepare(state)
         layout, text = prepared.layout, prepared.text
         self.wait()
+        self._open()
         tensors = [prepared.tensors[place.number] for place in layout.places]
         with _enough_memory(layout.bytes):
             self._buffer.prepare(layout, tensors, text)
@@ -69,13 +70,13 @@ class Saver:
             with self._buffer.view as view:
                 write(job, view)
             return
-        if self._writer is None:  # the previous one has ended, which was raised then
-            self._writer = WriterProcess(self._buffer.descriptor)
+        assert self._writer is not None, "opened above"
         with self._replaced_if_gone():
             self._writer.start(job)
 
     def reserve(self, size: int) -> None:
         """Get host memory for a state of so many bytes ready in the background; else the first save does that."""
+        self._open()
         with _enough_memory(size):
             self._buffer.reserve(size)
 
@@ -88,14 +89,29 @@ class Saver:
         self._finished(wait=True)
 
     def close(self) -> None:
-        """Wait, then end the writing process and give the memory back. Raises the last save's `CheckpointError`."""
+        """Wait, then give everything back. Raises the last save's `CheckpointError`."""
         try:
             self.wait()
         finally:
-            if self._writer is not None:
-                self._writer.close()
-                self._writer = None
-            self._release()
+            self.release()
+
+    def release(self) -> None:
+        """End the writing process and give the memory back; a later save gets both again.
+
+        Only once `wait` has returned.
+        """
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        self._release()
+
+    def _open(self) -> None:
+        """Get what a save needs, where it is not there."""
+        if not self._release.alive:
+            self._buffer = SharedBuffer()
+            self._release = weakref.finalize(self, self._buffer.close)
+        if self._background and self._writer is None:
+            self._writer = WriterProcess(self._buffer.descriptor)
 
     def __enter__(self) -> Self:
         return self

@@ -4,88 +4,25 @@ Every rank runs the whole script. Where one builds other data, or other settings
 a word, or wait for each other for ever.
 """
 
-import atexit
-import time
-from collections.abc import Iterable, Mapping, Sized
+import re
+from collections.abc import Iterable
 from contextlib import suppress
-from datetime import timedelta
-from functools import cache
 from hashlib import blake2b
-from itertools import count
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from ddp_kit.config import TrainerConfig
-from ddp_kit.errors import DataError, DdpKitError, LossError, WorldError
+from ddp_kit.errors import DataError, DdpKitError, LossError
 from ddp_kit.world import World
 
 Facts = dict[str, int | str]
 
 _MAY_DIFFER = {"num_workers", "pin_memory", "prefetch_batches"}  # how batches are fetched, not which
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of a function or an object: differs from process to process
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-_meetings = count()
-_LONGEST_PAUSE = 0.5  # seconds between two looks for those who have not come
-
-
-def meet(world: World, purpose: str, patience: timedelta) -> None:
-    """Wait until all ranks are here for the same purpose. Raises `WorldError` where they are not, or do not come.
-
-    It is no collective of the process group: where one rank is here and another in a reduction of gradients, two
-    collectives that do not belong together would hang, crash, or give wrong numbers without a word.
-    """
-    if world.world_size == 1:
-        return
-    store = _store(world.rank)
-    number = next(_meetings)
-    keys = [f"ddp_kit/meeting/{number}/{rank}" for rank in range(world.world_size)]
-    store.set(keys[world.rank], purpose)
-    deadline, pause, missing, ended = time.monotonic() + patience.total_seconds(), 0.001, [world.rank], False
-    while missing and not ended and time.monotonic() < deadline:
-        if store.check(keys):
-            missing = []
-        else:  # not store.wait: torch writes two lines of its own each time that it ends without success
-            ended = any(store.check([_ended(rank)]) for rank in missing)
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-    if missing:
-        error = WorldError(
-            f"rank {world.rank} is at {purpose}, and others do not come: rank {', '.join(map(str, missing))}",
-            "let all ranks call stop, fit, steps, evaluate and predict at the same step, and leave a loop over steps() "
-            "there: decide it by what is the same on all of them, such as the metrics of an evaluation",
-        )
-        if not ended:
-            error.hold_back_seconds = 0.0  # the others know nothing of it
-        raise error
-    found = [store.get(key).decode() for key in keys]
-    if len(set(found)) > 1:
-        raise WorldError(
-            "the ranks are at different places: " + ", ".join(f"rank {rank} at {at}" for rank, at in enumerate(found)),
-            "let all ranks call the same methods of the Trainer in the same order",
-        )
-
-
-@cache
-def _store(rank: int) -> Any:
-    """What the process group met by. When this process ends it says so there."""
-    store = dist.distributed_c10d._get_default_store()
-    atexit.register(_say_ended, store, rank)
-    return store
-
-
-def _say_ended(store: Any, rank: int) -> None:
-    with suppress(RuntimeError):  # the store may have ended before
-        store.set(_ended(rank), "")
-
-
-def _ended(rank: int) -> str:
-    return f"ddp_kit/ended/{rank}"
 
 
 def check_agreement(world: World, facts: Facts) -> None:
@@ -137,32 +74,9 @@ def facts_of_run(config: TrainerConfig, optimizer: Optimizer, metrics: Iterable[
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     facts: Facts = {f"the setting {name}": repr(value) for name, value in settings.items()}
     return facts | {
-        "the optimizer and its settings": f"{type(optimizer).__name__} {groups}",
+        "the optimizer and its settings": f"{type(optimizer).__name__} {_ADDRESS.sub('', repr(groups))}",
         "the names of the metrics": repr(list(metrics)),
     }
-
-
-def facts_of_data(data: Mapping[str, object]) -> Facts:
-    """What must be the same of each of the data, by the name of its part: how many samples, and how batched."""
-    facts: Facts = {}
-    for role, given in data.items():
-        loader = given if isinstance(given, DataLoader) else None
-        dataset = given if loader is None else loader.dataset
-        facts[f"the kind of {role}"] = f"{type(given).__name__} {type(dataset).__name__}"
-        facts[f"the number of samples in {role}"] = _length(dataset)
-        facts[f"the samples that {role} is a subset of"] = repr(
-            [*dataset.indices] if isinstance(dataset, Subset) else []
-        )
-        batches = getattr(loader, "batch_sampler", None)
-        shuffling = type(getattr(batches, "sampler", None)).__name__
-        facts[f"the batches of {role}"] = f"{getattr(batches, 'batch_size', '')} {getattr(batches, 'drop_last', '')}"
-        facts[f"the shuffling of {role}"] = shuffling
-    return facts
-
-
-def _length(dataset: object) -> int:
-    """0 for a stream: each rank has its own, of whatever length."""
-    return len(dataset) if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset) else 0
 
 
 def fact_of_weights(model: nn.Module, world: World) -> Facts:

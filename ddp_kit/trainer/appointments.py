@@ -44,14 +44,17 @@ class Appointments:
 
     Steps are counted by the calls of `due`: all ranks make the same, and the count never goes back.
 
-    `store`: where the ranks find each other, for this purpose alone; None: there is one rank.
+    `open_store`: how often they have begun -> where the ranks find each other, for this purpose alone; None: there is
+    one rank.
     `wish`: asked now and then for what this rank wants; from a thread, where there are several.
     """
 
-    def __init__(self, rank: int, ranks: int, store: Store | None, wish: Callable[[], Wish | None]) -> None:
+    def __init__(
+        self, rank: int, ranks: int, open_store: Callable[[int], Store] | None, wish: Callable[[], Wish | None]
+    ) -> None:
         self._rank = rank
         self._ranks = ranks
-        self._store = store
+        self._open_store = open_store
         self._wish = wish
         self.hears = True
         """Whether the ranks can still agree on anything."""
@@ -61,19 +64,28 @@ class Appointments:
         self._agreed: tuple[int, Wish] | None = None
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
+        self._times = 0
 
     def begin(self) -> None:
         """From now on wishes are heard. All ranks call it."""
-        if self._store is not None and self._thread is None:
-            self._thread = threading.Thread(target=self._serve, args=[self._store], name="appointments", daemon=True)
+        if self._open_store is not None and self._thread is None:
+            self._closed = threading.Event()
+            self._hold = self._agreed = None
+            self.hears = True
+            store, self._times = self._open_store(self._times), self._times + 1
+            self._thread = threading.Thread(
+                target=self._serve, args=[store, self._closed], name="appointments", daemon=True
+            )
             self._thread.start()
             # Before the interpreter ends: a thread that it stops inside torch's store would abort the process.
             atexit.register(self.close)
 
     def due(self) -> Wish | None:
         """The wish whose time has come now that a step is done. All ranks call it after the same steps."""
-        if self._thread is None:
+        if self._open_store is None:
             return self._wish()
+        if self._thread is None:
+            return None
         with self._known:
             while self._agreed is None and self._hold is not None and self._begun >= self._hold:
                 self._known.wait()
@@ -92,20 +104,22 @@ class Appointments:
         return self.hears and any(wish is not None and wish.purpose is Purpose.STOP for wish in wishes)
 
     def close(self) -> None:
-        """Hear no more wishes."""
+        """Hear no more wishes, until `begin` is called again."""
         self._closed.set()
         with self._known:
             self._known.notify_all()
-        if self._thread is not None:
-            self._thread.join(_FAREWELL_SECONDS)
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(_FAREWELL_SECONDS)
+        atexit.unregister(self.close)
 
-    def _serve(self, store: Store) -> None:
+    def _serve(self, store: Store, closed: threading.Event) -> None:
         with suppress(RuntimeError, ValueError):  # the store is gone, and with it the job
             number, pause = 0, max(_LOOK_SECONDS, self._ranks / _LOOKS_PER_SECOND)
-            while not self._closed.wait(pause):
+            while not closed.wait(pause):
                 wish = self._proposed(store, str(number))
                 if wish is not None:
-                    self._settle(store, str(number), wish)
+                    self._settle(store, str(number), wish, closed)
                     number += 1
         self.hears = False
         with self._known:
@@ -124,17 +138,17 @@ class Appointments:
         purpose, _, why = found.decode().partition(" ")
         return Wish(Purpose(purpose), why)
 
-    def _settle(self, store: Store, key: str, wish: Wish) -> None:
+    def _settle(self, store: Store, key: str, wish: Wish, closed: threading.Event) -> None:
         with self._known:
             self._hold = self._begun
         answers = [f"{key}/{rank}" for rank in range(self._ranks)]
         store.set(answers[self._rank], str(self._hold))
         while not store.check(answers):  # not store.wait: torch writes lines of its own where that does not succeed
-            if self._closed.wait(_ANSWER_SECONDS):
+            if closed.wait(_ANSWER_SECONDS):
                 return
         last = max(int(answer) for answer in store.multi_get(answers))
         with self._known:
             self._agreed, self._hold = (last, wish), None
             self._known.notify_all()
-            while self._agreed is not None and not self._closed.is_set():
+            while self._agreed is not None and not closed.is_set():
                 self._known.wait()

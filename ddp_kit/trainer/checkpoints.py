@@ -81,8 +81,7 @@ class Checkpoints:
 
     def after_step(self) -> None:
         """Save where it is due or wanted; an error of a save before comes out here."""
-        every = self._config.every_steps
-        if self.wanted or (every is not None and self._position.step % every == 0):
+        if self.is_due:
             self.save()
         elif self._saver is not None:
             if not self._reserved:
@@ -93,9 +92,20 @@ class Checkpoints:
             self._storable = True  # found out after the first step, not after hours
             pack(self._state([["", own_states(self._callbacks)]]))
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether this step is."""
+        return self._saved_step == self._position.step
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this step is to be saved once it is done."""
+        every = self._config.every_steps
+        return self.wanted or (every is not None and self._position.step % every == 0)
+
     def save_once(self) -> None:
         """Save, where this step is not saved yet."""
-        if self._saved_step != self._position.step:
+        if not self.is_saved:
             self.save()
 
     def save_again(self) -> None:
@@ -109,6 +119,8 @@ class Checkpoints:
             self.save_once()
         if self._saver is not None:
             self._saver.settle()
+            self._saver.release()
+            self._reserved = False
 
     def after_evaluation(self, metrics: dict[str, float]) -> None:
         """Save the best so far, which all ranks know to be that."""
@@ -333,8 +345,8 @@ class Checkpoints:
             return
         seed_generators(mixed_seed(self._parts.config.seed, world.rank, self._position.step))
         logger.warning(
-            "the checkpoint is of {} ranks, and there are {}: the samples of each step stay the same; dropout and "
-            "other random numbers do not, nor does what BatchNorm sees at once",
+            "the checkpoint is of {} ranks, and there are {}: each step has the same samples of a dataset with a "
+            "length; dropout and other random numbers differ, and so does what BatchNorm sees at once",
             len(random),
             world.world_size,
         )

@@ -1,26 +1,37 @@
 """From the user's data to what the loop and the evaluation take in."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_kit.batch import BatchPlan, split
+from ddp_kit.config import TrainerConfig
 from ddp_kit.contract import Phase
 from ddp_kit.errors import ConfigError
 from ddp_kit.loader import Batching, Data, batching, build_loader, build_stream, check_batch_size, on_device, open_data
+from ddp_kit.loader.build import loader_options
 from ddp_kit.sampler import EvalBatches, ExactDistributedSampler, OwnEvalBatches, OwnTrainBatches, TrainBatches
 from ddp_kit.timing import DATA, TRANSFER, StepClock
-from ddp_kit.trainer.agreement import check_agreement
+from ddp_kit.trainer.agreement import check_agreement, digest_of
 from ddp_kit.trainer.feed import Feed, MapFeed, StreamFeed, counted
+from ddp_kit.trainer.position import RANKS, Facts
+from ddp_kit.trainer.same_data import subset_indices
 from ddp_kit.trainer.setup import check_sync_batch_norm
 from ddp_kit.trainer.step import Parts
 from ddp_kit.world import mixed_seed
 
 Evaluation = Callable[[], Iterable[tuple[int, Any]]]
 """Gives the batches of an evaluation, on the device, each with the number of its samples."""
+
+
+def own_batch_size(data: Data, config: TrainerConfig) -> int | None:
+    """The samples of a micro-batch, where nothing but the user's own DataLoader says it."""
+    if config.global_batch_size or config.micro_batch_size or config.reference_batch_size:
+        return None
+    return data.batch_size if isinstance(data, DataLoader) else None
 
 
 @dataclass(frozen=True)
@@ -45,12 +56,46 @@ class DataRoom:
             sizes = [len(split(len(share), passes, number)) for number in range(passes)]
             stream = build_stream(dataset, sizes, config.data, world, config.seed, template)
             full = self.plan.global_batch if config.data.drop_last else None
-            return StreamFeed(stream, len(sizes), world, self._move, at_least=full)
+            facts = self._stream_facts(sizes, template)
+            return StreamFeed(stream, len(sizes), world, self._move, facts, at_least=full)
         batches = self._train_batches(dataset, own)
         if world.world_size > 1 and own is not None and (own.sampler or own.batches) is not None:
             check_agreement(world, {"the order that the DataLoader's own sampler gives": batches.fingerprint()})
         check_sync_batch_norm(self.parts.model, batches, world.world_size)
-        return MapFeed(build_loader(dataset, batches, config.data, world, seed, template), batches, self._move)
+        facts = self._map_facts(dataset, own, batches)
+        return MapFeed(build_loader(dataset, batches, config.data, world, seed, template), batches, self._move, facts)
+
+    def _map_facts(self, dataset: Any, own: Batching | None, batches: TrainBatches | OwnTrainBatches) -> Facts:
+        config = self.parts.config
+        facts: Facts = {
+            "the setting seed": config.seed,
+            "the number of samples": len(dataset),
+            "drop_last": config.data.drop_last or bool(own and own.drop_last),
+        }
+        chosen = subset_indices(dataset)
+        if chosen:
+            facts["the samples of the Subset"] = digest_of(repr(chosen).encode())
+        if isinstance(batches, OwnTrainBatches):
+            kind = type(own.batches).__name__ if own else ""
+            return facts | {"the sampler": kind, "the batches of a step over all ranks": batches.per_step}
+        kind = "in random order" if (own.shuffle if own else config.data.shuffle) else "in the dataset's order"
+        if own is not None and own.sampler is not None:
+            kind = type(own.sampler).__name__
+        return facts | {"the sampler": kind, "the global batch": self.plan.global_batch}
+
+    def _stream_facts(self, sizes: Sequence[int], template: DataLoader[Any] | None) -> Facts:
+        config, world = self.parts.config, self.parts.world
+        workers = loader_options(config.data, world, config.seed, template)["num_workers"]
+        facts: Facts = {
+            "the setting seed": config.seed,
+            "the global batch": self.plan.global_batch,
+            "drop_last": config.data.drop_last or bool(template and template.drop_last),
+            RANKS: world.world_size,
+            "data.num_workers": max(1, workers),
+        }
+        if workers > 1 or (template is not None and template.batch_size is None):
+            facts["the samples of a rank's passes"] = str([*sizes])
+        return facts
 
     def trial(self, data: Data, samples: int) -> list[Any]:
         """A batch of the first samples on the device, and those that are copied ahead of their use: they take memory,

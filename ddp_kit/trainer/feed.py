@@ -13,6 +13,7 @@ from ddp_kit.errors import DataError
 from ddp_kit.log import logger
 from ddp_kit.sampler import OwnTrainBatches, TrainBatches
 from ddp_kit.trainer.agreement import digest_of, gathered
+from ddp_kit.trainer.position import Facts
 from ddp_kit.world import World, host_group
 
 Mover = Callable[[Iterable[Any]], Iterator[Any]]
@@ -33,6 +34,11 @@ class Feed(Protocol):
 
     steps: int | None
     """Optimizer steps of an epoch; None where only its end will tell."""
+    division: str
+    """How a step is made up, for the line that announces a run; "" where the batch plan says it."""
+
+    def facts(self, epoch: int) -> Facts:
+        """What decides which samples each step of the epoch has."""
 
     def begin(self, epoch: int, first_step: int) -> None:
         """Go to a position."""
@@ -59,12 +65,21 @@ def counted(stream: Iterable[tuple[int, Any]], move: Mover) -> Iterator[tuple[in
 class MapFeed:
     """Of a dataset with a length: who takes which samples is settled beforehand."""
 
-    def __init__(self, loader: Iterable[Any], batches: TrainBatches | OwnTrainBatches, move: Mover) -> None:
+    def __init__(
+        self, loader: Iterable[Any], batches: TrainBatches | OwnTrainBatches, move: Mover, facts: Facts
+    ) -> None:
         self.steps: int | None = batches.steps
+        self.division = batches.division
+        self._facts = facts
         self._loader = loader
         self._batches = batches
         self._move = move
         self._number = 0
+
+    def facts(self, epoch: int) -> Facts:
+        self._batches.set_position(epoch, 0)
+        order = self._batches.fingerprint()
+        return self._facts | ({"the order of the DataLoader's own sampler": order} if order else {})
 
     def begin(self, epoch: int, first_step: int) -> None:
         self._batches.set_position(epoch, first_step)
@@ -92,6 +107,7 @@ class StreamFeed:
     """
 
     steps: int | None = None
+    division = ""
 
     def __init__(
         self,
@@ -99,14 +115,19 @@ class StreamFeed:
         passes: int,
         world: World,
         move: Mover,
+        facts: Facts,
         at_least: int | None = None,
     ) -> None:
+        self._facts = facts
         self._at_least = at_least or 1
         self._loader = loader
         self._passes = passes
         self._world = world
         self._move = move
         self._compared = False  # the ranks' first samples
+
+    def facts(self, epoch: int) -> Facts:  # noqa: ARG002 - what a stream gives is not known before
+        return self._facts
 
     def begin(self, epoch: int, first_step: int) -> None:
         set_epoch = getattr(self._loader, "set_epoch", None)
@@ -117,7 +138,7 @@ class StreamFeed:
             logger.info("reading past {} steps of epoch {}: a stream has no other way there", first_step, epoch)
         for _ in range(first_step):
             self._fetch()
-        self._first = first_step == 0
+        self._begun_at: int | None = first_step  # None once a step of the epoch has been asked for
 
     def _fetch(self) -> list[tuple[int, Any]]:
         return list(islice(self._arriving, self._passes))
@@ -127,18 +148,35 @@ class StreamFeed:
         passes, batches = tuple(samples for samples, _ in fetched), [batch for _, batch in fetched]
         self._waiting = iter(batches)
         samples = self._over_all_ranks(sum(passes))
-        if samples == 0 and self._first:
-            raise DataError(
-                "train_data gave no sample on any rank", "see what its __iter__ yields, and how it divides the data"
-            )
+        if samples < self._at_least and self._begun_at is not None:
+            raise self._nothing(samples, self._begun_at)
         if not self._compared and self._world.world_size > 1:
             self._compared = True
             self._look_for_copies(batches)
-        self._first = False
+        self._begun_at = None
         return Share(samples, passes) if samples >= self._at_least else None
 
     def batch(self) -> Any:
         return next(self._waiting)
+
+    def _nothing(self, samples: int, first_step: int) -> DataError:
+        """What to say where an epoch would have no step: the next one would have none either."""
+        if first_step:
+            return DataError(
+                f"train_data ended before step {first_step + 1} of an epoch that was left after {first_step} steps",
+                "continue with the data that the epoch was begun with, or start afresh: another checkpoint.dir",
+            )
+        if samples:
+            return DataError(
+                f"train_data gave {samples} samples in an epoch, fewer than the global batch of {self._at_least}, and "
+                "data.drop_last leaves out what does not fill one: no step at all",
+                "use a smaller global_batch_size, or data.drop_last=False",
+            )
+        return DataError(
+            "train_data gave no sample on any rank",
+            "see what its __iter__ yields (a generator or a file that was read once yields nothing in the next epoch), "
+            "how it divides the data, and whether drop_last leaves out its only batches",
+        )
 
     def _look_for_copies(self, batches: list[Any]) -> None:
         """Warn where all ranks begin with the same samples: then nothing divides them."""

@@ -130,22 +130,25 @@ class LogPoints:
             raise LossError(what, _HINT, step)
 
 
-def announce(world: World, plan: BatchPlan, config: TrainerConfig, done: int, total: int | None) -> None:
-    """Say what is about to be trained: from step `done` to step `total`, None where only the data will tell."""
+def announce(
+    world: World, plan: BatchPlan, config: TrainerConfig, done: int, total: int | None, division: str = ""
+) -> None:
+    """Say what is about to be trained: from step `done` to step `total`, None where only the data will tell.
+
+    `division`: how a step is made up, where that is not as `plan` says it.
+    """
     if total == done:
         logger.warning("nothing left to train: all {} steps are done; raise epochs or max_steps", total)
         return
+    at_most = "" if plan.micro_batch * plan.accumulation * world.world_size == plan.global_batch else ", at most"
+    factors = f"micro-batch {plan.micro_batch} x accumulation {plan.accumulation} x {world.world_size}"
     logger.info(
-        "{} {} on {}, {}: global batch {} = micro-batch {} x accumulation {} x {}{}; {}{}",
+        "{} {} on {}, {}: {}; {}{}",
         world.world_size,
         "rank" if world.world_size == 1 else "ranks",
         world.device.type,
         config.precision,
-        plan.global_batch,
-        plan.micro_batch,
-        plan.accumulation,
-        world.world_size,
-        "" if plan.micro_batch * plan.accumulation * world.world_size == plan.global_batch else ", at most",
+        division or f"global batch {plan.global_batch} = {factors}{at_most}",
         f"from step {done} to " if done else "",
         "to the end of the data" if total is None else f"{total} steps",
     )

@@ -3,6 +3,14 @@
 from typing import Any
 
 from ddp_kit.config import TrainerConfig
+from ddp_kit.errors import DataError
+from ddp_kit.log import logger
+
+Facts = dict[str, int | str]
+RANKS = "the number of ranks"
+"""Among an epoch's facts where the data is divided by the ranks themselves: then it may differ, with a warning."""
+PER_RANK = ("the samples of a rank's passes", "data.num_workers")
+"""Facts of such data that another number of ranks changes anyway."""
 
 
 class Position:
@@ -17,6 +25,8 @@ class Position:
         """Of the epoch that is begun."""
         self.epoch_length: int | None = None
         """In steps, of an epoch that is begun and not done, where it is known."""
+        self.epoch_facts: Facts = {}
+        """What decides which samples each step of the epoch that is begun has."""
         self.samples = 0
         """Trained on over all ranks."""
         self.micro_batches: dict[str, int] = {}
@@ -25,6 +35,12 @@ class Position:
         """Whether the evaluation after this step was broken off: a run that goes on begins with it."""
         self.was_stopping = False
         """Whether it was to end with that one."""
+        self.evaluated = -1
+        """The step whose evaluation the callbacks have heard of last."""
+
+    def begin_epoch(self, facts: Facts) -> None:
+        """Steps of this epoch follow, of the data with these facts."""
+        self.epoch_facts = facts
 
     def advance(self, samples: int, steps_per_epoch: int | None, *, ends_epoch: bool) -> None:
         """A step is done."""
@@ -37,6 +53,32 @@ class Position:
             self.epoch += 1
             self.steps_in_epoch = 0
             self.epoch_length = None
+            self.epoch_facts = {}
+
+    def check(self, steps_per_epoch: int | None, facts: Facts) -> None:
+        """Raise `DataError` where an epoch that is begun would continue with other samples than it was begun with."""
+        if not self.steps_in_epoch:
+            return
+        found: list[tuple[str, object, object]] = [("the number of its steps", self.epoch_length, steps_per_epoch)]
+        before = self.epoch_facts
+        if RANKS in facts and before.get(RANKS, facts[RANKS]) != facts[RANKS]:
+            logger.warning(
+                "epoch {} was begun by {} ranks, and there are {}: each reads its own stream up to where the epoch was "
+                "left, so samples may be left out or used twice in it, unless the dataset's division makes up for it",
+                self.epoch,
+                before[RANKS],
+                facts[RANKS],
+            )
+            before = {name: value for name, value in before.items() if name not in PER_RANK}
+        found += [(name, before[name], facts.get(name)) for name in before if name != RANKS]
+        differ = [f"{name} was {old}, and is {new}" for name, old, new in found if old is not None and old != new]
+        if differ:
+            raise DataError(
+                f"epoch {self.epoch} was left after {self.steps_in_epoch} steps, and its next ones would have other "
+                f"samples: {'; '.join(differ)}",
+                "continue with what the epoch was begun with; from the next epoch on it may change. To start afresh: "
+                "another checkpoint.dir, checkpoint.resume=None, or a new Trainer",
+            )
 
     def owe_evaluation(self, owes: bool, stopping: bool) -> None:
         """Note whether the evaluation after this step is still to be done. `stopping`: whether the run ends with it."""

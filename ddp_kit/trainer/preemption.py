@@ -1,8 +1,10 @@
 """What ends a run early, or has it saved, from outside: signals and the clock."""
 
+import json
 import signal
 import time
 import weakref
+from functools import partial
 from itertools import count
 from types import FrameType
 from typing import Any, Self
@@ -14,6 +16,7 @@ from ddp_kit import contract
 from ddp_kit.config import TrainerConfig
 from ddp_kit.contract import ExitCode
 from ddp_kit.log import logger
+from ddp_kit.trainer.agreement import every_text
 from ddp_kit.trainer.appointments import Appointments, Purpose, Wish
 from ddp_kit.trainer.checkpoints import Checkpoints
 from ddp_kit.trainer.position import Position
@@ -28,14 +31,17 @@ _UNTOUCHED = (signal.SIG_DFL, signal.default_int_handler)
 class StopSignals:
     """Within this context SIGTERM, SIGUSR1 and Ctrl-C are noted instead of ending the process.
 
-    A second Ctrl-C interrupts as ever. A handler of the user's own stays; outside the main thread nothing is changed.
+    A second Ctrl-C interrupts as usual. A handler of the user's own stays; outside the main thread nothing is changed.
+    It may be entered several times, by several Trainers: the last one that leaves it restores the handlers.
     """
 
     def __init__(self) -> None:
         self.heard: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
+        self._entered = 0
 
     def __enter__(self) -> Self:
+        self._entered += 1
         try:
             for number in _ASK_FOR_A_STOP:
                 if signal.getsignal(number) in _UNTOUCHED:
@@ -45,7 +51,8 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._before:
+        self._entered -= 1
+        while self._before and not self._entered:
             number, before = self._before.popitem()
             if signal.getsignal(number) == self._note:
                 signal.signal(number, before)
@@ -56,22 +63,24 @@ class StopSignals:
         self.heard = signal.Signals(number)
 
 
+_signals = StopSignals()  # those of the process: they ask all its Trainers to stop
+
+
 class Wishes:
     """What this rank wishes: to stop at a signal or in the end of its time, and to save every so often."""
 
-    def __init__(self, world: World, config: TrainerConfig, signals: StopSignals, checkpoints: Checkpoints) -> None:
+    def __init__(self, world: World, config: TrainerConfig, checkpoints: Checkpoints) -> None:
         limit = config.max_seconds
         self._stop_at = None if limit is None else time.monotonic() + limit - _seconds_so_far()
         self._save_every = config.checkpoint.every_seconds
         self._tells_time = world.rank == 0  # one clock is enough
-        self._signals = signals
         self.saves = True
         """Whether to wish for saves, too: one that is agreed on has to be done before anything else can be."""
         self._checkpoints = weakref.ref(checkpoints)  # a thread asks for wishes, for as long as the process lives
 
     def latest(self) -> Wish | None:
         """What is due now."""
-        heard, now = self._signals.heard, time.monotonic()
+        heard, now = _signals.heard, time.monotonic()
         if heard is not None:
             return Wish(Purpose.STOP, heard.name)
         if not self._tells_time:
@@ -90,26 +99,32 @@ class Preemption:
     """Saves by the clock, and ends the run with `ExitCode.REQUEUE` once it has been told to stop and has saved.
 
     A context manager, for as long as steps are done. Without a folder for checkpoints it does nothing, and signals end
-    the process as ever.
+    the process as usual. Where a process has several Trainers with a folder, the one that stops has all of them saved.
     """
 
-    def __init__(self, world: World, config: TrainerConfig, checkpoints: Checkpoints) -> None:
+    def __init__(self, world: World, config: TrainerConfig, checkpoints: Checkpoints, position: Position) -> None:
+        self._world = world
         self._checkpoints = checkpoints
+        self._position = position
         self._folder = config.checkpoint.dir
         self._auto = config.checkpoint.resume == "auto"
-        self._signals = StopSignals()
-        store = _store() if self._folder is not None and world.world_size > 1 else None
-        self._wishes = Wishes(world, config, self._signals, checkpoints)
-        self._appointments = Appointments(world.rank, world.world_size, store, self._wishes.latest)
+        number = next(_numbers)
+        open_store = partial(_store, number) if self._folder is not None and world.world_size > 1 else None
+        self._wishes = Wishes(world, config, checkpoints)
+        self._appointments = Appointments(world.rank, world.world_size, open_store, self._wishes.latest)
         weakref.finalize(self, self._appointments.close)
+        if self._folder is not None:
+            _saved_at_a_stop[number] = self
 
     def __enter__(self) -> Self:
         if self._folder is not None:
-            self._signals.__enter__()
+            _signals.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._signals.__exit__()
+        if self._folder is not None:
+            self._appointments.close()
+            _signals.__exit__()
 
     def begin(self) -> None:
         """Steps follow."""
@@ -121,11 +136,12 @@ class Preemption:
         self._wishes.saves = False
         return self._folder is not None and self._appointments.stops()
 
-    def after_step(self, position: Position, finished: bool) -> None:
+    def after_step(self, finished: bool) -> None:
         """Save, or save and end, where the ranks have agreed on that. Raises `SystemExit`.
 
         `finished`: whether that was the last one: then the run ends by itself, once it is evaluated.
         """
+        position = self._position
         if self._folder is None or (finished and not position.owes_evaluation):
             return
         wish, stops = self._appointments.due(), position.owes_evaluation
@@ -138,6 +154,7 @@ class Preemption:
         self._checkpoints.save_once()
         if wish.purpose is Purpose.STOP:
             self._checkpoints.finish()
+            _save_others(self, self._world)
             again = "the same command" if self._auto else 'with checkpoint.resume="auto" the command'
             logger.warning(
                 "stopped by {} after step {}: saved in {}; {} goes on from there",
@@ -146,13 +163,29 @@ class Preemption:
                 self._folder,
                 again,
             )
+            _signals.heard = None
             raise SystemExit(ExitCode.REQUEUE)
 
 
-def _store() -> dist.Store:
-    """A part of the group's store, of its own for each Trainer; for a thread of its own."""
+_saved_at_a_stop: "weakref.WeakValueDictionary[int, Preemption]" = weakref.WeakValueDictionary()
+"""The Trainers of this process that have a folder, by their number."""
+
+
+def _save_others(stopping: Preemption, world: World) -> None:
+    """Save every other Trainer that has trained, where it stands. A collective: all ranks are at the same place."""
+    alive = {number: other for number, other in sorted(_saved_at_a_stop.items()) if other is not stopping}
+    seen = [json.loads(text) for text in every_text(json.dumps([*alive]).encode(), world)]
+    for number in [number for number in alive if all(number in each for each in seen)]:
+        other = alive[number]
+        if other._position.step and not other._checkpoints.is_saved:
+            other._checkpoints.finish()
+            logger.warning("saved another Trainer after step {} in {}", other._position.step, other._folder)
+
+
+def _store(number: int, times: int) -> dist.Store:
+    """A part of the group's store, of its own for each Trainer and each time that it trains; for a thread."""
     whole: Any = dist.distributed_c10d._get_default_store()
-    return dist.PrefixStore(f"ddp_kit/preemption/{next(_numbers)}", whole.clone())
+    return dist.PrefixStore(f"ddp_kit/preemption/{number}/{times}", whole.clone())
 
 
 def _seconds_so_far() -> float:

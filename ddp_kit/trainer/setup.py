@@ -13,7 +13,8 @@ from ddp_kit import contract
 from ddp_kit.callbacks import Callback
 from ddp_kit.config import TrainerConfig
 from ddp_kit.errors import ConfigError, LossError
-from ddp_kit.metrics import Loss, MetricObject, is_metric_object
+from ddp_kit.metric_objects import MetricObject, is_metric_object
+from ddp_kit.metrics import Loss
 from ddp_kit.sampler import OwnTrainBatches, TrainBatches
 
 LossFunction = Callable[[nn.Module, Any], "Tensor | Loss"]

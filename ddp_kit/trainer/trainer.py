@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from ddp_kit import log
 from ddp_kit.batch import plan_batches
@@ -20,19 +18,20 @@ from ddp_kit.config import TrainerConfig, absolute
 from ddp_kit.contract import Phase
 from ddp_kit.errors import DataError
 from ddp_kit.loader import Data
-from ddp_kit.metrics import MetricObject
+from ddp_kit.metric_objects import MetricObject
 from ddp_kit.placement import Reductions, compile_in_place, place, send_buffers
 from ddp_kit.precision import Precision
 from ddp_kit.profile import Recorder
 from ddp_kit.progress import ProgressReport
 from ddp_kit.records import FitResult, LearningRateSearch, LogRow, Step
 from ddp_kit.timing import DATA, step_clock
-from ddp_kit.trainer import agreement
+from ddp_kit.trainer import agreement, barrier
 from ddp_kit.trainer.checkpoints import Checkpoints
-from ddp_kit.trainer.data import DataRoom
-from ddp_kit.trainer.evaluation import Evaluator, PredictFunction, evaluation_due, predict
+from ddp_kit.trainer.data import DataRoom, own_batch_size
+from ddp_kit.trainer.evaluation import Evaluations, Evaluator, evaluation_due
 from ddp_kit.trainer.feed import Feed, Share
 from ddp_kit.trainer.log_points import LogPoints, announce, garbage_off_the_path
+from ddp_kit.trainer.loop_exit import Loop, saved_when_left
 from ddp_kit.trainer.micro_batch import (
     OutOfMemory,
     RescuedStep,
@@ -42,9 +41,11 @@ from ddp_kit.trainer.micro_batch import (
     with_hint,
 )
 from ddp_kit.trainer.position import Position
+from ddp_kit.trainer.prediction import PredictFunction, predict
 from ddp_kit.trainer.preemption import Preemption
 from ddp_kit.trainer.rate_finder import find, rates_between
 from ddp_kit.trainer.rates import fuse, scale_learning_rate, warmed_up
+from ddp_kit.trainer.same_data import SampleComparison, facts_of_data
 from ddp_kit.trainer.setup import (
     LossFunction,
     MetricFunction,
@@ -58,14 +59,6 @@ from ddp_kit.trainer.setup import (
 )
 from ddp_kit.trainer.step import Parts
 from ddp_kit.world import join, seed_everything
-
-_PATIENCE = timedelta(minutes=10)
-"""Which one rank has for the others, between its calls of the Trainer: as long as a collective has."""
-_STOP_PATIENCE = timedelta(minutes=2)
-"""At a stop: the others are at most in the callbacks of the same step."""
-
-_Owed = Callable[[Callable[[], bool]], None] | None
-"""What evaluates, where that is asked for, until its argument says that there is no time."""
 
 
 class Trainer:
@@ -142,8 +135,10 @@ class Trainer:
         self._checkpoints = Checkpoints(
             self._parts, self._position, self._optimizer_step, self._callbacks, self._log_points
         )
-        self._evaluator = Evaluator(self._parts, self._metrics, self._checkpoints, self._tell)
-        self._preemption = Preemption(self.world, self.config, self._checkpoints)
+        self._evaluator = Evaluator(self._parts, self._metrics, self._checkpoints, self._position, self._tell)
+        self._preemption = Preemption(self.world, self.config, self._checkpoints, self._position)
+        self._samples = SampleComparison(self.world, settings.data, settings.seed)
+        barrier.watch(self.world, self._heart)
         self._checkpoints.resume()
         self._heart.stand(self.step)
 
@@ -165,38 +160,33 @@ class Trainer:
         `train_data`, `eval_data`: a Dataset with a length, an IterableDataset, or a DataLoader over one of these.
         Returns a `FitResult`. A collective: all ranks call it.
         """
-        self._agree(train_data=train_data, eval_data=eval_data)
+        self._agree("fit()", train_data=train_data, eval_data=eval_data)
         feed = self._feed(train_data)
-        evaluation = None if eval_data is None else self._data.evaluation(eval_data, "eval_data")
-        metrics: dict[str, float] = {}
+        self._evaluator.watch(eval_data)
+        evaluations = None
+        if eval_data is not None:
+            batches, stopping = self._data.evaluation(eval_data, "eval_data"), lambda: self._stopping
+            evaluations = Evaluations(self._evaluator, self._position, batches, stopping, self._preemption.stops)
         history: list[LogRow] = []
-        total, evaluated = self._position.last_step(self.config, feed.steps), -1
-        announce(self.world, self.batch_plan, self.config, self.step, total)
+        total = self._position.last_step(self.config, feed.steps)
+        announce(self.world, self.batch_plan, self.config, self.step, total, feed.division)
         self._stopping = False
         self._tell("on_fit_start")
-
-        def evaluate(stops: Callable[[], bool] | None = None) -> None:
-            nonlocal metrics, evaluated
-            assert evaluation is not None
-            found = self._evaluator.run(evaluation(), self.step, stops)
-            self._position.owe_evaluation(found is None, self._stopping)
-            metrics, evaluated = found or {}, self.step
-
         with ProgressReport(total, self.world.is_main) as progress:
-            for step in self._steps(train_data, feed, history, evaluate if evaluation is not None else None):
+            for step in self._steps(train_data, feed, history, evaluations):
                 progress.step(step.number)
                 if step.log is not None:
                     progress.log(step.log.step, str(step.log))
-                if evaluation is not None and (evaluation_due(self.config, step) or self._finished()):
-                    evaluate(self._preemption.stops)
-        if evaluation is not None and evaluated != self.step:
-            evaluate()
+                if evaluations is not None and (evaluation_due(self.config, step) or self._finished()):
+                    evaluations.run()
+        if evaluations is not None and evaluations.step != self.step:
+            evaluations.run(whole=True)
         result = FitResult(
             steps=self.step,
             samples=self._position.samples,
             loss=history[-1].loss if history else math.nan,
             history=tuple(history),
-            metrics=metrics,
+            metrics=evaluations.metrics if evaluations is not None else {},
             skipped=self._optimizer_step.skipped,
         )
         self._tell("on_fit_end", result)
@@ -206,21 +196,25 @@ class Trainer:
     def steps(self, train_data: Data) -> Iterator[Step]:
         """The loop in your hands: each iteration does one optimizer step and says what it was.
 
-        Stop whenever you like, on all ranks at the same step; a later call goes on from there.
+        Stop whenever you like, on all ranks at the same step; a later call continues from there. A save that is due
+        after a step is done when the loop's body is through with it, also where the body leaves the loop there.
         """
-        self._agree(train_data=train_data)
+        self._agree("steps()", train_data=train_data)
         self._stopping = False
-        return self._steps(train_data, self._feed(train_data), [])
+        steps = self._steps(train_data, self._feed(train_data), [], None)
+        return saved_when_left(steps, self.world, self._checkpoints, lambda: self._turn)
 
     def save(self) -> None:
         """Write a checkpoint of this step into `checkpoint.dir`. A collective: all ranks call it.
 
         In a callback or an evaluation: once the step is done.
         """
+        self._wait_for_all("save()")
         self._checkpoints.save_or_postpone()
 
     def resume(self, path: str | Path) -> None:
         """Go on from a checkpoint: weights, optimizer, random states, position. A collective: all ranks call it."""
+        self._wait_for_all("resume()")
         self._checkpoints.load(absolute(path))
         self._heart.stand(self.step)
         self._seeded, self._turn = False, None
@@ -229,10 +223,15 @@ class Trainer:
         """End the run after the step that is going on. All ranks call it at the same step."""
         self._stopping = True
 
-    def evaluate(self, data: Data) -> dict[str, float]:
-        """The mean loss and all metrics over `data`, each sample counted once. A collective: all ranks call it."""
-        self._agree(eval_data=data)
-        return self._evaluator.run(self._data.evaluation(data, "eval_data")(), self.step) or {}
+    def evaluate(self, data: Data, *, watched: bool | None = None) -> dict[str, float]:
+        """The mean loss and all metrics over `data`, each sample counted once. A collective: all ranks call it.
+
+        `watched`: whether callbacks (`BestModel`, `EarlyStopping`, loggers) and `checkpoint.keep_best` get the values.
+        None: unless `fit` was given other eval_data, so that a test set does not decide which weights are the best.
+        """
+        self._agree("evaluate()", eval_data=data)
+        watched = self._evaluator.watches(data) if watched is None else watched
+        return self._evaluator.run(self._data.evaluation(data, "eval_data")(), watched=watched) or {}
 
     def predict(self, data: Data, predict_fn: PredictFunction | None = None) -> Any:
         """What the model gives for every sample of `data`, in the dataset's order, on the CPU of every rank.
@@ -241,7 +240,7 @@ class Trainer:
         model's output for the batch, where that is a tensor alone; else its last output inside the loss function.
         A collective: all ranks call it. Raises `LossError` for what cannot be joined.
         """
-        self._agree(data=data)
+        self._agree("predict()", data=data)
         send_buffers(self.model, self.world)
         with self._heart.during(Phase.EVALUATION):
             return predict(self._parts, predict_fn, self._data.evaluation(data, "the data")())
@@ -255,7 +254,7 @@ class Trainer:
         Raises `ConfigError` for a range that is none. A collective: all ranks call it.
         """
         rates = rates_between(start, end, steps)
-        self._agree(train_data=train_data)
+        self._agree("find_learning_rate()", train_data=train_data)
         feed = self._feed(train_data)
         self._prepare(feed)
         while True:
@@ -267,7 +266,7 @@ class Trainer:
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
-    def _steps(self, train_data: Data, feed: Feed, history: list[LogRow], evaluate: _Owed = None) -> Iterator[Step]:
+    def _steps(self, train_data: Data, feed: Feed, history: list[LogRow], evaluations: Evaluations | None) -> Loop:
         self._prepare(feed)
         turn = self._turn = object()
         total = self._position.last_step(self.config, feed.steps)
@@ -281,11 +280,9 @@ class Trainer:
             self._heart.during(Phase.DATA),
         ):
             self._preemption.begin()
-            self._catch_up(evaluate)
+            self._catch_up(evaluations)
             while not self._finished():
-                self._heart.mark(Phase.DATA)
-                feed.begin(self.epoch, self._position.steps_in_epoch)
-                share = feed.next()
+                share = self._first_share(feed)
                 while share is not None and not self._finished():
                     number = self.step + 1
                     due = number % self.config.log_every == 0
@@ -324,17 +321,25 @@ class Trainer:
                         raise DataError(overtaken, "finish or leave one at a time")
                     self._heart.mark(Phase.CHECKPOINT)
                     self._checkpoints.after_step()  # what the evaluation changed belongs into it
-                    self._preemption.after_step(self._position, self._finished())
+                    self._preemption.after_step(self._finished())
             self._meet_if(self._stopping and not stopping)  # stopped by what heard of the log point or the evaluation
             self._end(history)
 
-    def _catch_up(self, evaluate: _Owed) -> None:
+    def _first_share(self, feed: Feed) -> Share | None:
+        """Of what is left of the epoch."""
+        self._heart.mark(Phase.DATA)
+        self._clock.skip()
+        self._position.begin_epoch(feed.facts(self.epoch))
+        feed.begin(self.epoch, self._position.steps_in_epoch)
+        return feed.next()
+
+    def _catch_up(self, evaluations: Evaluations | None) -> None:
         """Do what a run that was stopped in the midst of its evaluation has left."""
-        if evaluate is not None and self._position.owes_evaluation:
-            evaluate(self._preemption.stops)
+        if evaluations is not None and self._position.owes_evaluation:
+            evaluations.run()
             self._stopping |= self._position.ends_evaluated()
             self._checkpoints.save_again()
-            self._preemption.after_step(self._position, self._finished())
+            self._preemption.after_step(self._finished())
 
     def _end(self, history: list[LogRow]) -> None:
         if self._log_points.interval.steps:  # stopped between log points
@@ -346,9 +351,8 @@ class Trainer:
 
     def _feed(self, train_data: Data) -> Feed:
         """What the loop trains on: in micro-batches of the configured size, of the DataLoader's, or the largest."""
-        own = getattr(train_data, "batch_size", None) if isinstance(train_data, DataLoader) else None
         config = self.config
-        if own is not None and not (config.global_batch_size or config.micro_batch_size or config.reference_batch_size):
+        if (own := own_batch_size(train_data, config)) is not None:
             self._divide(None, own, config.accumulation_steps)
         if config.micro_batch_size == "auto":
             check_recoverable(self._parts)
@@ -377,18 +381,11 @@ class Trainer:
         self._optimizer_step.replace(place(self.model, self.world, self.config.parallel, reductions), reductions)
         self._divide(self.batch_plan.global_batch, -(-micro_batch // 2))
         feed = self._data.train(train_data, self.step)
-        feed.begin(self.epoch, self._position.steps_in_epoch)
-        return feed, feed.next()
+        return feed, self._first_share(feed)
 
     def _prepare(self, feed: Feed) -> None:
         """What has to hold before the first step of a call."""
-        if self._position.epoch_length not in (None, feed.steps):
-            raise DataError(
-                f"epoch {self.epoch} was left after {self._position.steps_in_epoch} of "
-                f"{self._position.epoch_length} steps, "
-                f"but this data makes {feed.steps} steps an epoch",
-                "go on with the data that the epoch was begun with, or make a new Trainer",
-            )
+        self._position.check(feed.steps, feed.facts(self.epoch))
         self._optimizer_step.check_parameters()
         if not self._seeded:  # once: a run that is left and taken up again goes on in its random streams
             if not self._checkpoints.restore_random():
@@ -409,7 +406,7 @@ class Trainer:
     def _meet_if(self, stopping: bool) -> None:
         """Before a run that is stopped goes on to its last collectives: has every rank stopped?"""
         if stopping and not self._complete():
-            agreement.meet(self.world, f"trainer.stop() after step {self.step}", _STOP_PATIENCE)
+            self._wait_for_all("stop()")
 
     def _log(self, epoch: int, history: list[LogRow], *, last: bool) -> LogRow | None:
         """Close the interval. Returns the last of the rows that are ready, if any."""
@@ -426,12 +423,17 @@ class Trainer:
             for callback in self._callbacks:
                 getattr(callback, event)(self, *values)
 
-    def _agree(self, **data: object) -> None:
-        """Refuse to go on where the ranks would go apart, or wait for each other."""
+    def _wait_for_all(self, call: str) -> None:
+        """Before collectives: are all ranks at the same call?"""
+        barrier.wait_for_all(self.world, f"trainer.{call} after step {self.step}")
+
+    def _agree(self, call: str, **data: object) -> None:
+        """Raise an error where the ranks would train apart, or wait for each other."""
         if self.world.world_size == 1:
             return
-        agreement.meet(self.world, f"a call with {', '.join(data)} after step {self.step}", _PATIENCE)
-        facts = agreement.facts_of_data(data) | agreement.facts_of_run(self.config, self.optimizer, self._metrics)
+        self._wait_for_all(call)
+        facts = facts_of_data(data) | agreement.facts_of_run(self.config, self.optimizer, self._metrics)
         if self.step == 0:
             facts |= agreement.fact_of_weights(self.model, self.world)
         agreement.check_agreement(self.world, facts)
+        self._samples.compare(data)

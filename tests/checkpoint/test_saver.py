@@ -275,6 +275,7 @@ def test_a_writer_that_was_killed_is_told_of_and_another_one_goes_on(tmp_path: P
 
 def test_check_does_not_wait(tmp_path: Path) -> None:
     with Saver(tmp_path, keep_last=1) as saver:
+        saver.reserve(1)
         (writer,) = psutil.Process().children()
         writer.send_signal(signal.SIGSTOP)
         saver.save(1, state(1.0))

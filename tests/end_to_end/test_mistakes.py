@@ -277,10 +277,9 @@ def test_what_cannot_be_trained_with_is_refused_on_all_ranks_alike(start: Start,
 
 APART = """
 import torch
-from datetime import timedelta
 from torch import nn
 from ddp_kit import Callback, Trainer, TrainerConfig
-from ddp_kit.trainer import trainer as loop
+from ddp_kit.trainer import barrier
 
 class Stop(Callback):
     def on_step(self, trainer):
@@ -291,7 +290,7 @@ class Stop(Callback):
             trainer.stop()
 
 PLACE = sys.argv[1]
-loop._STOP_PATIENCE = loop._PATIENCE = timedelta(seconds=2)
+barrier.ANSWER_SECONDS, barrier.SILENT_SECONDS = 0.1, 1.0
 torch.manual_seed(0)
 model = nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -303,8 +302,12 @@ if PLACE == "left":
         if step.number == 3 and trainer.world.rank == 1:
             break
     trainer.evaluate(data)
-elif PLACE == "evaluate":
-    trainer.evaluate(data) if trainer.world.is_main else say("ends")
+elif PLACE == "saves":
+    for step in trainer.steps(data):
+        if trainer.world.is_main:
+            trainer.save()
+elif PLACE == "fit":
+    trainer.fit(data) if trainer.world.is_main else say("ends")
 elif PLACE == "other":
     trainer.evaluate(data) if trainer.world.is_main else trainer.fit(data)
 else:
@@ -316,18 +319,29 @@ else:
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ("on_step", "rank 1 is at trainer.stop() after step 3, and others do not come: rank 0"),
+        ("on_step", "rank 1 is at trainer.stop() after step 3, and others do not come: rank 0 (it did not make this"),
         pytest.param(
             "on_evaluate", "rank 1 is at trainer.stop() after step 10, and others do not come: rank 0", marks=THOROUGH
         ),
         pytest.param(
-            "left", "rank 1 is at a call with eval_data after step 3, and others do not come: rank 0", marks=THOROUGH
+            "left", "rank 1 is at trainer.evaluate() after step 3, and others do not come: rank 0", marks=THOROUGH
         ),
-        ("evaluate", "rank 0 is at a call with eval_data after step 0, and others do not come: rank 1"),
-        ("other", "rank 0 at a call with eval_data after step 0, rank 1 at a call with train_data"),
+        (
+            "saves",
+            "rank 0 is at trainer.save() after step 1, and others do not come: rank 1 (it did not make this call",
+        ),
+        ("other", "rank 0 at trainer.evaluate() after step 0, rank 1 at trainer.fit() after step 0"),
     ],
 )
 def test_ranks_that_go_apart_are_told_so(start: Start, script: Script, place: str, said: str) -> None:
     run = start("ddpkit", 2, script(APART), place)
     assert run.returncode == 1
     assert said in run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["ddpkit", "torchrun"])
+def test_a_rank_that_ends_without_taking_part_is_named(start: Start, script: Script, launcher: str) -> None:
+    run = start(launcher, 2, script(APART), "fit")
+    assert run.returncode == 1
+    assert "rank 0 is at trainer.fit() after step 0, and others do not come: rank 1 (its process ha" in run.stderr

@@ -22,7 +22,7 @@ def test_all_ranks_act_after_the_same_step_whoever_wishes(wishing: set[int]) -> 
     def run(rank: int) -> None:
         chance = random.Random(rank)
         wishes = [STOP, SAVE, SAVE]
-        ranks = Appointments(rank, RANKS, store, lambda: wishes[-1] if rank in wishing else None)
+        ranks = Appointments(rank, RANKS, lambda _: store, lambda: wishes[-1] if rank in wishing else None)
         ranks.begin()
         step, wish = 0, None
         while wish != STOP:
@@ -58,7 +58,7 @@ def test_one_rank_alone_acts_at_once() -> None:
 
 def test_who_is_busy_can_ask_whether_to_stop() -> None:
     store, wish = HashStore(), {0: SAVE, 1: SAVE}
-    ranks = [Appointments(rank, 2, store, lambda rank=rank: wish.get(rank)) for rank in range(2)]
+    ranks = [Appointments(rank, 2, lambda _: store, lambda rank=rank: wish.get(rank)) for rank in range(2)]
     for rank in ranks:
         rank.begin()
     wait_until(lambda: all(rank._agreed for rank in ranks))
@@ -82,7 +82,7 @@ def test_nobody_waits_for_a_store_that_is_gone() -> None:
         def check(self, keys: list[str]) -> bool:
             raise RuntimeError("connection reset by peer")
 
-    ranks = Appointments(0, 2, Gone(), lambda: STOP)
+    ranks = Appointments(0, 2, lambda _: Gone(), lambda: STOP)
     ranks.begin()
     while ranks._thread is not None and ranks._thread.is_alive():
         assert ranks.due() is None

@@ -1,0 +1,131 @@
+"""Metrics that keep a state of their own and join it over the ranks themselves, such as torchmetrics'."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_kit.errors import LossError
+
+_MOST_VALUES = 256
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+)  # fmt: skip
+_MOST_DIMENSIONS = 8
+
+
+class MetricObject:
+    """A metric with a state of its own that it joins over the ranks itself: update, compute, reset.
+
+    `select(output, batch)`: the arguments of its update; without it the output and the second part of the batch.
+    """
+
+    def __init__(self, name: str, metric: Any, select: Callable[[Any, Any], Any] | None) -> None:
+        self._name = name
+        self._metric = metric
+        self._select = select
+
+    def start(self, device: torch.device) -> None:
+        """Forget what was counted before."""
+        self._device = device
+        if hasattr(self._metric, "to"):
+            self._metric.to(device)
+        self._metric.reset()
+
+    def add(self, output: Any, batch: Any) -> None:
+        """Count a batch."""
+        if self._select is not None:
+            arguments = self._select(output, batch)
+        elif isinstance(batch, list | tuple) and len(batch) == 2:
+            arguments = (output, batch[1])
+        else:
+            raise LossError(
+                f"metric {self._name!r} needs predictions and targets, and the batch is not a pair",
+                f"say which: metrics={{{self._name!r}: (metric, lambda output, batch: (predictions, targets))}}",
+            )
+        self._metric.update(*arguments)
+
+    def values(self) -> dict[str, float]:
+        """Over all ranks. A collective. Several values are numbered, or named by their keys. Raises `LossError`."""
+        _fill_empty_states(self._metric, self._device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a rank without samples has never called update
+            found = self._metric.compute()
+        values = dict(_numbers(self._name, found))
+        if len(values) > _MOST_VALUES:
+            raise LossError(
+                f"metric {self._name!r} gives {len(values)} values: a curve or a table, not figures to log",
+                "give a metric that sums it up, such as the area under the curve; or compute it from "
+                "trainer.predict(data)",
+            )
+        return values
+
+
+def is_metric_object(value: object) -> bool:
+    """Whether it keeps its own state."""
+    return all(callable(getattr(value, method, None)) for method in ("update", "compute", "reset"))
+
+
+def _numbers(name: str, found: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(found, Mapping):
+        for key, value in found.items():
+            yield from _numbers(f"{name}.{key}", value)
+    elif isinstance(found, Tensor) and found.numel() != 1:
+        yield from ((f"{name}.{number}", float(value)) for number, value in enumerate(found.flatten().tolist()))
+    elif isinstance(found, list | tuple):
+        for number, value in enumerate(found):
+            yield from _numbers(f"{name}.{number}", value)
+    elif isinstance(found, Tensor | Real) or hasattr(found, "__float__"):
+        yield name, float(found)
+    else:
+        raise LossError(
+            f"metric {name!r} gives a {type(found).__name__} where a number is needed",
+            "let its compute return numbers or tensors, or these in dicts, lists and tuples",
+        )
+
+
+# --- list states on ranks without samples -----------------------------------------------------------------------
+# torchmetrics (1.9) gathers for an empty list a float32 tensor of one dimension. Where that of the other ranks has
+# another type or more dimensions, gloo ends the process and NCCL gives wrong numbers.
+
+
+def _fill_empty_states(metric: Any, device: torch.device) -> None:
+    """Let the list states that are empty on this rank have the type and shape of the other ranks'. A collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    states = list(_list_states(metric))
+    if not states:
+        return
+    own = torch.tensor([_described(state) for _, _, state in states], dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    table = [one.tolist() for one in everyone]
+    for number, (owner, name, state) in enumerate(states):
+        filled = [one[number] for one in table if one[number][0]]
+        if not state and filled:
+            dimensions, dtype, *shape = filled[0]
+            empty = torch.empty(0, *shape[: dimensions - 1], dtype=_DTYPES[dtype], device=device)
+            setattr(owner, name, [empty])
+
+
+def _list_states(metric: Any) -> Iterator[tuple[Any, str, list[Any]]]:
+    owners = metric.modules() if isinstance(metric, nn.Module) else [metric]
+    for owner in owners:
+        states = getattr(owner, "metric_state", None)
+        for name, state in states.items() if isinstance(states, dict) else ():
+            if isinstance(state, list):
+                yield owner, name, state
+
+
+def _described(state: list[Any]) -> list[int]:
+    """Dimensions, type, and sizes beside the first of what a list state holds; zeros where that is nothing known."""
+    first = state[0] if state else None
+    if not isinstance(first, Tensor) or first.dtype not in _DTYPES or first.dim() > _MOST_DIMENSIONS:
+        return [0] * (_MOST_DIMENSIONS + 1)
+    shape = [*first.shape[1:]]
+    return [max(1, first.dim()), _DTYPES.index(first.dtype), *shape, *[0] * (_MOST_DIMENSIONS - 1 - len(shape))]

@@ -1,0 +1,267 @@
+"""A monitored barrier before the Trainer's collectives: it says which ranks have not come, and where they are.
+
+It works in the store of the process group and is no collective: where one rank is here and another in a reduction of
+gradients, two collectives that do not belong together would hang, crash, or give wrong numbers silently.
+
+    wait_for_all(world, "trainer.fit() after step 0"):
+        write into the store that this rank is here
+        until all ranks are:
+            a rank's process has ended                       -> WorldError
+            a rank has begun collectives of a later place    -> WorldError: it has passed this one
+            a few seconds are over                           -> one line: which ranks are missing, and where they are
+            the barrier timeout is over                      -> WorldError
+
+A thread of each process answers in the store when it is asked where its rank is.
+"""
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
+from typing import Any
+
+import torch.distributed as dist
+
+from ddp_kit.errors import WorldError
+from ddp_kit.log import logger
+from ddp_kit.progress import Heartbeat
+from ddp_kit.world import World
+
+TIMEOUT_SECONDS = 600.0
+"""As long as a collective's: until then a rank may still prepare something that the others wait for."""
+ANSWER_SECONDS = 1.0
+"""Between two looks at whether anyone asks where this rank is, and between two questions."""
+SILENT_SECONDS = 5.0
+"""Without a line about the ranks that are missing; and how long one must have been past this place."""
+REPEAT_SECONDS = 60.0
+_LONGEST_PAUSE = 0.25  # between two looks for those who have not come
+_FAREWELL_SECONDS = 5.0
+_LOOKS_PER_SECOND = 500  # into the store, at most, of all ranks together
+
+_PREFIX = "ddp_kit/barrier"
+_HINT = (
+    "let all ranks call fit, steps, evaluate, predict, save, resume and stop at the same step, and leave a loop over "
+    "steps() there: decide it by what is the same on all of them. `if trainer.world.is_main:` is for what prints or "
+    "writes files, not for these calls: the Trainer lets one rank log and write"
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is."""
+
+    collectives: int
+    """Begun by it in the default group."""
+    words: str
+
+    @staticmethod
+    def parse(text: str) -> "Place":
+        collectives, _, words = text.partition(" ")
+        return Place(int(collectives), words)
+
+    def __str__(self) -> str:
+        return f"{self.collectives} {self.words}"
+
+
+@dataclass
+class _Barriers:
+    """What this process knows of the barriers that it has passed."""
+
+    group_store: Any
+    store: Any
+    """A connection of its own to the same."""
+    rank: int
+    passed: int = 0
+    collectives: list[int] = field(default_factory=list)
+    """Begun by each rank when it came to the last barrier."""
+    heart: Heartbeat | None = None
+    """Of the Trainer made last."""
+    owner: int = field(default_factory=os.getpid)
+    closed: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def where(self) -> str:
+        return self.heart.where if self.heart is not None else "the script"
+
+    def serve(self, store: Any, pause: float) -> None:
+        """Answer where this rank is, when asked."""
+        asked = "0"
+        with suppress(RuntimeError, ValueError):  # the store is gone, and with it the job
+            while not self.closed.wait(pause):
+                latest = str(store.add(f"{_PREFIX}/asked", 0))
+                if latest != asked:
+                    asked = latest
+                    store.set(
+                        f"{_PREFIX}/answer/{self.rank}",
+                        str(Place(_collectives(), self.where)),
+                    )
+
+    def end(self) -> None:
+        """Say that this rank's process ends."""
+        if os.getpid() != self.owner or self.closed.is_set():  # a forked child has inherited this
+            return
+        self.closed.set()
+        with suppress(RuntimeError, ValueError):  # the store may have ended before
+            self.store.set(f"{_PREFIX}/ended/{self.rank}", "")
+        # A thread that the interpreter stops inside torch's store would abort the process.
+        self.thread.join(_FAREWELL_SECONDS)
+
+    def start(self, store: Any, pause: float) -> None:
+        """Begin to answer. `store`: another connection, for the thread."""
+        self.thread = threading.Thread(target=self.serve, args=[store, pause], name="barrier", daemon=True)
+        self.thread.start()
+        atexit.register(self.end)
+        Finalize(None, self.end, exitpriority=0)  # a child of multiprocessing leaves atexit's functions out
+
+
+_current: list[_Barriers] = []  # of the process group that there is
+
+
+def _barriers(world: World) -> _Barriers:
+    group_store: Any = dist.distributed_c10d._get_default_store()
+    if not _current or _current[0].group_store is not group_store:
+        for old in _current:
+            old.end()
+        _current[:] = [_Barriers(group_store, group_store.clone(), world.rank)]
+        _current[0].start(group_store.clone(), max(ANSWER_SECONDS, world.world_size / _LOOKS_PER_SECOND))
+    return _current[0]
+
+
+def watch(world: World, heart: Heartbeat) -> None:
+    """From now on the other ranks can find out where this rank is, and when its process has ended."""
+    if world.world_size > 1:
+        _barriers(world).heart = heart
+
+
+def wait_for_all(world: World, place: str) -> None:
+    """Return when all ranks are at the same place. Raises `WorldError` where they are not, or do not come."""
+    if world.world_size == 1:
+        return
+    barriers = _barriers(world)
+    keys = [f"{_PREFIX}/{barriers.passed}/{rank}" for rank in range(world.world_size)]
+    barriers.passed += 1
+    found = _all_here(world, barriers, keys, place, TIMEOUT_SECONDS)
+    if len({each.words for each in found}) > 1:
+        raise WorldError(
+            "the ranks are at different places: "
+            + ", ".join(f"rank {rank} at {each.words}" for rank, each in enumerate(found)),
+            "let all ranks call the same methods of the Trainer in the same order",
+        )
+    barriers.collectives = [each.collectives for each in found]
+
+
+def all_come(world: World, place: str, name: str, seconds: float) -> bool:
+    """Whether all ranks come to a place that some may leave out. `name`: of it, used once by each process."""
+    if world.world_size == 1:
+        return True
+    barriers = _barriers(world)
+    try:
+        _all_here(world, barriers, [f"{_PREFIX}/{name}/{rank}" for rank in range(world.world_size)], place, seconds)
+    except WorldError:
+        return False
+    return True
+
+
+def _all_here(world: World, barriers: _Barriers, keys: Sequence[str], words: str, seconds: float) -> list[Place]:
+    """What each rank has said at this place. Raises `WorldError` where a rank does not come."""
+    own = Place(_collectives(), words)
+    try:
+        barriers.store.set(keys[world.rank], str(own))
+        _Wait(world, barriers, keys, own, time.monotonic() + seconds).until_all_are_here()
+        return [Place.parse(text.decode()) for text in barriers.store.multi_get(list(keys))]
+    except (RuntimeError, ValueError) as error:
+        raise _gone(world, words, error) from None
+
+
+class _Wait:
+    """One rank's waiting for the others."""
+
+    def __init__(self, world: World, barriers: _Barriers, keys: Sequence[str], own: Place, deadline: float) -> None:
+        self._world = world
+        self._barriers = barriers
+        self._store = barriers.store
+        self._keys = keys
+        self._own = own
+        self._deadline = deadline
+        self._missing: list[int] = []
+        self._next_question = self._next_line = time.monotonic() + SILENT_SECONDS
+        self._next_question -= 2 * ANSWER_SECONDS
+        self._past_since: dict[int, float] = {}
+
+    def until_all_are_here(self) -> None:
+        pause = 0.001
+        while not self._store.check(list(self._keys)):  # not store.wait: torch writes lines of its own if that fails
+            ended = [rank for rank in range(self._world.world_size) if self._store.check([_ended(rank)])]
+            self._missing = [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
+            self._refuse([rank for rank in self._missing if rank in ended], "its process has ended")
+            now = time.monotonic()
+            if now >= self._deadline:
+                self._refuse(self._missing, "did not come in time")
+            if now >= self._next_question:
+                self._next_question = now + ANSWER_SECONDS
+                self._ask(now)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _ask(self, now: float) -> None:
+        places = {rank: self._answer(rank) for rank in self._missing}
+        self._store.add(f"{_PREFIX}/asked", 1)
+        speaker = min(rank for rank in range(self._world.world_size) if rank not in self._missing)
+        due = self._next_line if None not in places.values() else self._next_line + SILENT_SECONDS
+        if now >= due and self._world.rank == speaker:
+            self._next_line = now + REPEAT_SECONDS
+            shown = "; ".join(f"rank {rank} {_shown(place)}" for rank, place in places.items())
+            logger.warning("rank {} is at {} and waits: {}", self._world.rank, self._own.words, shown)
+        for rank, place in places.items():
+            # An answer from before the rank came here says less than that it is here.
+            if place is None or not self._is_past(rank, place) or self._store.check([self._keys[rank]]):
+                self._past_since.pop(rank, None)
+            elif now - self._past_since.setdefault(rank, now) >= SILENT_SECONDS:
+                self._refuse([rank], f"it did not make this call, and is in {place.words}")
+
+    def _answer(self, rank: int) -> Place | None:
+        key = f"{_PREFIX}/answer/{rank}"
+        return Place.parse(self._store.get(key).decode()) if self._store.check([key]) else None
+
+    def _is_past(self, rank: int, place: Place) -> bool:
+        """All ranks begin the same collectives in the same order, and come to a barrier between the same two."""
+        before = self._barriers.collectives or [0] * self._world.world_size
+        return place.collectives - before[rank] > self._own.collectives - before[self._world.rank]
+
+    def _refuse(self, ranks: Sequence[int], why: str) -> None:
+        if not ranks:
+            return
+        error = WorldError(
+            f"rank {self._world.rank} is at {self._own.words}, and others do not come: "
+            f"rank {', '.join(map(str, ranks))} ({why})",
+            _HINT,
+        )
+        if "ended" not in why:
+            error.hold_back_seconds = 0.0  # the others know nothing of it
+        raise error
+
+
+def _shown(place: Place | None) -> str:
+    return "does not answer" if place is None else f"is in {place.words}"
+
+
+def _ended(rank: int) -> str:
+    return f"{_PREFIX}/ended/{rank}"
+
+
+def _collectives() -> int:
+    """How many this process has begun in the default group; 0 where that is not counted."""
+    with suppress(RuntimeError, AttributeError, ValueError):
+        return int(dist.distributed_c10d._get_default_group()._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    return 0
+
+
+def _gone(world: World, words: str, error: Exception) -> WorldError:
+    return WorldError(
+        f"rank {world.rank} is at {words}, and cannot reach the others: their store does not answer ({error})",
+        f"the process that serves it (rank 0's or the launcher) has probably ended: see what it said. {_HINT}",
+    )

@@ -1,0 +1,47 @@
+"""Leaving a loop over `Trainer.steps` before its end: what is due after that step is done first."""
+
+from collections.abc import Callable, Generator, Iterator
+from itertools import count
+
+from ddp_kit.errors import DdpKitError
+from ddp_kit.log import logger
+from ddp_kit.records import Step
+from ddp_kit.trainer.barrier import all_come
+from ddp_kit.trainer.checkpoints import Checkpoints
+from ddp_kit.world import World
+
+_SECONDS = 10.0
+"""For all ranks to leave the loop: they are at most in the same body of it."""
+_loops = count()
+
+
+Loop = Generator[Step, None, None]
+
+
+def saved_when_left(
+    steps: Loop, world: World, checkpoints: Checkpoints, current: Callable[[], object]
+) -> Iterator[Step]:
+    """The same steps; where the loop over them is left at one whose save is due, it is saved then.
+
+    An exception that leaves the loop cannot be told from a `break` here. Where it leaves it on one rank alone, nothing
+    is saved. `current`: gives what stands for the loop that is going on.
+    """
+    number = next(_loops)
+    for step in steps:
+        turn = current()
+        try:
+            yield step
+        except GeneratorExit:
+            if checkpoints.is_due and not checkpoints.is_saved and current() is turn:
+                place = f"the end of a loop over steps() after step {step.number}"
+                if all_come(world, place, f"left/{number}", _SECONDS):
+                    _save(checkpoints, step)
+            steps.close()
+            raise
+
+
+def _save(checkpoints: Checkpoints, step: Step) -> None:
+    try:
+        checkpoints.finish()  # to the disk: nobody looks after a save that is left in hand
+    except DdpKitError as error:  # what is raised while a generator is closed does not reach the script
+        logger.error("the save that is due after step {} failed: {}", step.number, error)

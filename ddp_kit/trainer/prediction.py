@@ -1,0 +1,265 @@
+"""Prediction: the model's output for every sample, joined in order over batches and ranks."""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ddp_kit.contract import Phase
+from ddp_kit.errors import LossError
+from ddp_kit.trainer.agreement import every_text, gathered
+from ddp_kit.trainer.evaluation import Counted, evaluating
+from ddp_kit.trainer.step import Parts
+from ddp_kit.world import World
+
+PredictFunction = Callable[[nn.Module, Any], Any]
+
+
+@torch.no_grad()
+def predict(parts: Parts, function: PredictFunction | None, batches: Counted) -> Any:
+    """What `function(model, batch)` gives for all samples, joined in order, on the CPU of every rank. A collective."""
+    columns: dict[str, list[Tensor]] = {}
+    spec = None
+    with evaluating(parts.model) as outputs:
+        for samples, batch in batches:
+            parts.heart.mark(Phase.EVALUATION)
+            with parts.precision.forward():
+                found = _predicted(parts, function, batch, outputs)
+            leaves, spec_of_batch = _leaves(found, samples)
+            if spec is None:
+                spec, columns = spec_of_batch, {name: [] for name in leaves}
+            if leaves.keys() != columns.keys():
+                raise _other_names(columns, leaves)
+            for name, leaf in leaves.items():
+                columns[name].append(leaf)
+            outputs.clear()
+    own = {name: _joined(name, pieces) for name, pieces in columns.items()}
+    if parts.world.world_size > 1:
+        own, spec = _gather(own, spec, parts.world)
+    if spec is None:
+        raise LossError("there was no sample to predict for", "see what the data yields")
+    return _plain(pytree.tree_unflatten([leaf.cpu() for leaf in own.values()], spec))
+
+
+def _predicted(parts: Parts, function: PredictFunction | None, batch: Any, outputs: list[Any]) -> Any:
+    """Without a function: the model's output for inputs alone, else its last output inside the loss function."""
+    if function is not None:
+        return function(parts.model, batch)
+    if isinstance(batch, list | tuple) and len(batch) == 1:
+        batch = batch[0]
+    if isinstance(batch, Tensor):
+        return parts.model(batch)
+    parts.loss_fn(parts.model, batch)
+    if not outputs:
+        raise LossError(
+            "the loss function did not call the model, so there is nothing to predict with",
+            "say how: trainer.predict(data, lambda model, batch: model(batch['inputs']))",
+        )
+    return outputs[0]
+
+
+def _leaves(found: Any, samples: int) -> tuple[dict[str, Tensor], Any]:
+    """The tensors of a prediction by their places in it, and how it is put together."""
+    recorded = _recorded(found)
+    leaves, spec = pytree.tree_flatten(recorded)
+    for leaf in leaves:
+        _check_prediction(leaf, samples)
+    try:
+        names = [pytree.keystr(place) for place, _ in pytree.tree_flatten_with_path(recorded)[0]]
+    except ValueError:  # a class that was registered with torch without names for its parts
+        names = [f"{spec}[{number}]" for number in range(len(leaves))]
+    return dict(zip(names, leaves, strict=True)), spec
+
+
+def _check_prediction(leaf: Any, samples: int) -> None:
+    if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != samples:
+        found = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+        raise LossError(
+            f"a prediction for {samples} samples holds {found}",
+            f"say what to predict, in tensors whose first dimension is the samples ({samples}): "
+            "trainer.predict(data, lambda model, batch: model(batch['inputs']).logits)",
+        )
+
+
+def _joined(name: str, pieces: list[Tensor]) -> Tensor:
+    shapes = {tuple(piece.shape[1:]) for piece in pieces}
+    if len(shapes) > 1:
+        raise _different(f"{name} {shape}" for shape in shapes)
+    return torch.cat(pieces)
+
+
+def _different(shapes: Iterable[Any]) -> LossError:
+    shown = "; ".join(sorted(map(str, shapes)))
+    return LossError(
+        f"predictions of different batches have different shapes beside the samples: {shown}",
+        "bring them to one length: trainer.predict(data, lambda model, batch: pad(model(batch)))",
+    )
+
+
+def _other_names(first: Iterable[str], other: Iterable[str]) -> LossError:
+    differ = ", ".join(sorted(set(first) ^ set(other)))
+    return LossError(
+        f"predictions of different batches hold different entries: {differ} in some of them only",
+        "let predict_fn give the same entries for every batch, with tensors for what a batch has nothing of",
+    )
+
+
+def _gather(own: dict[str, Tensor], spec: Any, world: World) -> tuple[dict[str, Tensor], Any]:
+    """Every rank's leaves, one rank after the other. Bytes and JSON travel; nothing is unpickled."""
+    counts = [count for (count,) in gathered(world, [len(next(iter(own.values()))) if own else 0])]
+    speaker = next((rank for rank, count in enumerate(counts) if count), None)
+    if speaker is None:
+        return own, spec
+    form = {name: [str(leaf.dtype).removeprefix("torch."), leaf.shape[1:]] for name, leaf in own.items()}
+    forms = [json.loads(text) for text in every_text(json.dumps(form).encode(), world)]
+    with_samples = [form for form, count in zip(forms, counts, strict=True) if count]
+    for other in with_samples:
+        if other.keys() != forms[speaker].keys():
+            raise _other_names(forms[speaker], other)
+        if other != forms[speaker]:
+            raise _different({_shown(forms[speaker]), _shown(other)})
+    if 0 in counts:  # a rank without samples does not know how a prediction is put together
+        spec = _spec_of(speaker, spec, world)
+    joined = {}
+    for name, (kind, shape) in forms[speaker].items():
+        whole = torch.empty(sum(counts), *shape, dtype=getattr(torch, kind), device=world.device)
+        start = 0
+        for rank, count in enumerate(counts):
+            piece = whole[start : start + count]
+            if rank == world.rank and count:
+                piece.copy_(own[name])
+            if piece.numel():
+                dist.broadcast(piece.view(-1).view(torch.uint8), src=rank)
+            start += count
+        joined[name] = whole
+    # In this rank's own order of names, which a dict filled otherwise on another rank does not share.
+    return {name: joined[name] for name in own or joined}, spec
+
+
+def _shown(form: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {kind} {tuple(shape)}".strip() for name, (kind, shape) in form.items())
+
+
+def _spec_of(speaker: int, own: Any, world: World) -> Any:
+    """This rank's, or that of `speaker` where it has none. A collective."""
+    text, problem = "", ""
+    if world.rank == speaker:
+        try:
+            text = pytree.treespec_dumps(own)
+        except (NotImplementedError, TypeError, ValueError) as error:
+            problem = str(error).splitlines()[0]
+    said = json.loads(every_text(json.dumps([text, problem]).encode(), world)[speaker])
+    found, why = own, said[1]
+    if own is None and not why:
+        try:
+            found = pytree.treespec_loads(said[0])
+        except (LookupError, ValueError, TypeError) as error:
+            why = str(error)
+    problems = [each.decode() for each in every_text(why.encode(), world)]
+    if any(problems):
+        raise LossError(
+            f"a rank without samples cannot put the prediction together: {next(filter(None, problems))}",
+            "let predict_fn give tensors in dicts, lists and tuples, or in classes that are defined in a module; or "
+            "predict for at least as many samples as there are ranks",
+        )
+    return found
+
+
+# --- named tuples and dataclasses -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A named tuple or a dataclass, as torch's tree functions are to see it."""
+
+    kind: type
+    values: dict[str, Any]
+    """Of the fields; None stays what it is."""
+
+
+def _is_record(value: Any) -> bool:
+    kind = type(value)
+    if kind is _Record or kind in pytree.SUPPORTED_NODES:  # such as the outputs of transformers
+        return False
+    return is_dataclass(kind) or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
+
+
+def _recorded(value: Any) -> Any:
+    """The same, with a `_Record` for each named tuple and dataclass."""
+
+    def record(leaf: Any) -> Any:
+        if not _is_record(leaf):
+            return leaf
+        names = getattr(leaf, "_fields", None) or [each.name for each in fields(leaf)]
+        return _Record(type(leaf), {name: _recorded(getattr(leaf, name)) for name in names})
+
+    return pytree.tree_map(record, value, is_leaf=_is_record)
+
+
+def _plain(value: Any) -> Any:
+    """The same, with what each `_Record` was made of."""
+
+    def plain(leaf: Any) -> Any:
+        if not isinstance(leaf, _Record):
+            return leaf
+        values = {name: _plain(each) for name, each in leaf.values.items()}
+        if issubclass(leaf.kind, tuple):
+            return leaf.kind(**values)
+        made = object.__new__(leaf.kind)  # as copying does it: what __post_init__ would make of it is in the fields
+        for name, each in values.items():
+            object.__setattr__(made, name, each)
+        return made
+
+    return pytree.tree_map(plain, value, is_leaf=lambda leaf: isinstance(leaf, _Record))
+
+
+_Context = tuple[type, tuple[str, ...], tuple[str, ...]]
+"""The class, the fields that hold something, and those that are None."""
+
+
+def _flatten(record: _Record) -> tuple[list[Any], _Context]:
+    held = {name: value for name, value in record.values.items() if value is not None}
+    return [*held.values()], (record.kind, tuple(held), tuple(name for name in record.values if name not in held))
+
+
+def _flatten_with_keys(record: _Record) -> tuple[list[tuple[Any, Any]], _Context]:
+    values, context = _flatten(record)
+    return [(pytree.GetAttrKey(name), value) for name, value in zip(context[1], values, strict=True)], context
+
+
+def _unflatten(values: Iterable[Any], context: Any) -> _Record:
+    kind, held, empty = context
+    return _Record(kind, dict.fromkeys(empty) | dict(zip(held, values, strict=True)))
+
+
+def _dumped(context: Any) -> Any:
+    kind, held, empty = context
+    return [kind.__module__, kind.__qualname__, list(held), list(empty)]
+
+
+def _loaded(context: Any) -> _Context:
+    """The class is looked up in a module that this process has imported itself, and has to be a record."""
+    module, name, held, empty = context
+    kind: Any = sys.modules.get(module)
+    for part in name.split("."):
+        kind = getattr(kind, part, None)
+    if not isinstance(kind, type) or not (is_dataclass(kind) or hasattr(kind, "_fields")):
+        raise LookupError(f"{module}.{name} is not known to it")
+    return kind, tuple(held), tuple(empty)
+
+
+pytree.register_pytree_node(
+    _Record,
+    _flatten,
+    _unflatten,
+    serialized_type_name="ddp_kit.prediction.Record",
+    to_dumpable_context=_dumped,
+    from_dumpable_context=_loaded,
+    flatten_with_keys_fn=_flatten_with_keys,
+)

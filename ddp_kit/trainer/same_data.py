@@ -1,0 +1,234 @@
+"""Whether all ranks have built the same data: what it says of itself, and a few of its samples.
+
+Each rank takes its share of the same positions. Where the datasets are in another order, or divided otherwise between
+training and evaluation, samples would be left out, trained on twice, or evaluated on after training, silently.
+"""
+
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
+
+from ddp_kit.config import DataConfig
+from ddp_kit.errors import DataError
+from ddp_kit.loader.build import loader_options
+from ddp_kit.loader.fetch import ShowsOwnDataset
+from ddp_kit.trainer.agreement import Facts, gathered
+from ddp_kit.world import World, mixed_seed, random_states, seed_generators, set_random_states
+
+_PLAIN_SAMPLES = 16
+"""Compared of tensors and lists in memory, which cost nothing to look at."""
+_ENOUGH_SECONDS = 2.0
+"""Of fetching a dataset's samples: then no further one is compared."""
+_UNKNOWN = -1
+_AGAIN = 2
+"""Times that a sample which differs is fetched once more: one that differs from itself says nothing."""
+
+
+def facts_of_data(data: Mapping[str, object]) -> Facts:
+    """What must be the same of each of the data, by the name of its part: how many samples, and how batched."""
+    facts: Facts = {}
+    for role, given in data.items():
+        loader = given if isinstance(given, DataLoader) else None
+        dataset = given if loader is None else loader.dataset
+        facts[f"the kind of {role}"] = f"{type(given).__name__} {_kind(dataset)}"
+        facts[f"the number of samples in {role}"] = _length(dataset)
+        facts[f"the samples that {role} is a subset of"] = repr(subset_indices(dataset))
+        batches = getattr(loader, "batch_sampler", None)
+        shuffling = type(getattr(batches, "sampler", None)).__name__
+        facts[f"the batches of {role}"] = f"{getattr(batches, 'batch_size', '')} {getattr(batches, 'drop_last', '')}"
+        facts[f"the shuffling of {role}"] = shuffling
+    return facts
+
+
+def subset_indices(dataset: object) -> list[list[Any]]:
+    """Those of a Subset, and of what that is a subset of."""
+    found = []
+    while isinstance(dataset, Subset):
+        found.append([*dataset.indices])
+        dataset = dataset.dataset
+    return found
+
+
+class SampleComparison:
+    """Compares a few samples of a Trainer's data over the ranks, as `data.compare_items` says.
+
+    for each of the samples, spread over the dataset:
+        digest = hash of what the dataset gives for it, with random states of its own
+    gather the digests; where ranks differ: fetch these again, and raise `DataError` where each rank gets what it got
+    """
+
+    def __init__(self, world: World, config: DataConfig, seed: int) -> None:
+        self._world = world
+        self._config = config
+        self._seed = seed
+        self._known: dict[int, tuple[Any, list[int]]] = {}  # by the dataset's id: a weak reference, its digests
+
+    def compare(self, data: Mapping[str, object]) -> None:
+        """Raise `DataError` where the ranks' samples differ. A collective: all ranks call it with the same roles."""
+        for role, given in data.items():
+            loader = given if isinstance(given, DataLoader) else None
+            dataset = given if loader is None else loader.dataset
+            keys = self._keys(dataset)
+            if not keys:
+                continue
+            table = gathered(self._world, self._digests(dataset, keys, loader))
+            differ = [number for number in range(len(keys)) if _differ(row[number] for row in table)]
+            if differ and self._repeat(dataset, [keys[number] for number in differ], table, differ, loader):
+                raise DataError(
+                    f"the ranks do not agree on sample {keys[differ[0]]} of {role}"
+                    f" ({len(differ)} of {len(keys)} samples that were compared differ)",
+                    "every rank has to build the same dataset in the same order: sort what is listed from a folder, "
+                    "set the random seed before dividing or shuffling it, and leave dividing it over the ranks to the "
+                    "Trainer. Where samples differ on purpose: data.compare_items=0",
+                )
+
+    def _keys(self, dataset: object) -> list[int]:
+        """Spread over the dataset, the first and the last one among them."""
+        wanted = _PLAIN_SAMPLES if _in_memory(dataset) else self._config.compare_items
+        length = _length(dataset)
+        count = min(wanted, length)
+        return [number * (length - 1) // max(1, count - 1) for number in range(count)]
+
+    def _digests(self, dataset: Any, keys: Sequence[int], loader: "DataLoader[Any] | None") -> list[int]:
+        reference, digests = self._known.get(id(dataset), (None, []))
+        if reference is not None and reference() is dataset and len(digests) == len(keys):
+            return digests
+        digests = self._fetch(dataset, keys, loader)
+        with suppress(TypeError):  # a list has no weak references, and is soon looked at again
+            self._known[id(dataset)] = (weakref.ref(dataset), digests)
+        return digests
+
+    def _repeat(
+        self,
+        dataset: Any,
+        keys: Sequence[int],
+        table: list[list[int]],
+        numbers: Sequence[int],
+        loader: "DataLoader[Any] | None",
+    ) -> bool:
+        """Whether every rank gets the same as before when it fetches these once more. A collective."""
+        own = [table[self._world.rank][number] for number in numbers]
+        again = self._fetch(dataset, [*keys] * _AGAIN, loader)  # in one process: a new one may draw the same once more
+        steady = all(one in (_UNKNOWN, other) for one, other in zip(again, own * _AGAIN, strict=True))
+        return all(each for (each,) in gathered(self._world, [steady]))
+
+    def _fetch(self, dataset: Any, keys: Sequence[int], loader: "DataLoader[Any] | None") -> list[int]:
+        """A digest of each sample; `_UNKNOWN` for those that have none, and for all once it takes too long."""
+        digests = [_UNKNOWN] * len(keys)
+        began = time.perf_counter()
+        for number, digest in enumerate(self._arriving(_Digests(dataset, self._seed), keys, loader)):
+            digests[number] = digest
+            if time.perf_counter() - began > _ENOUGH_SECONDS:
+                break
+        return digests
+
+    def _arriving(self, digests: "_Digests", keys: Sequence[int], loader: "DataLoader[Any] | None") -> Iterator[int]:
+        options = loader_options(self._config, self._world, self._seed, loader)
+        if not keys or not options["num_workers"] or _in_memory(digests.dataset):
+            with _states_kept(self._world):
+                yield from map(digests.__getitem__, keys)
+            return
+        # In a process of its own, as in training: what a dataset opens is then not inherited by those.
+        options |= {"num_workers": 1, "pin_memory": False, "persistent_workers": False, "generator": torch.Generator()}
+        options["worker_init_fn"] = ShowsOwnDataset(options.get("worker_init_fn"))
+        yield from DataLoader(digests, sampler=keys, batch_size=None, collate_fn=_as_it_is, **options)
+
+
+class _Digests(Dataset[int]):
+    """A dataset whose samples are hashed where they are fetched, with random states of (seed, sample) alone."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self._seed = seed
+
+    def __getitem__(self, key: int) -> int:
+        seed_generators(mixed_seed(self._seed, key))
+        try:
+            several = getattr(self.dataset, "__getitems__", None)
+            return digest_of_sample(several([key])[0] if callable(several) else self.dataset[key])
+        except Exception:  # it has other keys; or what is wrong with it comes out in training
+            return _UNKNOWN
+
+
+@contextmanager
+def _states_kept(world: World) -> Iterator[None]:
+    states = random_states(world) if get_worker_info() is None else None
+    try:
+        yield
+    finally:
+        if states is not None:
+            set_random_states(states)
+
+
+def digest_of_sample(sample: object) -> int:
+    """A number that stands for its tensors, arrays, numbers and texts; `_UNKNOWN` where it has none of them."""
+    found = blake2b(digest_size=7)
+    known = 0
+    for piece in _pieces(sample):
+        found.update(piece)
+        known += 1
+    return int.from_bytes(found.digest()) if known else _UNKNOWN
+
+
+def _pieces(value: Any) -> Iterator[bytes]:
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided and not value.is_quantized:
+            dense = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            yield f"{dense.dtype} {tuple(dense.shape)}".encode()
+            yield dense.reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, str | bytes | int | float | complex):
+        yield repr(value).encode()
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield repr(key).encode()
+            yield from _pieces(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _pieces(each)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for each in fields(value):
+            yield from _pieces(getattr(value, each.name, None))
+    elif hasattr(value, "__array_interface__"):  # numpy's, and images
+        yield from _array(value)
+
+
+def _array(value: Any) -> Iterator[bytes]:
+    import numpy as np
+
+    array = np.asarray(value)
+    if not array.dtype.hasobject:  # the bytes of others are addresses
+        yield f"{array.dtype} {array.shape}".encode()
+        yield array.tobytes()
+
+
+def _as_it_is(digest: Any) -> Any:
+    return digest
+
+
+def _differ(digests: Iterator[int]) -> bool:
+    return len({digest for digest in digests if digest != _UNKNOWN}) > 1
+
+
+def _in_memory(dataset: Any) -> bool:
+    """Whether no code of the user's own gives its samples."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return type(dataset) in (TensorDataset, Tensor, list, tuple)
+
+
+def _kind(dataset: object) -> str:
+    inner = f" of {_kind(dataset.dataset)}" if isinstance(dataset, Subset) else ""
+    return type(dataset).__name__ + inner
+
+
+def _length(dataset: object) -> int:
+    """0 for a stream: each rank has its own, of whatever length."""
+    return len(dataset) if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset) else 0

@@ -1,0 +1,228 @@
+"""Run by test_together.py at 2 and 3 ranks: what ranks share, what they compare, and what few samples leave to them.
+
+Each scenario is a function; all run one after the other in the same processes. Each rank prints one line at the end.
+"""
+
+import os
+import random
+import signal
+import sys
+import threading
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+
+from ddp_kit import DataError, LossError, Trainer, TrainerConfig
+from ddp_kit.manifest import checkpoints
+
+RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    pair: Pair
+    hidden: Tensor | None = None
+
+
+def trainer_for(folder: Path | None = None, optimizer: Any = None, **settings: Any) -> Trainer:
+    torch.manual_seed(0)
+    metrics = settings.pop("metrics", None)
+    checkpoint = {"dir": folder} | settings.pop("checkpoint", {})
+    config = TrainerConfig(**({"global_batch_size": 6} | settings), checkpoint=checkpoint)
+    return Trainer(
+        nn.Linear(1, 1),
+        optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=1e-4)),
+        lambda model, batch: model(batch).square().mean(),
+        config,
+        metrics=metrics,
+    )
+
+
+def refused(call: Callable[[], Any], kind: type[Exception], said: str) -> None:
+    try:
+        call()
+    except kind as error:
+        assert said in str(error), error
+    else:
+        raise AssertionError(f"nothing was said of {said!r}")
+
+
+class Rows(Dataset[Tensor]):
+    def __init__(self, first: int, noise: Callable[[], float] = lambda: 0.0) -> None:
+        self.first, self.noise = first, noise
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([self.first + index + self.noise()])
+
+
+class Stream(IterableDataset[Tensor]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(float(self.length)).reshape(-1, 1)[RANK::RANKS])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def other_rows_are_refused(_: Path) -> None:
+    for data in (Rows(RANK), TensorDataset(torch.rand(60, 1) + RANK), [*range(RANK, RANK + 60)]):
+        refused(lambda data=data: trainer_for().fit(data), DataError, "do not agree on sample 0 of train_data")
+    nested = Subset(Subset(Rows(0), [*range(RANK, 50)] + [0] * RANK), range(50))
+    refused(lambda: trainer_for().fit(nested), DataError, "the samples that train_data is a subset of")
+    trainer = trainer_for()
+    refused(lambda: trainer.fit(Rows(0), Rows(RANK)), DataError, "sample 0 of eval_data")
+    refused(lambda: trainer.evaluate(Rows(RANK)), DataError, "sample 0 of eval_data")
+    trainer_for(data={"compare_items": 0}).fit(Rows(RANK))
+
+
+def samples_with_random_numbers_are_not(_: Path) -> None:
+    chance = random.Random(RANK)
+    for noise in (random.random, lambda: torch.rand(()).item(), chance.random):
+        for workers in (0, 1):
+            trainer_for(max_steps=1, data={"num_workers": workers}).fit(Rows(0, noise))
+
+
+def a_function_in_a_parameter_group_is_no_difference(_: Path) -> None:
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [*parameters], "note": lambda step: step, "of": object()}], lr=1e-4)
+
+    trainer_for(optimizer=optimizer, max_steps=1).fit(Rows(0))
+
+
+def a_short_stream_is_an_error(_: Path) -> None:
+    trainer = trainer_for(data={"drop_last": True})
+    refused(lambda: trainer.fit(Stream(5)), DataError, "gave 5 samples in an epoch, fewer than the global batch of 6")
+
+
+def records_are_predicted_also_by_ranks_without_samples(_: Path) -> None:
+    for samples in (1, RANKS, 20):
+        x = torch.arange(float(samples)).reshape(-1, 1)
+        found = trainer_for().predict(x, lambda _, batch: Output(batch, Pair(2 * batch, {"a": (batch, batch + 1)})))
+        assert type(found) is Output
+        assert type(found.pair) is Pair
+        assert torch.equal(found.logits, x)
+        assert torch.equal(found.pair.second["a"][1], x + 1)
+        assert found.hidden is None
+
+    @dataclass
+    class Local:
+        x: Tensor
+
+    local = (lambda: trainer_for().predict(torch.zeros(1, 1), lambda _, batch: Local(batch)), LossError)
+    refused(*local, "a rank without samples cannot put the prediction together")
+
+
+def entries_stay_what_they_are_whatever_a_rank_calls_them(_: Path) -> None:
+    x = torch.arange(20.0).reshape(-1, 1)
+    named = [("a", 1.0), ("b", -1.0)][:: -1 if RANK else 1]
+    found = trainer_for().predict(x, lambda _, batch: {name: sign * batch for name, sign in named})
+    assert torch.equal(found["a"], x)
+    assert torch.equal(found["b"], -x)
+    refused(
+        lambda: trainer_for().predict(x, lambda _, batch: {"b" if RANK else "a": batch}),
+        LossError,
+        "different entries: ['a'], ['b'] in some",
+    )
+
+
+def metrics_with_list_states_need_no_sample_on_each_rank(_: Path) -> None:
+    try:
+        import torchmetrics as tm
+    except ModuleNotFoundError:
+        return
+
+    def select(output: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+        return output.sigmoid().squeeze(1), (batch.squeeze(1) % 2).long()
+
+    def several(output: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.cat((output, -output, 2 * output), dim=1).softmax(dim=1), batch.squeeze(1).long() % 3
+
+    metrics = {
+        "auroc": (tm.AUROC(task="binary"), select),
+        "all": (
+            tm.MetricCollection({"matrix": tm.ConfusionMatrix(task="binary"), "auroc": tm.AUROC(task="binary")}),
+            select,
+        ),
+        "roc": (tm.ROC(task="multiclass", num_classes=3), several),
+    }
+    trainer = trainer_for(metrics=metrics)
+    for samples in (1, 2, 7):
+        found = trainer.evaluate(torch.arange(float(samples)).reshape(-1, 1))
+        assert found["auroc"] == found["all.auroc"]
+        assert sum(found[f"all.matrix.{number}"] for number in range(4)) == samples
+        assert sum(name.startswith("roc.0.2.") for name in found) > 0
+    curve = ["gives", "values: a curve or a table"][1]
+    refused(lambda: trainer.evaluate(torch.arange(600.0).reshape(-1, 1)), LossError, curve)
+
+
+def a_loop_left_at_a_due_step_saves_it(folder: Path) -> None:
+    trainer = trainer_for(folder / "left", checkpoint={"every_steps": 3})
+    for step in trainer.steps(Rows(0)):
+        if step.number == 3:
+            break
+    trainer.evaluate(Rows(0))
+    assert trainer_for(folder / "left").step == 3
+
+
+def a_stop_saves_all_trainers(folder: Path) -> None:
+    """Heard by the last rank alone."""
+    pair = [trainer_for(folder / name, epochs=100_000) for name in "ab"]
+    try:
+        other = pair[1].steps(Rows(0))
+        for number, _ in enumerate(pair[0].steps(Rows(0))):
+            next(other)
+            if number == 2 and RANK == RANKS - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+    except SystemExit as ended:
+        assert ended.code == 75
+    assert pair[0].step >= 3
+    assert pair[0].step - pair[1].step in (0, 1)
+    again = [trainer_for(folder / name) for name in "ab"]
+    assert [each.step for each in again] == [each.step for each in pair]
+
+
+def finished_trainers_hold_nothing(folder: Path) -> None:
+    def held() -> int:
+        return len([*Path("/proc/self/fd").iterdir()]) + threading.active_count()
+
+    trainers, counts = [], []
+    for number in range(4):
+        trainers.append(trainer_for(folder / f"held{number}", max_steps=2, checkpoint={"every_steps": 1}))
+        trainers[-1].fit(Rows(0))
+        counts.append(held())
+    assert counts[1:] == counts[1:2] * 3, counts
+    for number in range(4 if RANK == 0 else 0):
+        assert [each.step for each in checkpoints(folder / f"held{number}", hashes=True)] == [2, 1]
+
+
+SCENARIOS = (
+    other_rows_are_refused,
+    samples_with_random_numbers_are_not,
+    a_function_in_a_parameter_group_is_no_difference,
+    a_short_stream_is_an_error,
+    records_are_predicted_also_by_ranks_without_samples,
+    entries_stay_what_they_are_whatever_a_rank_calls_them,
+    metrics_with_list_states_need_no_sample_on_each_rank,
+    a_loop_left_at_a_due_step_saves_it,
+    a_stop_saves_all_trainers,
+    finished_trainers_hold_nothing,
+)
+
+if __name__ == "__main__":
+    for scenario in SCENARIOS:
+        if len(sys.argv) < 3 or scenario.__name__ in sys.argv[2:]:
+            scenario(Path(sys.argv[1]))
+    os.write(1, b"all held\n")

@@ -1,0 +1,126 @@
+"""Ranks, here threads, wait for each other: what one that does not come is said to do, and when that is an error."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from loguru import logger
+from torch.distributed import HashStore
+
+from ddp_kit import WorldError
+from ddp_kit.contract import Phase
+from ddp_kit.progress import Heartbeat
+from ddp_kit.trainer import barrier
+from ddp_kit.world import World
+
+
+class Ranks:
+    """Two ranks of one store; `collectives` of each may be set."""
+
+    def __init__(self, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.collectives = [0, 0]
+        self.own = threading.local()
+        self.worlds = [World(rank, 2, rank, 2, 0, torch.device("cpu")) for rank in range(2)]
+        self.barriers = [barrier._Barriers(store, store, rank) for rank in range(2)]
+        for each in self.barriers:
+            each.heart = Heartbeat()
+        monkeypatch.setattr(barrier, "_barriers", lambda world: self.barriers[world.rank])
+        monkeypatch.setattr(barrier, "_collectives", lambda: self.collectives[self.own.rank])
+
+    def serve(self, rank: int) -> None:
+        def answer() -> None:
+            self.own.rank = rank
+            self.barriers[rank].serve(self.barriers[rank].store, 0.001)
+
+        self.barriers[rank].thread = threading.Thread(target=answer, daemon=True)
+        self.barriers[rank].thread.start()
+
+    def wait(self, rank: int, place: str) -> None:
+        self.own.rank = rank
+        barrier.wait_for_all(self.worlds[rank], place)
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    for name, seconds in (("ANSWER_SECONDS", 0.005), ("SILENT_SECONDS", 0.05), ("REPEAT_SECONDS", 0.05)):
+        monkeypatch.setattr(barrier, name, seconds)
+    made = Ranks(HashStore(), monkeypatch)
+    yield made
+    for each in made.barriers:
+        each.closed.set()
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    found: list[str] = []
+    handler = logger.add(lambda message: found.append(str(message).rstrip()), format="{level} {message}")
+    yield found
+    logger.remove(handler)
+
+
+def test_ranks_that_come_pass_and_those_at_different_places_do_not(ranks: Ranks) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(ranks.wait, (0, 1), ("fit()", "fit()"))] == [None, None]
+        failures = [pool.submit(ranks.wait, rank, f"call {rank}") for rank in range(2)]
+        for failure in failures:
+            with pytest.raises(WorldError, match="rank 0 at call 0, rank 1 at call 1"):
+                failure.result()
+
+
+def test_a_rank_whose_process_ends_is_named_at_once(ranks: Ranks) -> None:
+    ranks.serve(1)
+    ranks.barriers[1].end()
+    with pytest.raises(WorldError, match=r"rank 0 is at fit\(\), .*: rank 1 \(its process has ended\)"):
+        ranks.wait(0, "fit()")
+
+
+def test_a_rank_that_is_past_this_place_is_an_error_that_says_where_it_is(ranks: Ranks) -> None:
+    ranks.collectives = [7, 8]
+    assert ranks.barriers[1].heart is not None
+    ranks.barriers[1].heart.stand(3)
+    ranks.barriers[1].heart.mark(Phase.BACKWARD)
+    ranks.serve(1)
+    with pytest.raises(
+        WorldError, match=r"rank 1 \(it did not make this call, and is in the backward pass, after step 3"
+    ):
+        ranks.wait(0, "save()")
+
+
+def test_a_rank_that_is_late_is_waited_for_and_spoken_of(ranks: Ranks, said: list[str]) -> None:
+    ranks.serve(1)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ranks.wait, 0, "fit()")
+        while "WARNING rank 0 is at fit() and waits: rank 1 is in the script, after step 0" not in said:
+            threading.Event().wait(0.001)
+        ranks.wait(1, "fit()")
+        assert waiting.result() is None
+
+
+def test_collectives_count_from_the_last_barrier_on(ranks: Ranks) -> None:
+    """A rank may have begun more of its own before: point-to-point messages count, too."""
+    ranks.collectives = [3, 9]
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(ranks.wait, (0, 1), ("fit()", "fit()"))] == [None, None]
+        ranks.own.rank = 0
+        wait = barrier._Wait(ranks.worlds[0], ranks.barriers[0], [], barrier.Place(4, "save()"), 0.0)
+        assert not wait._is_past(1, barrier.Place(10, "the script"))
+        assert wait._is_past(1, barrier.Place(11, "the script"))
+
+
+def test_a_store_that_is_gone_is_said_in_words(ranks: Ranks) -> None:
+    class Gone(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("connection reset by peer")
+
+    ranks.barriers[0].store = Gone()
+    with pytest.raises(WorldError, match="cannot reach the others: their store does not answer"):
+        ranks.wait(0, "fit()")
+
+
+def test_who_may_stay_away_is_not_waited_for_without_end(ranks: Ranks) -> None:
+    ranks.own.rank = 0
+    assert not barrier.all_come(ranks.worlds[0], "the end of a loop", "left/0", 0.01)
+    assert ranks.barriers[0].passed == 0

@@ -1,0 +1,184 @@
+"""An epoch that was left in its midst is continued with the samples that it was begun with, or not at all."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, Subset
+
+from ddp_kit import DataError, Trainer, TrainerConfig
+
+
+class Numbers(torch.utils.data.Dataset[Tensor]):
+    """Notes which samples are taken."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.taken = length, list[int]()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.taken.append(index)
+        return torch.tensor([float(index)])
+
+
+class Stream(IterableDataset[Tensor]):
+    def __init__(self, length: int = 100) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(float(self.length)).reshape(-1, 1))
+
+
+def trainer_for(folder: Path, **settings: Any) -> Trainer:
+    model = nn.Linear(1, 1)
+    config = TrainerConfig(**({"global_batch_size": 10} | settings), checkpoint={"dir": folder, "background": False})
+    return Trainer(
+        model, lambda parameters: torch.optim.SGD(parameters, lr=1e-6), lambda model, batch: model(batch).mean(), config
+    )
+
+
+def left(folder: Path, data: Any, steps: int = 3, **settings: Any) -> None:
+    trainer = trainer_for(folder, **settings)
+    for step in trainer.steps(data):
+        if step.number == steps:
+            trainer.save()
+            break
+
+
+@pytest.mark.parametrize(
+    ("length", "begun", "continued", "said"),
+    [
+        (100, {}, {"seed": 1}, "the setting seed was 0, and is 1"),
+        (100, {}, {"data": {"shuffle": False}}, "the sampler was in random order, and is in the dataset's order"),
+        (99, {}, {"data": {"drop_last": True}}, "drop_last was False, and is True"),
+        (100, {}, {"global_batch_size": 20}, "the global batch was 10, and is 20"),
+    ],
+)
+def test_another_setting_in_the_midst_of_an_epoch_is_named(
+    tmp_path: Path, length: int, begun: dict[str, Any], continued: dict[str, Any], said: str
+) -> None:
+    left(tmp_path, Numbers(length), **begun)
+    with pytest.raises(DataError, match=said):
+        trainer_for(tmp_path, **continued).fit(Numbers(length))
+
+
+def test_a_dataset_that_has_grown_is_named_even_if_it_makes_as_many_steps(tmp_path: Path) -> None:
+    left(tmp_path, Numbers(91))
+    with pytest.raises(DataError, match="the number of samples was 91, and is 99") as raised:
+        trainer_for(tmp_path).fit(Numbers(99))
+    assert "the number of its steps" not in raised.value.message
+
+
+def test_other_samples_of_a_subset_are_named(tmp_path: Path) -> None:
+    left(tmp_path, Subset(Numbers(100), range(60)))
+    with pytest.raises(DataError, match="the samples of the Subset was"):
+        trainer_for(tmp_path).fit(Subset(Numbers(100), range(40, 100)))
+
+
+def test_at_the_end_of_an_epoch_all_of_it_may_change(tmp_path: Path) -> None:
+    left(tmp_path, Numbers(30))
+    resumed = trainer_for(tmp_path, seed=4, global_batch_size=7, epochs=2)
+    assert resumed.fit(Numbers(33)).samples == 30 + 33
+
+
+@pytest.mark.parametrize(
+    ("continued", "said"),
+    [
+        ({"global_batch_size": 20}, "the global batch was 10, and is 20"),
+        ({"seed": 3}, "the setting seed was 0, and is 3"),
+        ({"data": {"drop_last": True}}, "drop_last was False, and is True"),
+        ({"data": {"num_workers": 2}}, "data.num_workers was 1, and is 2"),
+    ],
+)
+def test_a_stream_is_read_on_in_the_same_steps_or_not_at_all(
+    tmp_path: Path, continued: dict[str, Any], said: str
+) -> None:
+    left(tmp_path, Stream())
+    with pytest.raises(DataError, match=said):
+        trainer_for(tmp_path, **continued).fit(Stream())
+    assert trainer_for(tmp_path).fit(Stream()).samples == 100
+
+
+def test_a_stream_that_has_become_shorter_than_where_it_was_left_is_an_error(tmp_path: Path) -> None:
+    left(tmp_path, Stream())
+    with pytest.raises(DataError, match="ended before step 4 of an epoch that was left after 3 steps"):
+        trainer_for(tmp_path).fit(Stream(30))
+
+
+@pytest.mark.parametrize("length", [9, 0])
+def test_a_stream_without_a_whole_global_batch_is_an_error(tmp_path: Path, length: int) -> None:
+    with pytest.raises(DataError, match=f"gave {length} samples in an epoch|gave no sample on any rank"):
+        trainer_for(tmp_path, data={"drop_last": True}).fit(Stream(length))
+
+
+class Drawn(Sampler[int]):
+    """An order that is drawn from a generator of its own."""
+
+    def __init__(self, generator: Any) -> None:
+        self.chance = generator
+
+    def __len__(self) -> int:
+        return 40
+
+    def __iter__(self) -> Iterator[int]:
+        order = [*range(40)]
+        self.chance.shuffle(order)
+        return iter(order)
+
+
+class Own(BatchSampler):
+    """A batch sampler of the user's own."""
+
+
+GENERATORS = {
+    "random": lambda: random.Random(1),
+    "RandomState": lambda: np.random.RandomState(1),
+    "Generator": lambda: np.random.default_rng(1),
+    "the global ones": lambda: random,
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_sampler_s_own_generator_draws_the_same_in_a_run_that_continues(
+    tmp_path: Path, kind: str, batched: bool
+) -> None:
+    def given() -> tuple[Numbers, Any]:
+        data, sampler = Numbers(40), Drawn(GENERATORS[kind]())
+        if batched:
+            return data, DataLoader(data, batch_sampler=Own(sampler, 10, False))
+        return data, DataLoader(data, batch_size=10, sampler=sampler)
+
+    settings: dict[str, Any] = {"epochs": 2, "global_batch_size": None}
+    whole, loader = given()
+    trainer_for(tmp_path / "whole", **settings).fit(loader)
+    first, loader = given()
+    left(tmp_path / "left", loader, steps=6, **settings)
+    second, loader = given()
+    trainer_for(tmp_path / "left", **settings).fit(loader)
+    assert first.taken[:60] + second.taken[-20:] == whole.taken
+    assert sorted(whole.taken) == sorted([*range(40)] * 2)
+    assert whole.taken[:40] != whole.taken[40:]
+
+
+def test_a_sampler_that_draws_otherwise_in_a_run_that_continues_is_refused(tmp_path: Path) -> None:
+    class Stateful(Drawn):
+        drawn = 0
+
+        def __iter__(self) -> Iterator[int]:
+            type(self).drawn += 1
+            return iter([(number * 7 + self.drawn) % 40 for number in range(40)])
+
+    def loader() -> Any:
+        return DataLoader(Numbers(40), batch_size=10, sampler=Stateful(None))
+
+    left(tmp_path, loader(), global_batch_size=None)
+    with pytest.raises(DataError, match="the order of the DataLoader's own sampler was"):
+        trainer_for(tmp_path, global_batch_size=None).fit(loader())

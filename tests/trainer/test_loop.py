@@ -1,0 +1,234 @@
+"""How a loop is left, what several Trainers of a process share, and what a Trainer leaves behind."""
+
+import os
+import signal
+import threading
+from collections import namedtuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from loguru import logger
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+
+from ddp_kit import BestModel, Callback, CSVLogger, LossError, Trainer, TrainerConfig
+from ddp_kit.manifest import checkpoints
+
+
+def data(samples: int = 40) -> Tensor:
+    return torch.arange(float(samples)).reshape(-1, 1)
+
+
+def trainer_for(folder: Path | None, *callbacks: Callback, background: bool = False, **settings: Any) -> Trainer:
+    torch.manual_seed(0)
+    checkpoint = {"dir": folder, "background": background} | settings.pop("checkpoint", {})
+    config = TrainerConfig(**({"global_batch_size": 4} | settings), checkpoint=checkpoint)
+    return Trainer(
+        nn.Linear(1, 1),
+        lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
+        lambda model, batch: model(batch).square().mean(),
+        config,
+        callbacks=callbacks,
+    )
+
+
+def saved(folder: Path) -> list[int]:
+    return [found.step for found in checkpoints(folder, hashes=True) if found.whole]
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """ddpkit's lines."""
+    found: list[str] = []
+    handler = logger.add(lambda message: found.append(str(message).rstrip()), format="{level} {message}")
+    yield found
+    logger.remove(handler)
+
+
+# Leaving -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_loop_left_at_a_step_that_is_due_saves_it_with_what_its_body_did(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, checkpoint={"every_steps": 3})
+    for step in trainer.steps(data()):
+        if step.number == 3:
+            trainer.optimizer.param_groups[0]["lr"] = 0.5
+            break
+    assert saved(tmp_path) == [3]
+    assert trainer_for(tmp_path).optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_loop_left_at_another_step_saves_nothing(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, checkpoint={"every_steps": 3})
+    for step in trainer.steps(data()):
+        if step.number == 2:
+            break
+    assert saved(tmp_path) == []
+
+
+def test_what_a_callback_has_asked_to_save_is_saved_where_the_loop_is_left(tmp_path: Path) -> None:
+    class Saves(Callback):
+        def on_step(self, trainer: Any) -> None:
+            trainer.save()
+
+    next(trainer_for(tmp_path, Saves()).steps(data()))
+    assert saved(tmp_path) == [1]
+
+
+def test_an_evaluation_that_fails_within_fit_saves_nothing(tmp_path: Path) -> None:
+    class Fails(Callback):
+        def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
+            raise ValueError
+
+    with pytest.raises(ValueError):  # noqa: PT011
+        trainer_for(tmp_path, Fails(), eval_every=3, checkpoint={"every_steps": 3}).fit(data(), data())
+    assert saved(tmp_path) == []
+
+
+# Several Trainers ----------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_saves_all_trainers_of_the_process_that_have_trained(tmp_path: Path) -> None:
+    """The one that hears of the stop first is not the one that has put the handlers in place."""
+    first, second = trainer_for(tmp_path / "first"), trainer_for(tmp_path / "second")
+    idle = trainer_for(tmp_path / "idle")
+
+    def both() -> None:
+        theirs = first.steps(data())
+        for number, _ in enumerate(second.steps(data())):
+            next(theirs)
+            if number == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended:
+        both()
+    assert ended.value.code == 75
+    assert (saved(tmp_path / "first"), saved(tmp_path / "second")) == ([3], [3])
+    assert saved(tmp_path / "idle") == []
+    assert idle.step == 0
+    del ended  # whose traceback holds the loops
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+# What is left behind -------------------------------------------------------------------------------------------------
+
+
+def test_a_trainer_that_has_finished_holds_no_process_thread_or_descriptor(tmp_path: Path) -> None:
+    process = psutil.Process()
+
+    def held() -> tuple[int, int, int]:
+        return len(process.children()), threading.active_count(), process.num_fds()
+
+    trainers = [trainer_for(tmp_path / "0", background=True, max_steps=2, checkpoint={"every_steps": 1})]
+    trainers[0].fit(data())
+    before = held()
+    for number in range(1, 4):
+        trainers.append(
+            trainer_for(tmp_path / str(number), background=True, max_steps=2, checkpoint={"every_steps": 1})
+        )
+        trainers[-1].fit(data())
+        trainers[-1].save()  # once more: it starts a process again
+        trainers[-1].fit(data())
+    assert held() == before
+    assert all(saved(tmp_path / str(number)) == [2, 1] for number in range(4))
+
+
+# Evaluation ----------------------------------------------------------------------------------------------------------
+
+
+def test_other_data_than_that_of_fit_does_not_decide_what_is_best(tmp_path: Path) -> None:
+    best, test = BestModel(), TensorDataset(torch.zeros(4, 1))
+    trainer = Trainer(
+        nn.Linear(1, 1),
+        lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
+        lambda model, batch: model(batch[0]).square().mean(),
+        TrainerConfig(global_batch_size=4),
+        callbacks=[best, CSVLogger(tmp_path / "log.csv")],
+    )
+    validation = TensorDataset(data())
+    trainer.fit(validation, validation)
+    value, lines = best.value, (tmp_path / "log.csv").read_text()
+    assert trainer.evaluate(test)["loss"] < value
+    assert (best.value, (tmp_path / "log.csv").read_text()) == (value, lines)
+    trainer.evaluate(DataLoader(validation, batch_size=4))
+    assert (tmp_path / "log.csv").read_text() != lines
+    trainer.evaluate(test, watched=True)
+    assert best.value < value
+
+
+def test_a_finished_run_that_is_started_again_adds_no_row(tmp_path: Path) -> None:
+    def run() -> dict[str, float]:
+        trainer = trainer_for(tmp_path / "run", CSVLogger(tmp_path / "log.csv"), epochs=2)
+        return trainer.fit(data(), data()).metrics
+
+    first, lines = run(), (tmp_path / "log.csv").read_text()
+    assert run() == first
+    assert (tmp_path / "log.csv").read_text() == lines
+
+
+# What is said --------------------------------------------------------------------------------------------------------
+
+
+def test_the_line_that_announces_a_run_says_how_a_batch_sampler_s_steps_are_made(said: list[str]) -> None:
+    class Own(BatchSampler):
+        pass
+
+    own = Own(SequentialSampler(range(40)), 5, False)
+    trainer_for(None, global_batch_size=None).fit(DataLoader(data(), batch_size=5))
+    trainer_for(None, global_batch_size=None, accumulation_steps=2).fit(DataLoader(data(), batch_sampler=own))
+    plain, own_line = [line for line in said if " on cpu" in line]
+    assert "global batch 5 = micro-batch 5 x accumulation 1 x 1; 8 steps" in plain
+    assert "a step = 2 batches of the DataLoader's Own = accumulation 2 x 1; 4 steps" in own_line
+
+
+def test_a_stream_s_first_row_has_no_time_from_before_the_run() -> None:
+    class Stream(IterableDataset[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            return iter(data())
+
+    for row in trainer_for(None, epochs=2, log_every=1).fit(Stream()).history:
+        assert row.data_seconds <= row.step_seconds + 1
+
+
+# Prediction ----------------------------------------------------------------------------------------------------------
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    pair: Pair
+    hidden: Tensor | None = None
+
+
+def test_predictions_may_be_named_tuples_and_dataclasses() -> None:
+    found = trainer_for(None).predict(
+        data(10), lambda _, batch: {"out": Output(2 * batch, Pair(batch, (batch, batch + 1)))}
+    )["out"]
+    assert type(found) is Output
+    assert type(found.pair) is Pair
+    assert torch.equal(found.logits, 2 * data(10))
+    assert torch.equal(found.pair.second[1], data(10) + 1)
+    assert found.hidden is None
+
+
+def test_an_entry_keeps_its_values_whatever_the_order_of_a_batch_s_keys() -> None:
+    def both(_: Any, batch: Tensor) -> dict[str, Tensor]:
+        values = [("a", batch), ("b", -batch)]
+        return dict(values if batch[0] == 0 else reversed(values))
+
+    found = trainer_for(None).predict(data(10), both)
+    assert torch.equal(found["a"], data(10))
+    assert torch.equal(found["b"], -data(10))
+
+
+def test_batches_with_other_entries_are_refused_by_name() -> None:
+    with pytest.raises(LossError, match=r"different entries: \['a'\], \['b'\] in some"):
+        trainer_for(None).predict(data(10), lambda _, batch: {"a" if batch[0] == 0 else "b": batch})

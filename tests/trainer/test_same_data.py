@@ -1,0 +1,122 @@
+"""What is compared of the ranks' data before the first step."""
+
+import random
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from ddp_kit import DataConfig
+from ddp_kit.trainer import same_data
+from ddp_kit.trainer.same_data import SampleComparison, digest_of_sample
+from ddp_kit.world import World
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass
+class Sample:
+    x: Any
+    text: str
+
+
+def world() -> World:
+    return World(0, 1, 0, 1, 0, torch.device("cpu"))
+
+
+class Fetched(Dataset[torch.Tensor]):
+    """Notes what is asked for; draws from every generator there is."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.asked.append(index)
+        return torch.rand(2) + random.random() + np.random.rand() + index
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.zeros(2), torch.zeros(2, 1)),
+        (torch.zeros(2), torch.tensor([0.0, 1e-30])),
+        (torch.zeros(2), torch.zeros(2).bfloat16()),
+        (np.zeros(3), np.ones(3)),
+        (1, 2),
+        ("a", "b"),
+        ({"x": torch.zeros(1)}, {"y": torch.zeros(1)}),
+        (Pair(1, torch.zeros(2)), Pair(1, torch.ones(2))),
+        (Sample([torch.zeros(2)], "a"), Sample([torch.zeros(2)], "b")),
+    ],
+)
+def test_samples_that_differ_have_other_digests(one: object, other: object) -> None:
+    assert digest_of_sample(one) != digest_of_sample(other)
+    assert digest_of_sample(one) == digest_of_sample(one)
+
+
+def test_what_has_no_value_of_its_own_has_no_digest() -> None:
+    assert digest_of_sample(object()) == digest_of_sample(np.array([object()])) == -1
+
+
+def test_a_few_samples_are_fetched_once_and_nothing_is_drawn_from_the_run() -> None:
+    data, comparison = Fetched(), SampleComparison(world(), DataConfig(compare_items=4), 0)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    for _ in range(2):
+        comparison.compare({"train_data": data})
+    assert data.asked == [0, 33, 66, 99]
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert torch.equal(states[0], after[0])
+    assert states[1:] == after[1:]
+
+
+def test_none_is_fetched_where_that_is_asked_for_but_tensors_are_compared() -> None:
+    data, comparison = Fetched(), SampleComparison(world(), DataConfig(compare_items=0), 0)
+    comparison.compare({"train_data": data})
+    assert data.asked == []
+    rows = Subset(TensorDataset(torch.arange(40)), range(40))
+    assert len(comparison._keys(rows)) == 16
+
+
+def test_it_is_fetched_in_a_process_of_its_own_where_training_has_such() -> None:
+    data, comparison = Fetched(), SampleComparison(world(), DataConfig(compare_items=4, num_workers=2), 0)
+    comparison.compare({"train_data": data})
+    assert data.asked == []
+    alone = SampleComparison(world(), DataConfig(compare_items=4), 0)
+    assert comparison._digests(data, [0, 99], None) == alone._digests(data, [0, 99], None)
+
+
+def test_ranks_that_differ_are_told_unless_their_samples_differ_from_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second rank, as the collective would show it, whose dataset begins with other rows."""
+
+    def gathered(_: World, numbers: list[int]) -> list[list[int]]:
+        flag = numbers in ([True], [False])
+        return [numbers, numbers] if flag else [numbers, [number + 1 for number in numbers]]
+
+    monkeypatch.setattr(same_data, "gathered", gathered)
+    comparison = SampleComparison(world(), DataConfig(), 0)
+    with pytest.raises(same_data.DataError, match="do not agree on sample 0 of train_data"):
+        comparison.compare({"train_data": Fetched()})
+
+    class OwnRandom(Fetched):
+        chance = random.Random(0)
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.tensor(self.chance.random())
+
+    comparison.compare({"train_data": OwnRandom()})
+
+
+def test_a_dataset_that_takes_long_is_not_asked_for_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(same_data, "_ENOUGH_SECONDS", 0.0)
+    data = Fetched()
+    SampleComparison(world(), DataConfig(), 0).compare({"train_data": data})
+    assert data.asked == [0]
