@@ -172,6 +172,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="torch and Python versions, with blanks in between; default: all")
     parser.add_argument("--keep", action="store_true", help="keep the environments")
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what runs, removes the environment
     WORK.mkdir(exist_ok=True)
     good = True
     for which in combinations(asked.only.split()):
