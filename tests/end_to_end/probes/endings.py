@@ -166,16 +166,14 @@ def main_is_none() -> None:
 
 
 def audited() -> None:
-    ended = False
+    """A hook that forbids what only an end by other means than the interpreter's own would do."""
 
     def hook(event: str, _: object) -> None:
-        if ended:
+        if event.startswith(("ctypes.", "gc.", "os.kill", "signal.")):
             os.write(1, f"audited: {event}\n".encode())
             raise OwnError(event)
 
     sys.addaudithook(hook)
-    atexit.register(Path("forbidden by the hook").touch)
-    ended = True
 
 
 def watchdogs() -> None:
