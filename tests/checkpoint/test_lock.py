@@ -43,7 +43,12 @@ def trainer(folder: Path, **settings: Any) -> Trainer:
         nn.Linear(2, 1),
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         lambda model, batch: model(batch[0]).square().mean(),
-        TrainerConfig(global_batch_size=4, max_steps=4, checkpoint={"dir": folder, "every_steps": 1}, **settings),
+        TrainerConfig(
+            global_batch_size=4,
+            max_steps=4,
+            checkpoint={"dir": folder, "every_steps": 1, "background": False},
+            **settings,
+        ),
     )
 
 
