@@ -191,6 +191,11 @@ class TrainerConfig(_Part):
     log_every: Count = Field(10, description="Optimizer steps between log points, where the host waits for the device.")
     eval_every: Count | None = Field(None, description="Optimizer steps between evaluations; None: after each epoch.")
     eval_every_epochs: Count | None = Field(None, description="Epochs between evaluations, instead of eval_every.")
+    verify_ranks: Literal["weights", "all", "off"] = Field(
+        "weights",
+        description="Compare over the ranks at log points: the weights, or all of weights and optimizer state; a pass "
+        "over that memory each time, and no collective of its own. Learning rates are always compared.",
+    )
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     parallel: ParallelConfig = ParallelConfig()

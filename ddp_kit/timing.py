@@ -21,7 +21,7 @@ _PHASES = 7
 _SECONDS_BETWEEN_WATCHED = 0.003  # watching costs some 12 microseconds: at most 0.4 % of the time
 _MOST_WAITING = 2048  # events; a step that begins while more wait for the device is not measured
 
-_COLUMNS = len(fields(StepTimes))
+COLUMNS = len(fields(StepTimes))
 
 
 class StepClock:
@@ -190,11 +190,11 @@ def step_clock(device: torch.device) -> StepClock:
 
 def table_of(times: StepTimes, rank: int, world_size: int, device: torch.device) -> Tensor:
     """A float64 tensor of shape [world_size, 7], zero but for this rank's row: its sum over the ranks has all rows."""
-    rows = [0.0] * (world_size * _COLUMNS)
-    rows[rank * _COLUMNS : (rank + 1) * _COLUMNS] = times.figures
-    return torch.tensor(rows, dtype=torch.float64).view(world_size, _COLUMNS).to(device, non_blocking=True)
+    rows = [0.0] * (world_size * COLUMNS)
+    rows[rank * COLUMNS : (rank + 1) * COLUMNS] = times.figures
+    return torch.tensor(rows, dtype=torch.float64).view(world_size, COLUMNS).to(device, non_blocking=True)
 
 
 def by_rank(numbers: Sequence[float]) -> tuple[StepTimes, ...]:
     """The ranks' times, from all numbers of the summed table in their order."""
-    return tuple(StepTimes(*numbers[first : first + _COLUMNS]) for first in range(0, len(numbers), _COLUMNS))
+    return tuple(StepTimes(*numbers[first : first + COLUMNS]) for first in range(0, len(numbers), COLUMNS))

@@ -4,25 +4,22 @@ Every rank runs the whole script. Where one builds other data, or other settings
 a word, or wait for each other for ever.
 """
 
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 
 from ddp_kit.config import TrainerConfig
 from ddp_kit.errors import DataError, DdpKitError, LossError
+from ddp_kit.trainer.fingerprint import settings_of
 from ddp_kit.world import World
 
 Facts = dict[str, int | str]
 
 _MAY_DIFFER = {"num_workers", "pin_memory", "prefetch_batches"}  # how batches are fetched, not which
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of a function or an object: differs from process to process
-_SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_agreement(world: World, facts: Facts) -> None:
@@ -30,16 +27,31 @@ def check_agreement(world: World, facts: Facts) -> None:
 
     Facts travel as numbers; text as a digest.
     """
+    found = first_difference(world, facts)
+    if found is not None:
+        raise DataError(
+            f"the ranks do not agree on {found}",
+            "every rank runs the whole script and has to build the same data, model and settings: set the random "
+            "seed before building them, load weights before the Trainer is made, leave dividing the data to it",
+        )
+
+
+def first_difference(world: World, facts: Facts) -> str | None:
+    """The first fact that is not the same on all ranks, and on which ranks. A collective, as `check_agreement` is."""
     numbers = [fact if isinstance(fact, int) else digest_of(fact.encode()) for fact in facts.values()]
     table = zip(*gathered(world, numbers), strict=True)
     for (name, fact), values in zip(facts.items(), table, strict=True):
         if len(set(values)) > 1:
-            shown = f": {', '.join(map(str, values))} on ranks 0 to {len(values) - 1}" if isinstance(fact, int) else ""
-            raise DataError(
-                f"the ranks do not agree on {name}{shown}",
-                "every rank runs the whole script and has to build the same data, model and settings: set the random "
-                "seed before building them, load weights before the Trainer is made, leave dividing the data to it",
-            )
+            if isinstance(fact, int):
+                return f"{name}: {', '.join(map(str, values))} on ranks 0 to {len(values) - 1}"
+            return f"{name}: {_others(values)} from rank 0"
+    return None
+
+
+def _others(values: Sequence[int]) -> str:
+    others = [str(rank) for rank, value in enumerate(values) if value != values[0]]
+    shown = ", ".join(others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
+    return f"rank {shown} differs" if len(others) == 1 else f"ranks {shown} differ"
 
 
 def collectives_begun() -> int:
@@ -71,21 +83,11 @@ def first_losses(world: World, facts: tuple[int, int], problem: DdpKitError | No
 def facts_of_run(config: TrainerConfig, optimizer: Optimizer, metrics: Iterable[str]) -> Facts:
     """What must be the same whatever the data."""
     settings = config.model_dump(mode="json", exclude={"data": _MAY_DIFFER})
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     facts: Facts = {f"the setting {name}": repr(value) for name, value in settings.items()}
     return facts | {
-        "the optimizer and its settings": f"{type(optimizer).__name__} {_ADDRESS.sub('', repr(groups))}",
+        "the optimizer and its settings": settings_of(optimizer),
         "the names of the metrics": repr(list(metrics)),
     }
-
-
-def fact_of_weights(model: nn.Module, world: World) -> Facts:
-    """The weights, summed up as whole numbers: their bits count, and the order of the sum does not."""
-    total = torch.zeros((), dtype=torch.int64, device=world.device)
-    for parameter in model.parameters():
-        bits = parameter.detach().contiguous().flatten().view(_SAME_SIZE[min(8, parameter.element_size())])
-        total += bits.sum(dtype=torch.int64)
-    return {"the weights of the model": repr(total.item())}
 
 
 def gathered(world: World, numbers: list[int]) -> list[list[int]]:

@@ -7,12 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_kit.metrics import Loss
+from ddp_kit.metrics import Loss, exact_weight
 from ddp_kit.records import StepTimes
-from ddp_kit.timing import StepClock, by_rank, table_of
+from ddp_kit.timing import COLUMNS, StepClock, by_rank, table_of
 from ddp_kit.trainer.agreement import gathered
 from ddp_kit.world import World
 
+_LOSS, WEIGHT = 0, 1  # the columns of the pairs that an interval keeps
 _FOLD = 256
 """Losses that are kept as tensors of their own before they become one: on a GPU each takes 512 bytes."""
 
@@ -70,8 +71,11 @@ class Interval:
             self._fold()
         self._before_step = len(self._sums)
 
-    def close(self, clock: StepClock) -> "Reading":
-        """What it came to over all ranks, on its way to the host. A collective."""
+    def close(self, clock: StepClock, facts: Tensor | None = None) -> "Reading":
+        """What it came to over all ranks, on its way to the host. A collective.
+
+        `facts`: float64 numbers on the device, as many on each rank, for all ranks to see.
+        """
         self._fold()
         world = self.world
         seconds = time.perf_counter() - self.started
@@ -79,23 +83,28 @@ class Interval:
         pairs = torch.cat(self._folded) if self._folded else torch.zeros(0, 2, device=world.device)
         norm = torch.zeros((), device=world.device) if self._norm is None else self._norm
         own = norm.detach().double() / world.world_size  # the same on all ranks
-        table = torch.cat((pairs.sum(dim=0).double(), own.reshape(1), times))
+        seen = [pairs.sum(dim=0).double(), own.reshape(1), times]
+        if facts is not None:
+            every = facts.new_zeros(world.world_size, len(facts))
+            every[world.rank] = facts
+            seen.append(every.flatten())
+        table = torch.cat(seen)
         if world.world_size > 1:
             dist.all_reduce(table)
-        return Reading(self, seconds, table, pairs[:, 0], self._step_of)
+        return Reading(self, seconds, table, pairs, self._step_of)
 
-    def first_non_finite(self) -> tuple[int, int] | None:
+    def first_non_finite(self, column: int = _LOSS) -> tuple[int, int] | None:
         """As `Reading` has it, for the steps so far. Waits for the device. A collective."""
         self._fold()
-        losses = torch.cat(self._folded)[:, 0] if self._folded else torch.zeros(0)
-        return _first_non_finite(self.world, losses, self._step_of)
+        pairs = torch.cat(self._folded) if self._folded else torch.zeros(0, 2)
+        return _first_non_finite(self.world, pairs[:, column], self._step_of)
 
     def _fold(self) -> None:
         if not self._sums:
             return
         sums = torch.stack([each.reshape(()) for each in self._sums]).double()
         if any(isinstance(weight, Tensor) for weight in self._weights):
-            weights = torch.stack([_on_device(weight, sums.device) for weight in self._weights])
+            weights = torch.stack([_on_device(exact_weight(weight), sums.device) for weight in self._weights])
         else:
             weights = torch.tensor(self._weights, dtype=torch.float64).to(sums.device, non_blocking=True)
         self._folded.append(torch.stack((sums * weights if self._plain else sums, weights), dim=1))
@@ -121,18 +130,20 @@ class Values:
     """Of the gradient at the last step that measured it; 0 where none did."""
     times: tuple[StepTimes, ...]
     """Of each rank."""
+    facts: tuple[tuple[float, ...], ...]
+    """Of each rank; empty where none were given."""
 
 
 class Reading:
     """An interval's sums over all ranks. On a GPU they leave it beside the steps that follow, through pinned memory."""
 
     def __init__(
-        self, interval: Interval, seconds: float, table: Tensor, own_losses: Tensor, step_of: list[int]
+        self, interval: Interval, seconds: float, table: Tensor, own_pairs: Tensor, step_of: list[int]
     ) -> None:
         self.steps = interval.steps
         self.samples = interval.samples
         self.seconds = seconds
-        self._own_losses = own_losses
+        self._own_pairs = own_pairs
         self._step_of = step_of
         self._world = interval.world
         self._arrived: torch.cuda.Event | None = None
@@ -147,16 +158,21 @@ class Reading:
         """The figures; waits until they have arrived."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        loss, weight, norm, *times = self._table.tolist()
-        return Values(loss, weight, norm, by_rank(times))
+        loss, weight, norm, *rest = self._table.tolist()
+        ranks = self._world.world_size
+        times, facts = rest[: ranks * COLUMNS], rest[ranks * COLUMNS :]
+        size = len(facts) // ranks
+        return Values(
+            loss, weight, norm, by_rank(times), tuple(tuple(facts[n * size : (n + 1) * size]) for n in range(ranks))
+        )
 
-    def first_non_finite(self) -> tuple[int, int] | None:
-        """The first optimizer step whose loss was not finite, and the lowest rank on which, if any. A collective."""
-        return _first_non_finite(self._world, self._own_losses, self._step_of)
+    def first_non_finite(self, column: int = _LOSS) -> tuple[int, int] | None:
+        """The first optimizer step with a loss (or weight) that was not finite, and the lowest rank. A collective."""
+        return _first_non_finite(self._world, self._own_pairs[:, column], self._step_of)
 
 
-def _first_non_finite(world: World, own_losses: Tensor, step_of: list[int]) -> tuple[int, int] | None:
-    bad = (~torch.isfinite(own_losses)).nonzero().flatten().tolist()
+def _first_non_finite(world: World, own: Tensor, step_of: list[int]) -> tuple[int, int] | None:
+    bad = (~torch.isfinite(own)).nonzero().flatten().tolist()
     never = torch.iinfo(torch.int64).max
     steps = [step for (step,) in gathered(world, [step_of[bad[0]] if bad else never])]
     return (min(steps), steps.index(min(steps))) if min(steps) < never else None

@@ -13,11 +13,14 @@ from torch import Tensor
 from ddp_kit.advice import Adviser, slowest_rank
 from ddp_kit.batch import BatchPlan
 from ddp_kit.config import TrainerConfig
-from ddp_kit.errors import LossError
+from ddp_kit.errors import DataError, LossError
 from ddp_kit.log import logger
+from ddp_kit.metrics import bad_weight
 from ddp_kit.records import LogRow
 from ddp_kit.timing import StepClock
-from ddp_kit.trainer.interval import Interval, Reading, Values
+from ddp_kit.trainer import fingerprint
+from ddp_kit.trainer.agreement import first_difference
+from ddp_kit.trainer.interval import WEIGHT, Interval, Reading, Values
 from ddp_kit.trainer.step import Parts
 from ddp_kit.world import World
 
@@ -66,7 +69,8 @@ class LogPoints:
         Raises `LossError` where a loss or the gradient was not finite, on all ranks together.
         """
         rate = float(self._parts.optimizer.param_groups[0].get("lr", float("nan")))
-        self._late.append(_Point(step, epoch, rate, self.interval.close(self._clock)))
+        facts = fingerprint.row(self._parts) if self._parts.world.world_size > 1 else None
+        self._late.append(_Point(step, epoch, rate, self.interval.close(self._clock, facts)))
         self.begin(step + 1)
         ready = self._late[:-1] if self._reads_late and not last else self._late
         self._late = self._late[len(ready) :]
@@ -80,6 +84,7 @@ class LogPoints:
     def _row(self, point: _Point) -> LogRow:
         reading, values = point.reading, point.reading.values()
         self._check(point, values)
+        self._compare(point.step, values)
         line = self._adviser.watch(values.times, reading.steps)
         if line is not None:
             logger.info("advice: {}", line)
@@ -103,6 +108,7 @@ class LogPoints:
             return
         for point in self._late:
             self._check(point, point.reading.values())
+        self._refuse_weight(self.interval.first_non_finite(WEIGHT))
         self._refuse(self.interval.first_non_finite())
 
     def refuse_weights(self, step: int, weights: Sequence[Tensor]) -> None:
@@ -115,6 +121,8 @@ class LogPoints:
 
     def _check(self, point: _Point, values: Values) -> None:
         """All ranks see the same figures, so that all of them stop here, or none."""
+        if not isfinite(values.weight):
+            self._refuse_weight(point.reading.first_non_finite(WEIGHT))
         if self._parts.config.non_finite == "skip" or (isfinite(values.loss) and isfinite(values.norm)):
             return
         self._refuse(point.reading.first_non_finite())
@@ -122,6 +130,24 @@ class LogPoints:
             raise LossError(
                 f"the gradient is not finite at step {point.step}, although the losses are", _HINT, point.step
             )
+
+    def _compare(self, step: int, values: Values) -> None:
+        """All ranks see the same figures, so that all of them stop here, or none."""
+        parts = self._parts
+        what = fingerprint.differing(values.facts)
+        if what is None:
+            return
+        facts = fingerprint.facts_of_state(parts) | {"the learning rates": fingerprint.settings_of(parts.optimizer)}
+        found = first_difference(parts.world, {name: fact for name, fact in facts.items() if name.startswith(what)})
+        raise DataError(
+            f"after step {step} the ranks do not agree on {found or what}",
+            "let callbacks, schedulers and your own code change weights and optimizers on all ranks alike; "
+            'verify_ranks="off" leaves weights uncompared',
+        )
+
+    def _refuse_weight(self, found: tuple[int, int] | None) -> None:
+        if found is not None:
+            raise bad_weight(*found)
 
     def _refuse(self, found: tuple[int, int] | None) -> None:
         if found is not None:

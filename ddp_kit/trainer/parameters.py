@@ -4,6 +4,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp_kit.errors import ConfigError
+from ddp_kit.trainer.setup import some
 
 
 class RunParameters:
@@ -36,7 +37,7 @@ class RunParameters:
             if parameter.requires_grad != learned
         ]
         raise ConfigError(
-            f"parameters were frozen or unfrozen (requires_grad) after the Trainer was made: {_some(changed)}",
+            f"parameters were frozen or unfrozen (requires_grad) after the Trainer was made: {some(changed)}",
             "make a new Trainer after that: what is reduced over the ranks is settled when it is made",
         )
 
@@ -53,7 +54,3 @@ class RunParameters:
                     f"{what} has got other parameters after the Trainer was made: {len(before)} then, {len(now)} now",
                     "change the model first and make the Trainer, with a new optimizer, after that",
                 )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,12 +1,13 @@
 """Learning rates that follow the batch and rise at the start, and the quickest kernels of the user's optimizer."""
 
 import math
+from bisect import bisect_right
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, SequentialLR
 
 from ddp_kit.errors import ConfigError
 
@@ -97,6 +98,43 @@ class WarmUp(LRScheduler):
         vars(self).update({name: value for name, value in state_dict.items() if name != "scheduler"})
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state_dict["scheduler"])
+
+
+def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int) -> None:
+    """Raise `ConfigError` where a scheduler ends before the run: OneCycleLR refuses to tick once more than it was told.
+
+    `total`: the step that the run ends with, None where only the data will tell; `done`: steps done.
+    """
+    if scheduler is None or total is None:
+        return
+    left = _ticks_left(scheduler)
+    if left < total - done:
+        raise ConfigError(
+            f"the scheduler is made for {left:g} more ticks, and the run has {total - done} more optimizer steps",
+            f"make it for all steps: total_steps={total}, or epochs and steps_per_epoch whose product is that; "
+            "warmup_steps of the configuration come before its own ticks",
+        )
+
+
+def _ticks_left(scheduler: LRScheduler) -> float:
+    """How often it can tick; infinity for most. Of torch's own, OneCycleLR alone ends (torch 2.10 to 2.15)."""
+    if isinstance(scheduler, WarmUp):
+        within = math.inf if scheduler.scheduler is None else _ticks_left(scheduler.scheduler)
+        return max(0, scheduler.steps - scheduler.last_epoch) + within
+    if isinstance(scheduler, OneCycleLR):
+        return scheduler.total_steps - max(0, scheduler.last_epoch)  # -1 within a SequentialLR before its turn
+    if isinstance(scheduler, ChainedScheduler):
+        return min(map(_ticks_left, scheduler._schedulers))
+    if isinstance(scheduler, SequentialLR):
+        # One after the other: each but the last is left at its milestone. None before the present one ticks again.
+        stones = [*scheduler._milestones, math.inf]
+        present = bisect_right(scheduler._milestones, scheduler.last_epoch)
+        begun, ends = float(scheduler.last_epoch), math.inf
+        for inner, stone in zip(scheduler._schedulers[present:], stones[present:], strict=True):
+            ends = min(ends, begun + _ticks_left(inner) if begun + _ticks_left(inner) < stone - 1 else math.inf)
+            begun = stone
+        return ends - scheduler.last_epoch
+    return math.inf
 
 
 def fuse(optimizer: Optimizer, model: nn.Module) -> str | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -43,6 +44,35 @@ def checked_function(value: Any, name: str) -> Any:
     if not callable(value):
         raise ConfigError(f"{name} is a {type(value).__name__}", "give a function")
     return value
+
+
+def checked_model(model: object) -> None:
+    """Raise `ConfigError` for what is no Module, and for one that has no weights yet."""
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ConfigError(f"model is {what}", "give a torch.nn.Module that is made: Trainer(MyModel(), ...)")
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    meta = [name for name, each in tensors if each.is_meta]
+    if meta:
+        raise ConfigError(
+            f"the model {type(model).__name__} is on the meta device, without any values: {some(meta)}",
+            "give it memory and values first: model.to_empty(device=...), then initialise or load its weights",
+        )
+
+
+def check_replicas(model: nn.Module, world_size: int) -> None:
+    """Raise `ConfigError` for a model whose replicas cannot be made alike at several ranks."""
+    lazy = [name for name, each in (*model.named_parameters(), *model.named_buffers()) if is_lazy(each)]
+    if world_size > 1 and lazy:
+        raise ConfigError(
+            f"the model {type(model).__name__} has lazy modules that have no shapes yet: {some(lazy)}",
+            "call the model once with a batch, before the Trainer is made",
+        )
+
+
+def some(names: Sequence[str]) -> str:
+    """The first of many names."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def trainable(model: nn.Module) -> tuple[nn.Parameter, ...]:
@@ -124,8 +154,12 @@ def check_sync_batch_norm(model: nn.Module, batches: TrainBatches | OwnTrainBatc
         )
 
 
-def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, MetricFunction | MetricObject]:
+def checked_metrics(metrics: object) -> dict[str, MetricFunction | MetricObject]:
     """The metrics by name, none of which is the loss itself."""
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(
+            f"metrics is a {type(metrics).__name__}", 'give a dict of names: metrics={"accuracy": accuracy}'
+        )
     if "loss" in metrics:
         raise ConfigError("a metric is called 'loss', the name of the loss itself", "choose another name for it")
     return {name: _checked_metric(name, metric) for name, metric in metrics.items()}
@@ -164,9 +198,8 @@ def explained(error: Exception, model: nn.Module) -> LossError | None:
 
 def unused(names: Sequence[str]) -> LossError:
     """These parameters got no gradient, and DDP waits for theirs."""
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return LossError(
-        f"{shown or 'some parameters'} got no gradient in a step, and DDP waits for one from each",
+        f"{some(names) or 'some parameters'} got no gradient in a step, and DDP waits for one from each",
         "let them take part in the loss, or freeze them (requires_grad=False); if they take part in some steps only, "
         'set TrainerConfig(parallel={"find_unused_parameters": True})',
     )

@@ -94,7 +94,10 @@ class OptimizerStep:
         send_buffers(parts.model, parts.world)
         before = BufferCopies(parts.model) if self._keeps_buffers else None
         weight = self._gradients(share, batch, interval)
-        self._all.check_frozen()
+        if measure_norm:  # at log points: it walks over the modules
+            self._all.check()
+        else:
+            self._all.check_frozen()
         parts.heart.mark(Phase.OPTIMIZER)
         if not self._complete:
             self._check_complete()

@@ -30,6 +30,7 @@ from ddp_kit.trainer.checkpoints import Checkpoints
 from ddp_kit.trainer.data import DataRoom, own_batch_size
 from ddp_kit.trainer.evaluation import Evaluations, Evaluator, evaluation_due
 from ddp_kit.trainer.feed import Feed, Share
+from ddp_kit.trainer.fingerprint import facts_of_model, facts_of_state
 from ddp_kit.trainer.log_points import LogPoints, announce, garbage_off_the_path
 from ddp_kit.trainer.loop_exit import Loop, saved_when_left
 from ddp_kit.trainer.micro_batch import (
@@ -44,15 +45,17 @@ from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.prediction import PredictFunction, predict
 from ddp_kit.trainer.preemption import Preemption
 from ddp_kit.trainer.rate_finder import find, rates_between
-from ddp_kit.trainer.rates import fuse, scale_learning_rate, warmed_up
+from ddp_kit.trainer.rates import check_ticks, fuse, scale_learning_rate, warmed_up
 from ddp_kit.trainer.same_data import SampleComparison, facts_of_data
 from ddp_kit.trainer.setup import (
     LossFunction,
     MetricFunction,
+    check_replicas,
     checked_callbacks,
     checked_config,
     checked_function,
     checked_metrics,
+    checked_model,
     only_repeatable_algorithms,
     optimizer_for,
     scheduler_for,
@@ -95,6 +98,7 @@ class Trainer:
     ) -> None:
         self.config = checked_config(config)
         checked_function(loss_fn, "loss_fn")
+        checked_model(model)
         self._metrics: dict[str, MetricFunction | MetricObject] = checked_metrics(metrics or {})
         self._callbacks = checked_callbacks(callbacks)
         if self.config.deterministic:
@@ -106,6 +110,8 @@ class Trainer:
         self.batch_plan = plan_batches(
             settings.global_batch_size, micro_batch, settings.accumulation_steps, self.world.world_size
         )
+        check_replicas(model, self.world.world_size)
+        agreement.check_agreement(self.world, facts_of_model(model))
         precision = Precision(settings.precision, self.world.device)
         self.model = model
         precision.prepare(model)
@@ -270,6 +276,7 @@ class Trainer:
         self._prepare(feed)
         turn = self._turn = object()
         total = self._position.last_step(self.config, feed.steps)
+        check_ticks(self.scheduler, total, self.step)
         stopping = False  # as the last step was done
         with (
             garbage_off_the_path() as garbage,
@@ -433,7 +440,7 @@ class Trainer:
             return
         self._wait_for_all(call)
         facts = facts_of_data(data) | agreement.facts_of_run(self.config, self.optimizer, self._metrics)
-        if self.step == 0:
-            facts |= agreement.fact_of_weights(self.model, self.world)
+        if self.step == 0 or "train_data" in data:
+            facts |= facts_of_state(self._parts)
         agreement.check_agreement(self.world, facts)
         self._samples.compare(data)

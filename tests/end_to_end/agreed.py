@@ -313,8 +313,138 @@ EXACT = (
 )
 
 
+# --- what has to be refused, by all ranks together ------------------------------------------------------------------
+
+
+class Changes(Callback):
+    """Does something after a step."""
+
+    def __init__(self, step: int, change: Callable[[Trainer], None]) -> None:
+        self.step, self.change = step, change
+
+    def on_step(self, trainer: Trainer) -> None:
+        if trainer.step == self.step:
+            with torch.no_grad():
+                self.change(trainer)
+
+
+def changed(change: Callable[[Trainer], None], **settings: Any) -> list[float]:
+    return trained(plain_network, config=config(log_every=2, **settings), callbacks=[Changes(3, change)])
+
+
+def other_learning_rates() -> list[float]:
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda tick: 1.0 + RANK * (tick > 2))
+
+    return trained(plain_network, config=config(log_every=2), scheduler=schedule)
+
+
+def other_schedulers() -> list[float]:
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=100 + RANK)
+
+    return trained(plain_network, scheduler=schedule)
+
+
+def other_optimizer_states() -> list[float]:
+    torch.manual_seed(1)
+    model = plain_network()
+    optimizer = adamw(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for name, value in optimizer.state[model[2].weight].items():
+        value += RANK if name == "exp_avg" else 0.0
+    trainer = Trainer(model, optimizer, squares, config())
+    trainer.fit(data())
+    return weights_of(model)
+
+
+def other_weights_in_mid_run() -> list[float]:
+    return changed(lambda trainer: trainer.model[2].bias.add_(1e-7 * RANK))
+
+
+def other_optimizer_states_in_mid_run() -> list[float]:
+    def change(trainer: Trainer) -> None:
+        trainer.optimizer.state[trainer.model[0].weight]["exp_avg_sq"].add_(RANK)
+        trainer.optimizer.param_groups[0]["lr"] = 0.0  # the weights stay the same
+
+    return changed(change, verify_ranks="all", max_steps=4, epochs=None)
+
+
+def other_weights_that_are_not_compared() -> list[float]:
+    changed(lambda trainer: trainer.model[2].bias.add_(1e-7 * RANK), verify_ranks="off")
+    return []
+
+
+def other_weights_after_some_steps() -> list[float]:
+    trainer = made(plain_network, config=config(epochs=None, max_steps=4))
+    next(trainer.steps(data()))
+    with torch.no_grad():
+        trainer.model[0].bias += RANK
+    trainer.fit(data())
+    return weights_of(trainer.model)
+
+
+def frozen_elsewhere() -> list[float]:
+    def model() -> nn.Module:
+        made = plain_network()
+        made[0].bias.requires_grad_(RANK == 0)
+        return made
+
+    return trained(model)
+
+
+def another_buffer() -> list[float]:
+    def model() -> nn.Module:
+        made = plain_network()
+        made.register_buffer("one", torch.zeros(1 + RANK))
+        return made
+
+    return trained(model)
+
+
+def another_sparse_buffer() -> list[float]:
+    def model() -> nn.Module:
+        made = plain_network()
+        made.register_buffer("one", (torch.eye(3) * (1 + RANK)).to_sparse())
+        return made
+
+    return trained(model)
+
+
+def lazy() -> list[float]:
+    return trained(lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1)).double())
+
+
+def unfrozen_in_mid_run() -> list[float]:
+    def model() -> nn.Module:
+        made = plain_network()
+        made[0].weight.requires_grad_(False)
+        return made
+
+    unfreeze = Changes(2, lambda trainer: trainer.model[0].weight.requires_grad_(True))
+    return trained(model, callbacks=[unfreeze])
+
+
+REFUSED = {
+    other_learning_rates: "after step 4 the ranks do not agree on the learning rates: rank",
+    other_schedulers: "do not agree on the scheduler and its state",
+    other_optimizer_states: "do not agree on the state of the optimizer, first in that of 2.weight",
+    other_weights_in_mid_run: "after step 4 the ranks do not agree on the weights of the model, first in 2.bias",
+    other_optimizer_states_in_mid_run: "after step 4 the ranks do not agree on the state of the optimizer, first in",
+    other_weights_that_are_not_compared: "",
+    other_weights_after_some_steps: "do not agree on the weights of the model, first in 0.bias",
+    frozen_elsewhere: "do not agree on the parameters of the model",
+    another_buffer: "do not agree on the buffers of the model",
+    another_sparse_buffer: "do not agree on the sparse buffers of the model",
+    lazy: "lazy modules that have no shapes yet: 0.weight, 0.bias",
+    unfrozen_in_mid_run: "were frozen or unfrozen (requires_grad) after the Trainer was made: 0.weight",
+}
+
+
 if __name__ == "__main__":
-    scenarios = {each.__name__: each for each in EXACT}
+    scenarios = {each.__name__: each for each in (*EXACT, *(REFUSED if RANKS > 1 else ()))}
     for name in sys.argv[1:] or scenarios:
         found: Any
         try:

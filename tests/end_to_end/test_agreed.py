@@ -48,3 +48,6 @@ def test_what_ranks_share_stays_the_same_or_is_refused(start: Start) -> None:
         for each in agreed.EXACT:
             for values in found[each.__name__]:
                 assert values == pytest.approx(alone[each.__name__][0], abs=1e-9), (each.__name__, ranks)
+        for each, said in agreed.REFUSED.items():
+            for values in found[each.__name__]:
+                assert said in values if said else values == [], (each.__name__, ranks, values)

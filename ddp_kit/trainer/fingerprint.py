@@ -1,0 +1,174 @@
+"""Numbers that stand for what every rank holds: equal on all ranks where the ranks hold the same bits."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from ddp_kit.trainer.step import Parts
+
+_SMALL = 1 << 14
+"""Tensors with fewer elements are joined before they are added up: each addition takes a kernel of its own."""
+_RATES = ("lr", "initial_lr", "momentum", "betas", "weight_decay")
+
+
+def bits(tensors: Iterable[Tensor]) -> Tensor:
+    """The contents of tensors of one device as one int64 number there. Nothing waits for the device.
+
+    The bits are read as whole numbers, so no rounding depends on the order of a sum.
+    """
+    small: dict[torch.dtype, list[Tensor]] = {}
+    sums: list[Tensor] = []
+    for tensor in tensors:
+        for part in _dense(tensor.detach()):
+            if part.numel() < _SMALL:
+                small.setdefault(part.dtype, []).append(part.reshape(-1))
+            else:
+                sums += [numbers.sum() for numbers in _whole(part.reshape(-1))]
+    for group in small.values():
+        sums += [_spread(numbers) for numbers in _whole(torch.cat(group))]
+    return _spread(torch.stack(sums)) if sums else torch.zeros((), dtype=torch.int64)
+
+
+def _spread(numbers: Tensor) -> Tensor:
+    """A sum in which each place has another factor: what has changed places makes another number."""
+    return (numbers * torch.arange(1, 2 * len(numbers), 2, device=numbers.device)).sum()
+
+
+def _dense(tensor: Tensor) -> tuple[Tensor, ...]:
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return tensor.indices(), tensor.values()
+    if tensor.layout != torch.strided:
+        return (tensor.to_dense(),)
+    return (tensor,)
+
+
+def _whole(flat: Tensor) -> list[Tensor]:
+    """The same bytes as int64 numbers, filled up with zeros: eight bytes at a time are added up fastest."""
+    flat, size = flat.contiguous(), flat.element_size()
+    rest = flat.numel() * size % 8 // size
+    head, parts = flat[: flat.numel() - rest], []
+    if head.numel():
+        parts.append((head.clone() if head.storage_offset() * size % 8 else head).view(torch.int64))
+    if rest:
+        parts.append(torch.cat((flat[-rest:], flat.new_zeros(8 // size - rest))).view(torch.int64))
+    return parts
+
+
+def facts_of_model(model: nn.Module) -> dict[str, int | str]:
+    """What must be the same before the model is placed: which tensors there are, not what they hold."""
+    sparse = [each for each in model.buffers() if each.layout != torch.strided]
+    return {
+        "the parameters of the model (names, shapes, types, which require gradients)": repr(
+            [(name, *_kind(each), each.requires_grad) for name, each in model.named_parameters()]
+        ),
+        "the buffers of the model (names, shapes, types)": repr(
+            [(name, *_kind(each)) for name, each in model.named_buffers()]
+        ),
+        "the sparse buffers of the model": repr([bits([each]).item() for each in sparse]),
+    }
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.layout
+
+
+def facts_of_state(parts: "Parts") -> dict[str, int | str]:
+    """What must be the same before a step: weights, optimizer, scheduler, gradient scaling. Waits for the device."""
+    names = {parameter: name for name, parameter in parts.model.named_parameters()}
+    rest = {parameter: parts.optimizer.state.get(parameter, {}) for parameter in names}
+    numbers = torch.stack([bits([each]) for each in names] + [_state_bits(each, rest[each]) for each in names]).tolist()
+    weights, states = numbers[: len(names)], numbers[len(names) :]
+    facts: dict[str, int | str] = {
+        f"the weights of the model, first in {name}": repr(number)
+        for name, number in zip(names.values(), weights, strict=True)
+    }
+    for (parameter, name), number in zip(names.items(), states, strict=True):
+        facts[f"the state of the optimizer, first in that of {name}"] = f"{number} {_plain(rest[parameter])}"
+    return facts | {
+        "the scheduler and its state": schedule(parts.scheduler),
+        "the state of the gradient scaling": repr(parts.precision.state()),
+    }
+
+
+def _state_bits(parameter: Tensor, state: Any) -> Tensor:
+    tensors = [value for value in tree_leaves(state) if isinstance(value, Tensor)]
+    zero = torch.zeros((), dtype=torch.int64, device=parameter.device)
+    return sum((bits([each]).to(parameter.device) for each in tensors), zero)
+
+
+def _plain(value: Any) -> str:
+    """Text that is the same in every process: without addresses, with all digits."""
+    if isinstance(value, Tensor):
+        return f"tensor {tuple(value.shape)} {value.dtype}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_plain(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_plain, value)) + "]"
+    if value is None or isinstance(value, int | float | complex | str | bytes):
+        return repr(value)
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def settings_of(optimizer: Optimizer) -> str:
+    """The type of an optimizer and the settings of its groups, as text that is the same in every process."""
+    groups = [
+        {name: _number(value) for name, value in group.items() if name != "params"} | {"params": len(group["params"])}
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__} {_plain(groups)}"
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def schedule(scheduler: LRScheduler | None) -> str:
+    """The type and state of a scheduler, and of those within it."""
+    if scheduler is None:
+        return "none"
+    return f"{type(scheduler).__name__} {_plain(scheduler.state_dict())}"
+
+
+def rates(optimizer: Optimizer) -> int:
+    """The learning rates and what else schedulers move, below 2**56. Tensors on a device are left out."""
+    values = [
+        tuple(
+            value.item() if isinstance(value, Tensor) else value for value in map(group.get, _RATES) if _on_host(value)
+        )
+        for group in optimizer.param_groups
+    ]
+    return int.from_bytes(blake2b(repr(values).encode(), digest_size=7).digest())
+
+
+def _on_host(value: Any) -> bool:
+    return not isinstance(value, Tensor) or value.is_cpu
+
+
+def row(parts: "Parts") -> Tensor:
+    """What the ranks compare at a log point, as float64 numbers on the device: see `differing`. Nothing waits."""
+    device = parts.world.device
+    own = [torch.tensor(rates(parts.optimizer), device=device)]
+    if parts.config.verify_ranks != "off":
+        own.append(bits(parts.model.parameters()))
+    if parts.config.verify_ranks == "all":
+        states = tree_leaves([parts.optimizer.state.get(each, {}) for each in parts.model.parameters()])
+        own.append(bits(each.to(device) for each in states if isinstance(each, Tensor)))
+    whole = torch.stack(own)
+    return torch.stack((whole >> 32, whole & 0xFFFFFFFF), dim=1).double().flatten()  # float64 holds 53 bits exactly
+
+
+def differing(rows: Sequence[Sequence[float]]) -> str | None:
+    """What is not the same on all ranks, by their rows."""
+    names = ("the learning rates", "the weights of the model", "the state of the optimizer")
+    for number, name in enumerate(names[: len(rows[0]) // 2 if rows else 0]):
+        if len({tuple(row[2 * number : 2 * number + 2]) for row in rows}) > 1:
+            return name
+    return None

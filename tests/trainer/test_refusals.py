@@ -1,0 +1,267 @@
+"""What a step, or a run, refuses, and what it leaves as it was; at one rank. Several ranks: end_to_end/agreed.py."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, OneCycleLR, SequentialLR
+from torch.utils.data import TensorDataset
+
+from ddp_kit import Callback, ConfigError, Loss, LossError, Trainer, TrainerConfig
+from ddp_kit.metrics import exact_weight
+from ddp_kit.precision import scale_gradients
+from ddp_kit.trainer.fingerprint import bits, differing, rates, settings_of
+from ddp_kit.trainer.interval import WEIGHT, Interval
+from ddp_kit.trainer.step import _ratio
+from ddp_kit.world import World
+
+ALONE = World(0, 1, 0, 1, 0, torch.device("cpu"))
+
+
+def data(samples: int = 12) -> TensorDataset:
+    x = torch.randn(samples, 2, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, x.sum(dim=1, keepdim=True))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def squares(model: nn.Module, batch: Any) -> Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+
+
+def trainer_for(
+    loss: Any = squares, model: Any = None, config: dict[str, Any] | None = None, **options: Any
+) -> Trainer:
+    settings = {"global_batch_size": 4, "epochs": 2, "log_every": 2, "data": {"shuffle": False}} | (config or {})
+    return Trainer(model or network(), options.pop("optimizer", sgd), loss, TrainerConfig(**settings), **options)
+
+
+def meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Linear(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (lambda: lambda x: x, "model is a function"),
+        (lambda: nn.Linear, "model is the class Linear"),
+        (meta, "on the meta device, without any values: weight, bias"),
+    ],
+)
+def test_what_is_no_model_is_said(model: Callable[[], Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        trainer_for(model=model())
+
+
+def test_metrics_without_names_are_said() -> None:
+    with pytest.raises(ConfigError, match="metrics is a list"):
+        trainer_for(metrics=[squares])
+
+
+def test_a_loss_that_becomes_constant_is_said_with_its_step() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return squares(model, batch) if trainer.step < 2 else torch.zeros(())
+
+    trainer = trainer_for(loss)
+    with pytest.raises(LossError, match="without a gradient at step 3 on rank 0") as caught:
+        trainer.fit(data())
+    assert caught.value.step == 3
+
+
+class After(Callback):
+    def __init__(self, step: int, change: Callable[[Trainer], object]) -> None:
+        self.step, self.change = step, change
+
+    def on_step(self, trainer: Trainer) -> None:
+        if trainer.step == self.step:
+            self.change(trainer)
+
+
+@pytest.mark.parametrize("now", [True, False])
+def test_freezing_in_mid_run_is_refused_before_the_next_update(now: bool) -> None:
+    model = network()
+    model[0].weight.requires_grad_(not now)
+    before = []
+
+    def change(trainer: Trainer) -> None:
+        model[0].weight.requires_grad_(now)
+        before.extend(each.detach().clone() for each in model.parameters())
+
+    with pytest.raises(ConfigError, match=r"frozen or unfrozen .*: 0.weight"):
+        trainer_for(model=model, callbacks=[After(3, change)]).fit(data())
+    for ours, theirs in zip(model.parameters(), before, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda trainer: trainer.model.append(nn.Linear(1, 1)), "the model has got other parameters"),
+        (
+            lambda trainer: setattr(trainer.model[0], "weight", nn.Parameter(torch.ones(2, 2))),
+            "the model has got other",
+        ),
+        (
+            lambda trainer: trainer.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+            "the optimizer has got other parameters",
+        ),
+    ],
+)
+def test_other_parameters_are_refused_by_the_next_log_point(change: Callable[[Trainer], None], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        trainer_for(callbacks=[After(2, change)]).fit(data())
+
+
+def test_gradients_that_are_left_between_steps_do_not_enter_the_next_one() -> None:
+    """Nor those of a parameter that is frozen, which the optimizer holds."""
+
+    def probe(trainer: Trainer) -> None:
+        for parameter in trainer.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+    def trained(*callbacks: Callback) -> list[Tensor]:
+        model = network()
+        model[2].bias.requires_grad_(False)
+        trainer_for(model=model, callbacks=callbacks).fit(data())
+        return list(model.parameters())
+
+    for ours, theirs in zip(trained(After(1, probe), After(2, probe)), trained(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("config", [{"non_finite": "skip"}, {"precision": "fp16"}])
+def test_a_step_that_is_left_out_leaves_the_buffers_as_they_were(config: dict[str, Any]) -> None:
+
+    def small(model: nn.Module, batch: Any) -> Tensor:
+        return squares(model, batch) * 1e-3  # or the scaling of fp16 overflows in its first steps
+
+    x, y = data().tensors
+    bad = x.clone()
+    bad[5] = torch.nan  # in the second step
+    runs = []
+    for samples in (bad, torch.cat((x[:4], x[8:]))):
+        trainer = trainer_for(small, config=config | {"epochs": 1, "non_finite": "skip"})
+        skipped = trainer.fit(TensorDataset(samples, y if len(samples) == 12 else torch.cat((y[:4], y[8:])))).skipped
+        runs.append((skipped, trainer.model.state_dict()))
+    assert [skipped for skipped, _ in runs] == [1, 0]
+    for name, value in runs[0][1].items():
+        assert value.isfinite().all()
+        assert torch.allclose(value, runs[1][1][name]), name
+
+
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), torch.tensor(-2.0), torch.tensor(torch.nan)])
+def test_a_weight_that_is_none_is_said_at_once(weight: Any) -> None:
+    def loss(model: nn.Module, batch: Any) -> Loss:
+        return Loss(squares(model, batch), weight=weight if trainer.step == 1 else 1)
+
+    trainer = trainer_for(loss)
+    with pytest.raises(LossError, match=r"the loss function returned a Loss whose weight is (-|nan|inf)"):
+        trainer.fit(data())
+    assert trainer.step == 1
+
+
+class OnADevice(Tensor):
+    """A tensor of the CPU that says that it is on a device: its value may not be looked at there."""
+
+    @property
+    def is_cpu(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("bad", [-1.0, torch.nan, torch.inf])
+def test_a_weight_on_a_device_is_told_apart_there_and_said_at_the_log_point(bad: float) -> None:
+    weight = torch.tensor(bad).as_subclass(OnADevice)
+    marked = exact_weight(weight)
+    assert isinstance(marked, Tensor)
+    assert marked.isnan()
+    gradient = nn.Parameter(torch.ones(1))
+    gradient.grad = torch.ones(1)
+    scale_gradients([gradient], _ratio(4, torch.as_tensor(1.0 + marked)))
+    assert gradient.grad.isnan().all()  # no step without a word
+    interval = Interval(ALONE, first_step=7)
+    interval.add(Loss(torch.ones(()), 1), 4)
+    interval.end_step(4)
+    interval.add(Loss(torch.ones(()), weight), 4)
+    assert interval.first_non_finite() is None
+    assert interval.first_non_finite(WEIGHT) == (8, 0)
+
+
+def one_cycle(optimizer: torch.optim.Optimizer, ticks: int) -> OneCycleLR:
+    return OneCycleLR(optimizer, max_lr=0.1, total_steps=ticks)
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "left"),
+    [
+        (lambda o: one_cycle(o, 5), {}, 5),
+        (lambda o: one_cycle(o, 3), {"warmup_steps": 2}, 5),
+        (lambda o: ChainedScheduler([one_cycle(o, 5), LinearLR(o)]), {}, 5),
+        (lambda o: SequentialLR(o, [LinearLR(o), one_cycle(o, 3)], milestones=[2]), {}, 5),
+        (lambda o: one_cycle(o, 6), {}, None),
+        (lambda o: one_cycle(o, 4), {"warmup_steps": 2}, None),
+        (lambda o: SequentialLR(o, [one_cycle(o, 4), LinearLR(o)], milestones=[4]), {}, None),
+        (lambda o: SequentialLR(o, [LinearLR(o), one_cycle(o, 4)], milestones=[2]), {}, None),
+    ],
+)
+def test_a_scheduler_that_ends_before_the_run_is_refused_before_the_first_step(
+    make: Any, config: dict[str, Any], left: int | None
+) -> None:
+    trainer = trainer_for(config=config, scheduler=make)  # of 6 steps
+    if left is None:
+        assert trainer.fit(data()).steps == 6
+        return
+    with pytest.raises(ConfigError, match=f"made for {left} more ticks, and the run has 6 more optimizer steps"):
+        trainer.fit(data())
+    assert trainer.step == 0
+
+
+def test_a_scheduler_that_ends_where_only_the_data_tells_is_said() -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter([*zip(*data().tensors, strict=True)])
+
+    with pytest.raises(ConfigError, match="the OneCycleLR cannot tick after step 4"):
+        trainer_for(scheduler=lambda optimizer: one_cycle(optimizer, 3)).fit(Stream())
+
+
+# --- fingerprints ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.complex128])
+@pytest.mark.parametrize("size", [2, 7, 20_001])
+def test_a_fingerprint_sees_each_bit_and_each_place(dtype: torch.dtype, size: int) -> None:
+    one, two = (torch.arange(1, size + 1).remainder(5).to(dtype) for _ in range(2))
+    two[size // 2] += 1
+    expanded = torch.ones(1, dtype=dtype).expand(size)
+    prints = [bits(each).item() for each in ([one], [two], [one, two], [two, one], [one[1:], two], [expanded, one], [])]
+    assert len(set(prints)) == len(prints)
+    assert bits([one.clone(), two]).item() == prints[2]
+
+
+def test_settings_are_compared_with_all_digits_and_without_addresses() -> None:
+    def optimizer(rate: float, **group: Any) -> torch.optim.Optimizer:
+        made = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=torch.tensor(rate))
+        made.param_groups[0].update(group)
+        return made
+
+    assert settings_of(optimizer(0.1)) != settings_of(optimizer(0.1000001))
+    assert rates(optimizer(0.1)) != rates(optimizer(0.1000001))
+    assert settings_of(optimizer(0.1, rule=lambda x: x)) == settings_of(optimizer(0.1, rule=lambda x: x))
+    assert "0x" not in settings_of(optimizer(0.1, rule=object()))
+
+
+def test_what_differs_is_named() -> None:
+    assert differing([(1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 4.0)]) is None
+    assert differing([(1.0, 2.0), (1.0, 3.0)]) == "the learning rates"
+    assert differing([(1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 5.0)]) == "the weights of the model"
+    assert differing([]) is None
