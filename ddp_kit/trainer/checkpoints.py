@@ -114,7 +114,8 @@ class Checkpoints:
             self.save()
 
     def finish(self) -> None:
-        """Save what the run came to, and wait until all is on the disk."""
+        """Save what the run came to, wait until all is on the disk, and hold nothing more that writes."""
+        self.save_wanted()
         if self._folder is not None:
             self.save_once()
         if self._saver is not None:

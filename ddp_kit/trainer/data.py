@@ -1,6 +1,6 @@
 """From the user's data to what the loop and the evaluation take in."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +12,6 @@ from ddp_kit.config import TrainerConfig
 from ddp_kit.contract import Phase
 from ddp_kit.errors import ConfigError
 from ddp_kit.loader import Batching, Data, batching, build_loader, build_stream, check_batch_size, on_device, open_data
-from ddp_kit.loader.build import loader_options
 from ddp_kit.sampler import EvalBatches, ExactDistributedSampler, OwnEvalBatches, OwnTrainBatches, TrainBatches
 from ddp_kit.timing import DATA, TRANSFER, StepClock
 from ddp_kit.trainer.agreement import check_agreement, digest_of
@@ -56,7 +55,7 @@ class DataRoom:
             sizes = [len(split(len(share), passes, number)) for number in range(passes)]
             stream = build_stream(dataset, sizes, config.data, world, config.seed, template)
             full = self.plan.global_batch if config.data.drop_last else None
-            facts = self._stream_facts(sizes, template)
+            facts = self._stream_facts(template)
             return StreamFeed(stream, len(sizes), world, self._move, facts, at_least=full)
         batches = self._train_batches(dataset, own)
         if world.world_size > 1 and own is not None and (own.sampler or own.batches) is not None:
@@ -83,18 +82,19 @@ class DataRoom:
             kind = type(own.sampler).__name__
         return facts | {"the sampler": kind, "the global batch": self.plan.global_batch}
 
-    def _stream_facts(self, sizes: Sequence[int], template: DataLoader[Any] | None) -> Facts:
+    def _stream_facts(self, template: DataLoader[Any] | None) -> Facts:
+        """The same on all ranks: a checkpoint holds those of one."""
         config, world = self.parts.config, self.parts.world
-        workers = loader_options(config.data, world, config.seed, template)["num_workers"]
+        workers = config.data.num_workers if template is None else template.num_workers
         facts: Facts = {
             "the setting seed": config.seed,
             "the global batch": self.plan.global_batch,
             "drop_last": config.data.drop_last or bool(template and template.drop_last),
             RANKS: world.world_size,
-            "data.num_workers": max(1, workers),
+            "data.num_workers": workers or 1,  # none and one read in the same order
         }
-        if workers > 1 or (template is not None and template.batch_size is None):
-            facts["the samples of a rank's passes"] = str([*sizes])
+        if workers not in (0, 1) or (template is not None and template.batch_size is None):
+            facts["the micro-batch"] = self.plan.micro_batch
         return facts
 
     def trial(self, data: Data, samples: int) -> list[Any]:

@@ -9,7 +9,7 @@ from ddp_kit.log import logger
 Facts = dict[str, int | str]
 RANKS = "the number of ranks"
 """Among an epoch's facts where the data is divided by the ranks themselves: then it may differ, with a warning."""
-PER_RANK = ("the samples of a rank's passes", "data.num_workers")
+PER_RANK = ("the micro-batch", "data.num_workers")
 """Facts of such data that another number of ranks changes anyway."""
 
 

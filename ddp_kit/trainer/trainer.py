@@ -196,7 +196,7 @@ class Trainer:
             skipped=self._optimizer_step.skipped,
         )
         self._tell("on_fit_end", result)
-        self._checkpoints.save_wanted()
+        self._checkpoints.finish()  # what the last evaluation or a callback has asked for
         return result
 
     def steps(self, train_data: Data) -> Iterator[Step]:

@@ -107,6 +107,17 @@ def a_short_stream_is_an_error(_: Path) -> None:
     refused(lambda: trainer.fit(Stream(5)), DataError, "gave 5 samples in an epoch, fewer than the global batch of 6")
 
 
+def a_stream_is_read_on_by_ranks_whose_shares_differ(folder: Path) -> None:
+    settings: dict[str, Any] = {"global_batch_size": 7, "micro_batch_size": 2, "data": {"num_workers": 2}}
+    trainer = trainer_for(folder / "stream", checkpoint={"every_steps": 2}, **settings)
+    for step in trainer.steps(Stream(60)):
+        if step.number == 2:
+            break
+    assert trainer_for(folder / "stream", **settings).fit(Stream(60)).steps > 2
+    resumed = trainer_for(folder / "stream", **settings | {"global_batch_size": 14})
+    assert resumed.fit(Stream(60)).steps == resumed.step, "the epoch has ended: all of it may change"
+
+
 def records_are_predicted_also_by_ranks_without_samples(_: Path) -> None:
     for samples in (1, RANKS, 20):
         x = torch.arange(float(samples)).reshape(-1, 1)
@@ -213,6 +224,7 @@ SCENARIOS = (
     samples_with_random_numbers_are_not,
     a_function_in_a_parameter_group_is_no_difference,
     a_short_stream_is_an_error,
+    a_stream_is_read_on_by_ranks_whose_shares_differ,
     records_are_predicted_also_by_ranks_without_samples,
     entries_stay_what_they_are_whatever_a_rank_calls_them,
     metrics_with_list_states_need_no_sample_on_each_rank,
