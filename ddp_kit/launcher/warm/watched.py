@@ -36,9 +36,7 @@ def count_collectives(every: float) -> None:
     memory = heartbeat_memory()
     if memory is not None:
         counting = _thread.allocate_lock()
-        # Registered before the script's exit handlers, it runs after them. A thread that the end of the interpreter
-        # finds within torch's code would abort the process.
-        atexit.register(counting.acquire, timeout=_LAST_COUNT_SECONDS)
+        atexit.register(_count_last, memory, counting)  # before the script's exit handlers, so it runs after them
         _thread.start_new_thread(_count, (memory, every, counting))
 
 
@@ -48,6 +46,16 @@ def _count(memory: "memoryview[int]", every: float, counting: "_thread.LockType"
             time.sleep(every)
             with counting:
                 _note(memory)
+
+
+def _count_last(memory: "memoryview[int]", counting: "_thread.LockType") -> None:
+    """Stop the thread: if the interpreter's end found it within torch's code, the process would abort.
+
+    The last count is exact: a rank that takes long to end must not look as if it were behind the others.
+    """
+    if counting.acquire(timeout=_LAST_COUNT_SECONDS):
+        with suppress(Exception):
+            _note(memory)
 
 
 def _note(memory: "memoryview[int]") -> None:
