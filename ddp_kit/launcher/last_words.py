@@ -6,13 +6,18 @@ _MARK = "Traceback (most recent call last)"
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # torch puts the rank in front of each line of a traceback once the process group is up.
 _RANK = re.compile(r"^\[rank\d+\]: ?")
-# Warnings of torch's C++ side that follow a traceback while the process ends, such as `[rank0]:[W1120 10:00:00.1 ...`.
-_AFTERWARDS = re.compile(r"^(\[rank\d+\]:)?\[[WEIF]\d{4} |^Exception ignored in|^sys:\d+: |^\s*warnings\.warn\(")
+# What follows a traceback while the process ends: warnings of torch's C++ side, such as `[rank0]:[W1120 10:00:00 ...`,
+# and lines that gloo has written earlier, flushed only now.
+_AFTERWARDS = re.compile(
+    r"^((\[rank\d+\]:)?\[[WEIF]\d{4}|\[Gloo\] Rank \d+ is connected) "
+    r"|^Exception ignored in|^sys:\d+: |^\s*warnings\.warn\("
+)
 _CHAINED = re.compile(r"^(The above exception was the direct cause|During handling of the above exception)")
 _PART = re.compile(r"^ {4,}\| ")  # of an exception group
 _FATAL = re.compile(r"^(Fatal Python error: |terminate called )")
 _ABORT = re.compile(r"^terminate called ")
 _AT_START = re.compile(r"(ImportError|ModuleNotFoundError|SyntaxError|IndentationError|TabError)\b")
+_INTERRUPT = re.compile(r"^KeyboardInterrupt$", re.MULTILINE)
 _MOST_LINES = 60
 
 
@@ -48,6 +53,11 @@ def message_of(trace: str) -> str:
         if re.match(r"[\w.]+(: |$)", line):
             return line
     return lines[0] if lines and _FATAL.match(lines[0]) else ""
+
+
+def is_interrupt(trace: str) -> bool:
+    """Whether this is what Ctrl-C makes of a Python program, or of an exception handler that it hit."""
+    return bool(_INTERRUPT.search(trace))
 
 
 def failed_at_start(trace: str) -> bool:

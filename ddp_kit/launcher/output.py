@@ -86,11 +86,15 @@ class _Consoles:
 class Output:
     """The streams of one round's workers on this node."""
 
-    def __init__(self, workers: Iterable[Streams], direct: bool, colour: bool) -> None:
+    def __init__(
+        self, workers: Iterable[Streams], direct: bool, colour: bool, is_ending: Callable[[int], bool] = lambda _: False
+    ) -> None:
         """`direct`: whether what goes to the console alone goes there without this process in between.
 
-        `colour`: whether labels may be coloured, where the console is a terminal.
+        `colour`: whether labels may be coloured, where the console is a terminal. `is_ending`: whether a local rank is
+        known to end of an exception, however long that takes.
         """
+        self._is_ending = is_ending
         self._colour = colour
         self._sources: list[_Source] = []
         self._ended: list[_Source] = []
@@ -209,10 +213,14 @@ class Output:
     def _show_what_waits(self) -> None:
         now = time.monotonic()
         for source in [*self._sources, *self._ended]:
-            if source.held and now - source.held_since > _HELD_SECONDS and source.local_rank not in self._failed:
+            if source.held and now - source.held_since > _HELD_SECONDS and not self._is_last_word(source):
                 self._release(source)
             if now - source.since > _PARTIAL_SECONDS:
                 self._show_partial(source)
+
+    def _is_last_word(self, source: _Source) -> bool:
+        """Whether the rank that has written what is held back is known to end, or has ended, of it."""
+        return source.local_rank in self._failed or self._is_ending(source.local_rank)
 
     def _show_partial(self, source: _Source) -> None:
         """Its unfinished line, unless that comes after what is held back."""
@@ -277,12 +285,18 @@ class Output:
                 _write(console, b"\n")
 
     def end(
-        self, failed: Collection[int], keep_back: Callable[[str], bool], seconds: float, hurry: Callable[[], bool]
+        self,
+        failed: Collection[int],
+        keep_back: Callable[[str], bool],
+        seconds: float,
+        hurry: Callable[[], bool],
+        is_secondary: Callable[[str], bool] = lambda _: False,
     ) -> dict[int, LastWords]:
         """Show all that the workers have printed, and return how those ended that failed.
 
-        `keep_back`: whether a traceback of theirs is not shown but only returned. `seconds`: how long something may
-        still come, after all workers have ended. `hurry`: whether to leave a console that takes nothing.
+        `keep_back`: whether a traceback of theirs is not shown but only returned. `is_secondary`: whether it is then
+        not shown either where it is too long for the verdict. `seconds`: how long something may still come, after all
+        workers have ended. `hurry`: whether to leave a console that takes nothing.
         """
         self._deadline = time.monotonic() + seconds
         os.write(self._wake, b"!")
@@ -291,7 +305,7 @@ class Output:
         if self._thread.is_alive():
             return {}
         sources = [*self._ended, *self._sources]
-        words = {rank: self._last_words(rank, sources, keep_back) for rank in failed}
+        words = {rank: self._last_words(rank, sources, keep_back, is_secondary) for rank in failed}
         for source in sources:
             if source.held:
                 source.held, source.partial = source.held + source.partial, b""
@@ -304,7 +318,13 @@ class Output:
             os.close(descriptor)
         return words
 
-    def _last_words(self, local_rank: int, sources: Iterable[_Source], keep_back: Callable[[str], bool]) -> LastWords:
+    def _last_words(
+        self,
+        local_rank: int,
+        sources: Iterable[_Source],
+        keep_back: Callable[[str], bool],
+        is_secondary: Callable[[str], bool],
+    ) -> LastWords:
         if local_rank in self._redirected:
             tail = _end_of_file(self._redirected[local_rank])
             return LastWords(last_words.shortened(last_words.split(tail)[0]), tail)
@@ -317,7 +337,7 @@ class Output:
                     text = (source.held + source.partial).decode(errors="surrogateescape")
                     trace, rest = last_words.split(text)
                     short = last_words.shortened(_readable(trace))
-                    if keep_back(trace) and short.count("\n") == trace.count("\n"):
+                    if keep_back(trace) and (short.count("\n") == trace.count("\n") or is_secondary(trace)):
                         source.held, source.partial = b"", rest.encode(errors="surrogateescape")
                         return LastWords(short, tails[-1])
                     return LastWords(short, tails[-1], shown=True)  # in full: there is no other place for it

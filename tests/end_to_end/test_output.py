@@ -3,6 +3,7 @@
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -59,3 +60,18 @@ def test_on_a_terminal_there_is_one_bar(script: Callable[[str], Path]) -> None:
     assert b"20/20" in shown
     assert b"step 20/20" not in shown, "no plain lines beside the bar"
     assert shown.count(b"done on rank") == 2
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_a_line_and_no_traceback_per_rank(script: Callable[[str], Path], tmp_path: Path) -> None:
+    text = "import signal, sys; say('up'); sys.stdout.flush()\nwhile True: signal.pause()"
+    command = [str(Path(sys.executable).with_name("ddpkit")), "launch", "--nproc-per-node", "3", str(script(text))]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as launcher:
+        assert launcher.stdout is not None
+        for _ in range(3):
+            assert "up" in launcher.stdout.readline()
+        launcher.send_signal(signal.SIGINT)
+        _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGINT
+    assert errors == "ddpkit: stopped by SIGINT\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_kit.launcher.last_words import failed_at_start, message_of, shortened, split
+from ddp_kit.launcher.last_words import failed_at_start, is_interrupt, message_of, shortened, split
 
 PLAIN = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: no\n'
 
@@ -40,6 +40,21 @@ def test_torch_s_marks_are_taken_off_and_its_warnings_left() -> None:
     warning = "[rank3]:[W1120 10:00:00.123 ProcessGroup.cpp:1] destroy_process_group() was not called\n"
     marked = "".join(f"[rank3]: {line}\n" for line in PLAIN.splitlines())
     assert split(marked + warning) == (PLAIN.rstrip(), warning)
+
+
+def test_what_gloo_said_at_its_start_is_no_part_of_a_traceback_that_it_follows() -> None:
+    greeting = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
+    assert split(PLAIN + greeting) == (PLAIN.rstrip(), greeting)
+
+
+def test_ctrl_c_is_told_from_other_errors() -> None:
+    interrupt = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nKeyboardInterrupt\n'
+    direct = "\nDuring handling of the above exception, another exception occurred:\n\n"
+    assert is_interrupt(split(interrupt)[0])
+    assert is_interrupt(split("".join(f"[rank0]: {line}\n" for line in interrupt.splitlines()))[0])
+    assert is_interrupt(split(interrupt + direct + PLAIN)[0])
+    assert not is_interrupt(split(PLAIN)[0])
+    assert not is_interrupt("")
 
 
 def test_an_earlier_traceback_that_was_caught_is_not_the_last_word() -> None:

@@ -19,8 +19,12 @@ import os, subprocess, sys
 from ddp_kit.launcher.output import Output
 from ddp_kit.launcher.streams import Route, Streams
 
-def run(programs, route=lambda rank: Route(console=True), failed=(), direct=False, colour=False):
-    output = Output([Streams(rank, rank, route(rank), route(rank)) for rank in range(len(programs))], direct, colour)
+def run(
+    programs, route=lambda rank: Route(console=True), failed=(), direct=False, colour=False,
+    is_ending=lambda rank: False, is_secondary=lambda trace: False,
+):
+    streams = [Streams(rank, rank, route(rank), route(rank)) for rank in range(len(programs))]
+    output = Output(streams, direct, colour, is_ending)
     workers = []
     for rank, program in enumerate(programs):
         out, err = output.ends(rank)
@@ -29,7 +33,7 @@ def run(programs, route=lambda rank: Route(console=True), failed=(), direct=Fals
     for rank, worker in enumerate(workers):
         if worker.wait():
             output.failed(rank)
-    return output.end(list(failed), lambda trace: True, 5.0, lambda: False)
+    return output.end(list(failed), lambda trace: True, 5.0, lambda: False, is_secondary)
 
 """
 
@@ -41,12 +45,15 @@ def hosted(code: str, *, merged: bool = False) -> "subprocess.CompletedProcess[s
 
 
 def test_every_line_of_every_rank_arrives_whole() -> None:
+    """Each is written at once; one in pieces is shown in pieces, where the machine lets much time pass between them."""
     done = hosted(f"""
-        run([f"for i in range({LINES}): print({{rank}}, i, 'x' * (i % 300))" for rank in range({SPEAKERS})])
+        line = "os.write(1, ' '.join(map(str, [{{rank}}, i, 'x' * (i % 300)])).encode() + bytes([10]))"
+        run(["import os\\nfor i in range({LINES}): " + line.format(rank=rank) for rank in range({SPEAKERS})])
     """)
-    lines = re.findall(r"^\[rank (\d)\] (\d) (\d+) x*$", done.stdout, re.MULTILINE)
+    lines = re.findall(r"^(?:\[rank (\d)\] )?(\d) (\d+) x*$", done.stdout, re.MULTILINE)
     assert len(lines) == done.stdout.count("\n") == SPEAKERS * LINES
-    assert all(label == rank for label, rank, _ in lines)
+    assert all(label in (rank, "") for label, rank, _ in lines), "without a label as long as one rank speaks alone"
+    assert lines[-1][0]
     assert [int(number) for _, rank, number in lines if rank == "5"] == list(range(LINES)), "and in order"
 
 
@@ -155,6 +162,34 @@ def test_a_traceback_that_was_caught_is_not_the_reason_of_a_later_failure() -> N
     assert done.stderr.count("ZeroDivisionError: division by zero") == 1
 
 
+def test_the_traceback_of_a_rank_that_takes_long_to_end_of_it_is_kept_back() -> None:
+    """As one does whose CUDA context or threads have to be taken down."""
+    program = (
+        "import sys, traceback\ntry: 1 / 0\nexcept Exception: traceback.print_exc()\nsys.stdin.read(1); sys.exit(4)"
+    )
+    done = hosted(f"""
+        import threading
+        reader, writer = os.pipe()
+        os.dup2(reader, 0)
+        threading.Timer(1.5, os.close, [writer]).start()  # twice as long as a traceback is held back otherwise
+        os.set_inheritable(writer, False)
+        words = run([{program!r}, "pass"], failed=[0], is_ending=lambda rank: rank == 0)
+        print("GIVEN", words[0].trace.splitlines()[-1], words[0].shown, flush=True)
+    """)
+    assert "GIVEN ZeroDivisionError: division by zero False" in done.stdout, done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_a_very_long_traceback_of_a_secondary_failure_is_not_shown() -> None:
+    program = "raise RuntimeError(chr(10).join(map('frame #{}: c10'.format, range(500))))"
+    done = hosted(f"""
+        words = run([{program!r}, "pass"], failed=[0], is_secondary=lambda trace: "c10" in trace)
+        print("GIVEN", words[0].shown, flush=True)
+    """)
+    assert "frame #" not in done.stderr
+    assert "GIVEN False" in done.stdout
+
+
 def test_a_copy_is_kept_of_all_that_is_shown_without_labels(tmp_path: Path) -> None:
     folder = str(tmp_path)
     hosted(f"""
@@ -182,10 +217,16 @@ def test_a_reader_that_goes_away_is_felt_by_the_ranks() -> None:
         assert host.wait(timeout=60) == 0, "both have ended by themselves"
 
 
-def test_on_a_terminal_ranks_have_terminals_too_and_labels_have_colours() -> None:
+def test_on_a_terminal_ranks_have_terminals_too_and_labels_have_colours(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
-    program = "import sys; print(sys.stdout.isatty())"
-    code = HOST + f"run([{program!r}] * 2, colour=True)"
+    program = f"""
+import os, sys
+print("begins")
+os.makedirs(f"{tmp_path}/{{RANK}}")
+while len(os.listdir("{tmp_path}")) < 2: pass
+print(sys.stdout.isatty())  # once both ranks speak
+"""
+    code = HOST + f"run([f'RANK={{rank}}' + {program!r} for rank in range(2)], colour=True)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=theirs, stderr=theirs) as host:
         os.close(theirs)
         shown = b""
@@ -195,4 +236,7 @@ def test_on_a_terminal_ranks_have_terminals_too_and_labels_have_colours() -> Non
             except OSError:
                 break
         assert host.wait() == 0
-    assert sorted(shown.splitlines()) == [b"\x1b[32m[rank 1] \x1b[0mTrue", b"\x1b[36m[rank 0] \x1b[0mTrue"]
+    assert sorted(line for line in shown.splitlines() if b"True" in line) == [
+        b"\x1b[32m[rank 1] \x1b[0mTrue",
+        b"\x1b[36m[rank 0] \x1b[0mTrue",
+    ]

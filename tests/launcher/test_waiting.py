@@ -39,7 +39,7 @@ def test_the_command_for_another_node_differs_where_it_has_to(flags: str, static
 def test_with_a_master_address_the_command_names_one_that_others_can_reach() -> None:
     commands = Commands(["--nnodes", "3", "--master-port=29501"], "train.py", 3, True, ("10.0.0.1", 29501))
     where = "--master-addr 10.0.0.1 --master-port 29501 train.py"
-    assert commands.for_others() == f"ddpkit launch --nnodes 3 --node-rank RANK {where}"
+    assert commands.for_others() == f"ddpkit launch --nnodes 3 --node-rank N {where}"
     assert commands.for_host() == f"ddpkit launch --nnodes 3 --node-rank 0 {where}"
     alone = Commands(["--nnodes", "2"], "train.py", 2, True, ("127.0.0.1", 29500))
     assert f"--master-addr {socket.gethostname()} " in alone.for_others()

@@ -1,5 +1,6 @@
 """The warm server and its line to the launcher; with a real server where one is needed."""
 
+import json
 import os
 import select
 import signal
@@ -292,3 +293,21 @@ def test_a_process_without_a_command_line_has_a_name_and_one_that_has_ended_none
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert child.name == "", "a zombie"
     assert child.name == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("no"), "ValueError: no"),
+        (MemoryError("no memory\nfor more"), "MemoryError: no memory"),
+        (KeyError(), "KeyError"),
+        (SyntaxError("invalid", ("train.py", 1, 1, "x y")), "SyntaxError: invalid"),
+    ],
+)
+def test_what_the_launcher_is_told_of_an_error_is_its_own_text_and_not_its_notes(
+    error: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    error.add_note("hint: lower micro_batch_size")
+    script._leave_note(error, at_start=False)
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == message

@@ -26,11 +26,13 @@ def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) 
     words, note = workers.last_words(failure.local_rank), note_of(failure)
     extra = note.get("extraInfo") or {}
     trace = words.trace or str(extra.get("py_callstack", "")).rstrip()
-    message = str(note.get("message", "")) or last_words.message_of(trace)
+    said = str(note.get("message", "")).strip()
+    message = said.partition("\n")[0] or last_words.message_of(trace)
+    trace = trace or (said if "\n" in said else "")
     if workers.lost(failure.local_rank):
         message = _SERVER_LOST
-    late = hints.is_late(message)
-    echo = hints.is_echo(message) or (late and bool(workers.hangs.found))
+    late = hints.is_late(said or message)
+    echo = hints.is_echo(said or message) or (late and bool(workers.hangs.found))
     if told and code == -SIGTERM and message and not echo:
         code = 1  # it was ending with its own exception already; a peer that missed it had ended before it
     out_of_memory = code == -SIGKILL and not told and workers.killed_for_memory()

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -46,9 +46,11 @@ class Console:
     keep: bool = False
     """Whether what is shown is also kept, in one file per rank."""
 
-    def output(self, dest: LogsDest, name: str, envs: Mapping[int, Mapping[str, str]]) -> Output:
-        """The streams of one round's workers, after torch's own settings for logs."""
-        return Output(self._streams(dest, name, envs), self.direct, self.colour)
+    def output(
+        self, dest: LogsDest, name: str, envs: Mapping[int, Mapping[str, str]], is_ending: Callable[[int], bool]
+    ) -> Output:
+        """The streams of one round's workers, after torch's own settings for logs. `is_ending`: see `Output`."""
+        return Output(self._streams(dest, name, envs), self.direct, self.colour, is_ending)
 
     def _streams(self, dest: LogsDest, name: str, envs: Mapping[int, Mapping[str, str]]) -> list[Streams]:
         found = []

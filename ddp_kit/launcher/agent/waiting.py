@@ -56,7 +56,7 @@ class Commands:
     def _command(self, node_rank: int | None, is_host: str) -> str:
         words = [re.sub(r"\bis_host=\w+", f"is_host={is_host}", word) for word in self.flags]
         if self.static:
-            words = [*_without_static(words), "--node-rank", "RANK" if node_rank is None else str(node_rank)]
+            words = [*_without_static(words), "--node-rank", "N" if node_rank is None else str(node_rank)]
         if self.master is not None:
             host, port = self.master
             host = socket.gethostname() if is_loopback(host) else host

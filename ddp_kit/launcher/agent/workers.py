@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from ddp_kit.contract import STACKS_FILE, ExitCode, Phase, read_heartbeat
 from ddp_kit.errors import LaunchError, UsageError
-from ddp_kit.launcher import hints
+from ddp_kit.launcher import hints, last_words
 from ddp_kit.launcher.agent import torch_versions
 from ddp_kit.launcher.agent.hangs import Hangs
 from ddp_kit.launcher.agent.inbox import Inbox, wait_readable
@@ -80,7 +80,8 @@ class Workers(SubprocessContext):
         self._grace = means.grace
         self._say = say
         self._on_failure = on_failure  # called before the other workers are stopped
-        self._output = means.console.output(self._logs.dest, self.name, self.envs)
+        self._interrupted = False
+        self._output = means.console.output(self._logs.dest, self.name, self.envs, self._is_ending)
         self.hangs = Hangs(means.hang_seconds, self.envs, self.error_files, lambda: inbox.signals > 0)
         self._began = time.monotonic()
         self._oom_kills = oom_kills()
@@ -344,16 +345,22 @@ class Workers(SubprocessContext):
         cause = any(rank not in self._told for rank in failed)  # else what they say of being stopped is shown
         self._words = self._output.end(
             failed,
-            keep_back=lambda trace: cause or hints.is_echo(trace),
+            keep_back=lambda trace: cause or hints.is_echo(trace) or last_words.is_interrupt(trace),
+            is_secondary=lambda trace: hints.is_echo(trace) or last_words.is_interrupt(trace),
             seconds=_LAST_OUTPUT_SECONDS,
             hurry=lambda: self._inbox.signals > 1,
         )
         if failed:
             self._output.end_line()
 
+    def _is_ending(self, local_rank: int) -> bool:
+        """Whether a rank that has written a traceback ends of it: it has noted its error, or was told by Ctrl-C."""
+        return self._interrupted or Path(self.error_files[local_rank]).is_file()
+
     def _tell(self, number: signal.Signals) -> None:
         """Tell the ranks alone, who need their data loaders to save; a program of another kind with all it started."""
         self._told |= self._running_local_ranks - self.hangs.found.keys()
+        self._interrupted |= number == signal.SIGINT
         for rank in self._running_local_ranks:
             pid = self.subprocess_handlers[rank].proc.pid
             with suppress(ProcessLookupError):

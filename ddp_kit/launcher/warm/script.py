@@ -6,6 +6,7 @@ import importlib.machinery
 import io
 import json
 import os
+import re
 import runpy
 import sys
 import time
@@ -20,6 +21,7 @@ from ddp_kit.errors import DdpKitError
 from ddp_kit.launcher.warm.messages import Program
 from ddp_kit.launcher.warm.source import set_too_late
 
+_NAMES_EXCEPTION = re.compile(r"[\w.]+(:|$)", re.MULTILINE)
 _HOLD_BACK_SECONDS = 5.0
 
 
@@ -168,7 +170,8 @@ def _leave_note(error: BaseException, at_start: bool) -> None:
         NOTE_MARK: True,
         NOTE_AT_START: at_start,
     }
-    text = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
+    lines = traceback.format_exception_only(error)  # before it the place of a syntax error, behind it notes
+    text = next((line for line in lines if _NAMES_EXCEPTION.match(line)), lines[-1]).strip().partition("\n")[0]
     whole = Path(f"{path}.{os.getpid()}")  # this process may be killed at any moment: all of the file or nothing
     with suppress(OSError):
         whole.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
