@@ -215,8 +215,16 @@ class Output:
         for source in [*self._sources, *self._ended]:
             if source.held and now - source.held_since > _HELD_SECONDS and not self._is_last_word(source):
                 self._release(source)
-            if now - source.since > _PARTIAL_SECONDS:
+            if source.partial and now - source.since > _PARTIAL_SECONDS and not self._has_more(source):
                 self._show_partial(source)
+
+    def _has_more(self, source: _Source) -> bool:
+        """Whether the rest of its line may lie in the pipe: a read ends in the middle of one where much was written."""
+        if source in self._ended:
+            return False
+        poll = select.poll()
+        poll.register(source.end, select.POLLIN)
+        return bool(poll.poll(0))
 
     def _is_last_word(self, source: _Source) -> bool:
         """Whether the rank that has written what is held back is known to end, or has ended, of it."""
