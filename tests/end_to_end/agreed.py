@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from ddp_kit import Callback, DdpKitError, Loss, Trainer, TrainerConfig
@@ -294,6 +295,20 @@ def a_step_that_is_left_out() -> list[float]:
     return [result.skipped, float(finite), float(trainer.model.norm.num_batches_tracked)]
 
 
+def the_compiler_sees_the_wrapper() -> list[float]:
+    """At several ranks torch.compile cuts graphs where DDP's buckets end: it has to know of the wrapper."""
+    seen = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        seen.append((DistributedDataParallel._get_active_ddp_module() is not None) == (RANKS > 1))
+        return squares(model, batch)
+
+    torch.compiler.set_stance("force_eager")
+    trained(plain_network, loss, config=config(compile="model"))
+    torch.compiler.set_stance("default")
+    return [float(all(seen) and DistributedDataParallel._get_active_ddp_module() is None)]
+
+
 EXACT = (
     a_penalty_alone,
     called_by_its_own_name,
@@ -310,6 +325,7 @@ EXACT = (
     odd_buffers,
     weights_in_low_precision,
     a_step_that_is_left_out,
+    the_compiler_sees_the_wrapper,
 )
 
 
