@@ -24,6 +24,7 @@ from ddp_kit.manifest import checkpoints, name_of
 from ddp_kit.trainer.agreement import every_text, gathered
 from ddp_kit.trainer.callback_states import callback_states, load_callbacks, own_states
 from ddp_kit.trainer.fitting import check, fitting, kinds, load_optimizer, size
+from ddp_kit.trainer.folder_use import FolderUse
 from ddp_kit.trainer.log_points import LogPoints
 from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.random_text import decoded, encoded
@@ -69,13 +70,14 @@ class Checkpoints:
         self.wanted = False
         """Whether to save once the step is done: before, its state is half that of the next."""
         self._in_loop = self._reserved = self._storable = False
-        self._lock: FolderLock | None = None  # of the folder, on ranks that write
-        self._holds = self._postponing = 0
+        self._postponing = 0
+        lock: FolderLock | None = None
         self._random: list[RandomStates] | None = None  # of a checkpoint, until the next step or save
         self._random_known = False
         if self._folder is not None and self._writes(self._folder):
             self._saver = _Patient(self._folder, keep_last=self._config.keep_last, background=self._config.background)
-            self._lock = FolderLock(self._folder, contract.attempt()[0])
+            lock = FolderLock(self._folder, contract.attempt()[0])
+        self._use = FolderUse(parts.world, self._folder, lock)
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -154,44 +156,18 @@ class Checkpoints:
     @contextmanager
     def in_loop(self) -> Iterator[None]:
         """Steps are done within; `after_step` follows each."""
-        with self._alone():
+        with self._use.exclusive():
             self._in_loop = True
             try:
                 yield
             finally:
                 self._in_loop = False
 
-    @contextmanager
-    def _alone(self, *, resuming: bool = False) -> Iterator[None]:
-        """Within, no other run writes to the folder. Entering it first is a collective. Raises `CheckpointError`."""
-        if self._holds == 0 and self._folder is not None:
-            found: CheckpointError | None = None
-            try:
-                if self._lock is not None:
-                    self._lock.acquire(resuming=resuming)
-            except CheckpointError as error:
-                found = error
-            said = every_text(b"" if found is None else f"{found.message}\n{found.hint}".encode(), self._parts.world)
-            if any(said):
-                if self._lock is not None:
-                    self._lock.release()
-                speaker = next(rank for rank, text in enumerate(said) if text)
-                problem = CheckpointError(*said[speaker].decode().rsplit("\n", 1))
-                problem.another_speaks = self._parts.world.rank != speaker
-                raise problem
-        self._holds += 1
-        try:
-            yield
-        finally:
-            self._holds -= 1
-            if self._holds == 0 and self._lock is not None:
-                self._lock.release()
-
     def save(self) -> None:
         """Write a checkpoint of this step. Raises `CheckpointError`; what is transient is a warning."""
         if self._folder is None:
             raise CheckpointError("there is no folder to save in", 'set checkpoint={"dir": ...} in the TrainerConfig')
-        with self._alone():
+        with self._use.exclusive():
             self._save()
 
     def _save(self) -> None:
@@ -205,8 +181,7 @@ class Checkpoints:
         everyone = [json.loads(text) for text in every_text(json.dumps(own).encode(), self._parts.world)]
         if self._saver is not None:
             assert self._folder is not None
-            assert self._lock is not None
-            self._lock.note_save()
+            self._use.note_save()
             self._set_aside(self._folder)
             state = self._state(everyone)
             self._saver.save(step, state, best=step == self._best_step)
@@ -268,7 +243,7 @@ class Checkpoints:
 
     def resume(self) -> None:
         """Resume from where the configuration says, if there is anything."""
-        with self._alone(resuming=True):
+        with self._use.exclusive(resuming=True):
             self._resume()
 
     def _resume(self) -> None:
@@ -288,7 +263,7 @@ class Checkpoints:
 
     def load(self, path: Path) -> None:
         """Resume from this checkpoint. Raises `CheckpointError` where it is damaged or of something else."""
-        with self._alone(resuming=True):
+        with self._use.exclusive(resuming=True):
             self._load(path)
 
     def _load(self, path: Path) -> None:
