@@ -94,6 +94,7 @@ class WriterProcess:
             elif not wait:
                 return False
             else:
+                _continue(self._process)
                 select.select([self._line], [], [], _LOOK_SECONDS)
         return True
 
@@ -132,6 +133,11 @@ class WriterProcess:
         )
 
 
+def _continue(process: "subprocess.Popen[bytes]") -> None:
+    """Whoever waits for it does not wait for somebody who has stopped it (SIGSTOP)."""
+    process.send_signal(signal.SIGCONT)
+
+
 def _end(process: "subprocess.Popen[bytes]", line: socket.socket, said: IO[bytes], owner: int) -> None:
     if os.getpid() != owner:  # a forked child has inherited this, and nothing in it is its own
         return
@@ -139,6 +145,7 @@ def _end(process: "subprocess.Popen[bytes]", line: socket.socket, said: IO[bytes
         line.send(ENOUGH)  # closing it would not do: forked DataLoader workers hold this end, too
     while process.poll() is None:
         with suppress(OSError):
+            _continue(process)
             if select.select([line], [], [], _LOOK_SECONDS)[0] and not line.recv(1):
                 process.wait()  # it has closed its end, and exits
     line.close()
