@@ -35,7 +35,10 @@ def main(parent: int, memory: int, line: int) -> None:
     done = 0
     with socket.socket(fileno=line) as jobs:
         while line in select.select(waits, [], [])[0]:
-            packet = jobs.recv(LONGEST_PACKET)
+            try:
+                packet = jobs.recv(LONGEST_PACKET)
+            except ConnectionResetError:  # said once where the trainer ended without having read an answer;
+                continue  # a job that it had sent before is still there
             if packet in (b"", ENOUGH):
                 return
             number, _, job = packet.partition(b" ")
