@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ddp_kit import contract
 from ddp_kit.config import TrainerConfig
 from ddp_kit.contract import ExitCode
+from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.trainer.agreement import every_text
 from ddp_kit.trainer.appointments import Appointments, Purpose, Wish
@@ -108,21 +109,22 @@ class Preemption:
         self._position = position
         self._folder = config.checkpoint.dir
         self._auto = config.checkpoint.resume == "auto"
-        number = next(_numbers)
+        self._number = number = next(_numbers)
         open_store = partial(_store, number) if self._folder is not None and world.world_size > 1 else None
         self._wishes = Wishes(world, config, checkpoints)
         self._appointments = Appointments(world.rank, world.world_size, open_store, self._wishes.latest)
         weakref.finalize(self, self._appointments.close)
-        if self._folder is not None:
-            _saved_at_a_stop[number] = self
 
     def __enter__(self) -> Self:
         if self._folder is not None:
+            _saved_at_a_stop[self._number] = self
             _signals.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._folder is not None:
+            if kind not in (None, GeneratorExit):  # the error may have come in the middle of a step
+                _saved_at_a_stop.pop(self._number, None)
             self._appointments.close()
             _signals.__exit__()
 
@@ -151,24 +153,28 @@ class Preemption:
         self._wishes.saves = True
         if wish is None:
             return
-        self._checkpoints.save_once()
-        if wish.purpose is Purpose.STOP:
+        if wish.purpose is Purpose.SAVE:
+            self._checkpoints.save_once()
+            return
+        try:
+            self._checkpoints.save_once()
             self._checkpoints.finish()
             _save_others(self, self._world)
-            again = "the same command" if self._auto else 'with checkpoint.resume="auto" the command'
-            logger.warning(
-                "stopped by {} after step {}: saved in {}; {} goes on from there",
-                wish.why,
-                position.step,
-                self._folder,
-                again,
-            )
-            _signals.heard = None
-            raise SystemExit(ExitCode.REQUEUE)
+        finally:
+            _signals.heard = None  # until here a second Ctrl-C interrupts
+        again = "the same command" if self._auto else 'with checkpoint.resume="auto" the command'
+        logger.warning(
+            "stopped by {} after step {}: saved in {}; {} goes on from there",
+            wish.why,
+            position.step,
+            self._folder,
+            again,
+        )
+        raise SystemExit(ExitCode.REQUEUE)
 
 
 _saved_at_a_stop: "weakref.WeakValueDictionary[int, Preemption]" = weakref.WeakValueDictionary()
-"""The Trainers of this process that have a folder, by their number."""
+"""The Trainers of this process that have a folder and have trained without an error, by their number."""
 
 
 def _save_others(stopping: Preemption, world: World) -> None:
@@ -178,8 +184,12 @@ def _save_others(stopping: Preemption, world: World) -> None:
     for number in [number for number in alive if all(number in each for each in seen)]:
         other = alive[number]
         if other._position.step and not other._checkpoints.is_saved:
-            other._checkpoints.finish()
-            logger.warning("saved another Trainer after step {} in {}", other._position.step, other._folder)
+            try:
+                other._checkpoints.finish()
+            except CheckpointError as error:  # the Trainer that stops is saved and says so
+                logger.error("another Trainer could not be saved in {}: {}", other._folder, error)
+            else:
+                logger.warning("saved another Trainer after step {} in {}", other._position.step, other._folder)
 
 
 def _store(number: int, times: int) -> dist.Store:

@@ -120,10 +120,8 @@ class Trainer:
         reductions = Reductions() if settings.micro_batch_size == "auto" else None
         placed = place(model, self.world, settings.parallel, reductions)
         self.optimizer = optimizer_for(model, optimizer)
-        if settings.learning_rate_scaling is not None:
-            assert settings.reference_batch_size is not None, "checked with the configuration"
-            batch, reference = self.batch_plan.global_batch, settings.reference_batch_size
-            scale_learning_rate(self.optimizer, settings.learning_rate_scaling, batch, reference, scheduler)
+        if (rule := settings.learning_rate_scaling) is not None and (reference := settings.reference_batch_size):
+            scale_learning_rate(self.optimizer, rule, self.batch_plan.global_batch, reference, scheduler)
         self.scheduler = warmed_up(self.optimizer, scheduler_for(self.optimizer, scheduler), settings.warmup_steps)
         fuse(self.optimizer, model)
         self._parts = Parts(model, self.optimizer, self.scheduler, loss_fn, precision, self.world, settings)
