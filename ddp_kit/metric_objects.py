@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ddp_kit.errors import LossError
 
-_MOST_VALUES = 256
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
@@ -56,14 +55,7 @@ class MetricObject:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a rank without samples has never called update
             found = self._metric.compute()
-        values = dict(_numbers(self._name, found))
-        if len(values) > _MOST_VALUES:
-            raise LossError(
-                f"metric {self._name!r} gives {len(values)} values: a curve or a table, not figures to log",
-                "give a metric that sums it up, such as the area under the curve; or compute it from "
-                "trainer.predict(data)",
-            )
-        return values
+        return dict(_numbers(self._name, found))
 
 
 def is_metric_object(value: object) -> bool:

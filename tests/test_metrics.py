@@ -1,11 +1,13 @@
 """Means kept as (sum, weight), and what a user's function may return."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from ddp_kit.errors import LossError
+from ddp_kit.metric_objects import MetricObject
 from ddp_kit.metrics import Loss, Mean, checked, reduced
 
 CPU = torch.device("cpu")
@@ -54,3 +56,42 @@ def test_what_cannot_be_a_loss_is_refused_with_its_shape_or_type(value: object, 
         checked(value, "the loss function")
     assert said in caught.value.message
     assert caught.value.hint
+
+
+class Computes:
+    """A metric object with this value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def reset(self) -> None:
+        pass
+
+    def update(self, *given: Any) -> None:
+        pass
+
+    def compute(self) -> Any:
+        return self.value
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (0.5, {"m": 0.5}),
+        (torch.tensor([3]), {"m": 3.0}),
+        (torch.tensor([1.0, 2.0]), {"m.0": 1.0, "m.1": 2.0}),
+        ({"a": torch.tensor([1.0, 2.0]), "b": True}, {"m.a.0": 1.0, "m.a.1": 2.0, "m.b": 1.0}),
+        ((torch.tensor([1.0, 2.0]), [torch.tensor(3.0)]), {"m.0.0": 1.0, "m.0.1": 2.0, "m.1.0": 3.0}),
+    ],
+)
+def test_what_a_metric_object_computes_is_named_in_any_nesting(value: Any, named: dict[str, float]) -> None:
+    metric = MetricObject("m", Computes(value), None)
+    metric.start(CPU)
+    assert metric.values() == named
+
+
+def test_what_is_no_number_is_said() -> None:
+    metric = MetricObject("m", Computes({"a": "text"}), None)
+    metric.start(CPU)
+    with pytest.raises(LossError, match=r"metric 'm.a' gives a str where a number is needed"):
+        metric.values()

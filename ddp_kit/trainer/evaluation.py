@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.setup import MetricFunction
 from ddp_kit.trainer.step import Parts
 from ddp_kit.world import random_states, set_random_states
+
+_SHOWN = 32
 
 Counted = Iterable[tuple[int, Any]]
 """Batches on the device, each with the number of its samples."""
@@ -77,8 +80,7 @@ class Evaluator:
                     send_buffers(parts.model, parts.world)
                     values = evaluate(parts, self._metrics, batches, stops)
                 if values is not None:
-                    shown = "  ".join(f"{k} {v:.4g}" for k, v in values.items())
-                    logger.info("evaluation at step {}: {}", step, shown)
+                    logger.info("evaluation at step {}: {}", step, _shown(values))
                     if watched:
                         self._tell("on_evaluate", values)
             finally:  # also after an error: what callbacks changed for the evaluation is put back
@@ -89,6 +91,13 @@ class Evaluator:
         elif random is not None:
             set_random_states(random)
         return values
+
+
+def _shown(values: Mapping[str, float]) -> str:
+    """For a line; a curve has many values."""
+    shown = [f"{name} {value:.4g}" for name, value in islice(values.items(), _SHOWN)]
+    more = [f"and {len(values) - _SHOWN} more"] if len(values) > _SHOWN else []
+    return "  ".join([*shown, *more])
 
 
 class Evaluations:
