@@ -274,7 +274,6 @@ class Trainer:
         self._prepare(feed)
         turn = self._turn = object()
         total = self._position.last_step(self.config, feed.steps)
-        check_ticks(self.scheduler, total, self.step)
         stopping = False  # as the last step was done
         with (
             garbage_off_the_path() as garbage,
@@ -392,6 +391,7 @@ class Trainer:
         """What has to hold before the first step of a call."""
         self._position.check(feed.steps, feed.facts(self.epoch))
         self._optimizer_step.check_parameters()
+        check_ticks(self.scheduler, self._position.last_step(self.config, feed.steps), self.step)
         if not self._seeded:  # once: a run that is left and taken up again goes on in its random streams
             if not self._checkpoints.restore_random():
                 seed_everything(self.config.seed, self.world)
