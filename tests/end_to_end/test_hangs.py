@@ -52,7 +52,7 @@ def loss_fn(model, batch):
 
 if __name__ == "__main__":
     model = torch.nn.Linear(4, 1)
-    config = TrainerConfig(global_batch_size=4, epochs=1, data={{"num_workers": int(sys.argv[2])}})
+    config = TrainerConfig(global_batch_size=4, epochs=1, data={{"num_workers": int(sys.argv[2]), "compare_items": 0}})
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.01), loss_fn, config)
     trainer.fit(Numbers())
     print("done", trainer.step)
