@@ -17,15 +17,18 @@ OWN_TO_A_RUN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELAST
 
 @pytest.mark.slow
 def test_a_real_model_ends_with_the_same_loss_however_it_is_started(start: Start, root: Path) -> None:
-    losses = {}
+    first, last = {}, {}
     for launcher, ranks in WAYS:
         run = start(launcher, ranks, root / "examples" / "digits.py")
         assert run.returncode == 0, (launcher, ranks, run.stderr)
         (loss,) = re.findall(r"final loss: ([\d.]+)", run.stdout)
         (accuracy,) = re.findall(r"test accuracy: ([\d.]+)%", run.stdout)
         assert float(accuracy) > 96
-        losses[launcher, ranks] = float(loss)
-    assert max(losses.values()) - min(losses.values()) <= 1e-6, losses
+        (early,) = re.findall(r"step 50/345 .* loss ([\d.]+)", run.stderr)
+        first[launcher, ranks], last[launcher, ranks] = float(early), float(loss)
+    assert max(first.values()) == pytest.approx(min(first.values()), rel=1e-3), first
+    # Rounding differs with the number of ranks and the processor, and 345 steps amplify it: 0.9 % was seen at the end.
+    assert max(last.values()) == pytest.approx(min(last.values()), rel=0.03), last
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ class Fills(Callback):
 def loss(model, batch):
     return model(batch[0]).square().mean()
 
+torch.manual_seed(0)  # every rank has to build the same data
 model = nn.Linear(100, 100)  # 80 kB with its momentum
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 config = TrainerConfig(
