@@ -120,6 +120,10 @@ class Checkpoints:
         self.save_wanted()
         if self._folder is not None:
             self.save_once()
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until what is being saved is on the disk, and hold nothing more that writes. Not a collective."""
         if self._saver is not None:
             self._saver.settle()
             self._saver.release()

@@ -21,7 +21,8 @@ Loop = Generator[Step, None, None]
 def saved_when_left(
     steps: Loop, world: World, checkpoints: Checkpoints, current: Callable[[], object]
 ) -> Iterator[Step]:
-    """The same steps; where the loop over them is left at one whose save is due, it is saved then.
+    """The same steps; where the loop over them is left at one whose save is due, it is saved then. What is being saved
+    is on the disk afterwards: a Trainer that is made next finds it.
 
     An exception that leaves the loop cannot be told from a `break` here. Where it leaves it on one rank alone, nothing
     is saved. `current`: gives what stands for the loop that is going on.
@@ -32,16 +33,12 @@ def saved_when_left(
         try:
             yield step
         except GeneratorExit:
-            if checkpoints.is_due and not checkpoints.is_saved and current() is turn:
-                place = f"the end of a loop over steps() after step {step.number}"
-                if all_come(world, place, f"left/{number}", _SECONDS):
-                    _save(checkpoints, step)
+            due = checkpoints.is_due and not checkpoints.is_saved and current() is turn
+            place = f"the end of a loop over steps() after step {step.number}"
+            due = due and all_come(world, place, f"left/{number}", _SECONDS)
             steps.close()
+            try:
+                (checkpoints.finish if due else checkpoints.settle)()
+            except DdpKitError as error:  # what is raised while a generator is closed does not reach the script
+                logger.error("a save was due or being written after step {}, and failed: {}", step.number, error)
             raise
-
-
-def _save(checkpoints: Checkpoints, step: Step) -> None:
-    try:
-        checkpoints.finish()  # to the disk: nobody looks after a save that is left in hand
-    except DdpKitError as error:  # what is raised while a generator is closed does not reach the script
-        logger.error("the save that is due after step {} failed: {}", step.number, error)
