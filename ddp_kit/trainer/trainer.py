@@ -271,7 +271,7 @@ class Trainer:
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def _steps(self, train_data: Data, feed: Feed, history: list[LogRow], evaluations: Evaluations | None) -> Loop:
-        self._prepare(feed)
+        self._prepare(feed, self.scheduler)
         turn = self._turn = object()
         total = self._position.last_step(self.config, feed.steps)
         stopping = False  # as the last step was done
@@ -387,11 +387,11 @@ class Trainer:
         feed = self._data.train(train_data, self.step)
         return feed, self._first_share(feed)
 
-    def _prepare(self, feed: Feed) -> None:
-        """What has to hold before the first step of a call."""
+    def _prepare(self, feed: Feed, scheduler: LRScheduler | None = None) -> None:
+        """What has to hold before the first step of a call. `scheduler`: what is to tick."""
         self._position.check(feed.steps, feed.facts(self.epoch))
         self._optimizer_step.check_parameters()
-        check_ticks(self.scheduler, self._position.last_step(self.config, feed.steps), self.step)
+        check_ticks(scheduler, self._position.last_step(self.config, feed.steps), self.step)
         if not self._seeded:  # once: a run that is left and taken up again goes on in its random streams
             if not self._checkpoints.restore_random():
                 seed_everything(self.config.seed, self.world)
