@@ -129,6 +129,11 @@ class Checkpoints:
             self._saver.release()
             self._reserved = False
 
+    def end(self) -> None:
+        """Save what the run came to, where its loop stands; no step follows."""
+        self.finish()
+        self._use.end()
+
     def after_evaluation(self, metrics: dict[str, float]) -> None:
         """Save the best so far, which all ranks know to be that."""
         if self._watched is not None and self._watched.improved(metrics):

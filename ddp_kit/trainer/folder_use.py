@@ -35,6 +35,11 @@ class FolderUse:
             if self._depth == 0 and self._lock is not None:
                 self._lock.release()
 
+    def end(self) -> None:
+        """Let other runs use the folder, although this one's loop over its steps has not been left."""
+        if self._lock is not None:
+            self._lock.release()
+
     def note_save(self) -> None:
         """From now on the newest checkpoint is of this run."""
         assert self._lock is not None, "only a rank that writes saves"

@@ -185,7 +185,7 @@ def _save_others(stopping: Preemption, world: World) -> None:
         other = alive[number]
         if other._position.step and not other._checkpoints.is_saved:
             try:
-                other._checkpoints.finish()
+                other._checkpoints.end()
             except CheckpointError as error:  # the Trainer that stops is saved and says so
                 logger.error("another Trainer could not be saved in {}: {}", other._folder, error)
             else:
