@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ddp_kit import contract
 from ddp_kit.config import TrainerConfig
 from ddp_kit.contract import ExitCode
-from ddp_kit.errors import CheckpointError
+from ddp_kit.errors import DdpKitError
 from ddp_kit.log import logger
 from ddp_kit.trainer.agreement import every_text
 from ddp_kit.trainer.appointments import Appointments, Purpose, Wish
@@ -186,7 +186,7 @@ def _save_others(stopping: Preemption, world: World) -> None:
         if other._position.step and not other._checkpoints.is_saved:
             try:
                 other._checkpoints.end()
-            except CheckpointError as error:  # the Trainer that stops is saved and says so
+            except DdpKitError as error:  # the Trainer that stops is saved and says so
                 logger.error("another Trainer could not be saved in {}: {}", other._folder, error)
             else:
                 logger.warning("saved another Trainer after step {} in {}", other._position.step, other._folder)

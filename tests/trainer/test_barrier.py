@@ -23,6 +23,7 @@ class Ranks:
     def __init__(self, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.collectives = [0, 0]
         self.own = threading.local()
+        self.threads: list[threading.Thread] = []
         self.worlds = [World(rank, 2, rank, 2, 0, torch.device("cpu")) for rank in range(2)]
         self.barriers = [barrier._Barriers(store, store, rank) for rank in range(2)]
         for each in self.barriers:
@@ -37,6 +38,7 @@ class Ranks:
 
         self.barriers[rank].thread = threading.Thread(target=answer, daemon=True)
         self.barriers[rank].thread.start()
+        self.threads.append(self.barriers[rank].thread)
 
     def wait(self, rank: int, place: str) -> None:
         self.own.rank = rank
@@ -51,6 +53,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     yield made
     for each in made.barriers:
         each.closed.set()
+    for thread in made.threads:  # one that still answers would look at what the next test has put in place
+        thread.join()
 
 
 @pytest.fixture

@@ -97,6 +97,9 @@ def test_a_stop_saves_all_trainers_of_the_process_that_have_trained(tmp_path: Pa
     """The one that hears of the stop first is not the one that has put the handlers in place."""
     first, second = trainer_for(tmp_path / "first"), trainer_for(tmp_path / "second")
     idle = trainer_for(tmp_path / "idle")
+    spoilt = trainer_for(tmp_path / "spoilt")
+    next(spoilt.steps(data()))
+    spoilt.model.weight.data.fill_(float("inf"))
 
     def both() -> None:
         theirs = first.steps(data())
@@ -109,7 +112,7 @@ def test_a_stop_saves_all_trainers_of_the_process_that_have_trained(tmp_path: Pa
         both()
     assert ended.value.code == 75
     assert (saved(tmp_path / "first"), saved(tmp_path / "second")) == ([3], [3])
-    assert saved(tmp_path / "idle") == []
+    assert (saved(tmp_path / "idle"), saved(tmp_path / "spoilt")) == ([], [])
     assert idle.step == 0
     del ended  # whose traceback holds the loops
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
