@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUNS ?= 100
+JOBS ?= 2
 OUT ?= build/gpu
 WHEELS ?=
 WHEELS_FOR ?= 3.12
@@ -9,6 +10,8 @@ SEED ?= 0
 FUZZ_SECONDS ?= 3600
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Each process takes the next part of the tests, and then of what the others have left.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
 .PHONY: help demo test thorough check unit versions fuzz chaos format bench gpu wheels clean
 
@@ -26,18 +29,18 @@ demo: $(STAMP)   ## train examples/digits.py on every GPU, or on 2 CPU processes
 	else $(BIN)/ddpkit launch --nproc-per-node 2 examples/digits.py; fi
 
 test: check      ## lint, types, the tests: some 20 minutes on two cores
-	$(BIN)/python -m pytest -m "not thorough"
+	$(PYTEST) -m "not thorough"
 
 thorough: check  ## the same with every combination, and an hour of damaged checkpoints
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 check: $(STAMP)  ## lint and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-unit: $(STAMP)   ## the quick tests alone
-	$(BIN)/python -m pytest -m "not slow"
+unit: $(STAMP)   ## the quick tests alone, in JOBS (2) processes: under a minute
+	$(PYTEST) -m "not slow"
 
 fuzz: $(STAMP)   ## FUZZ_SECONDS (3600) of checkpoints that are changed at random: each is refused in words
 	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest -m thorough tests/checkpoint/test_fuzz.py

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from labels import unlabelled
 from reads import Reads
@@ -52,11 +54,26 @@ def _run(command: list[str], env: dict[str, str] | None, cwd: Path) -> "subproce
 
 
 @pytest.fixture(autouse=True)
+def seeded() -> None:
+    """No test depends on those that ran before it in the same process."""
+    random.seed(0)
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` takes a millisecond for other devices
+
+
+@pytest.fixture(autouse=True)
 def cheap_garbage_collection() -> Iterator[None]:
-    """Leave what exists before the test out of its garbage collections: each would walk all of torch for 0.2 s."""
+    """One per test, and only of what it has made: any other would walk all of torch for 0.2 s."""
     gc.freeze()
+    gc.disable()
     yield
+    gc.collect()
     gc.unfreeze()
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    """Leave all of it out of the five collections that pytest ends with."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -72,8 +89,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _gpus() -> tuple[int, str]:
     """How many torch can use, in words, too."""
-    import torch
-
     if torch.version.cuda is None:
         return 0, "this torch is built without CUDA"
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -30,6 +30,7 @@ def compiled(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
 
 
+@pytest.mark.slow
 @imports_the_compiler
 def test_the_repeated_blocks_are_compiled_and_nothing_else() -> None:
     inner = nn.Sequential(Block(), Block())

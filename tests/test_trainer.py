@@ -84,7 +84,7 @@ def by_hand(data: TensorDataset, global_batch: int, epochs: int, weighted: bool,
     return model
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     samples=st.integers(1, 40),
     global_batch=st.integers(1, 24),

@@ -63,6 +63,7 @@ def dies_at(number: int, after: bool, folder: Path, step: int) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("step", [3, 2], ids=["a new step", "a step once more"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])

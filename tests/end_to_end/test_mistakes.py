@@ -204,7 +204,13 @@ ONE, TWO, BOTH = (0,), (1,), (0, 1)
         (TWO, "loss", "call == 4", "", "spare.weight, spare.bias got no gradient"),
         (ONE, "loss", "call == 2", "settings = dict(max_steps=1, accumulation_steps=2)", "spare.bias got no gradient"),
         pytest.param(BOTH, "loss", False, MIXED, "data: the samples of a batch differ: shape (", marks=THOROUGH),
-        (TWO, "loss", False, MIXED + "settings = dict(data=DataConfig(num_workers=1, compare_items=0))", "of a batch differ: shape ("),
+        (
+            TWO,
+            "loss",
+            False,
+            MIXED + "settings = dict(data=DataConfig(num_workers=1, compare_items=0))",
+            "of a batch differ: shape (",
+        ),
         (TWO, "loss", False, PREDICT.format(width="1 + (rank in on)"), "float32 (1,); float32 (2,)"),
         pytest.param(
             TWO,

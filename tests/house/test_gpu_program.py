@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PROGRAM = """
@@ -33,6 +34,7 @@ gpu.main()
 """
 
 
+@pytest.mark.slow
 def test_each_part_is_by_itself(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(BENCHMARKS), "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

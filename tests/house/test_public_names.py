@@ -57,6 +57,7 @@ def test_another_name_is_an_attribute_error() -> None:
         ddp_kit.Trainr  # noqa: B018
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("statement", "torch_loaded"),
     [
@@ -71,6 +72,7 @@ def test_torch_is_imported_only_by_what_needs_it(statement: str, torch_loaded: b
     assert run.stdout == f"{torch_loaded}\n"
 
 
+@pytest.mark.slow
 def test_callbacks_leave_the_packages_of_others_alone_until_they_are_used() -> None:
     code = "import ddp_kit.callbacks, sys; print({'tensorboard', 'wandb'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

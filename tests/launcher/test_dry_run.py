@@ -295,6 +295,7 @@ def test_another_node_shows_no_secret_that_it_does_not_know(ddpkit: Command, tmp
     assert "abcdefgh" not in run.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

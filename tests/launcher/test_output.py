@@ -147,6 +147,7 @@ def test_a_crash_of_the_interpreter_is_kept_back_like_a_traceback() -> None:
     assert "GIVEN Fatal Python error: Segmentation fault False" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_traceback_that_was_caught_is_not_the_reason_of_a_later_failure() -> None:
     program = "import sys, time, traceback\ntry: 1 / 0\nexcept Exception: traceback.print_exc()\nsys.stdin.read(1)"
     done = hosted(f"""
@@ -162,6 +163,7 @@ def test_a_traceback_that_was_caught_is_not_the_reason_of_a_later_failure() -> N
     assert done.stderr.count("ZeroDivisionError: division by zero") == 1
 
 
+@pytest.mark.slow
 def test_the_traceback_of_a_rank_that_takes_long_to_end_of_it_is_kept_back() -> None:
     """As one does whose CUDA context or threads have to be taken down."""
     program = (

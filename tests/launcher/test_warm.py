@@ -255,6 +255,7 @@ def test_a_server_that_is_stopped_is_continued_and_the_second_time_killed(monkey
     server.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_stopped_takes_messages_larger_than_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_LOOK_SECONDS", 0.05)
     server = WarmServer([], os.environ, warm=False)

@@ -15,6 +15,7 @@ SAVE = Wish(Purpose.SAVE, "every_seconds")
 STOP = Wish(Purpose.STOP, "SIGTERM heard")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wishing", [{0}, {3}, {1, 2}, {0, 1, 2, 3}])
 def test_all_ranks_act_after_the_same_step_whoever_wishes(wishing: set[int]) -> None:
     store, acted = HashStore(), Queue[tuple[int, int, Wish]]()

@@ -177,6 +177,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_resumes_bitwise(name: str, precision: str, tmp_path: Path) -> None:

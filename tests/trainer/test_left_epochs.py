@@ -145,6 +145,7 @@ GENERATORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", GENERATORS)
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_sampler_s_own_generator_draws_the_same_in_a_run_that_continues(

@@ -121,6 +121,7 @@ def test_a_stop_saves_all_trainers_of_the_process_that_have_trained(tmp_path: Pa
 # What is left behind -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_trainer_that_has_finished_holds_no_process_thread_or_descriptor(tmp_path: Path) -> None:
     process = psutil.Process()
 
@@ -147,7 +148,7 @@ def test_a_trainer_that_has_finished_holds_no_process_thread_or_descriptor(tmp_p
 def test_other_data_than_that_of_fit_does_not_decide_what_is_best(tmp_path: Path) -> None:
     best, test = BestModel(), TensorDataset(torch.zeros(4, 1))
     trainer = Trainer(
-        nn.Linear(1, 1),
+        nn.Linear(1, 1, bias=False),
         lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
         lambda model, batch: model(batch[0]).square().mean(),
         TrainerConfig(global_batch_size=4),

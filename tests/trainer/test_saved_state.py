@@ -114,6 +114,7 @@ def from_the_fourth_step_on(meddle: Callable[[Model], None]) -> Callable[[Model]
     return later
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "meddle",
     [
