@@ -3,11 +3,12 @@
 from ddp_kit.loader.build import build_loader
 from ddp_kit.loader.device import on_device
 from ddp_kit.loader.source import Batching, Data, batching, check_batch_size, open_data
-from ddp_kit.loader.stream import Stream, build_stream
+from ddp_kit.loader.stream import Mark, Stream, build_stream
 
 __all__ = [
     "Batching",
     "Data",
+    "Mark",
     "Stream",
     "batching",
     "build_loader",

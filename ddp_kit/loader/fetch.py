@@ -173,6 +173,12 @@ class OwnRandomStates:
         if not self._alone:
             set_random_states(self._outside)
 
+    @property
+    def states(self) -> RandomStates:
+        """Where they were left last."""
+        assert self._states is not None
+        return self._states
+
 
 class WithEpoch:
     """Batches of keys that name their epoch, too: loader processes that stay learn it in no other way."""

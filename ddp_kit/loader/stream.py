@@ -2,10 +2,14 @@
 
 Loader processes take turns: batch j of a rank comes from process j % W, whose i-th batch is therefore number i*W + w.
 Once the streams of some processes have ended, the turns are the others'.
+
+A dataset with `state_dict` and `load_state_dict` is asked for its state after each batch, in the process that reads it.
 """
 
+import copy
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import count, islice
 from typing import Any
 
@@ -20,7 +24,24 @@ from ddp_kit.loader.collate import Uncollated, as_it_is, data_error, put_togethe
 from ddp_kit.loader.fetch import OwnRandomStates, ShowsOwnDataset
 from ddp_kit.loader.shared_memory import sendable
 from ddp_kit.loader.watched import watched
-from ddp_kit.world import World, mixed_seed
+from ddp_kit.world import RandomStates, World, mixed_seed, set_random_states
+
+
+_PASSED_ON = 0
+"""Samples of a turn that a loader process passes on: in an epoch that was left, it is another's turn first."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where a process that reads a stream is, after one of its batches."""
+
+    reader: int
+    """The number of the loader process; 0 without any."""
+    number: int
+    """Of the batch that it reads next, within the epoch."""
+    random: RandomStates
+    dataset: Any
+    """What the dataset's `state_dict` gave."""
 
 
 class Stream:
@@ -29,15 +50,27 @@ class Stream:
     def __init__(self, loader: "DataLoader[Any]", epoch: Tensor) -> None:
         self._loader = loader
         self._epoch = epoch
+        self.marks = deque[Mark]()
+        """Of the batches given so far, for the reader to take; of a dataset without a state none."""
 
-    def set_epoch(self, epoch: int) -> None:
-        """Which epoch the next iteration is; a dataset that has `set_epoch` is told, in loader processes too."""
+    def set_position(self, epoch: int, marks: Sequence[Mark] = ()) -> None:
+        """The next iteration is this epoch; behind the batches of these marks, the last one given last.
+
+        A dataset that has `set_epoch` is told the epoch, in loader processes too.
+        """
         self._epoch.fill_(epoch)
+        self.marks.clear()
+        batches: Any = self._loader.dataset
+        batches.begin_at = (epoch, {mark.reader: mark for mark in marks}, marks[-1].reader + 1) if marks else None
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        for samples, batch in watched(self._loader):
+        for samples, batch, mark in watched(self._loader):
+            if samples == _PASSED_ON:
+                continue
             if type(batch) is Uncollated:
                 raise data_error(batch, None)
+            if mark is not None:
+                self.marks.append(mark)
             yield _count(batch) if samples is None else samples, batch
 
 
@@ -48,11 +81,14 @@ def build_stream(
     world: World,
     seed: int,
     template: "DataLoader[Any] | None" = None,
+    *,
+    marked: bool = False,
 ) -> Stream:
     """A loader whose batch number j, counted over an epoch, has `sizes[j % len(sizes)]` samples; the last ones fewer.
 
     What the user's own DataLoader (`template`) chose is kept. Where its batch_size is None the dataset yields whole
-    batches, and `sizes` is not used. Raises `DataError` for `data.seed_samples`, and later for a batch of unknown size.
+    batches, and `sizes` is not used. `marked`: a dataset that has a state gives a `Mark` with each batch.
+    Raises `DataError` for `data.seed_samples`, and later for a batch of unknown size.
     """
     if config.seed_samples:
         raise DataError(
@@ -73,11 +109,12 @@ def build_stream(
         drop_last=template is not None and template.drop_last,
         epoch=epoch,
         seed=mixed_seed(seed, world.rank),
+        marked=marked,
     )
     return Stream(DataLoader(batches, batch_size=None, collate_fn=as_it_is, **options), epoch)
 
 
-class _Batches(IterableDataset[tuple[int | None, Any]]):
+class _Batches(IterableDataset[tuple[int | None, Any, Mark | None]]):
     """Groups what the user's dataset yields, in the process that reads it. `sizes` None: these are batches already."""
 
     def __init__(
@@ -89,30 +126,48 @@ class _Batches(IterableDataset[tuple[int | None, Any]]):
         drop_last: bool,
         epoch: Tensor,
         seed: int,
+        marked: bool,
     ) -> None:
         self._seed = seed
         self.dataset = dataset
+        has_state = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+        self._marked = marked and has_state
+        self.begin_at: tuple[int, dict[int, Mark], int] | None = None
+        """An epoch that was left: where each reader was, and whose turn it is."""
         self._sizes = sizes
         self._collate = collate
         self._drop_last = drop_last
         self._epoch = epoch
 
-    def __iter__(self) -> Iterator[tuple[int | None, Any]]:
+    def __iter__(self) -> Iterator[tuple[int | None, Any, Mark | None]]:
         epoch, info = int(self._epoch), get_worker_info()
-        first, turns = (0, 1) if info is None else (info.id, info.num_workers)
-        own = OwnRandomStates(mixed_seed(self._seed, epoch, first))  # read once more, a stream draws the same
+        reader, turns = (0, 1) if info is None else (info.id, info.num_workers)
+        mark = None
+        if self.begin_at is not None and self.begin_at[0] == epoch:
+            _, marks, turn = self.begin_at
+            mark = marks.get(reader)
+            if reader < turn % turns:
+                yield _PASSED_ON, None, None
+        own = OwnRandomStates(mixed_seed(self._seed, epoch, reader))  # read once more, a stream draws the same
+        dataset: Any = self.dataset
         with own:
-            if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
+            if callable(set_epoch := getattr(dataset, "set_epoch", None)):
                 set_epoch(epoch)
-            stream = iter(self.dataset)
-        for number in count(first, turns):
+            if mark is not None:
+                dataset.load_state_dict(mark.dataset)
+            stream = iter(dataset)
+            if mark is not None:
+                set_random_states(mark.random)
+        for number in count(reader if mark is None else mark.number, turns):
             size = 1 if self._sizes is None else self._sizes[number % len(self._sizes)]
             with own:
                 samples = list(islice(stream, size))
                 if not samples or (self._drop_last and len(samples) < size):
                     return
                 batch = self._collate(samples[0] if self._sizes is None else samples)
-            yield None if self._sizes is None else len(samples), batch
+                state = copy.deepcopy(dataset.state_dict()) if self._marked else None
+            mark = Mark(reader, number + turns, own.states, state) if self._marked else None
+            yield None if self._sizes is None else len(samples), batch, mark
 
 
 def _count(batch: Any) -> int:

@@ -24,7 +24,7 @@ _EVERY_RANK = "every_rank"
 
 def own_states(callbacks: Sequence[Callback]) -> list[str | None]:
     """What this rank adds: the state, as text, of each callback that has one per rank; None for the others."""
-    return [_encoded(callback.state_dict()) if callback.state_per_rank else None for callback in callbacks]
+    return [as_text(callback.state_dict()) if callback.state_per_rank else None for callback in callbacks]
 
 
 def callback_states(callbacks: Sequence[Callback], of_ranks: Sequence[Sequence[str | None]]) -> list[Any]:
@@ -77,11 +77,11 @@ def _of_rank(saved: Any, name: str, rank: int, ranks: int) -> Any:
             ranks,
         )
         rank = 0
-    return _decoded(everyone[rank])
+    return from_text(everyone[rank])
 
 
-def _encoded(state: dict[str, Any]) -> str:
-    """JSON, and the tensors as the base64 of a safetensors file."""
+def as_text(state: Any) -> str:
+    """What a checkpoint can hold: JSON, and the tensors as the base64 of a safetensors file."""
     packed = pack({"state": state})
     tensors = {f"{number}": each.tensor.detach().contiguous().cpu() for number, each in enumerate(packed.tensors)}
     names = {each.name: f"{number}" for number, each in enumerate(packed.tensors)}
@@ -89,7 +89,8 @@ def _encoded(state: dict[str, Any]) -> str:
     return json.dumps({"text": packed.text, "names": names, "tensors": content})
 
 
-def _decoded(text: str) -> Any:
+def from_text(text: str) -> Any:
+    """The inverse of `as_text`. Raises an error of any kind for what it has not given."""
     saved = json.loads(text)
     tensors = safetensors.torch.load(base64.b64decode(saved["tensors"]))
     if not all(tensor.dtype in DTYPES and not _is_odd(tensor) for tensor in tensors.values()):

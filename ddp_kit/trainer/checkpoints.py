@@ -29,6 +29,7 @@ from ddp_kit.trainer.log_points import LogPoints
 from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.random_text import decoded, encoded
 from ddp_kit.trainer.step import OptimizerStep, Parts
+from ddp_kit.trainer.stream_states import place_as_text, place_of
 from ddp_kit.world import RandomStates, mixed_seed, random_states, seed_generators, set_random_states
 
 _COMPARED = 32  # of the newest checkpoints, among which nodes with folders of their own look for one that all have
@@ -92,7 +93,7 @@ class Checkpoints:
             self._saver.check()
         if not self._storable and self._folder is not None:
             self._storable = True  # found out after the first step, not after hours
-            pack(self._state([["", own_states(self._callbacks)]]))
+            pack(self._state([["", own_states(self._callbacks), place_as_text(self._position.place)]]))
 
     @property
     def is_saved(self) -> bool:
@@ -186,7 +187,8 @@ class Checkpoints:
         weights = [each.detach() for each in self._parts.model.parameters() if each.is_floating_point()]
         self._log_points.refuse_weights(step, weights)
         self.restore_random()
-        own = [encoded(random_states(self._parts.world)), own_states(self._callbacks)]
+        place = place_as_text(self._position.place)
+        own = [encoded(random_states(self._parts.world)), own_states(self._callbacks), place]
         everyone = [json.loads(text) for text in every_text(json.dumps(own).encode(), self._parts.world)]
         if self._saver is not None:
             assert self._folder is not None
@@ -213,9 +215,9 @@ class Checkpoints:
             )
 
     def _state(self, everyone: list[Any]) -> dict[str, Any]:
-        """`everyone`: of each rank its random states and those of its callbacks."""
+        """`everyone`: of each rank its random states, those of its callbacks and where its stream stands."""
         parts = self._parts
-        random, of_ranks = zip(*everyone, strict=True)
+        random, of_ranks, places = zip(*everyone, strict=True)
         return {
             "model": parts.model.state_dict(),
             "optimizer": parts.optimizer.state_dict(),
@@ -229,6 +231,7 @@ class Checkpoints:
             "best": self._watched and {"watched": self._watched.state_dict(), "step": self._best_step},
             "course": self._course,
             "random": [*random],
+            "streams": [*places],
             "config": self._settings,
         }
 
@@ -301,6 +304,7 @@ class Checkpoints:
             if order is not None and sorted(order) != [*range(len(order))]:
                 raise ValueError("reduction_order is no order")
             random = [decoded(text) for text in state["random"]]
+            self._position.place = place_of(state.get("streams", []), parts.world.rank, parts.world.world_size)
             callbacks, best = [*state["callbacks"]], state.get("best")
             if self._watched is not None and best is not None and self._watched.load_state_dict(best["watched"]):
                 self._best_step = int(best["step"])

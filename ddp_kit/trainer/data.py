@@ -53,7 +53,7 @@ class DataRoom:
             share = split(self.plan.global_batch, world.world_size, world.rank)
             passes = -(-len(share) // self.plan.micro_batch)
             sizes = [len(split(len(share), passes, number)) for number in range(passes)]
-            stream = build_stream(dataset, sizes, config.data, world, config.seed, template)
+            stream = build_stream(dataset, sizes, config.data, world, config.seed, template, marked=True)
             full = self.plan.global_batch if config.data.drop_last else None
             facts = self._stream_facts(template)
             return StreamFeed(stream, len(sizes), world, self._move, facts, at_least=full)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from ddp_kit.errors import DataError
+from ddp_kit.loader import Mark, Stream
 from ddp_kit.log import logger
 from ddp_kit.sampler import OwnTrainBatches, TrainBatches
 from ddp_kit.trainer.agreement import digest_of, gathered
@@ -18,6 +19,8 @@ from ddp_kit.world import World, host_group
 
 Mover = Callable[[Iterable[Any]], Iterator[Any]]
 """Brings a loader's batches to the device."""
+Place = tuple[Mark, ...]
+"""Where the processes are that read a rank's stream, the one that was read last in the end; () for other data."""
 
 
 class Share(NamedTuple):
@@ -36,12 +39,14 @@ class Feed(Protocol):
     """Optimizer steps of an epoch; None where only its end will tell."""
     division: str
     """How a step is made up, for the line that announces a run; "" where the batch plan says it."""
+    place: Place
+    """Of this rank, before the batches that `next` spoke of last."""
 
     def facts(self, epoch: int) -> Facts:
         """What decides which samples each step of the epoch has."""
 
-    def begin(self, epoch: int, first_step: int) -> None:
-        """Go to a position."""
+    def begin(self, epoch: int, first_step: int, place: Place = ()) -> None:
+        """Go to a position. `place`: what this rank's feed stood at there, if that is known."""
 
     def next(self) -> Share | None:
         """The step to come; None after the last one. Every rank asks as often as the others."""
@@ -65,6 +70,8 @@ def counted(stream: Iterable[tuple[int, Any]], move: Mover) -> Iterator[tuple[in
 class MapFeed:
     """Of a dataset with a length: who takes which samples is settled beforehand."""
 
+    place: Place = ()
+
     def __init__(
         self, loader: Iterable[Any], batches: TrainBatches | OwnTrainBatches, move: Mover, facts: Facts
     ) -> None:
@@ -81,7 +88,7 @@ class MapFeed:
         order = self._batches.fingerprint()
         return self._facts | ({"the order of the DataLoader's own sampler": order} if order else {})
 
-    def begin(self, epoch: int, first_step: int) -> None:
+    def begin(self, epoch: int, first_step: int, place: Place = ()) -> None:  # noqa: ARG002 - the step says it
         self._batches.set_position(epoch, first_step)
         self._number = first_step
         self._arriving = self._move(self._loader)
@@ -111,7 +118,7 @@ class StreamFeed:
 
     def __init__(
         self,
-        loader: Iterable[tuple[int, Any]],
+        loader: Stream,
         passes: int,
         world: World,
         move: Mover,
@@ -125,25 +132,30 @@ class StreamFeed:
         self._world = world
         self._move = move
         self._compared = False  # the ranks' first samples
+        self.place = self._reached = Place()
 
     def facts(self, epoch: int) -> Facts:  # noqa: ARG002 - what a stream gives is not known before
         return self._facts
 
-    def begin(self, epoch: int, first_step: int) -> None:
-        set_epoch = getattr(self._loader, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
+    def begin(self, epoch: int, first_step: int, place: Place = ()) -> None:
+        self.place = self._reached = place
+        self._loader.set_position(epoch, place)
         self._arriving = counted(self._loader, self._move)
-        if first_step:
-            logger.info("reading past {} steps of epoch {}: a stream has no other way there", first_step, epoch)
-        for _ in range(first_step):
-            self._fetch()
+        if first_step and not place:
+            logger.info("reading past {} steps of epoch {}: this stream has no state to resume from", first_step, epoch)
+            for _ in range(first_step):
+                self._fetch()
         self._begun_at: int | None = first_step  # None once a step of the epoch has been asked for
 
     def _fetch(self) -> list[tuple[int, Any]]:
-        return list(islice(self._arriving, self._passes))
+        fetched = list(islice(self._arriving, self._passes))
+        if marks := self._loader.marks:
+            for mark in [marks.popleft() for _ in fetched]:
+                self._reached = (*(each for each in self._reached if each.reader != mark.reader), mark)
+        return fetched
 
     def next(self) -> Share | None:
+        self.place = self._reached
         fetched = self._fetch()
         passes, batches = tuple(samples for samples, _ in fetched), [batch for _, batch in fetched]
         self._waiting = iter(batches)

@@ -4,6 +4,7 @@ from typing import Any
 
 from ddp_kit.config import TrainerConfig
 from ddp_kit.errors import DataError
+from ddp_kit.loader import Mark
 from ddp_kit.log import logger
 
 Facts = dict[str, int | str]
@@ -35,6 +36,8 @@ class Position:
         """Whether the evaluation after this step was broken off: a run that goes on begins with it."""
         self.was_stopping = False
         """Whether it was to end with that one."""
+        self.place: tuple[Mark, ...] = ()
+        """Where this rank's stream stands in the epoch that is begun; a checkpoint holds it per rank."""
         self.evaluated = -1
         """The step whose evaluation the callbacks have heard of last."""
 
@@ -42,14 +45,18 @@ class Position:
         """Steps of this epoch follow, of the data with these facts."""
         self.epoch_facts = facts
 
-    def advance(self, samples: int, steps_per_epoch: int | None, *, ends_epoch: bool) -> None:
+    def advance(
+        self, samples: int, steps_per_epoch: int | None, place: tuple[Mark, ...] = (), *, ends_epoch: bool
+    ) -> None:
         """A step is done."""
         self.owes_evaluation = self.was_stopping = False
         self.step += 1
         self.samples += samples
         self.steps_in_epoch += 1
         self.epoch_length = steps_per_epoch
+        self.place = place
         if ends_epoch:
+            self.place = ()
             self.epoch += 1
             self.steps_in_epoch = 0
             self.epoch_length = None
@@ -100,8 +107,8 @@ class Position:
         return by_epochs if by_steps is None else min(by_steps, by_epochs)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        return dict(vars(self))
+        """For a checkpoint: what is the same on all ranks."""
+        return {name: value for name, value in vars(self).items() if name != "place"}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """What `state` gave."""

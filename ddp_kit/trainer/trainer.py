@@ -306,7 +306,7 @@ class Trainer:
                     self._heart.mark(Phase.DATA)
                     share = feed.next()
                     self._clock.mark(DATA)
-                    self._position.advance(samples, feed.steps, ends_epoch=share is None)
+                    self._position.advance(samples, feed.steps, feed.place, ends_epoch=share is None)
                     self._heart.step(self.step)
                     self._heart.mark(Phase.CALLBACKS)
                     self._log_points.interval.end_step(samples)
@@ -334,7 +334,7 @@ class Trainer:
         self._heart.mark(Phase.DATA)
         self._clock.skip()
         self._position.begin_epoch(feed.facts(self.epoch))
-        feed.begin(self.epoch, self._position.steps_in_epoch)
+        feed.begin(self.epoch, self._position.steps_in_epoch, self._position.place)
         return feed.next()
 
     def _catch_up(self, evaluations: Evaluations | None) -> None:

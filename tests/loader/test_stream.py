@@ -59,7 +59,7 @@ def test_loader_processes_keep_to_the_sizes_by_the_number_of_the_batch(workers: 
 def test_the_dataset_is_told_the_epoch_in_loader_processes_that_stay(workers: int) -> None:
     stream = build_stream(Numbers(4), [2], DataConfig(num_workers=workers), ALONE, seed=0)
     for epoch in (2, 0, 1):
-        stream.set_epoch(epoch)
+        stream.set_position(epoch)
         numbers = sorted(number for _, batch in stream for number in batch.tolist())
         assert numbers == [1000 * epoch + number for number in range(4)]
 
@@ -67,7 +67,7 @@ def test_the_dataset_is_told_the_epoch_in_loader_processes_that_stay(workers: in
 def test_an_epoch_that_is_left_does_not_reach_into_the_next() -> None:
     stream = build_stream(Numbers(40), [2], DataConfig(num_workers=2), ALONE, seed=0)
     assert next(iter(stream))[0] == 2
-    stream.set_epoch(1)
+    stream.set_position(1)
     assert sorted(number for _, batch in stream for number in batch.tolist()) == list(range(1000, 1040))
 
 

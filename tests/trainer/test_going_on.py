@@ -324,6 +324,51 @@ def test_a_stream_that_draws_goes_on_bit_by_bit(tmp_path: Path, workers: int) ->
     assert same(resumed.model.state_dict(), whole.model.state_dict())
 
 
+class Resumable(Drawn):
+    """Goes on from its state; `begins` counts the streams that were read from their beginning, in all processes."""
+
+    def __init__(self, begins: Tensor) -> None:
+        self.begins = begins.share_memory_()
+        self.at: dict[str, int] = {"read": 0}
+
+    def state_dict(self) -> dict[str, int]:
+        return self.at  # not a copy
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = dict(state)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        info = get_worker_info()
+        first, turns = (0, 1) if info is None else (info.id, info.num_workers)
+        self.begins += self.at["read"] == 0
+        # The streams of loader processes differ in length: some end long before the others.
+        for number in range(self.at["read"], 40 if first == 0 else 16):
+            self.at["read"] = number + 1
+            x = torch.randn(3) + number / 40 + first / turns
+            yield x, x.sum(0, keepdim=True)
+        self.at["read"] = 0
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("left_after", [3, 6, 9])
+def test_a_stream_that_has_a_state_continues_from_it(tmp_path: Path, workers: int, left_after: int) -> None:
+    settings: dict[str, Any] = {"epochs": 2, "data": {"num_workers": workers}}
+    begins = torch.zeros((), dtype=torch.int64)
+    whole = trainer_for(None, **settings)
+    whole.fit(Resumable(begins))
+    assert begins == 2 * max(1, workers)
+    with pytest.raises(KeyboardInterrupt):
+        trainer_for(tmp_path, Breaks(left_after + 1), checkpoint={"every_steps": left_after}, **settings).fit(
+            Resumable(begins)
+        )
+    resumed = trainer_for(tmp_path, **settings)
+    assert resumed.step == left_after
+    begins.zero_()
+    resumed.fit(Resumable(begins))
+    assert same(resumed.model.state_dict(), whole.model.state_dict())
+    assert begins < 2 * max(1, workers)
+
+
 def test_the_scale_of_fp16_goes_on(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"precision": "fp16", "max_grad_norm": 0.5, "warmup_steps": 3, "accumulation_steps": 2}
     whole = trainer_for(None, max_steps=6, **settings)
