@@ -26,7 +26,6 @@ from ddp_kit.loader.shared_memory import sendable
 from ddp_kit.loader.watched import watched
 from ddp_kit.world import RandomStates, World, mixed_seed, set_random_states
 
-
 _PASSED_ON = 0
 """Samples of a turn that a loader process passes on: in an epoch that was left, it is another's turn first."""
 

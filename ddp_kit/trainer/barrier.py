@@ -18,14 +18,15 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from typing import Any
 
 import torch.distributed as dist
 
+from ddp_kit import contract, log
 from ddp_kit.errors import WorldError
 from ddp_kit.log import logger
 from ddp_kit.progress import Heartbeat
@@ -129,6 +130,31 @@ def _barriers(world: World) -> _Barriers:
         _current[:] = [_Barriers(group_store, group_store.clone(), world.rank)]
         _current[0].start(group_store.clone(), max(ANSWER_SECONDS, world.world_size / _LOOKS_PER_SECOND))
     return _current[0]
+
+
+@contextmanager
+def late_ranks_named() -> Iterator[None]:
+    """Within, the process group starts. Where that takes long, rank 0 says what it waits for, and then rank 1."""
+    own = contract.from_env()
+
+    def warn() -> None:
+        log.start(own.rank, own.world_size)
+        log.logger.warning(
+            "rank {} is at Trainer(...) and waits: not all of the {} processes have come there. Each of them has to "
+            "make it; is it made under a condition such as `if rank == 0`? After {:.0f} minutes this is an error",
+            own.rank,
+            own.world_size,
+            TIMEOUT_SECONDS / 60,
+        )
+
+    timer = threading.Timer((own.rank + 1) * SILENT_SECONDS, warn)
+    timer.daemon = True
+    if own.rank <= 1 < own.world_size:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def watch(world: World, heart: Heartbeat) -> None:

@@ -103,8 +103,10 @@ class Trainer:
         self._callbacks = checked_callbacks(callbacks)
         if self.config.deterministic:
             only_repeatable_algorithms()
-        self.world = join(share_gpus=self.config.parallel.share_gpus)
+        with barrier.late_ranks_named():
+            self.world = join(share_gpus=self.config.parallel.share_gpus)
         log.start(self.world.rank, self.world.world_size)
+        barrier.wait_for_all(self.world, "Trainer(...)")
         settings = self.config
         micro_batch = None if settings.micro_batch_size == "auto" else settings.micro_batch_size
         self.batch_plan = plan_batches(

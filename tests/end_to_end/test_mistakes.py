@@ -315,6 +315,8 @@ elif PLACE == "saves":
             trainer.save()
 elif PLACE == "fit":
     trainer.fit(data) if trainer.world.is_main else say("ends")
+elif PLACE == "made":
+    Trainer(model, optimizer, trainer._parts.loss_fn, config) if trainer.world.is_main else say("ends")
 elif PLACE == "other":
     trainer.evaluate(data) if trainer.world.is_main else trainer.fit(data)
 else:
@@ -347,8 +349,47 @@ def test_ranks_that_go_apart_are_told_so(start: Start, script: Script, place: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["ddpkit", "torchrun"])
-def test_a_rank_that_ends_without_taking_part_is_named(start: Start, script: Script, launcher: str) -> None:
-    run = start(launcher, 2, script(APART), "fit")
+@pytest.mark.parametrize(
+    ("launcher", "place", "said"),
+    [
+        ("ddpkit", "fit", "trainer.fit() after step 0"),
+        ("torchrun", "fit", "trainer.fit() after step 0"),
+        ("ddpkit", "made", "Trainer(...)"),
+    ],
+)
+def test_a_rank_that_ends_without_taking_part_is_named(
+    start: Start, script: Script, launcher: str, place: str, said: str
+) -> None:
+    run = start(launcher, 2, script(APART), place)
     assert run.returncode == 1
-    assert "rank 0 is at trainer.fit() after step 0, and others do not come: rank 1 (its process ha" in run.stderr
+    assert f"rank 0 is at {said}, and others do not come: rank 1 (its process ha" in run.stderr
+
+
+ALONE = """
+import os
+import time
+import torch
+from pathlib import Path
+from loguru import logger
+from ddp_kit import Trainer
+from ddp_kit.trainer import barrier
+
+barrier.SILENT_SECONDS = 0.01
+said = Path("said")
+if os.environ["RANK"] == WAITS:
+    logger.add(lambda line: said.touch())
+else:
+    while not said.exists():
+        time.sleep(0.01)
+torch.manual_seed(0)
+model = torch.nn.Linear(1, 1)
+Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: model(batch).mean())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_waits_for_the_others_trainers_says_so(start: Start, script: Script, rank: int) -> None:
+    run = start("ddpkit", 2, script(ALONE.replace("WAITS", repr(str(rank)))))
+    assert run.returncode == 0, run.stderr
+    assert f"rank {rank} is at Trainer(...) and waits: not all of the 2 processes have come there" in run.stderr
