@@ -18,8 +18,8 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from typing import Any
@@ -30,7 +30,7 @@ from ddp_kit import contract, log
 from ddp_kit.errors import WorldError
 from ddp_kit.log import logger
 from ddp_kit.progress import Heartbeat
-from ddp_kit.world import World
+from ddp_kit.world import World, join
 
 TIMEOUT_SECONDS = 600.0
 """As long as a collective's: until then a rank may still prepare something that the others wait for."""
@@ -132,17 +132,20 @@ def _barriers(world: World) -> _Barriers:
     return _current[0]
 
 
-@contextmanager
-def late_ranks_named() -> Iterator[None]:
-    """Within, the process group starts. Where that takes long, rank 0 says what it waits for, and then rank 1."""
+def joined(place: str, *, share_gpus: bool) -> World:
+    """Join the process group, once all ranks are at this place: `world.join`.
+
+    Where that takes long, rank 0 says what it waits for, and then rank 1.
+    """
     own = contract.from_env()
 
     def warn() -> None:
         log.start(own.rank, own.world_size)
-        log.logger.warning(
-            "rank {} is at Trainer(...) and waits: not all of the {} processes have come there. Each of them has to "
-            "make it; is it made under a condition such as `if rank == 0`? After {:.0f} minutes this is an error",
+        logger.warning(
+            "rank {} is at {} and waits: not all of the {} processes have come there. Each of them has to make the "
+            "Trainer; is it made under a condition such as `if rank == 0`? After {:.0f} minutes this is an error",
             own.rank,
+            place,
             own.world_size,
             TIMEOUT_SECONDS / 60,
         )
@@ -152,9 +155,12 @@ def late_ranks_named() -> Iterator[None]:
     if own.rank <= 1 < own.world_size:
         timer.start()
     try:
-        yield
+        world = join(share_gpus=share_gpus)
     finally:
         timer.cancel()
+    log.start(world.rank, world.world_size)
+    wait_for_all(world, place)
+    return world
 
 
 def watch(world: World, heart: Heartbeat) -> None:

@@ -61,7 +61,7 @@ from ddp_kit.trainer.setup import (
     scheduler_for,
 )
 from ddp_kit.trainer.step import Parts
-from ddp_kit.world import join, seed_everything
+from ddp_kit.world import seed_everything
 
 
 class Trainer:
@@ -103,10 +103,7 @@ class Trainer:
         self._callbacks = checked_callbacks(callbacks)
         if self.config.deterministic:
             only_repeatable_algorithms()
-        with barrier.late_ranks_named():
-            self.world = join(share_gpus=self.config.parallel.share_gpus)
-        log.start(self.world.rank, self.world.world_size)
-        barrier.wait_for_all(self.world, "Trainer(...)")
+        self.world = barrier.joined("Trainer(...)", share_gpus=self.config.parallel.share_gpus)
         settings = self.config
         micro_batch = None if settings.micro_batch_size == "auto" else settings.micro_batch_size
         self.batch_plan = plan_batches(

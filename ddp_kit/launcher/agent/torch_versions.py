@@ -16,15 +16,14 @@ from torch.numa import binding
 
 from ddp_kit.contract import GRACE_DEFAULT
 from ddp_kit.errors import UsageError
-
-_GRACE_SECONDS = 30  # torch's default
+from ddp_kit.launcher.plan import GRACE_SECONDS
 
 # Flags of later torch versions that ddpkit acts on itself, so that they work with every version.
 _LATER_FLAGS: dict[str, dict[str, Any]] = {
     "shutdown_timeout": {
         "type": int,
         "help": "Time in seconds between SIGTERM and SIGKILL when workers are stopped. Defaults to"
-        f" {GRACE_DEFAULT}, or to {_GRACE_SECONDS}.",
+        f" {GRACE_DEFAULT}, or to {GRACE_SECONDS}.",
     },
     "log_line_prefix_template": {
         "default": "",
@@ -69,7 +68,7 @@ def shutdown_timeout(config: LaunchConfig, settings: argparse.Namespace, env: Ma
     given = settings.shutdown_timeout
     name, value = ("shutdown_timeout", given) if given is not None else (GRACE_DEFAULT, env.get(GRACE_DEFAULT))
     try:
-        seconds = _GRACE_SECONDS if value is None else int(value)
+        seconds = GRACE_SECONDS if value is None else int(value)
     except ValueError:
         seconds = -1
     if seconds < 0:
