@@ -42,6 +42,7 @@ END_TO_END = (
     "tests/launcher/test_contract_flags.py",  # torchrun's flags
 )
 SUITES = (("-m", "not slow"), ("-m", "slow and not thorough", *END_TO_END))
+TWO_PROCESSES = ("--numprocesses", "2", "--dist", "worksteal")
 SUITE_SECONDS = 3600
 
 
@@ -133,7 +134,7 @@ def test(which: Combination, log: Path) -> Result:
     report = WORK / f"{which.folder.name}.xml"
     for words in SUITES:
         report.unlink(missing_ok=True)
-        pytest = [str(which.folder / "bin" / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        pytest = [str(which.folder / "bin" / "python"), "-m", "pytest", "-q", *TWO_PROCESSES, "-p", "no:cacheprovider"]
         code = _run([*pytest, f"--junitxml={report}", *words], log, SUITE_SECONDS)
         if not report.exists():
             result.words = "hung" if code is None else f"pytest ended with {code}"
