@@ -66,9 +66,9 @@ def shutdown_timeout(config: LaunchConfig, settings: argparse.Namespace, env: Ma
     if hasattr(config, "shutdown_timeout"):  # torch computes and checks it
         return int(config.shutdown_timeout or 0)
     given = settings.shutdown_timeout
-    name, value = ("shutdown_timeout", given) if given is not None else (GRACE_DEFAULT, env.get(GRACE_DEFAULT))
+    name, value = ("shutdown_timeout", given) if given is not None else (GRACE_DEFAULT, env.get(GRACE_DEFAULT, ""))
     try:
-        seconds = GRACE_SECONDS if value is None else int(value)
+        seconds = int(value)
     except ValueError:
         seconds = -1
     if seconds < 0:
