@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -301,15 +302,21 @@ def test_an_interrupt_at_any_line_loses_no_save_and_no_later_wait_hangs(tmp_path
 
     def interrupted(call: Callable[[], None], number: int) -> bool:
         nonlocal left
-        left, before = number, sys.gettrace()
-        sys.settrace(interrupt)
-        try:
-            call()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(before)
-        return False
+        left = number
+
+        def traced() -> bool:
+            sys.settrace(interrupt)
+            try:
+                call()
+            except KeyboardInterrupt:
+                return True
+            finally:
+                sys.settrace(None)
+            return False
+
+        # In a thread: where an exception comes between two bytecodes, CPython may keep the one that was being handled.
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(traced).result()
 
     with Saver(tmp_path, keep_last=1) as saver:
         for step in count(1):
