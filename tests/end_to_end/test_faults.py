@@ -55,21 +55,24 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def ready(tmp_path: Path) -> Path:
-    """A pipe that ranks write to once they are where the test wants them."""
-    path = tmp_path / "ready"
+def pipe_at(path: Path) -> Iterator[Path]:
+    """A pipe that is open all the time: what is written stays there until it is read."""
     os.mkfifo(path)
-    return path
+    descriptor = os.open(path, os.O_RDWR)
+    yield path
+    os.close(descriptor)
+
+
+@pytest.fixture
+def ready(tmp_path: Path) -> Iterator[Path]:
+    """A pipe that ranks write to once they are where the test wants them."""
+    yield from pipe_at(tmp_path / "ready")
 
 
 def wait_for(ready: Path, ranks: int) -> list[str]:
-    """What each has written."""
-    said: list[str] = []
-    while len(said) < ranks:  # each opens the pipe anew
-        with ready.open() as pipe:
-            said += pipe.readlines()
-    return said
+    """The line that each has written."""
+    with ready.open("rb", buffering=0) as pipe:
+        return [pipe.readline().decode() for _ in range(ranks)]
 
 
 @contextmanager
@@ -390,11 +393,7 @@ def test_a_warning_signal_reaches_those_that_listen_and_ends_nobody(script: Scri
 @pytest.fixture
 def go(tmp_path: Path) -> Iterator[Path]:
     """A pipe of which each rank reads one byte before it goes on: `GOES_ON`; they come from `let_go`."""
-    path = tmp_path / "go"
-    os.mkfifo(path)
-    descriptor = os.open(path, os.O_RDWR)  # what is written stays there until it is read
-    yield path
-    os.close(descriptor)
+    yield from pipe_at(tmp_path / "go")
 
 
 def let_go(go: Path, ranks: int) -> None:
