@@ -92,7 +92,8 @@ class SampleComparison:
 
     def _keys(self, dataset: object) -> list[int]:
         """Spread over the dataset, the first and the last one among them."""
-        wanted = _PLAIN_SAMPLES if _in_memory(dataset) else self._config.compare_items
+        asked = self._config.compare_items
+        wanted = _PLAIN_SAMPLES if asked and _in_memory(dataset) else asked
         length = _length(dataset)
         count = min(wanted, length)
         return [number * (length - 1) // max(1, count - 1) for number in range(count)]

@@ -76,12 +76,12 @@ def test_a_few_samples_are_fetched_once_and_nothing_is_drawn_from_the_run() -> N
     assert states[1:] == after[1:]
 
 
-def test_none_is_fetched_where_that_is_asked_for_but_tensors_are_compared() -> None:
+def test_more_of_what_is_in_memory_is_compared_and_nothing_where_that_is_asked_for() -> None:
+    rows = Subset(TensorDataset(torch.arange(40)), range(40))
     data, comparison = Fetched(), SampleComparison(world(), DataConfig(compare_items=0), 0)
     comparison.compare({"train_data": data})
-    assert data.asked == []
-    rows = Subset(TensorDataset(torch.arange(40)), range(40))
-    assert len(comparison._keys(rows)) == 16
+    assert (data.asked, comparison._keys(rows)) == ([], [])
+    assert len(SampleComparison(world(), DataConfig(), 0)._keys(rows)) == 16
 
 
 def test_it_is_fetched_in_a_process_of_its_own_where_training_has_such() -> None:
