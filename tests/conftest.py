@@ -115,7 +115,7 @@ def start(tmp_path: Path) -> Run:
     """Run a script in `processes` processes with `launcher`: python (1 process), torchrun or ddpkit."""
     commands = {
         "python": lambda _: [sys.executable],
-        "torchrun": lambda processes: [str(BIN / "torchrun"), "--nproc-per-node", str(processes)],
+        "torchrun": lambda processes: [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(processes)],
         "ddpkit": lambda processes: [str(BIN / "ddpkit"), "launch", "--nproc-per-node", str(processes)],
     }
 

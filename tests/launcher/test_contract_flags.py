@@ -4,6 +4,7 @@ What can be seen of both must be equal: the workers' lines and environments, the
 """
 
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -27,6 +28,9 @@ pytestmark = pytest.mark.slow
 BIN = Path(sys.executable).parent
 COMMANDS = {"torchrun": [str(BIN / "torchrun")], "ddpkit": [str(BIN / "ddpkit"), "launch"]}
 FLAGS = {flag for action in torchrun.get_args_parser()._actions for flag in action.option_strings}
+
+# Earlier versions of torchrun meet at port 29500; later ones at a free port, where all is on one node.
+AT_A_FIXED_PORT = inspect.getsource(torchrun.run).count("uuid4") == 1
 
 # Each worker says on both streams who it is, and leaves its environment in the folder it was started in.
 WORKER = """\
@@ -91,6 +95,9 @@ def _start(launcher: str, words: list[str], folder: Path, env: dict[str, str]) -
     environment = clean | env | ({"PYTHONPATH": paths} if paths else {})
     folder.mkdir(exist_ok=True)
     command, pipe = [*COMMANDS[launcher], *words], subprocess.PIPE
+    elsewhere = ("--rdzv", "--master", "--standalone", "--nnodes", "PET_")
+    if launcher == "torchrun" and AT_A_FIXED_PORT and not any(each.startswith(elsewhere) for each in (*words, *env)):
+        command.insert(1, "--standalone")
     return subprocess.Popen(command, cwd=folder, env=environment, text=True, stdin=pipe, stdout=pipe, stderr=pipe)
 
 

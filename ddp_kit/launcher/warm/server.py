@@ -97,7 +97,22 @@ def main(descriptor: int, launcher: int, warm: bool, hidden: tuple[str, ...]) ->
         program = server.serve()
         inherited.restore()
         del server, channel, inherited, parent_signals  # no object of the server outlives the start of the script
-        script.become(program)
+        try:
+            script.become(program)
+        finally:
+            if _has_nanobind():
+                gc.unfreeze()
+
+
+def _has_nanobind() -> bool:
+    """Whether the interpreter will write lines to stderr about objects that were never collected.
+
+    Those that the server froze are among them. Collecting takes a second, as in plain Python, so it is not done
+    otherwise. nanobind comes with triton, from 3.9 on (torch 2.15).
+    """
+    library = sys.modules.get("triton._C.libtriton")
+    kind = getattr(getattr(library, "ir", None), "attribute", None)
+    return type(kind).__module__ == "nanobind"
 
 
 def _wake(*_: object) -> None:
