@@ -107,7 +107,8 @@ def test_a_step_is_that_of_the_whole_global_batch(
     trainer = trained(config, data, weighted_loss if weighted else mean_loss)
     expected = by_hand(data, global_batch, epochs, weighted, clip)
     for ours, theirs in zip(trainer.model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+        # To rounding, of weights that may grow to ten and more: at a batch of 1 sample they do.
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_the_result_counts_steps_and_samples_and_logs_every_interval() -> None:
