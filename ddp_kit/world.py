@@ -5,8 +5,8 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
@@ -44,13 +44,15 @@ class World:
         return self.rank == 0
 
 
-def join(*, share_gpus: bool = False) -> World:
+def join(
+    *, share_gpus: bool = False, starting: Callable[[int, int], AbstractContextManager[None]] | None = None
+) -> World:
     """Read this process's place from its environment, choose its device and join the process group.
 
     The group is NCCL for GPU tensors and gloo for CPU tensors; one that the script made itself is used as it is,
     and one process alone needs none. Raises `WorldError` where there is no GPU for this rank.
     `share_gpus`: where this node has fewer GPUs than processes, they share them, and all ranks reduce over gloo: NCCL
-    refuses a GPU that two ranks use.
+    refuses a GPU that two ranks use. `starting`: gets rank and world size; entered while the ranks of a new group meet.
     """
     speak_plainly(contract.speaker_rank())
     place = contract.from_env()
@@ -62,7 +64,8 @@ def join(*, share_gpus: bool = False) -> World:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if place.world_size > 1 and not dist.is_initialized():
-        _start_group(device, share_gpus)
+        with starting(place.rank, place.world_size) if starting is not None else nullcontext():
+            _start_group(device, share_gpus)
     return World(
         rank=place.rank,
         world_size=place.world_size,

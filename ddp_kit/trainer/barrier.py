@@ -18,15 +18,16 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
 import torch.distributed as dist
 
-from ddp_kit import contract, log
+from ddp_kit import log
 from ddp_kit.errors import WorldError
 from ddp_kit.log import logger
 from ddp_kit.progress import Heartbeat
@@ -137,30 +138,35 @@ def joined(place: str, *, share_gpus: bool) -> World:
 
     Where that takes long, rank 0 says what it waits for, and then rank 1.
     """
-    own = contract.from_env()
-
-    def warn() -> None:
-        log.start(own.rank, own.world_size)
-        logger.warning(
-            "rank {} is at {} and waits: not all of the {} processes have come there. Each of them has to make the "
-            "Trainer; is it made under a condition such as `if rank == 0`? After {:.0f} minutes this is an error",
-            own.rank,
-            place,
-            own.world_size,
-            TIMEOUT_SECONDS / 60,
-        )
-
-    timer = threading.Timer((own.rank + 1) * SILENT_SECONDS, warn)
-    timer.daemon = True
-    if own.rank <= 1 < own.world_size:
-        timer.start()
-    try:
-        world = join(share_gpus=share_gpus)
-    finally:
-        timer.cancel()
+    world = join(share_gpus=share_gpus, starting=partial(_warned_when_late, place))
     log.start(world.rank, world.world_size)
     wait_for_all(world, place)
     return world
+
+
+@contextmanager
+def _warned_when_late(place: str, rank: int, world_size: int) -> Iterator[None]:
+    """While the ranks of the group meet. There is no store yet that could say which of them are missing."""
+
+    def warn() -> None:
+        log.start(rank, world_size)
+        logger.warning(
+            "rank {} is at {} and waits: not all of the {} processes have come there. Each of them has to make the "
+            "Trainer; is it made under a condition such as `if rank == 0`? After {:.0f} minutes this is an error",
+            rank,
+            place,
+            world_size,
+            TIMEOUT_SECONDS / 60,
+        )
+
+    timer = threading.Timer((rank + 1) * SILENT_SECONDS, warn)
+    timer.daemon = True
+    if rank <= 1:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def watch(world: World, heart: Heartbeat) -> None:

@@ -393,3 +393,16 @@ def test_a_rank_that_waits_for_the_others_trainers_says_so(start: Start, script:
     run = start("ddpkit", 2, script(ALONE.replace("WAITS", repr(str(rank)))))
     assert run.returncode == 0, run.stderr
     assert f"rank {rank} is at Trainer(...) and waits: not all of the 2 processes have come there" in run.stderr
+
+
+@pytest.mark.slow
+def test_half_of_a_launchers_environment_is_no_traceback(start: Start, script: Script) -> None:
+    run = start(
+        "python",
+        1,
+        script(ALONE.replace("WAITS", "'0'")),
+        env={"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "", "MASTER_PORT": ""},
+    )
+    assert run.returncode == 1
+    assert "Traceback" not in run.stderr
+    assert "MASTER_ADDR" in run.stderr
