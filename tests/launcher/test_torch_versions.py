@@ -36,10 +36,15 @@ def test_a_later_flag_has_a_variable_as_default_as_the_others_do(monkeypatch: py
     assert torch_versions.log_line_prefix(config, asked) == "<${rank}>"
 
 
-def test_the_shutdown_timeout_has_torch_s_own_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(GRACE_DEFAULT, "7")  # later versions read it themselves
-    config, _, _ = torchrun.config_from_args(settings())
-    assert torch_versions.shutdown_timeout(config, settings(), {GRACE_DEFAULT: "7"}) == 7
+def test_the_shutdown_timeout_has_torch_s_own_variable_and_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for env in ({GRACE_DEFAULT: "7"}, {}):
+        monkeypatch.delenv(GRACE_DEFAULT, raising=False)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)  # later versions read it themselves
+        config, _, _ = torchrun.config_from_args(settings())
+        found.append(torch_versions.shutdown_timeout(config, settings(), env))
+    assert found == [7, 30]
 
 
 @pytest.mark.parametrize(("words", "env"), [(["--shutdown-timeout=-1"], {}), ([], {GRACE_DEFAULT: "soon"})])

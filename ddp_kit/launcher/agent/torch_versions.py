@@ -16,14 +16,15 @@ from torch.numa import binding
 
 from ddp_kit.contract import GRACE_DEFAULT
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.plan import GRACE_SECONDS
+
+_GRACE_SECONDS = 30  # torch's default
 
 # Flags of later torch versions that ddpkit acts on itself, so that they work with every version.
 _LATER_FLAGS: dict[str, dict[str, Any]] = {
     "shutdown_timeout": {
         "type": int,
         "help": "Time in seconds between SIGTERM and SIGKILL when workers are stopped. Defaults to"
-        f" {GRACE_DEFAULT}, or to {GRACE_SECONDS}.",
+        f" {GRACE_DEFAULT}, or to {_GRACE_SECONDS}.",
     },
     "log_line_prefix_template": {
         "default": "",
@@ -66,9 +67,9 @@ def shutdown_timeout(config: LaunchConfig, settings: argparse.Namespace, env: Ma
     if hasattr(config, "shutdown_timeout"):  # torch computes and checks it
         return int(config.shutdown_timeout or 0)
     given = settings.shutdown_timeout
-    name, value = ("shutdown_timeout", given) if given is not None else (GRACE_DEFAULT, env.get(GRACE_DEFAULT, ""))
+    name, value = ("shutdown_timeout", given) if given is not None else (GRACE_DEFAULT, env.get(GRACE_DEFAULT))
     try:
-        seconds = int(value)
+        seconds = _GRACE_SECONDS if value is None else int(value)
     except ValueError:
         seconds = -1
     if seconds < 0:
