@@ -28,7 +28,7 @@ demo: $(STAMP)   ## train examples/digits.py on every GPU, or on 2 CPU processes
 	then $(BIN)/ddpkit launch --gpus all examples/digits.py; \
 	else $(BIN)/ddpkit launch --nproc-per-node 2 examples/digits.py; fi
 
-test: check      ## lint, types, the tests: some 20 minutes on two cores
+test: check      ## lint, types, the tests: under 30 minutes on two cores
 	$(PYTEST) -m "not thorough"
 
 thorough: check  ## the same with every combination, and an hour of damaged checkpoints

@@ -161,6 +161,7 @@ def test_nothing_is_left(
         launcher.wait()
         assert job.alive() == {}
     assert not list(temporary.iterdir())
+    temporary.rmdir()
     assert not [path for path in shared if path.exists()]
 
 

@@ -74,7 +74,8 @@ _OWN_FAULTS = {
 def main(descriptor: int, launcher: int, warm: bool, hidden: tuple[str, ...]) -> None:
     """Serve until the launcher goes. In a forked worker `serve` returns, and the worker becomes its script.
 
-    Nothing may follow the script but this function's own return: then the interpreter finalises the worker itself.
+    Nothing may follow the script but `gc.unfreeze` and this function's own return: then the interpreter finalises the
+    worker itself.
 
     `launcher`: its process. `hidden`: variables that were set for this server alone.
     """
@@ -107,8 +108,8 @@ def main(descriptor: int, launcher: int, warm: bool, hidden: tuple[str, ...]) ->
 def _has_nanobind() -> bool:
     """Whether the interpreter will write lines to stderr about objects that were never collected.
 
-    Those that the server froze are among them. Collecting takes a second, as in plain Python, so it is not done
-    otherwise. nanobind comes with triton, from 3.9 on (torch 2.15).
+    Objects that the server froze are among them, so they are given back to the collector, whose last pass then takes a
+    second, as in plain Python. nanobind comes with triton, from 3.9 on (torch 2.15).
     """
     library = sys.modules.get("triton._C.libtriton")
     kind = getattr(getattr(library, "ir", None), "attribute", None)
