@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -160,8 +161,9 @@ def test_nothing_is_left(
         job.wait_until_gone(there)
         launcher.wait()
         assert job.alive() == {}
-    assert not list(temporary.iterdir())
-    temporary.rmdir()
+    # torch 2.15 makes the folder of its compile cache, which outlives every job, as its compiler is imported.
+    assert not [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
+    shutil.rmtree(temporary)
     assert not [path for path in shared if path.exists()]
 
 
