@@ -25,7 +25,8 @@ from ddp_kit import contract
 from ddp_kit.errors import ConfigError, nearest, speak_plainly
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-true"]
-Strategy = Literal["ddp"]
+STRATEGIES = {"ddp": "ddp_kit.parallel.ddp:DataParallel"}
+"""By name: the module and the class, which is imported where it is used."""
 Compression = Literal["bf16", "fp16", "powersgd"]
 
 
@@ -109,7 +110,7 @@ class CheckpointConfig(_Part):
 class ParallelConfig(_Part):
     """How the model is spread over the ranks."""
 
-    strategy: Strategy = Field("ddp", description="ddp: a whole replica on every rank, gradients averaged.")
+    strategy: str = Field("ddp", description="ddp: a whole replica on every rank, gradients averaged.")
     find_unused_parameters: bool = Field(
         False, description="For models that leave some parameters out of some steps; costs a graph walk per step."
     )
@@ -125,6 +126,13 @@ class ParallelConfig(_Part):
         description="Several ranks may use one GPU: reductions then go through host memory (gloo, not NCCL), which is "
         "slow. For trying several ranks where there are fewer GPUs.",
     )
+
+    @field_validator("strategy")
+    @classmethod
+    def _known_strategy(cls, strategy: str) -> str:
+        if strategy not in STRATEGIES:
+            raise PydanticCustomError("literal_error", "unknown", {"expected": " or ".join(map(repr, STRATEGIES))})
+        return strategy
 
 
 class ProfileConfig(_Part):

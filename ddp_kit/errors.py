@@ -15,7 +15,7 @@ A mistake of the user is shown as its message, without a traceback: see `speak_p
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
@@ -97,6 +97,11 @@ def nearest(name: str, known: list[str]) -> str | None:
     """The known name closest in spelling, or None where nothing is close."""
     found = get_close_matches(name, known, n=1, cutoff=0.6)
     return found[0] if found else None
+
+
+def some(names: Sequence[str]) -> str:
+    """The first five of many names, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def speak_plainly(rank: int, takes_the_word: Callable[[], bool] | None = None) -> None:

@@ -8,7 +8,6 @@ fp16       float32   float16 by autocast     yes                CPU or GPU
 bf16-true  bfloat16  bfloat16                no                 as bf16; the batch's floats are converted too
 """
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -122,14 +121,3 @@ def _choose_float32(tf32: bool) -> None:
     """
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
-
-
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
-    """Multiply all gradients by a scalar that is on the device, without waiting for its value."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (device, dtype), group in by_kind.items():
-        # In at least float32: a factor rounded to bfloat16 would be off by the same 0.4 % in every gradient.
-        torch._foreach_mul_(group, factor.to(device, torch.promote_types(dtype, torch.float32)))

@@ -62,7 +62,7 @@ class StepClock:
     def watch(self, loss: Tensor) -> int:
         """Find out when the gradients of `loss` are computed; returns the phase to mark after its `backward()`.
 
-        DistributedDataParallel waits for its reductions in a callback at the end of the backward pass. Such
+        DDP waits for its reductions in a callback at the end of the backward pass. Such
         callbacks run in the order in which they were queued, so one that is queued as the pass begins runs just
         before, on the stream of the caller. DDP's own timers say the same, but reading them makes the host wait for
         the device. Short steps are not all watched: those that are stand for the others.

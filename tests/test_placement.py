@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_kit import ConfigError
-from ddp_kit.placement import compile_in_place
+from ddp_kit.compilation import compile_in_place
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -6,7 +6,8 @@ from reads import Reads
 from torch import nn
 
 from ddp_kit.errors import ConfigError
-from ddp_kit.precision import Precision, scale_gradients
+from ddp_kit.parallel.strategy import scale_gradients
+from ddp_kit.precision import Precision
 
 CPU = torch.device("cpu")
 

@@ -22,12 +22,12 @@ Facts = dict[str, int | str]
 _MAY_DIFFER = {"num_workers", "pin_memory", "prefetch_batches"}  # how batches are fetched, not which
 
 
-def check_agreement(world: World, facts: Facts) -> None:
+def check_agreement(world: World, facts: Facts, groups: Sequence[Sequence[int]] = ()) -> None:
     """Raise `DataError` where the ranks do not agree. A collective: all ranks call it, with facts of the same names.
 
-    Facts travel as numbers; text as a digest.
+    Facts travel as numbers; text as a digest. `groups`: see `first_difference`.
     """
-    found = first_difference(world, facts)
+    found = first_difference(world, facts, groups)
     if found is not None:
         raise DataError(
             f"the ranks do not agree on {found}",
@@ -36,22 +36,28 @@ def check_agreement(world: World, facts: Facts) -> None:
         )
 
 
-def first_difference(world: World, facts: Facts) -> str | None:
-    """The first fact that is not the same on all ranks, and on which ranks. A collective, as `check_agreement` is."""
+def first_difference(world: World, facts: Facts, groups: Sequence[Sequence[int]] = ()) -> str | None:
+    """The first fact that is not the same on all ranks, and on which ranks. A collective, as `check_agreement` is.
+
+    `groups`: of ranks that have to agree with each other alone; none: all with all.
+    """
     numbers = [fact if isinstance(fact, int) else digest_of(fact.encode()) for fact in facts.values()]
     table = zip(*gathered(world, numbers), strict=True)
     for (name, fact), values in zip(facts.items(), table, strict=True):
-        if len(set(values)) > 1:
-            if isinstance(fact, int):
-                return f"{name}: {', '.join(map(str, values))} on ranks 0 to {len(values) - 1}"
-            return f"{name}: {_others(values)} from rank 0"
+        for group in groups or [range(world.world_size)]:
+            others = [rank for rank in group if values[rank] != values[group[0]]]
+            if others and isinstance(fact, int):
+                return f"{name}: {', '.join(str(values[rank]) for rank in group)} on {_ranks(group)}"
+            if others:
+                return f"{name}: {_ranks(others)} {'differs' if len(others) == 1 else 'differ'} from rank {group[0]}"
     return None
 
 
-def _others(values: Sequence[int]) -> str:
-    others = [str(rank) for rank, value in enumerate(values) if value != values[0]]
-    shown = ", ".join(others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
-    return f"rank {shown} differs" if len(others) == 1 else f"ranks {shown} differ"
+def _ranks(ranks: Sequence[int]) -> str:
+    if isinstance(ranks, range) and len(ranks) > 1:
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def collectives_begun() -> int:

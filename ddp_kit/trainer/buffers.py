@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ddp_kit.placement import stored
+from ddp_kit.parallel.replicas import stored
 
 
 class BufferCopies:

@@ -26,9 +26,10 @@ from ddp_kit.trainer.callback_states import callback_states, load_callbacks, own
 from ddp_kit.trainer.fitting import check, fitting, kinds, load_optimizer, size
 from ddp_kit.trainer.folder_use import FolderUse
 from ddp_kit.trainer.log_points import LogPoints
+from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.random_text import decoded, encoded
-from ddp_kit.trainer.step import OptimizerStep, Parts
+from ddp_kit.trainer.step import OptimizerStep
 from ddp_kit.trainer.stream_states import place_as_text, place_of
 from ddp_kit.world import RandomStates, mixed_seed, random_states, seed_generators, set_random_states
 
@@ -225,7 +226,7 @@ class Checkpoints:
             "scaler": parts.precision.state(),
             "position": self._position.state(),
             "skipped": self._optimizer_step.skipped,
-            "reduction_order": self._optimizer_step.reduction_order,
+            **parts.strategy.state_dict(),
             "callbacks": callback_states(self._callbacks, of_ranks),
             "kinds": kinds(parts),
             "best": self._watched and {"watched": self._watched.state_dict(), "step": self._best_step},
@@ -300,16 +301,13 @@ class Checkpoints:
             own = self._position.state()
             self._position.set_state({name: value for name, value in state["position"].items() if name in own})
             self._optimizer_step.skipped = int(state["skipped"])
-            order = state.get("reduction_order")
-            if order is not None and sorted(order) != [*range(len(order))]:
-                raise ValueError("reduction_order is no order")
             random = [decoded(text) for text in state["random"]]
             self._position.place = place_of(state.get("streams", []), parts.world.rank, parts.world.world_size)
             callbacks, best = [*state["callbacks"]], state.get("best")
             if self._watched is not None and best is not None and self._watched.load_state_dict(best["watched"]):
                 self._best_step = int(best["step"])
             self._course = dict(state.get("course", self._course))
-        self._optimizer_step.go_on(order, self._position.step)
+            parts.strategy.load_state_dict(state, self._position.step)
         load_callbacks(path, self._callbacks, callbacks, parts.world.rank, parts.world.world_size)
         self._random, self._random_known = random, False
         self._saved_step = self._position.step

@@ -16,10 +16,10 @@ from ddp_kit.sampler import EvalBatches, ExactDistributedSampler, OwnEvalBatches
 from ddp_kit.timing import DATA, TRANSFER, StepClock
 from ddp_kit.trainer.agreement import check_agreement, digest_of
 from ddp_kit.trainer.feed import Feed, MapFeed, StreamFeed, counted
+from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.position import RANKS, Facts
 from ddp_kit.trainer.same_data import subset_indices
 from ddp_kit.trainer.setup import check_sync_batch_norm
-from ddp_kit.trainer.step import Parts
 from ddp_kit.world import mixed_seed
 
 Evaluation = Callable[[], Iterable[tuple[int, Any]]]
@@ -41,6 +41,15 @@ class DataRoom:
     plan: BatchPlan
     clock: StepClock
 
+    @property
+    def _rank(self) -> int:
+        return self.parts.strategy.data_rank
+
+    @property
+    def _ranks(self) -> int:
+        """Into how many parts the data is divided."""
+        return self.parts.strategy.data_ranks
+
     def train(self, data: Data, step: int) -> Feed:
         """What the loop trains on. `step`: the optimizer steps done; loader processes draw other numbers after each."""
         dataset, template = open_data(data, "train_data")
@@ -50,7 +59,7 @@ class DataRoom:
         seed = mixed_seed(config.seed, step)
         if isinstance(dataset, IterableDataset):
             self._check_stream()
-            share = split(self.plan.global_batch, world.world_size, world.rank)
+            share = split(self.plan.global_batch, self._ranks, self._rank)
             passes = -(-len(share) // self.plan.micro_batch)
             sizes = [len(split(len(share), passes, number)) for number in range(passes)]
             stream = build_stream(dataset, sizes, config.data, world, config.seed, template, marked=True)
@@ -60,7 +69,7 @@ class DataRoom:
         batches = self._train_batches(dataset, own)
         if world.world_size > 1 and own is not None and (own.sampler or own.batches) is not None:
             check_agreement(world, {"the order that the DataLoader's own sampler gives": batches.fingerprint()})
-        check_sync_batch_norm(self.parts.model, batches, world.world_size)
+        check_sync_batch_norm(self.parts.model, batches, self._ranks)
         facts = self._map_facts(dataset, own, batches)
         return MapFeed(build_loader(dataset, batches, config.data, world, seed, template), batches, self._move, facts)
 
@@ -84,13 +93,13 @@ class DataRoom:
 
     def _stream_facts(self, template: DataLoader[Any] | None) -> Facts:
         """The same on all ranks: a checkpoint holds those of one."""
-        config, world = self.parts.config, self.parts.world
+        config = self.parts.config
         workers = config.data.num_workers if template is None else template.num_workers
         facts: Facts = {
             "the setting seed": config.seed,
             "the global batch": self.plan.global_batch,
             "drop_last": config.data.drop_last or bool(template and template.drop_last),
-            RANKS: world.world_size,
+            RANKS: self._ranks,
             "data.num_workers": workers or 1,  # none and one read in the same order
         }
         if workers not in (0, 1) or (template is not None and template.batch_size is None):
@@ -125,38 +134,34 @@ class DataRoom:
             return lambda: counted(stream, self._on_device)
         batches: EvalBatches | OwnEvalBatches
         if own is not None and own.batches is not None:
-            batches = OwnEvalBatches(own.batches, world.rank, world.world_size, seed=config.seed)
+            batches = OwnEvalBatches(own.batches, self._rank, self._ranks, seed=config.seed)
         else:
             batches = EvalBatches(self._sampler(dataset, own, shuffle=False), size)
         loader = build_loader(dataset, batches, config.data, world, config.seed, template)
         return lambda: zip(batches.sizes(), self._on_device(loader), strict=True)
 
     def _train_batches(self, dataset: Any, own: Batching | None) -> TrainBatches | OwnTrainBatches:
-        config, world = self.parts.config, self.parts.world
+        config = self.parts.config
         drop_last = config.data.drop_last or bool(own and own.drop_last)
         if own is not None and own.batches is not None:
             passes = config.accumulation_steps or 1
-            return OwnTrainBatches(
-                own.batches, world.rank, world.world_size, passes, drop_last=drop_last, seed=config.seed
-            )
+            return OwnTrainBatches(own.batches, self._rank, self._ranks, passes, drop_last=drop_last, seed=config.seed)
         sampler = self._sampler(dataset, own, shuffle=own.shuffle if own else config.data.shuffle)
         return TrainBatches(sampler, self.plan, drop_last=drop_last)
 
     def _sampler(self, dataset: Any, own: Batching | None, *, shuffle: bool) -> ExactDistributedSampler:
-        world, order = self.parts.world, own.sampler if own else None
-        seed = self.parts.config.seed
-        return ExactDistributedSampler(dataset, world.rank, world.world_size, shuffle=shuffle, seed=seed, own=order)
+        seed, order = self.parts.config.seed, own.sampler if own else None
+        return ExactDistributedSampler(dataset, self._rank, self._ranks, shuffle=shuffle, seed=seed, own=order)
 
     def _check_stream(self) -> None:
         """Raise `ConfigError` for what needs to know beforehand who takes which samples."""
-        world = self.parts.world
-        if self.plan.global_batch < world.world_size:
+        if self.plan.global_batch < self._ranks:
             raise ConfigError(
-                f"the global batch is {self.plan.global_batch} samples, fewer than the {world.world_size} ranks, each "
+                f"the global batch is {self.plan.global_batch} samples, fewer than the {self._ranks} ranks, each "
                 "of which reads a stream of its own",
-                f"set global_batch_size to {world.world_size} or more",
+                f"set global_batch_size to {self._ranks} or more",
             )
-        check_sync_batch_norm(self.parts.model, None, world.world_size)
+        check_sync_batch_norm(self.parts.model, None, self._ranks)
 
     def _move(self, loader: Iterable[Any]) -> Iterator[Any]:
         """For the steps; an evaluation's waiting does not count as theirs."""

@@ -15,13 +15,11 @@ from ddp_kit.errors import LossError
 from ddp_kit.log import logger
 from ddp_kit.metric_objects import MetricObject
 from ddp_kit.metrics import Mean, checked, reduced
-from ddp_kit.placement import send_buffers
 from ddp_kit.records import Step
 from ddp_kit.trainer.agreement import collectives_begun, gathered
 from ddp_kit.trainer.checkpoints import Checkpoints
+from ddp_kit.trainer.parts import MetricFunction, Parts
 from ddp_kit.trainer.position import Position
-from ddp_kit.trainer.setup import MetricFunction
-from ddp_kit.trainer.step import Parts
 from ddp_kit.world import random_states, set_random_states
 
 _SHOWN = 32
@@ -77,7 +75,7 @@ class Evaluator:
             try:
                 self._tell("on_evaluate_start")
                 with parts.heart.during(Phase.EVALUATION):
-                    send_buffers(parts.model, parts.world)
+                    parts.strategy.sync_buffers()
                     values = evaluate(parts, self._metrics, batches, stops)
                 if values is not None:
                     logger.info("evaluation at step {}: {}", step, _shown(values))
@@ -162,7 +160,7 @@ def evaluate(
         counting.start(device)
     stopped, begun = False, collectives_begun()
     with evaluating(parts.model) as outputs:
-        for number, (samples, batch) in enumerate(batches):
+        for number, (samples, batch) in enumerate(parts.strategy.evaluation(batches)):
             # Where the ranks meet in each batch, they have to leave after the same: there it goes on to its end.
             stopped = number > 0 and stops is not None and stops() and collectives_begun() == begun
             if stopped:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
-if TYPE_CHECKING:
-    from ddp_kit.trainer.step import Parts
+from ddp_kit.trainer.parts import Parts
 
 _SMALL = 1 << 14
 """Tensors with fewer elements are joined before they are added up: each addition takes a kernel of its own."""
@@ -80,7 +79,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.dtype, tensor.layout
 
 
-def facts_of_state(parts: "Parts") -> dict[str, int | str]:
+def facts_of_state(parts: Parts) -> dict[str, int | str]:
     """What must be the same before a step: weights, optimizer, scheduler, gradient scaling. Waits for the device."""
     names = {parameter: name for name, parameter in parts.model.named_parameters()}
     rest = {parameter: parts.optimizer.state.get(parameter, {}) for parameter in names}
@@ -152,7 +151,7 @@ def _on_host(value: Any) -> bool:
     return not isinstance(value, Tensor) or value.is_cpu
 
 
-def row(parts: "Parts") -> Tensor:
+def row(parts: Parts) -> Tensor:
     """What the ranks compare at a log point, as float64 numbers on the device: see `differing`. Nothing waits."""
     device = parts.world.device
     own = [torch.tensor(rates(parts.optimizer), device=device)]
@@ -165,10 +164,11 @@ def row(parts: "Parts") -> Tensor:
     return torch.stack((whole >> 32, whole & 0xFFFFFFFF), dim=1).double().flatten()  # float64 holds 53 bits exactly
 
 
-def differing(rows: Sequence[Sequence[float]]) -> str | None:
-    """What is not the same on all ranks, by their rows."""
+def differing(rows: Sequence[Sequence[float]], groups: Sequence[Sequence[int]]) -> str | None:
+    """What is not the same on all ranks of a group, by the ranks' rows."""
     names = ("the learning rates", "the weights of the model", "the state of the optimizer")
     for number, name in enumerate(names[: len(rows[0]) // 2 if rows else 0]):
-        if len({tuple(row[2 * number : 2 * number + 2]) for row in rows}) > 1:
-            return name
+        for group in groups:
+            if len({tuple(rows[rank][2 * number : 2 * number + 2]) for rank in group}) > 1:
+                return name
     return None

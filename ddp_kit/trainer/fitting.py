@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_kit.errors import CheckpointError, DdpKitError
 from ddp_kit.trainer.optimizer_state import load_optimizer_state
-from ddp_kit.trainer.step import Parts
+from ddp_kit.trainer.parts import Parts
 
 _SHOWN = 8
 _LONGEST_TEXT = 300

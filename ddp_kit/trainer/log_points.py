@@ -21,7 +21,7 @@ from ddp_kit.timing import StepClock
 from ddp_kit.trainer import fingerprint
 from ddp_kit.trainer.agreement import first_difference
 from ddp_kit.trainer.interval import WEIGHT, Interval, Reading, Values
-from ddp_kit.trainer.step import Parts
+from ddp_kit.trainer.parts import Parts
 from ddp_kit.world import World
 
 _COLLECT_SECONDS = 1.0
@@ -134,11 +134,12 @@ class LogPoints:
     def _compare(self, step: int, values: Values) -> None:
         """All ranks see the same figures, so that all of them stop here, or none."""
         parts = self._parts
-        what = fingerprint.differing(values.facts)
+        what = fingerprint.differing(values.facts, parts.strategy.replicas)
         if what is None:
             return
         facts = fingerprint.facts_of_state(parts) | {"the learning rates": fingerprint.settings_of(parts.optimizer)}
-        found = first_difference(parts.world, {name: fact for name, fact in facts.items() if name.startswith(what)})
+        facts = {name: fact for name, fact in facts.items() if name.startswith(what)}
+        found = first_difference(parts.world, facts, parts.strategy.replicas)
         raise DataError(
             f"after step {step} the ranks do not agree on {found or what}",
             "let callbacks, schedulers and your own code change weights and optimizers on all ranks alike; "

@@ -6,22 +6,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ddp_kit.batch import BatchPlan
 from ddp_kit.config import TrainerConfig
-from ddp_kit.errors import ConfigError, LossError
+from ddp_kit.errors import LossError
 from ddp_kit.log import logger
 from ddp_kit.metrics import Loss, checked
-from ddp_kit.placement import Reductions
 from ddp_kit.profile import save_memory_snapshot
 from ddp_kit.timing import StepClock
 from ddp_kit.trainer.agreement import gathered
-from ddp_kit.trainer.feed import Share
-from ddp_kit.trainer.interval import Interval
+from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.rollback import RunState, StepState
-from ddp_kit.trainer.setup import trainable
-from ddp_kit.trainer.step import OptimizerStep, Parts
+from ddp_kit.trainer.step import OptimizerStep, StepPasses
 from ddp_kit.world import host_group
 
 _SIGNS = (
@@ -113,7 +110,7 @@ def _tried(
     try:
         batch, *_ahead = batches_of(size)
         _pass(parts, batch)
-        for parameter in trainable(parts.model):
+        for parameter in parts.strategy.parameters:
             if parameter.grad is not None:
                 parameter.grad.zero_()  # the step is to make the optimizer's state, and no numbers that are not finite
         parts.optimizer.step()
@@ -166,26 +163,15 @@ class RescuedStep(OptimizerStep):
     if so: buffers and random states go back, everyone raises OutOfMemory
     """
 
-    def __init__(self, parts: Parts, placed: nn.Module, clock: StepClock, reductions: Reductions) -> None:
-        super().__init__(parts, placed, clock)
-        self._reductions = reductions
-        self._weighing = False
-
-    def replace(self, placed: nn.Module, reductions: Reductions) -> None:
-        """Go on with a new wrapper: what a reduction that broke off has left of the old one is unknown."""
-        self._placed, self._reductions = placed, reductions
-
     def release(self) -> None:
-        """Let go of the wrapper, which takes its hooks off the parameters."""
-        self._placed = self._parts.model
+        """Give up what the strategy has built: what a reduction that broke off has left of it is unknown."""
+        self._strategy.release()
         _free()
 
-    def _gradients(self, share: Share, batch: Callable[[], Any], interval: Interval) -> Callable[[], Tensor] | None:
-        before, failed, weight = StepState(self._parts), None, None
-        self._weighing = False
-        self._reductions.begin()
+    def _run_passes(self, passes: StepPasses) -> None:
+        before, failed = StepState(self._parts), None
         try:
-            weight = super()._gradients(share, batch, interval)
+            super()._run_passes(passes)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -193,27 +179,22 @@ class RescuedStep(OptimizerStep):
         if failed is not None:
             self.clear()
             _free()
-            self._take_part()
+            self._take_part(passes)
         if self._anyone(failed is not None):
             before.restore()
-            interval.drop_step()
+            passes.drop()
             self.clear()
             raise OutOfMemory(failed)
-        return weight
 
-    def _over_all_ranks(self, weight: Tensor | float) -> Callable[[], Tensor]:
-        self._weighing = True
-        return super()._over_all_ranks(weight)
-
-    def _take_part(self) -> None:
+    def _take_part(self, passes: StepPasses) -> None:
         """In those collectives of the step that this rank has not come to, in their order."""
         if self._parts.world.world_size == 1:
             return
-        if not self._known:
-            self._agree(None)
-        if self._weighted and not self._weighing:
-            self._over_all_ranks(0.0)()
-        self._reductions.complete(self._placed)
+        if not self._losses.agreed:
+            self._losses.agree()
+        if self._losses.weighted and not passes.weighed:
+            passes.add_up_weights()
+        self._strategy.finish_failed_passes()
 
     def _anyone(self, failed: bool) -> bool:
         if self._parts.world.world_size == 1:
@@ -223,24 +204,6 @@ class RescuedStep(OptimizerStep):
         return bool(flag)
 
 
-def check_recoverable(parts: Parts) -> None:
-    """Raise `ConfigError` for what "auto" does not go together with."""
-    settings = parts.config.parallel
-    for name in ("find_unused_parameters", "static_graph"):
-        if getattr(settings, name) and parts.world.world_size > 1:
-            raise ConfigError(
-                f"micro_batch_size='auto' does not go together with parallel.{name} at several ranks",
-                "set micro_batch_size to a number",
-            )
-    if any(isinstance(module, nn.SyncBatchNorm) for module in parts.model.modules()):
-        raise ConfigError(
-            "micro_batch_size='auto' does not go together with SyncBatchNorm, a collective in every pass",
-            "set micro_batch_size to a number",
-        )
-
-
-def new_step(parts: Parts, placed: nn.Module, clock: StepClock, reductions: Reductions | None) -> OptimizerStep:
-    """What does the steps: with `reductions`, those that can be given up."""
-    if reductions is None:
-        return OptimizerStep(parts, placed, clock)
-    return RescuedStep(parts, placed, clock, reductions)
+def new_step(parts: Parts, clock: StepClock) -> OptimizerStep:
+    """What does the steps; with a strategy that is recoverable, those that can be given up."""
+    return RescuedStep(parts, clock) if parts.strategy.recoverable else OptimizerStep(parts, clock)

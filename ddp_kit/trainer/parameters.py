@@ -3,15 +3,14 @@
 from torch import nn
 from torch.optim import Optimizer
 
-from ddp_kit.errors import ConfigError
-from ddp_kit.trainer.setup import some
+from ddp_kit.errors import ConfigError, some
 
 
 class RunParameters:
     """The parameters of the model and of the optimizer, as they were when this was made.
 
-    DDP reduces the gradients of the parameters that it was given. One that learns from some step on would be trained
-    by each rank alone.
+    Strategies reduce the gradients of the parameters that they were given. One that learns from some step on would be
+    trained by each rank alone.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:

@@ -15,7 +15,7 @@ from ddp_kit.contract import Phase
 from ddp_kit.errors import LossError
 from ddp_kit.trainer.agreement import every_text, gathered
 from ddp_kit.trainer.evaluation import Counted, evaluating
-from ddp_kit.trainer.step import Parts
+from ddp_kit.trainer.parts import Parts
 from ddp_kit.world import World
 
 PredictFunction = Callable[[nn.Module, Any], Any]
@@ -27,7 +27,7 @@ def predict(parts: Parts, function: PredictFunction | None, batches: Counted) ->
     columns: dict[str, list[Tensor]] = {}
     spec = None
     with evaluating(parts.model) as outputs:
-        for samples, batch in batches:
+        for samples, batch in parts.strategy.evaluation(batches):
             parts.heart.mark(Phase.EVALUATION)
             with parts.precision.forward():
                 found = _predicted(parts, function, batch, outputs)

@@ -9,8 +9,9 @@ from ddp_kit.records import LearningRateSearch
 from ddp_kit.timing import StepClock
 from ddp_kit.trainer.feed import Feed, Share
 from ddp_kit.trainer.interval import Interval
+from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.rollback import RunState
-from ddp_kit.trainer.step import OptimizerStep, Parts
+from ddp_kit.trainer.step import OptimizerStep
 
 _SMOOTHING = 0.9  # of the exponential mean of the losses, which is corrected for its start
 _DIVERGED = 4.0  # times the best smoothed loss

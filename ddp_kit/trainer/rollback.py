@@ -1,7 +1,7 @@
 """Going back to where a run was: for what is only tried."""
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,16 +9,14 @@ from torch.utils._pytree import tree_map
 
 from ddp_kit.trainer.buffers import BufferCopies
 from ddp_kit.trainer.optimizer_state import load_optimizer_state
+from ddp_kit.trainer.parts import Parts
 from ddp_kit.world import random_states, set_random_states
-
-if TYPE_CHECKING:  # which imports this module
-    from ddp_kit.trainer.step import Parts
 
 
 class StepState:
     """What the passes of an optimizer step change beside gradients: buffers and random states."""
 
-    def __init__(self, parts: "Parts") -> None:
+    def __init__(self, parts: Parts) -> None:
         self._buffers = BufferCopies(parts.model, Tensor.clone)
         self._random = random_states(parts.world)
 
@@ -34,7 +32,7 @@ class RunState:
     It is kept in the host's memory, so that the device has room for what is tried.
     """
 
-    def __init__(self, parts: "Parts") -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._weights = [(each, _on_host(each)) for each in parts.model.parameters()]
         self._buffers = BufferCopies(parts.model, _on_host)

@@ -1,25 +1,20 @@
 """What the Trainer is given, brought into the shape that the loop needs, or refused."""
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ddp_kit import contract
 from ddp_kit.callbacks import Callback
 from ddp_kit.config import TrainerConfig
-from ddp_kit.errors import ConfigError, LossError
+from ddp_kit.errors import ConfigError, some
 from ddp_kit.metric_objects import MetricObject, is_metric_object
-from ddp_kit.metrics import Loss
 from ddp_kit.sampler import OwnTrainBatches, TrainBatches
-
-LossFunction = Callable[[nn.Module, Any], "Tensor | Loss"]
-MetricFunction = Callable[[Any, Any], "Tensor | Loss"]
+from ddp_kit.trainer.parts import MetricFunction
 
 
 def only_repeatable_algorithms() -> None:
@@ -60,26 +55,6 @@ def checked_model(model: object) -> None:
         )
 
 
-def check_replicas(model: nn.Module, world_size: int) -> None:
-    """Raise `ConfigError` for a model whose replicas cannot be made alike at several ranks."""
-    lazy = [name for name, each in (*model.named_parameters(), *model.named_buffers()) if is_lazy(each)]
-    if world_size > 1 and lazy:
-        raise ConfigError(
-            f"the model {type(model).__name__} has lazy modules that have no shapes yet: {some(lazy)}",
-            "call the model once with a batch, before the Trainer is made",
-        )
-
-
-def some(names: Sequence[str]) -> str:
-    """The first of many names."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def trainable(model: nn.Module) -> tuple[nn.Parameter, ...]:
-    """The parameters that a gradient is asked for."""
-    return tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
-
-
 def optimizer_for(model: nn.Module, optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]) -> Optimizer:
     """The optimizer, made if need be, once it is sure to train this model and nothing else."""
     made: object = optimizer
@@ -112,9 +87,8 @@ def _check_complete(model: nn.Module, optimizer: Optimizer) -> None:
         name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter not in held
     ]
     if missing:
-        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise ConfigError(
-            f"the optimizer does not hold {shown}, which require a gradient: they would never be trained",
+            f"the optimizer does not hold {some(missing)}, which require a gradient: they would never be trained",
             "make it from model.parameters(); what is not to be trained gets requires_grad_(False) before that",
         )
 
@@ -184,22 +158,3 @@ def checked_callbacks(callbacks: object) -> tuple[Callback, ...]:
                 "derive it from ddp_kit.Callback and give a list of them",
             )
     return tuple(given)
-
-
-def explained(error: Exception, model: nn.Module) -> LossError | None:
-    """What DDP complains of, in the words of what a user of the Trainer can do about it; None for other errors."""
-    text = str(error)
-    if isinstance(error, RuntimeError) and "find_unused_parameters" in text:
-        numbers = re.findall(r"did not receive grad for rank \d+:([ \d]+)", text)
-        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        return unused([names[int(number)] for number in " ".join(numbers).split()])
-    return None
-
-
-def unused(names: Sequence[str]) -> LossError:
-    """These parameters got no gradient, and DDP waits for theirs."""
-    return LossError(
-        f"{some(names) or 'some parameters'} got no gradient in a step, and DDP waits for one from each",
-        "let them take part in the loss, or freeze them (requires_grad=False); if they take part in some steps only, "
-        'set TrainerConfig(parallel={"find_unused_parameters": True})',
-    )

@@ -14,12 +14,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from ddp_kit import log
 from ddp_kit.batch import plan_batches
 from ddp_kit.callbacks import Callback
+from ddp_kit.compilation import compile_in_place
 from ddp_kit.config import TrainerConfig, absolute
 from ddp_kit.contract import Phase
 from ddp_kit.errors import DataError
 from ddp_kit.loader import Data
 from ddp_kit.metric_objects import MetricObject
-from ddp_kit.placement import Reductions, compile_in_place, place, send_buffers
+from ddp_kit.parallel import strategy_for
 from ddp_kit.precision import Precision
 from ddp_kit.profile import Recorder
 from ddp_kit.progress import ProgressReport
@@ -36,11 +37,11 @@ from ddp_kit.trainer.loop_exit import Loop, saved_when_left
 from ddp_kit.trainer.micro_batch import (
     OutOfMemory,
     RescuedStep,
-    check_recoverable,
     largest_micro_batch,
     new_step,
     with_hint,
 )
+from ddp_kit.trainer.parts import LossFunction, MetricFunction, Parts
 from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.prediction import PredictFunction, predict
 from ddp_kit.trainer.preemption import Preemption
@@ -48,9 +49,6 @@ from ddp_kit.trainer.rate_finder import find, rates_between
 from ddp_kit.trainer.rates import check_ticks, fuse, scale_learning_rate, warmed_up
 from ddp_kit.trainer.same_data import SampleComparison, facts_of_data
 from ddp_kit.trainer.setup import (
-    LossFunction,
-    MetricFunction,
-    check_replicas,
     checked_callbacks,
     checked_config,
     checked_function,
@@ -60,7 +58,6 @@ from ddp_kit.trainer.setup import (
     optimizer_for,
     scheduler_for,
 )
-from ddp_kit.trainer.step import Parts
 from ddp_kit.world import seed_everything
 
 
@@ -106,27 +103,27 @@ class Trainer:
         self.world = barrier.joined("Trainer(...)", share_gpus=self.config.parallel.share_gpus)
         settings = self.config
         micro_batch = None if settings.micro_batch_size == "auto" else settings.micro_batch_size
+        strategy = strategy_for(settings.parallel, self.world, recoverable=settings.micro_batch_size == "auto")
         self.batch_plan = plan_batches(
-            settings.global_batch_size, micro_batch, settings.accumulation_steps, self.world.world_size
+            settings.global_batch_size, micro_batch, settings.accumulation_steps, strategy.data_ranks
         )
-        check_replicas(model, self.world.world_size)
+        strategy.check(model)
         agreement.check_agreement(self.world, facts_of_model(model))
         precision = Precision(settings.precision, self.world.device)
         self.model = model
         precision.prepare(model)
         if settings.compile is not None:
             compile_in_place(model, settings.compile)
-        reductions = Reductions() if settings.micro_batch_size == "auto" else None
-        placed = place(model, self.world, settings.parallel, reductions)
+        strategy.setup(model)
         self.optimizer = optimizer_for(model, optimizer)
         if (rule := settings.learning_rate_scaling) is not None and (reference := settings.reference_batch_size):
             scale_learning_rate(self.optimizer, rule, self.batch_plan.global_batch, reference, scheduler)
         self.scheduler = warmed_up(self.optimizer, scheduler_for(self.optimizer, scheduler), settings.warmup_steps)
         fuse(self.optimizer, model)
-        self._parts = Parts(model, self.optimizer, self.scheduler, loss_fn, precision, self.world, settings)
+        self._parts = Parts(model, strategy, self.optimizer, self.scheduler, loss_fn, precision, self.world, settings)
         self._clock = step_clock(self.world.device)
         self._data = DataRoom(self._parts, self.batch_plan, self._clock)
-        self._optimizer_step = new_step(self._parts, placed, self._clock, reductions)
+        self._optimizer_step = new_step(self._parts, self._clock)
         self._log_points = LogPoints(self._parts, self._clock)
         self._position = Position()
         self._recorder = Recorder(settings.profile, self.world.rank)
@@ -244,7 +241,7 @@ class Trainer:
         A collective: all ranks call it. Raises `LossError` for what cannot be joined.
         """
         self._agree("predict()", data=data)
-        send_buffers(self.model, self.world)
+        self._parts.strategy.sync_buffers()
         with self._heart.during(Phase.EVALUATION):
             return predict(self._parts, predict_fn, self._data.evaluation(data, "the data")())
 
@@ -358,7 +355,7 @@ class Trainer:
         if (own := own_batch_size(train_data, config)) is not None:
             self._divide(None, own, config.accumulation_steps)
         if config.micro_batch_size == "auto":
-            check_recoverable(self._parts)
+            self._parts.strategy.check_recoverable()
             found = self._position.micro_batches.get(str(self.world.world_size))
             if found is None:
                 found = largest_micro_batch(self._parts, partial(self._data.trial, train_data), self.batch_plan)
@@ -367,7 +364,7 @@ class Trainer:
 
     def _divide(self, global_batch: int | None, micro_batch: int, accumulation: int | None = None) -> None:
         """From now on, steps consist of such micro-batches."""
-        self.batch_plan = plan_batches(global_batch, micro_batch, accumulation, self.world.world_size)
+        self.batch_plan = plan_batches(global_batch, micro_batch, accumulation, self._parts.strategy.data_ranks)
         self._data = DataRoom(self._parts, self.batch_plan, self._clock)
         if self.config.micro_batch_size == "auto":
             self._position.micro_batches[str(self.world.world_size)] = micro_batch
@@ -380,8 +377,7 @@ class Trainer:
         log.logger.warning("out of memory at step {}: micro-batch {} is halved", self.step + 1, micro_batch)
         assert isinstance(self._optimizer_step, RescuedStep), "nothing else raises it"
         self._optimizer_step.release()
-        reductions = Reductions()
-        self._optimizer_step.replace(place(self.model, self.world, self.config.parallel, reductions), reductions)
+        self._parts.strategy.setup(self.model)
         self._divide(self.batch_plan.global_batch, -(-micro_batch // 2))
         feed = self._data.train(train_data, self.step)
         return feed, self._first_share(feed)
@@ -437,7 +433,7 @@ class Trainer:
             return
         self._wait_for_all(call)
         facts = facts_of_data(data) | agreement.facts_of_run(self.config, self.optimizer, self._metrics)
-        if self.step == 0 or "train_data" in data:
-            facts |= facts_of_state(self._parts)
         agreement.check_agreement(self.world, facts)
+        if self.step == 0 or "train_data" in data:
+            agreement.check_agreement(self.world, facts_of_state(self._parts), self._parts.strategy.replicas)
         self._samples.compare(data)

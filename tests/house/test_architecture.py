@@ -14,7 +14,7 @@ STANDARD_LIBRARY_ONLY = {"errors", "contract", "config", "manifest"}
 FLOOR = {
     "errors": 0, "contract": 0, "config": 0, "manifest": 0,
     "log": 1, "world": 1, "batch": 1, "records": 1,
-    "sampler": 2, "loader": 2, "precision": 2, "placement": 2, "metrics": 2, "metric_objects": 2,
+    "sampler": 2, "loader": 2, "precision": 2, "parallel": 2, "compilation": 2, "metrics": 2, "metric_objects": 2,
     "callbacks": 2, "progress": 2,
     "checkpoint": 2, "timing": 2, "advice": 2, "profile": 2,
     "trainer": 3,

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from ddp_kit import Callback, ConfigError, Loss, LossError, Trainer, TrainerConfig
 from ddp_kit.metrics import exact_weight
-from ddp_kit.precision import scale_gradients
+from ddp_kit.parallel.strategy import scale_gradients
 from ddp_kit.trainer.fingerprint import bits, differing, rates, settings_of
 from ddp_kit.trainer.interval import WEIGHT, Interval
 from ddp_kit.trainer.step import _ratio

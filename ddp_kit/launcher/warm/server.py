@@ -53,7 +53,7 @@ from ddp_kit.launcher.warm.parent_signals import ParentSignals
 from ddp_kit.launcher.warm.source import trains
 
 _PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel")
-# What DistributedDataParallel and optimizers import when the first one is made; too long to let the first start wait.
+# What DDP and optimizers import when the first one is made; too long to let the first start wait.
 _PRELOADED_WHEN_IDLE = ("torch._dynamo",)
 _PRELOADED_FOR_A_TRAINER = ("torch._dynamo", "ddp_kit.trainer.trainer")
 # Its own handler looks whether there is a terminal: that is the affair of the worker.

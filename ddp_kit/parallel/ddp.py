@@ -1,0 +1,336 @@
+"""A whole replica on every rank; torch's DistributedDataParallel (DDP) averages the gradients.
+
+The wrapper is never called. DDP prepares its reduction in the wrapper's forward pass, so `_reduced` does that for the
+loss: a loss function may then call the model any number of times, or use parts of it. A backward pass from any other
+tensor adds to the gradients of its own rank, which is how gradients accumulate without a reduction.
+"""
+
+import re
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_kit.config import ParallelConfig
+from ddp_kit.errors import ConfigError, LossError, some
+from ddp_kit.parallel.replicas import broadcast, check_replicable
+from ddp_kit.parallel.strategy import Passes, Strategy
+from ddp_kit.world import World
+
+_POWERSGD_FROM_STEP = 1000  # before it gradients travel whole, as the authors advise (Vogels et al. 2019)
+_NO_LOG_SAMPLES = 2**31 - 1
+
+
+class DataParallel(Strategy):
+    """torch's DistributedDataParallel, with losses of any kind and ranks without samples."""
+
+    def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
+        super().__init__(world, config, recoverable=recoverable)
+        self._wrapper: DistributedDataParallel | None = None
+        self._begun: list[torch.futures.Future[Any]] = []  # this step's reductions, where recoverable
+        self._complete = False  # every parameter has had a gradient
+        self._order: list[int] | None = None  # in which parameters are reduced, once it is settled
+        # Of a static graph:
+        self._learns_graph = config.static_graph
+        self._rehearses_after = 0  # steps done before a resume, until the first step after it
+        self._unused: frozenset[nn.Parameter] = frozenset()  # by every pass
+
+    @property
+    def divisor(self) -> int:
+        return self.world.world_size
+
+    # --- set up ---------------------------------------------------------------------------------------------------
+
+    def check(self, model: nn.Module) -> None:
+        super().check(model)
+        check_replicable(model)
+
+    def check_recoverable(self) -> None:
+        super().check_recoverable()
+        for name in ("find_unused_parameters", "static_graph"):
+            if getattr(self.config, name):
+                raise ConfigError(
+                    f"micro_batch_size='auto' does not go together with parallel.{name} at several ranks",
+                    "set micro_batch_size to a number",
+                )
+
+    def setup(self, model: nn.Module) -> None:
+        super().setup(model)
+        broadcast([each.detach() for each in (*model.parameters(), *model.buffers())])
+        self._wrap()
+
+    def release(self) -> None:
+        self._wrapper = None  # which takes its hooks off the parameters
+
+    def _wrap(self) -> None:
+        config = self.config
+        wrapper = DistributedDataParallel(
+            self.model,
+            init_sync=False,  # which does not take every kind of buffer
+            # Gradients are views into the buckets: no copy into them, and one gradient's worth of memory less.
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=config.bucket_mb,
+            find_unused_parameters=config.find_unused_parameters,
+            static_graph=config.static_graph,
+        )
+        if self.world.device.type == "cuda" and hasattr(wrapper, "_set_ddp_runtime_logging_sample_rate"):
+            # DDP times every 100th step for its own log, which nobody reads here, and waits for the device to do so.
+            wrapper._set_ddp_runtime_logging_sample_rate(_NO_LOG_SAMPLES)  # type: ignore[no-untyped-call]
+        # Buffers are sent once per step, see `begin_step`; DDP would in each call of the wrapper. Not as an argument:
+        # torch 2.13 has another name for it, and warns of the old one.
+        name = "forward_sync_buffers" if hasattr(wrapper, "forward_sync_buffers") else "broadcast_buffers"
+        setattr(wrapper, name, False)
+        self._add_hook(wrapper)
+        self._wrapper = wrapper
+
+    def _add_hook(self, wrapper: DistributedDataParallel) -> None:
+        compression = self.config.compression
+        hooks: dict[str | None, tuple[Any, Any]] = {
+            None: (None, default_hooks.allreduce_hook),
+            "bf16": (None, default_hooks.bf16_compress_hook),
+            "fp16": (None, default_hooks.fp16_compress_hook),
+        }
+        if compression == "powersgd":
+            state = powerSGD_hook.PowerSGDState(process_group=None, start_powerSGD_iter=_POWERSGD_FROM_STEP)
+            hooks["powersgd"] = (state, powerSGD_hook.powerSGD_hook)
+        inner = hooks[compression]
+        if compression is None and not self.recoverable:
+            return
+        try:
+            wrapper.register_comm_hook(*((inner, self._noted) if self.recoverable else inner))
+        except TypeError as error:
+            raise ConfigError(
+                f"parallel.compression={compression!r} is not available here: {error}",
+                "use compression='fp16', or leave it out",
+            ) from None
+
+    def _noted(self, inner: tuple[Any, Any], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """A communication hook: runs another one and notes that the bucket's reduction has begun."""
+        state, hook = inner
+        future: torch.futures.Future[Tensor] = hook(state, bucket)
+        self._begun.append(future)
+        return future
+
+    @property
+    def _ddp(self) -> DistributedDataParallel:
+        assert self._wrapper is not None, "set up before"
+        return self._wrapper
+
+    # --- an optimizer step ----------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        self._begun = []
+        self.sync_buffers()
+
+    def sync_buffers(self) -> None:
+        broadcast(self.model.buffers())
+
+    def run_passes(self, passes: Passes) -> None:
+        if self._rehearses_after:
+            self._rehearse(passes)
+        if self._learns_graph:
+            self._learn_graph(passes)
+            return
+        last = passes.count - 1
+        for number in range(passes.count):
+            loss = passes.forward(number)
+            self._backward(self._reduced(loss) if number == last else loss, passes, reduces=number == last)
+        if not passes.count:
+            self._backward(self._zero_loss(), passes, reduces=True)
+
+    def finish_failed_passes(self) -> None:
+        # What DDP calls for a rank that has run out of data (its `join`) does all buckets or none.
+        reducer = self._ddp.reducer
+        buckets = reducer._get_zeros_like_grad_buckets()
+        for bucket in buckets[len(self._begun) :]:
+            reducer._run_comm_hook(bucket)
+        for future in self._begun:
+            future.wait()
+
+    def check_gradients(self) -> None:
+        """After the first step: DDP itself would complain in the second one, or never, and give numbers for names."""
+        if self._complete or self.config.find_unused_parameters or self.config.static_graph:
+            return
+        missing = [
+            name
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad and parameter.grad is None
+        ]
+        if missing:
+            raise _unused(missing)
+        self._complete = True
+
+    def end_step(self) -> None:
+        """Here, and not in the next pass as DDP does: after the last step there is none."""
+        try:
+            self._finish_iteration()
+        except RuntimeError as error:
+            if "find_unused_parameters" not in str(error):
+                raise
+            numbers = re.findall(r"did not receive grad for rank \d+:([ \d]+)", str(error))
+            names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+            raise _unused([names[int(number)] for number in " ".join(numbers).split()]) from error
+
+    def forward_context(self) -> AbstractContextManager[object]:
+        """Where torch.compile cuts graphs at DDP's buckets, so that reductions overlap with the backward pass."""
+        context: AbstractContextManager[object] = self._ddp._inside_ddp_forward()
+        return context
+
+    def _reduced(self, loss: Tensor) -> Tensor:
+        """The same loss; the backward pass from it reduces the gradients."""
+        self._ddp._pre_forward()  # type: ignore[no-untyped-call]
+        reduced: Tensor = self._ddp._post_forward(loss)  # type: ignore[no-untyped-call]
+        return reduced
+
+    def _backward(self, loss: Tensor, passes: Passes, *, reduces: bool) -> None:
+        """`reduces`: for the last time in this step."""
+        if reduces:
+            passes.before_reduction(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+        passes.after_backward()
+
+    def _finish_iteration(self) -> None:
+        """What DDP's next forward pass would begin with: it raises a `RuntimeError` where parameters were left out.
+
+        Gradients, and those in the same bucket, are then each rank's own. To be called while gradients are None, for
+        buckets may be built anew. Costs a microsecond.
+        """
+        ddp = self._ddp
+        if ddp.reducer._rebuild_buckets():
+            ddp._has_rebuilt_buckets = True  # as DDP itself does after this call
+        if ddp.static_graph:
+            # With a static graph DDP counts each backward pass of its first iteration, which ends when the next one
+            # begins: here, or the next step's first passes and those of the user's own code would be counted too.
+            ddp.reducer.prepare_for_forward()
+
+    # --- the order of reductions ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The order in which parameters are reduced; None where that is not settled, or never changes."""
+        changes = not self.config.static_graph and not self.config.find_unused_parameters
+        if self._order is None and changes and getattr(self._ddp, "_has_rebuilt_buckets", False):
+            # DDP's own log has it from the next forward pass on only; a checkpoint of the first step needs it now.
+            numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+            buckets = self._ddp.reducer._get_zeros_like_grad_buckets()
+            self._order = [numbers[id(parameter)] for bucket in buckets for parameter in bucket.parameters()]
+        return {"reduction_order": self._order}
+
+    def load_state_dict(self, state: dict[str, Any], steps: int) -> None:
+        """From three ranks on the order decides how sums are rounded, and DDP settles it by its first backward pass."""
+        order = state.get("reduction_order")
+        if order is not None and sorted(order) != [*range(len(order))]:
+            raise ValueError("reduction_order is no order")
+        self._rehearses_after = steps if self._learns_graph else 0
+        if order is None or len(order) != len(self.parameters) or self._order is not None:
+            return
+        self._order = order
+        if not self.config.find_unused_parameters and not self.config.static_graph:
+            self._clear()
+            self._zero_loss(order).backward()  # type: ignore[no-untyped-call]
+            self._clear()
+            self._finish_iteration()
+
+    def _clear(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    # --- a rank without samples -----------------------------------------------------------------------------------
+
+    def _zero_loss(self, order: Sequence[int] | None = None, unused: Collection[nn.Parameter] = frozenset()) -> Tensor:
+        """A loss of zero whose backward pass takes part in DDP's reduction with zeros, in this order of parameters.
+
+        DDP needs every rank in every reduction. A batch used for nothing would do as well, but costs a pass, and moves
+        BatchNorm's statistics; and a stream that is empty has none. `unused`: parameters that no pass of a static graph
+        uses. On this rank gradients stay undefined, so that a parameter that no rank's samples used has none in the
+        end, rather than zeros.
+        """
+        sparse = {
+            module.weight  # DDP reduces its gradient as a sparse one
+            for module in self.model.modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        }
+        parameters = list(self.parameters)
+        if order is not None:
+            parameters = [parameters[number] for number in reversed(order)]  # computed last is differentiated first
+        zero = torch.zeros((), device=parameters[0].device)
+        ends = [_sparse_zero(each) if each in sparse else _zero(each) for each in parameters if each not in unused]
+        return self._reduced(sum(ends, zero))
+
+    # --- static graphs --------------------------------------------------------------------------------------------
+
+    def _learn_graph(self, passes: Passes) -> None:
+        """The first step with a static graph: every pass is reduced over the ranks, as often on each of them.
+
+        DDP learns the graph from the backward passes up to its first reduction, so these have to be one. What was
+        reduced before is the same on all ranks in the next pass, and their mean is itself.
+        """
+        self._learns_graph = False
+        self._wrap()  # no backward pass before the next one counts
+        done = 0
+        while done == 0 or done < passes.most:
+            # A rank without samples begins with zeros for all parameters, which settles what DDP expects of it.
+            own = done < passes.count
+            loss = self._reduced(passes.forward(done)) if own else self._zero_loss(unused=self._unused)
+            done += 1
+            self._backward(loss, passes, reduces=done == passes.most)
+            if done == passes.count:
+                self._note_unused()
+
+    def _rehearse(self, passes: Passes) -> None:
+        """With a static graph, DDP learns from the first reduction what takes part, and from the second in which order.
+
+        A run that resumes learns it again, from passes whose gradients are thrown away: its steps are then reduced as
+        those of a run that was never interrupted.
+        """
+        self._wrap()
+        with passes.rehearsal() as forward:
+            while self._rehearses_after:
+                loss = self._reduced(forward()) if passes.count else self._zero_loss(unused=self._unused)
+                loss.backward()  # type: ignore[no-untyped-call]
+                if passes.count and self._learns_graph:
+                    self._note_unused()
+                self._clear()
+                self.end_step()
+                # The first step reduced each of its passes: see `_learn_graph`. With one, so did the first two steps.
+                again = self._learns_graph and (passes.most > 1 or self._rehearses_after > 1)
+                self._learns_graph, self._rehearses_after = False, int(again)
+
+    def _note_unused(self) -> None:
+        self._unused = frozenset(each for each in self.parameters if each.grad is None)
+
+
+class _Zero(torch.autograd.Function):
+    """Zero, whose backward pass reaches a parameter and leaves its gradient undefined."""
+
+    @staticmethod
+    def forward(_ctx: Any, parameter: Tensor) -> Tensor:
+        return torch.zeros((), device=parameter.device)
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Tensor) -> None:
+        return None
+
+
+def _zero(parameter: nn.Parameter) -> Tensor:
+    zero: Tensor = _Zero.apply(parameter)  # type: ignore[no-untyped-call]
+    return zero
+
+
+def _sparse_zero(parameter: nn.Parameter) -> Tensor:
+    """Zero, with a sparse gradient: DDP takes no undefined one where it expects such."""
+    first = torch.zeros(1, dtype=torch.int64, device=parameter.device)
+    return nn.functional.embedding(first, parameter, sparse=True).sum() * 0.0
+
+
+def _unused(names: Sequence[str]) -> LossError:
+    """These parameters got no gradient, and DDP waits for theirs."""
+    return LossError(
+        f"{some(names) or 'some parameters'} got no gradient in a step, and DDP waits for one from each",
+        "let them take part in the loss, or freeze them (requires_grad=False); if they take part in some steps only, "
+        'set TrainerConfig(parallel={"find_unused_parameters": True})',
+    )

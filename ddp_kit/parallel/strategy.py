@@ -1,0 +1,202 @@
+"""The interface of a strategy: everything that the trainer and the checkpoints know of how a model is spread."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_kit.config import ParallelConfig
+from ddp_kit.errors import ConfigError
+from ddp_kit.world import World
+
+T = TypeVar("T")
+
+
+class Passes(Protocol):
+    """This rank's forward passes of an optimizer step, as a strategy runs them."""
+
+    count: int
+    """0: this rank has no samples in the step."""
+
+    @property
+    def most(self) -> int:
+        """Those of the rank that has the most in the first step; known once the first pass was run forward."""
+
+    def forward(self, number: int) -> Tensor:
+        """The loss of pass `number`, a scalar. Passes run in order, each once."""
+
+    def rehearsal(self) -> AbstractContextManager[Callable[[], Tensor]]:
+        """Gives a function that returns the loss of pass 0 as often as it is called. What these passes change in
+        buffers and random states is undone at the end, and `forward(0)` gets the same batch."""
+
+    def before_reduction(self, loss: Tensor) -> None:
+        """To be called once per step, by all ranks, just before the last backward pass whose gradients are reduced."""
+
+    def after_backward(self) -> None:
+        """To be called after each backward pass."""
+
+
+class Strategy(ABC):
+    """How one model is spread over the ranks.
+
+    strategy.check(model); strategy.setup(model)         # on all ranks
+    for each optimizer step:
+        strategy.begin_step()
+        strategy.run_passes(passes)                      # afterwards the gradients are those of all ranks
+        strategy.check_gradients()
+        strategy.scale_gradients(...), grad_norm(), clip_grad_norm(...), clip_grad_value(...)
+        optimizer.step()
+        strategy.end_step()                              # gradients are None
+
+    Methods are collectives unless they say otherwise: all ranks call them in the same order.
+    """
+
+    def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
+        self.world = world
+        self.config = config
+        self.recoverable = recoverable
+        self.model: nn.Module
+        """The user's own module, which loss functions get."""
+        self.parameters: tuple[nn.Parameter, ...] = ()
+        """Those that require a gradient."""
+
+    # --- which ranks share samples --------------------------------------------------------------------------------
+
+    @property
+    def data_ranks(self) -> int:
+        """Into how many parts a global batch is divided."""
+        return self.world.world_size
+
+    @property
+    def data_rank(self) -> int:
+        """Which of these parts this rank trains on. Ranks that share one model share a part."""
+        return self.world.rank
+
+    @property
+    def replicas(self) -> tuple[Sequence[int], ...]:
+        """The ranks in groups: those of one group hold the same weights and the same optimizer state."""
+        return (range(self.world.world_size),)
+
+    @property
+    def divisor(self) -> int:
+        """What the reduction divides the sum of the ranks' gradients by."""
+        return 1
+
+    # --- set up ---------------------------------------------------------------------------------------------------
+
+    def check(self, model: nn.Module) -> None:
+        """Raise `ConfigError` for a model that cannot be spread this way. Not a collective."""
+        if isinstance(model, DistributedDataParallel):
+            raise ConfigError(
+                "the model is wrapped in DistributedDataParallel", "give the model itself; the Trainer wraps it"
+            )
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ConfigError(
+                f"the model {type(model).__name__} has no parameter that requires a gradient",
+                "nothing could be trained; set requires_grad=True on what is to learn",
+            )
+
+    def check_recoverable(self) -> None:
+        """Raise `ConfigError` where a step cannot be repeated after a rank ran out of memory. Not a collective."""
+        if any(isinstance(module, nn.SyncBatchNorm) for module in self.model.modules()):
+            raise ConfigError(
+                "micro_batch_size='auto' does not go together with SyncBatchNorm, a collective in every pass",
+                "set micro_batch_size to a number",
+            )
+
+    def setup(self, model: nn.Module) -> None:
+        """Move the model to where it trains, the same on all ranks. Called again after `release`."""
+        self.model = model
+        self.parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
+        model.to(self.world.device)
+
+    def release(self) -> None:
+        """Give up what `setup` built around the model, after a step that failed. Not a collective."""
+
+    # --- an optimizer step ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def begin_step(self) -> None:
+        """Before a step's first pass: buffers become the same on all ranks that hold them."""
+
+    @abstractmethod
+    def run_passes(self, passes: Passes) -> None:
+        """Run this rank's passes and reduce the gradients over the ranks, once.
+
+        Afterwards each `.grad` is the sum over all ranks' passes divided by `divisor`. A rank without passes takes
+        part in the reductions with zeros; a parameter that no rank's passes used has no gradient.
+        """
+
+    def finish_failed_passes(self) -> None:
+        """After `run_passes` raised on this rank: take part, with zeros, in the reductions it did not come to.
+
+        Called only where the strategy is `recoverable`; then the other ranks' `run_passes` returns, and all ranks
+        repeat the step.
+        """
+
+    def check_gradients(self) -> None:
+        """Raise `LossError` where a step has left out parameters that the strategy needs. Not a collective."""
+
+    def end_step(self) -> None:
+        """After the update; gradients are None. Raises `LossError` for what the reduction found out late."""
+
+    def forward_context(self) -> AbstractContextManager[object]:
+        """The context in which a compiled loss function runs. Not a collective."""
+        return nullcontext()
+
+    # --- gradients, once they are reduced ---------------------------------------------------------------------------
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply all gradients by a scalar on the device. Nothing waits for its value."""
+        scale_gradients(self.parameters, factor)
+
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of all gradients together, the same scalar on all ranks."""
+        return nn.utils.get_total_norm([_values(each.grad) for each in self.parameters if each.grad is not None])
+
+    def clip_grad_norm(self, limit: float, norm: Tensor) -> None:
+        """Scale the gradients down to the norm `limit`. `norm`: what `grad_norm` gave."""
+        nn.utils.clip_grads_with_norm_(self.parameters, limit, norm)
+
+    def clip_grad_value(self, limit: float) -> None:
+        """Limit each value of the gradients to -limit ... limit."""
+        nn.utils.clip_grad_value_(self.parameters, limit)
+
+    # --- evaluation and prediction ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def sync_buffers(self) -> None:
+        """Make buffers, such as BatchNorm's statistics, the same on all ranks that hold them."""
+
+    def evaluation(self, batches: Iterable[T]) -> Iterator[T]:
+        """This rank's batches, of which ranks may have different numbers; each is followed by one forward pass."""
+        yield from batches
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has to hold so that gradients are reduced the same way after a resume. JSON."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], steps: int) -> None:
+        """Restore what `state_dict` gave. `steps`: optimizer steps done so far. Raises `ValueError`."""
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiply the gradients by a scalar that is on the device, without waiting for its value."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        if (gradient := parameter.grad) is not None:
+            by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), group in by_kind.items():
+        # In at least float32: a factor rounded to bfloat16 would be off by the same 0.4 % in every gradient.
+        torch._foreach_mul_(group, factor.to(device, torch.promote_types(dtype, torch.float32)))
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """What a norm is computed of: torch has none for sparse gradients, such as those of nn.Embedding(sparse=True)."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -1,0 +1,102 @@
+"""Calls of the user's loss function, with what it returns checked and agreed on by all ranks."""
+
+import torch
+from torch import Tensor
+
+from ddp_kit.errors import LossError
+from ddp_kit.metrics import Loss, checked
+from ddp_kit.trainer.agreement import first_losses
+from ddp_kit.trainer.parameters import RunParameters
+from ddp_kit.trainer.parts import Parts
+
+_UNKNOWN, _PLAIN, _WEIGHTED = range(3)
+
+
+class LossCalls:
+    """Calls the loss function for the passes of one Trainer.
+
+    Before the first backward pass the ranks tell each other what kind of loss they have, or what is wrong with it: the
+    reductions of a step depend on it. That is where the host waits, once.
+    """
+
+    def __init__(self, parts: Parts, parameters: RunParameters) -> None:
+        self._parts = parts
+        self._parameters = parameters
+        self._kind = _UNKNOWN  # of what the loss function returns
+        self.most_passes = 0
+        """Of any rank, in the first step."""
+
+    @property
+    def agreed(self) -> bool:
+        """Whether the ranks have agreed on what the loss function returns."""
+        return self._kind != _UNKNOWN
+
+    @property
+    def weighted(self) -> bool:
+        """Whether it returns a `Loss`, whose weight is known after the passes only."""
+        return self._kind == _WEIGHTED
+
+    def call(self, batch: object, step: int, passes: int) -> "Tensor | Loss":
+        """What the loss function returns for a batch, in a step of so many passes on this rank. Raises `LossError`."""
+        if not self.agreed:
+            return self._first(batch, step, passes)
+        value = self._called(batch, step)
+        if self.weighted != isinstance(value, Loss):
+            raise LossError(
+                "the loss function returned a plain tensor at some steps and a Loss at others",
+                "return the same kind every time: the ranks agree on their reductions by it",
+            )
+        return value
+
+    def agree(self, found: "Tensor | Loss | LossError | None" = None, passes: int = 0) -> None:
+        """Tell the others of this rank's first loss, or what is wrong with it; None: it has no samples. A collective.
+
+        Once in a process, before the first reduction.
+        """
+        own = _UNKNOWN if found is None else _WEIGHTED if isinstance(found, Loss) else _PLAIN
+        problem = found if isinstance(found, LossError) else None
+        everyone = first_losses(self._parts.world, (own, passes), problem)
+        kinds = {kind for kind, _ in everyone}
+        if len(kinds - {_UNKNOWN}) > 1:
+            raise LossError(
+                "the loss function returned a plain tensor on some ranks and a Loss on others",
+                "return the same kind everywhere: the ranks agree on their reductions by it",
+            )
+        self._kind = max(kinds)
+        self.most_passes = max(passes for _, passes in everyone)
+
+    def _called(self, batch: object, step: int) -> "Tensor | Loss":
+        parts = self._parts
+        if parts.config.compile is None:
+            value = checked(parts.loss_fn(parts.model, batch), "the loss function")
+        else:
+            with parts.strategy.forward_context():
+                value = checked(parts.loss_fn(parts.model, batch), "the loss function")
+        if not (value.loss if isinstance(value, Loss) else value).requires_grad:
+            self._parameters.check_frozen()  # which would explain it
+            raise LossError(
+                f"the loss function returned a tensor without a gradient at step {step} on rank {parts.world.rank}",
+                "compute it from the model's output, without .item(), .detach(), torch.no_grad() or argmax on the way",
+                step,
+            )
+        return value
+
+    def _first(self, batch: object, step: int, passes: int) -> "Tensor | Loss":
+        try:
+            value = self._called(batch, step)
+            self._check_finite(value)
+        except LossError as error:
+            self.agree(error, passes)  # raises it
+            raise
+        self.agree(value, passes)
+        return value
+
+    def _check_finite(self, value: "Tensor | Loss") -> None:
+        total = value.loss if isinstance(value, Loss) else value
+        lenient = self._parts.config.non_finite == "skip" or self._parts.precision.scales
+        if not lenient and not bool(torch.isfinite(total)):
+            raise LossError(
+                f"the loss is {total.item():g} in the first step of this run, on rank {self._parts.world.rank}",
+                "look at the inputs (NaN, zero divisors, logarithms of 0) and the weights that it began with; "
+                "torch.autograd.set_detect_anomaly(True) names the operation",
+            )

@@ -1,0 +1,35 @@
+"""What a Trainer trains with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ddp_kit.config import TrainerConfig
+from ddp_kit.metrics import Loss
+from ddp_kit.parallel import Strategy
+from ddp_kit.precision import Precision
+from ddp_kit.progress import Heartbeat
+from ddp_kit.world import World
+
+LossFunction = Callable[[nn.Module, Any], "Tensor | Loss"]
+MetricFunction = Callable[[Any, Any], "Tensor | Loss"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a Trainer trains with, all of which is settled when it is made."""
+
+    model: nn.Module
+    """The user's own."""
+    strategy: Strategy
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+    loss_fn: LossFunction
+    precision: Precision
+    world: World
+    config: TrainerConfig
+    heart: Heartbeat = field(default_factory=Heartbeat)
