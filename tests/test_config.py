@@ -84,6 +84,11 @@ def test_the_strategy_may_be_given_by_name_alone() -> None:
     assert TrainerConfig(parallel="ddp").parallel == ParallelConfig()
 
 
+def test_an_unknown_strategy_is_told_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=r"parallel.strategy = 'dpp': allowed is \"ddp\"; nearest: 'ddp'"):
+        TrainerConfig(parallel="dpp")
+
+
 def test_without_any_end_one_epoch_is_trained() -> None:
     assert TrainerConfig().last_epoch == 1
     assert TrainerConfig(max_steps=5).last_epoch is None

@@ -6,7 +6,7 @@ tensor adds to the gradients of its own rank, which is how gradients accumulate 
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -241,13 +241,12 @@ class DataParallel(Strategy):
 
     # --- a rank without samples -----------------------------------------------------------------------------------
 
-    def _zero_loss(self, order: Sequence[int] | None = None, unused: Collection[nn.Parameter] = frozenset()) -> Tensor:
+    def _zero_loss(self, order: Sequence[int] | None = None) -> Tensor:
         """A loss of zero whose backward pass takes part in DDP's reduction with zeros, in this order of parameters.
 
         DDP needs every rank in every reduction. A batch used for nothing would do as well, but costs a pass, and moves
-        BatchNorm's statistics; and a stream that is empty has none. `unused`: parameters that no pass of a static graph
-        uses. On this rank gradients stay undefined, so that a parameter that no rank's samples used has none in the
-        end, rather than zeros.
+        BatchNorm's statistics; and a stream that is empty has none. On this rank gradients stay undefined, so that a
+        parameter that no rank's samples used has none in the end, rather than zeros.
         """
         sparse = {
             module.weight  # DDP reduces its gradient as a sparse one
@@ -258,7 +257,9 @@ class DataParallel(Strategy):
         if order is not None:
             parameters = [parameters[number] for number in reversed(order)]  # computed last is differentiated first
         zero = torch.zeros((), device=parameters[0].device)
-        ends = [_sparse_zero(each) if each in sparse else _zero(each) for each in parameters if each not in unused]
+        ends = [
+            _sparse_zero(each) if each in sparse else _zero(each) for each in parameters if each not in self._unused
+        ]
         return self._reduced(sum(ends, zero))
 
     # --- static graphs --------------------------------------------------------------------------------------------
@@ -275,7 +276,7 @@ class DataParallel(Strategy):
         while done == 0 or done < passes.most:
             # A rank without samples begins with zeros for all parameters, which settles what DDP expects of it.
             own = done < passes.count
-            loss = self._reduced(passes.forward(done)) if own else self._zero_loss(unused=self._unused)
+            loss = self._reduced(passes.forward(done)) if own else self._zero_loss()
             done += 1
             self._backward(loss, passes, reduces=done == passes.most)
             if done == passes.count:
@@ -290,7 +291,7 @@ class DataParallel(Strategy):
         self._wrap()
         with passes.rehearsal() as forward:
             while self._rehearses_after:
-                loss = self._reduced(forward()) if passes.count else self._zero_loss(unused=self._unused)
+                loss = self._reduced(forward()) if passes.count else self._zero_loss()
                 loss.backward()  # type: ignore[no-untyped-call]
                 if passes.count and self._learns_graph:
                     self._note_unused()

@@ -164,11 +164,11 @@ def row(parts: Parts) -> Tensor:
     return torch.stack((whole >> 32, whole & 0xFFFFFFFF), dim=1).double().flatten()  # float64 holds 53 bits exactly
 
 
-def differing(rows: Sequence[Sequence[float]], groups: Sequence[Sequence[int]]) -> str | None:
-    """What is not the same on all ranks of a group, by the ranks' rows."""
+def differing(rows: Sequence[Sequence[float]], groups: Sequence[Sequence[int]] = ()) -> str | None:
+    """What is not the same on all ranks, by their rows. `groups`: see `agreement.first_difference`."""
     names = ("the learning rates", "the weights of the model", "the state of the optimizer")
     for number, name in enumerate(names[: len(rows[0]) // 2 if rows else 0]):
-        for group in groups:
+        for group in groups or [range(len(rows))]:
             if len({tuple(rows[rank][2 * number : 2 * number + 2]) for rank in group}) > 1:
                 return name
     return None

@@ -94,6 +94,18 @@ def test_the_launcher_imports_the_ground_floor_and_itself() -> None:
             assert room(other) == "launcher" or FLOOR.get(other) == 0 or other == "", f"{path.name} imports {other}"
 
 
+def test_strategies_are_known_in_their_folder_alone() -> None:
+    own = {"DistributedDataParallel", "fully_shard", "FSDPModule", "DTensor", "ZeroRedundancyOptimizer"}
+    for path in modules():
+        if "parallel" not in path.relative_to(PACKAGE).parts:
+            tree = ast.parse(path.read_text())
+            named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+            named |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+            assert not named & own, f"{path.name} knows {named & own}"
+            assert not own & {full.rpartition(".")[2] for full in imports(path)}, path.name
+            assert "DistributedDataParallel" not in path.read_text(), path.name
+
+
 def test_nothing_outside_the_launcher_imports_it() -> None:
     for path in modules():
         if "launcher" not in path.parts and name_of(path) != "__main__":

@@ -1,0 +1,58 @@
+"""A strategy written against the interface alone: one all-reduce of all gradients, after the last backward pass."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_kit.parallel import Passes, Strategy
+from ddp_kit.parallel.replicas import broadcast, check_replicable
+
+
+class FlatAllReduce(Strategy):
+    """A whole replica on every rank. Gradients are joined in one tensor per type and added up over the ranks."""
+
+    def check(self, model: nn.Module) -> None:
+        super().check(model)
+        check_replicable(model)
+
+    def setup(self, model: nn.Module) -> None:
+        super().setup(model)
+        broadcast([each.detach() for each in (*model.parameters(), *model.buffers())])
+
+    def begin_step(self) -> None:
+        self.sync_buffers()
+
+    def sync_buffers(self) -> None:
+        broadcast(self.model.buffers())
+
+    def run_passes(self, passes: Passes) -> None:
+        for number in range(passes.count):
+            loss = passes.forward(number)
+            if number == passes.count - 1:
+                passes.before_reduction(loss)
+            loss.backward()  # type: ignore[no-untyped-call]
+            passes.after_backward()
+        if not passes.count:
+            passes.before_reduction(torch.zeros(()))
+        self._reduce()
+
+    def finish_failed_passes(self) -> None:
+        self._reduce()
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        used = torch.tensor([float(each.grad is not None) for each in self.parameters], device=self.world.device)
+        dist.all_reduce(used)
+        reduced = [each for each, ranks in zip(self.parameters, used.tolist(), strict=True) if ranks]
+        for dtype in dict.fromkeys(each.dtype for each in reduced):
+            group = [each for each in reduced if each.dtype == dtype]
+            flat = torch.cat([_gradient(each).reshape(-1) for each in group])
+            dist.all_reduce(flat)
+            for each, gradient in zip(group, flat.split([each.numel() for each in group]), strict=True):
+                each.grad = gradient.view_as(each)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        return torch.zeros_like(parameter)
+    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
