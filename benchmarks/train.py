@@ -44,8 +44,8 @@ ABOUT = """\
 Milliseconds of an optimizer step: the median block of a run (a tenth of its steps, with one log point), the slowest
 rank, the median of the rounds; in brackets the median ratio to the loop by hand of the same round. All started by
 torchrun (one rank on a GPU by python), in float32 (on a GPU the GPT in bfloat16 by autocast), one epoch, without
-checkpoints, bars or validation, and on a GPU with fused optimizers and whole batches for all; DDP at
-two ranks, the bare model at one. On the CPU: gloo, OMP_NUM_THREADS=1, each rank on a core of its own. Each peer has a
+checkpoints, bars or validation, all with the same fused optimizers, and on a GPU with whole batches for all; DDP at two
+ranks, the bare model at one. On the CPU: gloo, OMP_NUM_THREADS=1, each rank on a core of its own. Each peer has a
 TensorDataset in a DataLoader and a DistributedSampler of its own making; "own Dataset" has only `__getitem__`, "whole
 batches" cuts a batch out at once by `__getitems__`, so that the loop alone is left. The loop by hand: DDP with
 gradient_as_bucket_view, no_sync under accumulation, zero_grad(set_to_none=True), the loss read at log points only.

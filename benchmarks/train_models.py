@@ -80,11 +80,11 @@ def gpt() -> nn.Module:
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return SGD(parameters, lr=0.01, momentum=0.9, fused=CUDA or None)
+    return SGD(parameters, lr=0.01, momentum=0.9, fused=True)
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return AdamW(parameters, lr=3e-4, fused=CUDA or None)
+    return AdamW(parameters, lr=3e-4, fused=True)
 
 
 def vectors(count: int) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,11 @@
-"""Learning rates that follow the batch and rise at the start, and the quickest kernels of the user's optimizer."""
+"""Learning rates that follow the batch and rise at the start."""
 
 import math
 from bisect import bisect_right
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, SequentialLR
 
 from ddp_kit.errors import ConfigError
@@ -135,86 +134,6 @@ def _ticks_left(scheduler: LRScheduler) -> float:
             begun = stone
         return ends - scheduler.last_epoch
     return math.inf
-
-
-def fuse(optimizer: Optimizer, model: nn.Module) -> str | None:
-    """Switch on the fused kernels of torch's SGD, Adam, AdamW or Adagrad, where the user left the choice open.
-
-    Returns "fused", or None where all stays as it is: another optimizer, a subclass of these, a choice that was made,
-    or parameters that the kernels do not take. Call it after the scheduler was made, and again after a state_dict
-    was loaded: that one brings its own choice with it. Rates, hooks and whoever holds the optimizer stay as they are.
-
-    Microseconds per step in float32 (torch 2.13, one thread of a CPU; plain loop / foreach / fused):
-
-                    4 tensors        100 tensors          24 tensors of 512 x 512
-    SGD             18   21   20     183   110   82       564   548   571
-    SGD, momentum   38   40   23     613   383  132      1977  1711  1145
-    Adam           107  111   40    2107  1202  377      5851  6139  1877
-    AdamW          117  120   40    2397  1393  373      6099  6606  1912
-    Adagrad         66   82   33    1264   890  345      3852  5321  1288
-
-    So fused never costs more than 2 of them. foreach is no second choice: torch takes it by itself on GPUs, and on a
-    CPU it may be slower than the loop.
-    """
-    if type(optimizer) not in (SGD, Adam, AdamW, Adagrad) or not all(map(_undecided, optimizer.param_groups)):
-        return None
-    if any(getattr(module, "sparse", False) is True for module in model.modules()):
-        return None  # such as nn.Embedding(sparse=True), whose gradient the kernels refuse
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    pattern = _fused_pattern(optimizer, parameters)
-    if pattern is None:
-        return None
-    optimizer.defaults["fused"] = True
-    for group in optimizer.param_groups:
-        group["fused"] = True
-        for parameter in group["params"]:
-            _prepare_state(optimizer, group, parameter)
-    # What the constructor notes on a fused optimizer and on no other, such as _step_supports_amp_scaling.
-    for name in vars(pattern).keys() - vars(optimizer).keys():
-        setattr(optimizer, name, getattr(pattern, name))
-    return "fused"
-
-
-def _undecided(group: dict[str, Any]) -> bool:
-    chosen = group["fused"] is not None or group["foreach"] is not None
-    # A dampened first step cannot be told from later ones by its buffer: see _prepare_state.
-    dampened = bool(group.get("momentum")) and group["dampening"] != 0
-    return not (chosen or dampened or group.get("capturable") or group["differentiable"])
-
-
-def _fused_pattern(optimizer: Optimizer, parameters: list[Tensor]) -> Optimizer | None:
-    """A fused optimizer of this type, as its constructor leaves it; None where its kernels do not take these.
-
-    Which kernels there are changes with torch, the device and the type of numbers: so one number of each kind is
-    trained for a step.
-    """
-    kinds = {(parameter.device, parameter.dtype) for parameter in parameters}
-    plain = all(type(parameter) in (Tensor, nn.Parameter) for parameter in parameters)
-    if not plain or len({device.type for device, _ in kinds}) != 1:
-        return None
-    kind: Any = type(optimizer)
-    for device, dtype in kinds:
-        if not dtype.is_floating_point:
-            return None
-        number = torch.zeros(1, device=device, dtype=dtype, requires_grad=True)
-        number.grad = torch.zeros_like(number)
-        try:
-            kind([number], fused=True).step()
-        except RuntimeError:
-            return None
-    made: Optimizer = kind([torch.zeros(1, requires_grad=True)], fused=True)
-    return made
-
-
-def _prepare_state(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
-    """Bring what the optimizer remembers of a parameter into the form that the fused kernel needs."""
-    state = optimizer.state.get(parameter, {})
-    if "step" in state:
-        state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)
-    if group.get("momentum") and parameter.requires_grad and state.get("momentum_buffer") is None:
-        # torch's fused SGD fails at a parameter whose first gradient comes later than the others', and an fp16
-        # overflow in its first step leaves the buffers as the memory was. From zeros, both come out right.
-        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
 def _copy(rate: "float | Tensor") -> "float | Tensor":

@@ -46,7 +46,7 @@ from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.prediction import PredictFunction, predict
 from ddp_kit.trainer.preemption import Preemption
 from ddp_kit.trainer.rate_finder import find, rates_between
-from ddp_kit.trainer.rates import check_ticks, fuse, scale_learning_rate, warmed_up
+from ddp_kit.trainer.rates import check_ticks, scale_learning_rate, warmed_up
 from ddp_kit.trainer.same_data import SampleComparison, facts_of_data
 from ddp_kit.trainer.setup import (
     checked_callbacks,
@@ -119,7 +119,6 @@ class Trainer:
         if (rule := settings.learning_rate_scaling) is not None and (reference := settings.reference_batch_size):
             scale_learning_rate(self.optimizer, rule, self.batch_plan.global_batch, reference, scheduler)
         self.scheduler = warmed_up(self.optimizer, scheduler_for(self.optimizer, scheduler), settings.warmup_steps)
-        fuse(self.optimizer, model)
         self._parts = Parts(model, strategy, self.optimizer, self.scheduler, loss_fn, precision, self.world, settings)
         self._clock = step_clock(self.world.device)
         self._data = DataRoom(self._parts, self.batch_plan, self._clock)

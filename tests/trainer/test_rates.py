@@ -1,4 +1,4 @@
-"""Learning rates that follow the batch and rise at the start; the fused kernels of torch's optimizers."""
+"""Learning rates that follow the batch and rise at the start."""
 
 import copy
 import json
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from ddp_kit import ConfigError
-from ddp_kit.trainer.rates import fuse, scale_learning_rate, warmed_up
+from ddp_kit.trainer.rates import scale_learning_rate, warmed_up
 
 Make = Callable[[Optimizer], LRScheduler]
 
@@ -202,195 +202,3 @@ def test_the_rate_last_set_is_known() -> None:
         assert scheduler.get_last_lr() == rates(optimizer)
         optimizer.step()
         scheduler.step()
-
-
-# --- fused kernels ----------------------------------------------------------------------------------------------
-
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, weight_decay=0.01),
-    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.01),
-    "Adam, amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, maximize=True),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, lr_decay=0.01, initial_accumulator_value=0.1),
-}
-
-
-class Branches(nn.Module):
-    """A part of it gets its first gradient later than the rest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(4, 8, dtype=torch.float64)
-        self.late = nn.Linear(4, 8, dtype=torch.float64)
-        self.last = nn.Linear(8, 1, dtype=torch.float64)
-
-    def forward(self, x: Tensor, late: bool) -> Tensor:
-        inner: Tensor = self.first(x) + self.late(x) if late else self.first(x)
-        out: Tensor = self.last(inner.tanh())
-        return out
-
-
-def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(16, 4, generator=generator, dtype=torch.float64)
-        optimizer.zero_grad()
-        model(x, late=step >= 3).square().mean().backward()
-        optimizer.step()
-
-
-def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("before", [0, 6])
-def test_fused_steps_are_the_same_steps(make: Callable[[Any], Optimizer], before: int) -> None:
-    plain, fused = Branches(), Branches()
-    reference, optimizer = make(plain.parameters()), make(fused.parameters())
-    train(plain, reference, range(20))
-    train(fused, optimizer, range(before))
-    assert fuse(optimizer, fused) == "fused"
-    train(fused, optimizer, range(before, 20))
-    assert_same(fused, plain)
-    assert all(group["fused"] for group in optimizer.param_groups)
-
-
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("saved_fused", [True, False])
-@pytest.mark.parametrize("loaded_fused", [True, False])
-def test_a_state_goes_from_either_kind_to_either_kind(
-    make: Callable[[Any], Optimizer], saved_fused: bool, loaded_fused: bool
-) -> None:
-    plain, first, second = Branches(), Branches(), Branches()
-    train(plain, make(plain.parameters()), range(20))
-    saving = make(first.parameters())
-    if saved_fused:
-        fuse(saving, first)
-    train(first, saving, range(2))  # before the late part has had a gradient
-    second.load_state_dict(first.state_dict())
-    loading = make(second.parameters())
-    loading.load_state_dict(copy.deepcopy(saving.state_dict()))
-    if loaded_fused:
-        assert fuse(loading, second) == (None if saved_fused else "fused")  # the state brings its own choice
-    train(second, loading, range(2, 20))
-    assert_same(second, plain)
-
-
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_fusing_leaves_what_the_constructor_would_have_left(make: Callable[[Any], Optimizer]) -> None:
-    given = make(Branches().parameters())
-    fuse(given, Branches())
-    kind: Any = type(given)
-    made = kind(Branches().parameters(), fused=True)
-    assert vars(given).keys() == vars(made).keys()
-    assert given.defaults["fused"] is True
-    given.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    assert given.param_groups[-1]["fused"] is True
-    assert {name: getattr(given, name) for name in vars(made) if name.startswith(("_step_s", "_need"))} == {
-        name: getattr(made, name) for name in vars(made) if name.startswith(("_step_s", "_need"))
-    }
-
-
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad])
-def test_the_count_of_steps_gets_the_kernels_type(kind: Any) -> None:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        model = Branches()
-        optimizer = kind(model.parameters())
-        train(model, optimizer, range(2))
-    finally:
-        torch.set_default_dtype(before)
-    assert {state["step"].dtype for state in optimizer.state.values()} == {torch.float64}
-    fuse(optimizer, model)
-    assert {state["step"].dtype for state in optimizer.state.values()} == {torch.float32}
-    assert max(state["step"].item() for state in optimizer.state.values()) == 2
-
-
-def test_an_overflow_in_the_first_fp16_step_leaves_nothing_behind() -> None:
-    model = nn.Linear(3, 1, bias=False)
-    nn.init.ones_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    fuse(optimizer, model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    for gradient in (float("inf"), 2.0):
-        optimizer.zero_grad()
-        scaler.scale(model.weight.sum()).backward()
-        assert model.weight.grad is not None
-        model.weight.grad.fill_(gradient * scaler.get_scale())
-        scaler.step(optimizer)
-        scaler.update()
-    torch.testing.assert_close(model.weight.detach(), torch.full((1, 3), 1.0 - 0.1 * 2.0), rtol=0, atol=1e-7)
-    (state,) = optimizer.state.values()
-    assert torch.equal(state["momentum_buffer"], torch.full((1, 3), 2.0))
-
-
-class OwnSGD(torch.optim.SGD):
-    """Somebody's own; what its step relies on is not known."""
-
-
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-
-
-@pytest.mark.parametrize(
-    ("model", "make"),
-    [
-        (Branches(), lambda p: OwnSGD(p, lr=0.1)),
-        (Branches(), lambda p: torch.optim.RMSprop(p)),
-        (Branches(), lambda p: torch.optim.Adam(p, fused=False)),
-        (Branches(), lambda p: torch.optim.Adam(p, fused=True)),
-        (Branches(), lambda p: torch.optim.Adam(p, foreach=True)),
-        (Branches(), lambda p: torch.optim.Adam(p, foreach=False)),
-        (Branches(), lambda p: torch.optim.Adam(p, capturable=True)),
-        (Branches(), lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True)),
-        (Branches(), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1)),
-        (nn.Embedding(4, 2, sparse=True), lambda p: torch.optim.SGD(p, lr=0.1)),
-        (Complex(), lambda p: torch.optim.Adam(p)),
-    ],
-    ids=lambda value: None,
-)
-def test_what_the_kernels_do_not_take_or_the_user_chose_stays(
-    model: nn.Module, make: Callable[[Any], Optimizer]
-) -> None:
-    optimizer = make(model.parameters())
-    groups = copy.deepcopy([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
-    assert fuse(optimizer, model) is None
-    assert [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups] == groups
-
-
-def test_a_choice_for_one_group_is_a_choice() -> None:
-    model = Branches()
-    groups = [{"params": model.first.parameters()}, {"params": model.last.parameters(), "foreach": False}]
-    assert fuse(torch.optim.Adam(groups), model) is None
-
-
-def test_kernels_that_this_torch_lacks_are_not_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lacking(*_: object, **__: object) -> None:
-        raise NotImplementedError("Could not run 'aten::_fused_adam_'")
-
-    monkeypatch.setattr(torch, "_fused_adam_", lacking)
-    model = Branches()
-    optimizer = torch.optim.Adam(model.parameters())
-    assert fuse(optimizer, model) is None
-    train(model, optimizer, range(2))
-
-
-def test_a_scheduler_goes_on_with_a_fused_optimizer() -> None:
-    model = Branches()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = warmed_up(optimizer, StepLR(optimizer, 1, gamma=0.5), 1)
-    assert scheduler is not None
-    fuse(optimizer, model)
-    seen = []
-    for step in range(4):
-        seen.append(optimizer.param_groups[0]["lr"])
-        train(model, optimizer, range(step, step + 1))
-        scheduler.step()
-    assert seen == [0.5, 1.0, 0.5, 0.25]
