@@ -29,6 +29,7 @@ from ddp_kit.trainer.log_points import LogPoints
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.random_text import decoded, encoded
+from ddp_kit.trainer.run_state import RunState
 from ddp_kit.trainer.step import OptimizerStep
 from ddp_kit.trainer.stream_states import place_as_text, place_of
 from ddp_kit.world import RandomStates, mixed_seed, random_states, seed_generators, set_random_states
@@ -52,12 +53,14 @@ class Checkpoints:
         optimizer_step: OptimizerStep,
         callbacks: Sequence[Callback],
         log_points: LogPoints,
+        run_state: RunState,
     ) -> None:
         self._parts = parts
         self._position = position
         self._optimizer_step = optimizer_step
         self._callbacks = callbacks
         self._log_points = log_points
+        self._run_state = run_state
         self._config = parts.config.checkpoint
         self._folder = None if self._config.dir is None else absolute(self._config.dir)
         self._settings = parts.config.model_dump(mode="json")
@@ -71,8 +74,7 @@ class Checkpoints:
         """When the latest save began, or this run."""
         self.wanted = False
         """Whether to save once the step is done: before, its state is half that of the next."""
-        self._in_loop = self._reserved = self._storable = False
-        self._postponing = 0
+        self._reserved = self._storable = False
         lock: FolderLock | None = None
         self._random: list[RandomStates] | None = None  # of a checkpoint, until the next step or save
         self._random_known = False
@@ -145,21 +147,12 @@ class Checkpoints:
 
     def save_wanted(self) -> None:
         """Save if that is wanted, and nothing is half done."""
-        if self.wanted and not self._in_loop and not self._postponing:
+        if self.wanted and self._run_state.may_save:
             self.save()
-
-    @contextmanager
-    def postponed(self) -> Iterator[None]:
-        """Within, callbacks or an evaluation are under way: what a save asked for now would hold is half done."""
-        self._postponing += 1
-        try:
-            yield
-        finally:
-            self._postponing -= 1
 
     def save_or_postpone(self) -> None:
         """Save now; where something is under way, when that is done."""
-        if self._postponing and self._folder is not None:
+        if self._run_state.half_done and self._folder is not None:
             self.wanted = True
         else:
             self.save()
@@ -167,12 +160,8 @@ class Checkpoints:
     @contextmanager
     def in_loop(self) -> Iterator[None]:
         """Steps are done within; `after_step` follows each."""
-        with self._use.exclusive():
-            self._in_loop = True
-            try:
-                yield
-            finally:
-                self._in_loop = False
+        with self._use.exclusive(), self._run_state.in_loop():
+            yield
 
     def save(self) -> None:
         """Write a checkpoint of this step. Raises `CheckpointError`; what is transient is a warning."""

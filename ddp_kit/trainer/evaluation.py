@@ -20,6 +20,7 @@ from ddp_kit.trainer.agreement import collectives_begun, gathered
 from ddp_kit.trainer.checkpoints import Checkpoints
 from ddp_kit.trainer.parts import MetricFunction, Parts
 from ddp_kit.trainer.position import Position
+from ddp_kit.trainer.run_state import RunState
 from ddp_kit.world import random_states, set_random_states
 
 _SHOWN = 32
@@ -44,6 +45,7 @@ class Evaluator:
         metrics: Mapping[str, MetricFunction | MetricObject],
         checkpoints: Checkpoints,
         position: Position,
+        run_state: RunState,
         tell: Callable[..., None],
     ) -> None:
         self._position = position
@@ -51,6 +53,7 @@ class Evaluator:
         self._parts = parts
         self._metrics = metrics
         self._checkpoints = checkpoints
+        self._run_state = run_state
         self._tell = tell
 
     def watch(self, eval_data: object) -> None:
@@ -71,7 +74,7 @@ class Evaluator:
         """
         parts, step = self._parts, self._position.step
         random = None if stops is None else random_states(parts.world)
-        with self._checkpoints.postponed():
+        with self._run_state.in_callbacks():
             try:
                 self._tell("on_evaluate_start")
                 with parts.heart.during(Phase.EVALUATION):

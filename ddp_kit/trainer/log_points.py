@@ -1,9 +1,6 @@
 """Log points: where an interval's figures become a row, and where a loss that is not finite ends the run."""
 
-import gc
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -24,7 +21,6 @@ from ddp_kit.trainer.interval import WEIGHT, Interval, Reading, Values
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.world import World
 
-_COLLECT_SECONDS = 1.0
 _HINT = (
     "lower the learning rate, clip the gradients (max_grad_norm), look at that step's inputs, "
     'or leave such steps out with non_finite="skip"'
@@ -179,35 +175,3 @@ def announce(
         f"from step {done} to " if done else "",
         "to the end of the data" if total is None else f"{total} steps",
     )
-
-
-@contextmanager
-def garbage_off_the_path() -> Iterator["Collector"]:
-    """No garbage collection within a step; objects that exist now are left out of the ones that `Collector` makes."""
-    if not gc.isenabled():
-        yield Collector(on=False)
-        return
-    gc.disable()
-    freezes = gc.get_freeze_count() == 0  # else the warm server or the user did, and unfreezing would undo that
-    if freezes:
-        gc.freeze()
-    try:
-        yield Collector(on=True)
-    finally:
-        if freezes:
-            gc.unfreeze()
-        gc.enable()
-
-
-class Collector:
-    """Collects garbage between steps, about once a second."""
-
-    def __init__(self, on: bool) -> None:
-        self._on = on
-        self._last = time.perf_counter()
-
-    def collect(self) -> None:
-        """To be called now and then."""
-        if self._on and time.perf_counter() - self._last > _COLLECT_SECONDS:
-            gc.collect()
-            self._last = time.perf_counter()

@@ -1,6 +1,6 @@
 """Leaving a loop over `Trainer.steps` before its end: what is due after that step is done first."""
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from itertools import count
 
 from ddp_kit.errors import DdpKitError
@@ -8,6 +8,7 @@ from ddp_kit.log import logger
 from ddp_kit.records import Step
 from ddp_kit.trainer.barrier import all_come
 from ddp_kit.trainer.checkpoints import Checkpoints
+from ddp_kit.trainer.run_state import RunState
 from ddp_kit.world import World
 
 _SECONDS = 10.0
@@ -18,22 +19,20 @@ _loops = count()
 Loop = Generator[Step, None, None]
 
 
-def saved_when_left(
-    steps: Loop, world: World, checkpoints: Checkpoints, current: Callable[[], object]
-) -> Iterator[Step]:
+def saved_when_left(steps: Loop, world: World, checkpoints: Checkpoints, run_state: RunState) -> Iterator[Step]:
     """The same steps; where the loop over them is left at one whose save is due, it is saved then. What is being saved
     is on the disk afterwards: a Trainer that is made next finds it.
 
     An exception that leaves the loop cannot be told from a `break` here. Where it leaves it on one rank alone, nothing
-    is saved. `current`: gives what stands for the loop that is going on.
+    is saved.
     """
     number = next(_loops)
     for step in steps:
-        turn = current()
+        loop = run_state.loop
         try:
             yield step
         except GeneratorExit:
-            due = checkpoints.is_due and not checkpoints.is_saved and current() is turn
+            due = checkpoints.is_due and not checkpoints.is_saved and run_state.loop is loop
             place = f"the end of a loop over steps() after step {step.number}"
             due = due and all_come(world, place, f"left/{number}", _SECONDS)
             steps.close()

@@ -1,8 +1,8 @@
 """The training loop."""
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,22 +17,22 @@ from ddp_kit.callbacks import Callback
 from ddp_kit.compilation import compile_in_place
 from ddp_kit.config import TrainerConfig, absolute
 from ddp_kit.contract import Phase
-from ddp_kit.errors import DataError
 from ddp_kit.loader import Data
 from ddp_kit.metric_objects import MetricObject
 from ddp_kit.parallel import strategy_for
 from ddp_kit.precision import Precision
 from ddp_kit.profile import Recorder
 from ddp_kit.progress import ProgressReport
-from ddp_kit.records import FitResult, LearningRateSearch, LogRow, Step
+from ddp_kit.records import FitResult, LearningRateSearch, Step
 from ddp_kit.timing import DATA, step_clock
 from ddp_kit.trainer import agreement, barrier
 from ddp_kit.trainer.checkpoints import Checkpoints
 from ddp_kit.trainer.data import DataRoom, own_batch_size
 from ddp_kit.trainer.evaluation import Evaluations, Evaluator, evaluation_due
+from ddp_kit.trainer.events import Events, Subscriber
 from ddp_kit.trainer.feed import Feed, Share
 from ddp_kit.trainer.fingerprint import facts_of_model, facts_of_state
-from ddp_kit.trainer.log_points import LogPoints, announce, garbage_off_the_path
+from ddp_kit.trainer.log_points import LogPoints, announce
 from ddp_kit.trainer.loop_exit import Loop, saved_when_left
 from ddp_kit.trainer.micro_batch import (
     OutOfMemory,
@@ -47,6 +47,7 @@ from ddp_kit.trainer.prediction import PredictFunction, predict
 from ddp_kit.trainer.preemption import Preemption
 from ddp_kit.trainer.rate_finder import find, rates_between
 from ddp_kit.trainer.rates import check_ticks, scale_learning_rate, warmed_up
+from ddp_kit.trainer.run_state import RunState
 from ddp_kit.trainer.same_data import SampleComparison, facts_of_data
 from ddp_kit.trainer.setup import (
     checked_callbacks,
@@ -57,6 +58,17 @@ from ddp_kit.trainer.setup import (
     only_repeatable_algorithms,
     optimizer_for,
     scheduler_for,
+)
+from ddp_kit.trainer.subscribers import (
+    CheckpointSchedule,
+    ClockStart,
+    GarbageCollection,
+    HeartbeatMarks,
+    LogSchedule,
+    PreemptionWatch,
+    ProfilerSteps,
+    StopTogether,
+    UserCallbacks,
 )
 from ddp_kit.world import seed_everything
 
@@ -125,18 +137,21 @@ class Trainer:
         self._optimizer_step = new_step(self._parts, self._clock)
         self._log_points = LogPoints(self._parts, self._clock)
         self._position = Position()
-        self._recorder = Recorder(settings.profile, self.world.rank)
-        self._turn: object = None  # the loop over steps() that is going on
-        self._seeded = self._stopping = False
+        self._state = RunState()
         self._max_steps = math.inf if settings.max_steps is None else settings.max_steps
         self._max_epochs = math.inf if settings.last_epoch is None else settings.last_epoch
         self._heart = self._parts.heart
         self._checkpoints = Checkpoints(
-            self._parts, self._position, self._optimizer_step, self._callbacks, self._log_points
+            self._parts, self._position, self._optimizer_step, self._callbacks, self._log_points, self._state
         )
-        self._evaluator = Evaluator(self._parts, self._metrics, self._checkpoints, self._position, self._tell)
+        self._evaluator = Evaluator(
+            self._parts, self._metrics, self._checkpoints, self._position, self._state, self._tell
+        )
         self._preemption = Preemption(self.world, self.config, self._checkpoints, self._position)
         self._samples = SampleComparison(self.world, settings.data, settings.seed)
+        self._stops = StopTogether(self._state, self._complete, partial(self._wait_for_all, "stop()"))
+        self._log = LogSchedule(self._log_points, settings.log_every, self._finished, self._tell)
+        self._events = Events(self._subscribers())
         barrier.watch(self.world, self._heart)
         self._checkpoints.resume()
         self._heart.stand(self.step)
@@ -164,15 +179,14 @@ class Trainer:
         self._evaluator.watch(eval_data)
         evaluations = None
         if eval_data is not None:
-            batches, stopping = self._data.evaluation(eval_data, "eval_data"), lambda: self._stopping
+            batches, stopping = self._data.evaluation(eval_data, "eval_data"), lambda: self._state.stopping
             evaluations = Evaluations(self._evaluator, self._position, batches, stopping, self._preemption.stops)
-        history: list[LogRow] = []
         total = self._position.last_step(self.config, feed.steps)
         announce(self.world, self.batch_plan, self.config, self.step, total, feed.division)
-        self._stopping = False
+        self._state.stopping = False
         self._tell("on_fit_start")
         with ProgressReport(total, self.world.is_main) as progress:
-            for step in self._steps(train_data, feed, history, evaluations):
+            for step in self._steps(train_data, feed, evaluations):
                 progress.step(step.number)
                 if step.log is not None:
                     progress.log(step.log.step, str(step.log))
@@ -180,11 +194,12 @@ class Trainer:
                     evaluations.run()
         if evaluations is not None and evaluations.step != self.step:
             evaluations.run(whole=True)
+        rows = self._log.rows
         result = FitResult(
             steps=self.step,
             samples=self._position.samples,
-            loss=history[-1].loss if history else math.nan,
-            history=tuple(history),
+            loss=rows[-1].loss if rows else math.nan,
+            history=tuple(rows),
             metrics=evaluations.metrics if evaluations is not None else {},
             skipped=self._optimizer_step.skipped,
         )
@@ -199,9 +214,9 @@ class Trainer:
         after a step is done when the loop's body is through with it, also where the body leaves the loop there.
         """
         self._agree("steps()", train_data=train_data)
-        self._stopping = False
-        steps = self._steps(train_data, self._feed(train_data), [], None)
-        return saved_when_left(steps, self.world, self._checkpoints, lambda: self._turn)
+        self._state.stopping = False
+        steps = self._steps(train_data, self._feed(train_data), None)
+        return saved_when_left(steps, self.world, self._checkpoints, self._state)
 
     def save(self) -> None:
         """Write a checkpoint of this step into `checkpoint.dir`. A collective: all ranks call it.
@@ -216,11 +231,11 @@ class Trainer:
         self._wait_for_all("resume()")
         self._checkpoints.load(absolute(path))
         self._heart.stand(self.step)
-        self._seeded, self._turn = False, None
+        self._state.resumed()
 
     def stop(self) -> None:
         """End the run after the step that is going on. All ranks call it at the same step."""
-        self._stopping = True
+        self._state.stopping = True
 
     def evaluate(self, data: Data, *, watched: bool | None = None) -> dict[str, float]:
         """The mean loss and all metrics over `data`, each sample counted once. A collective: all ranks call it.
@@ -265,32 +280,20 @@ class Trainer:
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
-    def _steps(self, train_data: Data, feed: Feed, history: list[LogRow], evaluations: Evaluations | None) -> Loop:
+    def _steps(self, train_data: Data, feed: Feed, evaluations: Evaluations | None) -> Loop:
         self._prepare(feed, self.scheduler)
-        turn = self._turn = object()
+        loop = self._state.begin_loop()
         total = self._position.last_step(self.config, feed.steps)
-        stopping = False  # as the last step was done
-        with (
-            garbage_off_the_path() as garbage,
-            self._recorder,
-            self._preemption,
-            self._checkpoints.in_loop(),
-            self._heart.follow(self.step),
-            self._heart.during(Phase.DATA),
-        ):
-            self._preemption.begin()
+        with self._events.loop():
             self._catch_up(evaluations)
             while not self._finished():
                 share = self._first_share(feed)
                 while share is not None and not self._finished():
                     number = self.step + 1
-                    due = number % self.config.log_every == 0
-                    self._recorder.before_step(number)
-                    self._clock.start()
+                    self._events.step_begins(number)
+                    logged = number % self.config.log_every == 0 or number == total
                     try:
-                        self._optimizer_step.run(
-                            share, feed.batch, self._log_points.interval, measure_norm=due or number == total
-                        )
+                        self._optimizer_step.run(share, feed.batch, self._log_points.interval, measure_norm=logged)
                     except OutOfMemory as failed:
                         feed, share = self._halved(failed, train_data)  # the same step once more
                         continue
@@ -302,27 +305,30 @@ class Trainer:
                     share = feed.next()
                     self._clock.mark(DATA)
                     self._position.advance(samples, feed.steps, feed.place, ends_epoch=share is None)
-                    self._heart.step(self.step)
-                    self._heart.mark(Phase.CALLBACKS)
-                    self._log_points.interval.end_step(samples)
-                    self._recorder.after_step(number)
-                    self._tell("on_step")
-                    stopping, finished = self._stopping, self._finished()
-                    self._meet_if(stopping)
-                    row = self._log(epoch, history, last=finished) if due or finished else None
-                    garbage.collect()
+                    step = Step(number, epoch, samples, share is None, None)
+                    self._events.step_done(step)
                     self._heart.mark(Phase.BETWEEN_STEPS)
-                    left = time.perf_counter()
-                    yield Step(number, epoch, samples, share is None, row)
-                    self._log_points.interval.started += time.perf_counter() - left  # evaluations are not training
-                    if self._turn is not turn:
-                        overtaken = "this loop over steps() was overtaken by a later one"
-                        raise DataError(overtaken, "finish or leave one at a time")
-                    self._heart.mark(Phase.CHECKPOINT)
-                    self._checkpoints.after_step()  # what the evaluation changed belongs into it
-                    self._preemption.after_step(self._finished())
-            self._meet_if(self._stopping and not stopping)  # stopped by what heard of the log point or the evaluation
-            self._end(history)
+                    yield step if self._log.row is None else replace(step, log=self._log.row)
+                    self._state.check_current(loop)
+                    self._events.step_over(step)
+            self._stops.check()  # what heard of the log point or the evaluation may have stopped
+            self._log.end(self.step, self.epoch)
+            with self._heart.during(Phase.CHECKPOINT):
+                self._checkpoints.finish()
+
+    def _subscribers(self) -> list[Subscriber]:
+        """In their order; subscribers.py has it as a table."""
+        return [
+            HeartbeatMarks(self._heart, self._position),
+            ProfilerSteps(Recorder(self.config.profile, self.world.rank)),
+            ClockStart(self._clock),
+            UserCallbacks(self._tell),
+            self._stops,
+            GarbageCollection(),
+            self._log,
+            CheckpointSchedule(self._checkpoints),
+            PreemptionWatch(self._preemption, self._finished),
+        ]
 
     def _first_share(self, feed: Feed) -> Share | None:
         """Of what is left of the epoch."""
@@ -336,17 +342,9 @@ class Trainer:
         """Do what a run that was stopped in the midst of its evaluation has left."""
         if evaluations is not None and self._position.owes_evaluation:
             evaluations.run()
-            self._stopping |= self._position.ends_evaluated()
+            self._state.stopping |= self._position.ends_evaluated()
             self._checkpoints.save_again()
             self._preemption.after_step(self._finished())
-
-    def _end(self, history: list[LogRow]) -> None:
-        if self._log_points.interval.steps:  # stopped between log points
-            self._log(self.epoch, history, last=True)
-        else:
-            self._note_rows(self._log_points.rest(), history)
-        with self._heart.during(Phase.CHECKPOINT):
-            self._checkpoints.finish()
 
     def _feed(self, train_data: Data) -> Feed:
         """What the loop trains on: in micro-batches of the configured size, of the DataLoader's, or the largest."""
@@ -386,39 +384,24 @@ class Trainer:
         self._position.check(feed.steps, feed.facts(self.epoch))
         self._optimizer_step.check_parameters()
         check_ticks(scheduler, self._position.last_step(self.config, feed.steps), self.step)
-        if not self._seeded:  # once: a run that is left and taken up again goes on in its random streams
+        if not self._state.seeded:  # once: a run that is left and taken up again continues its random streams
             if not self._checkpoints.restore_random():
                 seed_everything(self.config.seed, self.world)
-            self._seeded = True
+            self._state.seeded = True
         if not self.model.training:
             self.model.train()
         self._optimizer_step.clear()  # of a step that was not finished, or of the user's own
-        self._log_points.begin(self.step + 1)
+        self._log.begin(self.step + 1)
 
     def _finished(self) -> bool:
         """Whether the run has come to what ends it first: `stop`, max_steps or the last epoch."""
-        return self._stopping or self._complete()
+        return self._state.stopping or self._complete()
 
     def _complete(self) -> bool:
         return self.step >= self._max_steps or self.epoch >= self._max_epochs
 
-    def _meet_if(self, stopping: bool) -> None:
-        """Before a run that is stopped goes on to its last collectives: has every rank stopped?"""
-        if stopping and not self._complete():
-            self._wait_for_all("stop()")
-
-    def _log(self, epoch: int, history: list[LogRow], *, last: bool) -> LogRow | None:
-        """Close the interval. Returns the last of the rows that are ready, if any."""
-        return self._note_rows(self._log_points.close(self.step, epoch, last=last), history)
-
-    def _note_rows(self, rows: Sequence[LogRow], history: list[LogRow]) -> LogRow | None:
-        for row in rows:
-            history.append(row)
-            self._tell("on_log", row)
-        return rows[-1] if rows else None
-
     def _tell(self, event: str, *values: Any) -> None:
-        with self._checkpoints.postponed():
+        with self._state.in_callbacks():
             for callback in self._callbacks:
                 getattr(callback, event)(self, *values)
 

@@ -158,13 +158,17 @@ def test_records_that_cross_a_boundary_are_frozen() -> None:
 
 
 def test_modules_and_functions_stay_readable() -> None:
-    for path in modules():
-        text = path.read_text()
-        assert text.count("\n") <= 450, f"{path.name} has outgrown one file"
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert node.end_lineno is not None
-                assert node.end_lineno - node.lineno < 60, f"{path.name}: {node.name} needs scrolling"
+    """The usual one and the ninth of ten, in lines: a long one may have its reason, a long habit has none."""
+    texts = [path.read_text() for path in modules()]
+    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
+    functions = [
+        (node.end_lineno or 0) - node.lineno + 1
+        for node in nodes
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    for lines, usual, long in ((sorted(text.count("\n") for text in texts), 150, 400), (sorted(functions), 8, 22)):
+        assert lines[len(lines) // 2] <= usual
+        assert lines[len(lines) * 9 // 10] <= long
 
 
 def test_the_drawing_in_the_design_has_no_python_outside_the_package() -> None:

@@ -1,0 +1,225 @@
+"""Who hears of the loop's events, one small class each. `Trainer` lists them in their order:
+
+subscriber           loop                   step_begins   step_done                 step_over
+HeartbeatMarks       follows the step       -             counts the step           phase: checkpoint
+ProfilerSteps        ends a recording       may begin it  may end it                -
+ClockStart           -                      starts        -                         -
+UserCallbacks        -                      -             on_step                   -
+StopTogether         -                      -             all ranks stop, or none   -
+GarbageCollection    collects between steps -             collects, once a second   -
+LogSchedule          -                      -             a row where it is due     leaves the body's time out
+CheckpointSchedule   one run per folder     -             -                         saves where it is due
+PreemptionWatch      handles signals        -             -                         saves and ends where asked to
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+from ddp_kit.contract import Phase
+from ddp_kit.profile import Recorder
+from ddp_kit.progress import Heartbeat
+from ddp_kit.records import LogRow, Step
+from ddp_kit.timing import StepClock
+from ddp_kit.trainer.checkpoints import Checkpoints
+from ddp_kit.trainer.events import Subscriber
+from ddp_kit.trainer.log_points import LogPoints
+from ddp_kit.trainer.position import Position
+from ddp_kit.trainer.preemption import Preemption
+from ddp_kit.trainer.run_state import RunState
+
+_COLLECT_SECONDS = 1.0
+
+Tell = Callable[..., None]
+"""event, values -> the user's callbacks hear of it."""
+
+
+class HeartbeatMarks(Subscriber):
+    """Keeps up to date what the launcher sees of this rank."""
+
+    def __init__(self, heart: Heartbeat, position: Position) -> None:
+        self._heart = heart
+        self._position = position
+
+    @contextmanager
+    def loop(self) -> Iterator[None]:
+        with self._heart.follow(self._position.step), self._heart.during(Phase.DATA):
+            yield
+
+    def step_done(self, step: Step) -> None:
+        self._heart.step(step.number)
+        self._heart.mark(Phase.CALLBACKS)
+
+    def step_over(self, step: Step) -> None:  # noqa: ARG002
+        self._heart.mark(Phase.CHECKPOINT)
+
+
+class ProfilerSteps(Subscriber):
+    """Records the steps that the configuration names with torch.profiler."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def loop(self) -> AbstractContextManager[object]:
+        return self._recorder
+
+    def step_begins(self, number: int) -> None:
+        self._recorder.before_step(number)
+
+    def step_done(self, step: Step) -> None:
+        self._recorder.after_step(step.number)
+
+
+class ClockStart(Subscriber):
+    """A step's time begins here; the step itself says where it goes."""
+
+    def __init__(self, clock: StepClock) -> None:
+        self._clock = clock
+
+    def step_begins(self, number: int) -> None:  # noqa: ARG002
+        self._clock.start()
+
+
+class UserCallbacks(Subscriber):
+    """`on_step` of the callbacks that the Trainer was given."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+
+    def step_done(self, step: Step) -> None:  # noqa: ARG002
+        self._tell("on_step")
+
+
+class StopTogether(Subscriber):
+    """Before the collectives that end a run: has every rank called `stop`? `meet`: raises where one has not."""
+
+    def __init__(self, state: RunState, ends_anyway: Callable[[], bool], meet: Callable[[], None]) -> None:
+        self._state = state
+        self._ends_anyway = ends_anyway
+        self._meet = meet
+        self._met = False
+
+    @contextmanager
+    def loop(self) -> Iterator[None]:
+        self._met = False
+        yield
+
+    def step_done(self, step: Step) -> None:  # noqa: ARG002
+        self.check()
+
+    def check(self) -> None:
+        """Once in a loop, as soon as this rank is told to stop."""
+        if self._state.stopping and not self._met:
+            self._met = True
+            if not self._ends_anyway():
+                self._meet()
+
+
+class LogSchedule(Subscriber):
+    """Closes an interval every `log_every` steps and at the end. `finished`: whether no step follows."""
+
+    def __init__(self, points: LogPoints, every: int, finished: Callable[[], bool], tell: Tell) -> None:
+        self._points = points
+        self._every = every
+        self._finished = finished
+        self._tell = tell
+        self._body_began = 0.0
+        self.rows: list[LogRow] = []
+        """Of this call of `fit` or `steps`."""
+        self.row: LogRow | None = None
+        """What became ready at the last step."""
+
+    def begin(self, first_step: int) -> None:
+        """A call of `fit` or `steps` begins."""
+        self._points.begin(first_step)
+        self.rows, self.row = [], None
+
+    def step_done(self, step: Step) -> None:
+        self._points.interval.end_step(step.samples)
+        finished = self._finished()
+        self.row = None
+        if finished or step.number % self._every == 0:
+            self._note(self._points.close(step.number, step.epoch, last=finished))
+        self._body_began = time.perf_counter()
+
+    def step_over(self, step: Step) -> None:  # noqa: ARG002
+        self._points.interval.started += time.perf_counter() - self._body_began  # evaluations are not training
+
+    def end(self, step: int, epoch: int) -> None:
+        """The rows that are still to come once the last step is done."""
+        if self._points.interval.steps:  # stopped between log points
+            self._note(self._points.close(step, epoch, last=True))
+        else:
+            self._note(self._points.rest())
+
+    def _note(self, rows: Sequence[LogRow]) -> None:
+        for row in rows:
+            self.rows.append(row)
+            self._tell("on_log", row)
+        self.row = rows[-1] if rows else None
+
+
+class GarbageCollection(Subscriber):
+    """Collects garbage between steps, about once a second, and never within one.
+
+    Objects that exist as the loop begins are left out of it.
+    """
+
+    def __init__(self) -> None:
+        self._on = False
+        self._last = 0.0
+
+    @contextmanager
+    def loop(self) -> Iterator[None]:
+        if not gc.isenabled():
+            yield
+            return
+        self._on, self._last = True, time.perf_counter()
+        gc.disable()
+        freezes = gc.get_freeze_count() == 0  # else the warm server or the user did, and unfreezing would undo that
+        if freezes:
+            gc.freeze()
+        try:
+            yield
+        finally:
+            self._on = False
+            if freezes:
+                gc.unfreeze()
+            gc.enable()
+
+    def step_done(self, step: Step) -> None:  # noqa: ARG002
+        if self._on and time.perf_counter() - self._last > _COLLECT_SECONDS:
+            gc.collect()
+            self._last = time.perf_counter()
+
+
+class CheckpointSchedule(Subscriber):
+    """Saves after the steps whose checkpoint is due; what the body of the loop has changed belongs into it."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+
+    def loop(self) -> AbstractContextManager[object]:
+        return self._checkpoints.in_loop()
+
+    def step_over(self, step: Step) -> None:  # noqa: ARG002
+        self._checkpoints.after_step()
+
+
+class PreemptionWatch(Subscriber):
+    """Saves and ends the run where a signal or the clock asks for it. `finished`: whether no step follows."""
+
+    def __init__(self, preemption: Preemption, finished: Callable[[], bool]) -> None:
+        self._preemption = preemption
+        self._finished = finished
+
+    @contextmanager
+    def loop(self) -> Iterator[None]:
+        with ExitStack() as entered:
+            entered.enter_context(self._preemption)
+            self._preemption.begin()
+            yield
+
+    def step_over(self, step: Step) -> None:  # noqa: ARG002
+        self._preemption.after_step(self._finished())

@@ -1,0 +1,122 @@
+"""What evaluate(), save() and stop() mean, wherever they are called and in whichever order."""
+
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ddp_kit import EMA, Callback, DataError, Trainer, TrainerConfig
+from ddp_kit.checkpoint.loading import load
+from ddp_kit.manifest import checkpoints
+
+AT = 3
+CALLS = ("evaluate", "save", "stop")
+PLACES = ("on_step", "on_log", "on_evaluate_start", "on_evaluate", "on_evaluate_end", "in the loss of an evaluation")
+
+
+def data() -> TensorDataset:
+    return TensorDataset(torch.randn(48, 3, generator=torch.Generator().manual_seed(0)))
+
+
+class Calls(Callback):
+    """Makes some calls at one event after step `AT`, once; counts the events that it hears of."""
+
+    def __init__(self, place: str, calls: tuple[str, ...]) -> None:
+        self.place, self.calls = place, calls
+        self.heard = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"heard": self.heard}
+
+    def event(self, trainer: Any, name: str) -> None:
+        self.heard += 1
+        if name == self.place and trainer.step == AT and self.calls:
+            calls, self.calls = self.calls, ()
+            for call in calls:
+                {"evaluate": lambda: trainer.evaluate(data()), "save": trainer.save, "stop": trainer.stop}[call]()
+
+    def on_step(self, trainer: Any) -> None:
+        self.event(trainer, "on_step")
+
+    def on_log(self, trainer: Any, row: Any) -> None:
+        self.event(trainer, "on_log")
+
+    def on_evaluate_start(self, trainer: Any) -> None:
+        self.event(trainer, "on_evaluate_start")
+
+    def on_evaluate(self, trainer: Any, metrics: Any) -> None:
+        self.event(trainer, "on_evaluate")
+
+    def on_evaluate_end(self, trainer: Any) -> None:
+        self.event(trainer, "on_evaluate_end")
+
+
+def trained(folder: Path, place: str, calls: tuple[str, ...]) -> tuple[Trainer, Calls]:
+    torch.manual_seed(1)
+    callback = Calls(place, calls)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if not torch.is_grad_enabled():
+            callback.event(trainer, PLACES[-1])
+        return model(batch[0]).square().mean()
+
+    config = TrainerConfig(
+        global_batch_size=8,
+        max_steps=6,
+        log_every=1,
+        eval_every=AT,
+        checkpoint={"dir": folder, "keep_last": 99, "background": False},
+    )
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    trainer = Trainer(model, optimizer, loss, config, callbacks=[EMA(0.5), callback])
+    trainer.fit(data(), data())
+    return trainer, callback
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_calls_may_come_in_any_order_and_are_nested(place: str, tmp_path: Path) -> None:
+    expected: list[Tensor] = []
+    for number, calls in enumerate(permutations(CALLS)):
+        folder = tmp_path / str(number)
+        trainer, callback = trained(folder, place, calls)
+        assert trainer.step == AT, (calls, "stop() ends the run after the step")
+        (found,) = checkpoints(folder)
+        state = load(found.path)
+        weights = [*state["model"].values()]
+        assert found.step == AT
+        assert all(map(torch.equal, weights, trainer.model.parameters())), "not the average of an evaluation"
+        assert state["callbacks"][1][1]["heard"] == callback.heard, "saved once all have heard of the step"
+        expected = expected or weights
+        assert all(map(torch.equal, weights, expected)), "the order of the calls makes no difference"
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_each_call_alone(call: str, tmp_path: Path) -> None:
+    trainer, _ = trained(tmp_path, "on_step", (call,))
+    steps = [found.step for found in reversed(checkpoints(tmp_path))]
+    assert (trainer.step, steps) == {"evaluate": (6, [6]), "save": (6, [AT, 6]), "stop": (AT, [AT])}[call]
+
+
+def test_a_loop_that_begins_within_another_overtakes_it(tmp_path: Path) -> None:
+    class Nested(Callback):
+        def on_step(self, trainer: Any) -> None:
+            if trainer.step == 2:
+                trainer.fit(data())
+
+    model = nn.Linear(3, 1)
+    config = TrainerConfig(global_batch_size=8, max_steps=4, checkpoint={"dir": tmp_path, "background": False})
+    trainer = Trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.05),
+        lambda model, batch: model(batch[0]).square().mean(),
+        config,
+        callbacks=[Nested()],
+    )
+    with pytest.raises(DataError, match="overtaken"):
+        trainer.fit(data())
+    assert trainer.step == 4
