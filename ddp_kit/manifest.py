@@ -26,7 +26,7 @@ from typing import Any
 
 from ddp_kit.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
 TENSORS = ".safetensors"

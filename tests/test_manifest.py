@@ -68,7 +68,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: ((path / "model.safetensors").unlink(), (path / "model.safetensors").mkdir()),
         "model.safetensors is not a file",
     ),
-    "newer": (lambda path: rewrite(path, format=2), "newer format 2: this version of ddpkit reads up to 1"),
+    "newer": (lambda path: rewrite(path, format=3), "newer format 3: this version of ddpkit reads up to 2"),
     "not ours": (lambda path: (path / "manifest.json").write_text("{}"), "not a checkpoint of ddpkit"),
     "no object": (lambda path: (path / "manifest.json").write_text("[1]"), "not a checkpoint of ddpkit"),
     "renamed": (lambda path: made(path.parent, 1).replace(path / "x") and _swap(path), "manifest.json is that of"),

@@ -4,14 +4,16 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import takewhile
+from contextlib import contextmanager, nullcontext
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ddp_kit import contract
 from ddp_kit.callbacks import Callback
-from ddp_kit.callbacks.watched import Watched
 from ddp_kit.checkpoint.loading import load, newer
 from ddp_kit.checkpoint.lock import FolderLock
 from ddp_kit.checkpoint.packing import pack
@@ -22,25 +24,52 @@ from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.manifest import checkpoints, name_of
 from ddp_kit.trainer.agreement import every_text, gathered
-from ddp_kit.trainer.callback_states import callback_states, load_callbacks, own_states
-from ddp_kit.trainer.fitting import check, fitting, kinds, load_optimizer, size
+from ddp_kit.trainer.fitting import fitting, of_another_run
 from ddp_kit.trainer.folder_use import FolderUse
 from ddp_kit.trainer.log_points import LogPoints
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.position import Position
-from ddp_kit.trainer.random_text import decoded, encoded
 from ddp_kit.trainer.run_state import RunState
+from ddp_kit.trainer.saved_parts import (
+    VERSIONS,
+    BestPart,
+    CallbacksPart,
+    ConfigPart,
+    ModelPart,
+    OptimizerPart,
+    PrecisionPart,
+    ProgressPart,
+    RandomPart,
+    SavedPart,
+    SchedulerPart,
+    StrategyPart,
+    StreamPart,
+    as_parts,
+)
 from ddp_kit.trainer.step import OptimizerStep
-from ddp_kit.trainer.stream_states import place_as_text, place_of
-from ddp_kit.world import RandomStates, mixed_seed, random_states, seed_generators, set_random_states
 
 _COMPARED = 32  # of the newest checkpoints, among which nodes with folders of their own look for one that all have
 
 _WRITER_SECONDS = 30.0  # for the save that a run before has in hand: its writer outlives it
 _MARK = ".mark-"  # a file by which nodes find out whether they see the same folder
 
-Course = dict[str, str | None]
-"""What the checkpoints that follow from each other have in common: see `_course`."""
+Lineage = dict[str, str | None]
+"""What checkpoints have in common that follow from each other: see `_lineage`."""
+
+
+class LineagePart(SavedPart):
+    """Which job has begun the run, and from which checkpoint."""
+
+    name = "lineage"
+
+    def __init__(self) -> None:
+        self.lineage: Lineage = {}
+
+    def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
+        return self.lineage
+
+    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+        self.lineage = dict(state or {})
 
 
 class Checkpoints:
@@ -57,18 +86,29 @@ class Checkpoints:
     ) -> None:
         self._parts = parts
         self._position = position
-        self._optimizer_step = optimizer_step
-        self._callbacks = callbacks
         self._log_points = log_points
         self._run_state = run_state
         self._config = parts.config.checkpoint
         self._folder = None if self._config.dir is None else absolute(self._config.dir)
-        self._settings = parts.config.model_dump(mode="json")
         self._saver: _Patient | None = None
-        self._saved_step = self._best_step = -1
-        best, mode = self._config.keep_best, self._config.best_mode
-        self._watched = None if best is None else Watched("checkpoint.keep_best", best, mode)
-        self._course: Course = {}
+        self._saved_step = -1
+        self._lineage = LineagePart()
+        self._random = RandomPart(parts, position)
+        self._best = BestPart(self._config, position)
+        self._saved: list[SavedPart] = [
+            ModelPart(parts.model),
+            OptimizerPart(parts),
+            SchedulerPart(parts.scheduler),
+            PrecisionPart(parts, optimizer_step),
+            ProgressPart(position),
+            StreamPart(parts, position),
+            self._random,
+            self._best,
+            self._lineage,
+            ConfigPart(parts.config),
+            StrategyPart(parts.strategy, position),
+            CallbacksPart(parts, callbacks),
+        ]
         self._kept: int | None = None  # what is of later steps is set aside before the next save; None: nothing
         self.saved_at = time.monotonic()
         """When the latest save began, or this run."""
@@ -76,8 +116,6 @@ class Checkpoints:
         """Whether to save once the step is done: before, its state is half that of the next."""
         self._reserved = self._storable = False
         lock: FolderLock | None = None
-        self._random: list[RandomStates] | None = None  # of a checkpoint, until the next step or save
-        self._random_known = False
         if self._folder is not None and self._writes(self._folder):
             self._saver = _Patient(self._folder, keep_last=self._config.keep_last, background=self._config.background)
             lock = FolderLock(self._folder, contract.attempt()[0])
@@ -92,11 +130,11 @@ class Checkpoints:
         elif self._saver is not None:
             if not self._reserved:
                 self._reserved = True  # once the optimizer has its state
-                self._saver.reserve(size(self._parts))
+                self._saver.reserve(_size(self._parts))
             self._saver.check()
         if not self._storable and self._folder is not None:
             self._storable = True  # found out after the first step, not after hours
-            pack(self._state([["", own_states(self._callbacks), place_as_text(self._position.place)]]))
+            pack(self._state([[part.rank_state() for part in self._saved]]))
 
     @property
     def is_saved(self) -> bool:
@@ -140,8 +178,7 @@ class Checkpoints:
 
     def after_evaluation(self, metrics: dict[str, float]) -> None:
         """Save the best so far, which all ranks know to be that."""
-        if self._watched is not None and self._watched.improved(metrics):
-            self._best_step = self._position.step
+        if self._best.improved(metrics):
             self.wanted = self.wanted or self._folder is not None
         self.save_wanted()
 
@@ -177,15 +214,14 @@ class Checkpoints:
         weights = [each.detach() for each in self._parts.model.parameters() if each.is_floating_point()]
         self._log_points.refuse_weights(step, weights)
         self.restore_random()
-        place = place_as_text(self._position.place)
-        own = [encoded(random_states(self._parts.world)), own_states(self._callbacks), place]
+        own = [part.rank_state() for part in self._saved]
         everyone = [json.loads(text) for text in every_text(json.dumps(own).encode(), self._parts.world)]
         if self._saver is not None:
             assert self._folder is not None
             self._use.note_save()
             self._set_aside(self._folder)
             state = self._state(everyone)
-            self._saver.save(step, state, best=step == self._best_step)
+            self._saver.save(step, state, best=self._best.is_best)
         self._saved_step, self._kept = step, None
 
     def _set_aside(self, folder: Path) -> None:
@@ -197,33 +233,19 @@ class Checkpoints:
         if moved is not None:
             place, steps = moved
             logger.warning(
-                "this run goes on after step {}: the checkpoints of steps {} are of another course, and are now in {}; "
+                "this run goes on after step {}: the checkpoints of steps {} are of another course, now in {}; "
                 "remove that folder when you do not need them",
                 max(self._kept, 0),
                 ", ".join(map(str, sorted(steps))),
                 place,
             )
 
-    def _state(self, everyone: list[Any]) -> dict[str, Any]:
-        """`everyone`: of each rank its random states, those of its callbacks and where its stream stands."""
-        parts = self._parts
-        random, of_ranks, places = zip(*everyone, strict=True)
-        return {
-            "model": parts.model.state_dict(),
-            "optimizer": parts.optimizer.state_dict(),
-            "scheduler": None if parts.scheduler is None else parts.scheduler.state_dict(),
-            "scaler": parts.precision.state(),
-            "position": self._position.state(),
-            "skipped": self._optimizer_step.skipped,
-            **parts.strategy.state_dict(),
-            "callbacks": callback_states(self._callbacks, of_ranks),
-            "kinds": kinds(parts),
-            "best": self._watched and {"watched": self._watched.state_dict(), "step": self._best_step},
-            "course": self._course,
-            "random": [*random],
-            "streams": [*places],
-            "config": self._settings,
-        }
+    def _state(self, everyone: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """`everyone`: for each rank, the `rank_state` of each part."""
+        state: dict[str, Any] = {VERSIONS: {part.name: part.version for part in self._saved}}
+        for number, part in enumerate(self._saved):
+            state[part.name] = part.state_dict([own[number] for own in everyone])
+        return state
 
     def _writes(self, folder: Path) -> bool:
         """Whether this process does: rank 0, and the first rank of each node that does not see rank 0's folder."""
@@ -254,14 +276,14 @@ class Checkpoints:
             return
         path = None if wanted in (None, "auto") else absolute(str(wanted))
         job, restarts = contract.attempt()
-        course = _course(path, job)
+        lineage = _lineage(path, job)
         # Begun by this job before its workers were started again: what they have done since is not done once more.
-        if folder is not None and wanted != "auto" and restarts and self._load_newest(folder, course):
+        if folder is not None and wanted != "auto" and restarts and self._load_newest(folder, lineage):
             return
         if path is not None:
             self.load(path)
         else:
-            self._begin_course(course, kept=-1)
+            self._begin_lineage(lineage, kept=-1)
 
     def load(self, path: Path) -> None:
         """Resume from this checkpoint. Raises `CheckpointError` where it is damaged or of something else."""
@@ -272,63 +294,32 @@ class Checkpoints:
         self._take_up(path, load(path, device=self._parts.world.device))
         folder = self._folder
         inside = folder is not None and path.resolve().parent == folder.resolve()
-        self._begin_course(_course(path, contract.attempt()[0]), kept=self._position.step if inside else -1)
+        self._begin_lineage(_lineage(path, contract.attempt()[0]), kept=self._position.step if inside else -1)
 
-    def _begin_course(self, course: Course, kept: int) -> None:
+    def _begin_lineage(self, lineage: Lineage, kept: int) -> None:
         """From now on: before the next save, checkpoints of later steps than `kept` are set aside."""
-        self._course, self._kept = course, kept
+        self._lineage.lineage, self._kept = lineage, kept
 
     def _take_up(self, path: Path, state: dict[str, Any]) -> None:
-        parts = self._parts
+        """Load all parts, once each of them fits. A collective: the strategy's reduces once."""
         with fitting(path):
-            check(path, state, parts)
-            parts.model.load_state_dict(state["model"])
-            load_optimizer(path, state, parts)
-            if parts.scheduler is not None and state["scheduler"] is not None:
-                parts.scheduler.load_state_dict(state["scheduler"])
-            parts.precision.set_state(state["scaler"])
-            own = self._position.state()
-            self._position.set_state({name: value for name, value in state["position"].items() if name in own})
-            self._optimizer_step.skipped = int(state["skipped"])
-            random = [decoded(text) for text in state["random"]]
-            self._position.place = place_of(state.get("streams", []), parts.world.rank, parts.world.world_size)
-            callbacks, best = [*state["callbacks"]], state.get("best")
-            if self._watched is not None and best is not None and self._watched.load_state_dict(best["watched"]):
-                self._best_step = int(best["step"])
-            self._course = dict(state.get("course", self._course))
-            parts.strategy.load_state_dict(state, self._position.step)
-        load_callbacks(path, self._callbacks, callbacks, parts.world.rank, parts.world.world_size)
-        self._random, self._random_known = random, False
+            saved = as_parts(path, state, self._saved)
+            for part in self._saved:
+                if part.name in saved and (problem := part.check(saved[part.name])) is not None:
+                    raise of_another_run(path, problem)
+        for part in self._saved:
+            if part.name in saved:
+                with nullcontext() if isinstance(part, CallbacksPart) else fitting(path):
+                    part.load_state_dict(saved[part.name], path)
         self._saved_step = self._position.step
         logger.info("resumed from {} after step {}", path, self._position.step)
 
     def restore_random(self) -> bool:
-        """Put the random states where the checkpoint had them; False where this run did not go on from any step.
+        """Restore the random states of a checkpoint; False where this run did not resume from any step."""
+        return self._random.restore()
 
-        Not as soon as it is loaded: what a script draws before its first step is the same in a run that begins.
-        """
-        if self._random is not None:
-            self._random_known = self._position.step > 0
-            if self._random_known:
-                self._set_random(self._random)
-            self._random = None
-        return self._random_known
-
-    def _set_random(self, random: list[RandomStates]) -> None:
-        world = self._parts.world
-        if len(random) == world.world_size:
-            set_random_states(random[world.rank])
-            return
-        seed_generators(mixed_seed(self._parts.config.seed, world.rank, self._position.step))
-        logger.warning(
-            "the checkpoint is of {} ranks, and there are {}: each step has the same samples of a dataset with a "
-            "length; dropout and other random numbers differ, and so does what BatchNorm sees at once",
-            len(random),
-            world.world_size,
-        )
-
-    def _load_newest(self, folder: Path, course: Course | None = None) -> bool:
-        """Go on from the newest one that is whole on every node, if there is any; if `course`: only within that."""
+    def _load_newest(self, folder: Path, lineage: Lineage | None = None) -> bool:
+        """Go on from the newest one that is whole on every node, if there is any; if `lineage`: only within that."""
         if folder.is_dir():
             wait_for_writers(folder, _WRITER_SECONDS)
         there = checkpoints(folder) if folder.is_dir() else ()
@@ -340,7 +331,7 @@ class Checkpoints:
             path = folder / name_of(step)
             state = self._read(path)
             if state is not None:
-                if course is not None and state.get("course") != course:
+                if lineage is not None and state.get("lineage", state.get("course")) != lineage:
                     return False
                 self._take_up(path, state)
                 return True
@@ -413,9 +404,16 @@ class _Patient(Saver):
             logger.warning("{}; the run goes on, and its next save tries again", error.message)
 
 
-def _course(path: Path | None, job: str) -> Course:
+def _lineage(path: Path | None, job: str) -> Lineage:
     """From which checkpoint (None: afresh) which job has begun."""
     return {"from": None if path is None else str(path.resolve()), "job": job}
+
+
+def _size(parts: Parts) -> int:
+    """Bytes of a run's weights and optimizer state, which are most of its checkpoint."""
+    states = chain(*(state.values() for state in parts.optimizer.state.values() if isinstance(state, dict)))
+    held = [each for each in states if isinstance(each, Tensor) and each.layout is torch.strided]
+    return sum(each.nbytes for each in (*parts.model.parameters(), *held))
 
 
 def _make_mark(mark: Path) -> None:

@@ -1,0 +1,411 @@
+"""The parts of a run's state: what a checkpoint holds of each, and how it is loaded again.
+
+A new part is a subclass of `SavedPart` and one line in `Trainer`. `Checkpoints` has one loop that saves all parts, and
+one that loads them; it knows none of them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from ddp_kit.callbacks import Callback
+from ddp_kit.callbacks.watched import Watched
+from ddp_kit.config import CheckpointConfig, TrainerConfig
+from ddp_kit.errors import CheckpointError
+from ddp_kit.log import logger
+from ddp_kit.parallel import Strategy
+from ddp_kit.trainer.callback_states import callback_states, load_callbacks, own_states
+from ddp_kit.trainer.fitting import DoesNotFitError
+from ddp_kit.trainer.optimizer_state import load_optimizer_state
+from ddp_kit.trainer.parts import Parts
+from ddp_kit.trainer.position import Position
+from ddp_kit.trainer.random_text import decoded, encoded
+from ddp_kit.trainer.step import OptimizerStep
+from ddp_kit.trainer.stream_states import place_as_text, place_of
+from ddp_kit.world import RandomStates, mixed_seed, random_states, seed_generators, set_random_states
+
+_SHOWN = 8
+_LONGEST_TEXT = 300
+
+
+class SavedPart(ABC):
+    """A named part of a run's state.
+
+    saving:   rank_state() on every rank -> state_dict(those of all ranks), on the ranks that write
+    loading:  migrate(state, its version) -> check(state) of all parts -> load_state_dict(state)
+    """
+
+    name: ClassVar[str]
+    """In the checkpoint; of a file, where the part has tensors."""
+    version: ClassVar[int] = 1
+    """Counts up when what `state_dict` returns is no longer what the version before can load."""
+
+    def rank_state(self) -> Any:
+        """What this rank adds of its own: JSON."""
+        return None
+
+    @abstractmethod
+    def state_dict(self, ranks: Sequence[Any]) -> Any:
+        """What the checkpoint holds, as `checkpoint.packing.pack` can store it. `ranks`: every rank's `rank_state`."""
+
+    def migrate(self, state: Any, version: int) -> Any:  # noqa: ARG002 - the first version has none before it
+        """The state of an older version, as the present one has it."""
+        return state
+
+    def check(self, state: Any) -> str | None:  # noqa: ARG002 - most parts fit any run
+        """Why the state does not fit this run; None where it does. Nothing is loaded before all parts were asked."""
+        return None
+
+    @abstractmethod
+    def load_state_dict(self, state: Any, path: Path) -> None:
+        """Restore what `state_dict` gave. `path`: of the checkpoint, for messages. May raise any error."""
+
+
+class ModelPart(SavedPart):
+    """Weights and buffers, by their names."""
+
+    name = "model"
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
+        return self._model.state_dict()
+
+    def check(self, state: Any) -> str | None:
+        own = self._model.state_dict()
+        problems = [f"{name} is missing in it" for name in own if name not in state]
+        problems += [f"{name} is not in the model" for name in state if name not in own]
+        problems += [
+            f"{name} has shape {tuple(state[name].shape)}, in the model {tuple(own[name].shape)}"
+            for name in own
+            if name in state and isinstance(own[name], Tensor) and state[name].shape != own[name].shape
+        ]
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        return "; ".join(problems[:_SHOWN]) + more if problems else None
+
+    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+        self._model.load_state_dict(state)
+
+
+class OptimizerPart(SavedPart):
+    """The optimizer's state, with the types it had: torch's own `load_state_dict` casts it to those of the weights."""
+
+    name = "optimizer"
+    version = 2  # 1: without kind, names, types and device
+
+    def __init__(self, parts: Parts) -> None:
+        self._model = parts.model
+        self._optimizer = parts.optimizer
+
+    def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
+        return {**self._optimizer.state_dict(), **self._own()}
+
+    def _own(self) -> dict[str, Any]:
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        return {
+            "kind": type(self._optimizer).__name__,
+            "names": [[names[id(each)] for each in group["params"]] for group in self._optimizer.param_groups],
+            "held": held(self._parameters()),
+        }
+
+    def _parameters(self) -> list[Tensor]:
+        return [each for group in self._optimizer.param_groups for each in group["params"]]
+
+    def check(self, state: Any) -> str | None:
+        own, saved = self._own(), {**self._own(), **state}
+        if saved["kind"] != own["kind"]:
+            return f"its optimizer is {saved['kind']}, that of this run is {own['kind']}"
+        there, here = len(saved["names"]), len(own["names"])
+        if there != here:
+            return f"its optimizer has {there} groups of parameters, that of this run has {here}"
+        for number, (theirs, ours) in enumerate(zip(saved["names"], own["names"], strict=True)):
+            if theirs != ours:
+                differ = sorted(set(theirs) ^ set(ours)) or ["their order"]
+                return f"group {number} of its optimizer has other parameters: {', '.join(differ[:_SHOWN])} differ"
+        return None
+
+    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+        own = held(self._parameters())
+        types, devices = state["held"]
+        saved = {name: value for name, value in state.items() if name in ("state", "param_groups")}
+        try:
+            load_optimizer_state(self._optimizer, saved, keep_types=types == own[0], keep_devices=devices == own[1])
+        except Exception as error:
+            raise DoesNotFitError(f"its optimizer does not fit: {str(error)[:_LONGEST_TEXT]}") from None
+
+
+def held(parameters: Sequence[Tensor]) -> list[list[str]]:
+    """The types of parameters, and the kinds of devices they are on."""
+    return [[str(each.dtype) for each in parameters], [each.device.type for each in parameters]]
+
+
+class SchedulerPart(SavedPart):
+    """The learning-rate scheduler, with those within it."""
+
+    name = "scheduler"
+    version = 2  # 1: without its kind
+
+    def __init__(self, scheduler: LRScheduler | None) -> None:
+        self._scheduler = scheduler
+
+    def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
+        own = self._scheduler
+        return None if own is None else {"kind": _kind(own), "state": own.state_dict()}
+
+    def check(self, state: Any) -> str | None:
+        own = "none" if self._scheduler is None else _kind(self._scheduler)
+        saved = "none" if state is None else state["kind"]
+        return None if saved == own else f"its scheduler is {saved}, that of this run is {own}"
+
+    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+        if self._scheduler is not None and state is not None:
+            self._scheduler.load_state_dict(state["state"])
+
+
+def _kind(scheduler: LRScheduler) -> str:
+    """Its class, with those of the schedulers in it."""
+    inner = ", ".join(map(_kind, _inner(scheduler)))
+    return type(scheduler).__name__ + (f"({inner})" if inner else "")
+
+
+def _inner(scheduler: LRScheduler) -> Iterator[LRScheduler]:
+    for value in vars(scheduler).values():
+        several = value if isinstance(value, list | tuple) else [value]
+        yield from (one for one in several if isinstance(one, LRScheduler))
+
+
+class PrecisionPart(SavedPart):
+    """The scale of fp16's losses, and how many steps were left out."""
+
+    name = "precision"
+
+    def __init__(self, parts: Parts, step: OptimizerStep) -> None:
+        self._precision = parts.precision
+        self._step = step
+
+    def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
+        return {"scaler": self._precision.state(), "skipped": self._step.skipped}
+
+    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+        self._precision.set_state(state["scaler"])
+        self._step.skipped = int(state["skipped"])
+
+
+class ProgressPart(SavedPart):
+    """How far the run is."""
+
+    name = "progress"
+
+    def __init__(self, position: Position) -> None:
+        self._position = position
+
+    def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
+        return self._position.state()
+
+    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+        own = self._position.state()
+        self._position.set_state({name: value for name, value in state.items() if name in own})
+
+
+class StreamPart(SavedPart):
+    """Where each rank's stream is in the epoch that has begun."""
+
+    name = "streams"
+
+    def __init__(self, parts: Parts, position: Position) -> None:
+        self._world = parts.world
+        self._position = position
+
+    def rank_state(self) -> Any:
+        return place_as_text(self._position.place)
+
+    def state_dict(self, ranks: Sequence[Any]) -> Any:
+        return [*ranks]
+
+    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+        self._position.place = place_of(state, self._world.rank, self._world.world_size)
+
+
+class RandomPart(SavedPart):
+    """The random states of every rank.
+
+    They are not restored when they are loaded, but before the next step or save: what a script draws before its first
+    step is the same in a run that begins.
+    """
+
+    name = "random"
+
+    def __init__(self, parts: Parts, position: Position) -> None:
+        self._world = parts.world
+        self._seed = parts.config.seed
+        self._position = position
+        self._loaded: list[RandomStates] | None = None  # until they are restored
+        self._known = False
+
+    def rank_state(self) -> Any:
+        return encoded(random_states(self._world))
+
+    def state_dict(self, ranks: Sequence[Any]) -> Any:
+        return [*ranks]
+
+    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+        self._loaded, self._known = [decoded(text) for text in state], False
+
+    def restore(self) -> bool:
+        """Restore what was loaded; False where this run did not resume from any step."""
+        if self._loaded is not None:
+            self._known = self._position.step > 0
+            if self._known:
+                self._set(self._loaded)
+            self._loaded = None
+        return self._known
+
+    def _set(self, saved: Sequence[RandomStates]) -> None:
+        rank, ranks = self._world.rank, self._world.world_size
+        if len(saved) == ranks:
+            set_random_states(saved[rank])
+            return
+        seed_generators(mixed_seed(self._seed, rank, self._position.step))
+        logger.warning(
+            "the checkpoint is of {} ranks, and there are {}: each step has the same samples of a dataset with a "
+            "length; dropout and other random numbers differ, and so does what BatchNorm sees at once",
+            len(saved),
+            ranks,
+        )
+
+
+class StrategyPart(SavedPart):
+    """What the strategy needs to reduce gradients as before."""
+
+    name = "strategy"
+
+    def __init__(self, strategy: Strategy, position: Position) -> None:
+        self._strategy = strategy
+        self._position = position
+
+    def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
+        return self._strategy.state_dict()
+
+    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+        self._strategy.load_state_dict(state, self._position.step)
+
+
+class CallbacksPart(SavedPart):
+    """The states of callbacks: rank 0's, or every rank's where a callback says so."""
+
+    name = "callbacks"
+
+    def __init__(self, parts: Parts, callbacks: Sequence[Callback]) -> None:
+        self._world = parts.world
+        self._callbacks = callbacks
+
+    def rank_state(self) -> Any:
+        return own_states(self._callbacks)
+
+    def state_dict(self, ranks: Sequence[Any]) -> Any:
+        return callback_states(self._callbacks, ranks)
+
+    def load_state_dict(self, state: Any, path: Path) -> None:
+        load_callbacks(path, self._callbacks, [*state], self._world.rank, self._world.world_size)
+
+
+class BestPart(SavedPart):
+    """The best evaluation so far, where `checkpoint.keep_best` names what is watched."""
+
+    name = "best"
+
+    def __init__(self, config: CheckpointConfig, position: Position) -> None:
+        best = config.keep_best
+        self._watched = None if best is None else Watched("checkpoint.keep_best", best, config.best_mode)
+        self._position = position
+        self._step = -1
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the evaluation after this step was the best so far."""
+        return self._step == self._position.step
+
+    def improved(self, metrics: dict[str, float]) -> bool:
+        """Note an evaluation after this step; whether it is the best so far."""
+        if self._watched is None or not self._watched.improved(metrics):
+            return False
+        self._step = self._position.step
+        return True
+
+    def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
+        return None if self._watched is None else {"watched": self._watched.state_dict(), "step": self._step}
+
+    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+        if self._watched is not None and state is not None and self._watched.load_state_dict(state["watched"]):
+            self._step = int(state["step"])
+
+
+class ConfigPart(SavedPart):
+    """The configuration, for whoever reads the checkpoint; a run has its own."""
+
+    name = "config"
+
+    def __init__(self, config: TrainerConfig) -> None:
+        self._settings = config.model_dump(mode="json")
+
+    def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
+        return self._settings
+
+    def load_state_dict(self, state: Any, path: Path) -> None:
+        pass
+
+
+# --- older versions -------------------------------------------------------------------------------------------------
+
+VERSIONS = "versions"
+"""The key of the parts' versions in a checkpoint; format 1 has none."""
+
+
+def as_parts(path: Path, state: Mapping[str, Any], parts: Sequence[SavedPart]) -> dict[str, Any]:
+    """The saved state of each part, in its present version. Raises `CheckpointError` for a newer one."""
+    if VERSIONS not in state:
+        state = _from_format_1(state)
+    versions, saved = state[VERSIONS], {}
+    for part in parts:
+        if part.name not in state:
+            continue
+        version = int(versions.get(part.name, 1))
+        if version > part.version:
+            raise CheckpointError(
+                f"the checkpoint {path} holds version {version} of its part {part.name!r}, and this version of ddpkit "
+                f"reads up to {part.version}",
+                "resume with the version of ddpkit that wrote it, or a later one",
+            )
+        found = state[part.name]
+        saved[part.name] = found if version == part.version else part.migrate(found, version)
+    unknown = sorted(state.keys() - {VERSIONS, *(part.name for part in parts)})
+    if unknown:
+        logger.warning("the checkpoint {} has parts that are not used here: {}", path, ", ".join(unknown))
+    return saved
+
+
+def _from_format_1(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint's state of format 1, which knew no parts, as parts with versions."""
+    own = {name: value for name, value in state.items() if name in ("model", "random", "callbacks", "best", "config")}
+    kinds = state.get("kinds")
+    optimizer = {**state["optimizer"]}
+    scheduler = state["scheduler"]
+    if kinds is not None:
+        optimizer |= {"kind": kinds["optimizer"], "names": kinds["groups"]}
+        optimizer["held"] = held([state["model"][name] for group in kinds["groups"] for name in group])
+        scheduler = None if kinds["scheduler"] is None else {"kind": kinds["scheduler"], "state": scheduler}
+    return own | {
+        VERSIONS: dict.fromkeys(("optimizer", "scheduler"), 2),
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "precision": {"scaler": state["scaler"], "skipped": state["skipped"]},
+        "progress": state["position"],
+        "strategy": {"reduction_order": state.get("reduction_order")},
+        "streams": state.get("streams", []),
+        "lineage": state.get("course"),
+    }

@@ -1,0 +1,97 @@
+"""Checkpoints of other versions: format 1 resumes, a newer part is refused, an unknown one is named."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loguru import logger
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from ddp_kit import EMA, CheckpointError, EarlyStopping, FitResult, Trainer, TrainerConfig
+from ddp_kit.checkpoint.loading import load
+from ddp_kit.checkpoint.saver import Saver
+from ddp_kit.manifest import name_of
+
+FORMAT_1 = Path(__file__).with_name("format-1")
+"""Saved by ddpkit 0.1.0 after step 7 of this run, within its second epoch."""
+LAST_LAYER = [-0.15131788, -0.190665886, -0.177858785, -0.284078419, -0.13553153, 0.267026424, 0.13736251, 0.208916768]
+"""After step 15, when 0.1.0 itself resumed from it."""
+
+
+def resumed(folder: Path, **checkpoint: Any) -> tuple[Trainer, FitResult]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+    generator = torch.Generator().manual_seed(3)
+    data = TensorDataset(torch.randn(40, 4, generator=generator), torch.randn(40, 1, generator=generator))
+    settings = {"dir": folder, "every_steps": 7, "keep_best": "loss", "background": False, "keep_last": 9}
+    trainer = Trainer(
+        model,
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+        lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
+        TrainerConfig(
+            epochs=3,
+            max_steps=15,
+            global_batch_size=8,
+            eval_every=3,
+            warmup_steps=2,
+            checkpoint={**settings, **checkpoint},
+        ),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5),
+        callbacks=[EMA(0.9), EarlyStopping("loss", patience=9)],
+    )
+    assert trainer.step in (0, 7)
+    return trainer, trainer.fit(data, data)
+
+
+def test_a_checkpoint_of_format_1_resumes_as_its_own_version_did(tmp_path: Path) -> None:
+    shutil.copytree(FORMAT_1, tmp_path / "run")
+    trainer, result = resumed(tmp_path / "run")
+    assert result.steps == 15
+    assert result.metrics == {"loss": pytest.approx(1.5269049882888794, abs=1e-6)}
+    assert trainer.model[3].weight.flatten().tolist() == pytest.approx(LAST_LAYER, abs=1e-7)
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.00125
+    versions = load(tmp_path / "run" / name_of(15))["versions"]
+    assert versions["optimizer"] == 2
+
+
+def changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """The checkpoint after step 15 of a whole run, with its state changed."""
+    resumed(folder / "whole")
+    state = load(folder / "whole" / name_of(15))
+    change(state)
+    with Saver(folder / "changed", keep_last=1, background=False) as saver:
+        saver.save(15, state)
+    return folder / "changed" / name_of(15)
+
+
+def test_a_part_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    path = changed(tmp_path, lambda state: state["versions"].update(optimizer=99))
+    with pytest.raises(CheckpointError, match=r"version 99 of its part 'optimizer', and this version .* up to 2"):
+        resumed(tmp_path / "other", resume=path)
+
+
+def test_an_unknown_part_is_named_and_left_out(tmp_path: Path) -> None:
+    path = changed(tmp_path, lambda state: state.update(sharding={"of": "a later version"}))
+    said: list[str] = []
+    heard = logger.add(said.append, format="{message}")
+    try:
+        trainer = resumed_at(path, tmp_path)
+    finally:
+        logger.remove(heard)
+    assert any("has parts that are not used here: sharding" in line for line in said)
+    assert trainer.step == 15
+
+
+def resumed_at(path: Path, folder: Path) -> Trainer:
+    trainer, _ = resumed(folder / "another", resume=None)
+    trainer.resume(path)
+    return trainer
+
+
+def test_a_part_that_is_missing_is_left_as_it_is(tmp_path: Path) -> None:
+    path = changed(tmp_path, lambda state: state.pop("best"))
+    assert resumed_at(path, tmp_path).step == 15
