@@ -6,8 +6,8 @@ from typing import Any, Literal
 from safetensors.torch import save_model
 from torch import Tensor, nn
 
+from ddp_kit.callbacks.best_value import Watched
 from ddp_kit.callbacks.callback import Callback
-from ddp_kit.callbacks.watched import Watched
 from ddp_kit.config import absolute
 from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger

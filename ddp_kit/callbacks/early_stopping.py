@@ -2,8 +2,8 @@
 
 from typing import Any, Literal
 
+from ddp_kit.callbacks.best_value import Watched
 from ddp_kit.callbacks.callback import Callback
-from ddp_kit.callbacks.watched import Watched
 from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 

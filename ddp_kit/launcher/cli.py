@@ -142,7 +142,7 @@ def devices(words: Sequence[str]) -> int:
 
 def checkpoints(words: Sequence[str]) -> int:
     """`ddpkit checkpoints`: which there are in a folder, and whether they are whole."""
-    from ddp_kit.launcher.checkpoints import run
+    from ddp_kit.launcher.checkpoint_command import run
 
     return run(words, _print)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_kit.loader.watched import watched
+from ddp_kit.loader.worker_errors import watched
 
 
 def _nothing() -> None:

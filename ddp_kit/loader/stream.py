@@ -23,7 +23,7 @@ from ddp_kit.loader.build import loader_options
 from ddp_kit.loader.collate import Uncollated, as_it_is, data_error, put_together
 from ddp_kit.loader.fetch import OwnRandomStates, ShowsOwnDataset
 from ddp_kit.loader.shared_memory import sendable
-from ddp_kit.loader.watched import watched
+from ddp_kit.loader.worker_errors import watched
 from ddp_kit.world import RandomStates, World, mixed_seed, set_random_states
 
 _PASSED_ON = 0

@@ -18,9 +18,9 @@ from ddp_kit.contract import ExitCode
 from ddp_kit.errors import DdpKitError
 from ddp_kit.log import logger
 from ddp_kit.trainer.agreement import every_text
-from ddp_kit.trainer.appointments import Appointments, Purpose, Wish
 from ddp_kit.trainer.checkpoints import Checkpoints
 from ddp_kit.trainer.position import Position
+from ddp_kit.trainer.step_consensus import Purpose, Request, StepConsensus
 from ddp_kit.world import World
 
 _ASK_FOR_A_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: what schedulers send as a warning
@@ -67,8 +67,8 @@ class StopSignals:
 _signals = StopSignals()  # those of the process: they ask all its Trainers to stop
 
 
-class Wishes:
-    """What this rank wishes: to stop at a signal or in the end of its time, and to save every so often."""
+class Requests:
+    """What this rank requests: to stop at a signal or in the end of its time, and to save every so often."""
 
     def __init__(self, world: World, config: TrainerConfig, checkpoints: Checkpoints) -> None:
         limit = config.max_seconds
@@ -76,23 +76,23 @@ class Wishes:
         self._save_every = config.checkpoint.every_seconds
         self._tells_time = world.rank == 0  # one clock is enough
         self.saves = True
-        """Whether to wish for saves, too: one that is agreed on has to be done before anything else can be."""
-        self._checkpoints = weakref.ref(checkpoints)  # a thread asks for wishes, for as long as the process lives
+        """Whether to request for saves, too: one that is agreed on has to be done before anything else can be."""
+        self._checkpoints = weakref.ref(checkpoints)  # a thread asks for requests, for as long as the process lives
 
-    def latest(self) -> Wish | None:
+    def latest(self) -> Request | None:
         """What is due now."""
         heard, now = _signals.heard, time.monotonic()
         if heard is not None:
-            return Wish(Purpose.STOP, heard.name)
+            return Request(Purpose.STOP, heard.name)
         if not self._tells_time:
             return None
         if self._stop_at is not None and now >= self._stop_at:
-            return Wish(Purpose.STOP, "max_seconds")
+            return Request(Purpose.STOP, "max_seconds")
         checkpoints = self._checkpoints()
         if not self.saves or self._save_every is None or checkpoints is None:
             return None
         if now - checkpoints.saved_at >= self._save_every:
-            return Wish(Purpose.SAVE, "every_seconds")
+            return Request(Purpose.SAVE, "every_seconds")
         return None
 
 
@@ -111,9 +111,9 @@ class Preemption:
         self._auto = config.checkpoint.resume == "auto"
         self._number = number = next(_numbers)
         open_store = partial(_store, number) if self._folder is not None and world.world_size > 1 else None
-        self._wishes = Wishes(world, config, checkpoints)
-        self._appointments = Appointments(world.rank, world.world_size, open_store, self._wishes.latest)
-        weakref.finalize(self, self._appointments.close)
+        self._requests = Requests(world, config, checkpoints)
+        self._consensus = StepConsensus(world.rank, world.world_size, open_store, self._requests.latest)
+        weakref.finalize(self, self._consensus.close)
 
     def __enter__(self) -> Self:
         if self._folder is not None:
@@ -125,18 +125,18 @@ class Preemption:
         if self._folder is not None:
             if kind not in (None, GeneratorExit):  # the error may have come in the middle of a step
                 _saved_at_a_stop.pop(self._number, None)
-            self._appointments.close()
+            self._consensus.close()
             _signals.__exit__()
 
     def begin(self) -> None:
         """Steps follow."""
         if self._folder is not None:
-            self._appointments.begin()
+            self._consensus.begin()
 
     def stops(self) -> bool:
         """Whether the evaluation that is going on is in the way of a stop. Waits for nobody; the ranks may differ."""
-        self._wishes.saves = False
-        return self._folder is not None and self._appointments.stops()
+        self._requests.saves = False
+        return self._folder is not None and self._consensus.stops()
 
     def after_step(self, finished: bool) -> None:
         """Save, or save and end, where the ranks have agreed on that. Raises `SystemExit`.
@@ -146,14 +146,14 @@ class Preemption:
         position = self._position
         if self._folder is None or (finished and not position.owes_evaluation):
             return
-        wish, stops = self._appointments.due(), position.owes_evaluation
-        while stops and self._appointments.hears and (wish is None or wish.purpose is not Purpose.STOP):
-            time.sleep(_LOOK_SECONDS)  # some rank wishes it, or has
-            wish = self._appointments.due()
-        self._wishes.saves = True
-        if wish is None:
+        request, stops = self._consensus.due(), position.owes_evaluation
+        while stops and self._consensus.hears and (request is None or request.purpose is not Purpose.STOP):
+            time.sleep(_LOOK_SECONDS)  # some rank requests it, or has
+            request = self._consensus.due()
+        self._requests.saves = True
+        if request is None:
             return
-        if wish.purpose is Purpose.SAVE:
+        if request.purpose is Purpose.SAVE:
             self._checkpoints.save_once()
             return
         try:
@@ -165,7 +165,7 @@ class Preemption:
         again = "the same command" if self._auto else 'with checkpoint.resume="auto" the command'
         logger.warning(
             "stopped by {} after step {}: saved in {}; {} goes on from there",
-            wish.why,
+            request.why,
             position.step,
             self._folder,
             again,

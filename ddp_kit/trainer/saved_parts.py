@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_kit.callbacks import Callback
-from ddp_kit.callbacks.watched import Watched
+from ddp_kit.callbacks.best_value import Watched
 from ddp_kit.config import CheckpointConfig, TrainerConfig
 from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger

@@ -64,6 +64,11 @@ def own_imports(path: Path) -> set[str]:
     return {name for name in found if name}
 
 
+def test_no_two_modules_have_the_same_name() -> None:
+    names = [path.stem for path in modules() if path.stem not in OUTSIDE_THE_FLOORS]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_every_module_has_its_floor() -> None:
     upstairs = {room(name_of(path)) for path in modules() if "launcher" not in path.parts} - OUTSIDE_THE_FLOORS
     assert upstairs == set(FLOOR)

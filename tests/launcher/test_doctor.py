@@ -19,7 +19,7 @@ import pytest
 
 from ddp_kit.launcher import doctor
 from ddp_kit.launcher.devices.gpus import Gpu
-from ddp_kit.launcher.doctor import gpus, limits, surroundings, torch_checks, trials
+from ddp_kit.launcher.doctor import gpu_checks, limits, surroundings, torch_checks, trials
 from ddp_kit.launcher.doctor.driver import Card, Driver
 from ddp_kit.launcher.doctor.machine import GIB, Machine
 from ddp_kit.launcher.doctor.result import CheckResult, Status
@@ -100,9 +100,17 @@ def test_without_a_gpu_one_line_says_so(healthy: Machine) -> None:
     healthy = replace(
         healthy, driver=Driver(error="NVML Shared Library Not Found", absent=True), trials=replace(ALL_WELL, nccl=None)
     )
-    assert_result(gpus.driver(healthy), Status.OK, "no NVIDIA GPU: training runs on the CPU")
-    of_gpus = (gpus.visible_gpus, gpus.left_over, gpus.ecc, torch_checks.torch_and_driver, torch_checks.torch_and_gpus,
-               torch_checks.nccl, torch_checks.all_reduce_of_gpus, torch_checks.product)  # fmt: skip
+    assert_result(gpu_checks.driver(healthy), Status.OK, "no NVIDIA GPU: training runs on the CPU")
+    of_gpus = (
+        gpu_checks.visible_gpus,
+        gpu_checks.left_over,
+        gpu_checks.ecc,
+        torch_checks.torch_and_driver,
+        torch_checks.torch_and_gpus,
+        torch_checks.nccl,
+        torch_checks.all_reduce_of_gpus,
+        torch_checks.product,
+    )
     assert [check(healthy) for check in of_gpus] == [None] * len(of_gpus)
 
 
@@ -261,14 +269,18 @@ def test_a_gpu_without_a_working_driver_is_broken(
             write(tmp_path / name, vendor="0x10de\n", **{"class": "0x030200\n"})
         else:
             write((tmp_path / name).parent, **{Path(name).name: ""})
-    assert_result(gpus.driver(replace(healthy, driver=Driver(error=error))), Status.FAIL, found.format(tmp_path), mend)
+    assert_result(
+        gpu_checks.driver(replace(healthy, driver=Driver(error=error))), Status.FAIL, found.format(tmp_path), mend
+    )
 
 
 def test_the_sound_card_of_a_gpu_and_the_control_node_are_no_gpus(healthy: Machine) -> None:
     write(healthy.root / "sys/bus/pci/devices/0000:01:00.1", vendor="0x10de\n", **{"class": "0x040300\n"})
     write(healthy.root / "sys/bus/pci/devices/0000:00:02.0", vendor="0x8086\n", **{"class": "0x030000\n"})
     write(healthy.root / "dev", nvidiactl="")
-    assert_result(gpus.driver(replace(healthy, driver=Driver(error="no", absent=True))), Status.OK, "no NVIDIA GPU")
+    assert_result(
+        gpu_checks.driver(replace(healthy, driver=Driver(error="no", absent=True))), Status.OK, "no NVIDIA GPU"
+    )
 
 
 @pytest.mark.parametrize(
@@ -286,7 +298,7 @@ def test_the_sound_card_of_a_gpu_and_the_control_node_are_no_gpus(healthy: Machi
     ],
 )
 def test_the_sense_of_cuda_visible_devices(healthy: Machine, words: str, status: Status, found: str) -> None:
-    assert_result(gpus.visible_gpus(replace(healthy, env={"CUDA_VISIBLE_DEVICES": words})), status, found)
+    assert_result(gpu_checks.visible_gpus(replace(healthy, env={"CUDA_VISIBLE_DEVICES": words})), status, found)
 
 
 def with_processes(healthy: Machine, **processes: tuple[int, str]) -> Machine:
@@ -304,25 +316,25 @@ def test_processes_that_lost_their_parent_are_named(healthy: Machine) -> None:
         healthy, pid70=(1, "python old.py"), pid71=(60, "python new.py"), pid72=(1, "python older.py")
     )
     found = f"GPU 0: pid 70 of {getpass.getuser()}, python old.py; GPU 0: pid 72"
-    assert_result(gpus.left_over(busy), Status.WARN, found, "kill 70 72")
-    assert "new.py" not in str(gpus.left_over(busy))
+    assert_result(gpu_checks.left_over(busy), Status.WARN, found, "kill 70 72")
+    assert "new.py" not in str(gpu_checks.left_over(busy))
 
 
 def test_a_process_that_is_gone_is_named(healthy: Machine) -> None:
     gone = with_processes(healthy, pid70=(1, "python"))
     shutil.rmtree(healthy.root / "proc/70")
-    assert_result(gpus.left_over(gone), Status.WARN, "GPU 0: pid 70, which is not in", "nvidia-smi")
+    assert_result(gpu_checks.left_over(gone), Status.WARN, "GPU 0: pid 70, which is not in", "nvidia-smi")
 
 
 def test_the_workers_of_a_launcher_that_is_process_1_of_its_container_are_no_orphans(healthy: Machine) -> None:
     write(healthy.root / "proc/1", cmdline="/usr/bin/python3.12\0/usr/bin/ddpkit\0launch\0train.py")
-    assert_result(gpus.left_over(with_processes(healthy, pid70=(1, "python train.py"))), Status.OK)
+    assert_result(gpu_checks.left_over(with_processes(healthy, pid70=(1, "python train.py"))), Status.OK)
 
 
 def test_memory_errors_are_a_failure(healthy: Machine) -> None:
     cards = (healthy.driver.cards[0], replace(healthy.driver.cards[1], ecc_errors=3))
     bad = replace(healthy, driver=replace(healthy.driver, cards=cards))
-    assert_result(gpus.ecc(bad), Status.FAIL, "GPU 1: 3 uncorrected", "sudo nvidia-smi --gpu-reset -i 1  #")
+    assert_result(gpu_checks.ecc(bad), Status.FAIL, "GPU 1: 3 uncorrected", "sudo nvidia-smi --gpu-reset -i 1  #")
 
 
 @pytest.mark.parametrize(

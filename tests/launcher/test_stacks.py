@@ -13,7 +13,7 @@ from ddp_kit.launcher.agent import stacks
 
 BUSY = """\
 import re, sys
-from ddp_kit.launcher.warm.watched import answer_with_stacks
+from ddp_kit.launcher.warm.observation import answer_with_stacks
 answer_with_stacks(sys.argv[1])
 def work():
     print("there", flush=True); re.match(r"(a+)+$", "a" * 40 + "b")

@@ -1,7 +1,7 @@
 """`ddpkit doctor`: is this machine fit for training? A tuple of checks, each `Machine -> CheckResult`.
 
     machine.py        what they look at; driver.py and trials.py find out what takes a driver or a process to know
-    limits.py  surroundings.py  gpus.py  torch_checks.py      the checks
+    limits.py  surroundings.py  gpu_checks.py  torch_checks.py      the checks
     result.py         what they say
 
 Nothing here imports torch, which may be what is broken.
@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from ddp_kit.contract import NO_COLOR, ExitCode
-from ddp_kit.launcher.doctor import driver, gpus, limits, surroundings, torch_checks, trials
+from ddp_kit.launcher.doctor import driver, gpu_checks, limits, surroundings, torch_checks, trials
 from ddp_kit.launcher.doctor.machine import Machine
 from ddp_kit.launcher.doctor.result import CheckResult, Status, fail, warn
 from ddp_kit.launcher.masking import masked
@@ -39,10 +39,10 @@ CHECKS: tuple[Check, ...] = (
     surroundings.loopback,
     surroundings.ports,
     surroundings.host_name,
-    gpus.driver,
-    gpus.visible_gpus,
-    gpus.left_over,
-    gpus.ecc,
+    gpu_checks.driver,
+    gpu_checks.visible_gpus,
+    gpu_checks.left_over,
+    gpu_checks.ecc,
     # These wait for torch.
     torch_checks.torch,
     torch_checks.torch_and_driver,

@@ -19,7 +19,7 @@ from types import CodeType, ModuleType, TracebackType
 from ddp_kit.contract import ERROR_FILE, LOCAL_RANK, NOTE_AT_START, NOTE_MARK
 from ddp_kit.errors import DdpKitError
 from ddp_kit.launcher.warm.messages import Program
-from ddp_kit.launcher.warm.source import set_too_late
+from ddp_kit.launcher.warm.script_text import set_too_late
 
 _NAMES_EXCEPTION = re.compile(r"[\w.]+(:|$)", re.MULTILINE)
 _HOLD_BACK_SECONDS = 5.0

@@ -50,7 +50,7 @@ from ddp_kit.launcher.warm.messages import (
     Started,
 )
 from ddp_kit.launcher.warm.parent_signals import ParentSignals
-from ddp_kit.launcher.warm.source import trains
+from ddp_kit.launcher.warm.script_text import trains
 
 _PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel")
 # What DDP and optimizers import when the first one is made; too long to let the first start wait.

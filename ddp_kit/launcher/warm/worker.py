@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from ddp_kit.contract import THREADS
 from ddp_kit.launcher.warm import script
 from ddp_kit.launcher.warm.messages import Start
-from ddp_kit.launcher.warm.watched import answer_with_stacks, count_collectives, may_be_seen_by
+from ddp_kit.launcher.warm.observation import answer_with_stacks, count_collectives, may_be_seen_by
 
 _CANNOT_EXECUTE = 127  # the shell's exit code for it
 _SET_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)  # ignored by the interpreter for itself

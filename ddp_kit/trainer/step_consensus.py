@@ -1,7 +1,7 @@
-"""Agreeing with the other ranks on a step without waiting for them at every step: to save, or to stop.
+"""Agreement of all ranks on the step after which to save or stop, without a collective at every step.
 
 A signal reaches one rank before another, or one alone; the clock of one is a little ahead. But all have to save after
-the same step, and the host of a GPU that asks the others at every step makes the device wait.
+the same step, and a host that asks the others at every step makes its GPU wait.
 """
 
 import atexit
@@ -27,84 +27,84 @@ class Purpose(Enum):
 
 
 @dataclass(frozen=True)
-class Wish:
+class Request:
     """What one rank would like to be done soon."""
 
     purpose: Purpose
     why: str
 
 
-class Appointments:
+class StepConsensus:
     """What all ranks do after the same step.
 
-    a rank has a wish                 its thread writes it into the group's store
-    each rank's thread reads it       and answers with the step that its loop is in, and stays in until it knows more
-    the appointment is after          the largest of these steps
-    due()                             between two steps: the wish whose time has come, if any; else a look at a number
+    a rank has a request          its thread writes it into the group's store
+    each rank's thread reads it   and answers with the step that its loop is in; the loop stays there until all answered
+    it is granted after           the largest of these steps, on all ranks
+    due()                         called between two steps: returns the request that is granted now, if any
 
     Steps are counted by the calls of `due`: all ranks make the same, and the count never goes back.
 
     `open_store`: how often they have begun -> where the ranks find each other, for this purpose alone; None: there is
     one rank.
-    `wish`: asked now and then for what this rank wants; from a thread, where there are several.
+    `poll`: returns this rank's own request, if it has one; called from a thread where there are several ranks.
     """
 
     def __init__(
-        self, rank: int, ranks: int, open_store: Callable[[int], Store] | None, wish: Callable[[], Wish | None]
+        self, rank: int, ranks: int, open_store: Callable[[int], Store] | None, poll: Callable[[], Request | None]
     ) -> None:
         self._rank = rank
         self._ranks = ranks
         self._open_store = open_store
-        self._wish = wish
+        self._poll = poll
         self.hears = True
         """Whether the ranks can still agree on anything."""
         self._known = threading.Condition()
         self._begun = 1  # the step that the loop is in
         self._hold: int | None = None  # the step that it will not go beyond
-        self._agreed: tuple[int, Wish] | None = None
+        self._agreed: tuple[int, Request] | None = None
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._times = 0
 
     def begin(self) -> None:
-        """From now on wishes are heard. All ranks call it."""
+        """Start listening for requests. All ranks call it."""
         if self._open_store is not None and self._thread is None:
             self._closed = threading.Event()
             self._hold = self._agreed = None
             self.hears = True
             store, self._times = self._open_store(self._times), self._times + 1
             self._thread = threading.Thread(
-                target=self._serve, args=[store, self._closed], name="appointments", daemon=True
+                target=self._serve, args=[store, self._closed], name="step_consensus", daemon=True
             )
             self._thread.start()
             # Before the interpreter ends: a thread that it stops inside torch's store would abort the process.
             atexit.register(self.close)
 
-    def due(self) -> Wish | None:
-        """The wish whose time has come now that a step is done. All ranks call it after the same steps."""
+    def due(self) -> Request | None:
+        """The request that is granted after this step, if any. All ranks call it after the same steps."""
         if self._open_store is None:
-            return self._wish()
+            return self._poll()
         if self._thread is None:
             return None
         with self._known:
             while self._agreed is None and self._hold is not None and self._begun >= self._hold:
                 self._known.wait()
-            wish = None
+            request = None
             if self._agreed is not None and self._begun >= self._agreed[0]:
-                wish, self._agreed = self._agreed[1], None
+                request, self._agreed = self._agreed[1], None
                 self._known.notify_all()
             self._begun += 1
-            return wish
+            return request
 
     def stops(self) -> bool:
-        """Whether this rank wishes to stop, or all have agreed to, after the step that is done. Waits for nobody."""
-        agreed, wishes = self._agreed, [self._wish()]
+        """Whether this rank requests a stop, or all have agreed on one after this step. Waits for nobody."""
+        agreed, requests = self._agreed, [self._poll()]
         if agreed is not None and self._begun >= agreed[0]:
-            wishes.append(agreed[1])
-        return self.hears and any(wish is not None and wish.purpose is Purpose.STOP for wish in wishes)
+            requests.append(agreed[1])
+        return self.hears and any(request is not None and request.purpose is Purpose.STOP for request in requests)
 
     def close(self) -> None:
-        """Hear no more wishes, until `begin` is called again."""
+        """Stop listening, until `begin` is called again."""
         self._closed.set()
         with self._known:
             self._known.notify_all()
@@ -117,28 +117,28 @@ class Appointments:
         with suppress(RuntimeError, ValueError):  # the store is gone, and with it the job
             number, pause = 0, max(_LOOK_SECONDS, self._ranks / _LOOKS_PER_SECOND)
             while not closed.wait(pause):
-                wish = self._proposed(store, str(number))
-                if wish is not None:
-                    self._settle(store, str(number), wish, closed)
+                request = self._proposed(store, str(number))
+                if request is not None:
+                    self._settle(store, str(number), request, closed)
                     number += 1
         self.hears = False
         with self._known:
             self._hold = None
             self._known.notify_all()
 
-    def _proposed(self, store: Store, key: str) -> Wish | None:
-        """This rank's wish, or that of the rank which was first."""
-        wish = self._wish()
-        if wish is not None:
-            found = store.compare_set(key, "", f"{wish.purpose.value} {wish.why}")
+    def _proposed(self, store: Store, key: str) -> Request | None:
+        """This rank's request, or that of the rank which was first."""
+        request = self._poll()
+        if request is not None:
+            found = store.compare_set(key, "", f"{request.purpose.value} {request.why}")
         elif store.check([key]):
             found = store.get(key)
         else:
             return None
         purpose, _, why = found.decode().partition(" ")
-        return Wish(Purpose(purpose), why)
+        return Request(Purpose(purpose), why)
 
-    def _settle(self, store: Store, key: str, wish: Wish, closed: threading.Event) -> None:
+    def _settle(self, store: Store, key: str, request: Request, closed: threading.Event) -> None:
         with self._known:
             self._hold = self._begun
         answers = [f"{key}/{rank}" for rank in range(self._ranks)]
@@ -148,7 +148,7 @@ class Appointments:
                 return
         last = max(int(answer) for answer in store.multi_get(answers))
         with self._known:
-            self._agreed, self._hold = (last, wish), None
+            self._agreed, self._hold = (last, request), None
             self._known.notify_all()
             while self._agreed is not None and not closed.is_set():
                 self._known.wait()
