@@ -14,7 +14,7 @@ COMMUNICATION_SHARE = 0.30
 OPTIMIZER_SHARE = 0.25
 # ... a rank, when it needs this many times as long as the others for itself ...
 SLOW_RANK = 1.2
-# ... and either only when it costs this much per step. A batch from a loader process or an all-reduce between
+# ... and either only when it costs this much per step. A batch from a DataLoader worker or an all-reduce between
 # processes takes about as long in itself: below, there is little to gain.
 LEAST_SECONDS = 0.001
 

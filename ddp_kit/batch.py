@@ -1,6 +1,6 @@
 """Who takes which samples of an optimizer step: global batch x micro-batch x accumulation x ranks.
 
-Pure arithmetic over positions. Nothing is ever rounded: a global batch that does not divide is split unevenly,
+Pure arithmetic over positions. Nothing is rounded: a global batch that does not divide is split unevenly,
 and every sample of a step is taken exactly once, whatever the number of ranks.
 """
 

@@ -45,7 +45,7 @@ class _Part(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    # Hidden from type checkers, so that they go on checking the fields' own names and types.
+    # Hidden from type checkers, so that they keep checking the fields' own names and types.
     if not TYPE_CHECKING:
 
         def __init__(self, **values: Any) -> None:
@@ -61,16 +61,17 @@ class DataConfig(_Part):
     """How samples reach the model."""
 
     num_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
-        0, description='Loader processes per rank; "auto": the CPU cores this rank has to itself, at most 8.'
+        0, description='DataLoader workers per rank; "auto": the CPU cores this rank has to itself, at most 8.'
     )
     pin_memory: bool | Literal["auto"] = Field(
-        "auto", description='Page-locked host memory, for copies beside the computation; "auto": on a GPU.'
+        "auto", description='Page-locked host memory, for copies that overlap with computation; "auto": on a GPU.'
     )
     prefetch_batches: Annotated[int, Field(ge=0)] = Field(
         2, description="Micro-batches copied to the device ahead of their use (GPU only)."
     )
     timeout: PositiveFloat | None = Field(
-        None, description="Seconds to wait for a batch of a loader process; then the run ends and names it. None: ever."
+        None,
+        description="Seconds to wait for a DataLoader worker's batch; then the run ends and names it. None: no limit.",
     )
     shuffle: bool = Field(True, description="A new order each epoch, a pure function of (seed, epoch).")
     drop_last: bool = Field(
@@ -195,7 +196,9 @@ class TrainerConfig(_Part):
         None, description="torch.compile: the whole model, or each of its repeated blocks; None: off."
     )
     seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(0, description="Data order and every random state.")
-    deterministic: bool = Field(False, description="Only algorithms that repeat bit by bit; may be slower.")
+    deterministic: bool = Field(
+        False, description="Only algorithms whose results are bitwise reproducible; may be slower."
+    )
     log_every: Count = Field(10, description="Optimizer steps between log points, where the host waits for the device.")
     eval_every: Count | None = Field(None, description="Optimizer steps between evaluations; None: after each epoch.")
     eval_every_epochs: Count | None = Field(None, description="Epochs between evaluations, instead of eval_every.")
@@ -223,7 +226,7 @@ class TrainerConfig(_Part):
             )
         if self.max_seconds is not None and self.checkpoint.dir is None:
             raise ValueError(
-                f"max_seconds = {self.max_seconds:g} ends the run to go on later, which needs checkpoints: "
+                f"max_seconds = {self.max_seconds:g} ends the run to resume later, which needs checkpoints: "
                 'set checkpoint={"dir": ...}'
             )
         if self.micro_batch_size == "auto" and self.accumulation_steps is not None:

@@ -63,7 +63,7 @@ HIDDEN_FROM_WORKERS = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHE
 QUIET_IMPORT = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 RUN_FOLDER_PREFIX = "ddpkit-"
-# In a run folder, beside the names that torch gives: each rank's, in its own folder, and the job's.
+# In a run folder, besides the names that torch gives: each rank's, in its own folder, and the job's.
 OUTPUT_LOG = "output.log"
 HEARTBEAT_FILE = "heartbeat"  # see `HeartbeatField`
 STACKS_FILE = "stacks.txt"  # where a rank stood when a hang was found
@@ -109,7 +109,7 @@ class WorkerEnv:
 
 @dataclass(frozen=True)
 class JobEnv:
-    """What a worker is told of its job, beside its own place."""
+    """What a worker is told about its job, besides its own ranks."""
 
     nodes: int
     role: str
@@ -281,7 +281,7 @@ def heartbeat_memory(env: Mapping[str, str] | None = None) -> "memoryview[int] |
 
 
 def read_heartbeat(error_file: str) -> Signs:
-    """What the worker with this error file has noted beside it; no signs where there is nothing."""
+    """What the worker with this error file has noted next to it; no signs where there is nothing."""
     with suppress(OSError, ValueError, TypeError, IndexError):
         found = memoryview(Path(error_file).with_name(HEARTBEAT_FILE).read_bytes()).cast("q").tolist()
         step, phase, beats, steps, collectives, all_collectives, began = found

@@ -77,7 +77,7 @@ class LossError(DdpKitError):
 class CheckpointError(DdpKitError):
     """A checkpoint cannot be written, found or believed.
 
-    `may_pass`: whether time may mend it, as with a full disk; a run then goes on, and tries again with its next save.
+    `may_pass`: whether it is transient, as a full disk: the run then continues and tries again with its next save.
     """
 
     def __init__(self, message: str, hint: str, *, may_pass: bool = False) -> None:

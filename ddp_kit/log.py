@@ -22,7 +22,7 @@ def start(rank: int, world_size: int) -> None:
     """Let ddpkit's lines through on the main rank alone, and name the rank in every line where there are several.
 
     Where the user has configured loguru, their handlers receive the lines. Where they have not, loguru's default
-    handler goes on with everything but ours, and ours get a format that suits a training log.
+    handler keeps everything but ours, and ours get a format that suits a training log.
     """
     (logger.enable if rank == 0 else logger.disable)("ddp_kit")
     logger.enable(_ANY_RANK)

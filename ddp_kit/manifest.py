@@ -5,7 +5,7 @@
         model.safetensors           tensors, one file per part of the state
         state.json                  all else, of all parts
     <dir>/.writing-step-00000012-1f0c93aa/    not finished; the next save removes it unless somebody writes it still
-    <dir>/set-aside-20260102-030405-1f0c/     of a course that the run has left: nothing looks in there
+    <dir>/set-aside-20260102-030405-1f0c/     of a branch that the run has left: nothing looks in there
 
 docs/checkpoints.md describes the files for other programs.
 """
@@ -33,7 +33,7 @@ TENSORS = ".safetensors"
 WRITING, REMOVED = ".writing-", ".removed-"
 """How the names of folders begin that are being written, and removed; or whose writer was killed."""
 ASIDE = "set-aside-"
-"""How the names of folders begin that hold the checkpoints of a course that was left."""
+"""How the names of folders begin that hold the checkpoints of a branch that was left."""
 
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "U32": 4, "I32": 4, "U64": 8, "I64": 8,
@@ -157,7 +157,7 @@ def leftovers(folder: Path) -> tuple[Path, ...]:
 
 
 def left_courses(folder: Path) -> tuple[Path, ...]:
-    """Folders with the checkpoints of courses that were left. Raises `CheckpointError`."""
+    """Folders with the checkpoints of branches that were left. Raises `CheckpointError`."""
     return tuple(path for path in _entries(folder) if path.name.startswith(ASIDE))
 
 
@@ -183,7 +183,7 @@ def verified(found: Found) -> Found:
 def open_file(path: Path) -> BufferedReader:
     """Open a file of a checkpoint. Raises `OSError`, also for a link, a pipe and a device: no save makes such."""
     try:
-        # Without O_NONBLOCK, to open a pipe that nobody writes to would take for ever.
+        # Without O_NONBLOCK, opening a pipe that nobody writes to would block forever.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno == errno.ELOOP:

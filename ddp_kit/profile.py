@@ -22,7 +22,7 @@ class Recorder:
         recorder.before_step(number); ...; recorder.after_step(number)
 
     Raises `ConfigError` where the traces could not be written. Later on nothing is raised: a trace that fails is a
-    warning, and the training goes on.
+    warning, and training continues.
     """
 
     def __init__(self, config: ProfileConfig, rank: int) -> None:
@@ -43,7 +43,7 @@ class Recorder:
         self.close()
 
     def before_step(self, number: int) -> None:
-        """Begin where `number`, counted from 1, is in the window; also in its middle, where a run goes on there."""
+        """Begin where `number`, counted from 1, is in the window; also in its middle, where a run resumes there."""
         if self._armed and self._first <= number <= self._last:
             self._armed = False
             self._begin(number)

@@ -120,7 +120,7 @@ class DeviceClock(StepClock):
         self._new_event = new_event
         self._made = 0
         self._free: list[Event] = []
-        self._open: list[tuple[int, Event]] | None = None  # the marks of the step that is going on, if it is measured
+        self._open: list[tuple[int, Event]] | None = None  # the marks of the current step, if it is measured
         self._waiting: deque[list[tuple[int, Event]]] = deque()  # steps that the device may not have finished
 
     def start(self) -> None:

@@ -51,7 +51,7 @@ class BestModel(Callback):
         return {"watched": self._watched.state_dict(), "step": self.step, "weights": self._state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the best so far."""
+        """Continue with the best so far."""
         if self._watched.load_state_dict(state["watched"]):
             self.step, self._state = state["step"], state["weights"]
             self._taken_up = True
@@ -115,7 +115,7 @@ def _copied(value: Any) -> Any:
 
 
 def _write(model: nn.Module, path: Path) -> None:
-    """Write to a file beside it, then rename: whoever reads `path` finds a whole file."""
+    """Write to a file next to it, then rename: whoever reads `path` finds a whole file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")  # always the same: what a killed run has left is overwritten
     save_model(model, str(part))

@@ -33,7 +33,7 @@ class Callback:
         """At each log point, with its row of `FitResult.history`; on a GPU one interval late."""
 
     def on_evaluate_start(self, trainer: Any) -> None:
-        """Before each evaluation; once more where a stop had broken it off, and the run goes on."""
+        """Before each evaluation; once more where a stop had interrupted it, and the run resumes."""
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
         """After each evaluation, with the mean loss and the metrics, the same on all ranks."""

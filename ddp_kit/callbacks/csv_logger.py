@@ -19,7 +19,7 @@ class CSVLogger(FileLogger):
     eval_loss, ...    the metrics, empty in rows of log points
 
     A file that is there is gone on with. Where a row brings columns that it does not have, they are added at its
-    right, and the file is replaced as a whole by one with the longer header. A run that goes on from a checkpoint
+    right, and the file is replaced as a whole by one with the longer header. A run that resumes from a checkpoint
     takes its rows of later steps out of it. Raises `ConfigError` for a file that is no such log.
     """
 
@@ -72,6 +72,6 @@ def _read_columns(path: Path) -> list[str]:
     if columns and columns[: len(_FIRST)] != _FIRST:
         raise ConfigError(
             f"{path} is not a log of CSVLogger: its first columns are {', '.join(columns[:3])}",
-            "give the path of a new file, or of a log to go on with",
+            "give the path of a new file, or of a log to continue",
         )
     return columns

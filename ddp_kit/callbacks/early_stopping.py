@@ -13,8 +13,8 @@ class EarlyStopping(Callback):
 
     `metric`: "loss" or the name of one of the Trainer's metrics. `mode`: "min" or "max", what better means.
     `min_delta`: by how much a value has to be better than the best to count. NaN is no improvement.
-    All ranks see the same values, and so decide the same. A new call of `fit` has its patience anew; one that goes on
-    from a checkpoint has what was left of it, and where nothing was, it ends at once.
+    All ranks see the same values, and so decide the same. A new call of `fit` starts its patience anew; one that
+    resumes from a checkpoint has what was left of it, and ends at once where nothing was.
     Raises `ConfigError`; for an unknown metric at the first evaluation.
     """
 
@@ -39,7 +39,7 @@ class EarlyStopping(Callback):
         return {"watched": self._watched.state_dict(), "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on waiting."""
+        """Continue counting."""
         if self._watched.load_state_dict(state["watched"]):
             self.waited, self._taken_up = state["waited"], True
 

@@ -38,7 +38,7 @@ class EMA(Callback):
         return {"average": self._loaded or dict(zip(self._names, self._average, strict=True))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with this average. Raises `ConfigError` with the next event where it is of other parameters."""
+        """Continue this average. Raises `ConfigError` with the next event where it is of other parameters."""
         self._swap_back()
         self._model, self._names, self._parameters, self._average = None, [], [], []
         self._loaded = state["average"]

@@ -16,7 +16,7 @@ class JSONLinesLogger(FileLogger):
     {"event": "eval", "step": 10, "eval_loss": 0.6, ...}            the metrics
 
     NaN and infinity, which JSON does not have, are null. Each row is on disk at once; a file that is there is gone on
-    with, and a run that goes on from a checkpoint takes its rows of later steps out of it. Raises `ConfigError` for a
+    with, and a run that resumes from a checkpoint takes its rows of later steps out of it. Raises `ConfigError` for a
     file that does not hold JSON objects.
     """
 
@@ -27,7 +27,7 @@ class JSONLinesLogger(FileLogger):
                 if file.read(1) not in (b"", b"{"):
                     raise ConfigError(
                         f"{self._path} is not a log of JSONLinesLogger: its first line is no JSON object",
-                        "give the path of a new file, or of a log to go on with",
+                        "give the path of a new file, or of a log to continue",
                     )
 
     def write(self, trainer: Any, kind: str, step: int, values: dict[str, Any]) -> None:

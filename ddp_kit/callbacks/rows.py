@@ -27,7 +27,7 @@ class RowLogger(Callback):
         self._taken_up = True
 
     def take_back(self, step: int) -> None:
-        """Let go of the rows of later steps, before the first row of a run that goes on after `step`."""
+        """Let go of the rows of later steps, before the first row of a run that resumes after `step`."""
 
     def on_fit_start(self, trainer: Any) -> None:
         """Take back what came after the checkpoint, if one was taken up."""
@@ -68,7 +68,7 @@ class FileLogger(RowLogger):
         return {"path": str(self._path.absolute()), "begins": self.begin()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the file, if it is the same one."""
+        """Continue the file, if it is the same one."""
         if state["path"] == str(self._path.absolute()):
             super().load_state_dict(state)
             self._begins = state["begins"]

@@ -16,7 +16,7 @@ class TensorBoardLogger(RowLogger):
 
     `dir`: the folder of the event files: `tensorboard --logdir dir`. Needs `pip install tensorboard`, and raises
     `ConfigError` without it. What is logged after the end of `fit` goes to a further file in the same folder. A run
-    that goes on from a checkpoint says there that earlier points of later steps do not count (`purge_step`).
+    that resumes from a checkpoint says there that earlier points of later steps do not count (`purge_step`).
     """
 
     def __init__(self, dir: str | Path) -> None:

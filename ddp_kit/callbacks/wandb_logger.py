@@ -10,8 +10,8 @@ class WandbLogger(RowLogger):
 
     `project` and `init`: what `wandb.init` takes, such as name, group or mode="offline". The TrainerConfig is the
     run's config; `config={...}` adds to it. Needs `pip install wandb`, and raises `ConfigError` without it.
-    The run is finished at the end of `fit`; what is logged after that goes on with the same run, and so does a Trainer
-    that goes on from a checkpoint. W&B takes no rows back: the steps that are done once more are there twice.
+    The run is finished at the end of `fit`; what is logged after that belongs to the same run, and so does a Trainer
+    that resumes from a checkpoint. W&B takes no rows back: the steps that are done once more are there twice.
     """
 
     def __init__(self, project: str | None = None, **init: Any) -> None:
@@ -24,7 +24,7 @@ class WandbLogger(RowLogger):
         return {"id": self._init.get("id") if self._run is None else self._run.id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with that run, where this process has not begun one."""
+        """Continue that run, where this process has not begun one."""
         if state["id"] is not None and self._run is None and "id" not in self._init:
             self._init |= {"id": state["id"], "resume": "allow"}
 

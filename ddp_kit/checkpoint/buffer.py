@@ -39,7 +39,7 @@ class SharedBuffer:
         return memoryview(self._memory)
 
     def reserve(self, size: int) -> None:
-        """Get memory of this size, and have it filled in beside the caller."""
+        """Get memory of this size; its pages are provided in the background."""
         if self._grow(size):
             filling = Thread(target=_fill_in, args=(self._bytes,), daemon=True)  # at the end nobody waits for it
             with suppress(RuntimeError):  # no more threads: pages come as they are written to
@@ -47,7 +47,7 @@ class SharedBuffer:
                 self._filling = filling
 
     def prepare(self, layout: Layout, tensors: Sequence[Tensor], text: bytes) -> None:
-        """Make room for `tensors`, which are in the order of the layout's places, and write all that is beside them.
+        """Make room for `tensors`, which are in the order of the layout's places, and write everything but them.
 
         Where the layout is that of the time before, that is `text` alone.
         """
@@ -85,7 +85,7 @@ class SharedBuffer:
         size = -(-(size + _ROOM_TO_GROW) // _PAGE) * _PAGE
         os.ftruncate(self.descriptor, size)
         self._memory = mmap.mmap(self.descriptor, size)
-        with suppress(OSError):  # a forked loader process shall not keep it
+        with suppress(OSError):  # a forked DataLoader worker shall not keep it
             self._memory.madvise(mmap.MADV_DONTFORK)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         return True

@@ -57,7 +57,7 @@ def newer(found: Found) -> CheckpointError:
     """The error of a checkpoint that a later version has written."""
     return CheckpointError(
         f"the checkpoint {found.path} is of a {found.problem}",
-        "go on with the version of ddpkit that wrote it, or a later one; or name an older checkpoint or another folder",
+        "use the version of ddpkit that wrote it, or a later one; or name an older checkpoint or another folder",
     )
 
 

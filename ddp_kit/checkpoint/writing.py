@@ -118,9 +118,9 @@ def make_folder(folder: Path, system: System | None = None) -> None:
 
 
 def set_aside(folder: Path, after: int, system: System | None = None) -> tuple[Path, list[int]] | None:
-    """Move the checkpoints of later steps into a folder beside them, durably; None where there are none.
+    """Move the checkpoints of later steps into a folder next to them, durably; None where there are none.
 
-    They are of a course that the run has left: those of the new one shall not be taken for older ones. Returns the
+    They belong to a branch that the run has left: those of the new one must not be taken for older ones. Returns the
     folder and their steps. Raises `CheckpointError`.
     """
     system = system or System()
@@ -165,7 +165,7 @@ def _write_files(job: Job, memory: memoryview, half: Path, system: System) -> No
 
 @contextmanager
 def _hashed(content: memoryview) -> Iterator[Callable[[], str]]:
-    """Hash it beside what is done meanwhile; both leave the interpreter lock alone."""
+    """Hash it in a thread while the body runs; both release the interpreter lock."""
     digest = hashlib.sha256()
     thread = Thread(target=digest.update, args=(content,))
     thread.start()

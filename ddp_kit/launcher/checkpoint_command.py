@@ -68,7 +68,7 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
     for path in left:
         say(f"{path.name}: not finished; the next save removes it, unless somebody writes it still")
     for path in courses:
-        say(f"{path.name}: of a course that was left; `ddpkit checkpoints {path}` lists it, no save removes it")
+        say(f"{path.name}: of a branch that was left; `ddpkit checkpoints {path}` lists it, no save removes it")
     return ExitCode.OK if all(one.whole for one in found) else ExitCode.BROKEN
 
 

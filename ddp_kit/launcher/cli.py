@@ -26,7 +26,7 @@ commands:
   launch        start one process per GPU and give each its rank: `ddpkit launch --help`
   devices       the GPUs, who uses them, and which are free
   checkpoints   those in a folder: whole or damaged, and what differs between two
-  doctor        check this machine for training, and say how to mend what is wrong
+  doctor        check this machine for training, and say how to fix what is wrong
 
 examples:
   ddpkit launch train.py                       one process per visible GPU (one process without any)
@@ -223,7 +223,7 @@ class _StoppedError(BaseException):
     """A signal came before the job was up."""
 
     latest: "_StoppedError | None" = None
-    """torch's import takes NumPy's for failed, and goes on, where this is raised in the middle of it."""
+    """Raised while torch imports NumPy, this would be taken for a failed import, and ignored."""
 
     def __init__(self, by: signal.Signals) -> None:
         super().__init__(by)

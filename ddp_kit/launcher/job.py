@@ -1,4 +1,4 @@
-"""The course of a job over all its nodes, decided in one place: a pure state machine without I/O or clock.
+"""What a job does on all its nodes, decided in one place: a pure state machine without I/O or clock.
 
     gathering --enough nodes--> running --a failure, a node lost or a newcomer--> stopping --all stopped--> running
                                    |                                                   | |
@@ -8,7 +8,7 @@
                                    +------------- every node done --> ended <------------+ nothing left to try
 
 Reports of nodes go in, orders for them come out. Time is seconds of one monotonic clock, the one of whoever runs
-this: no clock of another node is ever looked at.
+this: the clocks of other nodes do not matter.
 """
 
 from collections import Counter
@@ -317,7 +317,7 @@ class Job:
         return []
 
     def _decide(self) -> list[Order] | None:
-        """Once every member that lives has stopped: go on, or end. None: some have not."""
+        """Once every live member has stopped: continue, or end. None: some have not."""
         round_ = self._round
         if len(round_.down) < len(round_.here):
             return None

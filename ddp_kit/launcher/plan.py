@@ -35,7 +35,7 @@ class Plan:
     torchrun: Mapping[str, Any]
     """torchrun's settings, all choices made."""
     env: Mapping[str, str]
-    """What the workers find in their environment beside the user's own variables and their ranks."""
+    """What workers find in their environment besides the user's own variables and their ranks."""
     origin: Mapping[str, str]
     """Why each variable of `env` has its value, in a few words, such as `--gpus 2`."""
     places: tuple[Place, ...]

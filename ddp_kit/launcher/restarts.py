@@ -79,7 +79,7 @@ class Restarts:
         self._reached = max(self._reached, steps.reached)
 
     def lost(self) -> str:
-        """A node was lost. Why the job ends therefore; empty: it may go on."""
+        """A node was lost. Returns why the job ends; empty: it may continue."""
         self._losses += 1
         return f"nodes were lost {self._losses} times in a row without progress" * (self._losses > LOST_NODES)
 

@@ -226,7 +226,7 @@ def _check_syntax(path: Path) -> None:
             compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:  # ValueError: a null byte
         what = "".join(traceback.format_exception_only(error)).rstrip()
-        raise UsageError(f"python cannot read {path}:\n{what}", "mend that line; nothing was started") from None
+        raise UsageError(f"python cannot read {path}:\n{what}", "fix that line; nothing was started") from None
 
 
 def _nearest_script(missing: Path) -> str:

@@ -92,7 +92,7 @@ class Outcome:
     stopped_by: int = 0
     """The signal that stopped the launcher itself, or the one of the node that left."""
     lost: str = ""
-    """Why the job could not go on although no worker had failed."""
+    """Why the job could not continue although no worker had failed."""
     started: bool = True
     """Whether any worker was."""
     note: str = ""
@@ -147,7 +147,7 @@ def judge(outcome: Outcome, shown: Collection[int] = ()) -> Verdict:
         code: int = ExitCode.NODE_LOST if outcome.started else ExitCode.LAUNCH_FAILED
         code = ExitCode.of_signal(outcome.stopped_by) if outcome.stopped_by else code
         by = f" (stopped by {_signal_name(outcome.stopped_by)})" if outcome.stopped_by else ""
-        return Verdict(code, f"the job cannot {'go on' if outcome.started else 'start'}: {outcome.lost}{by}")
+        return Verdict(code, f"the job cannot {'continue' if outcome.started else 'start'}: {outcome.lost}{by}")
     if outcome.stopped_by:
         return Verdict(ExitCode.of_signal(outcome.stopped_by), f"stopped by {_signal_name(outcome.stopped_by)}")
     if not outcome.failures:

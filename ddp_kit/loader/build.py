@@ -34,8 +34,8 @@ def build_loader(
 ) -> Iterable[Any]:
     """A loader over `batches`; what the user's own DataLoader (`template`) chose is kept.
 
-    `seed` is for the loader processes; where `batches` says its seed and epoch (`Batches`), they draw by these instead:
-    per batch, or with `config.seed_samples` per sample. So does this process where it fetches ahead of the use.
+    `seed` is for the DataLoader workers; where `batches` has a seed and an epoch (`Batches`), they draw from
+    these instead: per batch, or with `config.seed_samples` per sample. So does this process where it prefetches.
     """
     options = loader_options(config, world, seed, template)
     workers, pinned = options["num_workers"], options["pin_memory"]
@@ -63,9 +63,9 @@ def build_loader(
 def loader_options(
     config: DataConfig, world: World, seed: int, template: "DataLoader[Any] | None" = None
 ) -> dict[str, Any]:
-    """What DataLoader is told beside the samples and how they make a batch."""
+    """The DataLoader's options besides the samples and how they make a batch."""
     pinned = world.device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
-    # seeds the loader processes: differently on every rank, without touching the global state
+    # seeds the DataLoader workers: differently on every rank, without touching the global state
     generator = torch.Generator().manual_seed(mixed_seed(seed, world.rank))
     workers = _workers(config, world) if template is None else template.num_workers
     timeout = config.timeout or 0 if workers else 0

@@ -13,7 +13,7 @@ _SHOWN = 4  # differing samples in a message
 
 @dataclass(frozen=True)
 class Uncollated:
-    """In the place of a batch whose samples do not fit together: it comes from a loader process like a batch."""
+    """In the place of a batch whose samples do not fit together: it comes from a DataLoader worker like a batch."""
 
     said: str
     """torch's own words."""

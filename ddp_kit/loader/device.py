@@ -1,4 +1,4 @@
-"""Batches on the device: copies beside the computation, whatever the batches are made of."""
+"""Batches on the device: copies overlap with computation, whatever the batches are made of."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping

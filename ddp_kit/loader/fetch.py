@@ -114,7 +114,7 @@ class SeededSamples(Dataset[Any]):
 class SeededBatches(Dataset[Any]):
     """A dataset whose batches are fetched with random states of (seed, epoch, batch) alone.
 
-    So a run that goes on from a checkpoint draws what it would have drawn, however far ahead of the training that is.
+    So a run that resumes from a checkpoint draws what it would have drawn, however far ahead of the training that is.
     Its keys are those of `WithEpoch`. It leaves the states so, for what makes a batch of the samples: it is for loader
     processes, or for `Apart`.
     """
@@ -150,9 +150,9 @@ class Apart:
 
 
 class OwnRandomStates:
-    """Random states beside those of the training: within, this process draws from them, and they go on each time.
+    """Random states apart from those of training: within, this process draws from them, and they continue each time.
 
-    A loader process has no others.
+    A DataLoader worker has no others.
     """
 
     def __init__(self, seed: int) -> None:
@@ -181,7 +181,7 @@ class OwnRandomStates:
 
 
 class WithEpoch:
-    """Batches of keys that name their epoch, too: loader processes that stay learn it in no other way."""
+    """Batches of keys that name their epoch, too: DataLoader workers that stay learn it in no other way."""
 
     def __init__(self, batches: Batches) -> None:
         self.batches = batches

@@ -42,7 +42,7 @@ def _check_stream(dataset: "IterableDataset[Any]", role: str) -> None:
     if isinstance(dataset, pipes):
         raise DataError(
             f"{role} is a DataPipe ({type(dataset).__name__}), which only torch's DataLoader can divide",
-            "give an IterableDataset that divides itself by rank and loader process, or a dataset with __getitem__",
+            "give an IterableDataset that divides itself by rank and DataLoader worker, or a dataset with __getitem__",
         )
 
 

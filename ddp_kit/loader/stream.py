@@ -1,6 +1,6 @@
 """Batches from an IterableDataset: each rank has a stream of its own, which the dataset divides.
 
-Loader processes take turns: batch j of a rank comes from process j % W, whose i-th batch is therefore number i*W + w.
+DataLoader workers take turns: batch j of a rank comes from process j % W, whose i-th batch is therefore number i*W + w.
 Once the streams of some processes have ended, the turns are the others'.
 
 A dataset with `state_dict` and `load_state_dict` is asked for its state after each batch, in the process that reads it.
@@ -27,7 +27,7 @@ from ddp_kit.loader.worker_errors import watched
 from ddp_kit.world import RandomStates, World, mixed_seed, set_random_states
 
 _PASSED_ON = 0
-"""Samples of a turn that a loader process passes on: in an epoch that was left, it is another's turn first."""
+"""Samples of a turn that a DataLoader worker passes on: in an epoch that was left, it is another's turn first."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Mark:
     """Where a process that reads a stream is, after one of its batches."""
 
     reader: int
-    """The number of the loader process; 0 without any."""
+    """The number of the DataLoader worker; 0 without any."""
     number: int
     """Of the batch that it reads next, within the epoch."""
     random: RandomStates
@@ -55,7 +55,7 @@ class Stream:
     def set_position(self, epoch: int, marks: Sequence[Mark] = ()) -> None:
         """The next iteration is this epoch; behind the batches of these marks, the last one given last.
 
-        A dataset that has `set_epoch` is told the epoch, in loader processes too.
+        A dataset that has `set_epoch` is told the epoch, in DataLoader workers too.
         """
         self._epoch.fill_(epoch)
         self.marks.clear()

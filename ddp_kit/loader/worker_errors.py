@@ -9,7 +9,7 @@ from ddp_kit.loader.collate import Uncollated, data_error
 
 
 def watched(loader: Iterable[Any]) -> Iterator[Any]:
-    """The loader's batches. Raises `DataError` where a loader process is at fault, or samples do not fit together."""
+    """The loader's batches. Raises `DataError` where a worker is at fault, or samples do not fit together."""
     batches = iter(loader)
     for number in count():
         try:
@@ -32,14 +32,14 @@ def _keys(loader: Any, number: int) -> list[Any] | None:
 
 
 def _named(error: RuntimeError, batches: Iterator[Any]) -> DataError | None:
-    """torch names processes by their numbers alone, or not at all; None where no loader process is at fault."""
+    """torch names processes by their numbers alone, or not at all; None where no DataLoader worker is at fault."""
     workers, text = getattr(batches, "_workers", []), str(error)
     found = None
     if "timed out" in text:
         tasks, due = getattr(batches, "_task_info", {}), getattr(batches, "_rcvd_idx", None)
         late = tasks.get(due, (None,))[0]
         found = DataError(
-            f"data: no batch has come in time from loader process {late}: {text}",
+            f"data: no batch has come in time from DataLoader worker {late}: {text}",
             "see what __getitem__ waits for, or raise data.timeout",
         )
     else:
@@ -47,7 +47,7 @@ def _named(error: RuntimeError, batches: Iterator[Any]) -> DataError | None:
             if not worker.is_alive() and worker.exitcode:
                 how = f"signal {-worker.exitcode}" if worker.exitcode < 0 else f"exit code {worker.exitcode}"
                 found = DataError(
-                    f"data: loader process {number} (pid {worker.pid}) of {len(workers)} ended with {how}",
+                    f"data: DataLoader worker {number} (pid {worker.pid}) of {len(workers)} ended with {how}",
                     "signal 9 without anyone sending it means out of memory: fewer data.num_workers, smaller samples",
                 )
     if found is not None:

@@ -1,7 +1,7 @@
 """What the ranks have to agree on before they train or evaluate together, and the check that they do.
 
-Every rank runs the whole script. Where one builds other data, or other settings, the ranks would train apart without
-a word, or wait for each other for ever.
+Every rank runs the whole script. Where one builds other data, or other settings, the ranks would train apart silently,
+or wait for each other forever.
 """
 
 from collections.abc import Iterable, Sequence
@@ -80,7 +80,7 @@ def first_losses(world: World, facts: tuple[int, int], problem: DdpKitError | No
         problem.another_speaks = world.rank != troubled[0]
         raise problem
     if troubled:
-        error = LossError(f"rank {troubled[0]} cannot go on: see what it says", "mend that first")
+        error = LossError(f"rank {troubled[0]} cannot continue: see what it says", "fix that first")
         error.another_speaks = True
         raise error
     return [(first, second) for first, second, _ in everyone]

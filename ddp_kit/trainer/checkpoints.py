@@ -1,4 +1,4 @@
-"""A run's checkpoints: what belongs into one, when it is written, and going on from one."""
+"""A run's checkpoints: when one is written, and from which one a run resumes."""
 
 import json
 import time
@@ -233,7 +233,7 @@ class Checkpoints:
         if moved is not None:
             place, steps = moved
             logger.warning(
-                "this run goes on after step {}: the checkpoints of steps {} are of another course, now in {}; "
+                "this run continues after step {}: the checkpoints of steps {} are of another branch, now in {}; "
                 "remove that folder when you do not need them",
                 max(self._kept, 0),
                 ", ".join(map(str, sorted(steps))),
@@ -263,7 +263,7 @@ class Checkpoints:
             mark.unlink(missing_ok=True)
         return world.rank == 0 or (world.local_rank == 0 and not sees)
 
-    # --- going on -----------------------------------------------------------------------------------------------
+    # --- resuming -----------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
         """Resume from where the configuration says, if there is anything."""
@@ -319,7 +319,7 @@ class Checkpoints:
         return self._random.restore()
 
     def _load_newest(self, folder: Path, lineage: Lineage | None = None) -> bool:
-        """Go on from the newest one that is whole on every node, if there is any; if `lineage`: only within that."""
+        """Resume from the newest one that is whole on every node, if any. `lineage`: only if it belongs to that."""
         if folder.is_dir():
             wait_for_writers(folder, _WRITER_SECONDS)
         there = checkpoints(folder) if folder.is_dir() else ()
@@ -369,7 +369,7 @@ class Checkpoints:
 
 
 class _Patient(Saver):
-    """A Saver that warns of what time may mend, such as a full disk, and tries again with the next save."""
+    """A Saver that warns of transient errors, such as a full disk, and tries again with the next save."""
 
     unsaved: CheckpointError | None = None
     """Why the last save came to nothing; None where it did not, as far as is known."""
@@ -401,7 +401,7 @@ class _Patient(Saver):
             if not error.may_pass:
                 raise
             self.unsaved = error.with_traceback(None)  # whose frames hold tensors
-            logger.warning("{}; the run goes on, and its next save tries again", error.message)
+            logger.warning("{}; the run continues, and its next save tries again", error.message)
 
 
 def _lineage(path: Path | None, job: str) -> Lineage:

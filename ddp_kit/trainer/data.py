@@ -51,7 +51,7 @@ class DataRoom:
         return self.parts.strategy.data_ranks
 
     def train(self, data: Data, step: int) -> Feed:
-        """What the loop trains on. `step`: the optimizer steps done; loader processes draw other numbers after each."""
+        """What the loop trains on. `step`: optimizer steps done, which seeds DataLoader workers."""
         dataset, template = open_data(data, "train_data")
         own, config, world = batching(template), self.parts.config, self.parts.world
         asked = config.global_batch_size is not None or config.micro_batch_size is not None

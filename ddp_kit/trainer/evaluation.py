@@ -164,7 +164,7 @@ def evaluate(
     stopped, begun = False, collectives_begun()
     with evaluating(parts.model) as outputs:
         for number, (samples, batch) in enumerate(parts.strategy.evaluation(batches)):
-            # Where the ranks meet in each batch, they have to leave after the same: there it goes on to its end.
+            # Where each batch has a collective, all ranks have to stop after the same one: there it runs to its end.
             stopped = number > 0 and stops is not None and stops() and collectives_begun() == begun
             if stopped:
                 break

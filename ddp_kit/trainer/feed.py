@@ -110,7 +110,7 @@ class StreamFeed:
     Each rank looks one step ahead and tells the others how many samples it has for it. So the weights of a step are
     known before it, and all ranks end together: when nobody has a sample left. One that has none earlier stands in.
     `at_least`: the samples without which a step is left out, and ends the epoch.
-    The counts travel between the hosts, whose devices go on with the step before; no device is waited for.
+    The counts travel between the hosts, whose devices still work on the step before; nothing waits for a device.
     """
 
     steps: int | None = None
@@ -197,7 +197,7 @@ class StreamFeed:
         if bits and len(digests) == 1:
             logger.warning(
                 "all {} ranks read the same samples from their streams: let the dataset's __iter__ divide them, such "
-                "as islice(samples, rank, None, world_size), and over loader processes too (get_worker_info)",
+                "as islice(samples, rank, None, world_size), and over DataLoader workers too (get_worker_info)",
                 self._world.world_size,
             )
 

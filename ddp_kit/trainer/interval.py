@@ -59,7 +59,7 @@ class Interval:
         self._norm = norm
 
     def drop_step(self) -> None:
-        """Forget the losses of the step that is going on."""
+        """Forget the losses of the current step."""
         for noted in (self._step_of, self._weights, self._sums):
             del noted[len(noted) - (len(self._sums) - self._before_step) :]
 
@@ -135,7 +135,7 @@ class Values:
 
 
 class Reading:
-    """An interval's sums over all ranks. On a GPU they leave it beside the steps that follow, through pinned memory."""
+    """An interval's sums over all ranks. On a GPU they are copied to pinned memory while the next steps run."""
 
     def __init__(
         self, interval: Interval, seconds: float, table: Tensor, own_pairs: Tensor, step_of: list[int]

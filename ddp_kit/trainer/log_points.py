@@ -38,7 +38,7 @@ class _Point:
 
 
 class LogPoints:
-    """The interval that is going on, and the rows of those before.
+    """The current interval, and the rows of those before.
 
     On a GPU a row is read at the next log point: its figures have long arrived by then, and nobody waits.
     """
@@ -99,7 +99,7 @@ class LogPoints:
         )
 
     def refuse_non_finite(self) -> None:
-        """Raise the `LossError` that the next log point would: what is saved is worth going on from. A collective."""
+        """Raise the `LossError` that the next log point would: for a save. A collective."""
         if self._parts.config.non_finite == "skip":
             return
         for point in self._late:

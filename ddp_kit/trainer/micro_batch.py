@@ -78,7 +78,7 @@ def largest_micro_batch(parts: Parts, batches_of: Callable[[int], list[Any]], pl
     """The largest of 1, 2, 4, ... and a rank's whole share for which a step fits on every rank. A collective.
 
     A trial is two passes and an optimizer step, whose state takes memory from then on; all of it is taken back.
-    `batches_of(n)`: a batch of n samples on the device, and what is there beside it. Raises the out-of-memory error
+    `batches_of(n)`: a batch of n samples on the device, and those that are prefetched. Raises the out-of-memory error
     where not even the smallest fits.
     """
     share = -(-plan.global_batch // plan.world_size)

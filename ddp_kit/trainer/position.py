@@ -15,7 +15,7 @@ PER_RANK = ("the micro-batch", "data.num_workers")
 
 
 class Position:
-    """What was consumed by optimizer steps: a checkpoint holds it, and the data goes on from there."""
+    """What was consumed by optimizer steps: a checkpoint holds it, and the data continues from there."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -31,9 +31,9 @@ class Position:
         self.samples = 0
         """Trained on over all ranks."""
         self.micro_batches: dict[str, int] = {}
-        """What a search for the largest micro-batch came to, by the number of ranks: a run goes on with the same."""
+        """What a search for the largest micro-batch came to, by the number of ranks: a resumed run uses the same."""
         self.owes_evaluation = False
-        """Whether the evaluation after this step was broken off: a run that goes on begins with it."""
+        """Whether the evaluation after this step was interrupted: a resumed run begins with it."""
         self.was_stopping = False
         """Whether it was to end with that one."""
         self.place: tuple[Mark, ...] = ()

@@ -134,7 +134,7 @@ class Preemption:
             self._consensus.begin()
 
     def stops(self) -> bool:
-        """Whether the evaluation that is going on is in the way of a stop. Waits for nobody; the ranks may differ."""
+        """Whether a stop waits for the evaluation that is running. Waits for nobody; the ranks may differ."""
         self._requests.saves = False
         return self._folder is not None and self._consensus.stops()
 
@@ -164,7 +164,7 @@ class Preemption:
             _signals.heard = None  # until here a second Ctrl-C interrupts
         again = "the same command" if self._auto else 'with checkpoint.resume="auto" the command'
         logger.warning(
-            "stopped by {} after step {}: saved in {}; {} goes on from there",
+            "stopped by {} after step {}: saved in {}; {} continues from there",
             request.why,
             position.step,
             self._folder,

@@ -14,7 +14,7 @@ from ddp_kit.world import random_states, set_random_states
 
 
 class StepState:
-    """What the passes of an optimizer step change beside gradients: buffers and random states."""
+    """What the passes of an optimizer step change besides gradients: buffers and random states."""
 
     def __init__(self, parts: Parts) -> None:
         self._buffers = BufferCopies(parts.model, Tensor.clone)

@@ -69,10 +69,10 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | Callable[[Iterable[nn
             "LBFGS evaluates the loss several times within a step, which the loop cannot do", "use another optimizer"
         )
     own = set(model.parameters())
-    strangers = sum(parameter not in own for group in made.param_groups for parameter in group["params"])
-    if strangers:
+    unknown = sum(parameter not in own for group in made.param_groups for parameter in group["params"])
+    if unknown:
         raise ConfigError(
-            f"the optimizer holds {strangers} parameters that are not the model's: the ranks would train them apart",
+            f"the optimizer holds {unknown} parameters that are not the model's: the ranks would train them apart",
             "make it from model.parameters(); put a loss that has parameters of its own into the model",
         )
     _check_complete(model, made)

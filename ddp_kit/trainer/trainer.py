@@ -169,7 +169,7 @@ class Trainer:
     # --- what users call ----------------------------------------------------------------------------------------
 
     def fit(self, train_data: Data, eval_data: Data | None = None) -> FitResult:
-        """Train to the end that the configuration sets; go on from where an earlier call stopped.
+        """Train until the configured end; continues where an earlier call stopped.
 
         `train_data`, `eval_data`: a Dataset with a length, an IterableDataset, or a DataLoader over one of these.
         Returns a `FitResult`. A collective: all ranks call it.
@@ -227,14 +227,14 @@ class Trainer:
         self._checkpoints.save_or_postpone()
 
     def resume(self, path: str | Path) -> None:
-        """Go on from a checkpoint: weights, optimizer, random states, position. A collective: all ranks call it."""
+        """Resume from a checkpoint: weights, optimizer, random states, position. A collective: all ranks call it."""
         self._wait_for_all("resume()")
         self._checkpoints.load(absolute(path))
         self._heart.stand(self.step)
         self._state.resumed()
 
     def stop(self) -> None:
-        """End the run after the step that is going on. All ranks call it at the same step."""
+        """End the run after the current step. All ranks call it at the same step."""
         self._state.stopping = True
 
     def evaluate(self, data: Data, *, watched: bool | None = None) -> dict[str, float]:

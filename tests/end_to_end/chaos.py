@@ -48,7 +48,7 @@ class Job:
         return []
 
     def ranks(self) -> Processes:
-        """The rank processes: loader processes have their words, but are children of theirs."""
+        """The rank processes: DataLoader workers have their words, but are children of theirs."""
         named = [each for each in self.below if _says(each, "chaotic.py") and not _says(each, "warm import server")]
         pids = {each.pid for each in named}
         return [each for each in named if _parent(each) not in pids]

@@ -15,7 +15,7 @@ from ddp_kit import DataConfig, Loss, Trainer, TrainerConfig
 
 
 class Numbers(IterableDataset[tuple[Tensor, Tensor]]):
-    """As many samples as `lengths` says for this rank; divided over the loader processes, other ones in each epoch."""
+    """As many samples as `lengths` says for this rank; divided over DataLoader workers, other ones in each epoch."""
 
     def __init__(self, rank: int, lengths: list[int]) -> None:
         self.first, self.length, self.epoch = 1000 * rank, lengths[rank], 0

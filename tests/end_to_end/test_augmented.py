@@ -1,4 +1,4 @@
-"""With data.seed_samples each sample becomes the same at any number of ranks and loader processes."""
+"""With data.seed_samples each sample becomes the same at any number of ranks and DataLoader workers."""
 
 import json
 import subprocess

@@ -343,7 +343,7 @@ signal.pause()
 @pytest.mark.parametrize(
     ("fault", "named"),
     [
-        ("os.kill(os.getpid(), 9)", r"DataLoader worker \(pid|loader process 1"),
+        ("os.kill(os.getpid(), 9)", r"DataLoader worker \(pid|DataLoader worker 1"),
         ("time.sleep(1000)", "data: no batch has come"),
     ],
 )

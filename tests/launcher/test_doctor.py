@@ -87,8 +87,8 @@ def assert_result(result: CheckResult | None, status: Status, *words: str) -> No
     assert result is not None
     assert result.status == status, result
     for word in words:
-        assert word in f"{result.found} -> {result.mend}"
-    assert bool(result.mend) == (status != Status.OK), "what is wrong comes with what mends it, and nothing else does"
+        assert word in f"{result.found} -> {result.fix}"
+    assert bool(result.fix) == (status != Status.OK), "what is wrong comes with what fixes it, and nothing else does"
 
 
 def test_on_a_good_machine_every_check_is_ok(healthy: Machine) -> None:
@@ -177,7 +177,7 @@ def test_cores_that_the_process_may_not_use_are_told(healthy: Machine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "status", "mend"),
+    ("soft", "hard", "status", "fix"),
     [
         (-1, -1, Status.OK, "no limit"),
         (1024, 1048576, Status.WARN, "open files: 1,024; DataLoader workers may need more -> ulimit -n 65536"),
@@ -185,8 +185,8 @@ def test_cores_that_the_process_may_not_use_are_told(healthy: Machine) -> None:
         (1024, 1024, Status.WARN, "--ulimit nofile=65536"),
     ],
 )
-def test_few_open_files_are_a_warning(healthy: Machine, soft: int, hard: int, status: Status, mend: str) -> None:
-    assert_result(limits.open_files(replace(healthy, open_files=(soft, hard))), status, mend)
+def test_few_open_files_are_a_warning(healthy: Machine, soft: int, hard: int, status: Status, fix: str) -> None:
+    assert_result(limits.open_files(replace(healthy, open_files=(soft, hard))), status, fix)
 
 
 def test_locked_memory_may_be_small_without_infiniband(healthy: Machine) -> None:
@@ -235,8 +235,8 @@ def test_a_clock_that_nobody_sets_is_a_warning(healthy: Machine) -> None:
 
 def test_a_host_name_that_leads_nowhere_is_a_warning(healthy: Machine) -> None:
     lost = replace(healthy, trials=replace(ALL_WELL, host=said("gaierror: [Errno -2] Name or service not known")))
-    mend = 'echo "127.0.1.1 node1" >> /etc/hosts'
-    assert_result(surroundings.host_name(lost), Status.WARN, "does not resolve", mend)
+    fix = 'echo "127.0.1.1 node1" >> /etc/hosts'
+    assert_result(surroundings.host_name(lost), Status.WARN, "does not resolve", fix)
     foreign = replace(healthy, trials=replace(ALL_WELL, host=said(addresses=["10.0.0.9"], own=False)))
     assert_result(surroundings.host_name(foreign), Status.WARN, "10.0.0.9, which is not this machine", "getent hosts")
 
@@ -250,7 +250,7 @@ def test_who_holds_a_port_is_named(healthy: Machine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "error", "found", "mend"),
+    ("files", "error", "found", "fix"),
     [
         (["dev/nvidia0"], "Driver Not Loaded", "there is {}/dev/nvidia0", "sudo modprobe nvidia"),
         (["dev/nvidia0"], "RM has detected an NVML/RM version mismatch.", "version mismatch", "sudo reboot"),
@@ -262,7 +262,7 @@ def test_who_holds_a_port_is_named(healthy: Machine) -> None:
     ],
 )
 def test_a_gpu_without_a_working_driver_is_broken(
-    healthy: Machine, tmp_path: Path, files: list[str], error: str, found: str, mend: str
+    healthy: Machine, tmp_path: Path, files: list[str], error: str, found: str, fix: str
 ) -> None:
     for name in files:
         if "pci" in name:
@@ -270,7 +270,7 @@ def test_a_gpu_without_a_working_driver_is_broken(
         else:
             write((tmp_path / name).parent, **{Path(name).name: ""})
     assert_result(
-        gpu_checks.driver(replace(healthy, driver=Driver(error=error))), Status.FAIL, found.format(tmp_path), mend
+        gpu_checks.driver(replace(healthy, driver=Driver(error=error))), Status.FAIL, found.format(tmp_path), fix
     )
 
 
@@ -395,7 +395,7 @@ def test_several_gpus_need_nccl(healthy: Machine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "mend"),
+    ("error", "status", "fix"),
     [
         ("RuntimeError: CUDA error: an illegal instruction", Status.FAIL, "sudo nvidia-smi --gpu-reset -i 1"),
         ("no answer within 60 s", Status.FAIL, "sudo nvidia-smi --gpu-reset -i 1"),
@@ -404,11 +404,11 @@ def test_several_gpus_need_nccl(healthy: Machine) -> None:
     ],
 )
 def test_a_gpu_that_computes_wrong_or_not_at_all_is_named(
-    healthy: Machine, error: str, status: Status, mend: str
+    healthy: Machine, error: str, status: Status, fix: str
 ) -> None:
     products = {"GPU-00": said(), "GPU-11": said(error)}
     broken = replace(healthy, trials=replace(ALL_WELL, products=products))
-    assert_result(torch_checks.product(broken), status, f"GPU 1: {error}", mend)
+    assert_result(torch_checks.product(broken), status, f"GPU 1: {error}", fix)
 
 
 def test_processes_that_cannot_add_up_are_a_failure(healthy: Machine) -> None:
@@ -497,14 +497,14 @@ def test_json_is_one_document_and_nothing_else(ddpkit: Command, tmp_path: Path) 
     said = json.loads(run.stdout)
     (failed,) = (check for check in said["checks"] if check["status"] == "fail")
     assert failed["name"] == "checkpoint folder"
-    assert failed["mend"] == f"mkdir -p {tmp_path / 'nowhere'}"
-    assert set(failed) == {"name", "status", "found", "mend"}
+    assert failed["fix"] == f"mkdir -p {tmp_path / 'nowhere'}"
+    assert set(failed) == {"name", "status", "found", "fix"}
     assert (said["fail"], said["ok"] + said["warn"] + said["fail"]) == (1, len(said["checks"]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("text", "found", "mend"),
+    ("text", "found", "fix"),
     [
         (
             "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')",
@@ -524,10 +524,10 @@ def test_json_is_one_document_and_nothing_else(ddpkit: Command, tmp_path: Path) 
     ],
     ids=["missing", "cannot be imported", "crashes"],
 )
-def test_it_works_where_torch_does_not(ddpkit: Command, tmp_path: Path, text: str, found: str, mend: str) -> None:
+def test_it_works_where_torch_does_not(ddpkit: Command, tmp_path: Path, text: str, found: str, fix: str) -> None:
     run = ddpkit("doctor", env=broken_torch(tmp_path, text))
     assert run.returncode == 1
-    assert f"fail  {found}\n      -> {mend}\n" in run.stdout
+    assert f"fail  {found}\n      -> {fix}\n" in run.stdout
     assert run.stdout.splitlines()[-1].endswith("1 failed"), "what cannot be tried without torch is no other failure"
     assert "add up" not in run.stdout
     assert run.stderr == ""
@@ -637,7 +637,7 @@ def test_a_machine_without_room_for_temporary_files_is_broken() -> None:
     assert run.returncode == 1, run.stderr
     (only,) = json.loads(run.stdout)["checks"]
     assert "no temporary file can be made: " in only["found"]
-    assert only["mend"] == "export TMPDIR=FOLDER"
+    assert only["fix"] == "export TMPDIR=FOLDER"
 
 
 @pytest.mark.slow

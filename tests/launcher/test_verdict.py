@@ -44,7 +44,7 @@ def test_a_launcher_that_was_stopped_says_by_what() -> None:
 
 def test_a_lost_node_has_an_exit_code_of_its_own() -> None:
     verdict = judge(Outcome(lost="h2 has not been heard of for 3 s"))
-    assert (verdict.exit_code, verdict.text) == (4, "the job cannot go on: h2 has not been heard of for 3 s")
+    assert (verdict.exit_code, verdict.text) == (4, "the job cannot continue: h2 has not been heard of for 3 s")
 
 
 def test_what_the_others_say_alike_is_said_once() -> None:

@@ -15,7 +15,7 @@ BATCHES = [[0, 1, 2], [3, 4], [9]]
 
 
 class WorkerNumber(Dataset[int]):
-    """Says which loader process made each sample."""
+    """Says which DataLoader worker made each sample."""
 
     def __len__(self) -> int:
         return 10

@@ -142,7 +142,7 @@ def seeded(
     return found
 
 
-epochs_seed = 99  # of the loader processes: no sample depends on it
+epochs_seed = 99  # of the DataLoader workers: no sample depends on it
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])

@@ -19,7 +19,7 @@ ALONE = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=
 
 
 class Numbers(IterableDataset[int]):
-    """Divides itself over the loader processes, as is usual, and says the epoch in the thousands."""
+    """Divides itself over the DataLoader workers, as is usual, and says the epoch in the thousands."""
 
     def __init__(self, total: int) -> None:
         self.total = total

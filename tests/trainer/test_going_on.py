@@ -191,8 +191,8 @@ def test_a_course_that_was_left_is_set_aside_and_never_taken_up_by_itself(tmp_pa
     assert steps(tmp_path) == [5, 4, 2]
     (left,) = left_courses(tmp_path)
     assert steps(left) == [8, 6]
-    (line,) = [line for line in said if "of another course" in line]
-    assert "goes on after step 4: the checkpoints of steps 6, 8" in line
+    (line,) = [line for line in said if "of another branch" in line]
+    assert "continues after step 4: the checkpoints of steps 6, 8" in line
     assert str(left) in line
     assert trainer_for(tmp_path).step == 5
 
@@ -341,7 +341,7 @@ class Resumable(Drawn):
         info = get_worker_info()
         first, turns = (0, 1) if info is None else (info.id, info.num_workers)
         self.begins += self.at["read"] == 0
-        # The streams of loader processes differ in length: some end long before the others.
+        # The streams of DataLoader workers differ in length: some end long before the others.
         for number in range(self.at["read"], 40 if first == 0 else 16):
             self.at["read"] = number + 1
             x = torch.randn(3) + number / 40 + first / turns

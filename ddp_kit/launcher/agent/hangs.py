@@ -196,7 +196,7 @@ class Hangs:
                     os.unlink(path)  # noqa: PTH108
 
     def _keep(self, stacks: Mapping[int, Stack]) -> None:
-        """Write the whole stacks beside the logs."""
+        """Write the whole stacks next to the logs."""
         for local_rank, stack in stacks.items():
             text = self.stacks[self._ranks[local_rank]] = masked(stack.text, os.environ)
             path = self._stacks_file(local_rank)
@@ -227,7 +227,7 @@ def _trace(rank: int, stack: Stack) -> str:
     shown = stack if stack.loader is None else stack.loader
     who = f"rank {rank} (pid {stack.pid})"
     if stack.loader is not None:
-        who = f"a loader process (pid {shown.pid}) of {who}"
+        who = f"a DataLoader worker (pid {shown.pid}) of {who}"
     lines = shown.as_trace()
     return f"Where {who} stands (most recent call last):\n{lines}" if lines else ""
 

@@ -222,7 +222,7 @@ def _worker_spec(config: LaunchConfig, command: tuple[str, list[str]], seats: Se
 
 
 def _keep(record: dict[str, Any], path: Path, say: Say) -> None:
-    """Write the verdict beside the logs."""
+    """Write the verdict next to the logs."""
     try:
         with os.fdopen(open_log(str(path)), "w") as file:
             json.dump(record, file, indent=1)
@@ -327,7 +327,7 @@ def _torchs_own(
         raise LaunchError(
             f"the nodes of the job did not come together by --rdzv-backend {config.rdzv_backend}: "
             f"{error or type(error).__name__}",
-            "check --rdzv-backend and --rdzv-endpoint; c10d needs nothing beside torch",
+            "check --rdzv-backend and --rdzv-endpoint; c10d needs nothing but torch",
         ) from None
     finally:
         _end_leftovers(grace, warm)

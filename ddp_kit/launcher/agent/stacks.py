@@ -69,7 +69,7 @@ class Stack:
     holds_lock: bool = False
     """Whether it runs Python, or native code that lets no other thread run Python."""
     loader: "Stack | None" = None
-    """The loader process that its data is waited for from, where that stands in the user's code."""
+    """The DataLoader worker that its data is waited for from, where that stands in the user's code."""
 
     @property
     def python(self) -> tuple[Frame, ...]:
@@ -103,7 +103,7 @@ class Stack:
 
     @property
     def waits_for_data(self) -> bool:
-        """Whether it waits for a loader process."""
+        """Whether it waits for a DataLoader worker."""
         return any(frame.file.endswith(_LOADER) for frame in self.python)
 
     def doing(self, phase: Phase) -> str:

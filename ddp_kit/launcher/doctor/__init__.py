@@ -65,7 +65,7 @@ def run(words: Sequence[str], env: Mapping[str, str]) -> int:
     """Check this machine, print each finding as soon as it is there, and return the exit code."""
     parser = Parser(
         prog="ddpkit doctor",
-        description="Check this machine for training, and say how to mend what is wrong.",
+        description="Check this machine for training, and say how to fix what is wrong.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -102,13 +102,13 @@ def examine(env: Mapping[str, str], checkpoints: Path) -> Iterator[CheckResult]:
         for check in CHECKS:
             result = _checked(check, machine)
             if result is not None:  # what a broken torch says may quote anything
-                yield replace(result, found=masked(result.found, env), mend=masked(result.mend, env))
+                yield replace(result, found=masked(result.found, env), fix=masked(result.fix, env))
 
 
 def _checked(check: Check, machine: Machine) -> CheckResult | None:
     try:
         return check(machine)
-    except Exception as error:  # a check that stumbles is a finding too; the others go on
+    except Exception as error:  # a check that raises is a finding too; the others run
         name = check.__name__.replace("_", " ")
         return warn(name, f"{name} could not be checked: {type(error).__name__}: {error}", "")
 
@@ -117,8 +117,8 @@ def _line(result: CheckResult, colour: bool) -> str:
     status = f"{result.status:<4}"
     if colour:
         status = f"\033[{_COLOURS[result.status]}m{status}\033[0m"
-    mend = f"\n      -> {result.mend}" if result.mend else ""
-    return f"{status}  {result.found}{mend}"
+    fix = f"\n      -> {result.fix}" if result.fix else ""
+    return f"{status}  {result.found}{fix}"
 
 
 def _print(text: str) -> None:

@@ -16,7 +16,7 @@ _NO_ANSWER = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)  # the second: 
 
 @dataclass(frozen=True)
 class Card:
-    """What the checks want to know of one GPU beside what it is."""
+    """What the checks need to know about one GPU, besides what it is."""
 
     gpu: Gpu
     ecc_errors: int | None = None

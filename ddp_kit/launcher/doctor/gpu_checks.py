@@ -39,18 +39,18 @@ def visible_gpus(machine: Machine) -> CheckResult | None:
         return None
     if words is None:
         return ok("visible GPUs", f"{VISIBLE_GPUS} is not set: all {len(cards)} visible")
-    mend = f"unset {VISIBLE_GPUS}"
+    fix = f"unset {VISIBLE_GPUS}"
     asked = [word.strip() for word in words.split(",")]
     if asked in ([""], ["-1"]):
-        return warn("visible GPUs", f"{VISIBLE_GPUS}={words!r} hides all GPUs: training runs on the CPU", mend)
+        return warn("visible GPUs", f"{VISIBLE_GPUS}={words!r} hides all GPUs: training runs on the CPU", fix)
     # One by one: CUDA shows what stands before an unknown one, and nothing at all where one stands twice.
     seen = list(takewhile(bool, (machine.driver.visible({VISIBLE_GPUS: word}) for word in asked)))
     setting = f"{VISIBLE_GPUS}={words}"
     if len(set(seen)) < len(seen):
-        return fail("visible GPUs", f"{setting} names a GPU twice: CUDA then sees none", mend)
+        return fail("visible GPUs", f"{setting} names a GPU twice: CUDA then sees none", fix)
     if len(seen) < len(asked):
         found = f"{setting}: there is no GPU {asked[len(seen)]!r}, and CUDA stops reading there: {len(seen)} visible"
-        return fail("visible GPUs", found, mend)
+        return fail("visible GPUs", found, fix)
     if any(gpu.uuid.startswith("MIG-") for (gpu,) in seen):
         return ok("visible GPUs", f"{setting}: {len(seen)} MIG device{'s' if len(seen) > 1 else ''} visible")
     return ok("visible GPUs", f"{setting}: {len(seen)} of {len(cards)} visible")
@@ -70,10 +70,10 @@ def left_over(machine: Machine) -> CheckResult | None:
             kills.append(str(pid))
     if not lines:
         return ok("GPU processes", "no process without a parent is left on a GPU")
-    mend = "nvidia-smi  # on the host: they may run outside this container"
+    fix = "nvidia-smi  # on the host: they may run outside this container"
     if kills:
-        mend = f"kill {' '.join(dict.fromkeys(kills))}  # if nobody needs them"
-    return warn("GPU processes", f"left on a GPU without a parent: {'; '.join(lines)}", mend)
+        fix = f"kill {' '.join(dict.fromkeys(kills))}  # if nobody needs them"
+    return warn("GPU processes", f"left on a GPU without a parent: {'; '.join(lines)}", fix)
 
 
 def ecc(machine: Machine) -> CheckResult | None:

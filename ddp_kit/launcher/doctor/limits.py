@@ -22,8 +22,8 @@ def memory(machine: Machine) -> CheckResult:
     if may_use < total:
         found = f"memory: {size(may_use)} of the machine's {size(total)}, by the limit of its cgroup"
     if may_use < _LITTLE_MEMORY:
-        mend = "docker run --memory=16g ...  # Slurm: --mem=16G; Kubernetes: resources.limits.memory"
-        return warn("memory", f"{found}: torch alone takes about 0.5 GiB per process", mend)
+        fix = "docker run --memory=16g ...  # Slurm: --mem=16G; Kubernetes: resources.limits.memory"
+        return warn("memory", f"{found}: torch alone takes about 0.5 GiB per process", fix)
     return ok("memory", found)
 
 
@@ -37,8 +37,8 @@ def cpu(machine: Machine) -> CheckResult:
     elif may_use < machine.cores:
         found = f"CPU cores: {machine.usable_cores} of the machine's {machine.cores} may be used"
     if may_use < 1:
-        mend = "docker run --cpus=4 ...  # Slurm: --cpus-per-task=4; Kubernetes: resources.limits.cpu"
-        return warn("cpu", found, mend)
+        fix = "docker run --cpus=4 ...  # Slurm: --cpus-per-task=4; Kubernetes: resources.limits.cpu"
+        return warn("cpu", found, fix)
     return ok("cpu", found)
 
 
@@ -48,10 +48,10 @@ def open_files(machine: Machine) -> CheckResult:
     if soft < 0 or soft >= _FEW_OPEN_FILES:
         return ok("open files", f"open files: {'no limit' if soft < 0 else f'{soft:,}'}")
     may_have = _MANY_OPEN_FILES if hard < 0 else min(hard, _MANY_OPEN_FILES)
-    mend = f"ulimit -n {may_have}"
+    fix = f"ulimit -n {may_have}"
     if may_have < _FEW_OPEN_FILES:
-        mend = f"docker run --ulimit nofile={_MANY_OPEN_FILES} ...  # else: `nofile` in /etc/security/limits.conf"
-    return warn("open files", f"open files: {soft:,}; DataLoader workers may need more", mend)
+        fix = f"docker run --ulimit nofile={_MANY_OPEN_FILES} ...  # else: `nofile` in /etc/security/limits.conf"
+    return warn("open files", f"open files: {soft:,}; DataLoader workers may need more", fix)
 
 
 def locked_memory(machine: Machine) -> CheckResult:
@@ -63,8 +63,8 @@ def locked_memory(machine: Machine) -> CheckResult:
     needs_all = infiniband.is_dir() and any(infiniband.iterdir())
     if needs_all or soft < _LITTLE_LOCKED_MEMORY:
         for_whom = "InfiniBand needs no limit" if needs_all else "pinned buffers may need more"
-        mend = "ulimit -l unlimited  # docker run --ulimit memlock=-1 ..."
-        return warn("locked memory", f"locked memory: {size(soft)}; {for_whom}", mend)
+        fix = "ulimit -l unlimited  # docker run --ulimit memlock=-1 ..."
+        return warn("locked memory", f"locked memory: {size(soft)}; {for_whom}", fix)
     return ok("locked memory", f"locked memory: {size(soft)}, and no InfiniBand, which would need more")
 
 

@@ -21,8 +21,8 @@ class CheckResult:
     name: str
     status: Status
     found: str
-    mend: str = ""
-    """The command that mends it; empty where nothing is to be mended."""
+    fix: str = ""
+    """The command that fixes it; empty where nothing is to be fixed."""
 
 
 def ok(name: str, found: str) -> CheckResult:
@@ -30,11 +30,11 @@ def ok(name: str, found: str) -> CheckResult:
     return CheckResult(name, Status.OK, found)
 
 
-def warn(name: str, found: str, mend: str) -> CheckResult:
+def warn(name: str, found: str, fix: str) -> CheckResult:
     """Something that may go wrong."""
-    return CheckResult(name, Status.WARN, found, mend)
+    return CheckResult(name, Status.WARN, found, fix)
 
 
-def fail(name: str, found: str, mend: str) -> CheckResult:
+def fail(name: str, found: str, fix: str) -> CheckResult:
     """Something that is broken."""
-    return CheckResult(name, Status.FAIL, found, mend)
+    return CheckResult(name, Status.FAIL, found, fix)

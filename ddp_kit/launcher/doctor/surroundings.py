@@ -39,13 +39,13 @@ def clock(machine: Machine) -> CheckResult:
 def host_name(machine: Machine) -> CheckResult:
     """Whether the host's name leads to this machine: gloo and the nodes of a job look each other up by it."""
     name, answer = machine.host, machine.trials.host()
-    mend = f'echo "127.0.1.1 {name}" >> /etc/hosts'
+    fix = f'echo "127.0.1.1 {name}" >> /etc/hosts'
     if answer.error:
-        return warn("host name", f"host name {name!r} does not resolve: {answer.error}", mend)
+        return warn("host name", f"host name {name!r} does not resolve: {answer.error}", fix)
     addresses = ", ".join(answer.facts["addresses"])
     if not answer.facts["own"]:
         found = f"host name {name!r} resolves to {addresses}, which is not this machine"
-        return warn("host name", found, f"getent hosts {name}  # and mend that line, in /etc/hosts or in the DNS")
+        return warn("host name", found, f"getent hosts {name}  # and fix that line, in /etc/hosts or in the DNS")
     return ok("host name", f"host name {name!r} resolves to {addresses}")
 
 
@@ -80,10 +80,10 @@ def checkpoints(machine: Machine) -> CheckResult:
             os.fsync(file.fileno())
         _, free = machine.space(folder)
     except OSError as error:
-        mend = _ANOTHER_FOLDER
+        fix = _ANOTHER_FOLDER
         if isinstance(error, PermissionError) or not folder.exists():
-            mend = f"{'sudo chown $USER' if folder.exists() else 'mkdir -p'} {shlex.quote(str(folder))}"
-        return fail("checkpoint folder", f"checkpoint folder {folder} cannot be written to: {error.strerror}", mend)
+            fix = f"{'sudo chown $USER' if folder.exists() else 'mkdir -p'} {shlex.quote(str(folder))}"
+        return fail("checkpoint folder", f"checkpoint folder {folder} cannot be written to: {error.strerror}", fix)
     found = f"checkpoint folder {folder}: {size(free)} free"
     if free < _LITTLE_DISK:
         return warn("checkpoint folder", found, f"{_ANOTHER_FOLDER}; or free some space")

@@ -30,14 +30,14 @@ def torch_and_driver(machine: Machine) -> CheckResult | None:
     if facts is None or not seen:
         return None
     built, served = facts["cuda"], machine.driver.cuda
-    mend = _reinstall(_package(served))
+    fix = _reinstall(_package(served))
     if built is None:
-        return fail("torch and driver", f"torch {facts['version']} was built without CUDA: it uses no GPU", mend)
+        return fail("torch and driver", f"torch {facts['version']} was built without CUDA: it uses no GPU", fix)
     if served is None:
         return ok("torch and driver", "the driver does not tell which CUDA it serves")
     words = f"torch was built for CUDA {built}, and the driver serves up to {served[0]}.{served[1]}"
     if int(built.split(".")[0]) > served[0]:
-        return fail("torch and driver", words, f"{mend}  # or update NVIDIA's driver")
+        return fail("torch and driver", words, f"{fix}  # or update NVIDIA's driver")
     return ok("torch and driver", words)
 
 
@@ -79,8 +79,8 @@ def all_reduce(machine: Machine) -> CheckResult | None:
         return None
     answer = machine.trials.gloo()
     if answer.error:
-        mend = "GLOO_SOCKET_IFNAME=lo ddpkit doctor  # if that helps: the variable names the interface to use"
-        return fail("all-reduce", f"2 processes cannot add up over gloo: {answer.error}", mend)
+        fix = "GLOO_SOCKET_IFNAME=lo ddpkit doctor  # if that helps: the variable names the interface to use"
+        return fail("all-reduce", f"2 processes cannot add up over gloo: {answer.error}", fix)
     return ok("all-reduce", "2 processes add up over gloo")
 
 
@@ -91,8 +91,8 @@ def all_reduce_of_gpus(machine: Machine) -> CheckResult | None:
         return None
     answer = machine.trials.nccl()
     if answer.error:
-        mend = "NCCL_P2P_DISABLE=1 ddpkit doctor  # if that helps: switch ACS or the IOMMU off in the BIOS"
-        return fail("all-reduce of GPUs", f"2 GPUs cannot add up over NCCL: {answer.error}", mend)
+        fix = "NCCL_P2P_DISABLE=1 ddpkit doctor  # if that helps: switch ACS or the IOMMU off in the BIOS"
+        return fail("all-reduce of GPUs", f"2 GPUs cannot add up over NCCL: {answer.error}", fix)
     return ok("all-reduce of GPUs", "2 GPUs add up over NCCL")
 
 
@@ -112,10 +112,10 @@ def product(machine: Machine) -> CheckResult | None:
             "ddpkit doctor  # once the GPU is free",
         )
     if any("802" in error for error in errors.values()):  # cudaErrorSystemNotReady
-        mend = "sudo systemctl start nvidia-fabricmanager"
+        fix = "sudo systemctl start nvidia-fabricmanager"
     else:
-        mend = "; ".join(f"sudo nvidia-smi --gpu-reset -i {gpu.index}" for gpu in errors)
-    return fail("matrix product", f"a matrix product fails: {found}", mend)
+        fix = "; ".join(f"sudo nvidia-smi --gpu-reset -i {gpu.index}" for gpu in errors)
+    return fail("matrix product", f"a matrix product fails: {found}", fix)
 
 
 def _facts(machine: Machine) -> Mapping[str, Any] | None:

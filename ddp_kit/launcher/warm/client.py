@@ -213,7 +213,7 @@ class Process:
         """The exit code, minus the signal's number, or None while none was noted.
 
         Only `WarmServer.pump` takes news: here it would take those of other workers, too, and whoever has looked at
-        these already would wait for ever for what came and is gone.
+        these already would wait forever for what has come already.
         """
         return self.returncode
 

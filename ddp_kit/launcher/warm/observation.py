@@ -1,4 +1,4 @@
-"""What a forked worker does for a launcher that watches it, beside its script."""
+"""What a forked worker does, besides its script, so that the launcher can watch it."""
 
 import _thread
 import atexit

@@ -9,7 +9,7 @@ from pathlib import Path
 from ddp_kit.contract import IMPORT_TIME_VARIABLES
 from ddp_kit.launcher.warm.messages import Program
 
-# By what a Trainer's script finds imported: beside torch itself, which does not import these.
+# By what a Trainer's script finds imported: besides torch itself, which does not import these.
 _READ_FOR_A_TRAINER = ("TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", "LOGURU_")
 
 

@@ -65,7 +65,7 @@ def set_up(start: Start, streams: Sequence[int], launcher: int) -> None:
     main_thread()._set_native_id()  # type: ignore[attr-defined]  # Python 3.11 leaves it at the parent's
     script.set_title(start.program)
     may_be_seen_by(launcher)
-    os.register_at_fork(after_in_child=lambda: may_be_seen_by(launcher))  # loader processes
+    os.register_at_fork(after_in_child=lambda: may_be_seen_by(launcher))  # DataLoader workers
     if start.stacks:
         answer_with_stacks(start.stacks)
     if start.counts_every:
