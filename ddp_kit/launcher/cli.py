@@ -113,7 +113,7 @@ def launch(words: Sequence[str]) -> int:
                 agent.check(settled)  # last: torch adds to the environment that was described
                 _print(told)
                 return ExitCode.OK
-            ended = agent.run(settled, warm, asked, _say)
+            ended = agent.run(settled, warm, _say)
     finally:
         if warm is not None:
             warm.close()

@@ -42,6 +42,14 @@ class Plan:
     """By local rank."""
     says: tuple[str, ...]
     """What the user is told before the start."""
+    cold: bool = False
+    """Whether every worker is started by python itself."""
+    hang_timeout: float | None = None
+    """Seconds; 0: no limit; None: `agent.watch.DEFAULT_SECONDS`."""
+    flags: tuple[str, ...] = ()
+    """The launcher's own flags as they were typed, for the commands that other nodes are told."""
+    script_as_typed: str = ""
+    """The script, `...` for its arguments."""
 
 
 def make(
@@ -85,6 +93,10 @@ def make(
             *_said_of_threads(variables, processes),
             *_overruled(spec.torchrun),
         ),
+        cold=spec.cold,
+        hang_timeout=spec.hang_timeout,
+        flags=spec.flags,
+        script_as_typed=spec.script_as_typed,
     )
 
 

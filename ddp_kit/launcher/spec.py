@@ -42,7 +42,7 @@ exit codes:
 
 _MAX_RESTARTS = """\
 Maximum number of worker group restarts in a row without progress: a failure after new steps of a Trainer, in a run that
-had gone on from a checkpoint, begins the count anew."""
+had resumed from a checkpoint, begins the count anew."""
 
 _SHUTDOWN_TIMEOUT = """\
 Seconds from SIGTERM to SIGKILL for worker processes that have to end. Default: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, or 25;

@@ -43,7 +43,6 @@ from ddp_kit.launcher.agent.workers import Means, note_of
 from ddp_kit.launcher.job import Limits, Node
 from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.plan import Plan
-from ddp_kit.launcher.spec import LaunchSpec
 from ddp_kit.launcher.streams import open_log, private_files
 from ddp_kit.launcher.verdict import Failure, Outcome
 from ddp_kit.launcher.warm.client import WarmServer
@@ -88,7 +87,7 @@ def count(processes: str | None) -> str | None:
         ) from None
 
 
-def run(plan: Plan, warm: WarmServer | None, asked: LaunchSpec, say: Say) -> Ended:
+def run(plan: Plan, warm: WarmServer | None, say: Say) -> Ended:
     """Run this node's workers to their end. `warm`: who starts them; None: this process.
 
     Raises `UsageError` for settings that torch refuses, `LaunchError` where the nodes do not come together.
@@ -104,14 +103,14 @@ def run(plan: Plan, warm: WarmServer | None, asked: LaunchSpec, say: Say) -> End
             return Ended(_torchs_own(config, program, arguments, warm, grace))
         means = Means(
             warm=warm,
-            program=None if asked.cold else _program(settings, program),
+            program=None if plan.cold else _program(settings, program),
             cpus=[place.cpus for place in plan.places],
             console=_console(plan, config, settings),
             grace=grace,
             wrapped=bool(settings.no_python or settings.run_path),
-            hang_seconds=asked.hang_timeout,
+            hang_seconds=plan.hang_timeout,
         )
-        ended = _ours(settings, config, (program, arguments), means, asked, say)
+        ended = _ours(plan, settings, config, (program, arguments), means, say)
         if not _is_kept(plan):
             return replace(ended, folder="")
         if ended.folder:
@@ -163,17 +162,17 @@ def _console(plan: Plan, config: LaunchConfig, settings: argparse.Namespace) -> 
 
 
 def _ours(
+    plan: Plan,
     settings: argparse.Namespace,
     config: LaunchConfig,
     command: tuple[str, list[str]],
     means: Means,
-    asked: LaunchSpec,
     say: Say,
 ) -> Ended:
     inbox = Inbox()
     _handle_signals(config.signals_to_handle, inbox, say)
     try:
-        link = _link(settings, config, means.grace, inbox, asked, say)
+        link = _link(plan, settings, config, means.grace, inbox, say)
     except StoppedError as error:
         return Ended(Outcome(stopped_by=error.number))
     seats = Seats(link, config.run_id, config.rdzv_backend)
@@ -264,9 +263,7 @@ def _rendezvous(config: LaunchConfig) -> tuple[tuple[str, int], Limits, bool | N
     return rendezvous.endpoint(config), rendezvous.limits(config), rendezvous.is_named_host(config)
 
 
-def _link(
-    settings: argparse.Namespace, config: LaunchConfig, grace: float, inbox: Inbox, asked: LaunchSpec, say: Say
-) -> Link:
+def _link(plan: Plan, settings: argparse.Namespace, config: LaunchConfig, grace: float, inbox: Inbox, say: Say) -> Link:
     """The job of this node alone, or the meeting of several."""
     static = config.rdzv_backend == "static"
     (host, port), limits, named = _rendezvous(config)
@@ -287,7 +284,7 @@ def _link(
     hosts = settings.node_rank == 0 if static else named
     endpoint = (host, port)
     by_master = static and not settings.rdzv_endpoint
-    commands = Commands(asked.flags, asked.script_as_typed, config.max_nodes, static, endpoint if by_master else None)
+    commands = Commands(plan.flags, plan.script_as_typed, config.max_nodes, static, endpoint if by_master else None)
     return Meeting(
         node, limits, inbox, say, endpoint, run_id=config.run_id, grace=grace, commands=commands, hosts=hosts
     )
