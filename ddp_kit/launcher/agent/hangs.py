@@ -45,11 +45,14 @@ class Hung:
 
 
 class Hangs:
-    """Watches one round's workers on one node. `seconds`: the user's own limit; None: the default, 0: no limit."""
+    """Watches one round's workers on one node.
+
+    `hang_timeout`: the user's own limit in seconds; None: the default, 0: no limit.
+    """
 
     def __init__(
         self,
-        seconds: float | None,
+        hang_timeout: float | None,
         envs: Mapping[int, Mapping[str, str]],
         error_files: Mapping[int, str],
         hurry: Callable[[], bool],
@@ -58,11 +61,11 @@ class Hangs:
         self._several_nodes = any(env.get(contract.GROUP_WORLD_SIZE, "1") != "1" for env in envs.values())
         self._error_files = error_files
         self._hurry = hurry
-        self._asked = seconds is not None  # else torch's own time-outs have the word where a good reason can be
+        self._asked = hang_timeout is not None  # else torch's own time-outs have the word where a good reason can be
         self._left_to_others = False  # other nodes, for now
-        floor = DEFAULT_SECONDS if seconds is None else seconds
-        self._watch = Watch(floor, seconds is not None, time.monotonic()) if floor else None
-        self.counts_every = self._watch.period / 2 if self._watch is not None and seconds is not None else 0.0
+        floor = DEFAULT_SECONDS if hang_timeout is None else hang_timeout
+        self._watch = Watch(floor, hang_timeout is not None, time.monotonic()) if floor else None
+        self.counts_every = self._watch.period / 2 if self._watch is not None and hang_timeout is not None else 0.0
         """Seconds between two counts of a worker's collectives, which scripts without a Trainer are watched by."""
         self.found: dict[int, Hung] = {}
         """By local rank; one at most."""

@@ -108,7 +108,7 @@ def run(plan: Plan, warm: WarmServer | None, say: Say) -> Ended:
             console=_console(plan, config, settings),
             grace=grace,
             wrapped=bool(settings.no_python or settings.run_path),
-            hang_seconds=plan.hang_timeout,
+            hang_timeout=plan.hang_timeout,
         )
         ended = _ours(plan, settings, config, (program, arguments), means, say)
         if not _is_kept(plan):

@@ -54,7 +54,7 @@ class Means:
     """Seconds between SIGTERM and SIGKILL when workers are stopped."""
     wrapped: bool = False
     """Whether a worker may be another program around the rank, such as a shell (--no-python)."""
-    hang_seconds: float | None = None
+    hang_timeout: float | None = None
     """After which one that does nothing is ended; None: the default, 0: never."""
 
 
@@ -82,7 +82,7 @@ class Workers(SubprocessContext):
         self._on_failure = on_failure  # called before the other workers are stopped
         self._interrupted = False
         self._output = means.console.output(self._logs.dest, self.name, self.envs, self._is_ending)
-        self.hangs = Hangs(means.hang_seconds, self.envs, self.error_files, lambda: inbox.signals > 0)
+        self.hangs = Hangs(means.hang_timeout, self.envs, self.error_files, lambda: inbox.signals > 0)
         self._began = time.monotonic()
         self._oom_kills = oom_kills()
         self._after: dict[int, float] = {}  # local rank -> seconds from the start to its end
