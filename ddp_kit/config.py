@@ -25,7 +25,7 @@ from ddp_kit import contract
 from ddp_kit.errors import ConfigError, nearest, speak_plainly
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-true"]
-STRATEGIES = {"ddp": "ddp_kit.parallel.ddp:DataParallel"}
+STRATEGIES = {"ddp": "ddp_kit.parallel.ddp:DdpStrategy"}
 """By name: the module and the class, which is imported where it is used."""
 Compression = Literal["bf16", "fp16", "powersgd"]
 

@@ -26,7 +26,7 @@ _POWERSGD_FROM_STEP = 1000  # before it gradients travel whole, as the authors a
 _NO_LOG_SAMPLES = 2**31 - 1
 
 
-class DataParallel(Strategy):
+class DdpStrategy(Strategy):
     """torch's DistributedDataParallel, with losses of any kind and ranks without samples."""
 
     def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ddp_kit import ConfigError
 from ddp_kit.config import STRATEGIES, ParallelConfig
 from ddp_kit.parallel import SingleRank, strategy_for
-from ddp_kit.parallel.ddp import DataParallel
+from ddp_kit.parallel.ddp import DdpStrategy
 from ddp_kit.world import World
 
 
@@ -53,7 +53,7 @@ def test_every_strategy_of_the_configuration_can_be_imported() -> None:
     for name in STRATEGIES:
         found = strategy_for(ParallelConfig(strategy=name), world(1, 2), recoverable=False)
         assert (found.data_rank, found.data_ranks, list(map(list, found.replicas))) == (1, 2, [[0, 1]])
-    assert type(found) is DataParallel
+    assert type(found) is DdpStrategy
 
 
 def test_one_rank_needs_no_strategy() -> None:
@@ -98,4 +98,4 @@ def test_sync_batch_norm_cannot_be_recovered_from_running_out_of_memory() -> Non
 
 def test_a_lazy_model_has_no_equal_copies() -> None:
     with pytest.raises(ConfigError, match="call the model once"):
-        DataParallel(world(0, 2), ParallelConfig()).check(nn.LazyLinear(2))
+        DdpStrategy(world(0, 2), ParallelConfig()).check(nn.LazyLinear(2))
