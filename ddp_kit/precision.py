@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_kit.errors import ConfigError
+from ddp_kit.torch_internals import scale_on_device
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -80,13 +81,13 @@ class Precision:
         if self._scaler is None:
             optimizer.step()
             return True
-        before = self._scaler._get_scale_async()
+        before = scale_on_device(self._scaler)
         assert before is not None, "the loss was scaled"
         before = before.clone()  # update() changes it in place
         self._scaler.step(optimizer)
         self._scaler.update()
         # An overflow is what lowers the scale.
-        self.overflowed = overflowed = self._scaler._get_scale_async() < before  # type: ignore[operator]
+        self.overflowed = overflowed = scale_on_device(self._scaler) < before  # type: ignore[operator]
         if tell:
             return not bool(overflowed)
         self._left_out = overflowed.long() if self._left_out is None else self._left_out + overflowed

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from ddp_kit.config import ProfileConfig, absolute
 from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
+from ddp_kit.torch_internals import profiler_runs
 
 
 class Recorder:
@@ -70,7 +71,7 @@ class Recorder:
         logger.info("profile: {} (open it at ui.perfetto.dev)", path)
 
     def _begin(self, number: int) -> None:
-        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # a second one would end the first
+        if profiler_runs():  # a second one would end the first
             logger.warning("profile: step {} is not recorded: another torch profiler is running", number)
             return
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()

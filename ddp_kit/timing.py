@@ -10,9 +10,9 @@ from typing import Protocol, Self
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from ddp_kit.records import StepTimes
+from ddp_kit.torch_internals import call_after_backward
 
 DATA, TRANSFER, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER = range(6)
 _EXPOSED = 6  # the communication that follows the backward pass, of the steps in which it is watched
@@ -75,7 +75,7 @@ class StepClock:
         return _EXPOSED
 
     def _queue(self, _gradient: Tensor) -> None:
-        Variable._execution_engine.queue_callback(self._computed)
+        call_after_backward(self._computed)
 
     def _computed(self) -> None:
         self.mark(BACKWARD)

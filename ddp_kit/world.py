@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ddp_kit import contract
 from ddp_kit.errors import WorldError, speak_plainly
+from ddp_kit.torch_internals import default_store
 
 # gloo would wait for 30 minutes by default; NCCL's own default is 10.
 _TIMEOUT = timedelta(minutes=10)
@@ -183,7 +184,7 @@ def _start_group(device: torch.device, share_gpus: bool) -> None:
 def _takes_the_word() -> bool:
     """Whether this rank is the first of its group to ask; False where the store is gone, with whoever was."""
     try:
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         store.set_timeout(_WORD_TIMEOUT)
         return store.add("ddpkit/word", 1) == 1
     except (RuntimeError, ValueError):

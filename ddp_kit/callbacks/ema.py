@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ddp_kit.callbacks.callback import Callback
 from ddp_kit.errors import ConfigError
+from ddp_kit.torch_internals import copy_all, interpolate_all
 
 
 class EMA(Callback):
@@ -54,7 +55,7 @@ class EMA(Callback):
         if trainer.model is not self._model:
             self._begin(trainer.model)
             return
-        torch._foreach_lerp_(self._average, _in_the_precision_of(self._average, self._parameters), 1 - self._decay)
+        interpolate_all(self._average, _in_the_precision_of(self._average, self._parameters), 1 - self._decay)
 
     @torch.no_grad()
     def on_evaluate_start(self, trainer: Any) -> None:
@@ -63,7 +64,7 @@ class EMA(Callback):
         self._take_up(trainer.model)
         if trainer.model is self._model:
             self._trained = [parameter.detach().clone() for parameter in self._parameters]
-            torch._foreach_copy_(self._parameters, self._average)
+            copy_all(self._parameters, self._average)
 
     def on_evaluate_end(self, trainer: Any) -> None:
         """Take back the trained weights."""
@@ -118,7 +119,7 @@ class EMA(Callback):
     @torch.no_grad()
     def _swap_back(self) -> None:
         if self._trained:
-            torch._foreach_copy_(self._parameters, self._trained)
+            copy_all(self._parameters, self._trained)
             self._trained = []
 
     def _in_the_model_s_precision(self) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """A whole replica on every rank; torch's DistributedDataParallel (DDP) averages the gradients.
 
-The wrapper is never called. DDP prepares its reduction in the wrapper's forward pass, so `_reduced` does that for the
-loss: a loss function may then call the model any number of times, or use parts of it. A backward pass from any other
+The wrapper is never called. DDP prepares its reduction in the wrapper's forward pass; `DdpReducer` does that for the
+loss, so a loss function may call the model any number of times, or use parts of it. A backward pass from any other
 tensor adds to the gradients of its own rank, which is how gradients accumulate without a reduction.
 """
 
@@ -20,10 +20,10 @@ from ddp_kit.config import ParallelConfig
 from ddp_kit.errors import ConfigError, LossError, some
 from ddp_kit.parallel.replicas import broadcast, check_replicable
 from ddp_kit.parallel.strategy import Passes, Strategy
+from ddp_kit.torch_internals import DdpReducer
 from ddp_kit.world import World
 
 _POWERSGD_FROM_STEP = 1000  # before it gradients travel whole, as the authors advise (Vogels et al. 2019)
-_NO_LOG_SAMPLES = 2**31 - 1
 
 
 class DdpStrategy(Strategy):
@@ -31,7 +31,7 @@ class DdpStrategy(Strategy):
 
     def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
         super().__init__(world, config, recoverable=recoverable)
-        self._wrapper: DistributedDataParallel | None = None
+        self._wrapper: DdpReducer | None = None
         self._begun: list[torch.futures.Future[Any]] = []  # this step's reductions, where recoverable
         self._complete = False  # every parameter has had a gradient
         self._order: list[int] | None = None  # in which parameters are reduced, once it is settled
@@ -78,15 +78,10 @@ class DdpStrategy(Strategy):
             find_unused_parameters=config.find_unused_parameters,
             static_graph=config.static_graph,
         )
-        if self.world.device.type == "cuda" and hasattr(wrapper, "_set_ddp_runtime_logging_sample_rate"):
-            # DDP times every 100th step for its own log, which nobody reads here, and waits for the device to do so.
-            wrapper._set_ddp_runtime_logging_sample_rate(_NO_LOG_SAMPLES)  # type: ignore[no-untyped-call]
-        # Buffers are sent once per step, see `begin_step`; DDP would in each call of the wrapper. Not as an argument:
-        # torch 2.13 has another name for it, and warns of the old one.
-        name = "forward_sync_buffers" if hasattr(wrapper, "forward_sync_buffers") else "broadcast_buffers"
-        setattr(wrapper, name, False)
         self._add_hook(wrapper)
-        self._wrapper = wrapper
+        self._wrapper = DdpReducer(wrapper)
+        if self.world.device.type == "cuda":
+            self._wrapper.without_log()
 
     def _add_hook(self, wrapper: DistributedDataParallel) -> None:
         compression = self.config.compression
@@ -117,7 +112,7 @@ class DdpStrategy(Strategy):
         return future
 
     @property
-    def _ddp(self) -> DistributedDataParallel:
+    def _ddp(self) -> DdpReducer:
         assert self._wrapper is not None, "set up before"
         return self._wrapper
 
@@ -139,16 +134,13 @@ class DdpStrategy(Strategy):
         last = passes.count - 1
         for number in range(passes.count):
             loss = passes.forward(number)
-            self._backward(self._reduced(loss) if number == last else loss, passes, reduces=number == last)
+            self._backward(self._ddp.reduced(loss) if number == last else loss, passes, reduces=number == last)
         if not passes.count:
             self._backward(self._zero_loss(), passes, reduces=True)
 
     def finish_failed_passes(self) -> None:
         # What DDP calls for a rank that has run out of data (its `join`) does all buckets or none.
-        reducer = self._ddp.reducer
-        buckets = reducer._get_zeros_like_grad_buckets()
-        for bucket in buckets[len(self._begun) :]:
-            reducer._run_comm_hook(bucket)
+        self._ddp.reduce_zeros(begun=len(self._begun))
         for future in self._begun:
             future.wait()
 
@@ -166,9 +158,12 @@ class DdpStrategy(Strategy):
         self._complete = True
 
     def end_step(self) -> None:
-        """Here, and not in the next pass as DDP does: after the last step there is none."""
+        """Here, and not in the next pass as DDP does: after the last step there is none.
+
+        Where parameters were left out, their gradients, and those in the same bucket, are each rank's own.
+        """
         try:
-            self._finish_iteration()
+            self._ddp.finish_iteration()
         except RuntimeError as error:
             if "find_unused_parameters" not in str(error):
                 raise
@@ -178,14 +173,7 @@ class DdpStrategy(Strategy):
 
     def forward_context(self) -> AbstractContextManager[object]:
         """Where torch.compile cuts graphs at DDP's buckets, so that reductions overlap with the backward pass."""
-        context: AbstractContextManager[object] = self._ddp._inside_ddp_forward()
-        return context
-
-    def _reduced(self, loss: Tensor) -> Tensor:
-        """The same loss; the backward pass from it reduces the gradients."""
-        self._ddp._pre_forward()  # type: ignore[no-untyped-call]
-        reduced: Tensor = self._ddp._post_forward(loss)  # type: ignore[no-untyped-call]
-        return reduced
+        return self._ddp.forward_context()
 
     def _backward(self, loss: Tensor, passes: Passes, *, reduces: bool) -> None:
         """`reduces`: for the last time in this step."""
@@ -194,30 +182,14 @@ class DdpStrategy(Strategy):
         loss.backward()  # type: ignore[no-untyped-call]
         passes.after_backward()
 
-    def _finish_iteration(self) -> None:
-        """What DDP's next forward pass would begin with: it raises a `RuntimeError` where parameters were left out.
-
-        Gradients, and those in the same bucket, are then each rank's own. To be called while gradients are None, for
-        buckets may be built anew. Costs a microsecond.
-        """
-        ddp = self._ddp
-        if ddp.reducer._rebuild_buckets():
-            ddp._has_rebuilt_buckets = True  # as DDP itself does after this call
-        if ddp.static_graph:
-            # With a static graph DDP counts each backward pass of its first iteration, which ends when the next one
-            # begins: here, or the next step's first passes and those of the user's own code would be counted too.
-            ddp.reducer.prepare_for_forward()
-
     # --- the order of reductions ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The order in which parameters are reduced; None where that is not settled, or never changes."""
         changes = not self.config.static_graph and not self.config.find_unused_parameters
-        if self._order is None and changes and getattr(self._ddp, "_has_rebuilt_buckets", False):
-            # DDP's own log has it from the next forward pass on only; a checkpoint of the first step needs it now.
+        if self._order is None and changes and (order := self._ddp.settled_order()) is not None:
             numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
-            buckets = self._ddp.reducer._get_zeros_like_grad_buckets()
-            self._order = [numbers[id(parameter)] for bucket in buckets for parameter in bucket.parameters()]
+            self._order = [numbers[id(parameter)] for parameter in order]
         return {"reduction_order": self._order}
 
     def load_state_dict(self, state: dict[str, Any], steps: int) -> None:
@@ -233,7 +205,7 @@ class DdpStrategy(Strategy):
             self._clear()
             self._zero_loss(order).backward()  # type: ignore[no-untyped-call]
             self._clear()
-            self._finish_iteration()
+            self._ddp.finish_iteration()
 
     def _clear(self) -> None:
         for parameter in self.model.parameters():
@@ -260,7 +232,7 @@ class DdpStrategy(Strategy):
         ends = [
             _sparse_zero(each) if each in sparse else _zero(each) for each in parameters if each not in self._unused
         ]
-        return self._reduced(sum(ends, zero))
+        return self._ddp.reduced(sum(ends, zero))
 
     # --- static graphs --------------------------------------------------------------------------------------------
 
@@ -276,7 +248,7 @@ class DdpStrategy(Strategy):
         while done == 0 or done < passes.most:
             # A rank without samples begins with zeros for all parameters, which settles what DDP expects of it.
             own = done < passes.count
-            loss = self._reduced(passes.forward(done)) if own else self._zero_loss()
+            loss = self._ddp.reduced(passes.forward(done)) if own else self._zero_loss()
             done += 1
             self._backward(loss, passes, reduces=done == passes.most)
             if done == passes.count:
@@ -291,7 +263,7 @@ class DdpStrategy(Strategy):
         self._wrap()
         with passes.rehearsal() as forward:
             while self._rehearses_after:
-                loss = self._reduced(forward()) if passes.count else self._zero_loss()
+                loss = self._ddp.reduced(forward()) if passes.count else self._zero_loss()
                 loss.backward()  # type: ignore[no-untyped-call]
                 if passes.count and self._learns_graph:
                     self._note_unused()

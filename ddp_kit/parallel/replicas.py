@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ddp_kit.errors import ConfigError, some
+from ddp_kit.torch_internals import broadcast_coalesced
 
 _BROADCAST_BYTES = 250 * 1024 * 1024
 # Types that gloo and NCCL take as they are. Others travel as whole numbers of the same size.
@@ -42,7 +42,7 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
             received.append((memory, copy))
     if sent:
         # As DistributedDataParallel sends them: many in one piece.
-        dist._broadcast_coalesced(dist.group.WORLD, sent, _BROADCAST_BYTES, 0)  # type: ignore[arg-type]
+        broadcast_coalesced(sent, _BROADCAST_BYTES)
     for memory, copy in received:
         memory.copy_(copy.view(memory.shape))
 

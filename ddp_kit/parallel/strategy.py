@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit.config import ParallelConfig
 from ddp_kit.errors import ConfigError
+from ddp_kit.torch_internals import multiply_all
 from ddp_kit.world import World
 
 T = TypeVar("T")
@@ -194,7 +195,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
             by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, dtype), group in by_kind.items():
         # In at least float32: a factor rounded to bfloat16 would be off by the same 0.4 % in every gradient.
-        torch._foreach_mul_(group, factor.to(device, torch.promote_types(dtype, torch.float32)))
+        multiply_all(group, factor.to(device, torch.promote_types(dtype, torch.float32)))
 
 
 def _values(gradient: Tensor) -> Tensor:

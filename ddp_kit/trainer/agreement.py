@@ -5,7 +5,6 @@ or wait for each other forever.
 """
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from hashlib import blake2b
 
 import torch
@@ -58,15 +57,6 @@ def _ranks(ranks: Sequence[int]) -> str:
         return f"ranks {ranks[0]} to {ranks[-1]}"
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
-
-
-def collectives_begun() -> int:
-    """How many this process has begun so far, in all groups."""
-    total = 0
-    for group in list(dist.distributed_c10d._world.pg_map):
-        with suppress(RuntimeError, AttributeError):  # one that does not count
-            total += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-    return total
 
 
 def first_losses(world: World, facts: tuple[int, int], problem: DdpKitError | None) -> list[tuple[int, int]]:

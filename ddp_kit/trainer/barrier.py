@@ -25,12 +25,11 @@ from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
-import torch.distributed as dist
-
 from ddp_kit import log
 from ddp_kit.errors import WorldError
 from ddp_kit.log import logger
 from ddp_kit.progress import Heartbeat
+from ddp_kit.torch_internals import collectives_of_default_group, default_store
 from ddp_kit.world import World, join
 
 TIMEOUT_SECONDS = 600.0
@@ -99,7 +98,7 @@ class _Barriers:
                     asked = latest
                     store.set(
                         f"{_PREFIX}/answer/{self.rank}",
-                        str(Place(_collectives(), self.where)),
+                        str(Place(collectives_of_default_group(), self.where)),
                     )
 
     def end(self) -> None:
@@ -124,7 +123,7 @@ _current: list[_Barriers] = []  # of the process group that there is
 
 
 def _barriers(world: World) -> _Barriers:
-    group_store: Any = dist.distributed_c10d._get_default_store()
+    group_store: Any = default_store()
     if not _current or _current[0].group_store is not group_store:
         for old in _current:
             old.end()
@@ -206,7 +205,7 @@ def all_come(world: World, place: str, name: str, seconds: float) -> bool:
 
 def _all_here(world: World, barriers: _Barriers, keys: Sequence[str], words: str, seconds: float) -> list[Place]:
     """What each rank has said at this place. Raises `WorldError` where a rank does not come."""
-    own = Place(_collectives(), words)
+    own = Place(collectives_of_default_group(), words)
     try:
         barriers.store.set(keys[world.rank], str(own))
         _Wait(world, barriers, keys, own, time.monotonic() + seconds).until_all_are_here()
@@ -289,13 +288,6 @@ def _shown(place: Place | None) -> str:
 
 def _ended(rank: int) -> str:
     return f"{_PREFIX}/ended/{rank}"
-
-
-def _collectives() -> int:
-    """How many this process has begun in the default group; 0 where that is not counted."""
-    with suppress(RuntimeError, AttributeError, ValueError):
-        return int(dist.distributed_c10d._get_default_group()._get_sequence_number_for_group())  # type: ignore[attr-defined]
-    return 0
 
 
 def _gone(world: World, words: str, error: Exception) -> WorldError:

@@ -16,7 +16,8 @@ from ddp_kit.log import logger
 from ddp_kit.metric_objects import MetricObject
 from ddp_kit.metrics import Mean, checked, reduced
 from ddp_kit.records import Step
-from ddp_kit.trainer.agreement import collectives_begun, gathered
+from ddp_kit.torch_internals import collectives_of_all_groups
+from ddp_kit.trainer.agreement import gathered
 from ddp_kit.trainer.checkpoints import Checkpoints
 from ddp_kit.trainer.parts import MetricFunction, Parts
 from ddp_kit.trainer.position import Position
@@ -161,11 +162,11 @@ def evaluate(
     objects = {name: metric for name, metric in metrics.items() if isinstance(metric, MetricObject)}
     for counting in objects.values():
         counting.start(device)
-    stopped, begun = False, collectives_begun()
+    stopped, begun = False, collectives_of_all_groups()
     with evaluating(parts.model) as outputs:
         for number, (samples, batch) in enumerate(parts.strategy.evaluation(batches)):
             # Where each batch has a collective, all ranks have to stop after the same one: there it runs to its end.
-            stopped = number > 0 and stops is not None and stops() and collectives_begun() == begun
+            stopped = number > 0 and stops is not None and stops() and collectives_of_all_groups() == begun
             if stopped:
                 break
             parts.heart.mark(Phase.EVALUATION)

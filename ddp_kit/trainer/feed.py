@@ -7,12 +7,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
 from ddp_kit.errors import DataError
 from ddp_kit.loader import Mark, Stream
 from ddp_kit.log import logger
 from ddp_kit.sampler import OwnTrainBatches, TrainBatches
+from ddp_kit.torch_internals import pytree
 from ddp_kit.trainer.agreement import digest_of, gathered
 from ddp_kit.trainer.position import Facts
 from ddp_kit.world import World, host_group
@@ -192,7 +192,7 @@ class StreamFeed:
 
     def _look_for_copies(self, batches: list[Any]) -> None:
         """Warn where all ranks begin with the same samples: then nothing divides them."""
-        bits = b"".join(leaf.cpu().numpy().tobytes() for leaf in tree_leaves(batches) if _readable(leaf))
+        bits = b"".join(leaf.cpu().numpy().tobytes() for leaf in pytree.tree_leaves(batches) if _readable(leaf))
         digests = {digest for (digest,) in gathered(self._world, [digest_of(bits)])}
         if bits and len(digests) == 1:
             logger.warning(

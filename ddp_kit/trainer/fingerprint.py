@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_leaves
 
+from ddp_kit.torch_internals import pytree
 from ddp_kit.trainer.parts import Parts
 
 _SMALL = 1 << 14
@@ -98,7 +98,7 @@ def facts_of_state(parts: Parts) -> dict[str, int | str]:
 
 
 def _state_bits(parameter: Tensor, state: Any) -> Tensor:
-    tensors = [value for value in tree_leaves(state) if isinstance(value, Tensor)]
+    tensors = [value for value in pytree.tree_leaves(state) if isinstance(value, Tensor)]
     zero = torch.zeros((), dtype=torch.int64, device=parameter.device)
     return sum((bits([each]).to(parameter.device) for each in tensors), zero)
 
@@ -158,7 +158,7 @@ def row(parts: Parts) -> Tensor:
     if parts.config.verify_ranks != "off":
         own.append(bits(parts.model.parameters()))
     if parts.config.verify_ranks == "all":
-        states = tree_leaves([parts.optimizer.state.get(each, {}) for each in parts.model.parameters()])
+        states = pytree.tree_leaves([parts.optimizer.state.get(each, {}) for each in parts.model.parameters()])
         own.append(bits(each.to(device) for each in states if isinstance(each, Tensor)))
     whole = torch.stack(own)
     return torch.stack((whole >> 32, whole & 0xFFFFFFFF), dim=1).double().flatten()  # float64 holds 53 bits exactly

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ddp_kit.contract import Phase
 from ddp_kit.errors import LossError
+from ddp_kit.torch_internals import pytree
 from ddp_kit.trainer.agreement import every_text, gathered
 from ddp_kit.trainer.evaluation import Counted, evaluating
 from ddp_kit.trainer.parts import Parts

@@ -17,6 +17,7 @@ from ddp_kit.config import TrainerConfig
 from ddp_kit.contract import ExitCode
 from ddp_kit.errors import DdpKitError
 from ddp_kit.log import logger
+from ddp_kit.torch_internals import default_store
 from ddp_kit.trainer.agreement import every_text
 from ddp_kit.trainer.checkpoints import Checkpoints
 from ddp_kit.trainer.position import Position
@@ -194,7 +195,7 @@ def _save_others(stopping: Preemption, world: World) -> None:
 
 def _store(number: int, times: int) -> dist.Store:
     """A part of the group's store, of its own for each Trainer and each time that it trains; for a thread."""
-    whole: Any = dist.distributed_c10d._get_default_store()
+    whole: Any = default_store()
     return dist.PrefixStore(f"ddp_kit/preemption/{number}/{times}", whole.clone())
 
 

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, SequentialLR
 
 from ddp_kit.errors import ConfigError
+from ddp_kit.torch_internals import inner_schedulers, milestones
 
 
 def scale_learning_rate(
@@ -123,13 +124,13 @@ def _ticks_left(scheduler: LRScheduler) -> float:
     if isinstance(scheduler, OneCycleLR):
         return scheduler.total_steps - max(0, scheduler.last_epoch)  # -1 within a SequentialLR before its turn
     if isinstance(scheduler, ChainedScheduler):
-        return min(map(_ticks_left, scheduler._schedulers))
+        return min(map(_ticks_left, inner_schedulers(scheduler)))
     if isinstance(scheduler, SequentialLR):
         # One after the other: each but the last is left at its milestone. None before the present one ticks again.
-        stones = [*scheduler._milestones, math.inf]
-        present = bisect_right(scheduler._milestones, scheduler.last_epoch)
+        stones = [*milestones(scheduler), math.inf]
+        present = bisect_right(milestones(scheduler), scheduler.last_epoch)
         begun, ends = float(scheduler.last_epoch), math.inf
-        for inner, stone in zip(scheduler._schedulers[present:], stones[present:], strict=True):
+        for inner, stone in zip(inner_schedulers(scheduler)[present:], stones[present:], strict=True):
             ends = min(ends, begun + _ticks_left(inner) if begun + _ticks_left(inner) < stone - 1 else math.inf)
             begun = stone
         return ends - scheduler.last_epoch

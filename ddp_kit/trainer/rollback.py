@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from ddp_kit.torch_internals import pytree
 from ddp_kit.trainer.buffers import BufferCopies
 from ddp_kit.trainer.optimizer_state import load_optimizer_state
 from ddp_kit.trainer.parts import Parts
@@ -36,7 +36,7 @@ class RunState:
         self._parts = parts
         self._weights = [(each, _on_host(each)) for each in parts.model.parameters()]
         self._buffers = BufferCopies(parts.model, _on_host)
-        self._optimizer = tree_map(_on_host, parts.optimizer.state_dict())
+        self._optimizer = pytree.tree_map(_on_host, parts.optimizer.state_dict())
         self._scheduler = {} if parts.scheduler is None else copy.deepcopy(parts.scheduler.state_dict())
         self._scaler = parts.precision.state()
         self._random = random_states(parts.world)

@@ -13,7 +13,7 @@ STANDARD_LIBRARY_ONLY = {"errors", "contract", "config", "manifest"}
 
 FLOOR = {
     "errors": 0, "contract": 0, "config": 0, "manifest": 0,
-    "log": 1, "world": 1, "batch": 1, "records": 1,
+    "torch_internals": 0.5, "log": 1, "world": 1, "batch": 1, "records": 1,
     "sampler": 2, "loader": 2, "precision": 2, "parallel": 2, "compilation": 2, "metrics": 2, "metric_objects": 2,
     "callbacks": 2, "progress": 2,
     "checkpoint": 2, "timing": 2, "advice": 2, "profile": 2,
@@ -109,6 +109,38 @@ def test_strategies_are_known_in_their_folder_alone() -> None:
             assert not named & own, f"{path.name} knows {named & own}"
             assert not own & {full.rpartition(".")[2] for full in imports(path)}, path.name
             assert "DistributedDataParallel" not in path.read_text(), path.name
+
+
+PRIVATE_USES = {  # of torch, by module: what a new torch may take away
+    "torch_internals": 15,
+}
+
+
+def private_uses(path: Path) -> list[str]:
+    """Attributes and modules of torch with a leading underscore, which are no public API."""
+    tree = ast.parse(path.read_text())
+    own = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    own |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    found = [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and node.attr not in own
+        and ast.unparse(node.value).split(".")[0] not in ("self", "cls", "os")
+    ]
+    return found + [full for full in imports(path) if full.startswith("torch.") and "._" in full]
+
+
+def test_torch_s_private_members_are_used_in_one_module_of_a_worker() -> None:
+    for path in modules():
+        if "launcher" in path.parts or "checkpoint" in path.relative_to(PACKAGE).parts:
+            continue
+        found = private_uses(path)
+        outside = [use for use in found if use.startswith(("torch.", "dist.")) or "_pytree" in use]
+        assert not outside or name_of(path) == "torch_internals", f"{path.name}: {outside}"
+    assert len(private_uses(PACKAGE / "torch_internals.py")) <= PRIVATE_USES["torch_internals"]
 
 
 def test_nothing_outside_the_launcher_imports_it() -> None:

@@ -29,7 +29,7 @@ class Ranks:
         for each in self.barriers:
             each.heart = Heartbeat()
         monkeypatch.setattr(barrier, "_barriers", lambda world: self.barriers[world.rank])
-        monkeypatch.setattr(barrier, "_collectives", lambda: self.collectives[self.own.rank])
+        monkeypatch.setattr(barrier, "collectives_of_default_group", lambda: self.collectives[self.own.rank])
 
     def serve(self, rank: int) -> None:
         def answer() -> None:

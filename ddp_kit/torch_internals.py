@@ -1,0 +1,155 @@
+"""What a worker uses of torch without being public API, all in one place: read here first when torch changes.
+
+Read in torch 2.10, 2.13 and 2.15. What a version may lack is said where it is used.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+from torch.distributed import distributed_c10d
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
+
+__all__ = ["pytree"]
+
+# --- process groups -------------------------------------------------------------------------------------------------
+
+
+def default_store() -> dist.Store:
+    """The store of the default group, with all its prefixes."""
+    return distributed_c10d._get_default_store()
+
+
+def collectives_of_default_group() -> int:
+    """How many this process has begun in the default group; 0 where that is not counted."""
+    with suppress(RuntimeError, AttributeError, ValueError):
+        return _begun(distributed_c10d._get_default_group())
+    return 0
+
+
+def collectives_of_all_groups() -> int:
+    """How many this process has begun so far, in all groups that count them."""
+    total = 0
+    for group in list(distributed_c10d._world.pg_map):
+        with suppress(RuntimeError, AttributeError):
+            total += _begun(group)
+    return total
+
+
+def _begun(group: Any) -> int:
+    return int(group._get_sequence_number_for_group())
+
+
+def broadcast_coalesced(tensors: list[Tensor], bytes_at_once: int) -> None:
+    """Rank 0's values to all ranks, in place, many tensors in one piece. A collective of the default group."""
+    dist._broadcast_coalesced(dist.group.WORLD, tensors, bytes_at_once, 0)  # type: ignore[arg-type]
+
+
+# --- many tensors in one kernel -------------------------------------------------------------------------------------
+
+
+def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply each tensor by a scalar, in place."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source to its target."""
+    torch._foreach_copy_(targets, sources)
+
+
+def interpolate_all(tensors: list[Tensor], ends: list[Tensor], weight: float) -> None:
+    """Move each tensor by `weight` of the way to its end, in place."""
+    torch._foreach_lerp_(tensors, ends, weight)
+
+
+# --- autograd, autocast, profiler, schedulers -----------------------------------------------------------------------
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Within a backward pass: call this at its end, before what is queued later."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def scale_on_device(scaler: torch.amp.GradScaler) -> Tensor | None:
+    """The scale, without waiting for the device; None before the first loss was scaled."""
+    return scaler._get_scale_async()
+
+
+def profiler_runs() -> bool:
+    """Whether a torch profiler is recording."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+
+def inner_schedulers(scheduler: LRScheduler) -> list[LRScheduler]:
+    """Those of a SequentialLR or ChainedScheduler."""
+    return list(scheduler._schedulers)  # type: ignore[attr-defined]
+
+
+def milestones(scheduler: LRScheduler) -> list[int]:
+    """The ticks at which a SequentialLR changes to its next scheduler."""
+    return list(scheduler._milestones)  # type: ignore[attr-defined]
+
+
+# --- DDP, whose wrapper is never called: see parallel/ddp.py -------------------------------------------------------
+
+
+class DdpReducer:
+    """The reducer of a DDP wrapper."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+        # torch 2.13 renamed the argument, and warns of the old name; the attribute can be set in every version.
+        name = "forward_sync_buffers" if hasattr(wrapper, "forward_sync_buffers") else "broadcast_buffers"
+        setattr(wrapper, name, False)
+
+    def without_log(self) -> None:
+        """DDP times every 100th step for its own log, which nobody reads here, and waits for the device to do so."""
+        if hasattr(self._wrapper, "_set_ddp_runtime_logging_sample_rate"):
+            self._wrapper._set_ddp_runtime_logging_sample_rate(2**31 - 1)
+
+    def reduced(self, loss: Tensor) -> Tensor:
+        """The same loss; the backward pass from it reduces the gradients."""
+        self._wrapper._pre_forward()
+        found: Tensor = self._wrapper._post_forward(loss)
+        return found
+
+    def forward_context(self) -> AbstractContextManager[object]:
+        """Where torch.compile cuts graphs at DDP's buckets."""
+        context: AbstractContextManager[object] = self._wrapper._inside_ddp_forward()
+        return context
+
+    def finish_iteration(self) -> None:
+        """What DDP's next forward pass would begin with: it raises a `RuntimeError` where parameters were left out.
+
+        To be called while gradients are None, for buckets may be built anew. Costs a microsecond.
+        """
+        reducer = self._wrapper.reducer
+        if reducer._rebuild_buckets():
+            self._wrapper._has_rebuilt_buckets = True  # as DDP itself does after this call
+        if self._wrapper.static_graph:
+            # With a static graph DDP counts each backward pass of its first iteration, which ends when the next one
+            # begins: here, or the next step's first passes and those of the user's own code would be counted too.
+            reducer.prepare_for_forward()
+
+    def settled_order(self) -> list[Tensor] | None:
+        """The parameters in the order in which they are reduced; None before the buckets are in theirs.
+
+        DDP's own log has it from the next forward pass on only; a checkpoint of the first step needs it before.
+        """
+        if not getattr(self._wrapper, "_has_rebuilt_buckets", False):
+            return None
+        return [parameter for bucket in self._zeros() for parameter in bucket.parameters()]
+
+    def reduce_zeros(self, begun: int) -> None:
+        """Begin the reductions of all buckets but the first `begun`, with zeros."""
+        for bucket in self._zeros()[begun:]:
+            self._wrapper.reducer._run_comm_hook(bucket)
+
+    def _zeros(self) -> list[Any]:
+        return list(self._wrapper.reducer._get_zeros_like_grad_buckets())
