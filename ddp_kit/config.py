@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from ddp_kit import contract
+from ddp_kit.env import speaker_rank
 from ddp_kit.errors import ConfigError, nearest, speak_plainly
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-true"]
@@ -53,7 +53,7 @@ class _Part(BaseModel):
                 super().__init__(**values)
             except ValidationError as error:
                 problems = tuple(_problems(type(self), error.errors()))
-                speak_plainly(contract.speaker_rank())
+                speak_plainly(speaker_rank())
                 raise _config_error(type(self).__name__, problems) from None
 
 
@@ -292,7 +292,7 @@ def _read(path: Path) -> dict[str, Any]:
         if isinstance(values, dict) and all(isinstance(name, str) for name in values):
             return values
         problem = f"a table of settings is expected at the top, found {type(values).__name__}"
-    speak_plainly(contract.speaker_rank())
+    speak_plainly(speaker_rank())
     raise ConfigError(f"cannot read the configuration {path}: {problem}", "check the path and the file") from None
 
 

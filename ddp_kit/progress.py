@@ -9,8 +9,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ddp_kit.contract import HeartbeatField, Phase, heartbeat_memory
 from ddp_kit.errors import LossError
+from ddp_kit.heartbeat import HeartbeatField, Phase, heartbeat_memory
 from ddp_kit.log import logger
 
 

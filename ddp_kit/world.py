@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_kit import contract
+from ddp_kit.env import VISIBLE_GPUS, WorkerEnv, from_env, speaker_rank
 from ddp_kit.errors import WorldError, speak_plainly
 from ddp_kit.torch_internals import default_store
 
@@ -55,8 +55,8 @@ def join(
     `share_gpus`: where this node has fewer GPUs than processes, they share them, and all ranks reduce over gloo: NCCL
     refuses a GPU that two ranks use. `starting`: gets rank and world size; entered while the ranks of a new group meet.
     """
-    speak_plainly(contract.speaker_rank())
-    place = contract.from_env()
+    speak_plainly(speaker_rank())
+    place = from_env()
     if dist.is_initialized() and place.world_size != dist.get_world_size():
         device = _current_device()  # the script started its processes itself, and chose their devices
         place = replace(place, rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=device.index or 0)
@@ -156,7 +156,7 @@ def _current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _device(place: contract.WorkerEnv, share_gpus: bool) -> torch.device:
+def _device(place: WorkerEnv, share_gpus: bool) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
@@ -165,7 +165,7 @@ def _device(place: contract.WorkerEnv, share_gpus: bool) -> torch.device:
     error = WorldError(
         f"rank {place.rank} has no GPU: {place.local_world_size} processes on this node, {gpus} visible to them",
         f"start as many processes as GPUs: `ddpkit launch --gpus {gpus} ...`; to let them share GPUs, slowly, set "
-        f"parallel={{\"share_gpus\": True}}; to train on the CPU, set {contract.VISIBLE_GPUS}=''",
+        f"parallel={{\"share_gpus\": True}}; to train on the CPU, set {VISIBLE_GPUS}=''",
     )
     if place.local_rank == gpus:
         error.hold_back_seconds = 0.0  # the first rank without one speaks for those after it
@@ -178,7 +178,7 @@ def _start_group(device: torch.device, share_gpus: bool) -> None:
     backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
     dist.init_process_group(backend, timeout=_TIMEOUT, device_id=device if nccl else None)
     atexit.register(_stop_group)
-    speak_plainly(contract.speaker_rank(), _takes_the_word)
+    speak_plainly(speaker_rank(), _takes_the_word)
 
 
 def _takes_the_word() -> bool:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_kit.contract import ERROR_FILE, Phase, read_heartbeat
+from ddp_kit.env import ERROR_FILE
+from ddp_kit.heartbeat import Phase, read_heartbeat
 from ddp_kit.progress import Heartbeat
 
 

@@ -15,7 +15,7 @@ from typing import IO
 import ddp_kit
 from ddp_kit.checkpoint.process import ENOUGH, LONGEST_PACKET
 from ddp_kit.checkpoint.writing import Job
-from ddp_kit.contract import CHECKPOINT_WRITER
+from ddp_kit.env import CHECKPOINT_WRITER
 from ddp_kit.errors import CheckpointError
 
 # Without site-packages, whose .pth files may import anything; the package's own folder comes last on the path.

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ddp_kit.contract import ExitCode
 from ddp_kit.errors import CheckpointError, UsageError
+from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.parser import Parser
 from ddp_kit.manifest import (
     STATE,

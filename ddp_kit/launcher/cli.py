@@ -16,8 +16,9 @@ from types import FrameType
 from typing import NoReturn
 
 from ddp_kit import __version__
-from ddp_kit.contract import PYTHON, QUIET_IMPORT, ExitCode
+from ddp_kit.env import PYTHON, QUIET_IMPORT
 from ddp_kit.errors import DdpKitError, UsageError, nearest
+from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.parser import Parser
 

@@ -7,8 +7,31 @@ from dataclasses import dataclass
 from string import Template
 from typing import Any
 
-from ddp_kit import contract
-from ddp_kit.contract import JobEnv, WorkerEnv
+from ddp_kit.env import (
+    ERROR_FILE,
+    GRACE_DEFAULT,
+    GROUP_RANK,
+    GROUP_WORLD_SIZE,
+    LOCAL_RANK,
+    MASTER_ADDR,
+    MASTER_PORT,
+    MAX_RESTARTS,
+    NCCL_ERROR_HANDLING,
+    PYTHON,
+    RANK,
+    ROLE_NAME,
+    ROLE_RANK,
+    ROLE_WORLD_SIZE,
+    RUN_ID,
+    SIGNALS,
+    USE_AGENT_STORE,
+    VISIBLE_GPUS,
+    WORLD_SIZE,
+    JobEnv,
+    WorkerEnv,
+    agent_serves_store,
+    to_env,
+)
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher.masking import masked, masked_env, masked_words
 from ddp_kit.launcher.plan import GRACE_SECONDS, Place, Plan
@@ -20,12 +43,12 @@ WHEN_THEY_MEET = "given when the nodes meet"
 _OWN = ("static", "c10d")  # the rendezvous that need no service of their own
 _PORTS = {"static": "29500", "c10d": "29400"}
 _BY_FLAG = {
-    contract.ROLE_NAME: "--role",
-    contract.MAX_RESTARTS: "--max-restarts",
-    contract.RUN_ID: "--rdzv-id",
-    contract.SIGNALS: "--signals-to-handle",
+    ROLE_NAME: "--role",
+    MAX_RESTARTS: "--max-restarts",
+    RUN_ID: "--rdzv-id",
+    SIGNALS: "--signals-to-handle",
 }
-_RANKS = (contract.RANK, contract.LOCAL_RANK, contract.ROLE_RANK)
+_RANKS = (RANK, LOCAL_RANK, ROLE_RANK)
 
 
 @dataclass(frozen=True)
@@ -107,7 +130,7 @@ def _program(plan: Plan, local_rank: int, env: Mapping[str, str]) -> list[str]:
     words = [str(settings["training_script"]), *map(str, settings["training_script_args"])]
     if not settings["no_python"]:
         module = ["-m"] if settings["module"] else []
-        words = [env.get(contract.PYTHON, sys.executable), "-u", *module, *words]
+        words = [env.get(PYTHON, sys.executable), "-u", *module, *words]
     return [Template(word).safe_substitute(local_rank=local_rank) for word in words]  # as torch does
 
 
@@ -133,7 +156,7 @@ def _circumstances(spec: LaunchSpec, plan: Plan, nodes: _Nodes, env: Mapping[str
         many += f", this one is node {nodes.rank}; the ranks above are right if all have as many processes"
     where = f"{nodes.address}:{nodes.port} ({nodes.named_by})"
     grace = settings.get("shutdown_timeout")
-    grace = env.get(contract.GRACE_DEFAULT, GRACE_SECONDS) if grace is None else grace
+    grace = env.get(GRACE_DEFAULT, GRACE_SECONDS) if grace is None else grace
     most = settings["max_restarts"]
     rows = [
         ["processes", str(len(plan.places))],
@@ -168,8 +191,8 @@ def _environment(plan: Plan, nodes: _Nodes, env: Mapping[str, str]) -> list[str]
     """The variables that all ranks share, each with its origin; then those that differ."""
     worker = [_worker_env(plan, nodes, env, local_rank) for local_rank in range(max(1, len(plan.places)))]
     later, origin = _later(plan, nodes), _origin(plan, nodes, env)
-    differing = [*_RANKS, *([contract.VISIBLE_GPUS] if plan.torchrun["virtual_local_rank"] else [])]
-    shown = {**masked_env(worker[0]), contract.ERROR_FILE: ""}
+    differing = [*_RANKS, *([VISIBLE_GPUS] if plan.torchrun["virtual_local_rank"] else [])]
+    shown = {**masked_env(worker[0]), ERROR_FILE: ""}
     rows = {
         name: [name, origin.get(name, "your environment"), later.get(name) or _one_line(value)]
         for name, value in sorted(shown.items())
@@ -201,24 +224,24 @@ def _worker_env(plan: Plan, nodes: _Nodes, env: Mapping[str, str], local_rank: i
         restarts=0,
         max_restarts=settings["max_restarts"],
         run_id=settings["rdzv_id"],
-        agent_serves_store=settings["rdzv_backend"] == "static" or contract.agent_serves_store(),
+        agent_serves_store=settings["rdzv_backend"] == "static" or agent_serves_store(),
     )
-    found = {**env, **plan.env, **contract.to_env(place, job)}
+    found = {**env, **plan.env, **to_env(place, job)}
     if "signals_to_handle" in settings:
-        found[contract.SIGNALS] = settings["signals_to_handle"]
+        found[SIGNALS] = settings["signals_to_handle"]
     if settings["virtual_local_rank"]:
-        found |= {contract.LOCAL_RANK: "0", contract.VISIBLE_GPUS: _only_gpu(found, local_rank)}
+        found |= {LOCAL_RANK: "0", VISIBLE_GPUS: _only_gpu(found, local_rank)}
     return found
 
 
 def _only_gpu(env: Mapping[str, str], local_rank: int) -> str:
     """The one GPU that a rank sees with --virtual-local-rank. Source: LocalElasticAgent._set_local_rank_env."""
-    words = env.get(contract.VISIBLE_GPUS)
+    words = env.get(VISIBLE_GPUS)
     if words is None:
         return str(local_rank)
     if local_rank >= len(words.split(",")):
         raise UsageError(
-            f"--virtual-local-rank: there is no GPU for local rank {local_rank} in {contract.VISIBLE_GPUS}={words}",
+            f"--virtual-local-rank: there is no GPU for local rank {local_rank} in {VISIBLE_GPUS}={words}",
             "ask for no more processes than GPUs are visible",
         )
     return words.split(",")[local_rank].strip()
@@ -227,35 +250,35 @@ def _only_gpu(env: Mapping[str, str], local_rank: int) -> str:
 def _later(plan: Plan, nodes: _Nodes) -> dict[str, str]:
     """The variables whose values are not known yet, and when they will be."""
     backend = plan.torchrun["rdzv_backend"]
-    sizes = (contract.WORLD_SIZE, contract.ROLE_WORLD_SIZE)
-    meeting = (contract.MASTER_ADDR, contract.MASTER_PORT)
-    later = {contract.ERROR_FILE: f"{AT_THE_START}, one for each rank"}
+    sizes = (WORLD_SIZE, ROLE_WORLD_SIZE)
+    meeting = (MASTER_ADDR, MASTER_PORT)
+    later = {ERROR_FILE: f"{AT_THE_START}, one for each rank"}
     if not nodes.named_by:
-        later |= {contract.MASTER_PORT: AT_THE_START, contract.RUN_ID: AT_THE_START}
+        later |= {MASTER_PORT: AT_THE_START, RUN_ID: AT_THE_START}
     if nodes.port == "0":
-        later[contract.MASTER_PORT] = AT_THE_START
+        later[MASTER_PORT] = AT_THE_START
     if nodes.rank is None:
-        later |= dict.fromkeys((contract.RANK, contract.ROLE_RANK, contract.GROUP_RANK, *meeting), WHEN_THEY_MEET)
+        later |= dict.fromkeys((RANK, ROLE_RANK, GROUP_RANK, *meeting), WHEN_THEY_MEET)
     if nodes.number is None:
-        later |= dict.fromkeys((*sizes, contract.GROUP_WORLD_SIZE), WHEN_THEY_MEET)
+        later |= dict.fromkeys((*sizes, GROUP_WORLD_SIZE), WHEN_THEY_MEET)
     if backend not in _OWN:
-        later |= dict.fromkeys((*meeting, contract.USE_AGENT_STORE), WHEN_THEY_MEET)
+        later |= dict.fromkeys((*meeting, USE_AGENT_STORE), WHEN_THEY_MEET)
     return later
 
 
 def _origin(plan: Plan, nodes: _Nodes, env: Mapping[str, str]) -> dict[str, str]:
     """Where each variable that is set for the workers has its value from; the rest is the user's own."""
-    contracted = contract.to_env(WorkerEnv(), JobEnv(1, "", 0, 1, "", 0, 0, 0, ""))
-    origin = dict.fromkeys([*contracted, contract.ERROR_FILE], "torchrun's contract")
+    contracted = to_env(WorkerEnv(), JobEnv(1, "", 0, 1, "", 0, 0, 0, ""))
+    origin = dict.fromkeys([*contracted, ERROR_FILE], "torchrun's contract")
     origin |= _BY_FLAG
     where = "--local-addr" if plan.torchrun["local_addr"] and nodes.named_by else nodes.named_by
-    origin |= dict.fromkeys((contract.MASTER_ADDR, contract.MASTER_PORT), where or "ddpkit's default for one node")
+    origin |= dict.fromkeys((MASTER_ADDR, MASTER_PORT), where or "ddpkit's default for one node")
     if not nodes.named_by:
-        origin[contract.RUN_ID] = origin[contract.MASTER_ADDR]
-    if contract.NCCL_ERROR_HANDLING in env:
-        del origin[contract.NCCL_ERROR_HANDLING]
+        origin[RUN_ID] = origin[MASTER_ADDR]
+    if NCCL_ERROR_HANDLING in env:
+        del origin[NCCL_ERROR_HANDLING]
     if nodes.rank is not None and not nodes.alone:
-        origin[contract.GROUP_RANK] = "--node-rank"
+        origin[GROUP_RANK] = "--node-rank"
     return origin | dict(plan.origin)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from ddp_kit import contract
+from ddp_kit.env import GPU_ORDER, GRACE_DEFAULT, PROCESSES_DEFAULT, THREADS, VISIBLE_GPUS
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher.devices.choice import Chosen, choose
 from ddp_kit.launcher.devices.cpus import Cpus, threads_each
@@ -73,12 +73,12 @@ def make(
     variables = _gpu_variables(spec, chosen, env)
     # torch of a forked worker has counted the launcher's cores, not those that a single worker is bound to.
     bound = any(place.cpus and len(place.cpus) < len(cpus.core_of) for place in places)
-    if (len(places) > 1 or bound) and contract.THREADS not in env:
+    if (len(places) > 1 or bound) and THREADS not in env:
         threads = threads_each(cpus, [place.cpus for place in places])
         each = f"each of {len(places)} processes" if len(places) > 1 else "the process"
-        variables[contract.THREADS] = str(threads), f"the share of {each}"
+        variables[THREADS] = str(threads), f"the share of {each}"
     settings = {**spec.torchrun, "nproc_per_node": processes, **_meeting_point(spec.torchrun, run_id)}
-    if "shutdown_timeout" in settings and settings["shutdown_timeout"] is None and contract.GRACE_DEFAULT not in env:
+    if "shutdown_timeout" in settings and settings["shutdown_timeout"] is None and GRACE_DEFAULT not in env:
         settings["shutdown_timeout"] = GRACE_SECONDS
     if len(chosen) > 1 and any(gpu.is_mig for _, gpu in chosen):
         settings["virtual_local_rank"] = True  # CUDA shows a process one MIG device at most
@@ -105,7 +105,7 @@ def _processes(spec: LaunchSpec, gpus: int, env: Mapping[str, str]) -> str:
     if spec.processes is None:
         return str(max(1, gpus))
     if spec.gpus is not None and spec.processes != str(gpus):
-        first = f"unset {contract.PROCESSES_DEFAULT}, or " if contract.PROCESSES_DEFAULT in env else ""
+        first = f"unset {PROCESSES_DEFAULT}, or " if PROCESSES_DEFAULT in env else ""
         raise UsageError(
             f"--gpus {spec.gpus} means {gpus} processes, one per GPU, but --nproc-per-node is {spec.processes}",
             f"{first}leave one of the two out",
@@ -127,17 +127,17 @@ def _gpu_variables(spec: LaunchSpec, chosen: Chosen, env: Mapping[str, str]) -> 
     if not chosen:
         return {}
     why = "one process per visible GPU" if spec.gpus is None else f"--gpus {spec.gpus}"
-    variables = {contract.VISIBLE_GPUS: (",".join(word for word, _ in chosen), why)}
-    if contract.VISIBLE_GPUS not in env:  # numbers mean what NVML and nvidia-smi mean by them
-        variables[contract.GPU_ORDER] = "PCI_BUS_ID", "so that GPU numbers are those of nvidia-smi"
+    variables = {VISIBLE_GPUS: (",".join(word for word, _ in chosen), why)}
+    if VISIBLE_GPUS not in env:  # numbers mean what NVML and nvidia-smi mean by them
+        variables[GPU_ORDER] = "PCI_BUS_ID", "so that GPU numbers are those of nvidia-smi"
     return variables
 
 
 def _said_of_mask(machine: tuple[Gpu, ...], env: Mapping[str, str]) -> Iterator[str]:
-    words = [word for word in env.get(contract.VISIBLE_GPUS, "").split(",") if word.strip() not in ("", "-1")]
+    words = [word for word in env.get(VISIBLE_GPUS, "").split(",") if word.strip() not in ("", "-1")]
     seen = len(visible(machine, env))
     if machine and seen < len(words):
-        mask = f"{contract.VISIBLE_GPUS}={env[contract.VISIBLE_GPUS]}"
+        mask = f"{VISIBLE_GPUS}={env[VISIBLE_GPUS]}"
         yield f"{mask} shows {seen} of the {len(words)} GPUs it names: one is not there, or is named twice"
 
 
@@ -149,10 +149,10 @@ def _said_of_gpus(spec: LaunchSpec, chosen: Chosen) -> Iterator[str]:
 
 
 def _said_of_threads(variables: Mapping[str, tuple[str, str]], processes: str) -> Iterator[str]:
-    if contract.THREADS in variables:
-        threads, _ = variables[contract.THREADS]
+    if THREADS in variables:
+        threads, _ = variables[THREADS]
         each = "the process" if processes == "1" else f"each of {processes} processes"
-        yield f"{contract.THREADS}={threads} for {each}; set it yourself to change this"
+        yield f"{THREADS}={threads} for {each}; set it yourself to change this"
 
 
 def _overruled(torchrun: Mapping[str, Any]) -> tuple[str, ...]:

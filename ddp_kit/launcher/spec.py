@@ -12,8 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ddp_kit.contract import MASTER_PORT_DEFAULT, PROCESSES_DEFAULT, PYTHON, ExitCode
+from ddp_kit.env import MASTER_PORT_DEFAULT, PROCESSES_DEFAULT, PYTHON
 from ddp_kit.errors import UsageError, nearest
+from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.parser import Parser
 
 _DESCRIPTION = """\

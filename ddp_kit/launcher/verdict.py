@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ddp_kit.contract import ExitCode
+from ddp_kit.exit_codes import ExitCode
 
 _MOST_GROUPS = 3
 _FEW = 4  # ranks that are listed one by one

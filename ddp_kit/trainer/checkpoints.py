@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_kit import contract
 from ddp_kit.callbacks import Callback
 from ddp_kit.checkpoint.loading import load, newer
 from ddp_kit.checkpoint.lock import FolderLock
@@ -20,6 +19,7 @@ from ddp_kit.checkpoint.packing import pack
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.checkpoint.writing import set_aside, wait_for_writers
 from ddp_kit.config import absolute
+from ddp_kit.env import attempt
 from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.manifest import checkpoints, name_of
@@ -118,7 +118,7 @@ class Checkpoints:
         lock: FolderLock | None = None
         if self._folder is not None and self._writes(self._folder):
             self._saver = _Patient(self._folder, keep_last=self._config.keep_last, background=self._config.background)
-            lock = FolderLock(self._folder, contract.attempt()[0])
+            lock = FolderLock(self._folder, attempt()[0])
         self._use = FolderUse(parts.world, self._folder, lock)
 
     # --- saving -------------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ class Checkpoints:
         if folder is not None and wanted == "auto" and self._load_newest(folder):
             return
         path = None if wanted in (None, "auto") else absolute(str(wanted))
-        job, restarts = contract.attempt()
+        job, restarts = attempt()
         lineage = _lineage(path, job)
         # Begun by this job before its workers were started again: what they have done since is not done once more.
         if folder is not None and wanted != "auto" and restarts and self._load_newest(folder, lineage):
@@ -294,7 +294,7 @@ class Checkpoints:
         self._take_up(path, load(path, device=self._parts.world.device))
         folder = self._folder
         inside = folder is not None and path.resolve().parent == folder.resolve()
-        self._begin_lineage(_lineage(path, contract.attempt()[0]), kept=self._position.step if inside else -1)
+        self._begin_lineage(_lineage(path, attempt()[0]), kept=self._position.step if inside else -1)
 
     def _begin_lineage(self, lineage: Lineage, kept: int) -> None:
         """From now on: before the next save, checkpoints of later steps than `kept` are set aside."""

@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_kit.batch import BatchPlan, split
 from ddp_kit.config import TrainerConfig
-from ddp_kit.contract import Phase
 from ddp_kit.errors import ConfigError
+from ddp_kit.heartbeat import Phase
 from ddp_kit.loader import Batching, Data, batching, build_loader, build_stream, check_batch_size, on_device, open_data
 from ddp_kit.sampler import EvalBatches, ExactDistributedSampler, OwnEvalBatches, OwnTrainBatches, TrainBatches
 from ddp_kit.timing import DATA, TRANSFER, StepClock

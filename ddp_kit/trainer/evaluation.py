@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ddp_kit.config import TrainerConfig
-from ddp_kit.contract import Phase
 from ddp_kit.errors import LossError
+from ddp_kit.heartbeat import Phase
 from ddp_kit.log import logger
 from ddp_kit.metric_objects import MetricObject
 from ddp_kit.metrics import Mean, checked, reduced

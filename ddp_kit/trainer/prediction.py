@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_kit.contract import Phase
 from ddp_kit.errors import LossError
+from ddp_kit.heartbeat import Phase
 from ddp_kit.torch_internals import pytree
 from ddp_kit.trainer.agreement import every_text, gathered
 from ddp_kit.trainer.evaluation import Counted, evaluating

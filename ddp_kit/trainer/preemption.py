@@ -12,10 +12,10 @@ from typing import Any, Self
 import psutil
 import torch.distributed as dist
 
-from ddp_kit import contract
 from ddp_kit.config import TrainerConfig
-from ddp_kit.contract import ExitCode
+from ddp_kit.env import job_began
 from ddp_kit.errors import DdpKitError
+from ddp_kit.exit_codes import ExitCode
 from ddp_kit.log import logger
 from ddp_kit.torch_internals import default_store
 from ddp_kit.trainer.agreement import every_text
@@ -201,4 +201,4 @@ def _store(number: int, times: int) -> dist.Store:
 
 def _seconds_so_far() -> float:
     """Since the job began, restarts included."""
-    return time.time() - (contract.job_began() or psutil.Process().create_time())
+    return time.time() - (job_began() or psutil.Process().create_time())

@@ -8,9 +8,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ddp_kit import contract
 from ddp_kit.callbacks import Callback
 from ddp_kit.config import TrainerConfig
+from ddp_kit.env import make_cublas_repeatable
 from ddp_kit.errors import ConfigError, some
 from ddp_kit.metric_objects import MetricObject, is_metric_object
 from ddp_kit.sampler import OwnTrainBatches, TrainBatches
@@ -18,7 +18,7 @@ from ddp_kit.trainer.parts import MetricFunction
 
 
 def only_repeatable_algorithms() -> None:
-    contract.make_cublas_repeatable()
+    make_cublas_repeatable()
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 

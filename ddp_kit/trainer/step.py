@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_kit.contract import Phase
 from ddp_kit.errors import ConfigError
+from ddp_kit.heartbeat import Phase
 from ddp_kit.metrics import Loss, bad_weight, exact_weight
 from ddp_kit.timing import BACKWARD, FORWARD, OPTIMIZER, StepClock
 from ddp_kit.trainer.buffers import BufferCopies

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
-from ddp_kit.contract import Phase
+from ddp_kit.heartbeat import Phase
 from ddp_kit.profile import Recorder
 from ddp_kit.progress import Heartbeat
 from ddp_kit.records import LogRow, Step

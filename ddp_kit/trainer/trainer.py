@@ -16,7 +16,7 @@ from ddp_kit.batch import plan_batches
 from ddp_kit.callbacks import Callback
 from ddp_kit.compilation import compile_in_place
 from ddp_kit.config import TrainerConfig, absolute
-from ddp_kit.contract import Phase
+from ddp_kit.heartbeat import Phase
 from ddp_kit.loader import Data
 from ddp_kit.metric_objects import MetricObject
 from ddp_kit.parallel import strategy_for

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "ddp_kit"
-STANDARD_LIBRARY_ONLY = {"errors", "contract", "config", "manifest"}
+STANDARD_LIBRARY_ONLY = {"errors", "env", "exit_codes", "heartbeat", "config", "manifest"}
 
 FLOOR = {
-    "errors": 0, "contract": 0, "config": 0, "manifest": 0,
+    "errors": 0, "env": 0, "exit_codes": 0, "heartbeat": 0, "config": 0, "manifest": 0,
     "torch_internals": 0.5, "log": 1, "world": 1, "batch": 1, "records": 1,
     "sampler": 2, "loader": 2, "precision": 2, "parallel": 2, "compilation": 2, "metrics": 2, "metric_objects": 2,
     "callbacks": 2, "progress": 2,
@@ -81,7 +81,7 @@ def test_a_floor_imports_only_floors_below_it(path: Path) -> None:
         return
     for other in map(room, own_imports(path)):
         assert other in FLOOR, f"{own} imports {other}"
-        # The ground floor builds on itself: errors, then contract, then config.
+        # The ground floor builds on itself: errors, then env, then heartbeat and config.
         below = FLOOR[other] < FLOOR[own] or FLOOR[other] == FLOOR[own] == 0
         assert below or other == own, f"{own} imports {other}"
 
@@ -158,25 +158,25 @@ def _uses(path: Path, root: str) -> bool:
     return any(full.split(".")[0] == root for full in imports(path))
 
 
-def test_the_environment_is_touched_in_four_places_alone() -> None:
+def test_the_environment_is_touched_in_few_places() -> None:
     touching = {
         name_of(path)
         for path in modules()
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv", "environb")
     }
-    assert touching <= {"contract", "launcher.cli", *folder("launcher.agent"), *folder("launcher.warm")}
+    assert touching <= {"env", "heartbeat", "launcher.cli", *folder("launcher.agent"), *folder("launcher.warm")}
 
 
-def test_environment_variables_are_named_in_the_contract_alone() -> None:
-    import ddp_kit.contract as contract
+def test_environment_variables_are_named_in_one_module_alone() -> None:
+    import ddp_kit.env as contract
 
     names = {
         value for name, value in vars(contract).items() if name.isupper() and isinstance(value, str) and value.isupper()
     }
     assert {"RANK", "CUDA_VISIBLE_DEVICES"} <= names
     for path in modules():
-        if name_of(path) == "contract":
+        if name_of(path) == "env":
             continue
         written = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
         assert not written & names, f"{path.name} spells out {written & names}"

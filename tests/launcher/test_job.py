@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_kit.contract import ExitCode
+from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.job import (
     End,
     Go,

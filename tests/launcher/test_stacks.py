@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_kit.contract import Phase
+from ddp_kit.heartbeat import Phase
 from ddp_kit.launcher.agent import stacks
 
 BUSY = """\

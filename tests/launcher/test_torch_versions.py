@@ -8,7 +8,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.numa.binding import AffinityMode, NumaOptions
 
-from ddp_kit.contract import GRACE_DEFAULT
+from ddp_kit.env import GRACE_DEFAULT
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher.agent import torch_versions
 from ddp_kit.launcher.agent.logs import Console

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ddp_kit.contract import ExitCode
+from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.verdict import Failure, Outcome, first_failure, judge, record
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ddp_kit.contract import Phase, Signs
+from ddp_kit.heartbeat import Phase, Signs
 from ddp_kit.launcher.agent.stacks import Frame, Stack
 from ddp_kit.launcher.agent.watch import Quiet, Watch, all_wait, culprit, is_debugged
 

@@ -15,8 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.utils import macros
 
-from ddp_kit import contract
-from ddp_kit.contract import NOTE_MARK, JobEnv, WorkerEnv
+from ddp_kit.env import NOTE_MARK, JobEnv, WorkerEnv, agent_serves_store, to_env
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher.agent.failures import failure_of, steps_of
 from ddp_kit.launcher.agent.inbox import Cut, Inbox, Notified, Placed, Signalled
@@ -76,7 +75,7 @@ class Seats(RendezvousHandler):
     @property
     def use_agent_store(self) -> bool:
         """Whether the agent serves the workers' store; else the worker of rank 0 does."""
-        return self._backend == "static" or contract.agent_serves_store()
+        return self._backend == "static" or agent_serves_store()
 
     def next_rendezvous(self) -> RendezvousInfo:
         """The seat as torch's agent wants it. On the first node this starts the round's store, a fresh one each."""
@@ -304,7 +303,7 @@ class Agent(LocalElasticAgent):
             run_id=self._seats.get_run_id(),
             agent_serves_store=self._seats.use_agent_store,
         )
-        env: dict[str, str | None] = {**contract.to_env(place, job)}
+        env: dict[str, str | None] = {**to_env(place, job)}
         try:
             self._set_local_rank_env(env, worker.local_rank, spec)
         except ValueError as error:

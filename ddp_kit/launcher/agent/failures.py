@@ -7,8 +7,9 @@ from signal import SIGKILL, SIGTERM
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from ddp_kit import contract
-from ddp_kit.contract import NOTE_AT_START, ExitCode
+from ddp_kit.env import NOTE_AT_START
+from ddp_kit.exit_codes import ExitCode
+from ddp_kit.heartbeat import read_heartbeat
 from ddp_kit.launcher import hints, last_words
 from ddp_kit.launcher.agent.hangs import Hung
 from ddp_kit.launcher.agent.workers import Workers, note_of
@@ -45,7 +46,7 @@ def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) 
         host=host,
         message=masked(message, os.environ),  # here: other nodes, which show it too, do not know the values
         trace=masked(trace, os.environ),
-        step=contract.read_heartbeat(workers.error_files[failure.local_rank]).step,
+        step=read_heartbeat(workers.error_files[failure.local_rank]).step,
         hint=masked(hints.hint(f"{words.tail}\n{trace}\n{message}", code, out_of_memory), os.environ),
         at_start=bool(extra.get(NOTE_AT_START)) or last_words.failed_at_start(trace),
         told=told,
@@ -74,6 +75,6 @@ def _hung(found: Failure, hung: Hung) -> Failure:
 
 def steps_of(error_files: Iterable[str]) -> Steps | None:
     """Between which steps the workers were that have begun any."""
-    signs = [contract.read_heartbeat(error_file) for error_file in error_files]
+    signs = [read_heartbeat(error_file) for error_file in error_files]
     found = [(each.began, each.step) for each in signs if each.began is not None and each.step is not None]
     return Steps(max(began for began, _ in found), max(reached for _, reached in found)) if found else None

@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_kit import contract
-from ddp_kit.contract import Signs, read_heartbeat
+from ddp_kit.env import GROUP_WORLD_SIZE, RANK, STACKS_FILE
+from ddp_kit.heartbeat import Signs, read_heartbeat
 from ddp_kit.launcher.agent.stacks import Stack, is_stopped, state, take, wait_channel
 from ddp_kit.launcher.agent.watch import (
     DEFAULT_SECONDS,
@@ -57,8 +57,8 @@ class Hangs:
         error_files: Mapping[int, str],
         hurry: Callable[[], bool],
     ) -> None:
-        self._ranks = {local_rank: int(env[contract.RANK]) for local_rank, env in envs.items()}
-        self._several_nodes = any(env.get(contract.GROUP_WORLD_SIZE, "1") != "1" for env in envs.values())
+        self._ranks = {local_rank: int(env[RANK]) for local_rank, env in envs.items()}
+        self._several_nodes = any(env.get(GROUP_WORLD_SIZE, "1") != "1" for env in envs.values())
         self._error_files = error_files
         self._hurry = hurry
         self._asked = hang_timeout is not None  # else torch's own time-outs have the word where a good reason can be
@@ -142,7 +142,7 @@ class Hangs:
 
     def _stacks_file(self, local_rank: int) -> str:
         path = self._error_files[local_rank]
-        return "" if path == os.devnull else str(Path(path).with_name(contract.STACKS_FILE))
+        return "" if path == os.devnull else str(Path(path).with_name(STACKS_FILE))
 
     def _signs(self, pids: Mapping[int, int]) -> dict[int, Signs]:
         return {local_rank: read_heartbeat(self._error_files[local_rank]) for local_rank in pids}

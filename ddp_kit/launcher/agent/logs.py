@@ -9,8 +9,7 @@ from string import Template
 
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
-from ddp_kit import contract
-from ddp_kit.contract import OUTPUT_LOG
+from ddp_kit.env import OUTPUT_LOG, RANK
 from ddp_kit.launcher.output import Output
 from ddp_kit.launcher.streams import Route, Streams, private_files
 
@@ -55,7 +54,7 @@ class Console:
     def _streams(self, dest: LogsDest, name: str, envs: Mapping[int, Mapping[str, str]]) -> list[Streams]:
         found = []
         for local_rank, env in envs.items():
-            rank = int(env[contract.RANK])
+            rank = int(env[RANK])
             words = {"role_name": name, "rank": rank, "local_rank": local_rank, "hostname": socket.gethostname()}
             label = Template(self.template).safe_substitute(words)
             kept = str(Path(dest.error_files[local_rank]).with_name(OUTPUT_LOG)) if self.keep else ""

@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ddp_kit.contract import ERROR_FILE, LOG_LEVEL, NO_COLOR, PYTHON, RUN_FOLDER_PREFIX, SIGNALS, VERDICT_FILE
+from ddp_kit.env import ERROR_FILE, LOG_LEVEL, NO_COLOR, PYTHON, RUN_FOLDER_PREFIX, SIGNALS, VERDICT_FILE
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher import verdict
 from ddp_kit.launcher.agent import rendezvous, torch_versions

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_kit.contract import STACKS_SIGNAL, Phase
+from ddp_kit.env import STACKS_SIGNAL
+from ddp_kit.heartbeat import Phase
 
 _LOOK_SECONDS = 3.0
 _WAIT_SECONDS = 0.05

@@ -14,7 +14,7 @@ from torch.distributed.argparse_util import env as env_or_default
 from torch.distributed.launcher.api import LaunchConfig
 from torch.numa import binding
 
-from ddp_kit.contract import GRACE_DEFAULT
+from ddp_kit.env import GRACE_DEFAULT
 from ddp_kit.errors import UsageError
 
 _GRACE_SECONDS = 30  # torch's default

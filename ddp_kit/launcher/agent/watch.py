@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from ddp_kit.contract import Phase, Signs
+from ddp_kit.heartbeat import Phase, Signs
 from ddp_kit.launcher.agent.stacks import Stack
 
 DEFAULT_SECONDS = 300.0

@@ -15,8 +15,10 @@ from torch.distributed.elastic.multiprocessing.api import LogsSpecs, RunProcsRes
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from ddp_kit.contract import STACKS_FILE, ExitCode, Phase, read_heartbeat
+from ddp_kit.env import STACKS_FILE
 from ddp_kit.errors import LaunchError, UsageError
+from ddp_kit.exit_codes import ExitCode
+from ddp_kit.heartbeat import Phase, read_heartbeat
 from ddp_kit.launcher import hints, last_words
 from ddp_kit.launcher.agent import torch_versions
 from ddp_kit.launcher.agent.hangs import Hangs

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ddp_kit.contract import VISIBLE_GPUS
+from ddp_kit.env import VISIBLE_GPUS
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher.devices.gpus import Gpu, selects, visible
 

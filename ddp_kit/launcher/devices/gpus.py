@@ -6,7 +6,7 @@ from typing import Any
 
 import pynvml
 
-from ddp_kit.contract import VISIBLE_GPUS
+from ddp_kit.env import VISIBLE_GPUS
 from ddp_kit.launcher.devices.nvml import asked, bits, handles
 from ddp_kit.launcher.devices.processes import Process, look_at
 

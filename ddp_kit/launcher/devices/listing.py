@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
-from ddp_kit.contract import VISIBLE_GPUS
+from ddp_kit.env import VISIBLE_GPUS
 from ddp_kit.launcher.devices.gpus import GIB, Gpu, GpuProcess, gpus, visible
 from ddp_kit.launcher.devices.links import MEANING, links
 from ddp_kit.launcher.devices.processes import Process

@@ -17,7 +17,8 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ddp_kit.contract import NO_COLOR, ExitCode
+from ddp_kit.env import NO_COLOR
+from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.doctor import driver, gpu_checks, limits, surroundings, torch_checks, trials
 from ddp_kit.launcher.doctor.machine import Machine
 from ddp_kit.launcher.doctor.result import CheckResult, Status, fail, warn

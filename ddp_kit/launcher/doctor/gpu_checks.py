@@ -4,7 +4,7 @@ import pwd
 from itertools import takewhile
 from pathlib import Path
 
-from ddp_kit.contract import VISIBLE_GPUS
+from ddp_kit.env import VISIBLE_GPUS
 from ddp_kit.launcher.doctor.machine import Machine
 from ddp_kit.launcher.doctor.result import CheckResult, fail, ok, warn
 from ddp_kit.launcher.masking import masked

@@ -15,7 +15,7 @@ from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import IO, Any
 
-from ddp_kit.contract import VISIBLE_GPUS
+from ddp_kit.env import VISIBLE_GPUS
 from ddp_kit.launcher.devices.gpus import Gpu
 from ddp_kit.launcher.warm.dying import die_with_parent
 

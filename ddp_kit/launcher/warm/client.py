@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_kit.contract import HIDDEN_FROM_WORKERS
+from ddp_kit.env import HIDDEN_FROM_WORKERS
 from ddp_kit.launcher.warm.dying import adopt_orphans, end_children, is_stopped
 from ddp_kit.launcher.warm.messages import (
     Channel,

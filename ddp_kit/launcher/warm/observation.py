@@ -9,7 +9,8 @@ import sys
 import time
 from contextlib import suppress
 
-from ddp_kit.contract import STACKS_SIGNAL, HeartbeatField, heartbeat_memory
+from ddp_kit.env import STACKS_SIGNAL
+from ddp_kit.heartbeat import HeartbeatField, heartbeat_memory
 
 _SET_PTRACER = 0x59616D61  # prctl's PR_SET_PTRACER
 _LIBC = ctypes.CDLL(None)

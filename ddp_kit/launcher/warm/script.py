@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
-from ddp_kit.contract import ERROR_FILE, LOCAL_RANK, NOTE_AT_START, NOTE_MARK
+from ddp_kit.env import ERROR_FILE, LOCAL_RANK, NOTE_AT_START, NOTE_MARK
 from ddp_kit.errors import DdpKitError
 from ddp_kit.launcher.warm.messages import Program
 from ddp_kit.launcher.warm.script_text import set_too_late

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from ddp_kit.contract import IMPORT_TIME_VARIABLES
+from ddp_kit.env import IMPORT_TIME_VARIABLES
 from ddp_kit.launcher.warm.messages import Program
 
 # By what a Trainer's script finds imported: besides torch itself, which does not import these.

@@ -24,7 +24,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from ddp_kit.contract import CHECKPOINT_WRITER, IMPORT_TIME_VARIABLES, START_TIME_VARIABLES, THREADS
+from ddp_kit.env import CHECKPOINT_WRITER, IMPORT_TIME_VARIABLES, START_TIME_VARIABLES, THREADS
 from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.warm import script, worker
 from ddp_kit.launcher.warm.dying import (

@@ -11,7 +11,7 @@ from multiprocessing import current_process
 from threading import main_thread
 from typing import Any, NoReturn
 
-from ddp_kit.contract import THREADS
+from ddp_kit.env import THREADS
 from ddp_kit.launcher.warm import script
 from ddp_kit.launcher.warm.messages import Start
 from ddp_kit.launcher.warm.observation import answer_with_stacks, count_collectives, may_be_seen_by

@@ -2,31 +2,31 @@
 
 import pytest
 
-from ddp_kit import contract
-from ddp_kit.contract import ExitCode, WorkerEnv
+from ddp_kit.env import WorkerEnv, from_env
 from ddp_kit.errors import WorldError
+from ddp_kit.exit_codes import ExitCode
 
 FULL = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
 MASTER = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 def test_a_worker_finds_its_place() -> None:
-    assert contract.from_env(FULL | MASTER) == WorkerEnv(5, 1, 8, 4, 1)
+    assert from_env(FULL | MASTER) == WorkerEnv(5, 1, 8, 4, 1)
 
 
 def test_without_a_launcher_there_is_one_process_alone() -> None:
-    assert contract.from_env({"LOCAL_RANK": "3"}) == WorkerEnv()
+    assert from_env({"LOCAL_RANK": "3"}) == WorkerEnv()
 
 
 def test_what_is_missing_is_named() -> None:
-    with pytest.raises(WorldError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set"):
-        contract.from_env({"RANK": "0"})
+    with pytest.raises(WorldError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set"):
+        from_env({"RANK": "0"})
 
 
 @pytest.mark.parametrize("change", [{"RANK": "8"}, {"RANK": "-1"}, {"WORLD_SIZE": "two"}, {"LOCAL_RANK": "1.5"}])
 def test_values_that_cannot_be_are_refused(change: dict[str, str]) -> None:
     with pytest.raises(WorldError, match=next(iter(change))):
-        contract.from_env(FULL | MASTER | change)
+        from_env(FULL | MASTER | change)
 
 
 def test_a_signal_ends_as_in_the_shell() -> None:
