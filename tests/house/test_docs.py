@@ -74,7 +74,7 @@ def test_a_command_in_the_documents_runs(command: Command, clone: Path) -> None:
         pytest.skip("needs GPUs; there are none on this machine")
     folder = clone
     if words[:2] == ["make", "demo"]:
-        folder = ROOT  # it makes its environment beside the Makefile
+        folder = ROOT  # it makes its environment next to the Makefile
         if Path(sys.prefix) != ROOT / ".venv":
             pytest.skip("needs to run in the environment that the Makefile makes")
     elif words[0] == "make":
@@ -99,9 +99,9 @@ def test_links_in_the_documents_lead_somewhere(document: Path) -> None:
 
 
 def test_the_table_of_settings_names_every_setting() -> None:
-    readme = (ROOT / "README.md").read_text()
+    table = (ROOT / "docs" / "configuration.md").read_text()
     for name in TrainerConfig.model_fields:
-        assert f"`{name}`" in readme, f"the README does not tell of {name}"
+        assert f"`{name}`" in table, f"docs/configuration.md does not have {name}"
 
 
 def test_every_dependency_has_its_reason() -> None:
