@@ -383,10 +383,13 @@ def end(number, frame):
 if os.environ["RANK"] != os.environ.get("DEAF"):
     signal.signal(signal.SIGUSR1, lambda number, frame: say("warned", os.environ["RANK"]))
 signal.signal(signal.SIGTERM, end)
+wakes, wake = os.pipe()
+os.set_blocking(wake, False)
+signal.set_wakeup_fd(wake)
 with open(sys.argv[1], "w") as ready:
     ready.write("ready\\n")
 while True:
-    signal.pause()
+    os.read(wakes, 1)  # not signal.pause(), which a signal just before it would not end
 """
 
 
