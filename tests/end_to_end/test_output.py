@@ -64,7 +64,9 @@ def test_on_a_terminal_there_is_one_bar(script: Callable[[str], Path]) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_is_a_line_and_no_traceback_per_rank(script: Callable[[str], Path], tmp_path: Path) -> None:
-    text = "import signal, sys; say('up'); sys.stdout.flush()\nwhile True: signal.pause()"
+    # Not signal.pause(): a signal just before it would not end it.
+    text = "import os, signal; wakes, wake = os.pipe(); os.set_blocking(wake, False); signal.set_wakeup_fd(wake)\n"
+    text += "say('up')\nwhile True: os.read(wakes, 1)"
     command = [str(Path(sys.executable).with_name("ddpkit")), "launch", "--nproc-per-node", "3", str(script(text))]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as launcher:
