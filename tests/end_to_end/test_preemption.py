@@ -41,7 +41,7 @@ def last_state(folder: Path) -> dict[str, object]:
     """What the last checkpoint has beside the tensors."""
     newest = next(found for found in checkpoints(folder) if found.whole)
     state = json.loads((newest.path / "state.json").read_text())
-    return {part: state[part] for part in ("position", "optimizer", "callbacks", "random")}
+    return {part: state[part] for part in ("progress", "optimizer", "callbacks", "random")}
 
 
 def test_ranks_that_hear_a_signal_at_different_times_save_after_the_same_step(tmp_path: Path) -> None:
