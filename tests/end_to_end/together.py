@@ -3,6 +3,7 @@
 Each scenario is a function; all run one after the other in the same processes. Each rank prints one line at the end.
 """
 
+import gc
 import os
 import random
 import signal
@@ -205,6 +206,7 @@ def a_stop_saves_all_trainers(folder: Path) -> None:
 
 def finished_trainers_hold_nothing(folder: Path) -> None:
     def held() -> int:
+        gc.collect()  # of the scenarios before
         return len([*Path("/proc/self/fd").iterdir()]) + threading.active_count()
 
     trainers, counts = [], []
