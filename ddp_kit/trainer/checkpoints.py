@@ -61,6 +61,7 @@ class LineagePart(SavedPart):
     """Which job has begun the run, and from which checkpoint."""
 
     name = "lineage"
+    required = False
 
     def __init__(self) -> None:
         self.lineage: Lineage = {}
@@ -309,7 +310,7 @@ class Checkpoints:
                     raise of_another_run(path, problem)
         for part in self._saved:
             if part.name in saved:
-                with nullcontext() if isinstance(part, CallbacksPart) else fitting(path):
+                with nullcontext() if part.shows_own_errors else fitting(path):
                     part.load_state_dict(saved[part.name], path)
         self._saved_step = self._position.step
         logger.info("resumed from {} after step {}", path, self._position.step)

@@ -1,11 +1,12 @@
 """The parts of a run's state: what a checkpoint holds of each, and how it is loaded again.
 
-A new part is a subclass of `SavedPart` and one line in `Trainer`. `Checkpoints` has one loop that saves all parts, and
-one that loads them; it knows none of them.
+A new part is a subclass of `SavedPart` and one line in the list of `Checkpoints`, which has one loop that saves all
+parts and one that loads them.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,6 +44,10 @@ class SavedPart(ABC):
     """In the checkpoint; of a file, where the part has tensors."""
     version: ClassVar[int] = 1
     """Counts up when what `state_dict` returns is no longer what the version before can load."""
+    required: ClassVar[bool] = True
+    """Whether a checkpoint without this part is refused; otherwise the part stays as it is."""
+    shows_own_errors: ClassVar[bool] = False
+    """Whether errors of `load_state_dict` are shown as they are; otherwise they are the checkpoint's fault."""
 
     def rank_state(self) -> Any:
         """What this rank adds of its own: JSON."""
@@ -103,21 +108,20 @@ class OptimizerPart(SavedPart):
         self._optimizer = parts.optimizer
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
-        return {**self._optimizer.state_dict(), **self._own()}
+        return {**self._optimizer.state_dict(), **self._own}
 
+    @cached_property
     def _own(self) -> dict[str, Any]:
+        """Settled when the Trainer is made: each save has the same objects, whose text is then not made anew."""
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         return {
             "kind": type(self._optimizer).__name__,
             "names": [[names[id(each)] for each in group["params"]] for group in self._optimizer.param_groups],
-            "held": held(self._parameters()),
+            "held": held([each for group in self._optimizer.param_groups for each in group["params"]]),
         }
 
-    def _parameters(self) -> list[Tensor]:
-        return [each for group in self._optimizer.param_groups for each in group["params"]]
-
     def check(self, state: Any) -> str | None:
-        own, saved = self._own(), {**self._own(), **state}
+        own, saved = self._own, {**self._own, **state}
         if saved["kind"] != own["kind"]:
             return f"its optimizer is {saved['kind']}, that of this run is {own['kind']}"
         there, here = len(saved["names"]), len(own["names"])
@@ -130,11 +134,13 @@ class OptimizerPart(SavedPart):
         return None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
-        own = held(self._parameters())
-        types, devices = state["held"]
+        own_types, own_devices = self._own["held"]
+        types, devices = state.get("held", self._own["held"])
         saved = {name: value for name, value in state.items() if name in ("state", "param_groups")}
         try:
-            load_optimizer_state(self._optimizer, saved, keep_types=types == own[0], keep_devices=devices == own[1])
+            load_optimizer_state(
+                self._optimizer, saved, keep_types=types == own_types, keep_devices=devices == own_devices
+            )
         except Exception as error:
             raise DoesNotFitError(f"its optimizer does not fit: {str(error)[:_LONGEST_TEXT]}") from None
 
@@ -159,7 +165,7 @@ class SchedulerPart(SavedPart):
 
     def check(self, state: Any) -> str | None:
         own = "none" if self._scheduler is None else _kind(self._scheduler)
-        saved = "none" if state is None else state["kind"]
+        saved = "none" if state is None else state.get("kind", own)
         return None if saved == own else f"its scheduler is {saved}, that of this run is {own}"
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
@@ -216,6 +222,7 @@ class StreamPart(SavedPart):
     """Where each rank's stream is in the epoch that has begun."""
 
     name = "streams"
+    required = False
 
     def __init__(self, parts: Parts, position: Position) -> None:
         self._world = parts.world
@@ -283,6 +290,7 @@ class StrategyPart(SavedPart):
     """What the strategy needs to reduce gradients as before."""
 
     name = "strategy"
+    required = False
 
     def __init__(self, strategy: Strategy, position: Position) -> None:
         self._strategy = strategy
@@ -299,6 +307,7 @@ class CallbacksPart(SavedPart):
     """The states of callbacks: rank 0's, or every rank's where a callback says so."""
 
     name = "callbacks"
+    shows_own_errors = True  # those of the user's callbacks
 
     def __init__(self, parts: Parts, callbacks: Sequence[Callback]) -> None:
         self._world = parts.world
@@ -318,6 +327,7 @@ class BestPart(SavedPart):
     """The best evaluation so far, where `checkpoint.keep_best` names what is watched."""
 
     name = "best"
+    required = False
 
     def __init__(self, config: CheckpointConfig, position: Position) -> None:
         best = config.keep_best
@@ -349,6 +359,7 @@ class ConfigPart(SavedPart):
     """The configuration, for whoever reads the checkpoint; a run has its own."""
 
     name = "config"
+    required = False
 
     def __init__(self, config: TrainerConfig) -> None:
         self._settings = config.model_dump(mode="json")
@@ -367,12 +378,17 @@ VERSIONS = "versions"
 
 
 def as_parts(path: Path, state: Mapping[str, Any], parts: Sequence[SavedPart]) -> dict[str, Any]:
-    """The saved state of each part, in its present version. Raises `CheckpointError` for a newer one."""
+    """The saved state of each part, in its present version.
+
+    Raises `CheckpointError` for a newer version, and `ValueError` where a part is missing that a run needs.
+    """
     if VERSIONS not in state:
         state = _from_format_1(state)
     versions, saved = state[VERSIONS], {}
     for part in parts:
         if part.name not in state:
+            if part.required:
+                raise ValueError(f"it has no part {part.name!r}")
             continue
         version = int(versions.get(part.name, 1))
         if version > part.version:
@@ -398,7 +414,8 @@ def _from_format_1(state: Mapping[str, Any]) -> dict[str, Any]:
     if kinds is not None:
         optimizer |= {"kind": kinds["optimizer"], "names": kinds["groups"]}
         optimizer["held"] = held([state["model"][name] for group in kinds["groups"] for name in group])
-        scheduler = None if kinds["scheduler"] is None else {"kind": kinds["scheduler"], "state": scheduler}
+    if scheduler is not None:
+        scheduler = {"state": scheduler} | ({} if kinds is None else {"kind": kinds["scheduler"]})
     return own | {
         VERSIONS: dict.fromkeys(("optimizer", "scheduler"), 2),
         "optimizer": optimizer,

@@ -95,3 +95,20 @@ def resumed_at(path: Path, folder: Path) -> Trainer:
 def test_a_part_that_is_missing_is_left_as_it_is(tmp_path: Path) -> None:
     path = changed(tmp_path, lambda state: state.pop("best"))
     assert resumed_at(path, tmp_path).step == 15
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer", "progress", "random", "callbacks"])
+def test_a_checkpoint_without_a_part_that_a_run_needs_is_refused(name: str, tmp_path: Path) -> None:
+    path = changed(tmp_path, lambda state: state.pop(name))
+    with pytest.raises(CheckpointError, match=f"cannot be used.*it has no part '{name}'"):
+        resumed(tmp_path / "other", resume=path)
+
+
+def test_a_checkpoint_of_format_1_may_lack_what_its_first_ones_did_not_have(tmp_path: Path) -> None:
+    state = load(FORMAT_1 / name_of(7))
+    for name in ("kinds", "best", "course", "reduction_order"):
+        del state[name]
+    with Saver(tmp_path / "first", keep_last=1, background=False) as saver:
+        saver.save(7, state)
+    trainer, _ = resumed(tmp_path / "other", resume=tmp_path / "first" / name_of(7))
+    assert trainer.model[3].weight.flatten().tolist() == pytest.approx(LAST_LAYER, abs=1e-7)
