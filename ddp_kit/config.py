@@ -128,10 +128,11 @@ class ParallelConfig(_Part):
         "slow. For trying several ranks where there are fewer GPUs.",
     )
 
-    @field_validator("strategy")
+    @field_validator("strategy", mode="before")
     @classmethod
-    def _known_strategy(cls, strategy: str) -> str:
-        if strategy not in STRATEGIES:
+    def _known_strategy(cls, strategy: Any) -> Any:
+        """As a Literal would check it: the error then names what is allowed and the nearest."""
+        if not isinstance(strategy, str) or strategy not in STRATEGIES:
             raise PydanticCustomError("literal_error", "unknown", {"expected": " or ".join(map(repr, STRATEGIES))})
         return strategy
 

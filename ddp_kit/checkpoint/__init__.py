@@ -1,4 +1,4 @@
-"""Checkpoints that cannot lie: whole or not there, the same bits back, and nothing unpickled.
+"""Checkpoints that cannot lie: whole or not there, bitwise identical when loaded, and nothing unpickled.
 
     saver.py       Saver: a copy of the state in host memory, then training continues
     packing.py     nested state -> tensors by name, and JSON;  unpacking.py: the inverse, which trusts nothing

@@ -63,7 +63,7 @@ def make(
     """Settle how many processes run on which GPUs and cores, and where they meet.
 
     `cpus`: those that the launcher may use. `held`: by UUID, the other launch that holds a GPU.
-    Raises `UsageError` where the GPUs asked for cannot be had.
+    Raises `UsageError` where the GPUs asked for are not available.
     """
     # A number of processes without a word on GPUs is torchrun's way: the script takes the GPUs it wants.
     by_gpu = spec.gpus is not None or spec.processes is None

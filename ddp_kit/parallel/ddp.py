@@ -131,10 +131,7 @@ class DdpStrategy(Strategy):
         if self._learns_graph:
             self._learn_graph(passes)
             return
-        last = passes.count - 1
-        for number in range(passes.count):
-            loss = passes.forward(number)
-            self._backward(self._ddp.reduced(loss) if number == last else loss, passes, reduces=number == last)
+        self.accumulate(passes, self._ddp.reduced)
         if not passes.count:
             self._backward(self._zero_loss(), passes, reduces=True)
 

@@ -10,12 +10,7 @@ class SingleRank(Strategy):
         pass
 
     def run_passes(self, passes: Passes) -> None:
-        for number in range(passes.count):
-            loss = passes.forward(number)
-            if number == passes.count - 1:
-                passes.before_reduction(loss)
-            loss.backward()  # type: ignore[no-untyped-call]
-            passes.after_backward()
+        self.accumulate(passes)
 
     def sync_buffers(self) -> None:
         pass

@@ -132,6 +132,19 @@ class Strategy(ABC):
         part in the reductions with zeros; a parameter that no rank's passes used has no gradient.
         """
 
+    def accumulate(self, passes: Passes, prepare: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Run this rank's passes, whose gradients add up on it. For `run_passes`. Not a collective.
+
+        `prepare`: gets the last loss, and returns the one whose backward pass reduces the gradients, where it does.
+        """
+        for number in range(passes.count):
+            loss = passes.forward(number)
+            if number == passes.count - 1:
+                loss = loss if prepare is None else prepare(loss)
+                passes.before_reduction(loss)
+            loss.backward()  # type: ignore[no-untyped-call]
+            passes.after_backward()
+
     def finish_failed_passes(self) -> None:
         """After `run_passes` raised on this rank: take part, with zeros, in the reductions it did not come to.
 

@@ -11,25 +11,25 @@ class Subscriber:
 
     with subscriber.loop():
         for each optimizer step:
-            subscriber.step_begins(number)
+            subscriber.before_step(number)
             ...                                # gradients and the update
-            subscriber.step_done(step)
+            subscriber.after_update(step)
             ...                                # the body of the loop: an evaluation, the user's code
-            subscriber.step_over(step)
+            subscriber.after_step(step)
     """
 
     def loop(self) -> AbstractContextManager[object]:
         """Entered before the first step, left after the last one, also by an error."""
         return nullcontext()
 
-    def step_begins(self, number: int) -> None:
+    def before_step(self, number: int) -> None:
         """Optimizer step `number`, counted from 1, is next."""
 
-    def step_done(self, step: Step) -> None:
-        """The optimizer has stepped, and the position is that after it."""
+    def after_update(self, step: Step) -> None:
+        """The optimizer has stepped, and the position is the one after it."""
 
-    def step_over(self, step: Step) -> None:
-        """The body of the loop is through with the step."""
+    def after_step(self, step: Step) -> None:
+        """The body of the loop has run; nothing of this step is left to do."""
 
 
 class Events:
@@ -37,10 +37,10 @@ class Events:
 
     def __init__(self, subscribers: Sequence[Subscriber]) -> None:
         self._subscribers = subscribers
-        # Those that hear of each event: most hear of one or two, and a step may take a tenth of a millisecond.
-        self._at_begin = [each.step_begins for each in subscribers if _overrides(each, "step_begins")]
-        self._at_done = [each.step_done for each in subscribers if _overrides(each, "step_done")]
-        self._at_over = [each.step_over for each in subscribers if _overrides(each, "step_over")]
+        # Most subscribers override one or two events, and a step may take a tenth of a millisecond.
+        self._at_begin = [each.before_step for each in subscribers if _overrides(each, "before_step")]
+        self._at_done = [each.after_update for each in subscribers if _overrides(each, "after_update")]
+        self._at_over = [each.after_step for each in subscribers if _overrides(each, "after_step")]
 
     @contextmanager
     def loop(self) -> Iterator[None]:
@@ -50,15 +50,15 @@ class Events:
                 entered.enter_context(subscriber.loop())
             yield
 
-    def step_begins(self, number: int) -> None:
+    def before_step(self, number: int) -> None:
         for tell in self._at_begin:
             tell(number)
 
-    def step_done(self, step: Step) -> None:
+    def after_update(self, step: Step) -> None:
         for tell in self._at_done:
             tell(step)
 
-    def step_over(self, step: Step) -> None:
+    def after_step(self, step: Step) -> None:
         for tell in self._at_over:
             tell(step)
 

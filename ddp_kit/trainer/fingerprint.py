@@ -1,4 +1,4 @@
-"""Numbers that stand for what every rank holds: equal on all ranks where the ranks hold the same bits."""
+"""Numbers that stand for what every rank holds: equal on all ranks where what they hold is bitwise identical."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b

@@ -194,6 +194,7 @@ class RescuedStep(OptimizerStep):
             self._losses.agree()
         if self._losses.weighted and not passes.weighed:
             passes.add_up_weights()
+            passes.weight()
         self._strategy.finish_failed_passes()
 
     def _anyone(self, failed: bool) -> bool:

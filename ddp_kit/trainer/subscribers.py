@@ -1,6 +1,6 @@
 """Who hears of the loop's events, one small class each. `Trainer` lists them in their order:
 
-subscriber           loop                   step_begins   step_done                 step_over
+subscriber           loop                   before_step   after_update              after_step
 HeartbeatMarks       follows the step       -             counts the step           phase: checkpoint
 ProfilerSteps        ends a recording       may begin it  may end it                -
 ClockStart           -                      starts        -                         -
@@ -15,7 +15,7 @@ PreemptionWatch      handles signals        -             -                     
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from ddp_kit.heartbeat import Phase
 from ddp_kit.profile import Recorder
@@ -47,11 +47,11 @@ class HeartbeatMarks(Subscriber):
         with self._heart.follow(self._position.step), self._heart.during(Phase.DATA):
             yield
 
-    def step_done(self, step: Step) -> None:
+    def after_update(self, step: Step) -> None:
         self._heart.step(step.number)
         self._heart.mark(Phase.CALLBACKS)
 
-    def step_over(self, step: Step) -> None:  # noqa: ARG002
+    def after_step(self, step: Step) -> None:  # noqa: ARG002
         self._heart.mark(Phase.CHECKPOINT)
 
 
@@ -64,10 +64,10 @@ class ProfilerSteps(Subscriber):
     def loop(self) -> AbstractContextManager[object]:
         return self._recorder
 
-    def step_begins(self, number: int) -> None:
+    def before_step(self, number: int) -> None:
         self._recorder.before_step(number)
 
-    def step_done(self, step: Step) -> None:
+    def after_update(self, step: Step) -> None:
         self._recorder.after_step(step.number)
 
 
@@ -77,7 +77,7 @@ class ClockStart(Subscriber):
     def __init__(self, clock: StepClock) -> None:
         self._clock = clock
 
-    def step_begins(self, number: int) -> None:  # noqa: ARG002
+    def before_step(self, number: int) -> None:  # noqa: ARG002
         self._clock.start()
 
 
@@ -87,7 +87,7 @@ class UserCallbacks(Subscriber):
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
 
-    def step_done(self, step: Step) -> None:  # noqa: ARG002
+    def after_update(self, step: Step) -> None:  # noqa: ARG002
         self._tell("on_step")
 
 
@@ -105,7 +105,7 @@ class StopTogether(Subscriber):
         self._met = False
         yield
 
-    def step_done(self, step: Step) -> None:  # noqa: ARG002
+    def after_update(self, step: Step) -> None:  # noqa: ARG002
         self.check()
 
     def check(self) -> None:
@@ -135,7 +135,7 @@ class LogSchedule(Subscriber):
         self._points.begin(first_step)
         self.rows, self.row = [], None
 
-    def step_done(self, step: Step) -> None:
+    def after_update(self, step: Step) -> None:
         self._points.interval.end_step(step.samples)
         finished = self._finished()
         self.row = None
@@ -143,7 +143,7 @@ class LogSchedule(Subscriber):
             self._note(self._points.close(step.number, step.epoch, last=finished))
         self._body_began = time.perf_counter()
 
-    def step_over(self, step: Step) -> None:  # noqa: ARG002
+    def after_step(self, step: Step) -> None:  # noqa: ARG002
         self._points.interval.started += time.perf_counter() - self._body_began  # evaluations are not training
 
     def end(self, step: int, epoch: int) -> None:
@@ -188,7 +188,7 @@ class GarbageCollection(Subscriber):
                 gc.unfreeze()
             gc.enable()
 
-    def step_done(self, step: Step) -> None:  # noqa: ARG002
+    def after_update(self, step: Step) -> None:  # noqa: ARG002
         if self._on and time.perf_counter() - self._last > _COLLECT_SECONDS:
             gc.collect()
             self._last = time.perf_counter()
@@ -203,7 +203,7 @@ class CheckpointSchedule(Subscriber):
     def loop(self) -> AbstractContextManager[object]:
         return self._checkpoints.in_loop()
 
-    def step_over(self, step: Step) -> None:  # noqa: ARG002
+    def after_step(self, step: Step) -> None:  # noqa: ARG002
         self._checkpoints.after_step()
 
 
@@ -216,10 +216,9 @@ class PreemptionWatch(Subscriber):
 
     @contextmanager
     def loop(self) -> Iterator[None]:
-        with ExitStack() as entered:
-            entered.enter_context(self._preemption)
+        with self._preemption:
             self._preemption.begin()
             yield
 
-    def step_over(self, step: Step) -> None:  # noqa: ARG002
+    def after_step(self, step: Step) -> None:  # noqa: ARG002
         self._preemption.after_step(self._finished())

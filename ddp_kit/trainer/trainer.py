@@ -192,9 +192,9 @@ class Trainer:
                     progress.log(step.log.step, str(step.log))
                 if evaluations is not None and (evaluation_due(self.config, step) or self._finished()):
                     evaluations.run()
+        rows = self._log.rows  # before a callback may begin another call of `fit`
         if evaluations is not None and evaluations.step != self.step:
             evaluations.run(whole=True)
-        rows = self._log.rows
         result = FitResult(
             steps=self.step,
             samples=self._position.samples,
@@ -290,7 +290,7 @@ class Trainer:
                 share = self._first_share(feed)
                 while share is not None and not self._finished():
                     number = self.step + 1
-                    self._events.step_begins(number)
+                    self._events.before_step(number)
                     logged = number % self.config.log_every == 0 or number == total
                     try:
                         self._optimizer_step.run(share, feed.batch, self._log_points.interval, measure_norm=logged)
@@ -306,11 +306,11 @@ class Trainer:
                     self._clock.mark(DATA)
                     self._position.advance(samples, feed.steps, feed.place, ends_epoch=share is None)
                     step = Step(number, epoch, samples, share is None, None)
-                    self._events.step_done(step)
+                    self._events.after_update(step)
                     self._heart.mark(Phase.BETWEEN_STEPS)
                     yield step if self._log.row is None else replace(step, log=self._log.row)
                     self._state.check_current(loop)
-                    self._events.step_over(step)
+                    self._events.after_step(step)
             self._stops.check()  # what heard of the log point or the evaluation may have stopped
             self._log.end(self.step, self.epoch)
             with self._heart.during(Phase.CHECKPOINT):

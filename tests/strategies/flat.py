@@ -26,12 +26,7 @@ class FlatAllReduce(Strategy):
         broadcast(self.model.buffers())
 
     def run_passes(self, passes: Passes) -> None:
-        for number in range(passes.count):
-            loss = passes.forward(number)
-            if number == passes.count - 1:
-                passes.before_reduction(loss)
-            loss.backward()  # type: ignore[no-untyped-call]
-            passes.after_backward()
+        self.accumulate(passes)
         if not passes.count:
             passes.before_reduction(torch.zeros(()))
         self._reduce()

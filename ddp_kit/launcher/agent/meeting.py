@@ -68,7 +68,7 @@ class Meeting:
 
         `hosts`: whether this node hosts the rendezvous; None: where the endpoint is an address of this machine.
 
-        Raises `LaunchError` where the endpoint cannot be had or reached, `StoppedError` when told to stop meanwhile.
+        Raises `LaunchError` where the endpoint cannot be opened or reached, `StoppedError` when told to stop meanwhile.
         """
         self._limits, self._inbox, self._say = limits, inbox, say
         self._host, self._port = endpoint

@@ -138,7 +138,7 @@ class Stack:
 def take(
     pids: Mapping[int, int], native_seconds: float, files: Mapping[int, str], hurry: Callable[[], bool]
 ) -> dict[int, Stack]:
-    """The stack of each process, by any name; an empty one where it cannot be had.
+    """The stack of each process, by any name; an empty one where it cannot be read.
 
     `native_seconds`: how long native frames may take, where torch's libraries have many symbols. `files`: where they
     write their own account, should py-spy not be able to look. `hurry`: whether to leave it at what there is.

@@ -188,7 +188,7 @@ class _Server:
                 self._end()
 
     def _preload_more(self, names: tuple[str, ...]) -> bool:
-        """Whether there was anything to import. Where it cannot be had, workers do without."""
+        """Whether there was anything to import. Where it is not available, workers do without."""
         if sys.modules.keys() >= set(names):
             return False
         attentive = _Attentive(self)
