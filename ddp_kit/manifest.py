@@ -2,7 +2,8 @@
 
     <dir>/step-00000012/            gets this name by one rename, when all of it is on the disk
         manifest.json               what is here: each file with its size and hash
-        model.safetensors           tensors, one file per part of the state
+        model.safetensors           tensors, one file per part of the state; or, where several ranks write,
+        model-00001-of-00002.safetensors, ...    one per part and rank, and model.safetensors.index.json
         state.json                  all else, of all parts
     <dir>/.writing-step-00000012-1f0c93aa/    not finished; the next save removes it unless somebody writes it still
     <dir>/set-aside-20260102-030405-1f0c/     of a branch that the run has left: nothing looks in there
@@ -30,6 +31,8 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
 TENSORS = ".safetensors"
+INDEX = f"{TENSORS}.index.json"
+"""Which file has which tensor, where a part has several: for programs that read Hugging Face's sharded models."""
 WRITING, REMOVED = ".writing-", ".removed-"
 """How the names of folders begin that are being written, and removed; or whose writer was killed."""
 ASIDE = "set-aside-"
@@ -42,6 +45,7 @@ ITEM_BYTES = {
 """Of the types that safetensors since 0.4.3 knows."""
 
 _NAME = re.compile(r"step-(\d{8,})")
+_TENSOR_FILE = re.compile(rf"(.+?)(-\d{{5}}-of-\d{{5}})?{re.escape(TENSORS)}")
 _PLAIN_NAME = re.compile(r"[\w-][\w.-]*", re.ASCII)
 _HASH = "sha256"
 _HEXADECIMAL = re.compile(r"[0-9a-f]{64}")
@@ -159,6 +163,12 @@ def leftovers(folder: Path) -> tuple[Path, ...]:
 def left_courses(folder: Path) -> tuple[Path, ...]:
     """Folders with the checkpoints of branches that were left. Raises `CheckpointError`."""
     return tuple(path for path in _entries(folder) if path.name.startswith(ASIDE))
+
+
+def part_of(file: str) -> str | None:
+    """The part of the state whose tensors a file holds, such as `model`; None: the file holds no tensors."""
+    named = _TENSOR_FILE.fullmatch(file)
+    return None if named is None else named[1]
 
 
 def examine(path: Path) -> Found:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import IO
 
 import ddp_kit
+from ddp_kit.checkpoint.files import Job
 from ddp_kit.checkpoint.process import ENOUGH, LONGEST_PACKET
-from ddp_kit.checkpoint.writing import Job
 from ddp_kit.env import CHECKPOINT_WRITER
 from ddp_kit.errors import CheckpointError
 

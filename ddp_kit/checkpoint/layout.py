@@ -8,11 +8,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ddp_kit.checkpoint.writing import Region
+from ddp_kit.checkpoint.files import Region
 from ddp_kit.manifest import TENSORS
 
 # Those that every safetensors since 0.4.3 knows; others are stored as bytes.
@@ -26,18 +27,17 @@ DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 ALIGNMENT = 64  # of the first tensor in a file; the others follow by falling size of their elements
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A tensor on its way to a file: contiguous or not, on any device, of a type that the format knows."""
+class Stored(NamedTuple):
+    """A tensor on its way to a file."""
 
     part: str
     name: str
+    dtype: torch.dtype
+    shape: torch.Size
     tensor: Tensor
-
-    @property
-    def key(self) -> tuple[str, str, torch.dtype, torch.Size]:
-        """What its place depends on."""
-        return self.part, self.name, self.tensor.dtype, self.tensor.shape
+    """Contiguous or not, on any device, of a type that the format knows."""
+    original: Tensor
+    """What was given: another tensor where its type is stored as bytes."""
 
 
 @dataclass(frozen=True)
@@ -62,31 +62,36 @@ class Layout:
     """Of all files, each filled up to where the next may begin."""
 
 
-def lay_out(tensors: Sequence[Stored], aliases: Mapping[str, Mapping[str, str]]) -> Layout:
-    """Give each tensor its place. `aliases`: part -> another name of a tensor -> the one it is stored under."""
+def lay_out(tensors: Sequence[Stored], aliases: Mapping[str, Mapping[str, str]], suffix: str = "") -> Layout:
+    """Give each tensor its place.
+
+    `aliases`: part -> another name of a tensor -> the one it is stored under. `suffix`: of the files' names.
+    """
     parts: dict[str, list[int]] = {}
     for number, stored in enumerate(tensors):
         parts.setdefault(stored.part, []).append(number)
     files, headers, places, begin = [], {}, [], 0
     for part, numbers in parts.items():
         # By falling size of their elements: so each is aligned, without a gap.
-        numbers.sort(key=lambda number: -tensors[number].tensor.element_size())
+        numbers.sort(key=lambda number: -tensors[number].dtype.itemsize)
         found = [tensors[number] for number in numbers]
-        sizes = [stored.tensor.numel() * stored.tensor.element_size() for stored in found]
+        sizes = [stored.tensor.nbytes for stored in found]
         offsets = list(accumulate(sizes, initial=0))
         header = headers[begin] = _header(found, offsets, aliases.get(part, {}))
         begins = [begin + len(header) + offset for offset in offsets]
         places += [Place(*place) for place in zip(numbers, begins[:-1], sizes, strict=True)]
-        files.append(Region(f"{part}{TENSORS}", begin, begins[-1] - begin))
+        files.append(Region(f"{part}{suffix}{TENSORS}", begin, begins[-1] - begin))
         begin += -(-files[-1].bytes // ALIGNMENT) * ALIGNMENT
     return Layout(tuple(files), headers, tuple(places), begin)
 
 
 def _header(found: Sequence[Stored], offsets: Sequence[int], aliases: Mapping[str, str]) -> bytes:
     # What transformers and safetensors.torch.load_model look for: the framework, and the names of tied weights.
-    table: dict[str, object] = {"__metadata__": {**aliases, "format": "pt"}}
+    here = {stored.name for stored in found}
+    tied = {alias: name for alias, name in aliases.items() if name in here}
+    table: dict[str, object] = {"__metadata__": {**tied, "format": "pt"}}
     for stored, begin, end in zip(found, offsets, offsets[1:], strict=False):
-        dtype, shape = DTYPES[stored.tensor.dtype], list(stored.tensor.shape)
+        dtype, shape = DTYPES[stored.dtype], list(stored.shape)
         table[stored.name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)

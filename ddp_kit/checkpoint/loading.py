@@ -14,13 +14,13 @@ from ddp_kit.checkpoint.layout import DTYPE_OF
 from ddp_kit.checkpoint.unpacking import unpack
 from ddp_kit.errors import CheckpointError
 from ddp_kit.manifest import (
-    TENSORS,
     FileRecord,
     Found,
     TensorRecord,
     checkpoints,
     examine,
     open_file,
+    part_of,
     read_header,
     read_state,
     wrong_hash,
@@ -39,11 +39,12 @@ def load(path: Path | str, *, device: torch.device | str = "cpu") -> dict[str, A
     found = examine(Path(path))
     if found.manifest is None or not found.whole:
         raise _damaged(found, str(found.problem))
-    files = [file for file in found.manifest.files if file.name.endswith(TENSORS)]
+    files = [(part, file) for file in found.manifest.files if (part := part_of(file.name)) is not None]
+    tensors: dict[str, dict[str, Tensor]] = {}
     try:
         with ThreadPoolExecutor(_READERS) as pool:
-            tables = pool.map(lambda file: _tensors(found, file), files)
-            tensors = {file.name.removesuffix(TENSORS): table for file, table in zip(files, tables, strict=True)}
+            for (part, _), table in zip(files, pool.map(lambda file: _tensors(found, file[1]), files), strict=True):
+                tensors.setdefault(part, {}).update(table)
         text = read_state(found)
     except OSError as error:
         raise _damaged(found, f"a file cannot be read: {error.strerror or error}") from None

@@ -5,7 +5,9 @@
     state.json: {"model": {"weight": {"$tensor": ["model", "weight"]}},
                  "scheduler": {"betas": {"$tuple": [0.9, {"$float": "7ff8000000000000"}]}}}
 
-What JSON has no word for is an object whose first key begins with "$"; docs/checkpoints.md lists them.
+What JSON has no word for is an object whose first key begins with "$"; docs/checkpoints.md lists them. Training waits
+while a state is packed, so each tensor costs about a microsecond: names are built on the way down, and where a value
+that cannot be stored is, on the way up.
 """
 
 import base64
@@ -33,7 +35,6 @@ FACTORIES: Mapping[str, Callable[[], Any]] = {
     kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)
 }
 """Of a defaultdict."""
-_Path = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -54,147 +55,186 @@ def pack(state: Mapping[str, Any]) -> Packed:
     parameters as tensors. Raises `CheckpointError` that names the place of what cannot be stored.
     """
     packer = _Packer()
-    for part in state:
+    text = {}
+    for part, value in state.items():
         if not isinstance(part, str) or not _PART.fullmatch(part):
             raise CheckpointError(
                 f"a part of the state is called {part!r}",
                 "name it with letters, digits, _ and -: it becomes the name of a file",
             )
-    try:
-        text = {part: packer.pack(value, (part,)) for part, value in state.items()}
-    except RecursionError:
-        raise CheckpointError(
-            "the state is nested too deeply to be stored", "look for a container that contains itself"
-        ) from None
+        try:
+            text[part] = packer.pack_part(part, value)
+        except _UnstorableError as error:
+            raise _unstorable(part, error) from None
+        except RecursionError:
+            raise CheckpointError(
+                "the state is nested too deeply to be stored", "look for a container that contains itself"
+            ) from None
     return Packed(tuple(packer.tensors), packer.aliases, text)
 
 
-# Taking apart --------------------------------------------------------------------------------------------------------
+class _UnstorableError(Exception):
+    def __init__(self, value: Any, *steps: Any) -> None:
+        super().__init__()
+        self.value = value
+        self.steps = [*steps]
+        """From the value up to its part."""
 
 
 class _Packer:
     def __init__(self) -> None:
         self.tensors: list[Stored] = []
         self.aliases: dict[str, dict[str, str]] = {}
-        self._names: set[tuple[str, str]] = set()
+        self._part = ""
+        self._names: set[str] = set()  # in the present part
         # By address. The tensors are held: the memory of one made on the way is not another's before all is done.
-        self._seen: dict[int, list[tuple[Tensor, tuple[str, str]]]] = {}
-        self._kinds: dict[type, Callable[[Any, _Path], Any]] = {
-            **PLAIN, bytes: _bytes, complex: _complex, torch.dtype: _dtype, torch.device: _device,
-            np.ndarray: self._array,
-            torch.Size: lambda value, _: {"$size": list(value)},
-            list: self._list, tuple: self._tuple, dict: self._dict, OrderedDict: self._ordered,
-            Counter: self._counter, defaultdict: self._default, deque: self._deque,
-            set: self._set, frozenset: self._set, Tensor: self._tensor,
+        self._seen: dict[int, list[Stored]] = {}
+        self._kinds: dict[type, Callable[[Any, str, int], Any]] = {
+            type(None): _same_value, bool: _same_value, str: _same_value, int: _int, float: _float,
+            Tensor: self._tensor, dict: self._dict, list: self._list, tuple: self._tuple, OrderedDict: self._ordered,
+            bytes: _bytes, complex: _complex, torch.dtype: _dtype, torch.device: _device, torch.Size: _size,
+            np.ndarray: self._array, Counter: self._counter, defaultdict: self._default, deque: self._deque,
+            set: self._set, frozenset: self._set,
         }  # fmt: skip
 
-    def pack(self, value: Any, path: _Path) -> Any:
-        if len(path) > DEEPEST:
-            raise RecursionError
-        kind = self._kinds.get(type(value))
-        if kind is not None:
-            return kind(value, path)
-        if isinstance(value, torch.nn.Parameter) and not torch.nn.parameter.is_lazy(value):
-            return self.pack(value.detach(), path)
-        if isinstance(value, np.generic):
-            return self._scalar(value, path)
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return self._tuple(value, path)
-        raise _unstorable(value, path)
+    def pack_part(self, part: str, value: Any) -> Any:
+        self._part, self._names = part, {"__metadata__"}
+        return self._pack(value, "", 1)
 
-    def _list(self, value: Any, path: _Path) -> Any:
+    def _pack(self, value: Any, name: str, depth: int) -> Any:
+        """`name`: the value's path in its part, such as `state.0.exp_avg`."""
+        pack = self._kinds.get(type(value))
+        if pack is not None:
+            return pack(value, name, depth)
+        if isinstance(value, torch.nn.Parameter) and not torch.nn.parameter.is_lazy(value):
+            return self._tensor(value.detach(), name, depth)
+        if isinstance(value, np.generic):
+            return self._scalar(value)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return self._tuple(value, name, depth)
+        raise _UnstorableError(value)
+
+    def _list(self, value: Any, name: str, depth: int) -> Any:
         if len(value) > _LONG and set(map(type, value)) == {int} and min(value) >= -_LARGEST and max(value) < _LARGEST:
             return list(value)  # the states of random generators are thousands of numbers
-        return [self.pack(one, (*path, number)) for number, one in enumerate(value)]
-
-    def _tuple(self, value: Any, path: _Path) -> Any:
-        return {"$tuple": self._list(value, path)}
-
-    def _set(self, value: Any, path: _Path) -> Any:
-        return {f"${type(value).__name__}": sorted(self._list(value, path), key=repr)}
-
-    def _deque(self, value: Any, path: _Path) -> Any:
-        return {"$deque": self._list(value, path), "maxlen": value.maxlen}
-
-    def _dict(self, value: Any, path: _Path) -> Any:
-        if all(type(key) is str and key[:1] != "$" for key in value):
-            return {key: self.pack(one, (*path, key)) for key, one in value.items()}
-        return {"$dict": self._pairs(value, path)}
-
-    def _ordered(self, value: Any, path: _Path) -> Any:
-        packed = {"$ordered": self._pairs(value, path)}
-        if vars(value):  # a state_dict's _metadata: the versions of its modules
-            packed["attributes"] = self._dict(vars(value), path)
+        packed: list[Any] = []
+        prefix, depth = _below(name, depth)
+        try:
+            for one in value:
+                packed.append(self._pack(one, f"{prefix}{len(packed)}", depth))
+        except _UnstorableError as error:
+            error.steps.append(len(packed))
+            raise
         return packed
 
-    def _counter(self, value: Any, path: _Path) -> Any:
-        return {"$counter": self._pairs(value, path)}
+    def _tuple(self, value: Any, name: str, depth: int) -> Any:
+        return {"$tuple": self._list(value, name, depth)}
 
-    def _default(self, value: Any, path: _Path) -> Any:
+    def _set(self, value: Any, name: str, depth: int) -> Any:
+        return {f"${type(value).__name__}": sorted(self._list(value, name, depth), key=repr)}
+
+    def _deque(self, value: Any, name: str, depth: int) -> Any:
+        return {"$deque": self._list(value, name, depth), "maxlen": value.maxlen}
+
+    def _dict(self, value: Any, name: str, depth: int) -> Any:
+        for key in value:
+            if type(key) is not str or key[:1] == "$":
+                return {"$dict": self._pairs(value, name, depth)}
+        packed = {}
+        prefix, depth = _below(name, depth)
+        try:
+            for key, one in value.items():
+                packed[key] = self._pack(one, f"{prefix}{key}", depth)
+        except _UnstorableError as error:
+            error.steps.append(key)
+            raise
+        return packed
+
+    def _ordered(self, value: Any, name: str, depth: int) -> Any:
+        packed = {"$ordered": self._pairs(value, name, depth)}
+        if vars(value):  # a state_dict's _metadata: the versions of its modules
+            packed["attributes"] = self._dict(vars(value), name, depth)
+        return packed
+
+    def _counter(self, value: Any, name: str, depth: int) -> Any:
+        return {"$counter": self._pairs(value, name, depth)}
+
+    def _default(self, value: Any, name: str, depth: int) -> Any:
         factory = value.default_factory
-        name = None if factory is None else getattr(factory, "__name__", "")
-        if factory is not None and FACTORIES.get(str(name)) is not factory:
-            raise _unstorable(factory, (*path, "default_factory"))
-        return {"$default": self._pairs(value, path), "factory": name}
+        known = None if factory is None else getattr(factory, "__name__", "")
+        if factory is not None and FACTORIES.get(str(known)) is not factory:
+            raise _UnstorableError(factory, "default_factory")
+        return {"$default": self._pairs(value, name, depth), "factory": known}
 
-    def _pairs(self, value: Any, path: _Path) -> Any:
+    def _pairs(self, value: Any, name: str, depth: int) -> Any:
         pairs = []
+        prefix, depth = _below(name, depth)
         for key, one in value.items():
             if isinstance(key, Tensor):  # a key by its identity, which does not last
-                raise _unstorable(key, path)
-            pairs.append([self.pack(key, (*path, "key")), self.pack(one, (*path, key))])
+                raise _UnstorableError(key)
+            packed_key = key if type(key) is str else self._pack(key, f"{prefix}key", depth)
+            try:
+                pairs.append([packed_key, self._pack(one, f"{prefix}{key}", depth)])
+            except _UnstorableError as error:
+                error.steps.append(key)
+                raise
         return pairs
 
-    def _scalar(self, value: Any, path: _Path) -> Any:
+    def _scalar(self, value: Any) -> Any:
         if value.dtype.hasobject:
-            raise _unstorable(value, path)
+            raise _UnstorableError(value)
         return {"$scalar": _encoded(value.tobytes()), "dtype": np.lib.format.dtype_to_descr(value.dtype)}
 
-    def _array(self, value: Any, path: _Path) -> Any:
+    def _array(self, value: Any, name: str, depth: int) -> Any:
         if value.dtype.hasobject:
-            raise _unstorable(value, path)
+            raise _UnstorableError(value)
         whole = np.array(value, order="C")  # writable, without gaps; and the same when it is stored
         try:
             stored = torch.from_numpy(whole)
         except (TypeError, ValueError):  # a type that torch has not
             stored = torch.frombuffer(bytearray(whole.tobytes()) or bytearray(1), dtype=torch.uint8)[: whole.nbytes]
-        place = self._tensor(stored, path)["$tensor"]
+        place = self._tensor(stored, name, depth)["$tensor"]
         return {"$array": place, "dtype": np.lib.format.dtype_to_descr(whole.dtype), "shape": list(whole.shape)}
 
-    def _tensor(self, value: Tensor, path: _Path) -> Any:
+    def _tensor(self, value: Tensor, name: str, _: int) -> Any:
         if value.layout is not torch.strided or value.is_quantized or value.is_nested or value.is_meta:
-            raise _unstorable(value, path)
-        seen = self._seen.setdefault(address(value), [])
-        known = next((place for other, place in seen if _same(other, value)), None) if seen else None
-        if known is None:
-            known = self._stored(value, path)
-            seen.append((value, known))
-        else:
-            name = _flat(path)
-            if known[0] == path[0] and known[1] != name and (path[0], name) not in self._names:
-                self.aliases.setdefault(path[0], {})[name] = known[1]
-        packed: dict[str, Any] = {"$tensor": list(known)}
-        if value.dtype not in DTYPES:
+            raise _UnstorableError(value)
+        name = name or self._part
+        # An empty tensor has no memory of its own: it goes by its id, below zero, for no address.
+        address = value.data_ptr() or -id(value)
+        seen = self._seen.get(address)
+        stored = None if seen is None else next((other for other in seen if _same(other.original, value)), None)
+        if stored is None:
+            stored = self._stored(value, name)
+            self._seen[address] = [stored, *(seen or ())]
+        elif stored.part == self._part and stored.name != name and name not in self._names:
+            self.aliases.setdefault(self._part, {})[name] = stored.name
+        packed: dict[str, Any] = {"$tensor": [stored.part, stored.name]}
+        if stored.tensor is not value and value.dtype not in DTYPES:
             packed |= {"dtype": _name(value.dtype), "shape": list(value.shape)}
         if not value.is_cpu:
             packed["device"] = str(value.device)
         return packed
 
-    def _stored(self, value: Tensor, path: _Path) -> tuple[str, str]:
+    def _stored(self, value: Tensor, path: str) -> Stored:
+        plain = value
         if value.dtype not in DTYPES:
-            value = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        part, name, number = path[0], _flat(path), 1
-        while (part, name) in self._names or name == "__metadata__":
+            plain = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        name, number = path, 1
+        while name in self._names:
             number += 1
-            name = f"{_flat(path)}#{number}"
-        self._names.add((part, name))
-        self.tensors.append(Stored(part, name, value))
-        return part, name
+            name = f"{path}#{number}"
+        self._names.add(name)
+        stored = Stored(self._part, name, plain.dtype, plain.shape, plain, value)
+        self.tensors.append(stored)
+        return stored
 
 
-def address(tensor: Tensor) -> int:
-    """Where a tensor begins. An empty one has no memory of its own: it goes by its id, below zero, for no address."""
-    return tensor.data_ptr() or -id(tensor)
+def _below(name: str, depth: int) -> tuple[str, int]:
+    """The beginning of the names in a container, and how deep they are."""
+    if depth >= DEEPEST:
+        raise RecursionError
+    return f"{name}." if name else "", depth + 1
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -209,38 +249,36 @@ def _same(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def _as_it_is(value: Any, _: _Path) -> Any:
+def _same_value(value: Any, *_: Any) -> Any:
     return value
 
 
-def _int(value: int, _: _Path) -> Any:
+def _int(value: int, *_: Any) -> Any:
     return value if -_LARGEST <= value < _LARGEST else {"$int": hex(value)}
 
 
-def _float(value: float, _: _Path) -> Any:
+def _float(value: float, *_: Any) -> Any:
     return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
 
 
-PLAIN: Mapping[type, Callable[[Any, _Path], Any]] = {
-    type(None): _as_it_is, bool: _as_it_is, str: _as_it_is, int: _int, float: _float,
-}  # fmt: skip
-"""Kinds of values that never change, and what becomes of them."""
-
-
-def _complex(value: complex, _: _Path) -> Any:
+def _complex(value: complex, *_: Any) -> Any:
     return {"$complex": struct.pack(">dd", value.real, value.imag).hex()}
 
 
-def _bytes(value: bytes, _: _Path) -> Any:
+def _bytes(value: bytes, *_: Any) -> Any:
     return {"$bytes": _encoded(value)}
 
 
-def _dtype(value: torch.dtype, _: _Path) -> Any:
+def _dtype(value: torch.dtype, *_: Any) -> Any:
     return {"$dtype": _name(value)}
 
 
-def _device(value: torch.device, _: _Path) -> Any:
+def _device(value: torch.device, *_: Any) -> Any:
     return {"$device": str(value)}
+
+
+def _size(value: torch.Size, *_: Any) -> Any:
+    return {"$size": list(value)}
 
 
 def _encoded(value: bytes) -> str:
@@ -251,18 +289,9 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _flat(path: _Path) -> str:
-    """The name of a tensor in its part's file, such as `0.exp_avg`."""
-    return ".".join(map(str, path[1:])) or path[0]
-
-
-def _place(path: _Path) -> str:
-    """Where a value is, such as `scheduler.lr_lambdas[0]`."""
-    inner = (f".{step}" if isinstance(step, str) else f"[{step!r}]" for step in path[1:])
-    return f"{path[0]}{''.join(inner)}"
-
-
-def _unstorable(value: Any, path: _Path) -> CheckpointError:
+def _unstorable(part: str, error: _UnstorableError) -> CheckpointError:
+    value = error.value
+    place = part + "".join(f".{step}" if isinstance(step, str) else f"[{step!r}]" for step in reversed(error.steps))
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     if isinstance(value, Tensor):
         hint = "store a plain dense tensor instead: .to_dense(), .dequantize(), .full_tensor()"
@@ -271,4 +300,4 @@ def _unstorable(value: Any, path: _Path) -> CheckpointError:
         hint = "leave it out of the state_dict(), and make it anew before the state is loaded"
     else:
         hint = "let state_dict() give numbers, strings, tensors, arrays, and lists, tuples, dicts and sets of them"
-    return CheckpointError(f"{_place(path)} is a {kind}, which a checkpoint cannot store", hint)
+    return CheckpointError(f"{place} is a {kind}, which a checkpoint cannot store", hint)

@@ -13,7 +13,8 @@ import socket
 import traceback
 from contextlib import suppress
 
-from ddp_kit.checkpoint.writing import Job, write
+from ddp_kit.checkpoint.files import Job
+from ddp_kit.checkpoint.writing import write
 from ddp_kit.errors import CheckpointError
 
 ENOUGH = b"\n"
@@ -44,16 +45,16 @@ def main(parent: int, memory: int, line: int) -> None:
             number, _, job = packet.partition(b" ")
             if int(number) > done:  # else it was sent twice
                 done = int(number)
-                problem = _done(Job.from_json(job), memory)
+                problem = _done(Job.from_json(job), memory, parent)
                 with suppress(OSError):  # the trainer's process has ended
                     jobs.send(json.dumps([done, problem]).encode())
 
 
-def _done(job: Job, memory: int) -> dict[str, str | bool]:
+def _done(job: Job, memory: int, parent: int) -> dict[str, str | bool]:
     """Write it; returns what makes the `CheckpointError`, or nothing."""
     try:
         with mmap.mmap(memory, 0, prot=mmap.PROT_READ) as shared, memoryview(shared) as view:
-            write(job, view)
+            write(job, view, abandoned=lambda: os.getppid() != parent)
     except CheckpointError as error:
         return {"message": error.message, "hint": error.hint, "may_pass": error.may_pass}
     except Exception:

@@ -1,7 +1,8 @@
 """From host memory to a checkpoint on the disk. Without torch: the process that does this has not imported it.
 
     make .writing-step-K-<random>        the leftovers of dead writers go
-    write and fsync each file; the manifest is the last
+    write and fsync each file            where several processes write: each its share, see shares.py
+    write and fsync the manifest
     fsync the folder, rename it to step-K, fsync its parent          from here on it is the newest
     rename what is not kept to .removed-..., then remove it
 
@@ -11,19 +12,16 @@ removes.
 
 import errno
 import fcntl
-import hashlib
-import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from threading import Thread
-from typing import Self
 
+from ddp_kit.checkpoint.files import Job, fsync_folder, write_files, write_text
+from ddp_kit.checkpoint.shares import collect, write_share
 from ddp_kit.checkpoint.system import System
 from ddp_kit.errors import CheckpointError
 from ddp_kit.manifest import (
@@ -31,7 +29,6 @@ from ddp_kit.manifest import (
     MANIFEST,
     REMOVED,
     WRITING,
-    FileRecord,
     Found,
     Manifest,
     checkpoints,
@@ -39,68 +36,50 @@ from ddp_kit.manifest import (
     name_of,
 )
 
-_CHUNK = 64 << 20
 _LOOK_SECONDS = 0.02
 _LONG_AGO = 3600.0  # without locks, what nobody has written to for so long has no writer
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _HELD_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EACCES)
 
 
-@dataclass(frozen=True)
-class Region:
-    """A file, and where its content lies in the memory."""
+def write(job: Job, memory: memoryview, system: System | None = None, *, abandoned: Callable[[], bool] = bool) -> None:
+    """Write one checkpoint, durably, and remove those that are not kept; or write one writer's share of it.
 
-    name: str
-    offset: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Job:
-    """One checkpoint to write."""
-
-    folder: str
-    """That of all checkpoints."""
-    step: int
-    best: bool
-    keep_last: int
-    versions: Mapping[str, str]
-    files: tuple[Region, ...]
-
-    def to_json(self) -> str:
-        """As one line."""
-        return json.dumps(vars(self), default=vars)
-
-    @classmethod
-    def from_json(cls, line: str | bytes) -> Self:
-        """The inverse of `to_json`."""
-        content = json.loads(line)
-        return cls(**{**content, "files": tuple(Region(**file) for file in content["files"])})
-
-
-def write(job: Job, memory: memoryview, system: System | None = None) -> None:
-    """Write one checkpoint, durably, and let go of those that are not kept.
-
-    Raises `CheckpointError`; what was there before is then still there.
+    `abandoned`: whether the process that asked for it is gone. Raises `CheckpointError`; what was there before is then
+    still there.
     """
     system = system or System()
     folder = Path(job.folder)
     with _explained(job, folder, system):
         make_folder(folder, system)
+        half = folder / f"{WRITING}{name_of(job.step)}-{job.token or secrets.token_hex(4)}"
+        if job.writer > 0:
+            _make_half(half, system)
+            write_share(job, memory, half, system)
+            return
         with _alone(folder) as alone:
-            half = folder / f"{WRITING}{name_of(job.step)}-{secrets.token_hex(4)}"
-            system.mkdir(half)
+            _make_half(half, system)
             try:
                 _clear_leftovers(folder, half, alone, system)
                 _check_space(job, folder, system)
-                _write_files(job, memory, half, system)
+                records = write_files(job.files, memory, half, system)
+                records += collect(job, half, system, abandoned)
+                created = datetime.now(UTC).isoformat(timespec="seconds")
+                manifest = Manifest(job.step, created, job.best, job.versions, tuple(records))
+                write_text(half / MANIFEST, manifest.text(), system)
+                fsync_folder(half, system)
                 _put_in_place(half, folder / name_of(job.step), system)
             except BaseException:
                 with suppress(OSError):
                     system.remove(half)
                 raise
-            _fsync_folder(folder, system)
+            fsync_folder(folder, system)
             _prune(job, folder, system)
+
+
+def _make_half(half: Path, system: System) -> None:
+    with suppress(FileExistsError):  # another writer was quicker
+        system.mkdir(half)
 
 
 def make_folder(folder: Path, system: System | None = None) -> None:
@@ -114,7 +93,7 @@ def make_folder(folder: Path, system: System | None = None) -> None:
         except FileExistsError:
             if not folder.is_dir():  # else another process was quicker
                 raise
-        _fsync_folder(folder.parent, system)
+        fsync_folder(folder.parent, system)
 
 
 def set_aside(folder: Path, after: int, system: System | None = None) -> tuple[Path, list[int]] | None:
@@ -132,8 +111,8 @@ def set_aside(folder: Path, after: int, system: System | None = None) -> tuple[P
         system.mkdir(place)
         for found in there:
             system.rename(found.path, place / found.path.name)
-        _fsync_folder(place, system)
-        _fsync_folder(folder, system)
+        fsync_folder(place, system)
+        fsync_folder(folder, system)
     except OSError as error:
         raise refused(error, folder) from None
     return place, [found.step for found in there]
@@ -148,53 +127,6 @@ def refused(error: OSError, folder: Path) -> CheckpointError:
 
 
 # Writing -------------------------------------------------------------------------------------------------------------
-
-
-def _write_files(job: Job, memory: memoryview, half: Path, system: System) -> None:
-    records = []
-    for file in job.files:
-        content = memory[file.offset : file.offset + file.bytes]
-        with _hashed(content) as digest:
-            _write_file(half / file.name, content, system)
-        records.append(FileRecord(file.name, file.bytes, digest()))
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    manifest = Manifest(job.step, created, job.best, job.versions, tuple(records))
-    _write_file(half / MANIFEST, memoryview(manifest.text().encode()), system)
-    _fsync_folder(half, system)
-
-
-@contextmanager
-def _hashed(content: memoryview) -> Iterator[Callable[[], str]]:
-    """Hash it in a thread while the body runs; both release the interpreter lock."""
-    digest = hashlib.sha256()
-    thread = Thread(target=digest.update, args=(content,))
-    thread.start()
-    try:
-        yield digest.hexdigest
-    finally:
-        thread.join()
-
-
-def _write_file(path: Path, content: memoryview, system: System) -> None:
-    file = system.create(path)
-    try:
-        done = 0
-        while done < len(content):
-            done += system.write(file, content[done : done + _CHUNK])
-        system.fsync(file)
-    finally:
-        os.close(file)
-
-
-def _fsync_folder(folder: Path, system: System) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        system.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some file systems of networks: their names are durable at once, or never
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def _put_in_place(half: Path, place: Path, system: System) -> None:
@@ -297,13 +229,13 @@ def _last_written(path: Path) -> float:
 
 
 def _check_space(job: Job, folder: Path, system: System) -> None:
-    needed, free = sum(file.bytes for file in job.files), system.free(folder)
+    needed, free = job.size, system.free(folder)
     if needed > free:
         raise _full(job, folder, free)
 
 
 def _full(job: Job, folder: Path, free: int | None) -> CheckpointError:
-    needed = sum(file.bytes for file in job.files)
+    needed = job.size
     there = "" if free is None else f", {free:,} are free"
     return CheckpointError(
         f"there is no space for the checkpoint of step {job.step} in {folder}: {needed:,} bytes are needed{there}",

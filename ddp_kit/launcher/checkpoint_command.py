@@ -12,11 +12,11 @@ from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.parser import Parser
 from ddp_kit.manifest import (
     STATE,
-    TENSORS,
     Found,
     checkpoints,
     left_courses,
     leftovers,
+    part_of,
     read_state,
     tensor_table,
     verified,
@@ -155,12 +155,11 @@ def _tensors(found: Found) -> dict[str, str]:
     """`model: layer.weight` -> what it is."""
     tensors: dict[str, str] = {}
     for file in found.manifest.files if found.manifest else ():
-        if file.name.endswith(TENSORS):
+        if (part := part_of(file.name)) is not None:
             try:
                 table = tensor_table(found.path / file.name)
             except (OSError, ValueError) as error:
                 raise UsageError(f"{found.path / file.name} cannot be read: {error}", "try --verify") from None
-            part = file.name.removesuffix(TENSORS)
             tensors |= {f"{part}: {name}": str(record) for name, record in table.items()}
     return tensors
 

@@ -1,6 +1,7 @@
 """A run's checkpoints: when one is written, and from which one a run resumes."""
 
 import json
+import secrets
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -116,10 +117,19 @@ class Checkpoints:
         self.wanted = False
         """Whether to save once the step is done: before, its state is half that of the next."""
         self._reserved = self._storable = False
+        self._writers: list[int] = []  # the ranks that write each checkpoint together with this one
         lock: FolderLock | None = None
-        if self._folder is not None and self._writes(self._folder):
-            self._saver = _Patient(self._folder, keep_last=self._config.keep_last, background=self._config.background)
-            lock = FolderLock(self._folder, attempt()[0])
+        if self._folder is not None:
+            self._writers = self._together(self._folder)
+            writer = self._writers.index(parts.world.rank)
+            self._saver = _Patient(
+                self._folder,
+                keep_last=self._config.keep_last,
+                background=self._config.background,
+                writer=writer,
+                writers=len(self._writers),
+            )
+            lock = FolderLock(self._folder, attempt()[0]) if writer == 0 else None
         self._use = FolderUse(parts.world, self._folder, lock)
 
     # --- saving -------------------------------------------------------------------------------------------------
@@ -135,7 +145,7 @@ class Checkpoints:
             self._saver.check()
         if not self._storable and self._folder is not None:
             self._storable = True  # found out after the first step, not after hours
-            pack(self._state([[part.rank_state() for part in self._saved]]))
+            pack(self._state(self._saved, [[part.rank_state() for part in self._saved]]))
 
     @property
     def is_saved(self) -> bool:
@@ -215,21 +225,31 @@ class Checkpoints:
         weights = [each.detach() for each in self._parts.model.parameters() if each.is_floating_point()]
         self._log_points.refuse_weights(step, weights)
         self.restore_random()
-        own = [part.rank_state() for part in self._saved]
-        everyone = [json.loads(text) for text in every_text(json.dumps(own).encode(), self._parts.world)]
         if self._saver is not None:
-            assert self._folder is not None
-            self._use.note_save()
-            self._set_aside(self._folder)
-            state = self._state(everyone)
-            self._saver.save(step, state, best=self._best.is_best)
+            self._saver.check(wait=True)  # by all ranks, before any of them begins to write the next one
+        own = [secrets.token_hex(4), *(part.rank_state() for part in self._saved)]
+        everyone = [json.loads(text) for text in every_text(json.dumps(own).encode(), self._parts.world)]
+        if self._saver is not None and self._folder is not None:
+            first = self._writers[0]
+            parts = [part for part in self._saved if part.replicated]
+            if first == self._parts.world.rank:
+                self._use.note_save()
+                self._set_aside(self._folder)
+                parts = self._saved
+            state = self._state(parts, [states for _, *states in everyone])
+            self._saver.save(
+                step, state, best=self._best.is_best, token=everyone[first][0], replicated=self._is_replicated
+            )
         self._saved_step, self._kept = step, None
+
+    def _is_replicated(self, name: str, tensor: str) -> bool:
+        part = next((part for part in self._saved if part.name == name), None)
+        return part is not None and part.replicated and part.is_replicated(tensor)
 
     def _set_aside(self, folder: Path) -> None:
         """Once a run has gone back: what it had come to before would be taken for newer than what it comes to now."""
-        if self._kept is None or self._saver is None:
+        if self._kept is None:
             return
-        self._saver.check(wait=True)
         moved = set_aside(folder, self._kept)
         if moved is not None:
             place, steps = moved
@@ -241,15 +261,16 @@ class Checkpoints:
                 place,
             )
 
-    def _state(self, everyone: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        """`everyone`: for each rank, the `rank_state` of each part."""
-        state: dict[str, Any] = {VERSIONS: {part.name: part.version for part in self._saved}}
+    def _state(self, parts: Sequence[SavedPart], everyone: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """Of these parts. `everyone`: for each rank, the `rank_state` of each part of the run."""
+        state: dict[str, Any] = {VERSIONS: {part.name: part.version for part in parts}}
         for number, part in enumerate(self._saved):
-            state[part.name] = part.state_dict([own[number] for own in everyone])
+            if part in parts:
+                state[part.name] = part.state_dict([own[number] for own in everyone])
         return state
 
-    def _writes(self, folder: Path) -> bool:
-        """Whether this process does: rank 0, and the first rank of each node that does not see rank 0's folder."""
+    def _together(self, folder: Path) -> list[int]:
+        """The ranks that see the same folder as this one: those that see rank 0's, or else those of this node."""
         world = self._parts.world
         names = every_text(uuid.uuid4().hex.encode() if world.rank == 0 else b"", world)
         mark = folder / f"{_MARK}{names[0].decode()}"
@@ -258,11 +279,11 @@ class Checkpoints:
                 old.unlink(missing_ok=True)
             _make_mark(mark)
         gathered(world, [0])  # the mark is there
-        sees = mark.exists()
-        gathered(world, [0])  # all have looked
+        first = 0 if mark.exists() else world.rank - world.local_rank
+        firsts = [row[0] for row in gathered(world, [first])]  # all have looked
         if world.rank == 0:
             mark.unlink(missing_ok=True)
-        return world.rank == 0 or (world.local_rank == 0 and not sees)
+        return [rank for rank, other in enumerate(firsts) if other == first]
 
     # --- resuming -----------------------------------------------------------------------------------------------
 
@@ -375,11 +396,11 @@ class _Patient(Saver):
     unsaved: CheckpointError | None = None
     """Why the last save came to nothing; None where it did not, as far as is known."""
 
-    def save(self, step: int, state: Mapping[str, Any], *, best: bool = False) -> None:
+    def save(self, step: int, state: Mapping[str, Any], **options: Any) -> None:
         self.check(wait=True)
         self.unsaved = None
         with self._patience():
-            super().save(step, state, best=best)
+            super().save(step, state, **options)
 
     def check(self, *, wait: bool = False) -> None:
         with self._patience():

@@ -36,7 +36,8 @@ _LONGEST_TEXT = 300
 class SavedPart(ABC):
     """A named part of a run's state.
 
-    saving:   rank_state() on every rank -> state_dict(those of all ranks), on the ranks that write
+    saving:   rank_state() on every rank -> state_dict(those of all ranks), on the first of the ranks that write;
+              if `replicated`, on all of them, and each writes some of the tensors
     loading:  migrate(state, its version) -> check(state) of all parts -> load_state_dict(state)
     """
 
@@ -49,6 +50,9 @@ class SavedPart(ABC):
     shows_own_errors: ClassVar[bool] = False
     """Whether errors of `load_state_dict` are shown as they are; otherwise they are the checkpoint's fault."""
 
+    replicated: ClassVar[bool] = False
+    """Whether every rank has the same of it, so that ranks may divide the writing; see `is_replicated`."""
+
     def rank_state(self) -> Any:
         """What this rank adds of its own: JSON."""
         return None
@@ -56,6 +60,10 @@ class SavedPart(ABC):
     @abstractmethod
     def state_dict(self, ranks: Sequence[Any]) -> Any:
         """What the checkpoint holds, as `checkpoint.packing.pack` can store it. `ranks`: every rank's `rank_state`."""
+
+    def is_replicated(self, tensor: str) -> bool:  # noqa: ARG002
+        """Whether every rank has the same of a tensor, by its name in the part's file."""
+        return True
 
     def migrate(self, state: Any, version: int) -> Any:  # noqa: ARG002 - the first version has none before it
         """The state of an older version, as the present one has it."""
@@ -74,12 +82,20 @@ class ModelPart(SavedPart):
     """Weights and buffers, by their names."""
 
     name = "model"
+    replicated = True
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
         return self._model.state_dict()
+
+    def is_replicated(self, tensor: str) -> bool:
+        return tensor in self._parameters  # buffers are not: those of rank 0 count
+
+    @cached_property
+    def _parameters(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self._model.named_parameters(remove_duplicate=False))
 
     def check(self, state: Any) -> str | None:
         own = self._model.state_dict()
@@ -101,6 +117,7 @@ class OptimizerPart(SavedPart):
     """The optimizer's state, with the types it had: torch's own `load_state_dict` casts it to those of the weights."""
 
     name = "optimizer"
+    replicated = True
     version = 2  # 1: without kind, names, types and device
 
     def __init__(self, parts: Parts) -> None:

@@ -2,49 +2,17 @@
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from counting import KILLED, MOST, Counting
 
 from ddp_kit.checkpoint import writing
+from ddp_kit.checkpoint.files import Job, Region
 from ddp_kit.checkpoint.system import System
-from ddp_kit.checkpoint.writing import Job, Region, write
+from ddp_kit.checkpoint.writing import write
 from ddp_kit.errors import CheckpointError
 from ddp_kit.manifest import checkpoints, leftovers, name_of, newest_whole
-
-OPERATIONS = ("mkdir", "create", "write", "fsync", "rename", "exchange", "remove")
-MOST = 60
-KILLED = 9
-
-
-class Counting(System):
-    """At the operation of a given number, `instead` happens; before it, the half of a write is done."""
-
-    def __init__(self, fatal: int, instead: Callable[[], None], after: bool = False) -> None:
-        self.done = 0
-        self.fatal = fatal
-        self.instead = instead
-        self.after = after
-
-    def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
-        if name not in OPERATIONS:
-            return found
-
-        def operation(*arguments: Any) -> Any:
-            self.done += 1
-            if self.done == self.fatal and not self.after:
-                if name == "write":
-                    found(arguments[0], arguments[1][: len(arguments[1]) // 2])
-                self.instead()
-            result = found(*arguments)
-            if self.done == self.fatal:
-                self.instead()
-            return result
-
-        return operation
 
 
 def job(folder: Path, step: int, content: bytes = b"x" * 5000) -> tuple[Job, memoryview]:

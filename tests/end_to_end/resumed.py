@@ -1,8 +1,9 @@
 """Run by test_resume.py: trains with everything random, is killed at one step if told so, and prints what it ends with.
 
-resumed.py FOLDER STEP_TO_DIE_AFTER WORKERS
+resumed.py FOLDER STEP_TO_DIE_AFTER WORKERS [WIDTH]
 """
 
+import hashlib
 import os
 import random
 import signal
@@ -46,9 +47,9 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
 
-def main(folder: str, after: int, workers: int) -> None:
+def main(folder: str, after: int, workers: int, width: int = 8) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+    model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Linear(width, 1))
     ema = EMA(0.9)
     trainer = Trainer(
         model,
@@ -72,8 +73,8 @@ def main(folder: str, after: int, workers: int) -> None:
         bits = [
             value.double().flatten() for state in (model.state_dict(), ema.model_state()) for value in state.values()
         ]
-        print("ended", result.steps, result.samples, torch.cat(bits).numpy().tobytes().hex())
+        print("ended", result.steps, result.samples, hashlib.sha256(torch.cat(bits).numpy()).hexdigest())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -10,21 +10,27 @@ from ddp_kit.manifest import checkpoints
 Ddpkit = Callable[..., object]
 SCRIPT = Path(__file__).with_name("resumed.py")
 WITHOUT = 0  # a step that is never done
+WIDE = 600_000  # 50 MB of weights and optimizer state
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "workers", "dies_after"), [(1, 0, 11), (2, 2, 11), (3, 0, 7)])
+@pytest.mark.parametrize(
+    ("ranks", "workers", "dies_after", "width"),
+    [(1, 0, 11, 8), (2, 2, 11, 8), (3, 0, 7, 8), (3, 0, 7, WIDE)],
+)
 def test_a_killed_run_ends_as_an_undisturbed_one(
-    ddpkit: Ddpkit, tmp_path: Path, ranks: int, workers: int, dies_after: int
+    ddpkit: Ddpkit, tmp_path: Path, ranks: int, workers: int, dies_after: int, width: int
 ) -> None:
     ended = {}
     for after in (WITHOUT, dies_after):
         folder = tmp_path / f"after-{after}"
-        run = ddpkit("launch", "--nproc-per-node", ranks, "--max-restarts", 1, SCRIPT, folder, after, workers)
+        run = ddpkit("launch", "--nproc-per-node", ranks, "--max-restarts", 1, SCRIPT, folder, after, workers, width)
         assert run.returncode == 0, run.stderr
         assert ("resumed from" in run.stderr) == (after != WITHOUT)
         (ended[after],) = [line for line in run.stdout.splitlines() if line.startswith("ended")]
         assert [found.step for found in checkpoints(folder, hashes=True) if found.whole] == [12, 10]
+        files = [path.name for path in (folder / "step-00000012").iterdir()]
+        assert ("model-00003-of-00003.safetensors" in files) == (width == WIDE), "all ranks write a large one"
     assert ended[WITHOUT] == ended[dies_after]
 
 

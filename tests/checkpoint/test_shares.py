@@ -1,0 +1,277 @@
+"""One checkpoint from several writers: the same as from one, or none at all."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import psutil
+import pytest
+import safetensors
+import torch
+from counting import KILLED, MOST, Counting
+
+from ddp_kit.checkpoint import saver as saver_module
+from ddp_kit.checkpoint import shares
+from ddp_kit.checkpoint.files import Job, Region
+from ddp_kit.checkpoint.loading import load
+from ddp_kit.checkpoint.saver import Saver
+from ddp_kit.checkpoint.system import System
+from ddp_kit.checkpoint.writing import write
+from ddp_kit.errors import CheckpointError
+from ddp_kit.manifest import MANIFEST, checkpoints, leftovers, name_of, newest_whole
+
+Same = Callable[[Any, Any], bool]
+TIED = torch.randn(300)
+
+
+@pytest.fixture(autouse=True)
+def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver_module, "BYTES_PER_WRITER", 1000)
+
+
+@pytest.fixture
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has not begun is not waited for."""
+    monkeypatch.setattr(shares, "_START_SECONDS", 0.0)
+    monkeypatch.setattr(shares, "_ABANDONED_SECONDS", 0.0)
+
+
+def state(writer: int = 0) -> dict[str, Any]:
+    """Of a rank: its buffer differs from those of the others, and writer 0 has a part that the others have not."""
+    torch.manual_seed(3)
+    weights = {f"layer{number}.weight": torch.randn(100, number + 1) for number in range(5)}
+    model = {**weights, "tied": TIED, "too": TIED, "buffer": torch.full((3,), writer)}
+    optimizer = {"state": {0: {"step": torch.tensor(2.0), "exp_avg": torch.randn(500).bfloat16()}}, "lr": 0.5}
+    return {"model": model, "optimizer": optimizer} | ({} if writer else {"ema": {"weight": torch.randn(50)}, "n": 1})
+
+
+def replicated(part: str, name: str) -> bool:
+    return part != "ema" and name != "buffer"
+
+
+@contextmanager
+def savers(folder: Path, count: int, **options: Any) -> Iterator[list[Saver]]:
+    with ExitStack() as all_of_them:
+        yield [
+            all_of_them.enter_context(Saver(folder, keep_last=2, writer=writer, writers=count, **options))
+            for writer in range(count)
+        ]
+
+
+def save(savers: list[Saver], step: int, states: Callable[[int], dict[str, Any]] = state) -> None:
+    for writer, saver in reversed([*enumerate(savers)]):
+        saver.save(step, states(writer), token=f"of{step}", replicated=replicated)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_what_several_save_is_what_the_first_one_has(count: int, tmp_path: Path, same: Same) -> None:
+    with savers(tmp_path, count) as all_of_them:
+        for step in (1, 2, 3):
+            save(all_of_them, step)
+            for saver in all_of_them:
+                saver.wait()
+    back = load(tmp_path / name_of(3))
+    assert same(back, state())
+    assert back["model"]["tied"] is back["model"]["too"]
+    assert [found.step for found in checkpoints(tmp_path, hashes=True) if found.whole] == [3, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name_of(2), name_of(3)]
+
+
+def test_each_tensor_is_written_once_and_the_bytes_are_divided(tmp_path: Path) -> None:
+    with savers(tmp_path, 2) as both:
+        save(both, 1)
+    files = {path.name: path.stat().st_size for path in (tmp_path / name_of(1)).iterdir()}
+    first, second = (files.get(f"model-0000{number}-of-00002.safetensors", 0) for number in (1, 2))
+    assert abs(first - second) < 3000
+    assert {"model.safetensors.index.json", MANIFEST, "state.json", "ema-00001-of-00002.safetensors"} < set(files)
+    names = [
+        name
+        for path in (tmp_path / name_of(1)).glob("model-*")
+        for name in safetensors.safe_open(path, "pt").keys()  # type: ignore[no-untyped-call]  # noqa: SIM118
+    ]
+    assert sorted(names) == sorted({*state()["model"]} - {"too"})
+
+
+def test_the_index_says_where_each_tensor_is(tmp_path: Path) -> None:
+    with savers(tmp_path, 2) as both:
+        save(both, 1)
+    path = tmp_path / name_of(1)
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    model = state()["model"]
+    for name, file in index["weight_map"].items():
+        with safetensors.safe_open(path / file, "pt") as opened:  # type: ignore[no-untyped-call]
+            assert torch.equal(opened.get_tensor(name), model[name])
+    assert set(index["weight_map"]) == set(model) - {"too"}
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in model.values()) - TIED.nbytes
+
+
+def test_a_small_state_has_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver_module, "BYTES_PER_WRITER", 1 << 20)
+    with savers(tmp_path, 2) as both:
+        save(both, 1)
+    assert (tmp_path / name_of(1) / "model.safetensors").exists()
+
+
+# What goes wrong ------------------------------------------------------------------------------------------------------
+
+
+def test_writers_with_other_tensors_save_nothing(tmp_path: Path) -> None:
+    def states(writer: int) -> dict[str, Any]:
+        own = state(writer)
+        own["optimizer"]["state"][0] |= {"max": torch.ones(9)} if writer else {}
+        return own
+
+    with savers(tmp_path, 2) as both:
+        save(both, 1, states)
+        with pytest.raises(CheckpointError, match="number 1 has tensors of other names, types or shapes"):
+            both[0].wait()
+        save(both, 2)
+    assert [found.step for found in checkpoints(tmp_path)] == [2]
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_a_writer_that_does_not_write_is_not_waited_for(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="number 1 has ended, or did not begin") as raised:
+        write(*job(tmp_path, 1, 0))
+    assert raised.value.may_pass
+    assert leftovers(tmp_path) == ()
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_a_writer_that_holds_its_lock_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the job is gone: writer 1 comes to its end only once writer 0 has found it writing."""
+    locked, found = Event(), Event()
+    is_locked = shares._is_locked
+
+    def look(path: Path) -> bool | None:
+        result = is_locked(path)
+        if result:
+            found.set()
+        return result
+
+    monkeypatch.setattr(shares, "_is_locked", look)
+
+    class Second(System):
+        def create(self, path: Path) -> int:
+            locked.set()
+            return super().create(path)
+
+        def fsync(self, file: int) -> None:
+            found.wait()
+            super().fsync(file)
+
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(write, *job(tmp_path, 1, 1), Second())
+        locked.wait()
+        write(*job(tmp_path, 1, 0), abandoned=lambda: True)
+        second.result()
+    assert newest_whole(tmp_path, hashes=True).found is not None
+
+
+def test_a_full_disk_of_one_writer_is_reported_by_the_first(tmp_path: Path) -> None:
+    class Full(System):
+        def write(self, file: int, content: memoryview) -> int:
+            if len(content) > 100:
+                raise OSError(errno.ENOSPC, "")
+            return super().write(file, content)
+
+    write(*job(tmp_path, 1, 1), Full())
+    with pytest.raises(CheckpointError, match="there is no space for the checkpoint of step 1"):
+        write(*job(tmp_path, 1, 0))
+    assert leftovers(tmp_path) == ()
+
+
+def test_when_the_first_writer_has_given_up_the_others_end_without_a_word(tmp_path: Path) -> None:
+    class Removed(System):
+        def create(self, path: Path) -> int:
+            shutil.rmtree(path.parent)
+            return super().create(path)
+
+    write(*job(tmp_path, 1, 1), Removed())
+    assert leftovers(tmp_path) == ()
+
+
+def job(folder: Path, step: int, writer: int, content: bytes = b"x" * 3000) -> tuple[Job, memoryview]:
+    """A share of a safetensors file with one tensor."""
+    header = json.dumps({f"t{writer}": {"dtype": "U8", "shape": [2000], "data_offsets": [0, 2000]}}).encode()
+    whole = len(header).to_bytes(8, "little") + header + content[:2000]
+    files: tuple[Region, ...] = (Region(f"model-0000{writer + 1}-of-00002.safetensors", 0, len(whole)),)
+    files += () if writer else (Region("state.json", len(whole), 1000),)
+    return Job(str(folder), step, False, 1, {}, files, f"of{step}", writer, 2, "same"), memoryview(
+        whole + content[2000:]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_patience")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("dying", [0, 1])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_whichever_writer_is_killed_there_is_the_old_one_or_the_new_one(
+    dying: int, after: bool, tmp_path: Path
+) -> None:
+    def in_a_process(folder: Path, writer: int, number: int) -> int:
+        child = os.fork()
+        if child == 0:
+            try:
+                write(
+                    *job(folder, 2, writer, b"y" * 3000),
+                    Counting(number, lambda: os._exit(KILLED), after),
+                    abandoned=lambda: True,
+                )
+            except CheckpointError:
+                os._exit(1)
+            finally:
+                os._exit(0)
+        return child
+
+    outcomes = []
+    for number in range(2 - dying, MOST):  # the first operation of writer 0 finds that the folder is there
+        folder = tmp_path / str(number)
+        write(*job(folder, 1, 1))
+        write(*job(folder, 1, 0))
+        codes = {}
+        for writer in (1, 0):  # writer 0 comes when the other has ended
+            child = in_a_process(folder, writer, number if writer == dying else 0)
+            codes[writer] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        found = newest_whole(folder, hashes=True).found
+        assert found is not None
+        outcomes.append(found.step)
+        assert found.step == 2 or codes[0] in (1, KILLED)
+        write(*job(folder, 3, 1))
+        write(*job(folder, 3, 0))
+        assert leftovers(folder) == ()
+        assert [path.name for path in folder.iterdir()] == [name_of(3)]
+        if codes[dying] != KILLED:
+            break
+    assert len(outcomes) > 4
+    assert outcomes == sorted(outcomes), "once the new one is there, it stays"
+    assert {*outcomes} == {1, 2}
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_save_in_hand_of_a_killed_process_is_finished_by_its_writers(tmp_path: Path, same: Same) -> None:
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with savers(tmp_path, 2) as both:
+                save(both, 1)
+                for saver in both:
+                    saver.wait()
+                os.write(theirs, json.dumps([saver._process.pid for saver in both if saver._process]).encode())
+                save(both, 2)
+                os._exit(KILLED)
+        finally:
+            os._exit(1)
+    writers = [*map(psutil.Process, json.loads(os.read(ours, 100)))]
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
+    psutil.wait_procs(writers)
+    assert same(load(tmp_path / name_of(2)), state())
