@@ -97,9 +97,21 @@ class CheckpointConfig(_Part):
     )
     best_mode: Literal["min", "max"] = Field("min", description="What is better for keep_best: less or more.")
     background: bool = Field(True, description="Write in a separate process while training continues.")
+    overlap: bool = Field(
+        False,
+        description="Copy weights and optimizer state during the next forward and backward pass, not before it. Only "
+        "for runs in which nothing but `optimizer.step()` writes to them; an error says so where torch sees another "
+        "write, but `.data`, numpy views and custom kernels it does not see.",
+    )
     resume: Literal["auto"] | Path | None = Field(
         "auto", description='"auto": the newest whole checkpoint in `dir`, if any; a path; None: start afresh.'
     )
+
+    @model_validator(mode="after")
+    def _overlap_of_something(self) -> Self:
+        if self.overlap and not self.background:
+            raise ValueError("overlap = True needs background = True: training waits for the whole save otherwise")
+        return self
 
     @model_validator(mode="after")
     def _mode_of_something(self) -> Self:

@@ -36,7 +36,8 @@ class DdpKitError(Exception):
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message, hint)
-        self.message = message
+        # What is quoted from a file may hold lone surrogates, which cannot be printed.
+        self.message = message.encode(errors="backslashreplace").decode()
         self.hint = hint
 
     def __str__(self) -> str:

@@ -153,3 +153,11 @@ class DdpReducer:
 
     def _zeros(self) -> list[Any]:
         return list(self._wrapper.reducer._get_zeros_like_grad_buckets())
+
+
+# --- tensors --------------------------------------------------------------------------------------------------------
+
+
+def version_of(tensor: Tensor) -> int:
+    """How many operations have written to the memory of a tensor, as autograd counts them."""
+    return tensor._version

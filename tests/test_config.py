@@ -159,3 +159,8 @@ def test_whatever_is_given_it_is_accepted_or_every_problem_is_said(values: dict[
             assert any(
                 said in problem for said in ("nearest", "the settings are", "not available", "belongs to the opt")
             )
+
+
+def test_overlap_without_a_writer_in_the_background_is_refused() -> None:
+    with pytest.raises(ConfigError, match="overlap = True needs background = True"):
+        TrainerConfig(checkpoint={"dir": "run", "overlap": True, "background": False})

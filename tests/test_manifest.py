@@ -1,6 +1,5 @@
 """A checkpoint that is not whole is not taken for whole, and what is wrong with it is said."""
 
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import pytest
 from ddp_kit.errors import CheckpointError
 from ddp_kit.manifest import (
     FileRecord,
+    Hasher,
     Manifest,
     checkpoints,
     examine,
@@ -26,7 +26,9 @@ def made(folder: Path, step: int, content: bytes = b"0123456789") -> Path:
     path = folder / name_of(step)
     path.mkdir(parents=True)
     (path / "model.safetensors").write_bytes(content)
-    record = FileRecord("model.safetensors", len(content), hashlib.sha256(content).hexdigest())
+    hasher = Hasher()
+    hasher.update(content)
+    record = FileRecord("model.safetensors", len(content), str(hasher))
     manifest = Manifest(step, "2030-01-02T03:04:05+00:00", False, {"torch": "2.13.0"}, (record,))
     (path / "manifest.json").write_text(manifest.text())
     return path

@@ -12,16 +12,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+import xxhash
+
 import ddp_kit
 from ddp_kit.checkpoint.files import Job
 from ddp_kit.checkpoint.process import ENOUGH, LONGEST_PACKET
 from ddp_kit.env import CHECKPOINT_WRITER
 from ddp_kit.errors import CheckpointError
 
-# Without site-packages, whose .pth files may import anything; the package's own folder comes last on the path.
+# Without site.py, for .pth files may import anything; the folders of what it needs come last on the path.
 _CODE = (
-    f"import sys; sys.path.append(sys.argv[1]); from {CHECKPOINT_WRITER} import main; "
-    "main(int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))"
+    f"import sys; sys.path += sys.argv[4:]; from {CHECKPOINT_WRITER} import main; "
+    "main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))"
 )
 _NOT_FOR_IT = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT}
 _LAST_WORDS = 2000
@@ -38,8 +40,9 @@ class WriterProcess:
     def __init__(self, memory: int) -> None:
         self._said = os.fdopen(os.memfd_create("ddpkit-writer", os.MFD_CLOEXEC), "w+b", buffering=0)
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        root = str(Path(ddp_kit.__file__).parents[1])
-        command = [sys.executable, "-I", "-S", "-c", _CODE, root, *map(str, (os.getpid(), memory, theirs.fileno()))]
+        numbers = os.getpid(), memory, theirs.fileno()
+        folders = (Path(str(package.__file__)).parents[1] for package in (ddp_kit, xxhash))
+        command = [sys.executable, "-I", "-S", "-c", _CODE, *map(str, (*numbers, *folders))]
         # Blocked before it exists, so that there is no moment in which a signal to the whole job ends it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_IT)
         try:

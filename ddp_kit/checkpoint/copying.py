@@ -1,6 +1,6 @@
 """Copies of many tensors at once, in the time of one copy of their size."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from ctypes import memmove
 from threading import Thread
@@ -16,29 +16,40 @@ Pair = tuple[Tensor, Tensor]
 _Piece = list[tuple[int, int, int]]  # to which address, from which, how many bytes
 
 
-@torch.no_grad()
 def copy(pairs: Iterable[Pair]) -> None:
     """Copy each tensor to its target; return when all of them are there.
 
     What is on a GPU is copied as it is when the work already queued there is done.
     """
+    begin_copy(pairs)()
+
+
+@torch.no_grad()
+def begin_copy(pairs: Iterable[Pair]) -> Callable[[], None]:
+    """Begin to copy, as `copy` does; what is returned does the rest, in any thread."""
     streams: dict[torch.device, torch.cuda.Stream] = {}
-    moves: _Piece = []
     pairs = [*pairs]
     for target, tensor in pairs:
-        if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            moves.append((target.data_ptr(), tensor.data_ptr(), tensor.nbytes))
-        elif tensor.is_cuda:
+        if tensor.is_cuda:
             stream = streams.get(tensor.device)
             if stream is None:
                 stream = streams[tensor.device] = _side_stream(tensor.device)
             with torch.cuda.stream(stream):
                 target.copy_(tensor, non_blocking=True)
-        else:
-            target.copy_(tensor)
-    _move_all(moves, pairs)
-    for stream in streams.values():
-        stream.synchronize()
+
+    @torch.no_grad()
+    def finish() -> None:
+        moves: _Piece = []
+        for target, tensor in pairs:
+            if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+                moves.append((target.data_ptr(), tensor.data_ptr(), tensor.nbytes))
+            elif not tensor.is_cuda:
+                target.copy_(tensor)
+        _move_all(moves, pairs)
+        for stream in streams.values():
+            stream.synchronize()
+
+    return finish
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:

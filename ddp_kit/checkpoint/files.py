@@ -1,20 +1,21 @@
 """From host memory to files on the disk, with their hashes."""
 
 import errno
-import hashlib
+import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import Self
 
 from ddp_kit.checkpoint.system import System
-from ddp_kit.manifest import FileRecord
+from ddp_kit.manifest import FileRecord, Hasher
 
 _CHUNK = 64 << 20
+_LARGE = 4 << 20  # smaller files are read again soon, and the disk is not their time
+_BLOCK = 4096  # that of any disk, or a multiple of it
 
 
 @dataclass(frozen=True)
@@ -63,44 +64,48 @@ class Job:
 
 def write_files(files: Sequence[Region], memory: memoryview, folder: Path, system: System) -> list[FileRecord]:
     """Write files that are not there yet, and sync them. Raises `OSError`."""
-    records = []
-    for file in files:
-        content = memory[file.offset : file.offset + file.bytes]
-        with _hashed(content) as digest:
-            write_file(folder / file.name, content, system)
-        records.append(FileRecord(file.name, file.bytes, digest()))
-    return records
-
-
-@contextmanager
-def _hashed(content: memoryview) -> Iterator[Callable[[], str]]:
-    """Hash it in a thread while the body runs; both release the interpreter lock."""
-    digest = hashlib.sha256()
-    thread = Thread(target=digest.update, args=(content,))
-    thread.start()
-    try:
-        yield digest.hexdigest
-    finally:
-        thread.join()
+    return [_write_file(folder / file.name, memory[file.offset : file.offset + file.bytes], system) for file in files]
 
 
 def write_text(path: Path, text: str, system: System) -> FileRecord:
     """Write a file that is not there yet, and sync it. Raises `OSError`."""
-    content = text.encode()
-    write_file(path, memoryview(content), system)
-    return FileRecord(path.name, len(content), hashlib.sha256(content).hexdigest())
+    return _write_file(path, memoryview(text.encode()), system)
 
 
-def write_file(path: Path, content: memoryview, system: System) -> None:
-    """Write a file that is not there yet, and sync it. Raises `OSError`."""
+def _write_file(path: Path, content: memoryview, system: System) -> FileRecord:
+    hasher = Hasher()
+    thread = Thread(target=hasher.update, args=(content,))  # hashing and writing release the interpreter lock
     file = system.create(path)
     try:
-        done = 0
-        while done < len(content):
-            done += system.write(file, content[done : done + _CHUNK])
-        system.fsync(file)
+        thread.start()
+        try:
+            done = 0
+            if len(content) >= _LARGE:
+                done = _write_past_the_cache(file, content[: len(content) // _BLOCK * _BLOCK], system)
+            while done < len(content):
+                done += system.write(file, content[done : done + _CHUNK])
+            system.fsync(file)
+        finally:
+            thread.join()
     finally:
         os.close(file)
+    return FileRecord(path.name, len(content), str(hasher))
+
+
+def _write_past_the_cache(file: int, content: memoryview, system: System) -> int:
+    """Write as much as goes to the disk directly, and return how much: no copy in the kernel's memory is made."""
+    flags, done = fcntl.fcntl(file, fcntl.F_GETFL), 0
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
+        while done < len(content):
+            done += system.write(file, content[done : done + _CHUNK])
+            if done % _BLOCK:
+                break
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # the file system cannot, or wants other blocks
+            raise
+    fcntl.fcntl(file, fcntl.F_SETFL, flags)
+    return done
 
 
 def fsync_folder(folder: Path, system: System) -> None:

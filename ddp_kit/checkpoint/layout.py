@@ -24,6 +24,7 @@ DTYPES = {
     torch.float32: "F32", torch.float64: "F64",
 }  # fmt: skip
 DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
+_PAGE = 4096  # a file's beginning in memory, so that it can be written without a copy
 ALIGNMENT = 64  # of the first tensor in a file; the others follow by falling size of their elements
 
 
@@ -81,7 +82,7 @@ def lay_out(tensors: Sequence[Stored], aliases: Mapping[str, Mapping[str, str]],
         begins = [begin + len(header) + offset for offset in offsets]
         places += [Place(*place) for place in zip(numbers, begins[:-1], sizes, strict=True)]
         files.append(Region(f"{part}{suffix}{TENSORS}", begin, begins[-1] - begin))
-        begin += -(-files[-1].bytes // ALIGNMENT) * ALIGNMENT
+        begin += -(-files[-1].bytes // _PAGE) * _PAGE
     return Layout(tuple(files), headers, tuple(places), begin)
 
 

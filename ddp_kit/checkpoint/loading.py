@@ -1,6 +1,5 @@
 """From a checkpoint on the disk to the state that was saved."""
 
-import hashlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from io import BufferedReader
@@ -16,6 +15,7 @@ from ddp_kit.errors import CheckpointError
 from ddp_kit.manifest import (
     FileRecord,
     Found,
+    Hasher,
     TensorRecord,
     checkpoints,
     examine,
@@ -79,27 +79,27 @@ class _Fetch:
 
 def _tensors(found: Found, record: FileRecord) -> dict[str, Tensor]:
     """The tensors of one file. Raises `CheckpointError`, and `OSError`."""
-    digest, tensors = hashlib.sha256(), {}
+    hasher, tensors = record.hasher(), {}
     with open_file(found.path / record.name) as file:
         try:
             table, raw = read_header(file, record.bytes)
-            digest.update(raw)
+            hasher.update(raw)
             for name, each in table.items():
-                tensors[name] = _tensor(each, file, digest)
+                tensors[name] = _tensor(each, file, hasher)
         except (ValueError, RuntimeError):  # not a file that a Saver has written
             raise _damaged(found, wrong_hash(record.name)) from None
-    if digest.hexdigest() != record.sha256:
+    if str(hasher) != record.hash:
         raise _damaged(found, wrong_hash(record.name))
     return tensors
 
 
-def _tensor(record: TensorRecord, file: BufferedReader, digest: Any) -> Tensor:
+def _tensor(record: TensorRecord, file: BufferedReader, hasher: Hasher) -> Tensor:
     content = torch.empty(record.bytes, dtype=torch.uint8)
     if record.bytes:
         memory = content.numpy().data
         if file.readinto(memory) != len(memory):
             raise ValueError("shorter than its header says")
-        digest.update(memory)
+        hasher.update(memory)
         if record.dtype == "BOOL" and content.max() > 1:  # which torch takes for granted when it counts them
             raise ValueError("a truth value that is neither 0 nor 1")
     return content.view(DTYPE_OF[record.dtype]).view(record.shape)

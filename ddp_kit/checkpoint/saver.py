@@ -1,31 +1,33 @@
 """Saving: a copy of the state in host memory, and a process that writes it to the disk while training continues."""
 
-import hashlib
 import json
 import platform
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from ddp_kit import __version__
 from ddp_kit.checkpoint.background import WriterProcess
 from ddp_kit.checkpoint.buffer import SharedBuffer
-from ddp_kit.checkpoint.copying import copy
+from ddp_kit.checkpoint.copying import begin_copy, copy
+from ddp_kit.checkpoint.division import Division, Replicated, active_writers
 from ddp_kit.checkpoint.files import Job, Region
-from ddp_kit.checkpoint.layout import Layout, lay_out
-from ddp_kit.checkpoint.packing import Packed, pack
+from ddp_kit.checkpoint.layout import Stored
+from ddp_kit.checkpoint.packing import pack
 from ddp_kit.checkpoint.writing import make_folder, refused, write
 from ddp_kit.errors import CheckpointError
 from ddp_kit.manifest import STATE
+from ddp_kit.torch_internals import version_of
 
-BYTES_PER_WRITER = 16 << 20
-"""A further process writes only where there are so many bytes for each: small checkpoints stay in one file per part."""
 _VERSIONS = {"ddpkit": __version__, "torch": torch.__version__, "python": platform.python_version()}
+_SHOWN = 3
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -62,7 +64,8 @@ class Saver:
         self._release = weakref.finalize(self, self._buffer.close)
         self._background = background
         self._process: WriterProcess | None = None  # started by the first save
-        self._plan: _Plan | None = None  # of the save before
+        self._division: Division | None = None  # of the save before
+        self._copying: _Copying | None = None
 
     def save(
         self,
@@ -71,7 +74,8 @@ class Saver:
         *,
         best: bool = False,
         token: str = "",
-        replicated: Callable[[str, str], bool] = _nothing,
+        replicated: Replicated = _nothing,
+        overlap: bool = False,
     ) -> None:
         """Begin a checkpoint. When this returns, all that this writer saves is copied and may change.
 
@@ -80,63 +84,68 @@ class Saver:
         `state`: part -> what `packing.pack` can store, on any device. `best`: whether it is the best so far.
 
         Where several writers save, all of them call this; `token` is the same in all, and another one in each save.
-        `replicated`: part and name of a tensor -> whether every writer has the same. These are divided among the
-        writers; of the state of writers other than 0, nothing else is looked at.
+        Those tensors that are `replicated` are divided among the writers; of the state of writers other than 0,
+        nothing else is looked at.
+
+        `overlap`: return while the replicated tensors are still copied, in a thread: call `finish_copy` before they
+        change.
         """
         packed = pack(state)
         self.wait()
-        if self._plan is None or not self._plan.suits(packed):
-            self._plan = _Plan(packed, self._divided(packed, replicated), self._writer)
-        plan = self._plan
-        if self._writer >= plan.writers:
+        if self._division is None or not self._division.suits(packed):
+            self._division = Division(packed, replicated, self._writer, self._writers)
+        division = self._division
+        if self._writer >= division.writers:
             return
-        text = _dumps(packed.text).encode() if self._writer == 0 else b""
         self._open()
-        tensors = [packed.tensors[number].tensor for number in plan.numbers]
-        with _enough_memory(plan.layout.bytes):
-            self._buffer.prepare(plan.layout, tensors, text)
-        copy(zip(self._buffer.targets, tensors, strict=True))
-        files = plan.layout.files
+        text = _dumps(packed.text).encode() if self._writer == 0 else b""
+        tensors = [packed.tensors[number] for number in division.numbers]
+        with _enough_memory(division.layout.bytes):
+            self._buffer.prepare(division.layout, [each.tensor for each in tensors], text)
+        now: list[tuple[Tensor, Stored]] = []
+        later: list[tuple[Tensor, Stored]] = []
+        for target, stored, is_replicated in zip(self._buffer.targets, tensors, division.replicated, strict=True):
+            (later if overlap and is_replicated else now).append((target, stored))
+        copy((target, stored.tensor) for target, stored in now)
+        files = division.layout.files
         if self._writer == 0:
-            files = (*files, Region(STATE, plan.layout.bytes, len(text)))
+            files = (*files, Region(STATE, division.layout.bytes, len(text)))
         job = Job(
             str(self._folder), step, best, self._keep_last, _VERSIONS, files,
-            token, self._writer, plan.writers, plan.tensors,
+            token, self._writer, division.writers, division.tensors,
         )  # fmt: skip
+        if overlap:
+            self._copying = _Copying(later, job)
+        else:
+            self._begin(job)
+
+    def finish_copy(self) -> None:
+        """Return when all of the state is copied. Raises `CheckpointError` where it has changed meanwhile."""
+        if self._copying is None:
+            return
+        self._copying.done.result()
+        copying, self._copying = self._copying, None
+        copying.check()
+        self._begin(copying.job)
+
+    def _begin(self, job: Job) -> None:
+        """Let the copied state be written."""
         if not self._background:
             with self._buffer.view as view:
                 write(job, view)
             return
-        assert self._process is not None, "opened above"
+        assert self._process is not None, "opened by the save"
         with self._replaced_if_gone():
             self._process.start(job)
 
     def reserve(self, size: int) -> None:
         """Get host memory ready in the background, for a state of `size` bytes that all writers have; else the first
         save does that."""
-        active = self._active(size)
+        active = active_writers(size, self._writers)
         if self._writer < active:
             self._open()
             with _enough_memory(size // active):
                 self._buffer.reserve(size // active)
-
-    def _active(self, size: int) -> int:
-        """How many writers there are for so many bytes."""
-        return max(1, min(self._writers, size // BYTES_PER_WRITER))
-
-    def _divided(self, packed: Packed, replicated: Callable[[str, str], bool]) -> "_Division":
-        """Which writer has which tensor: the largest first, each to the one that has the least so far."""
-        if self._writers == 1:
-            return _Division([0] * len(packed.tensors), 1, "")
-        shared = [number for number, one in enumerate(packed.tensors) if replicated(one.part, one.name)]
-        sizes = {number: packed.tensors[number].tensor.nbytes for number in shared}
-        writers = self._active(sum(sizes.values()))
-        owners, load = [0] * len(packed.tensors), [0] * writers
-        for number in sorted(shared, key=lambda number: -sizes[number]):
-            owners[number] = load.index(min(load))
-            load[owners[number]] += sizes[number]
-        keys = [packed.tensors[number][:4] for number in shared]
-        return _Division(owners, writers, hashlib.sha256(repr(keys).encode()).hexdigest())
 
     def check(self) -> None:
         """Raise the `CheckpointError` of a save that has failed, once; does not wait."""
@@ -180,6 +189,8 @@ class Saver:
         self.close()
 
     def _finished(self, *, wait: bool) -> None:
+        if wait:
+            self.finish_copy()
         if self._process is not None:
             with self._replaced_if_gone():
                 self._process.finished(wait=wait)
@@ -195,33 +206,26 @@ class Saver:
             raise
 
 
-class _Division(NamedTuple):
-    owners: Sequence[int]
-    """Of each tensor."""
-    writers: int
-    tensors: str
-    """A hash of what is divided."""
+class _Copying:
+    """Copies tensors in a thread, and knows whether they have changed meanwhile."""
 
+    def __init__(self, pairs: Sequence[tuple[Tensor, Stored]], job: Job) -> None:
+        self.job = job
+        self._copied = [(stored, version_of(stored.tensor)) for _, stored in pairs]
+        pool = ThreadPoolExecutor(1)
+        self.done = pool.submit(begin_copy((target, stored.tensor) for target, stored in pairs))
+        pool.shutdown(wait=False)
 
-class _Plan:
-    """Which tensors this writer saves, and where they lie: the same for every save whose tensors are of one kind."""
-
-    def __init__(self, packed: Packed, division: _Division, writer: int) -> None:
-        self._key = _key(packed)
-        self.writers, self.tensors = division.writers, division.tensors
-        own = [number for number, owner in enumerate(division.owners) if owner == writer]
-        suffix = f"-{writer + 1:05d}-of-{division.writers:05d}" if division.writers > 1 else ""
-        self.layout: Layout = lay_out([packed.tensors[number] for number in own], packed.aliases, suffix)
-        self.numbers = [own[place.number] for place in self.layout.places]
-        """Of this writer's tensors among all, in the order of their places."""
-
-    def suits(self, packed: Packed) -> bool:
-        return self._key == _key(packed)
-
-
-def _key(packed: Packed) -> tuple[list[Any], list[Any]]:
-    """What a layout depends on; also the order of aliases, which is that of a file's header."""
-    return [stored[:4] for stored in packed.tensors], [(part, *names.items()) for part, names in packed.aliases.items()]
+    def check(self) -> None:
+        """Raise `CheckpointError` where a tensor was written to since the beginning."""
+        changed = [f"{each.part}: {each.name}" for each, version in self._copied if version_of(each.tensor) != version]
+        if changed:
+            more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+            raise CheckpointError(
+                f"the checkpoint of step {self.job.step} is not saved: while it was copied, something other than the "
+                f"optimizer's step wrote to {', '.join(changed[:_SHOWN])}{more}",
+                "set checkpoint.overlap=False: the state is then copied before anything else runs",
+            )
 
 
 @contextmanager

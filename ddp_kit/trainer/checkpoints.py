@@ -4,7 +4,8 @@ import json
 import secrets
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, takewhile
 from pathlib import Path
@@ -130,6 +131,8 @@ class Checkpoints:
                 writers=len(self._writers),
             )
             lock = FolderLock(self._folder, attempt()[0]) if writer == 0 else None
+            if self._config.overlap:
+                parts.optimizer.register_step_pre_hook(_finishes_copy(self._saver))
         self._use = FolderUse(parts.world, self._folder, lock)
 
     # --- saving -------------------------------------------------------------------------------------------------
@@ -238,7 +241,12 @@ class Checkpoints:
                 parts = self._saved
             state = self._state(parts, [states for _, *states in everyone])
             self._saver.save(
-                step, state, best=self._best.is_best, token=everyone[first][0], replicated=self._is_replicated
+                step,
+                state,
+                best=self._best.is_best,
+                token=everyone[first][0],
+                replicated=self._is_replicated,
+                overlap=self._config.overlap,
             )
         self._saved_step, self._kept = step, None
 
@@ -324,6 +332,8 @@ class Checkpoints:
 
     def _take_up(self, path: Path, state: dict[str, Any]) -> None:
         """Load all parts, once each of them fits. A collective: the strategy's reduces once."""
+        if self._saver is not None:
+            self._saver.finish_copy()
         with fitting(path):
             saved = as_parts(path, state, self._saved)
             for part in self._saved:
@@ -409,6 +419,10 @@ class _Patient(Saver):
             else:
                 super().check()
 
+    def finish_copy(self) -> None:
+        with self._patience():
+            super().finish_copy()
+
     def settle(self) -> None:
         """Return when the last checkpoint is whole. Raises why it will not be."""
         self.wait()
@@ -424,6 +438,17 @@ class _Patient(Saver):
                 raise
             self.unsaved = error.with_traceback(None)  # whose frames hold tensors
             logger.warning("{}; the run continues, and its next save tries again", error.message)
+
+
+def _finishes_copy(saver: Saver) -> Callable[..., None]:
+    held = weakref.ref(saver)  # a hook must not keep a Trainer's memory once that is gone
+
+    def before_optimizer_step(*_: Any) -> None:
+        saver = held()
+        if saver is not None:
+            saver.finish_copy()
+
+    return before_optimizer_step
 
 
 def _lineage(path: Path | None, job: str) -> Lineage:

@@ -26,7 +26,7 @@ from ddp_kit import EMA, Trainer, TrainerConfig
 from ddp_kit.checkpoint.loading import load
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.errors import CheckpointError
-from ddp_kit.manifest import MANIFEST, STATE, TENSORS, checkpoints, name_of
+from ddp_kit.manifest import MANIFEST, STATE, TENSORS, Hasher, checkpoints, name_of
 
 SECONDS = 10.0
 ROOM = 512 << 20
@@ -60,7 +60,9 @@ def a_state() -> dict[str, Any]:
 
 
 def digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+    hasher = Hasher()
+    hasher.update(content)
+    return str(hasher)
 
 
 def agree(folder: Path, manifest: dict[str, Any] | None = None) -> None:
@@ -71,8 +73,8 @@ def agree(folder: Path, manifest: dict[str, Any] | None = None) -> None:
     if manifest is None:
         for file in content["files"]:
             there = (folder / file["name"]).read_bytes()
-            file |= {"bytes": len(there), "sha256": digest(there)}
-    own = digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+            file |= {"bytes": len(there), "hash": digest(there)}
+    own = hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     path.write_text(json.dumps(content | {"sha256": own}))
 
 

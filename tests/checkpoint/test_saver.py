@@ -203,6 +203,43 @@ def test_a_checkpoint_can_be_loaded_from_a_folder_of_another_name(tmp_path: Path
     assert same(load(tmp_path / "good"), state(1.5))
 
 
+# Copies that go on ---------------------------------------------------------------------------------------------------
+
+
+def of_the_optimizer(part: str, name: str) -> bool:
+    return name == "w"
+
+
+def test_what_is_not_overlapped_may_change_at_once_and_the_rest_once_the_copy_is_finished(
+    tmp_path: Path, same: Same
+) -> None:
+    changing = state(1.0, size=1 << 22)
+    expected = {
+        "model": {name: tensor.clone() for name, tensor in changing["model"].items()},
+        "progress": {"step": 1.0},
+    }
+    with Saver(tmp_path, keep_last=1) as saver:
+        saver.save(1, changing, replicated=of_the_optimizer, overlap=True)
+        changing["model"]["b"].zero_()
+        changing["progress"]["step"] = 0
+        assert steps(tmp_path) == [], "nothing is written before it is known that the copy is good"
+        saver.finish_copy()
+        changing["model"]["w"].zero_()
+    assert same(load(tmp_path / name_of(1)), expected)
+
+
+def test_a_write_during_an_overlapped_copy_is_an_error_that_names_it(tmp_path: Path, same: Same) -> None:
+    changing = state(1.0)
+    with Saver(tmp_path, keep_last=1) as saver:
+        saver.save(1, changing, replicated=of_the_optimizer, overlap=True)
+        changing["model"]["w"].add_(0)
+        with pytest.raises(CheckpointError, match=r"of step 1 is not saved: .* wrote to model: w\n.*overlap=False"):
+            saver.wait()
+        saver.save(2, changing, replicated=of_the_optimizer, overlap=True)
+    assert steps(tmp_path) == [2]
+    assert same(load(tmp_path / name_of(2)), changing)
+
+
 # Faults --------------------------------------------------------------------------------------------------------------
 
 
@@ -369,7 +406,7 @@ from ddp_kit.checkpoint.saver import Saver
 saver = Saver(sys.argv[1], keep_last=2)
 saver.save(1, {"model": torch.ones(10)})
 saver.wait()
-say("writer", saver._writer.pid)
+say("writer", saver._process.pid)
 saver.save(2, {"model": torch.ones(20_000_000)})
 say("begun")
 """
@@ -395,7 +432,7 @@ def test_signals_to_the_whole_job_do_not_end_a_save(script: Callable[[str], Path
     text = SAVES.replace("saver = Saver", "os.setsid(); saver = Saver") + (
         "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):\n"
         "    signal.signal(number, lambda *_: None)\n"
-        "    os.killpg(0, number); os.kill(saver._writer.pid, number)\n"
+        "    os.killpg(0, number); os.kill(saver._process.pid, number)\n"
         "saver.close(); say('closed')\n"
     )
     run = subprocess.run([sys.executable, script(text), tmp_path / "runs"], capture_output=True, text=True)

@@ -17,8 +17,7 @@ import safetensors
 import torch
 from counting import KILLED, MOST, Counting
 
-from ddp_kit.checkpoint import saver as saver_module
-from ddp_kit.checkpoint import shares
+from ddp_kit.checkpoint import division, shares
 from ddp_kit.checkpoint.files import Job, Region
 from ddp_kit.checkpoint.loading import load
 from ddp_kit.checkpoint.saver import Saver
@@ -33,7 +32,7 @@ TIED = torch.randn(300)
 
 @pytest.fixture(autouse=True)
 def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver_module, "BYTES_PER_WRITER", 1000)
+    monkeypatch.setattr(division, "BYTES_PER_WRITER", 1000)
 
 
 @pytest.fixture
@@ -113,7 +112,7 @@ def test_the_index_says_where_each_tensor_is(tmp_path: Path) -> None:
 
 
 def test_a_small_state_has_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver_module, "BYTES_PER_WRITER", 1 << 20)
+    monkeypatch.setattr(division, "BYTES_PER_WRITER", 1 << 20)
     with savers(tmp_path, 2) as both:
         save(both, 1)
     assert (tmp_path / name_of(1) / "model.safetensors").exists()

@@ -216,3 +216,38 @@ def test_the_home_folder_may_be_a_tilde(tmp_path: Path, monkeypatch: pytest.Monk
     assert resumed.step == STEPS
     assert (tmp_path / "log.csv").exists()
     resumed.resume(f"~/run/{checkpoints(tmp_path / 'run')[0].path.name}")
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.05)
+
+
+def test_with_overlap_each_checkpoint_is_what_it_is_without(tmp_path: Path) -> None:
+    for overlap in (False, True):
+        asked = {"every_steps": 1, "overlap": overlap, "background": True}
+        trainer_for(tmp_path / str(overlap), optimizer=adam, checkpoint=asked).fit(data())
+    found = [checkpoints(tmp_path / str(overlap), hashes=True) for overlap in (False, True)]
+    assert [one.step for one in found[0]] == [one.step for one in found[1]] == [*range(STEPS, 0, -1)]
+    for one, other in zip(*found, strict=True):
+        for name in ("model.safetensors", "optimizer.safetensors"):
+            assert (one.path / name).read_bytes() == (other.path / name).read_bytes()
+
+
+def test_with_overlap_a_write_to_the_weights_during_a_forward_pass_is_an_error(tmp_path: Path) -> None:
+    class Scales(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+            return super().forward(x)
+
+    torch.manual_seed(1)
+    asked = {"dir": tmp_path, "every_steps": 2, "overlap": True}
+    trainer = Trainer(
+        nn.Sequential(Scales(3, 1)),
+        adam,
+        lambda placed, batch: placed(batch[0]).square().mean(),
+        TrainerConfig(global_batch_size=8, max_steps=STEPS, checkpoint=asked),
+    )
+    with pytest.raises(CheckpointError, match=r"of step 2 is not saved: .* wrote to model: 0\.weight\n"):
+        trainer.fit(data())
+    assert checkpoints(tmp_path) == ()

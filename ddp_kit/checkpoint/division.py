@@ -1,0 +1,55 @@
+"""Which of a state's tensors each writer saves, and where they lie: the same for all saves of tensors of one kind."""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+from ddp_kit.checkpoint.layout import lay_out
+from ddp_kit.checkpoint.packing import Packed
+
+BYTES_PER_WRITER = 16 << 20
+"""A further process writes only where there are so many bytes for each: small checkpoints stay in one file per part."""
+
+Replicated = Callable[[str, str], bool]
+"""Part and name of a tensor -> whether every writer has the same."""
+
+
+class Division:
+    """What `writer`, one of `writers` at most, saves of a packed state.
+
+    Replicated tensors are divided among the writers; writer 0 saves all others.
+    """
+
+    def __init__(self, packed: Packed, replicated: Replicated, writer: int, writers: int) -> None:
+        self._key = _key(packed)
+        shared = [number for number, each in enumerate(packed.tensors) if replicated(each.part, each.name)]
+        sizes = {number: packed.tensors[number].tensor.nbytes for number in shared}
+        self.writers = active_writers(sum(sizes.values()), writers)
+        """How many there are for this state."""
+        keys = [packed.tensors[number][:4] for number in shared]
+        self.tensors = hashlib.sha256(repr(keys).encode()).hexdigest()
+        """A hash of what is divided, the same on all writers."""
+        owners, load = [0] * len(packed.tensors), [0] * self.writers
+        for number in sorted(shared, key=lambda number: -sizes[number]):  # the largest first, to who has the least
+            owners[number] = load.index(min(load))
+            load[owners[number]] += sizes[number]
+        own = [number for number, owner in enumerate(owners) if owner == writer]
+        suffix = f"-{writer + 1:05d}-of-{self.writers:05d}" if self.writers > 1 else ""
+        self.layout = lay_out([packed.tensors[number] for number in own], packed.aliases, suffix)
+        self.numbers = [own[place.number] for place in self.layout.places]
+        """Of this writer's tensors among all, in the order of their places."""
+        self.replicated = [number in sizes for number in self.numbers]
+
+    def suits(self, packed: Packed) -> bool:
+        """Whether a state has the same tensors as the one that this was made for, apart from their values."""
+        return self._key == _key(packed)
+
+
+def active_writers(size: int, writers: int) -> int:
+    """How many of the writers there are for so many bytes."""
+    return max(1, min(writers, size // BYTES_PER_WRITER))
+
+
+def _key(packed: Packed) -> tuple[list[Any], list[Any]]:
+    """What a layout depends on; also the order of aliases, which is that of a file's header."""
+    return [stored[:4] for stored in packed.tensors], [(part, *names.items()) for part, names in packed.aliases.items()]
