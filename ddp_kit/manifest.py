@@ -40,6 +40,9 @@ WRITING, REMOVED = ".writing-", ".removed-"
 ASIDE = "set-aside-"
 """How the names of folders begin that hold the checkpoints of a branch that was left."""
 
+PIECES = "ddpkit.pieces"
+"""In the metadata of a file of tensors: name -> shape of the whole tensor and offsets of the piece in it, as JSON."""
+
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "U32": 4, "I32": 4, "U64": 8, "I64": 8,
     "F8_E4M3": 1, "F8_E5M2": 1, "F16": 2, "BF16": 2, "F32": 4, "F64": 8,
@@ -261,9 +264,12 @@ class TensorRecord:
     dtype: str
     shape: tuple[int, ...]
     bytes: int
+    whole: tuple[int, ...] | None = None
+    """The shape of the tensor that this is a piece of; None: it is whole."""
+    offsets: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
+        return f"{self.dtype} {list(self.whole or self.shape)}"
 
 
 def read_header(file: BufferedReader, size: int) -> tuple[dict[str, TensorRecord], bytes]:
@@ -282,11 +288,11 @@ def read_header(file: BufferedReader, size: int) -> tuple[dict[str, TensorRecord
         raise ValueError("not a safetensors file: its header is nested too deeply") from None
     if len(raw) != header or not isinstance(table, dict):
         raise ValueError("not a safetensors file")
-    table.pop("__metadata__", None)
+    pieces = _pieces(table.pop("__metadata__", None))
     places = {name: _data_offsets(entry) for name, entry in table.items()}
     tensors, end = {}, 0
     for name in sorted(places, key=places.__getitem__):
-        record = _tensor_record(table[name])
+        record = _tensor_record(table[name], pieces.get(name))
         if places[name] != (end, end + record.bytes):
             raise ValueError(f"the tensor {name!r} is not where it should be")
         tensors[name] = record
@@ -303,11 +309,31 @@ def _data_offsets(entry: Any) -> tuple[int, int]:
     return offsets[0], offsets[1]
 
 
-def _tensor_record(entry: dict[str, Any]) -> TensorRecord:
+def _pieces(metadata: Any) -> dict[str, Any]:
+    text = metadata.get(PIECES) if isinstance(metadata, dict) else None
+    if text is None:
+        return {}
+    pieces = json.loads(text) if isinstance(text, str) else None
+    if not isinstance(pieces, dict) or not all(isinstance(piece, dict) for piece in pieces.values()):
+        raise ValueError("pieces without a place")
+    return pieces
+
+
+def _tensor_record(entry: dict[str, Any], piece: dict[str, Any] | None) -> TensorRecord:
     dtype, shape = entry.get("dtype"), checked_shape(entry.get("shape"))
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise ValueError("a tensor of an unknown type")
-    return TensorRecord(dtype, shape, math.prod(shape) * ITEM_BYTES[dtype])
+    size = math.prod(shape) * ITEM_BYTES[dtype]
+    if piece is None:
+        return TensorRecord(dtype, shape, size)
+    whole, offsets = checked_shape(piece.get("shape")), checked_shape(piece.get("offsets"))
+    if not len(whole) == len(offsets) == len(shape) or any(map(_ends_outside, offsets, shape, whole)):
+        raise ValueError("a piece that is not within its tensor")
+    return TensorRecord(dtype, shape, size, whole, offsets)
+
+
+def _ends_outside(offset: int, size: int, whole: int) -> bool:
+    return offset + size > whole
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:

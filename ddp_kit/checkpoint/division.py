@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from ddp_kit.checkpoint.layout import lay_out
+from ddp_kit.checkpoint.layout import Stored, lay_out
 from ddp_kit.checkpoint.packing import Packed
 
 BYTES_PER_WRITER = 16 << 20
@@ -17,22 +17,26 @@ Replicated = Callable[[str, str], bool]
 class Division:
     """What `writer`, one of `writers` at most, saves of a packed state.
 
-    Replicated tensors are divided among the writers; writer 0 saves all others.
+    Replicated tensors are divided among the writers; writer 0 saves all others. Pieces are saved by who has them.
     """
 
     def __init__(self, packed: Packed, replicated: Replicated, writer: int, writers: int) -> None:
         self._key = _key(packed)
         shared = [number for number, each in enumerate(packed.tensors) if replicated(each.part, each.name)]
         sizes = {number: packed.tensors[number].tensor.nbytes for number in shared}
-        self.writers = active_writers(sum(sizes.values()), writers)
+        pieces = [number for number, each in enumerate(packed.tensors) if each.piece is not None]
+        self.writers = writers if pieces else active_writers(sum(sizes.values()), writers)
         """How many there are for this state."""
         keys = [packed.tensors[number][:4] for number in shared]
+        keys += [_of_whole(packed.tensors[number]) for number in pieces]
         self.tensors = hashlib.sha256(repr(keys).encode()).hexdigest()
         """A hash of what is divided, the same on all writers."""
         owners, load = [0] * len(packed.tensors), [0] * self.writers
         for number in sorted(shared, key=lambda number: -sizes[number]):  # the largest first, to who has the least
             owners[number] = load.index(min(load))
             load[owners[number]] += sizes[number]
+        for number in pieces:
+            owners[number] = writer
         own = [number for number, owner in enumerate(owners) if owner == writer]
         suffix = f"-{writer + 1:05d}-of-{self.writers:05d}" if self.writers > 1 else ""
         self.layout = lay_out([packed.tensors[number] for number in own], packed.aliases, suffix)
@@ -50,6 +54,12 @@ def active_writers(size: int, writers: int) -> int:
     return max(1, min(writers, size // BYTES_PER_WRITER))
 
 
+def _of_whole(stored: Stored) -> tuple[Any, ...]:
+    assert stored.piece is not None
+    return stored.part, stored.name, stored.dtype, stored.piece.shape
+
+
 def _key(packed: Packed) -> tuple[list[Any], list[Any]]:
     """What a layout depends on; also the order of aliases, which is that of a file's header."""
-    return [stored[:4] for stored in packed.tensors], [(part, *names.items()) for part, names in packed.aliases.items()]
+    tensors = [(*stored[:4], stored.piece and (stored.piece.shape, stored.piece.offsets)) for stored in packed.tensors]
+    return tensors, [(part, *names.items()) for part, names in packed.aliases.items()]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ddp_kit.checkpoint.files import Region
-from ddp_kit.manifest import TENSORS
+from ddp_kit.manifest import PIECES, TENSORS
 
 # Those that every safetensors since 0.4.3 knows; others are stored as bytes.
 DTYPES = {
@@ -28,6 +28,17 @@ _PAGE = 4096  # a file's beginning in memory, so that it can be written without 
 ALIGNMENT = 64  # of the first tensor in a file; the others follow by falling size of their elements
 
 
+@dataclass(frozen=True)
+class Piece:
+    """What one rank holds of a tensor that is spread over ranks: a box in it."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offsets: tuple[int, ...]
+    """Where the box begins, in each dimension."""
+
+
 class Stored(NamedTuple):
     """A tensor on its way to a file."""
 
@@ -35,6 +46,8 @@ class Stored(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: torch.Size
+    piece: Piece | None
+    """None: the tensor is whole."""
     tensor: Tensor
     """Contiguous or not, on any device, of a type that the format knows."""
     original: Tensor
@@ -90,7 +103,11 @@ def _header(found: Sequence[Stored], offsets: Sequence[int], aliases: Mapping[st
     # What transformers and safetensors.torch.load_model look for: the framework, and the names of tied weights.
     here = {stored.name for stored in found}
     tied = {alias: name for alias, name in aliases.items() if name in here}
-    table: dict[str, object] = {"__metadata__": {**tied, "format": "pt"}}
+    metadata = {**tied, "format": "pt"}
+    pieces = {each.name: {"shape": each.piece.shape, "offsets": each.piece.offsets} for each in found if each.piece}
+    if pieces:
+        metadata[PIECES] = json.dumps(pieces)
+    table: dict[str, object] = {"__metadata__": metadata}
     for stored, begin, end in zip(found, offsets, offsets[1:], strict=False):
         dtype, shape = DTYPES[stored.dtype], list(stored.shape)
         table[stored.name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}

@@ -1,5 +1,6 @@
 """From a checkpoint on the disk to the state that was saved."""
 
+import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from io import BufferedReader
@@ -40,11 +41,13 @@ def load(path: Path | str, *, device: torch.device | str = "cpu") -> dict[str, A
     if found.manifest is None or not found.whole:
         raise _damaged(found, str(found.problem))
     files = [(part, file) for file in found.manifest.files if (part := part_of(file.name)) is not None]
-    tensors: dict[str, dict[str, Tensor]] = {}
+    read: dict[str, dict[str, list[_Read]]] = {}
     try:
         with ThreadPoolExecutor(_READERS) as pool:
             for (part, _), table in zip(files, pool.map(lambda file: _tensors(found, file[1]), files), strict=True):
-                tensors.setdefault(part, {}).update(table)
+                for name, one in table.items():
+                    read.setdefault(part, {}).setdefault(name, []).append(one)
+        tensors = {part: {name: _joined(name, each) for name, each in table.items()} for part, table in read.items()}
         text = read_state(found)
     except OSError as error:
         raise _damaged(found, f"a file cannot be read: {error.strerror or error}") from None
@@ -77,7 +80,29 @@ class _Fetch:
         return self._moved[part, name]
 
 
-def _tensors(found: Found, record: FileRecord) -> dict[str, Tensor]:
+_Read = tuple[TensorRecord, Tensor]
+
+
+def _joined(name: str, pieces: list[_Read]) -> Tensor:
+    """A tensor from its pieces; all of its bytes are there before memory for it is. Raises `ValueError`."""
+    (record, tensor), *others = [one for one in pieces if one[1].numel()] or pieces[:1]
+    if record.whole is None and not others:
+        return tensor
+    pieces = [(record, tensor), *others]
+    kinds = {(each.whole, each.dtype) for each, _ in pieces}
+    sizes = sum(piece.numel() for _, piece in pieces)
+    if record.whole is None or len(kinds) > 1 or len({each.offsets for each, _ in pieces}) < len(pieces):
+        raise ValueError(f"the tensor {name!r} is there more than once")
+    if sizes != math.prod(record.whole):
+        raise ValueError(f"the tensor {name!r} is not complete")
+    whole = torch.zeros(record.whole, dtype=tensor.dtype)
+    for each, piece in pieces:
+        box = tuple(slice(begin, begin + size) for begin, size in zip(each.offsets, each.shape, strict=True))
+        whole[box] = piece
+    return whole
+
+
+def _tensors(found: Found, record: FileRecord) -> dict[str, _Read]:
     """The tensors of one file. Raises `CheckpointError`, and `OSError`."""
     hasher, tensors = record.hasher(), {}
     with open_file(found.path / record.name) as file:
@@ -85,7 +110,7 @@ def _tensors(found: Found, record: FileRecord) -> dict[str, Tensor]:
             table, raw = read_header(file, record.bytes)
             hasher.update(raw)
             for name, each in table.items():
-                tensors[name] = _tensor(each, file, hasher)
+                tensors[name] = each, _tensor(each, file, hasher)
         except (ValueError, RuntimeError):  # not a file that a Saver has written
             raise _damaged(found, wrong_hash(record.name)) from None
     if str(hasher) != record.hash:

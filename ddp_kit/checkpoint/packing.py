@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_kit.checkpoint.layout import DTYPES, Stored
+from ddp_kit.checkpoint.layout import DTYPES, Piece, Stored
 from ddp_kit.errors import CheckpointError
 
 _PART = re.compile(r"\w[\w-]*", re.ASCII)
@@ -49,7 +49,7 @@ class Packed:
 
 
 def pack(state: Mapping[str, Any]) -> Packed:
-    """Take a state apart: part -> nested dicts, lists, tuples, sets, numbers, strings, arrays, tensors.
+    """Take a state apart: part -> nested dicts, lists, tuples, sets, numbers, strings, arrays, tensors, `Piece`s.
 
     Tensors of the same memory and shape are stored once, and come back as one. Named tuples come back as tuples,
     parameters as tensors. Raises `CheckpointError` that names the place of what cannot be stored.
@@ -91,7 +91,8 @@ class _Packer:
         self._seen: dict[int, list[Stored]] = {}
         self._kinds: dict[type, Callable[[Any, str, int], Any]] = {
             type(None): _same_value, bool: _same_value, str: _same_value, int: _int, float: _float,
-            Tensor: self._tensor, dict: self._dict, list: self._list, tuple: self._tuple, OrderedDict: self._ordered,
+            Tensor: self._tensor, Piece: self._piece, dict: self._dict, list: self._list, tuple: self._tuple,
+            OrderedDict: self._ordered,
             bytes: _bytes, complex: _complex, torch.dtype: _dtype, torch.device: _device, torch.Size: _size,
             np.ndarray: self._array, Counter: self._counter, defaultdict: self._default, deque: self._deque,
             set: self._set, frozenset: self._set,
@@ -216,7 +217,15 @@ class _Packer:
             packed["device"] = str(value.device)
         return packed
 
-    def _stored(self, value: Tensor, path: str) -> Stored:
+    def _piece(self, value: Piece, name: str, _: int) -> Any:
+        if value.tensor.dtype not in DTYPES:
+            raise _UnstorableError(value)
+        stored = self._stored(value.tensor, name or self._part, value)
+        return {"$tensor": [stored.part, stored.name]} | (
+            {} if value.tensor.is_cpu else {"device": str(value.tensor.device)}
+        )
+
+    def _stored(self, value: Tensor, path: str, piece: Piece | None = None) -> Stored:
         plain = value
         if value.dtype not in DTYPES:
             plain = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
@@ -225,7 +234,7 @@ class _Packer:
             number += 1
             name = f"{path}#{number}"
         self._names.add(name)
-        stored = Stored(self._part, name, plain.dtype, plain.shape, plain, value)
+        stored = Stored(self._part, name, plain.dtype, plain.shape, piece, plain, value)
         self.tensors.append(stored)
         return stored
 

@@ -91,7 +91,9 @@ def _indexes(half: Path, others: Iterable[FileRecord], system: System) -> list[F
     for part in sorted({part for file in others if (part := part_of(file.name)) is not None}):
         tables = {path.name: tensor_table(path) for path in _entries(half) if part_of(path.name) == part}
         total = sum(tensor.bytes for table in tables.values() for tensor in table.values())
-        names = {name: file for file, table in sorted(tables.items()) for name in table}
+        names = {
+            name: file for file, table in sorted(tables.items()) for name, tensor in table.items() if not tensor.whole
+        }
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2)
         indexes.append(write_text(half / f"{part}{INDEX}", text, system))
     return indexes

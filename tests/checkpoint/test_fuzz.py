@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from ddp_kit import EMA, Trainer, TrainerConfig
+from ddp_kit.checkpoint.layout import Piece
 from ddp_kit.checkpoint.loading import load
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.errors import CheckpointError
@@ -55,6 +56,7 @@ def a_state() -> dict[str, Any]:
         "arrays": {"a": array, "days": days, "record": record, "bools": bools, "text": text},
         "kinds": [np.float32(1.5), np.datetime64("2020-01-01"), {1, 2}, (1, 2), {3: 4}, deque([1], 3), Counter("ab")],
         "more": [defaultdict(list, a=[1]), b"xyz", 1j, float("nan"), 2**80, torch.Size([2])],
+        "spread": Piece(torch.ones(2, 3), (2, 3), (0, 0)),
         "torch": [torch.float32, torch.device("cpu")],
     }
 

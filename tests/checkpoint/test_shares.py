@@ -19,6 +19,7 @@ from counting import KILLED, MOST, Counting
 
 from ddp_kit.checkpoint import division, shares
 from ddp_kit.checkpoint.files import Job, Region
+from ddp_kit.checkpoint.layout import Piece
 from ddp_kit.checkpoint.loading import load
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.checkpoint.system import System
@@ -116,6 +117,44 @@ def test_a_small_state_has_one_writer(tmp_path: Path, monkeypatch: pytest.Monkey
     with savers(tmp_path, 2) as both:
         save(both, 1)
     assert (tmp_path / name_of(1) / "model.safetensors").exists()
+
+
+# Tensors that are spread over ranks -----------------------------------------------------------------------------------
+
+WHOLE = torch.arange(35.0).reshape(5, 7)
+
+
+def spread(writer: int) -> dict[str, Any]:
+    """Five ranks hold rows 0 and 1, 2 and 3, 4, none, none."""
+    begin = min(2 * writer, 5)
+    return {"model": {"spread": Piece(WHOLE[begin : begin + 2], (5, 7), (begin, 0)), "same": TIED}}
+
+
+def test_a_tensor_in_pieces_is_loaded_whole(tmp_path: Path, same: Same) -> None:
+    with savers(tmp_path, 5) as five:
+        for step in (1, 2):
+            for writer, saver in enumerate(five):
+                saver.save(step, spread(writer), token=f"of{step}", replicated=lambda _, name: name == "same")
+    assert same(load(tmp_path / name_of(2)), {"model": {"spread": WHOLE, "same": TIED}})
+    index = json.loads((tmp_path / name_of(2) / "model.safetensors.index.json").read_text())
+    assert [*index["weight_map"]] == ["same"], "other programs do not know pieces"
+
+
+@pytest.mark.parametrize(
+    ("boxes", "problem"),
+    [
+        ([(0, 2), (2, 4)], "is not complete"),
+        ([(0, 2), (0, 2), (4, 5)], "is there more than once"),
+    ],
+)
+def test_pieces_that_do_not_make_a_tensor_are_refused(
+    boxes: list[tuple[int, int]], problem: str, tmp_path: Path
+) -> None:
+    with savers(tmp_path, len(boxes)) as all_of_them:
+        for saver, (begin, end) in zip(all_of_them, boxes, strict=True):
+            saver.save(1, {"model": {"spread": Piece(WHOLE[begin:end], (5, 7), (begin, 0))}}, token="of1")
+    with pytest.raises(CheckpointError, match=problem):
+        load(tmp_path / name_of(1))
 
 
 # What goes wrong ------------------------------------------------------------------------------------------------------
