@@ -13,7 +13,7 @@ STAMP := $(VENV)/.installed
 # Each process takes the next part of the tests, and then of what the others have left.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
-.PHONY: help demo test thorough check unit versions fuzz chaos format bench gpu wheels clean
+.PHONY: help demo test thorough check unit docs recording versions fuzz chaos format bench gpu wheels clean
 
 help:            ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 12
@@ -41,6 +41,13 @@ check: $(STAMP)  ## lint and types
 
 unit: $(STAMP)   ## the quick tests alone, in JOBS (2) processes: under a minute
 	$(PYTEST) -m "not slow"
+
+docs: $(STAMP)   ## the documentation site, in build/site; a broken link or an undocumented name is an error
+	$(BIN)/python docs/tools/settings.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+recording: $(STAMP) ## docs/images/launch.svg, from a real run
+	$(BIN)/python docs/tools/recording.py
 
 fuzz: $(STAMP)   ## FUZZ_SECONDS (3600) of checkpoints that are changed at random: each is refused in words
 	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest -m thorough tests/checkpoint/test_fuzz.py

@@ -188,7 +188,7 @@ class TrainerConfig(_Part):
         None, description='Samples per forward pass of one rank, at most; "auto": the most that the memory takes.'
     )
     accumulation_steps: Count | None = Field(None, description="Forward and backward passes per optimizer step.")
-    precision: Precision = Field("fp32", description="Arithmetic of forward and backward; see precision.py.")
+    precision: Precision = Field("fp32", description="Arithmetic of the forward and backward passes.")
     max_grad_norm: PositiveFloat | None = Field(None, description="Clip the global gradient norm to this; None: off.")
     max_grad_value: PositiveFloat | None = Field(
         None, description="Clip each gradient value to at most this size; None: off."

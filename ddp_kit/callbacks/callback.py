@@ -10,7 +10,7 @@ class Callback:
 
     `trainer` is the `Trainer` that tells; `trainer.stop()`, called on all ranks, ends the run after this step.
 
-    on_fit_start -> (on_step -> [on_log] -> [on_evaluate_start -> on_evaluate -> on_evaluate_end])* -> on_fit_end
+        on_fit_start -> (on_step -> [on_log] -> [on_evaluate_start -> on_evaluate -> on_evaluate_end])* -> on_fit_end
     """
 
     state_per_rank = False

@@ -13,13 +13,13 @@ _FIRST = ["event", "step"]
 class CSVLogger(FileLogger):
     """Adds one row per log point and one per evaluation to a CSV file, on the main rank; each is on disk at once.
 
-    event             train (a log point) or eval (an evaluation)
-    step              optimizer steps done
-    epoch, loss, ...  the fields of `LogRow`, empty in rows of evaluations
-    eval_loss, ...    the metrics, empty in rows of log points
+        event             train (a log point) or eval (an evaluation)
+        step              optimizer steps done
+        epoch, loss, ...  the fields of `LogRow`, empty in rows of evaluations
+        eval_loss, ...    the metrics, empty in rows of log points
 
-    A file that is there is gone on with. Where a row brings columns that it does not have, they are added at its
-    right, and the file is replaced as a whole by one with the longer header. A run that resumes from a checkpoint
+    An existing file is continued. Where a row has columns that the file does not have, they are added on the right,
+    and the file is replaced atomically by one with the longer header. A run that resumes from a checkpoint
     takes its rows of later steps out of it. Raises `ConfigError` for a file that is no such log.
     """
 

@@ -13,8 +13,8 @@ from ddp_kit.torch_internals import copy_all, interpolate_all
 class EMA(Callback):
     """Keeps an exponential moving average of the trained weights; evaluations use it instead of the weights.
 
-    after the first step:   average = weights
-    after each later one:   average = decay * average + (1 - decay) * weights
+        after the first step:   average = weights
+        after each later one:   average = decay * average + (1 - decay) * weights
 
     That is `torch.optim.swa_utils.AveragedModel` with its `get_ema_multi_avg_fn`, without the moments in which the
     host waits for the device. Weights of 16 bits are averaged in float32, where the small changes do not get lost.

@@ -12,11 +12,11 @@ from ddp_kit.errors import ConfigError
 class JSONLinesLogger(FileLogger):
     """Adds one object per log point and one per evaluation to a file of JSON lines, on the main rank.
 
-    {"event": "train", "step": 10, "epoch": 0, "loss": 0.7, ...}    the fields of `LogRow`
-    {"event": "eval", "step": 10, "eval_loss": 0.6, ...}            the metrics
+        {"event": "train", "step": 10, "epoch": 0, "loss": 0.7, ...}    the fields of `LogRow`
+        {"event": "eval", "step": 10, "eval_loss": 0.6, ...}            the metrics
 
-    NaN and infinity, which JSON does not have, are null. Each row is on disk at once; a file that is there is gone on
-    with, and a run that resumes from a checkpoint takes its rows of later steps out of it. Raises `ConfigError` for a
+    NaN and infinity, which JSON does not have, are null. Each row is on disk at once; an existing file is continued,
+    and a run that resumes from a checkpoint takes its rows of later steps out of it. Raises `ConfigError` for a
     file that does not hold JSON objects.
     """
 

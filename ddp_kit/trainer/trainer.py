@@ -76,12 +76,12 @@ from ddp_kit.world import seed_everything
 class Trainer:
     """Trains a model on all ranks; the same script runs alone, under `ddpkit launch` and under torchrun.
 
-    for each epoch, for each global batch:
-        for each of this rank's micro-batches:               # gradients are reduced with the last one only
-            loss_fn(model, batch).backward()                 # weighted by its share of the global batch
-        clip the gradients, step the optimizer, tick the scheduler
-        every log_every steps: reduce the loss, report       # on a GPU read one interval late, so that nothing waits
-    evaluate every eval_every steps, or after each epoch; and at the end
+        for each epoch, for each global batch:
+            for each of this rank's micro-batches:               # gradients are reduced with the last one only
+                loss_fn(model, batch).backward()                 # weighted by its share of the global batch
+            clip the gradients, step the optimizer, tick the scheduler
+            every log_every steps: reduce the loss, report       # on a GPU one interval late, so that nothing waits
+        evaluate every eval_every steps, or after each epoch; and at the end
 
     `model`: any Module. `optimizer`: an Optimizer, or a callable `parameters -> Optimizer`.
     `loss_fn(model, batch)`: the mean over the batch's samples as a scalar tensor, or `Loss(sum, weight)`.
