@@ -44,7 +44,7 @@ unit: $(STAMP)   ## the quick tests alone, in JOBS (2) processes: under a minute
 
 docs: $(STAMP)   ## the documentation site, in build/site; a broken link or an undocumented name is an error
 	$(BIN)/python docs/tools/settings.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 recording: $(STAMP) ## docs/images/launch.svg, from a real run
 	$(BIN)/python docs/tools/recording.py
