@@ -3,12 +3,16 @@
 import ast
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 import ddp_kit
 from ddp_kit import env
 from ddp_kit.exit_codes import ExitCode
+from ddp_kit.launcher import hints
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -51,3 +55,43 @@ def test_the_variables_are_those_of_the_code() -> None:
 
 def is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def messages(heading: str) -> list[str]:
+    """The first column of the table under a heading of the troubleshooting page."""
+    text = (DOCS / "troubleshooting.md").read_text()
+    section = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    found = re.findall(r"^\| `(.+?)` \|", section, re.MULTILINE)
+    assert found
+    return found
+
+
+def texts_of_the_source() -> Iterator[str]:
+    """Every string of the package, with a mark in place of what is filled in."""
+    for path in (ROOT / "ddp_kit").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value.replace("{}", "\0")
+
+
+@pytest.mark.parametrize("heading", ["Messages of the launcher", "Messages of the Trainer"])
+def test_the_messages_of_ddpkit_are_in_its_source(heading: str) -> None:
+    texts = list(texts_of_the_source())
+    patterns = {text: ".*".join(re.escape(part.strip()) for part in text.split("…")) for text in messages(heading)}
+    gone = [
+        message
+        for message, pattern in patterns.items()
+        if not any(re.search(pattern, text, re.DOTALL) for text in texts)
+    ]
+    assert not gone, "ddp_kit has no such messages any more"
+
+
+def test_the_messages_of_others_are_those_that_get_a_hint() -> None:
+    quoted = messages("Messages of torch and Python, to which the launcher adds a hint")
+    for message in quoted:
+        assert hints.hint(message, 1), f"there is no hint for {message!r}"
+    advice = {next(cause.advice for cause in hints.CAUSES if re.search(cause.pattern, message)) for message in quoted}
+    missing = {cause.advice for cause in hints.CAUSES} - advice
+    assert not missing, f"troubleshooting.md has no row for this advice: {missing}"
