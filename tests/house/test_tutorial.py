@@ -1,0 +1,64 @@
+"""What the tutorial says happens: a run that is killed resumes, and ends as the one that was not."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
+RECORDING = ROOT / "docs" / "tools" / "recording.py"
+LAUNCH = [str(Path(sys.executable).with_name("ddpkit")), "launch", "--nproc-per-node", "2", "spirals.py"]
+LAST = Path("step-00000600", "model.safetensors")
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    script = re.search(r"^```python\n(# spirals\.py\n.*?)^```$", TUTORIAL, re.MULTILINE | re.DOTALL)
+    assert script
+    (tmp_path / "spirals.py").write_text(script[1])
+    undisturbed = launch("runs/two", tmp_path)
+
+    with subprocess.Popen([*LAUNCH, "runs/three"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as launcher:
+        while not any(tmp_path.glob("runs/three/step-*")):
+            assert launcher.poll() is None
+            time.sleep(0.02)
+        launcher.kill()
+
+    resumed = launch("runs/three", tmp_path)
+    assert "resumed from" in resumed
+    assert resumed.splitlines()[-1] == undisturbed.splitlines()[-1]
+    weights, others = (load_file(tmp_path / "runs" / run / LAST) for run in ("two", "three"))
+    assert all(weights[name].equal(others[name]) for name in weights)
+
+
+def launch(folder: str, where: Path) -> str:
+    run = subprocess.run(
+        [*LAUNCH, folder], cwd=where, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True
+    )
+    return run.stdout
+
+
+@pytest.mark.slow
+def test_the_recording_can_be_made_again(tmp_path: Path) -> None:
+    file = tmp_path / "launch.svg"
+    subprocess.run([sys.executable, str(RECORDING), str(file)], check=True, capture_output=True)
+    check_recording(file.read_text())
+
+
+def test_the_recording_shows_a_restart_and_nothing_of_this_machine() -> None:
+    check_recording((ROOT / "docs" / "images" / "launch.svg").read_text())
+
+
+def check_recording(svg: str) -> None:
+    text = re.sub(r"<[^>]+>", "", svg).replace("&#160;", " ")
+    for words in ("$ ddpkit launch", "killed by SIGKILL", "restart 1 of 3", "resumed from run/step-", "accuracy"):
+        assert words in text, f"the recording does not show {words!r}"
+    assert not re.search(r"/(tmp|home|root|work|usr|opt)\b", text)
+    assert os.uname().nodename not in text or len(os.uname().nodename) < 4
+    assert "url(http" not in svg, "an image cannot load fonts from elsewhere"
