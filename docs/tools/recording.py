@@ -12,16 +12,13 @@ import tempfile
 from pathlib import Path
 
 import psutil
-from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.text import Text
 
 DOCS = Path(__file__).parents[1]
 COMMAND = "ddpkit launch --nproc-per-node 2 --max-restarts 3 spirals.py run"
 KILLED_AFTER = "step 400/"
-COLUMNS = 118
-# No fonts from other hosts: a page that shows the picture as an image would not load them anyway.
-FORMAT = re.sub(r"@font-face \{\{.*?\}\}\s*(?=@font-face|\.)", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+COLUMNS = 128
 STYLES = {
     r"^\$ .*": "bold green",
     r"^ddpkit: .*": "bold yellow",
@@ -68,7 +65,9 @@ def picture(lines: list[str]) -> str:
         for pattern, style in STYLES.items():
             text.highlight_regex(pattern, style)
         console.print(text, highlight=False)
-    return console.export_svg(title="ddpkit", code_format=FORMAT, unique_id="ddpkit")
+    svg = console.export_svg(title="ddpkit", unique_id="ddpkit")
+    # Without fonts from other hosts, which a page that shows the picture as an image would not load anyway.
+    return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """What the documents say is done: their commands run, their scripts run, their links lead somewhere."""
 
+import ast
 import os
 import re
 import shutil
@@ -96,6 +97,13 @@ def test_links_in_the_documents_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", document.read_text()):
         if "://" not in target:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_code_that_is_only_shown_is_valid_python(document: Path) -> None:
+    """A block of ```py is not run: code for other libraries, or a part of a script."""
+    for block in blocks(document, "py"):
+        ast.parse(block)
 
 
 def test_the_table_of_settings_names_every_setting() -> None:
