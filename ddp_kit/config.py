@@ -21,8 +21,8 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from ddp_kit.env import speaker_rank
-from ddp_kit.errors import ConfigError, nearest, speak_plainly
+from ddp_kit.errors import ConfigError, nearest
+from ddp_kit.uncaught import show_without_traceback
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-true"]
 STRATEGIES = {"ddp": "ddp_kit.parallel.ddp:DdpStrategy"}
@@ -53,7 +53,7 @@ class _Part(BaseModel):
                 super().__init__(**values)
             except ValidationError as error:
                 problems = tuple(_problems(type(self), error.errors()))
-                speak_plainly(speaker_rank())
+                show_without_traceback()
                 raise _config_error(type(self).__name__, problems) from None
 
 
@@ -305,7 +305,7 @@ def _read(path: Path) -> dict[str, Any]:
         if isinstance(values, dict) and all(isinstance(name, str) for name in values):
             return values
         problem = f"a table of settings is expected at the top, found {type(values).__name__}"
-    speak_plainly(speaker_rank())
+    show_without_traceback()
     raise ConfigError(f"cannot read the configuration {path}: {problem}", "check the path and the file") from None
 
 

@@ -68,10 +68,13 @@ STACKS_FILE = "stacks.txt"  # where a rank stood when a hang was found
 # To a forked worker where py-spy cannot look at it: write down where you stand. Nobody else uses it.
 STACKS_SIGNAL = getattr(signal, "SIGRTMAX", 3) - 3
 VERDICT_FILE = "verdict.json"
+ERROR_SHOWN_FILE = "error-shown"  # in an attempt's folder: one of its ranks has printed the error that ends it
 
 # Marks in the `extraInfo` of an error file that was not left by the script itself.
 NOTE_MARK = "ddpkit"
 NOTE_AT_START = "at_start"
+NOTE_SECONDARY = "secondary"  # the cause is another rank's
+NOTE_PRINTED = "printed"  # a rank of this node prints the message
 
 
 @dataclass(frozen=True)
@@ -164,13 +167,25 @@ def job_began() -> float | None:
 
     By its folders of the attempts: a restart does not begin anew.
     """
-    error_file = os.environ.get(ERROR_FILE)
-    if not error_file:
+    folder = attempt_folder()
+    if folder is None:
         return None
     with suppress(OSError):
-        attempts = Path(error_file).parents[2].iterdir()  # run folder / attempt / rank / file
-        return min((attempt.stat().st_mtime for attempt in attempts if attempt.is_dir()), default=None)
+        return min((each.stat().st_mtime for each in folder.parent.iterdir() if each.is_dir()), default=None)
     return None
+
+
+def error_file() -> Path | None:
+    """Where this worker tells its launcher of its failure; None where it has none, or that keeps no files."""
+    path = os.environ.get(ERROR_FILE)
+    return Path(path) if path and path != os.devnull else None
+
+
+def attempt_folder() -> Path | None:
+    """The launcher's folder of this attempt on this node; None where there is none in the form that torch gives it."""
+    path = error_file()
+    folder = path.parent.parent if path is not None else Path()  # run folder / attempt_0 / local rank / file
+    return folder if folder.name.startswith("attempt_") else None
 
 
 def attempt(env: Mapping[str, str] | None = None) -> tuple[str, int]:
@@ -180,7 +195,7 @@ def attempt(env: Mapping[str, str] | None = None) -> tuple[str, int]:
 
 
 def speaker_rank() -> int:
-    """This process's rank for the purpose of speaking to the user; never raises."""
+    """This process's rank, to be named in its messages; never raises."""
     text = os.environ.get(RANK, "0")
     return int(text) if text.isdecimal() else 0
 

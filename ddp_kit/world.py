@@ -18,13 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_kit.env import VISIBLE_GPUS, WorkerEnv, from_env, speaker_rank
-from ddp_kit.errors import WorldError, speak_plainly
-from ddp_kit.torch_internals import default_store
+from ddp_kit.errors import WorldError
+from ddp_kit.uncaught import show_without_traceback
 
 # gloo would wait for 30 minutes by default; NCCL's own default is 10.
 _TIMEOUT = timedelta(minutes=10)
 _DRAIN_SECONDS = 0.05
-_WORD_TIMEOUT = timedelta(seconds=2)
 _FAREWELL_SECONDS = 5.0
 
 
@@ -55,7 +54,7 @@ def join(
     `share_gpus`: where this node has fewer GPUs than processes, they share them, and all ranks reduce over gloo: NCCL
     refuses a GPU that two ranks use. `starting`: gets rank and world size; entered while the ranks of a new group meet.
     """
-    speak_plainly(speaker_rank())
+    show_without_traceback(speaker_rank())
     place = from_env()
     if dist.is_initialized() and place.world_size != dist.get_world_size():
         device = _current_device()  # the script started its processes itself, and chose their devices
@@ -167,8 +166,7 @@ def _device(place: WorkerEnv, share_gpus: bool) -> torch.device:
         f"start as many processes as GPUs: `ddpkit launch --gpus {gpus} ...`; to let them share GPUs, slowly, set "
         f"parallel={{\"share_gpus\": True}}; to train on the CPU, set {VISIBLE_GPUS}=''",
     )
-    if place.local_rank == gpus:
-        error.hold_back_seconds = 0.0  # the first rank without one speaks for those after it
+    error.of_one_rank = place.local_rank == gpus  # those after it only say the same
     raise error
 
 
@@ -178,17 +176,6 @@ def _start_group(device: torch.device, share_gpus: bool) -> None:
     backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
     dist.init_process_group(backend, timeout=_TIMEOUT, device_id=device if nccl else None)
     atexit.register(_stop_group)
-    speak_plainly(speaker_rank(), _takes_the_word)
-
-
-def _takes_the_word() -> bool:
-    """Whether this rank is the first of its group to ask; False where the store is gone, with whoever was."""
-    try:
-        store = default_store()
-        store.set_timeout(_WORD_TIMEOUT)
-        return store.add("ddpkit/word", 1) == 1
-    except (RuntimeError, ValueError):
-        return False
 
 
 def _stop_group() -> None:

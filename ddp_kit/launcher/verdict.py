@@ -32,6 +32,8 @@ class Failure:
     """Its node; empty where the job has only one."""
     message: str = ""
     """Its exception, in one line, if anything is known of it."""
+    printed: bool = False
+    """Whether that stands on the console of its node, in full."""
     trace: str = ""
     """Its traceback, likewise."""
     step: int | None = None
@@ -62,6 +64,11 @@ class Failure:
         return self.told and (self.exit_code < 0 or not self.message)
 
     @property
+    def to_say(self) -> str:
+        """Its exception, where the console may lack it: that of another node does."""
+        return "" if self.printed and not self.host else self.message
+
+    @property
     def how(self) -> str:
         """Its end in words."""
         if self.hung:
@@ -78,7 +85,7 @@ class Failure:
         """How it ended, where, and why."""
         where = f", host {self.host}" if self.host else ""
         when = f", after step {self.step}" if self.step is not None else ""
-        because = f": {self.message}" if self.message else ""
+        because = f": {self.to_say}" if self.to_say else ""
         return f"{self.how} (local rank {self.local_rank}{where}, pid {self.pid}{when}){because}"
 
 
@@ -191,7 +198,7 @@ def _folded(failures: Iterable[Failure]) -> list[str]:
     alike: dict[str, list[int]] = {}
     for failure in failures:
         if not failure.stopped:
-            words = _plain(failure.message) or failure.how
+            words = _plain(failure.to_say) or failure.how
             alike.setdefault(words, []).append(failure.rank)
     largest = Counter({words: len(ranks) for words, ranks in alike.items()}).most_common()
     lines = []

@@ -51,5 +51,5 @@ def _named(error: RuntimeError, batches: Iterator[Any]) -> DataError | None:
                     "signal 9 without anyone sending it means out of memory: fewer data.num_workers, smaller samples",
                 )
     if found is not None:
-        found.hold_back_seconds = 0.0  # it is this rank's alone
+        found.of_one_rank = True
     return found

@@ -278,7 +278,7 @@ class _Wait:
             _HINT,
         )
         if "ended" not in why:
-            error.hold_back_seconds = 0.0  # the others know nothing of it
+            error.of_one_rank = True  # the others know nothing of it
         raise error
 
 

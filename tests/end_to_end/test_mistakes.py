@@ -233,6 +233,18 @@ def test_a_mistake_is_said_once_by_one_rank_and_ends_all(
     assert "done" not in run.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--cold",)], ids=["warm", "cold"])
+def test_the_rank_that_has_the_cause_is_named_whichever_ends_first(
+    ddpkit: Start, script: Script, flags: tuple[str, ...]
+) -> None:
+    main = script(FAULTS.format(on=(2,), loss="loss.detach()", leaves_out=False, change=""))
+    run = ddpkit("launch", *flags, "--nproc-per-node", 4, main)
+    assert run.stderr.count("ddpkit: error") == 1, run.stderr
+    assert "ddpkit: error (rank 2) at script.py:" in run.stderr
+    assert "ddpkit: rank 2 failed first: exit code 1" in run.stderr
+
+
 BEFORE_THE_FIRST_STEP = """
 import torch
 from torch import nn

@@ -81,6 +81,17 @@ def test_the_traceback_is_shown_once() -> None:
     assert judge(Outcome((first,)), shown={3}).trace == ""
 
 
+def test_what_the_console_has_already_is_not_repeated() -> None:
+    first = replace(failure(1, 1, 2.0, "LossError: no"), printed=True)
+    other = replace(failure(0, 1, 2.1, "LossError: no"), printed=True, echo=True)
+    assert judge(Outcome((first, other))).text.splitlines() == [
+        "rank 1 failed first: exit code 1 (local rank 1, pid 101)",
+        "  rank 0 failed after it: exit code 1",
+    ]
+    on_another_node = replace(first, host="h2")
+    assert judge(Outcome((on_another_node,))).text.endswith(", host h2, pid 101): LossError: no")
+
+
 def test_workers_that_have_saved_ask_for_another_run() -> None:
     saved = tuple(failure(rank, ExitCode.REQUEUE, 1.0) for rank in range(2))
     echo = replace(failure(2, 1, 0.5, "Connection closed by peer"), echo=True)

@@ -169,15 +169,25 @@ def test_a_worker_is_forked_runs_and_its_end_is_told(server: WarmServer, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("of_ours", [True, False])
-def test_what_a_trainer_needs_is_there_for_a_script_that_speaks_of_one(
-    of_ours: bool, server: WarmServer, tmp_path: Path
+@pytest.mark.parametrize(("text", "there"), [("ddp_kit's Trainer", 3), ("torch.optim", 1), ("ddp_kit", 0)])
+def test_what_a_trainer_or_an_optimizer_needs_is_there_for_a_script_that_speaks_of_one(
+    text: str, there: int, server: WarmServer, tmp_path: Path
 ) -> None:
     main = tmp_path / "train.py"
     main.write_text(
-        f"# {'from ddp_kit import Trainer' * of_ours}\nimport sys; sys.exit('torch._dynamo' in sys.modules)"
+        f"# {text}\nimport sys\n"
+        "sys.exit(('torch._dynamo' in sys.modules) + 2 * ('ddp_kit.trainer.trainer' in sys.modules))"
     )
-    assert forked(server, a_program(main)).wait(60) == of_ours
+    assert forked(server, a_program(main)).wait(60) == there
+
+
+@pytest.mark.slow
+def test_a_server_that_is_still_importing_is_not_waited_for(server: WarmServer, tmp_path: Path) -> None:
+    main = tmp_path / "train.py"
+    main.write_text("# ddp_kit's Trainer")
+    server.start(a_program(main).words, os.environ, a_program(main))
+    server.close()
+    assert server._process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.slow
@@ -310,5 +320,5 @@ def test_what_the_launcher_is_told_of_an_error_is_its_own_text_and_not_its_notes
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     error.add_note("hint: lower micro_batch_size")
-    script._leave_note(error, at_start=False)
+    script._leave_note(error)
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == message

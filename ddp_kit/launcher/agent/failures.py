@@ -7,7 +7,7 @@ from signal import SIGKILL, SIGTERM
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from ddp_kit.env import NOTE_AT_START
+from ddp_kit.env import NOTE_AT_START, NOTE_PRINTED, NOTE_SECONDARY
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.heartbeat import read_heartbeat
 from ddp_kit.launcher import hints, last_words
@@ -33,7 +33,7 @@ def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) 
     if workers.lost(failure.local_rank):
         message = _SERVER_LOST
     late = hints.is_late(said or message)
-    echo = hints.is_echo(said or message) or (late and bool(workers.hangs.found))
+    echo = hints.is_echo(said or message) or (late and bool(workers.hangs.found)) or bool(extra.get(NOTE_SECONDARY))
     if told and code == -SIGTERM and message and not echo:
         code = 1  # it was ending with its own exception already; a peer that missed it had ended before it
     out_of_memory = code == -SIGKILL and not told and workers.killed_for_memory()
@@ -51,6 +51,7 @@ def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) 
         at_start=bool(extra.get(NOTE_AT_START)) or last_words.failed_at_start(trace),
         told=told,
         echo=echo,
+        printed=bool(extra.get(NOTE_PRINTED)),
         out_of_memory=out_of_memory,
         others=workers.hangs.others if late and not workers.hangs.found else (),
     )

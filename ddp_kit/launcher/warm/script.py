@@ -4,25 +4,22 @@ import builtins
 import ctypes
 import importlib.machinery
 import io
-import json
 import os
 import re
 import runpy
 import sys
-import time
 import traceback
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
-from ddp_kit.env import ERROR_FILE, LOCAL_RANK, NOTE_AT_START, NOTE_MARK
+from ddp_kit.env import NOTE_AT_START
 from ddp_kit.errors import DdpKitError
 from ddp_kit.launcher.warm.messages import Program
 from ddp_kit.launcher.warm.script_text import set_too_late
+from ddp_kit.uncaught import leave_note
 
 _NAMES_EXCEPTION = re.compile(r"[\w.]+(:|$)", re.MULTILINE)
-_HOLD_BACK_SECONDS = 5.0
 
 
 def obstacle(program: Program, env: Mapping[str, str], preloaded: frozenset[str]) -> str:
@@ -122,10 +119,8 @@ def _new_main() -> ModuleType:
 def _show_and_note(error: BaseException) -> None:
     """An uncaught exception: the hook's affair, and the launcher's."""
     error.with_traceback(_own_frames(error.__traceback__))
-    at_start = _at_start(error)
-    _leave_note(error, at_start)
-    if at_start and os.environ.get(LOCAL_RANK, "0") != "0":
-        time.sleep(_HOLD_BACK_SECONDS)  # every rank has found the same; the launcher ends this one in the meantime
+    if not isinstance(error, DdpKitError):  # whose hook leaves a note of its own
+        _leave_note(error)
     _show(error)
 
 
@@ -159,22 +154,7 @@ def _show(error: BaseException) -> None:
         sys.__excepthook__(kind, error, trace)
 
 
-def _leave_note(error: BaseException, at_start: bool) -> None:
-    """Tell the launcher what went wrong, in the form of torch's own error files; one of the script's own stays."""
-    path = os.environ.get(ERROR_FILE)
-    if not path or (isinstance(error, DdpKitError) and error.hold_back_seconds):  # all ranks': it has said all
-        return
-    extra = {
-        "py_callstack": "" if isinstance(error, DdpKitError) else "".join(traceback.format_exception(error)),
-        "timestamp": str(int(time.time())),
-        NOTE_MARK: True,
-        NOTE_AT_START: at_start,
-    }
+def _leave_note(error: BaseException) -> None:
     lines = traceback.format_exception_only(error)  # before it the place of a syntax error, behind it notes
     text = next((line for line in lines if _NAMES_EXCEPTION.match(line)), lines[-1]).strip().partition("\n")[0]
-    whole = Path(f"{path}.{os.getpid()}")  # this process may be killed at any moment: all of the file or nothing
-    with suppress(OSError):
-        whole.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
-        os.link(whole, path)  # fails where there is one
-    with suppress(OSError):
-        whole.unlink()
+    leave_note(text, {NOTE_AT_START: _at_start(error)}, "".join(traceback.format_exception(error)))

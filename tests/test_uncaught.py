@@ -1,0 +1,91 @@
+"""A mistake of the user is one message on one rank, without a traceback; nothing is lost."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from ddp_kit.env import ERROR_FILE, NOTE_PRINTED, NOTE_SECONDARY
+
+RAISE = """
+from ddp_kit import errors
+from ddp_kit.uncaught import show_without_traceback
+show_without_traceback(rank={rank})
+{what}
+"""
+MISTAKE = "raise errors.ConfigError('no', 'yes')"
+
+
+def started(rank: int, what: str, tmp_path: Path, attempt: int | None = None) -> "subprocess.Popen[str]":
+    """A rank of a launcher's attempt; None: without a launcher."""
+    script = tmp_path / f"user{rank}.py"
+    script.write_text(RAISE.format(rank=rank, what=what))
+    env = {name: value for name, value in os.environ.items() if name != ERROR_FILE}
+    if attempt is not None:
+        env[ERROR_FILE] = str(folder_of(rank, tmp_path, attempt) / "error.json")
+    return subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, text=True, env=env)
+
+
+def folder_of(rank: int, tmp_path: Path, attempt: int) -> Path:
+    folder = tmp_path / f"attempt_{attempt}" / str(rank)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def said(process: "subprocess.Popen[str]") -> str:
+    _, errors = process.communicate()
+    assert process.returncode == 1
+    return errors
+
+
+def ended(rank: int, what: str, tmp_path: Path, attempt: int | None = None) -> str:
+    return said(started(rank, what, tmp_path, attempt))
+
+
+def note_of(rank: int, tmp_path: Path, attempt: int = 0) -> tuple[str, bool, bool]:
+    """The message, whether the cause is another rank's, and whether the console has it."""
+    note = json.loads((folder_of(rank, tmp_path, attempt) / "error.json").read_text())["message"]
+    return note["message"], note["extraInfo"][NOTE_SECONDARY], note["extraInfo"][NOTE_PRINTED]
+
+
+def test_a_mistake_is_shown_with_its_place_and_without_a_traceback(tmp_path: Path) -> None:
+    errors = ended(0, "raise errors.DataError('the dataset is empty', 'check the path')", tmp_path)
+    assert errors == "ddpkit: error at user0.py:5: the dataset is empty\n  hint: check the path\n"
+
+
+def test_without_a_launcher_each_rank_speaks_for_itself(tmp_path: Path) -> None:
+    assert ended(2, MISTAKE, tmp_path).startswith("ddpkit: error (rank 2) at user2.py:5: no\n")
+
+
+def test_another_exception_keeps_its_traceback(tmp_path: Path) -> None:
+    errors = ended(0, "raise KeyError('x')", tmp_path)
+    assert "Traceback" in errors
+    assert "KeyError: 'x'" in errors
+
+
+def test_what_several_ranks_find_is_printed_by_one_in_each_attempt(tmp_path: Path) -> None:
+    for attempt in range(2):
+        processes = [started(rank, MISTAKE, tmp_path, attempt) for rank in range(4)]
+        assert [text.count("ddpkit: error") for text in sorted(map(said, processes))] == [0, 0, 0, 1]
+        assert [note_of(rank, tmp_path, attempt) for rank in range(4)] == [("ConfigError: no", False, True)] * 4
+
+
+FOUND_BY_ANOTHER = """error = errors.LossError('rank 1 cannot continue', 'see there')
+error.another_speaks = True
+raise error"""
+OF_ONE_RANK = """error = errors.DataError('worker 2 has ended', 'see there')
+error.of_one_rank = True
+raise error"""
+
+
+def test_the_rank_that_has_the_cause_prints_it_whoever_ends_first(tmp_path: Path) -> None:
+    assert ended(0, FOUND_BY_ANOTHER, tmp_path, 0) == ""
+    assert "worker 2 has ended" in ended(1, OF_ONE_RANK, tmp_path, 0)
+    assert note_of(0, tmp_path) == ("LossError: rank 1 cannot continue", True, True)
+    assert note_of(1, tmp_path) == ("DataError: worker 2 has ended", False, False), "the verdict repeats it"
+
+
+def test_nothing_is_lost_where_the_folder_of_the_attempt_is_gone(tmp_path: Path) -> None:
+    gone = f"import os\nos.environ['{ERROR_FILE}'] = '{tmp_path}/attempt_0/0/error.json'\n"
+    assert "ddpkit: error" in ended(0, gone + MISTAKE, tmp_path)
