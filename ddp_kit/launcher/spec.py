@@ -116,7 +116,7 @@ def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[
         metavar="SECONDS",
         type=_seconds,
         help="end a process that does nothing for so long while something is to be done, with the stacks of all, or"
-        " for ten times the run's longest pause where that is more; 0: never. Default: 300 in a Trainer's run; what"
+        " for twice the run's longest pause where that is more; 0: never. Default: 300 in a Trainer's run; what"
         " is given also counts for the collectives of any other script",
     )
     ours.add_argument(

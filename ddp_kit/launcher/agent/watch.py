@@ -1,7 +1,7 @@
 """Whether the ranks of this node still do anything: a pure rule, without files or a clock of its own.
 
 each look: the signs of life of every rank that runs
-    a sign has changed                    that rank is alive; the longest pause so far sets the limit
+    a sign has changed                    that rank is alive; twice the longest pause so far is allowed
     nobody's has, for the limit's time    a hang: once one rank is stuck, all others soon wait for it
 """
 
@@ -13,10 +13,9 @@ from ddp_kit.heartbeat import Phase, Signs
 from ddp_kit.launcher.agent.stacks import Stack
 
 DEFAULT_SECONDS = 300.0
-"""After which nobody is waited for any longer, where no pause of the run itself was a tenth as long."""
+"""After which nobody is waited for any longer, where the run itself has not shown that it makes longer pauses."""
 _LONGEST_LOOK_SECONDS = 1.0
-_PAUSES = 10  # so many times the longest pause is too long
-_FIRST_PAUSES = 2  # and that of the first steps, in which things are compiled; an evaluation may compile once more
+_PAUSES = 2  # so many times the longest pause is too long: an evaluation may compile once more
 _FIRST_STEPS = 2
 _FIRST_COLLECTIVES = 10
 _FIRST_ALLOWANCE = 10
@@ -52,7 +51,7 @@ class Watch:
         self._any_script = any_script
         self._ranks: dict[int, _Rank] = {}
         self._looked = now
-        self._first_pause = self._pause = 0.0
+        self._pause = 0.0  # the longest so far
         self._stopped = 0.0  # for so long, any rank
 
     @property
@@ -90,8 +89,7 @@ class Watch:
     @property
     def limit(self) -> float:
         """Seconds without any sign that are too many by now."""
-        pauses = max(_PAUSES * self._pause, _FIRST_PAUSES * self._first_pause)
-        return max(self._floor * (1 if self._settled else _FIRST_ALLOWANCE), pauses)
+        return max(self._floor * (1 if self._settled else _FIRST_ALLOWANCE), _PAUSES * self._pause)
 
     @property
     def _settled(self) -> bool:
@@ -110,10 +108,7 @@ class Watch:
         if known.signs == found:
             return _Rank(found, known.idle + passed)
         if self._is_expected(known.signs):  # else it did what it liked
-            if self._has_settled(known.signs):
-                self._pause = max(self._pause, known.idle)
-            else:
-                self._first_pause = max(self._first_pause, known.idle)
+            self._pause = max(self._pause, known.idle)
         return _Rank(found)
 
     def _expected(self) -> bool:
