@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddp_kit.env import HIDDEN_FROM_WORKERS
-from ddp_kit.launcher.warm.dying import adopt_orphans, end_children, is_stopped
+from ddp_kit.launcher.warm.dying import adopt_orphans, end_children, end_cleaners, is_stopped
 from ddp_kit.launcher.warm.messages import (
     Channel,
     Clear,
@@ -171,7 +171,7 @@ class WarmServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-            end_children(lambda _: True, _reap)
+            _end_what_is_left()
 
     def _send(self, message: Message, streams: Sequence[int] = ()) -> None:
         try:
@@ -183,7 +183,7 @@ class WarmServer:
         """The server died, and its workers with it; what these had started is now a child of this process."""
         self.gone = True
         self._process.wait()
-        end_children(lambda _: True, _reap)
+        _end_what_is_left()
         for worker in self._workers.values():
             worker.answered, worker.lost = True, True
             worker.returncode, worker.ended_at = -signal.SIGKILL, time.monotonic()
@@ -226,6 +226,11 @@ class Process:
                 raise subprocess.TimeoutExpired("worker", timeout)
             self._server.pump(left)
         return self.returncode
+
+
+def _end_what_is_left() -> None:
+    end_children(lambda _: True, _reap)
+    end_cleaners(_reap)
 
 
 def _reap() -> None:

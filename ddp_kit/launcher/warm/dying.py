@@ -16,10 +16,9 @@ _SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
 
 # Small processes that remove shared memory once their clients are gone: they end by themselves.
-_TRACKER = b"multiprocessing.resource_tracker"
-_CLEANERS = (_TRACKER, b"torch_shm_manager")
-_CLEANERS_SECONDS = 0.4
-_TRACKER_SECONDS = 3.0  # it alone knows what a script has named; on a busy machine it may take its time
+_CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
+# They alone know the names. torch_shm_manager goes two seconds after its last client, more on a busy machine.
+_CLEANERS_SECONDS = 5.0
 _TERM_SECONDS = 0.2
 _LOOK_SECONDS = 0.01
 # In the kernel's uninterruptible sleep a process outlives SIGKILL; nobody waits for it longer than this.
@@ -27,8 +26,6 @@ _UNKILLABLE_SECONDS = 5.0
 # Shared memory whose names libraries make up, and the folders of the sockets of multiprocessing and torch_shm_manager.
 _SHARED_MEMORY = re.compile(r"(/dev/shm/(?:torch_|nccl-)\S+)$", re.MULTILINE)
 _SOCKET_FOLDER = re.compile(r"/(pymp|torch-shm-dir)-[^/]+$")
-_MANAGED_MEMORY = re.compile(rb"/(torch_\d+_\d+_\d+)\0")
-_HEAP = re.compile(r"^(\w+)-(\w+) .*\[heap\]$", re.MULTILINE)
 
 
 def die_with_parent(parent: int) -> None:
@@ -113,7 +110,7 @@ def strike(which: Callable[[Child], bool], number: signal.Signals, traces: set[P
 def end_children(
     which: Callable[[Child], bool], reap: Callable[[], None], gently: bool = False, traces: set[Path] | None = None
 ) -> None:
-    """End the children that `which` picks, then what becomes a child by that, until none is left.
+    """End the children that `which` picks, cleaners left out, then what becomes a child by that, until none is left.
 
     `reap` takes the zombies. `gently`: whether they hear SIGTERM a moment before. `traces`: of earlier strikes.
     """
@@ -123,30 +120,32 @@ def end_children(
     deadline = time.monotonic() + _UNKILLABLE_SECONDS
     while strike(which, signal.SIGKILL, traces) and time.monotonic() < deadline:
         wait_for(which, _LOOK_SECONDS, reap)
-    wait_for(which, _CLEANERS_SECONDS, reap, cleaners=True)
-    _kill_cleaners(lambda child: which(child) and _TRACKER not in child.command, traces)
-    wait_for(which, _TRACKER_SECONDS, reap, cleaners=True)
-    _kill_cleaners(which, traces)
     reap()
     _remove(traces)
 
 
-def _kill_cleaners(which: Callable[[Child], bool], traces: set[Path]) -> None:
-    """Do their work in their place: torch_shm_manager would take two seconds."""
-    for child in filter(which, children()):
-        traces |= traces_of(child.pid) | _managed_by(child.pid)
+def end_cleaners(reap: Callable[[], None]) -> None:
+    """Let the cleaners end by themselves, once all others are gone; kill those that do not."""
+    _wait(lambda: [child for child in children() if child.cleans], _CLEANERS_SECONDS, reap)
+    traces: set[Path] = set()
+    for child in children():
+        traces |= traces_of(child.pid)
         with suppress(OSError):
             os.kill(child.pid, signal.SIGKILL)
+    reap()
+    _remove(traces)
 
 
-def wait_for(which: Callable[[Child], bool], seconds: float, reap: Callable[[], None], cleaners: bool = False) -> None:
-    """Return when the children that `which` picks are gone, or after `seconds`. `cleaners`: these too."""
+def wait_for(which: Callable[[Child], bool], seconds: float, reap: Callable[[], None]) -> None:
+    """Return when the children that `which` picks, cleaners left out, are gone, or after `seconds`."""
+    _wait(lambda: [child for child in filter(which, children()) if not child.cleans], seconds, reap)
+
+
+def _wait(there: Callable[[], list[Child]], seconds: float, reap: Callable[[], None]) -> None:
     deadline = time.monotonic() + seconds
     while True:
         reap()
-        if not any(cleaners or not child.cleans for child in filter(which, children())):
-            return
-        if time.monotonic() > deadline:
+        if not there() or time.monotonic() > deadline:
             return
         time.sleep(_LOOK_SECONDS)
 
@@ -165,17 +164,6 @@ def traces_of(pid: int) -> set[Path]:
             folder = Path(os.fsdecode(fields[7])).parent
             if _SOCKET_FOLDER.search(str(folder)):
                 found.add(folder)
-    return found
-
-
-def _managed_by(pid: int) -> set[Path]:
-    """The shared memory that a torch_shm_manager would remove: it alone knows the names, and they are on its heap."""
-    found = set[Path]()
-    with suppress(OSError), Path(f"/proc/{pid}/mem").open("rb") as memory:
-        for heap in _HEAP.finditer(_read(f"/proc/{pid}/maps").decode(errors="replace")):
-            memory.seek(int(heap[1], 16))
-            names = _MANAGED_MEMORY.findall(memory.read(int(heap[2], 16) - int(heap[1], 16)))
-            found |= {Path("/dev/shm", name.decode()) for name in names}  # noqa: S108
     return found
 
 

@@ -33,6 +33,7 @@ from ddp_kit.launcher.warm.dying import (
     children,
     die_with_parent,
     end_children,
+    end_cleaners,
     outlive_parent,
     strike,
     wait_for,
@@ -325,6 +326,7 @@ class _Server:
         """The launcher is gone."""
         end_children(lambda child: child.pid in self._running, self._reap, traces=self._traces)
         end_children(self._is_stranger, self._reap, gently=True, traces=self._traces)
+        end_cleaners(self._reap)
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
