@@ -101,7 +101,7 @@ class Restarts:
 
     def _count_alike(self, first: Failure) -> int:
         """How often in a row there was this failure. What someone else has ended is no crash, nor what lasted long."""
-        kind = (first.rank, first.exit_code, first.message)
+        kind = (first.rank, first.exit_code, _kind_of_error(first))
         lasted = first.step is None and first.after >= PROGRESS_SECONDS
         if lasted or first.from_outside:
             self._crashes, self._same = 0, None
@@ -114,7 +114,7 @@ class Restarts:
         """Whether there was this error at this step before; on any rank: where all see it, chance says who is first."""
         if first.step is None or first.exit_code <= 0 or first.echo or first.hung:
             return False
-        error = (first.exit_code, alike(first.message), first.step)
+        error = (first.exit_code, alike(_kind_of_error(first)), first.step)
         repeated = error in self._errors
         self._errors.add(error)
         return repeated
@@ -127,3 +127,8 @@ class Restarts:
         if self.count == self._failures:
             return f"restart {self.count} of {self._most}"
         return f"restart {self.count} ({self._failures} of {self._most} since step {self._since})"
+
+
+def _kind_of_error(first: Failure) -> str:
+    """By what it is known again. A mistake that ddpkit finds has other words after a restart: NaN in the first step."""
+    return "" if first.printed else first.message
