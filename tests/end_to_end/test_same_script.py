@@ -188,8 +188,9 @@ CASES = {
     "stdin": Case(("stdin.py",), stdin="first line\nsecond, ünïcode\n\nlast without end"),
     "stdin of a terminal": Case(("stdin.py",), stdin="first line\n", terminal=True),
     "writes": Case(("writes.py",)),
+    "sets threads": Case(("sets_threads.py",)),
 } | {f"ends: {name}": Case(("endings.py", name), exit_code=code, served=True) for name, code in EXIT_CODES.items()}
-STARTED_COLD = ("no python name", "folder", "zip file", "shadows")
+STARTED_COLD = ("no python name", "folder", "zip file", "shadows", "sets threads")
 WITH_PYTHON = [name for name, case in CASES.items() if case.is_for_python]
 
 
@@ -430,11 +431,7 @@ def test_only_what_cannot_be_warm_is_started_cold(case: str, seen: Seen) -> None
 
 @pytest.mark.slow
 def test_a_second_attempt_is_as_the_first(seen: Seen) -> None:
-    # The last three: on a slow machine the server has been idle long enough to preload more.
-    of_the_attempt = (
-        "*environment.TORCHELASTIC_*", "*environment.FAIL_FIRST", "*/launcher", "*sys.modules.*", "*sys.loggers.*",
-        "*warnings.filters",
-    )  # fmt: skip
+    of_the_attempt = ("*environment.TORCHELASTIC_*", "*environment.FAIL_FIRST", "*/launcher")
     assert not differences("itself", seen("itself", "warm"), seen("restarted", "warm"), *of_the_attempt)
 
 

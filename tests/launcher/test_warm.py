@@ -169,7 +169,7 @@ def test_a_worker_is_forked_runs_and_its_end_is_told(server: WarmServer, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("text", "there"), [("ddp_kit's Trainer", 3), ("torch.optim", 1), ("ddp_kit", 0)])
+@pytest.mark.parametrize(("text", "there"), [("ddp_kit's Trainer", 3), ("torch.optim", 1), ("ddp_kit, optimal", 0)])
 def test_what_a_trainer_or_an_optimizer_needs_is_there_for_a_script_that_speaks_of_one(
     text: str, there: int, server: WarmServer, tmp_path: Path
 ) -> None:

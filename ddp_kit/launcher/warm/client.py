@@ -70,6 +70,7 @@ class WarmServer:
         self._channel = Channel(ours)
         self._workers: dict[int, Process] = {}
         self._count = 0
+        self._has_started = False
         self._say = say
         self._looked = time.monotonic()
         self._was_stopped = False
@@ -131,7 +132,7 @@ class WarmServer:
                 if isinstance(message, Started):
                     worker = self._workers[message.number]
                     worker.pid, worker.cold, worker.error = message.pid, message.cold, message.error
-                    worker.answered = True
+                    worker.answered = self._has_started = True
                 elif isinstance(message, Ended):
                     worker = self._workers.pop(message.number)
                     worker.returncode, worker.ended_at = message.returncode, time.monotonic()
@@ -164,14 +165,13 @@ class WarmServer:
         """End every worker that is left, what they have left behind, and the server."""
         self._channel.close()
         self._process.send_signal(signal.SIGCONT)  # a server that is stopped could not clear up
-        if not self._count:  # it may still import torch, and has nothing to clear up
-            self._process.kill()
-        try:
-            self._process.wait(_LAST_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-            _end_what_is_left()
+        if self._has_started:  # else it may still import torch
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LAST_SECONDS)
+                return
+        self._process.kill()
+        self._process.wait()
+        _end_what_is_left()
 
     def _send(self, message: Message, streams: Sequence[int] = ()) -> None:
         try:

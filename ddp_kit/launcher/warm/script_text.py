@@ -1,6 +1,7 @@
 """What a script's text tells of it before it runs."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -9,13 +10,14 @@ from pathlib import Path
 from ddp_kit.env import IMPORT_TIME_VARIABLES
 from ddp_kit.launcher.warm.messages import Program
 
-# By what a Trainer's script finds imported: besides torch itself, which does not import these.
-_READ_FOR_A_TRAINER = ("TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", "LOGURU_")
+_OPTIMIZER = re.compile(r"\boptim(izer)?\b")
+# By what `imported_later` names.
+_READ_LATER = ("TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", "LOGURU_")
 
 
-def trains(program: Program) -> bool:
-    """Whether the script speaks of our Trainer."""
-    return _trains(_text(program))
+def imported_later(program: Program) -> tuple[str, ...]:
+    """What `import torch` leaves out and the script imports in every worker: with its first optimizer, or a Trainer."""
+    return _imported_later(_text(program))
 
 
 def set_too_late(program: Program, env: Mapping[str, str]) -> str:
@@ -38,8 +40,10 @@ def _text(program: Program) -> str:
         return ""
 
 
-def _trains(text: str) -> bool:
-    return "ddp_kit" in text and "Trainer" in text
+def _imported_later(text: str) -> tuple[str, ...]:
+    if "ddp_kit" in text and "Trainer" in text:
+        return ("torch._dynamo", "ddp_kit.trainer.trainer")
+    return ("torch._dynamo",) if _OPTIMIZER.search(text) else ()
 
 
 @lru_cache(maxsize=1)
@@ -52,7 +56,7 @@ def _sets(text: str) -> list[tuple[str, bool]]:
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # Python will show it
         return []
     torch_line = min((node.lineno for node in tree.body if _imports_torch(node)), default=sys.maxsize)
-    early = _READ_FOR_A_TRAINER if _trains(text) else ()
+    early = _READ_LATER if _imported_later(text) else ()
     return [
         (name, default)
         for node in ast.walk(tree)

@@ -13,6 +13,7 @@ of sight. Started by `client.WarmServer` as a process of its own, never imported
 
 import gc
 import os
+import re
 import select
 import shutil
 import signal
@@ -51,15 +52,11 @@ from ddp_kit.launcher.warm.messages import (
     Started,
 )
 from ddp_kit.launcher.warm.parent_signals import ParentSignals
-from ddp_kit.launcher.warm.script_text import trains
+from ddp_kit.launcher.warm.script_text import imported_later
 
 _PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel")
-# What DDP and optimizers import when the first one is made; too long to let the first start wait.
-_PRELOADED_WHEN_IDLE = ("torch._dynamo",)
-_PRELOADED_FOR_A_TRAINER = ("torch._dynamo", "ddp_kit.trainer.trainer")
 # Its own handler looks whether there is a terminal: that is the affair of the worker.
 _WITHOUT_LOG = {"LOGURU_AUTOINIT": "False"}
-_IDLE_SECONDS = 5.0
 _LEAVING_SECONDS = 2.0  # for what a worker that ended well has started: most of it ends by itself, if given the time
 _OWN_FAULTS = {
     signal.SIGSEGV,
@@ -110,11 +107,10 @@ def _has_nanobind() -> bool:
     """Whether the interpreter will write lines to stderr about objects that were never collected.
 
     Objects that the server froze are among them, so they are given back to the collector, whose last pass then takes a
-    second, as in plain Python. nanobind comes with triton, from 3.9 on (torch 2.15).
+    second, as in plain Python. nanobind is in triton from 3.9 on (torch 2.15).
     """
-    library = sys.modules.get("triton._C.libtriton")
-    kind = getattr(getattr(library, "ir", None), "attribute", None)
-    return type(kind).__module__ == "nanobind"
+    version = getattr(sys.modules.get("triton"), "__version__", "")
+    return tuple(map(int, re.findall(r"\d+", version)[:2])) >= (3, 9)
 
 
 def _wake(*_: object) -> None:
@@ -154,6 +150,7 @@ class _Server:
         self._broken = broken
         self._env = {name: value for name, value in os.environ.items() if name not in hidden}
         self._modules = _top_level_modules()
+        self._preloaded: tuple[str, ...] = ()  # besides _PRELOADED
         self._waiting: deque[Message] = deque()
         self._running: dict[int, int] = {}  # pid -> the worker's number
         self._traces: set[Path] = set()
@@ -162,20 +159,17 @@ class _Server:
 
     def serve(self) -> Program:
         """Start workers and report their ends; returns in the forked workers only."""
-        idle = _IDLE_SECONDS if self._warm else None
+        watched = [self._channel.fileno(), self._wakes, self._parent_signals.fileno()]
         while True:
-            watched = [self._channel.fileno(), self._wakes, self._parent_signals.fileno()]
-            if not select.select(watched, [], [], idle)[0]:
-                idle = None
-                self._preload_more(_PRELOADED_WHEN_IDLE)
-            self.attend()
+            select.select(watched, [], [])
+            self._attend()
             while self._waiting:
                 program = self._act(self._waiting.popleft())
                 if program is not None:
                     return program
 
-    def attend(self) -> None:
-        """Report who has ended, and take what has come. All but a kill can wait for the end of an import."""
+    def _attend(self) -> None:
+        """Report who has ended, and take what has come: a kill is done at once, before what came earlier."""
         self._parent_signals.pass_on()  # first: a sender that has ended is known until it is reaped
         self._reap()
         while select.select([self._channel], [], [], 0)[0]:
@@ -189,18 +183,19 @@ class _Server:
                 self._end()
 
     def _preload_more(self, names: tuple[str, ...]) -> bool:
-        """Whether there was anything to import. Where it is not available, workers do without."""
-        if sys.modules.keys() >= set(names):
+        """Whether there was anything to import: at the first start, before any worker needs to be looked after.
+
+        Where it is not available, workers do without.
+        """
+        if names == self._preloaded:
             return False
-        attentive = _Attentive(self)
-        sys.meta_path.insert(0, attentive)
+        self._preloaded = names
         before = dict(os.environ)
         os.environ.update(_WITHOUT_LOG)
         _preload(names)
         for name in _WITHOUT_LOG:
             del os.environ[name]
         os.environ.update(before)
-        sys.meta_path.remove(attentive)
         self._modules = _top_level_modules()
         return True
 
@@ -221,7 +216,7 @@ class _Server:
         cold, warm = "", None
         if start.program is not None and self._warm:
             cold = self._obstacle(start)
-            if not cold and trains(start.program) and self._preload_more(_PRELOADED_FOR_A_TRAINER):
+            if not cold and self._preload_more(imported_later(start.program)):
                 cold = self._obstacle(start)  # what was imported may be one
             warm = None if cold else start.program
         parent = os.getpid()
@@ -334,17 +329,6 @@ class _Server:
     def _tell(self, message: Message) -> None:
         with suppress(ClosedError):  # the end of file comes next
             self._channel.send(message)
-
-
-class _Attentive:
-    """A finder that finds nothing: each import statement below it lets the server attend to its workers."""
-
-    def __init__(self, server: _Server) -> None:
-        self._server = server
-
-    def find_spec(self, *_: object) -> None:
-        """Called by Python's import machinery."""
-        self._server.attend()
 
 
 def _top_level_modules() -> frozenset[str]:
