@@ -9,7 +9,8 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
@@ -19,6 +20,8 @@ from ddp_kit.launcher.warm.messages import Program
 from ddp_kit.launcher.warm.script_text import set_too_late
 from ddp_kit.uncaught import leave_note
 
+# Files of the frames in which a script runs: the `python -c` of client.py, and what that calls.
+_BELOW_THE_SCRIPT = ("<string>", str(Path(__file__).with_name("server.py")), __file__)
 _NAMES_EXCEPTION = re.compile(r"[\w.]+(:|$)", re.MULTILINE)
 
 
@@ -64,8 +67,8 @@ def set_title(program: Program) -> None:
 def become(program: Program) -> None:
     """Run `program` as the main program of this process.
 
-    It returns, or raises `SystemExit` or `KeyboardInterrupt`, as the program does. The caller lets each of them reach
-    the top level of the interpreter, which then finalises, and chooses the exit code, as for `python program`.
+    It returns or raises as the program does. The caller lets each exception reach the top level of the interpreter,
+    which then shows it, finalises, and chooses the exit code, as for `python program`.
     """
     sys.orig_argv[:] = program.words
     try:
@@ -75,13 +78,11 @@ def become(program: Program) -> None:
             _run_script(program)
     except SystemExit:
         raise
-    except KeyboardInterrupt as error:
-        _show(error.with_traceback(_own_frames(error.__traceback__)))
-        sys.excepthook = lambda *_: None  # shown already; raised again, it makes the interpreter end by SIGINT
-        raise
     except BaseException as error:
-        _show_and_note(error)
-        sys.exit(1)
+        if not isinstance(error, KeyboardInterrupt | DdpKitError):  # the hook of the latter leaves a note of its own
+            _leave_note(error.with_traceback(_own_frames(error.__traceback__)))
+        sys.excepthook = partial(_show, sys.excepthook)
+        raise
 
 
 def _run_script(program: Program) -> None:
@@ -116,17 +117,15 @@ def _new_main() -> ModuleType:
     return main
 
 
-def _show_and_note(error: BaseException) -> None:
-    """An uncaught exception: the hook's affair, and the launcher's."""
-    error.with_traceback(_own_frames(error.__traceback__))
-    if not isinstance(error, DdpKitError):  # whose hook leaves a note of its own
-        _leave_note(error)
-    _show(error)
+def _show(hook: Callable[..., object], kind: type, error: BaseException, trace: TracebackType | None) -> None:
+    """Call the script's hook with what it would have been given by `python program`."""
+    own = _own_frames(trace)
+    hook(kind, error.with_traceback(own), own)
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
     """The traceback from the script's own first frame on."""
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+    while trace is not None and trace.tb_frame.f_code.co_filename in _BELOW_THE_SCRIPT:
         trace = trace.tb_next
     return trace
 
@@ -137,21 +136,6 @@ def _at_start(error: BaseException) -> bool:
         return False
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     return all(code.co_name == "<module>" or code.co_filename.startswith("<frozen ") for code in codes)
-
-
-def _show(error: BaseException) -> None:
-    kind, trace = type(error), error.__traceback__
-    sys.last_type, sys.last_value, sys.last_traceback = kind, error, trace
-    try:
-        sys.excepthook(kind, error, trace)
-    except SystemExit:
-        raise
-    except BaseException as second:
-        second.with_traceback(_own_frames(second.__traceback__)).__context__ = None
-        sys.stderr.write("Error in sys.excepthook:\n")
-        sys.__excepthook__(type(second), second, second.__traceback__)
-        sys.stderr.write("\nOriginal exception was:\n")
-        sys.__excepthook__(kind, error, trace)
 
 
 def _leave_note(error: BaseException) -> None:
