@@ -187,7 +187,7 @@ def record(outcome: Outcome) -> dict[str, Any]:
 def _headline(first: Failure, ended_well: tuple[int, ...]) -> str:
     if first.echo and ended_well:
         return (
-            f"{_ranks(ended_well)} ended early, with exit code 0, while others still needed {_it(ended_well)}; "
+            f"{in_words(ended_well)} ended early, with exit code 0, while others still needed {_it(ended_well)}; "
             f"then rank {first.rank} failed: {first.described}"
         )
     return str(first)
@@ -204,7 +204,7 @@ def _folded(failures: Iterable[Failure]) -> list[str]:
     lines = []
     for words, count in largest[:_MOST_GROUPS]:
         same = " with the same" if count > 1 else ""
-        lines.append(f"{_ranks(alike[words])} failed after it{same}: {words}")
+        lines.append(f"{in_words(alike[words])} failed after it{same}: {words}")
     rest = sum(count for _, count in largest[_MOST_GROUPS:])
     return [*lines, f"{rest} more failed after it, each in another way"] if rest else lines
 
@@ -213,7 +213,8 @@ def _plain(message: str) -> str:
     return _PECULIAR.sub("", message).strip()
 
 
-def _ranks(ranks: Collection[int]) -> str:
+def in_words(ranks: Collection[int]) -> str:
+    """Ranks in a sentence: by their numbers where they are few."""
     if len(ranks) > _FEW:
         return f"{len(ranks)} ranks"
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"

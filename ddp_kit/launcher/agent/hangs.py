@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ddp_kit.env import GROUP_WORLD_SIZE, RANK, STACKS_FILE
 from ddp_kit.heartbeat import Signs, read_heartbeat
-from ddp_kit.launcher.agent.stacks import Stack, is_stopped, state, take, wait_channel
+from ddp_kit.launcher.agent.stacks import Stack, state, take, wait_channel
 from ddp_kit.launcher.agent.watch import (
     DEFAULT_SECONDS,
     Quiet,
@@ -22,12 +22,13 @@ from ddp_kit.launcher.agent.watch import (
 )
 from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.streams import open_log
+from ddp_kit.launcher.verdict import in_words
+from ddp_kit.launcher.warm.dying import is_stopped
 
 _LONGER = "where that only takes longer than usual: --hang-timeout SECONDS, 0 for no limit"
 _UNSEEN = ", but its stack cannot be seen: py-spy is missing, or the kernel does not let it look"
 _NATIVE_SECONDS = 10.0
 _ENDING_SECONDS = 1.0
-_FEW = 4  # ranks that are listed one by one
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ class Hangs:
             doing = stacks[local_rank].doing(signs[local_rank].phase)
             alike.setdefault(doing, []).append(self._ranks[local_rank])
         return tuple(
-            f"{_named(ranks)} {'was' if len(ranks) == 1 else 'were'} {doing}" for doing, ranks in alike.items()
+            f"{in_words(ranks)} {'was' if len(ranks) == 1 else 'were'} {doing}" for doing, ranks in alike.items()
         )
 
     def remove_empty_files(self) -> None:
@@ -233,9 +234,3 @@ def _trace(rank: int, stack: Stack) -> str:
         who = f"a DataLoader worker (pid {shown.pid}) of {who}"
     lines = shown.as_trace()
     return f"Where {who} stands (most recent call last):\n{lines}" if lines else ""
-
-
-def _named(ranks: list[int]) -> str:
-    if len(ranks) > _FEW:
-        return f"{len(ranks)} ranks"
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"

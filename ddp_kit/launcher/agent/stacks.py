@@ -18,6 +18,7 @@ from typing import Any
 
 from ddp_kit.env import STACKS_SIGNAL
 from ddp_kit.heartbeat import Phase
+from ddp_kit.launcher.warm.dying import is_stopped
 
 _LOOK_SECONDS = 3.0
 _WAIT_SECONDS = 0.05
@@ -206,11 +207,6 @@ def program() -> str:
     """Where py-spy is; empty where it is not."""
     beside = shutil.which("py-spy", path=sysconfig.get_path("scripts"))
     return beside or shutil.which("py-spy") or ""
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped this process."""
-    return state(pid) == "T"
 
 
 def state(pid: int) -> str:
