@@ -44,6 +44,11 @@ NO_COLOR = "NO_COLOR"  # the custom of https://no-color.org
 PROCESSES_DEFAULT = "PET_NPROC_PER_NODE"
 MASTER_PORT_DEFAULT = "PET_MASTER_PORT"
 GRACE_DEFAULT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # and that of --shutdown-timeout
+LINE_PREFIX_DEFAULT = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"  # and that of --log-line-prefix-template
+# Settings of torch's agent that have no flag.
+SLEEP_LIMIT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"  # seconds that a worker may be in uninterruptible sleep
+FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"  # 1: the workers' own timers, torch.distributed.elastic.timer, are served
+FILE_TIMER_PATH = "TORCHELASTIC_TIMER_FILE"
 
 # Beginnings of the names of variables that libraries read when they are imported, and those read still earlier.
 IMPORT_TIME_VARIABLES = (
@@ -88,47 +93,9 @@ class WorkerEnv:
     node_rank: int = 0
 
 
-@dataclass(frozen=True)
-class JobEnv:
-    """What a worker is told about its job, besides its own ranks."""
-
-    nodes: int
-    role: str
-    role_rank: int
-    role_world_size: int
-    master_addr: str
-    master_port: int
-    restarts: int
-    max_restarts: int
-    run_id: str
-    agent_serves_store: bool = True
-
-
-def to_env(worker: WorkerEnv, job: JobEnv) -> dict[str, str]:
-    """torchrun's variables for one worker. Source: LocalElasticAgent._start_workers of torch 2.13."""
-    return {
-        RANK: str(worker.rank),
-        LOCAL_RANK: str(worker.local_rank),
-        WORLD_SIZE: str(worker.world_size),
-        LOCAL_WORLD_SIZE: str(worker.local_world_size),
-        GROUP_RANK: str(worker.node_rank),
-        GROUP_WORLD_SIZE: str(job.nodes),
-        ROLE_NAME: job.role,
-        ROLE_RANK: str(job.role_rank),
-        ROLE_WORLD_SIZE: str(job.role_world_size),
-        MASTER_ADDR: job.master_addr,
-        MASTER_PORT: str(job.master_port),
-        RESTART_COUNT: str(job.restarts),
-        MAX_RESTARTS: str(job.max_restarts),
-        RUN_ID: job.run_id,
-        USE_AGENT_STORE: str(job.agent_serves_store),
-        NCCL_ERROR_HANDLING: os.environ.get(NCCL_ERROR_HANDLING, "1"),
-    }
-
-
-def agent_serves_store() -> bool:
+def agent_serves_store(env: Mapping[str, str]) -> bool:
     """Whether the launcher serves the workers' store; else the worker of rank 0 does. torchrun's own switch."""
-    return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
+    return env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
 
 def from_env(env: Mapping[str, str] | None = None) -> WorkerEnv:

@@ -102,7 +102,7 @@ def launch(words: Sequence[str]) -> int:
         from ddp_kit.launcher.devices import cpus, gpus, reservations
 
         asked = spec.parse(words, agent.torchrun_parser(), os.environ)
-        asked = replace(asked, processes=agent.count(asked.processes))
+        asked = replace(asked, processes=agent.count(asked.processes), ignored_signals=_ignored_signals())
         spec.check_script(asked, os.environ)
         machine, run_id = gpus.gpus(), str(uuid.uuid4())
         make = partial(plan.make, asked, machine, os.environ, run_id, cpus.here())
@@ -110,8 +110,8 @@ def launch(words: Sequence[str]) -> int:
             for line in settled.says:
                 _say(line)
             if asked.dry_run:
-                told = dry_run.describe(asked, settled, os.environ, socket.gethostname(), agent.torchrun_defaults())
-                agent.check(settled)  # last: torch adds to the environment that was described
+                told = dry_run.describe(settled, os.environ, socket.gethostname(), agent.torchrun_defaults())
+                agent.check(settled)  # last: torch may add to the environment that was described
                 _print(told)
                 return ExitCode.OK
             ended = agent.run(settled, warm, _say)
@@ -168,6 +168,10 @@ def _may_start_warm(words: Sequence[str]) -> bool:
     """Whether a server is worth starting before the command line is understood."""
     cold_words = {"-h", "--help", "--cold", "--dry-run", "--no-python", "--no_python", "--run-path", "--run_path"}
     return not cold_words.intersection(_before_script(words)) and PYTHON not in os.environ
+
+
+def _ignored_signals() -> frozenset[str]:
+    return frozenset(number.name for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN)
 
 
 def _before_script(words: Sequence[str]) -> Sequence[str]:

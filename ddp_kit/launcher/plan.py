@@ -1,21 +1,55 @@
 """What will be done: a `Plan` for this node, made from the spec by a pure function."""
 
+import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from string import Template
 from types import MappingProxyType
 from typing import Any
 
-from ddp_kit.env import GPU_ORDER, GRACE_DEFAULT, PROCESSES_DEFAULT, THREADS, VISIBLE_GPUS
+from ddp_kit.env import (
+    GPU_ORDER,
+    GRACE_DEFAULT,
+    GROUP_RANK,
+    GROUP_WORLD_SIZE,
+    LINE_PREFIX_DEFAULT,
+    LOCAL_RANK,
+    LOCAL_WORLD_SIZE,
+    MASTER_ADDR,
+    MASTER_PORT,
+    MAX_RESTARTS,
+    NCCL_ERROR_HANDLING,
+    NO_COLOR,
+    PROCESSES_DEFAULT,
+    PYTHON,
+    RANK,
+    RESTART_COUNT,
+    ROLE_NAME,
+    ROLE_RANK,
+    ROLE_WORLD_SIZE,
+    RUN_ID,
+    SIGNALS,
+    SLEEP_LIMIT,
+    THREADS,
+    USE_AGENT_STORE,
+    VISIBLE_GPUS,
+    WORLD_SIZE,
+)
 from ddp_kit.errors import UsageError
+from ddp_kit.launcher import rendezvous
 from ddp_kit.launcher.devices.choice import Chosen, choose
 from ddp_kit.launcher.devices.cpus import Cpus, threads_each
 from ddp_kit.launcher.devices.gpus import Gpu, visible
+from ddp_kit.launcher.job import Seat
+from ddp_kit.launcher.rendezvous import Rendezvous
 from ddp_kit.launcher.spec import LaunchSpec
+from ddp_kit.launcher.warm.messages import Program
 
 GRACE_SECONDS = 25
 """From SIGTERM to SIGKILL. Kubernetes kills the launcher itself after 30 s, which it needs for verdict and clean-up."""
-_LOOPBACK = "127.0.0.1"
 _MOST_PROCESSES = 1 << 22  # PID_MAX_LIMIT
+_RUN_PATH = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 @dataclass(frozen=True)
@@ -29,27 +63,118 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What this node will start."""
+class Logs:
+    """Where the workers' output goes: torchrun's flags by their own names."""
 
-    torchrun: Mapping[str, Any]
-    """torchrun's settings, all choices made."""
-    env: Mapping[str, str]
-    """What workers find in their environment besides the user's own variables and their ranks."""
-    origin: Mapping[str, str]
-    """Why each variable of `env` has its value, in a few words, such as `--gpus 2`."""
+    log_dir: str | None
+    redirects: str
+    tee: str
+    local_ranks_filter: frozenset[int]
+    """Empty: all reach the console."""
+    log_line_prefix_template: str
+    duplicate_stdout_filters: tuple[str, ...]
+    duplicate_stderr_filters: tuple[str, ...]
+    logs_specs: str | None
+    colour: bool
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether the folder outlives the job."""
+        return self.log_dir is not None or self.redirects != "0"
+
+    @property
+    def copy_console(self) -> bool:
+        """Whether what is shown is also kept, in one file per rank."""
+        return self.log_dir is not None and self.redirects == self.tee == "0"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What this node will do, complete and final: `--dry-run` prints it, `agent.run` does it."""
+
+    command: tuple[str, ...]
+    """What a worker executes, before `${local_rank}` is put in."""
+    is_forkable: bool
+    """Whether a fork of the warm server can become the same."""
+    is_module: bool
+    """Whether `command` is `python -u -m module`."""
+    is_wrapped: bool
+    """Whether a worker may be another program around the rank, such as a shell (--no-python)."""
     places: tuple[Place, ...]
     """By local rank."""
+    env: Mapping[str, str]
+    """What the launcher adds to the workers' environment, besides torchrun's contract."""
+    origin: Mapping[str, str]
+    """Why each variable of `env` has its value, in a few words, such as `--gpus 2`."""
+    role: str
+    rendezvous: Rendezvous
+    signals_to_handle: tuple[str, ...]
+    """Names of the signals that close the job."""
+    shutdown_timeout: int
+    """Seconds from SIGTERM to SIGKILL."""
+    hang_timeout: float | None
+    """Seconds; 0: no limit; None: `agent.watch.DEFAULT_SECONDS`."""
+    sleep_timeout: float
+    """Seconds that a worker may be in the kernel's uninterruptible sleep; 0: no limit."""
+    virtual_local_rank: bool
+    numa_binding: str | None
+    logs: Logs
+    event_log_handler: str
+    cold: bool
+    """Whether every worker is started by python itself."""
+    torchrun: Mapping[str, Any]
+    """The same in torchrun's own settings, for a rendezvous that torch's agent serves, and to be typed."""
+    flags: tuple[str, ...]
+    """The launcher's own flags as they were typed, for the commands that other nodes are told."""
+    script_as_typed: str
+    """The script, `...` for its arguments."""
     says: tuple[str, ...]
     """What the user is told before the start."""
-    cold: bool = False
-    """Whether every worker is started by python itself."""
-    hang_timeout: float | None = None
-    """Seconds; 0: no limit; None: `agent.watch.DEFAULT_SECONDS`."""
-    flags: tuple[str, ...] = ()
-    """The launcher's own flags as they were typed, for the commands that other nodes are told."""
-    script_as_typed: str = ""
-    """The script, `...` for its arguments."""
+
+    @property
+    def script(self) -> str:
+        """The script, module or program."""
+        return str(self.torchrun["training_script"])
+
+    def words(self, local_rank: int) -> tuple[str, ...]:
+        """What a worker executes."""
+        first, *others = self.command
+        return first, *(Template(word).safe_substitute(local_rank=local_rank) for word in others)
+
+    def program(self, local_rank: int) -> Program | None:
+        """What a fork becomes to be the same; None: it has to be executed."""
+        if self.cold or not self.is_forkable:
+            return None
+        python, *words = self.words(local_rank)
+        name, *arguments = words[2:] if self.is_module else words[1:]
+        return Program(python, name, tuple(arguments), self.is_module)
+
+    def environment(self, seat: Seat, local_rank: int, env: Mapping[str, str]) -> dict[str, str]:
+        """All that a worker finds, but for its error file. `env`: the launcher's own.
+
+        Source of the names: torch 2.13, `LocalElasticAgent._start_workers`.
+        """
+        found = {NCCL_ERROR_HANDLING: "1", **env, **self.env}
+        virtual = {LOCAL_RANK: "0", VISIBLE_GPUS: _only_gpu(found, local_rank)} if self.virtual_local_rank else {}
+        contract = {
+            RANK: seat.first_rank + local_rank,
+            LOCAL_RANK: local_rank,
+            WORLD_SIZE: seat.world_size,
+            LOCAL_WORLD_SIZE: len(self.places),
+            GROUP_RANK: seat.group_rank,
+            GROUP_WORLD_SIZE: seat.group_world_size,
+            ROLE_NAME: self.role,
+            ROLE_RANK: seat.first_role_rank + local_rank,
+            ROLE_WORLD_SIZE: seat.role_world_size,
+            MASTER_ADDR: seat.master_addr,
+            MASTER_PORT: seat.master_port,
+            RESTART_COUNT: seat.restarts,
+            MAX_RESTARTS: self.rendezvous.limits.max_restarts,
+            RUN_ID: self.rendezvous.run_id,
+            USE_AGENT_STORE: self.rendezvous.agent_serves_store,
+            SIGNALS: ",".join(self.signals_to_handle),
+        }
+        return found | {name: str(value) for name, value in contract.items()} | virtual
 
 
 def make(
@@ -60,44 +185,57 @@ def make(
     cpus: Cpus,
     held: Mapping[str, str],
 ) -> Plan:
-    """Settle how many processes run on which GPUs and cores, and where they meet.
+    """Settle how many processes run on which GPUs and cores, where they meet, and all else that was asked for.
 
-    `cpus`: those that the launcher may use. `held`: by UUID, the other launch that holds a GPU.
-    Raises `UsageError` where the GPUs asked for are not available.
+    `run_id`: for a job that is given none. `cpus`: those that the launcher may use. `held`: by UUID, the other launch
+    that holds a GPU.
+    Raises `UsageError` where the GPUs asked for are not available, and for settings that cannot be used.
     """
     # A number of processes without a word on GPUs is torchrun's way: the script takes the GPUs it wants.
     by_gpu = spec.gpus is not None or spec.processes is None
     chosen = choose(spec.gpus, spec.command, machine, env, held) if by_gpu else ()
     processes = _processes(spec, len(chosen), env)
-    places = _places(processes, chosen, cpus, bind=spec.torchrun.get("numa_binding") is None)
-    variables = _gpu_variables(spec, chosen, env)
-    # torch of a forked worker has counted the launcher's cores, not those that a single worker is bound to.
-    bound = any(place.cpus and len(place.cpus) < len(cpus.core_of) for place in places)
-    if (len(places) > 1 or bound) and THREADS not in env:
-        threads = threads_each(cpus, [place.cpus for place in places])
-        each = f"each of {len(places)} processes" if len(places) > 1 else "the process"
-        variables[THREADS] = str(threads), f"the share of {each}"
-    settings = {**spec.torchrun, "nproc_per_node": processes, **_meeting_point(spec.torchrun, run_id)}
-    if "shutdown_timeout" in settings and settings["shutdown_timeout"] is None and GRACE_DEFAULT not in env:
+    places = _places(processes, chosen, cpus, bind=spec.torchrun["numa_binding"] is None)
+    variables = _gpu_variables(spec, chosen, env) | _thread_variables(places, cpus, env)
+    settings = {**spec.torchrun, "nproc_per_node": processes, **rendezvous.meeting_point(spec.torchrun, run_id)}
+    if settings["shutdown_timeout"] is None and GRACE_DEFAULT not in env:
         settings["shutdown_timeout"] = GRACE_SECONDS
     if len(chosen) > 1 and any(gpu.is_mig for _, gpu in chosen):
         settings["virtual_local_rank"] = True  # CUDA shows a process one MIG device at most
-    return Plan(
-        torchrun=MappingProxyType(settings),
+    _check_monitor_interval(settings["monitor_interval"])
+    plan = Plan(
+        command=_command(settings, env),
+        is_forkable=not (settings["no_python"] or settings["run_path"] or PYTHON in env),
+        is_module=settings["module"],
+        is_wrapped=settings["no_python"] or settings["run_path"],
+        places=places,
         env=MappingProxyType({name: value for name, (value, _) in variables.items()}),
         origin=MappingProxyType({name: why for name, (_, why) in variables.items()}),
-        places=places,
+        role=settings["role"],
+        rendezvous=rendezvous.read(settings, env),
+        signals_to_handle=_signals(settings["signals_to_handle"], spec.ignored_signals),
+        shutdown_timeout=_shutdown_timeout(settings["shutdown_timeout"], env),
+        hang_timeout=spec.hang_timeout,
+        sleep_timeout=_sleep_timeout(env),
+        virtual_local_rank=settings["virtual_local_rank"],
+        numa_binding=settings["numa_binding"],
+        logs=_logs(settings, env),
+        event_log_handler=settings["event_log_handler"],
+        cold=spec.cold,
+        torchrun=MappingProxyType(settings),
+        flags=spec.flags,
+        script_as_typed=spec.script_as_typed,
         says=(
             *_said_of_mask(machine, env),
             *_said_of_gpus(spec, chosen),
             *_said_of_threads(variables, processes),
-            *_overruled(spec.torchrun),
+            *rendezvous.overruled(spec.torchrun),
         ),
-        cold=spec.cold,
-        hang_timeout=spec.hang_timeout,
-        flags=spec.flags,
-        script_as_typed=spec.script_as_typed,
     )
+    if plan.virtual_local_rank:
+        for local_rank in range(len(places)):
+            _only_gpu({**env, **plan.env}, local_rank)
+    return plan
 
 
 def _processes(spec: LaunchSpec, gpus: int, env: Mapping[str, str]) -> str:
@@ -155,37 +293,85 @@ def _said_of_threads(variables: Mapping[str, tuple[str, str]], processes: str) -
         yield f"{THREADS}={threads} for {each}; set it yourself to change this"
 
 
-def _overruled(torchrun: Mapping[str, Any]) -> tuple[str, ...]:
-    """Which of two flags wins where both cannot: as with torchrun, which does not say so."""
-    if torchrun["standalone"]:
-        winner = "--standalone"
-        losers = {"rdzv_endpoint": "--rdzv-endpoint", "master_port": "--master-port"}
-    elif torchrun["rdzv_backend"] != "static":
-        winner = f"--rdzv-backend {torchrun['rdzv_backend']}"
-        losers = {"node_rank": "--node-rank", "master_port": "--master-port"}
-    else:
-        winner = "--rdzv-endpoint"
-        losers = {"master_port": "--master-port"} if torchrun["rdzv_endpoint"] else {}
-    return tuple(
-        f"{winner} wins over {flag} {torchrun[name]}, which is not used"
-        for name, flag in losers.items()
-        if torchrun[name]
-    )
-
-
-def _meeting_point(torchrun: Mapping[str, Any], run_id: str) -> dict[str, Any]:
-    """A job on one node that names no place to meet gets a free port and an id of its own, as with torchrun.
-
-    Its workers meet on the loopback address: the host's name need not resolve.
-    """
-    named = torchrun["rdzv_backend"] != "static" or torchrun["rdzv_endpoint"] or torchrun["master_port"] is not None
-    several_nodes = str(torchrun["nnodes"]).split(":")[-1] != "1"
-    if not torchrun["standalone"] and (named or several_nodes):
+def _thread_variables(places: tuple[Place, ...], cpus: Cpus, env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """How many threads each worker has, and why."""
+    # torch of a forked worker has counted the launcher's cores, not those that a single worker is bound to.
+    bound = any(place.cpus and len(place.cpus) < len(cpus.core_of) for place in places)
+    if THREADS in env or not (len(places) > 1 or bound):
         return {}
-    return {
-        "standalone": False,  # done here
-        "rdzv_backend": "c10d",
-        "rdzv_endpoint": "localhost:0",
-        "rdzv_id": run_id,
-        "local_addr": torchrun["local_addr"] or _LOOPBACK,
-    }
+    threads = threads_each(cpus, [place.cpus for place in places])
+    each = f"each of {len(places)} processes" if len(places) > 1 else "the process"
+    return {THREADS: (str(threads), f"the share of {each}")}
+
+
+def _only_gpu(env: Mapping[str, str], local_rank: int) -> str:
+    """The one GPU that a rank sees with --virtual-local-rank. Source: LocalElasticAgent._set_local_rank_env."""
+    words = env.get(VISIBLE_GPUS)
+    if words is None:
+        return str(local_rank)
+    if local_rank >= len(words.split(",")):
+        raise UsageError(
+            f"--virtual-local-rank: there is no GPU for local rank {local_rank} in {VISIBLE_GPUS}={words}",
+            "ask for no more processes than GPUs are visible",
+        )
+    return words.split(",")[local_rank].strip()
+
+
+def _command(torchrun: Mapping[str, Any], env: Mapping[str, str]) -> tuple[str, ...]:
+    """As torchrun puts it together."""
+    words = [str(torchrun["training_script"]), *map(str, torchrun["training_script_args"])]
+    if torchrun["run_path"]:
+        return sys.executable, "-u", "-c", _RUN_PATH, *words
+    if not torchrun["no_python"]:
+        return env.get(PYTHON, sys.executable), "-u", *(["-m"] if torchrun["module"] else []), *words
+    if torchrun["module"]:
+        raise UsageError("--module and --no-python exclude each other", "leave one of them out")
+    return tuple(words)
+
+
+def _check_monitor_interval(seconds: float) -> None:
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"--monitor-interval {seconds} is not a time above 0", "type seconds, as 0.1")
+
+
+def _signals(names: str, ignored: frozenset[str]) -> tuple[str, ...]:
+    """The signals that close the job, without those that the launcher was started to ignore, as under nohup."""
+    return tuple(name for name in names.split(",") if name.strip() not in ignored)
+
+
+def _shutdown_timeout(given: int | None, env: Mapping[str, str]) -> int:
+    name, value = ("--shutdown_timeout", given) if given is not None else (GRACE_DEFAULT, env[GRACE_DEFAULT])
+    try:
+        seconds = int(value)
+    except ValueError:
+        seconds = -1
+    if seconds < 0:
+        raise UsageError(f"{name} must be a number of at least 0, not {value!r}", "give it in seconds, as 30")
+    return seconds
+
+
+def _sleep_timeout(env: Mapping[str, str]) -> float:
+    """As torch reads it: what is no number means no limit."""
+    try:
+        return max(0.0, float(env.get(SLEEP_LIMIT, "")))
+    except ValueError:
+        return 0.0
+
+
+def _logs(torchrun: Mapping[str, Any], env: Mapping[str, str]) -> Logs:
+    words = torchrun["local_ranks_filter"]
+    try:
+        local_ranks_filter = frozenset(map(int, words.split(","))) if words else frozenset[int]()
+    except ValueError:
+        raise UsageError(f"--local_ranks_filter {words} is no list of numbers", "type it as 0,1,2") from None
+    return Logs(
+        log_dir=torchrun["log_dir"],
+        redirects=torchrun["redirects"],
+        tee=torchrun["tee"],
+        local_ranks_filter=local_ranks_filter,
+        log_line_prefix_template=torchrun["log_line_prefix_template"] or env.get(LINE_PREFIX_DEFAULT, ""),
+        duplicate_stdout_filters=tuple(torchrun["duplicate_stdout_filters"]),
+        duplicate_stderr_filters=tuple(torchrun["duplicate_stderr_filters"]),
+        logs_specs=torchrun["logs_specs"],
+        colour=not env.get(NO_COLOR),
+    )

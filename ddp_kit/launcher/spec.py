@@ -68,6 +68,8 @@ class LaunchSpec:
     """The launcher's own flags as they were typed."""
     hang_timeout: float | None = None
     """The seconds after --hang-timeout; None where it was not given."""
+    ignored_signals: frozenset[str] = frozenset()
+    """Names of those that the launcher was started to ignore."""
 
     @property
     def script(self) -> str:
@@ -122,7 +124,7 @@ def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[
     ours.add_argument(
         "--dry-run", action="store_true", help="say what would run where, with which environment, and start nothing"
     )
-    for action in parser._actions:  # the positional arguments, in the words of the usage line
+    for action in parser.actions:  # the positional arguments, in the words of the usage line
         action.metavar = {"training_script": "script.py", "training_script_args": "..."}.get(
             action.dest, action.metavar
         )
@@ -158,12 +160,12 @@ def _seconds(words: str) -> float:
     return seconds
 
 
-def _split(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str], list[str]]:
+def _split(words: Sequence[str], parser: Parser) -> tuple[list[str], list[str], list[str]]:
     """The launcher's words, the script (none where it is missing), and what follows it, which is the script's own.
 
     argparse alone would take `--local=3` behind the script for an abbreviation of one of the launcher's flags.
     """
-    actions = {flag: action for action in parser._actions for flag in action.option_strings}
+    actions = {flag: action for action in parser.actions for flag in action.option_strings}
     position = 0
     while position < len(words) and words[position].startswith("-") and words[position] not in ("--", "-"):
         position += 2 if _takes_the_next_word(words[position], actions) else 1
@@ -239,8 +241,8 @@ def _nearest_script(missing: Path) -> str:
     return f"the scripts in {missing.parent.resolve()} are: {names}" if there else "check the path"
 
 
-def _unknown_flag(word: str, parser: argparse.ArgumentParser) -> UsageError:
-    flags = [flag for action in parser._actions for flag in action.option_strings]
+def _unknown_flag(word: str, parser: Parser) -> UsageError:
+    flags = [flag for action in parser.actions for flag in action.option_strings]
     close = nearest(word.split("=")[0], flags)
     hint = f"did you mean {close}? " if close else ""
     return UsageError(

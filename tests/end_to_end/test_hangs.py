@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from job_processes import JobProcesses
-from torch.distributed.elastic.agent.server import local_elastic_agent
 
 pytestmark = pytest.mark.slow
 
@@ -147,9 +146,6 @@ time.sleep(600)
 """
 
 
-@pytest.mark.skipif(
-    not hasattr(local_elastic_agent, "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"), reason="this torch does not look"
-)
 def test_a_worker_in_uninterruptible_sleep_is_a_failure_that_counts(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(VFORKS)
     words = [DDPKIT, "launch", "--nproc-per-node", "2", "--max-restarts", "1", "script.py"]

@@ -395,6 +395,54 @@ def test_logs_specs_a_rendezvous_and_an_event_log_handler_come_from_plugins(
     assert "torchelastic.worker.status.SUCCEEDED" in names["ddpkit"]
 
 
+def _events(errors: str) -> list[Any]:
+    """Those that the handler `console` has written, without what is different in each run."""
+    found = []
+    for line in errors.splitlines():
+        if line.startswith('{"name"'):
+            event = json.loads(line)
+            metadata = event["metadata"] | json.loads(event["metadata"]["metadata"])
+            once = {"run_id", "worker_id", "worker_pid", "duration_ms", "total_run_time", "raw_error", "metadata"}
+            if metadata["state"] in ("RENDEZVOUS", "ASSIGN_WORKER_RANKS"):  # torch does not know these yet
+                once |= {"group_rank", "group_world_size"}
+            kept = {name: value for name, value in metadata.items() if name not in once}
+            found.append((event["name"], event["source"], sorted(metadata), json.dumps(kept, sort_keys=True)))
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    "ends", ["", "sys.exit(7 if attempt == 0 else 0)", "sys.exit(7)"], ids=["well", "later", "not"]
+)
+def test_what_happens_is_recorded_as_by_torchrun(worker: str, tmp_path: Path, ends: str) -> None:
+    Path(worker).write_text(WORKER + ends)
+    words = ["--nproc-per-node=1", "--max-restarts=1", "--event-log-handler=console", worker]
+    ours, torchs = (_events(_run(name, words, tmp_path / name, {}).errors) for name in ("ddpkit", "torchrun"))
+    assert ours == torchs
+    assert len(ours) >= 5
+
+
+EXPIRES = f"""\
+{WORKER}
+import signal
+from torch.distributed.elastic import timer
+timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
+with timer.expires(after=0.1):
+    signal.alarm(120)
+    signal.pause()
+"""
+
+
+def test_timers_of_the_workers_are_served_where_a_variable_asks_for_it(worker: str, tmp_path: Path) -> None:
+    """When one expires, torch kills the worker, and then the launcher itself."""
+    Path(worker).write_text(EXPIRES)
+    for name in COMMANDS:
+        env = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "TORCHELASTIC_TIMER_FILE": str(tmp_path / f"{name}.timers")}
+        seen = _run(name, ["--nproc-per-node=1", "--event-log-handler=console", worker], tmp_path / name, env)
+        assert seen.code == -signal.SIGKILL, seen.errors
+        for event in ("watchdog started", "timer expired", "kill worker process"):
+            assert f'{{"name": "{event}", "source": "AGENT"' in seen.errors
+
+
 ALL_CONF = (
     "timeout=900,join_timeout=600,last_call_timeout=30,close_timeout=30,heartbeat_timeout=5,keep_alive_interval=5,"
     "keep_alive_max_attempt=3,is_host=1,store_type=tcp,read_timeout=60"

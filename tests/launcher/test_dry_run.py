@@ -68,7 +68,7 @@ def described(words: str, cpus: tuple[int, ...] = (), **env: str) -> str:
     made = plan.make(asked, (), env, "run-1", Cpus({0: 0, 1: 1}), {})
     made = replace(made, places=tuple(replace(place, cpus=cpus) for place in made.places))
     defaults = vars(agent.torchrun_parser().parse_args(["script.py"]))
-    return dry_run.describe(asked, made, env, "node7", defaults)
+    return dry_run.describe(made, env, "node7", defaults)
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import os
 import traceback
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import agent, plan, spec
-from ddp_kit.launcher.agent import rendezvous
 from ddp_kit.launcher.devices import cpus
 
 C10D = ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
@@ -112,7 +110,6 @@ def test_what_cannot_be_used_is_named(words: str, named: str) -> None:
 
 
 def test_an_ipv6_master_address_keeps_its_port() -> None:
-    run = import_module("ddp_kit.launcher.agent.run")
     words = ["--nproc-per-node=1", "--master-addr=::1", "--master-port=29871", "train.py"]
-    asked = plan.make(spec.parse(words, agent.torchrun_parser(), {}), (), {}, "id", cpus.here(), {})
-    assert rendezvous.endpoint(run._config(run._settings(asked, os.devnull))[0]) == ("::1", 29871)
+    made = plan.make(spec.parse(words, agent.torchrun_parser(), {}), (), {}, "id", cpus.here(), {})
+    assert (made.rendezvous.host, made.rendezvous.port) == ("::1", 29871)

@@ -7,14 +7,17 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ddp_kit.errors import UsageError
+from ddp_kit.launcher import agent, spec
 from ddp_kit.launcher.devices import reservations
+from ddp_kit.launcher.devices.cpus import Cpus
 from ddp_kit.launcher.devices.gpus import Gpu
-from ddp_kit.launcher.plan import Place, Plan
+from ddp_kit.launcher.plan import Place, Plan, make
 
 CHOOSER = [sys.executable, str(Path(__file__).with_name("chooser.py"))]
 DDPKIT = str(Path(sys.executable).with_name("ddpkit"))
@@ -149,7 +152,8 @@ def test_the_real_command_holds_its_gpus_while_its_job_runs(
 def plan() -> Plan:
     """A plan on one GPU that no other test knows of."""
     gpu = Gpu(0, f"GPU-{uuid.uuid4()}", "Fake GPU", memory_total=0, memory_used=0)
-    return Plan({}, {}, {}, places=(Place(gpu), Place()), says=())
+    asked = spec.parse(["--nproc-per-node", "2", "train.py"], agent.torchrun_parser(), {})
+    return replace(make(asked, (), {}, "id", Cpus({0: 0}), {}), places=(Place(gpu), Place()))
 
 
 def uuid_of(plan: Plan) -> str:

@@ -1,72 +1,125 @@
-"""Where each worker's output goes: torch's settings for logs, and ours."""
+"""Where each worker's output goes: torch's settings and names for logs, and our streams."""
 
 import os
 import socket
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from string import Template
 
-from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
-from ddp_kit.env import OUTPUT_LOG, RANK
+from ddp_kit.env import OUTPUT_LOG
+from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher.output import Output
+from ddp_kit.launcher.plan import Logs, Plan
 from ddp_kit.launcher.streams import Route, Streams, private_files
 
 
-class Remembered(LogsSpecs):
-    """torch's log settings, and what they have decided."""
+def logs_specs(logs: Logs, folder: str) -> LogsSpecs:
+    """torch's own, or a plug-in's: it says which files the workers of a round write to.
 
-    def __init__(self, inner: LogsSpecs) -> None:
-        self._inner = inner
-        self.dest = LogsDest()
+    Raises `UsageError` for settings that it refuses.
+    """
+    try:
+        with private_files():  # a folder is made here
+            return _kind(logs.logs_specs)(
+                log_dir=folder,
+                redirects=Std.from_str(logs.redirects),
+                tee=Std.from_str(logs.tee),
+                local_ranks_filter=set(logs.local_ranks_filter) or None,
+            )
+    except (ValueError, AssertionError, RuntimeError, OSError) as error:
+        raise UsageError(f"torch refuses this command line: {error}", "see `ddpkit launch --help`") from None
 
-    @property
-    def root_log_dir(self) -> str:
-        """torch's own."""
-        return self._inner.root_log_dir
 
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Decide, and remember it."""
+def _kind(name: str | None) -> type[LogsSpecs]:
+    if name is None:
+        return DefaultLogsSpecs
+    for plugin in entry_points(group="torchrun.logs_specs", name=name):
+        kind: type[LogsSpecs] = plugin.load()
+        return kind
+    raise ValueError(f"no package has an entry point torchrun.logs_specs[{name}]")
+
+
+class RoundLogs:
+    """The files and streams of one round's workers on this node."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        specs: LogsSpecs,
+        first_rank: int,
+        envs: dict[int, dict[str, str]],
+        is_ending: Callable[[int], bool],
+    ) -> None:
+        """Make the files; `specs` adds the name of its error file to each worker's environment.
+
+        `is_ending`: see `Output`. Raises `LaunchError` where the folder cannot be used.
+        """
+        try:
+            with private_files():
+                dest = specs.reify(envs)
+            self.error_files: dict[int, str] = dest.error_files
+            direct = len(envs) == 1 and plan.rendezvous.limits.max_nodes == 1
+            ranks = {local_rank: first_rank + local_rank for local_rank in envs}
+            self.output = Output(streams(plan.logs, plan.role, dest, ranks), direct, plan.logs.colour, is_ending)
+            shown = (
+                (dest.tee_stdouts, dest.filtered_stdout, plan.logs.duplicate_stdout_filters),
+                (dest.tee_stderrs, dest.filtered_stderr, plan.logs.duplicate_stderr_filters),
+            )
+            self._filtered = [_Filtered(plan.role, *each) for each in shown if each[2]]
+        except OSError as error:
+            raise LaunchError(
+                f"the folder for logs, {specs.root_log_dir}, cannot be used: {error.strerror or error}",
+                "name another one with --log-dir, or make room where TMPDIR is",
+            ) from None
+
+    def start(self) -> None:
+        """Every worker has its ends of the streams."""
+        self.output.start()
+        for each in self._filtered:
+            each.start()
+
+    def end(self) -> None:
+        """All that the workers have written is in their files."""
+        for each in self._filtered:
+            each.end()
+
+
+class _Filtered:
+    """A file with those lines of all ranks' files that hold one of some words."""
+
+    def __init__(self, role: str, files: dict[int, str], path: str, words: Collection[str]) -> None:
         with private_files():
-            self.dest = self._inner.reify(envs)
-        return self.dest
+            self._file = Path(path).open("w", errors="replace", buffering=1)  # noqa: SIM115  # until `end`
+        self._tail = TailLog(role, files, self._file, log_line_filter=lambda line: any(word in line for word in words))
+
+    def start(self) -> None:
+        self._tail.start()
+
+    def end(self) -> None:
+        self._tail.stop()
+        self._file.close()
 
 
-@dataclass(frozen=True)
-class Console:
-    """How the workers' output is shown."""
+def streams(logs: Logs, role: str, dest: LogsDest, ranks: Mapping[int, int]) -> list[Streams]:
+    """The streams of workers, after torch's own settings for logs. `ranks`: the global ones by local rank."""
+    found = []
+    for local_rank, rank in ranks.items():
+        words = {"role_name": role, "rank": rank, "local_rank": local_rank, "hostname": socket.gethostname()}
+        label = Template(logs.log_line_prefix_template).safe_substitute(words)
+        kept = str(Path(dest.error_files[local_rank]).with_name(OUTPUT_LOG)) if logs.copy_console else ""
+        torchs = f"[{role}{local_rank}]:"
+        out = _route(local_rank, dest.stdouts, dest.tee_stdouts, label, torchs, kept)
+        err = _route(local_rank, dest.stderrs, dest.tee_stderrs, label, torchs, kept)
+        found.append(Streams(local_rank, rank, out, err))
+    return found
 
-    direct: bool
-    """Whether a stream that is only shown goes to the console by itself: there is one worker."""
-    colour: bool
-    template: str = ""
-    """torch's --log-line-prefix-template."""
-    keep: bool = False
-    """Whether what is shown is also kept, in one file per rank."""
 
-    def output(
-        self, dest: LogsDest, name: str, envs: Mapping[int, Mapping[str, str]], is_ending: Callable[[int], bool]
-    ) -> Output:
-        """The streams of one round's workers, after torch's own settings for logs. `is_ending`: see `Output`."""
-        return Output(self._streams(dest, name, envs), self.direct, self.colour, is_ending)
-
-    def _streams(self, dest: LogsDest, name: str, envs: Mapping[int, Mapping[str, str]]) -> list[Streams]:
-        found = []
-        for local_rank, env in envs.items():
-            rank = int(env[RANK])
-            words = {"role_name": name, "rank": rank, "local_rank": local_rank, "hostname": socket.gethostname()}
-            label = Template(self.template).safe_substitute(words)
-            kept = str(Path(dest.error_files[local_rank]).with_name(OUTPUT_LOG)) if self.keep else ""
-            out = self._route(local_rank, dest.stdouts, dest.tee_stdouts, label, f"[{name}{local_rank}]:", kept)
-            err = self._route(local_rank, dest.stderrs, dest.tee_stderrs, label, f"[{name}{local_rank}]:", kept)
-            found.append(Streams(local_rank, rank, out, err))
-        return found
-
-    def _route(
-        self, local_rank: int, files: dict[int, str], shown: dict[int, str], label: str, torchs: str, kept: str
-    ) -> Route:
-        file = files[local_rank]
-        if not file:
-            return Route(True, kept, label)
-        return Route(local_rank in shown and file != os.devnull, file, label or torchs)
+def _route(local_rank: int, files: dict[int, str], shown: dict[int, str], label: str, torchs: str, kept: str) -> Route:
+    file = files[local_rank]
+    if not file:
+        return Route(True, kept, label)
+    return Route(local_rank in shown and file != os.devnull, file, label or torchs)

@@ -60,11 +60,11 @@ class Meeting:
         say: Callable[[str], None],
         endpoint: tuple[str, int],
         run_id: str,
-        grace: float,
+        shutdown_timeout: float,
         commands: Commands,
         hosts: bool | None = None,
     ) -> None:
-        """`grace`: seconds that other nodes may take to stop their workers. `commands`: what starts other nodes.
+        """`shutdown_timeout`: seconds that other nodes may take to stop their workers. `commands`: what starts others.
 
         `hosts`: whether this node hosts the rendezvous; None: where the endpoint is an address of this machine.
 
@@ -78,7 +78,7 @@ class Meeting:
         self.pulse: float | None = limits.silence / _BEATS_PER_SILENCE
         self._beat_seconds = self.pulse
         self._coordinator: Coordinator | None = None
-        self._farewell = grace + _FAREWELL_SECONDS
+        self._farewell = shutdown_timeout + _FAREWELL_SECONDS
         try:
             self._store = self._meet(run_id, hosts)  # a TCPStore; torch's type stubs lack half of its methods
             self._node = self._enter(node, run_id)

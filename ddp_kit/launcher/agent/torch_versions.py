@@ -1,12 +1,12 @@
-"""What differs between the torch versions that ddpkit supports, as far as the launcher is concerned.
+"""What the launcher uses of torch that is not public or differs between versions: read here first when torch changes.
 
-Everything here is chosen by feature, never by version number. Read in the sources of torch 2.10, 2.11, 2.12, 2.13, 2.14
-and 2.15; docs/versions.md has the differences that a user sees.
+Everything is chosen by feature, never by version number. Read in the sources of torch 2.10 to 2.15; docs/versions.md
+has the differences that a user sees.
 """
 
 import argparse
 import inspect
-from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch.distributed import run as torchrun
@@ -40,9 +40,8 @@ def torchrun_parser() -> argparse.ArgumentParser:
     Raises `UsageError` where a PET_ variable is invalid.
     """
     parser = _torchrun_parser()
-    known = {action.dest for action in parser._actions}
     for name, settings in _LATER_FLAGS.items():
-        if name not in known:
+        with suppress(argparse.ArgumentError):  # it has this flag already
             parser.add_argument(f"--{name.replace('_', '-')}", f"--{name}", action=env_or_default, **settings)
     return parser
 
@@ -59,31 +58,23 @@ def _torchrun_parser() -> argparse.ArgumentParser:
         raise UsageError(f"a PET_ variable has a value that cannot be used: {error}", "booleans are 0 or 1") from None
 
 
-def shutdown_timeout(config: LaunchConfig, settings: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """Seconds between SIGTERM and SIGKILL. Without `LaunchConfig.shutdown_timeout`: as later versions compute it.
+def local_world_size(words: str) -> int:
+    """The number that --nproc-per-node auto, cpu, gpu or xpu stands for on this machine. Raises `ValueError`."""
+    return int(torchrun.determine_local_world_size(words))
 
-    Raises `UsageError` for a value that is not a number of at least 0.
+
+def launch_config(settings: argparse.Namespace) -> LaunchConfig:
+    """torchrun's reading of its settings, which raises several kinds of errors."""
+    config: LaunchConfig = torchrun.config_from_args(settings)[0]
+    return config
+
+
+def numa_cpus(local_rank: int, numa_binding: str) -> set[int]:
+    """The logical CPUs that --numa-binding gives a local rank. torch.numa.binding: 2.10 to 2.15.
+
+    The argument `gpu_index` is called `device_index` from 2.14 on.
     """
-    if hasattr(config, "shutdown_timeout"):  # torch computes and checks it
-        return int(config.shutdown_timeout or 0)
-    given = settings.shutdown_timeout
-    name, value = ("shutdown_timeout", given) if given is not None else (GRACE_DEFAULT, env.get(GRACE_DEFAULT))
-    try:
-        seconds = _GRACE_SECONDS if value is None else int(value)
-    except ValueError:
-        seconds = -1
-    if seconds < 0:
-        raise UsageError(f"{name} must be a number of at least 0, not {value!r}", "give it in seconds, as 30")
-    return seconds
-
-
-def log_line_prefix(config: LaunchConfig, settings: argparse.Namespace) -> str:
-    """The template of --log-line-prefix-template, else of its environment variable, which every torch reads."""
-    return settings.log_line_prefix_template or config.log_line_prefix_template or ""
-
-
-def numa_cpus(local_rank: int, numa_options: Any) -> set[int]:
-    """The logical CPUs that --numa-binding gives a local rank. The argument `gpu_index` is now `device_index`."""
     find = binding._get_validated_logical_cpus_to_bind_to
     index = "device_index" if "device_index" in inspect.signature(find).parameters else "gpu_index"
-    return set(find(**{index: local_rank}, numa_options=numa_options))
+    options = binding.NumaOptions(affinity_mode=binding.AffinityMode(numa_binding))
+    return set(find(**{index: local_rank}, numa_options=options))

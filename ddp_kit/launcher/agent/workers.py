@@ -5,15 +5,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.api import LogsSpecs, RunProcsResult, SubprocessContext
+from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from ddp_kit.env import STACKS_FILE
 from ddp_kit.errors import LaunchError, UsageError
@@ -23,15 +21,16 @@ from ddp_kit.launcher import hints, last_words
 from ddp_kit.launcher.agent import torch_versions
 from ddp_kit.launcher.agent.hangs import Hangs
 from ddp_kit.launcher.agent.inbox import Inbox, wait_readable
-from ddp_kit.launcher.agent.logs import Console, Remembered
-from ddp_kit.launcher.agent.stacks import can_be_seen
+from ddp_kit.launcher.agent.logs import RoundLogs
+from ddp_kit.launcher.agent.stacks import can_be_seen, state
 from ddp_kit.launcher.cgroups import oom_kills
+from ddp_kit.launcher.job import Seat
 from ddp_kit.launcher.output import LastWords
-from ddp_kit.launcher.streams import private_files
+from ddp_kit.launcher.plan import Plan
 from ddp_kit.launcher.warm.client import Process, WarmServer
-from ddp_kit.launcher.warm.messages import Program
 
 _SIGNAL_LOOK_SECONDS = 0.05
+_SLEEP_LOOK_SECONDS = 1.0  # between two looks for workers in uninterruptible sleep, where the user has asked for them
 # In the kernel's uninterruptible sleep a process outlives SIGKILL; the launcher does not wait for it.
 _UNKILLABLE_SECONDS = 5.0
 # For those that train with one that has failed. There is nothing left to save, which is what a Trainer does when it is
@@ -41,110 +40,76 @@ _SAVING_SECONDS = 1.0  # what a save in hand gets, as long as others do not wait
 _LAST_OUTPUT_SECONDS = 2.0  # for what is left in the pipes, once all workers have ended
 
 
-@dataclass(frozen=True)
-class Means:
-    """What workers are started by."""
-
-    warm: WarmServer | None
-    """None: this process starts them."""
-    program: Program | None
-    """What a fork would become; None: each is executed."""
-    cpus: Sequence[tuple[int, ...]]
-    """The cores of each local rank; empty where they are left to torch or the system."""
-    console: Console
-    grace: float
-    """Seconds between SIGTERM and SIGKILL when workers are stopped."""
-    wrapped: bool = False
-    """Whether a worker may be another program around the rank, such as a shell (--no-python)."""
-    hang_timeout: float | None = None
-    """After which one that does nothing is ended; None: the default, 0: never."""
-
-
-class Workers(SubprocessContext):
-    """torch's worker processes with its log files; forked, watched without polling, ended within one grace."""
+class Workers:
+    """Watched without polling: `poll` when one of `watched` is readable or `patience` is over, until all have ended."""
 
     def __init__(
         self,
-        *,
-        means: Means,
+        plan: Plan,
+        seat: Seat,
+        logs_specs: LogsSpecs,
+        warm: WarmServer | None,
         inbox: Inbox,
         say: Callable[[str], None],
         on_failure: Callable[[], None],
-        logs_specs: LogsSpecs,
-        **torch_settings: Any,
     ) -> None:
-        self._logs = Remembered(logs_specs)
-        with private_files():
-            super().__init__(logs_specs=self._logs, **torch_settings)
-        self._program, self._warm, self._cpus = means.program, means.warm, means.cpus
-        self._wrapped = means.wrapped
-        self._inbox = inbox
-        self._grace = means.grace
-        self._say = say
-        self._on_failure = on_failure  # called before the other workers are stopped
+        """`warm`: who starts them; None: this process. `on_failure`: called before others are stopped for a failure.
+
+        Raises `LaunchError` where the folder for logs cannot be used.
+        """
+        self.seat = seat
+        self._plan, self._warm, self._inbox, self._say, self._on_failure = plan, warm, inbox, say, on_failure
+        self._envs = {rank: plan.environment(seat, rank, os.environ) for rank in range(len(plan.places))}
+        self._logs = RoundLogs(plan, logs_specs, seat.first_rank, self._envs, self._is_ending)
+        self._output, self.error_files = self._logs.output, self._logs.error_files
+        self.hangs = Hangs(plan.hang_timeout, self._envs, self.error_files, lambda: inbox.signals > 0)
+        self._processes: dict[int, Process | subprocess.Popen[bytes]] = {}
+        self._running: set[int] = set()
         self._interrupted = False
-        self._output = means.console.output(self._logs.dest, self.name, self.envs, self._is_ending)
-        self.hangs = Hangs(means.hang_timeout, self.envs, self.error_files, lambda: inbox.signals > 0)
         self._began = time.monotonic()
         self._oom_kills = oom_kills()
+        self._asleep_since: dict[int, float] = {}  # those in the kernel's uninterruptible sleep
         self._after: dict[int, float] = {}  # local rank -> seconds from the start to its end
         self._told: set[int] = set()
         self._words: dict[int, LastWords] | None = None  # once all have ended
 
-    def start(self) -> None:
-        """Start the workers. Signals stay with the agent's own handlers."""
-        self._start()
-        self._output.start()
-        with private_files():
-            for tail in self._tail_logs[2:]:  # those that filter; the others' work is the output's
-                tail.start()
+    @property
+    def pids(self) -> dict[int, int]:
+        """Of all that were started, by local rank."""
+        return {rank: process.pid for rank, process in self._processes.items()}
 
-    def _start(self) -> None:
+    # Starting ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start them. Raises `LaunchError` where they cannot be, `UsageError` for a NUMA binding that is not there."""
         if self._warm is None:
-            for local_rank in range(self.nprocs):
-                self.subprocess_handlers[local_rank] = self._start_here(local_rank)
-            return
-        processes = {local_rank: self._ask(self._warm, local_rank) for local_rank in range(self.nprocs)}
-        if not self._answered(processes.values(), self._warm):
-            return
-        for process in processes.values():
+            self._processes = {rank: self._start_here(rank) for rank in self._envs}
+        else:
+            self._processes = self._start_warm(self._warm)
+        self._running = set(self._processes)
+        self._logs.start()
+
+    def _start_warm(self, warm: WarmServer) -> dict[int, Process | subprocess.Popen[bytes]]:
+        processes = {rank: self._ask(warm, rank) for rank in self._envs}
+        if not self._answered(processes.values(), warm):
+            return {}
+        for rank, process in processes.items():
             if process.error:
-                raise _cannot_start(self._command(0)[0], process.error)
+                raise _cannot_start(self._plan.words(rank)[0], process.error)
         for reason in sorted({process.cold for process in processes.values() if process.cold}):
             self._say(f"starting cold: {reason}")
-        self.subprocess_handlers = {rank: _Served(process) for rank, process in processes.items()}  # type: ignore[misc]
-
-    def _command(self, local_rank: int) -> tuple[str, ...]:
-        return (str(self.entrypoint), *map(str, self.args[local_rank]))
+        return {**processes}
 
     def _ask(self, warm: WarmServer, local_rank: int) -> Process:
-        command, program = self._command(local_rank), self._program
-        if program is not None:
-            skip = 4 if program.module else 3  # python -u (-m) name
-            program = replace(program, arguments=command[skip:])
         return warm.start(
-            command,
-            self._environment(local_rank),
-            program,
+            self._plan.words(local_rank),
+            self._envs[local_rank],
+            self._plan.program(local_rank),
             self._output.ends(local_rank),
             self._cores(local_rank),
             self.hangs.counts_every,
             "" if can_be_seen(warm.pid) else self._beside_error_file(local_rank, STACKS_FILE),
         )
-
-    def _beside_error_file(self, local_rank: int, name: str) -> str:
-        path = self.error_files[local_rank]
-        return "" if path == os.devnull else str(Path(path).with_name(name))
-
-    def _environment(self, local_rank: int) -> dict[str, str]:
-        env = {**os.environ, **self.envs[local_rank]}
-        return {name: value for name, value in env.items() if value is not None}
-
-    def _cores(self, local_rank: int) -> tuple[int, ...]:
-        """--numa-binding's, else those near the worker's GPU."""
-        if self._numa_options is not None:
-            return _bound(local_rank, self._numa_options)
-        return self._cpus[local_rank] if local_rank < len(self._cpus) else ()
 
     def _answered(self, processes: Iterable[Process], warm: WarmServer) -> bool:
         """Wait for the server, which may still be importing torch; False where the launcher is told to stop first."""
@@ -156,63 +121,78 @@ class Workers(SubprocessContext):
                     return False  # the agent's loop acts on it; it ends the server, and with it the workers
         return True
 
-    def _start_here(self, local_rank: int) -> SubprocessHandler:
+    def _start_here(self, local_rank: int) -> "subprocess.Popen[bytes]":
+        """Where there is no server: on other systems than Linux."""
+        words, (out, err) = self._plan.words(local_rank), self._output.ends(local_rank)
         try:
-            return _Cold(
-                str(self.entrypoint),
-                self.args[local_rank],
-                self._environment(local_rank),
-                None,
-                None,
-                local_rank,
-                self._numa_options,
-                ends=self._output.ends(local_rank),
-            )
+            return subprocess.Popen(words, env=self._envs[local_rank], stdout=out, stderr=err, start_new_session=True)
         except OSError as error:
-            raise _cannot_start(str(self.entrypoint), error.strerror or str(error)) from None
+            raise _cannot_start(words[0], error.strerror or str(error)) from None
+
+    def _cores(self, local_rank: int) -> tuple[int, ...]:
+        """--numa-binding's, else those near the worker's GPU."""
+        if self._plan.numa_binding is None:
+            return self._plan.places[local_rank].cpus
+        try:
+            return tuple(sorted(torch_versions.numa_cpus(local_rank, self._plan.numa_binding)))
+        except Exception as error:  # whatever the machine does not tell torch
+            raise UsageError(
+                f"--numa-binding cannot be had on this machine: {error}", "leave it out, or install numactl"
+            ) from None
+
+    def _beside_error_file(self, local_rank: int, name: str) -> str:
+        path = self.error_files[local_rank]
+        return "" if path == os.devnull else str(Path(path).with_name(name))
+
+    # Watching ----------------------------------------------------------------------------------------------------
 
     def watched(self) -> list[Any]:
         """What becomes readable when a worker ends."""
         return [self._warm] if self._warm is not None and not self._warm.gone else []
 
     def patience(self) -> float | None:
-        """Seconds after which `_poll` has something to decide though no worker has ended; None: never."""
+        """Seconds after which `poll` has something to decide though no worker has ended; None: never."""
         server = self._warm.patience() if self._warm is not None and not self._warm.gone else None
-        waits = (self._patience_with_others(), self.hangs.due(), server)
+        asleep = min(_SLEEP_LOOK_SECONDS, self._plan.sleep_timeout / 4) if self._plan.sleep_timeout else None
+        waits = (self._patience_with_others(), self.hangs.due(), asleep, server)
         return min((seconds for seconds in waits if seconds is not None), default=None)
 
     def _patience_with_others(self) -> float | None:
         """Seconds that are left to the others once a worker has saved and asked for another run; None: no limit."""
         left = [self._after[rank] for rank in self._after if self._exit_code(rank) == ExitCode.REQUEUE]
-        return max(0.0, self._began + min(left) + self._grace - time.monotonic()) if left else None
+        limit = self._plan.shutdown_timeout
+        return max(0.0, self._began + min(left) + limit - time.monotonic()) if left else None
 
-    def _poll(self) -> RunProcsResult | None:
+    def poll(self) -> bool:
+        """Whether all have ended. Once one has failed, or does nothing any more, the others are stopped first."""
         self._note_ends()
-        self._end_if_hung(self.hangs.look(self._pids()))
+        self._end_if_hung(self.hangs.look(self._pids_running()))
+        self._end_if_hung(self._asleep_too_long())
         codes = {rank: self._exit_code(rank) for rank in self._after}
-        hung = self.hangs.found  # in the kernel's uninterruptible sleep one outlives its kill, and is left behind
-        failed = bool(hung) or any(code not in (0, ExitCode.REQUEUE) for code in codes.values())
-        if self._running_local_ranks and not failed and self._patience_with_others() != 0.0:
-            return None
+        failed = bool(self.hangs.found) or any(code not in (0, ExitCode.REQUEUE) for code in codes.values())
+        if self._running and not failed and self._patience_with_others() != 0.0:
+            return False
         if failed or any(codes.values()):
-            if self._running_local_ranks and not self.hangs.found and any(map(self._is_late, codes)):
-                self._end_if_hung(self.hangs.after_timeout(self._pids()))
+            if self._running and not self.hangs.found and any(map(self._is_late, codes)):
+                self._end_if_hung(self.hangs.after_timeout(self._pids_running()))
             self._on_failure()
         if failed:
             self.stop_after_failure()
-        self.close()
-        self._settle()
-        failures = {
-            rank: self._process_failure(rank, handler.proc.pid, code)
-            for rank, handler in sorted(self.subprocess_handlers.items(), key=lambda pair: self._order(pair[0]))
-            if (code := handler.proc.poll() or -signal.SIGKILL * (rank in hung))
-        }
-        values = {} if failures else dict.fromkeys(range(self.nprocs))
-        return RunProcsResult(values, failures, self.stdouts, self.stderrs)
+        self.stop()
+        return True
 
-    def _pids(self) -> dict[int, int]:
-        """Of the workers that run."""
-        return {rank: self.subprocess_handlers[rank].proc.pid for rank in sorted(self._running_local_ranks)}
+    def _pids_running(self) -> dict[int, int]:
+        return {rank: self._processes[rank].pid for rank in sorted(self._running)}
+
+    def _asleep_too_long(self) -> int | None:
+        """One that was in the kernel's uninterruptible sleep at all looks for so long: a failure like a hang."""
+        if not self._plan.sleep_timeout:
+            return None
+        now, pids = time.monotonic(), self._pids_running()
+        asleep = [rank for rank, pid in pids.items() if state(pid) == "D"]
+        self._asleep_since = {rank: self._asleep_since.get(rank, now) for rank in asleep}
+        late = {rank: pids[rank] for rank in asleep if now - self._asleep_since[rank] >= self._plan.sleep_timeout}
+        return self.hangs.asleep(late)
 
     def _is_late(self, local_rank: int) -> bool:
         """Whether this one has ended because other ranks did not come to a collective."""
@@ -227,46 +207,49 @@ class Workers(SubprocessContext):
             return
         self._kill({local_rank})
         deadline = time.monotonic() + _UNKILLABLE_SECONDS
-        while local_rank in self._running_local_ranks and time.monotonic() < deadline and self._inbox.signals < 2:
+        while local_rank in self._running and time.monotonic() < deadline and self._inbox.signals < 2:
             self._wait_for_ends(deadline - time.monotonic())
 
-    def end_asleep(self) -> None:
-        """End a worker that is in the kernel's uninterruptible sleep for too long: a failure like a hang."""
-        self._end_if_hung(self.hangs.asleep(self._pids()))
+    def _note_ends(self) -> None:
+        if self._warm is not None:
+            self._warm.pump()
+        for rank in list(self._running):
+            code = self._exit_code(rank)
+            if code is not None:
+                ended = getattr(self._processes[rank], "ended_at", None) or time.monotonic()
+                self._after[rank] = ended - self._began
+                self._running.discard(rank)
+                if code:
+                    self._output.failed(rank)
+
+    def _exit_code(self, local_rank: int) -> int | None:
+        return self._processes[local_rank].poll()
+
+    # How they ended ----------------------------------------------------------------------------------------------
+
+    def failures(self) -> dict[int, ProcessFailure]:
+        """Those that have ended with another exit code than 0, by rank: the first to fail first."""
+        hung = self.hangs.found  # in the kernel's uninterruptible sleep one outlives its kill, and is left behind
+        codes = {rank: self._exit_code(rank) or -signal.SIGKILL * (rank in hung) for rank in self._processes}
+        return {
+            self.seat.first_rank + rank: self._process_failure(rank, self._processes[rank].pid, codes[rank])
+            for rank in sorted(self._processes, key=lambda rank: self.story(rank)[::-1])
+            if codes[rank]
+        }
 
     def _process_failure(self, local_rank: int, pid: int, code: int) -> ProcessFailure:
         """What torch makes of a worker's end and its error file, if that has one of torch's forms."""
         path = self.error_files[local_rank]
         return ProcessFailure(local_rank, pid, code, path if _is_error_file(path) else "")
 
-    def _order(self, local_rank: int) -> tuple[bool, float]:
-        """The first failure first: torch takes the first of those with the same time, which it knows in seconds."""
-        after, told = self.story(local_rank)
-        return told, after
-
-    def _exit_code(self, local_rank: int) -> int | None:
-        code: int | None = self.subprocess_handlers[local_rank].proc.poll()
-        return code
-
-    def _note_ends(self) -> None:
-        if self._warm is not None:
-            self._warm.pump()
-        for rank in list(self._running_local_ranks):
-            proc = self.subprocess_handlers[rank].proc
-            if proc.poll() is not None:
-                ended = getattr(proc, "ended_at", None) or time.monotonic()
-                self._after[rank] = ended - self._began
-                self._running_local_ranks.discard(rank)
-                if proc.poll():
-                    self._output.failed(rank)
-
     def story(self, local_rank: int) -> tuple[float, bool]:
         """Seconds from the start of the workers to this one's end, and whether it had been told to stop."""
         return self._after.get(local_rank, 0.0), local_rank in self._told
 
     def ended_well(self) -> tuple[int, ...]:
-        """The local ranks that had ended with exit code 0 before anyone was told to stop."""
-        return tuple(rank for rank in sorted(self._after) if rank not in self._told and self._exit_code(rank) == 0)
+        """The ranks that had ended with exit code 0 before anyone was told to stop."""
+        well = [rank for rank in sorted(self._after) if rank not in self._told and self._exit_code(rank) == 0]
+        return tuple(self.seat.first_rank + rank for rank in well)
 
     def saved(self) -> bool:
         """Whether the workers have ended with the exit code that asks for another run, and none in another way."""
@@ -283,13 +266,15 @@ class Workers(SubprocessContext):
 
     def lost(self, local_rank: int) -> bool:
         """Whether this one died because the warm server did."""
-        return bool(getattr(self.subprocess_handlers[local_rank].proc, "lost", False))
+        return bool(getattr(self._processes[local_rank], "lost", False))
+
+    # Signals and stopping ----------------------------------------------------------------------------------------
 
     def pass_on(self, number: signal.Signals) -> None:
         """Give a signal to every worker that has something to do with it; the others it would end."""
         deaf = []
-        for rank in sorted(self._running_local_ranks):
-            pid = self.subprocess_handlers[rank].proc.pid
+        for rank in sorted(self._running):
+            pid = self._processes[rank].pid
             if not handles(pid, number):
                 deaf.append(str(rank))
                 continue
@@ -301,38 +286,37 @@ class Workers(SubprocessContext):
     def stop_after_failure(self) -> None:
         """End what still runs, now that another worker has failed."""
         if Phase.OUTSIDE in self._phases():
-            self.close()
+            self.stop()
             return
         self._tell(signal.SIGTERM)
         began = time.monotonic()
-        while self._running_local_ranks and self._inbox.signals < 2:
+        while self._running and self._inbox.signals < 2:
             saving = Phase.CHECKPOINT in self._phases()
-            left = began + min(self._grace, _SAVING_SECONDS if saving else _IN_VAIN_SECONDS) - time.monotonic()
+            allowed = min(self._plan.shutdown_timeout, _SAVING_SECONDS if saving else _IN_VAIN_SECONDS)
+            left = began + allowed - time.monotonic()
             if left <= 0:
                 break
             self._wait_for_ends(left)
-        super().close(timeout=0)
+        self._end(signal.SIGTERM, 0.0)
 
     def _phases(self) -> set[Phase]:
-        return {read_heartbeat(self.error_files[rank]).phase for rank in self._running_local_ranks}
+        return {read_heartbeat(self.error_files[rank]).phase for rank in self._running}
 
-    def close(self, death_sig: signal.Signals | None = None, timeout: float = 0) -> None:  # noqa: ARG002
-        """End what still runs, within the user's grace on every path: torch's `timeout` is often its own default."""
-        super().close(death_sig, self._grace)  # type: ignore[arg-type]
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """End what still runs: `number`; after the shutdown timeout, or at a second signal to the launcher, SIGKILL."""
+        if self._processes:
+            self._end(number, self._plan.shutdown_timeout)
 
-    def _close(self, death_sig: signal.Signals, timeout: float = 30) -> None:
-        """Send `death_sig`; after `timeout` seconds, or at the second signal to the launcher, SIGKILL."""
-        if not self.subprocess_handlers:
-            return
+    def _end(self, number: signal.Signals, seconds: float) -> None:
         self._note_ends()
-        if self._running_local_ranks:
-            self._tell(death_sig)
-            deadline = time.monotonic() + timeout
-            while self._running_local_ranks and time.monotonic() < deadline and self._inbox.signals < 2:
+        if self._running:
+            self._tell(number)
+            deadline = time.monotonic() + seconds
+            while self._running and time.monotonic() < deadline and self._inbox.signals < 2:
                 self._wait_for_ends(deadline - time.monotonic())
-            self._kill(self._running_local_ranks)
-            deadline = time.monotonic() + max(timeout, _UNKILLABLE_SECONDS)
-            while self._running_local_ranks and time.monotonic() < deadline:
+            self._kill(self._running)
+            deadline = time.monotonic() + max(seconds, _UNKILLABLE_SECONDS)
+            while self._running and time.monotonic() < deadline:
                 self._wait_for_ends(deadline - time.monotonic())
         self._settle()
 
@@ -354,6 +338,7 @@ class Workers(SubprocessContext):
         )
         if failed:
             self._output.end_line()
+        self._logs.end()
 
     def _is_ending(self, local_rank: int) -> bool:
         """Whether a rank that has written a traceback ends of it: it has noted its error, or was told by Ctrl-C."""
@@ -361,17 +346,17 @@ class Workers(SubprocessContext):
 
     def _tell(self, number: signal.Signals) -> None:
         """Tell the ranks alone, who need their data loaders to save; a program of another kind with all it started."""
-        self._told |= self._running_local_ranks - self.hangs.found.keys()
+        self._told |= self._running - self.hangs.found.keys()
         self._interrupted |= number == signal.SIGINT
-        for rank in self._running_local_ranks:
-            pid = self.subprocess_handlers[rank].proc.pid
+        for rank in self._running:
+            pid = self._processes[rank].pid
             with suppress(ProcessLookupError):
-                (os.killpg if self._wrapped else os.kill)(pid, number)
+                (os.killpg if self._plan.is_wrapped else os.kill)(pid, number)
 
     def _kill(self, local_ranks: Iterable[int]) -> None:
         """End these ranks at once; the server sees to all that they have started."""
         for rank in local_ranks:
-            proc = self.subprocess_handlers[rank].proc
+            proc = self._processes[rank]
             if self._warm is not None and isinstance(proc, Process):
                 self._warm.kill(proc)
             else:
@@ -393,25 +378,6 @@ def note_of(failure: ProcessFailure) -> dict[str, Any]:
         return failure.message
     given = os.path.isfile(failure.error_file)  # noqa: PTH113  # without a file torch makes a message up
     return {"message": failure.message} if given else {}
-
-
-class _Cold(SubprocessHandler):
-    """torch's handler of a subprocess, for systems without a warm server."""
-
-    def __init__(self, *words: Any, ends: tuple[int, int]) -> None:
-        self._worker_s_ends = ends
-        super().__init__(*words)
-
-    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> "subprocess.Popen[bytes]":
-        out, err = self._worker_s_ends
-        return subprocess.Popen(args, env=env, stdout=out, stderr=err, start_new_session=True)
-
-
-class _Served:
-    """A worker of the server in the place of torch's handler of a subprocess."""
-
-    def __init__(self, process: Process) -> None:
-        self.proc = process
 
 
 def handles(pid: int, number: signal.Signals) -> bool:
@@ -436,16 +402,3 @@ def _is_error_file(path: str) -> bool:
 
 def _cannot_start(command: str, why: str) -> LaunchError:
     return LaunchError(f"{command} cannot be started: {why}", "check that it can be run by hand")
-
-
-def _bound(local_rank: int, numa_options: Any) -> tuple[int, ...]:
-    """The cores that --numa-binding gives this rank; empty without it."""
-    if numa_options is None:
-        return ()
-    try:
-        cpus = torch_versions.numa_cpus(local_rank, numa_options)
-    except Exception as error:  # whatever the machine does not tell torch
-        raise UsageError(
-            f"--numa-binding cannot be had on this machine: {error}", "leave it out, or install numactl"
-        ) from None
-    return tuple(sorted(cpus))

@@ -1,0 +1,281 @@
+"""The agent: one per node. It acts on the job's orders and reports how its workers are."""
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.timer import FileTimerServer
+
+from ddp_kit.env import NOTE_MARK
+from ddp_kit.launcher.agent import file_timers
+from ddp_kit.launcher.agent.event_records import EventRecords
+from ddp_kit.launcher.agent.failures import failure_of, steps_of
+from ddp_kit.launcher.agent.inbox import Cut, Inbox, Notified, Placed, Signalled
+from ddp_kit.launcher.agent.listening import allow_connections, own_loopback
+from ddp_kit.launcher.agent.workers import Workers, note_of
+from ddp_kit.launcher.job import End, Pause, Seat, State, Stop
+from ddp_kit.launcher.plan import Plan
+from ddp_kit.launcher.restarts import Steps
+from ddp_kit.launcher.verdict import Failure, Outcome
+from ddp_kit.launcher.warm.client import WarmServer
+
+_CONNECTIONS = 2  # of each worker to its store
+_TELLS_OF_ENDS = hasattr(os, "pidfd_open")  # Linux; elsewhere the agent looks for itself
+_POLL_SECONDS = 0.1
+
+
+class Link(Protocol):
+    """A node's line to its job: `Solo` or `Meeting`. Orders come through the inbox."""
+
+    @property
+    def pulse(self) -> float | None:
+        """Seconds after which `check` wants to be called again; None: never."""
+
+    def join(self) -> None:
+        """Take part."""
+
+    def report(
+        self,
+        round_: int,
+        state: State,
+        failures: tuple[Failure, ...] = (),
+        ended_well: tuple[int, ...] = (),
+        signal: int = 0,
+        steps: Steps | None = None,
+    ) -> None:
+        """Say how the workers of this node are, or what stops it."""
+
+    def check(self) -> None:
+        """Put what time has brought into the inbox: that the job is out of reach, or that the next round is due."""
+
+    def take_listening(self) -> socket.socket | None:
+        """The socket for the workers' store of the next round; None: that store is there already."""
+
+    def close(self) -> None:
+        """Leave, once every other node knows how the job ended."""
+
+
+class Agent:
+    """One node's part of a job.
+
+    join the job
+    loop:
+        Placed   start a fresh store (first node) and the workers at this seat
+        Stop     stop the workers; report STOPPED
+        Pause    say why the next round is not yet
+        workers  all ended well: report DONE; one failed: stop the others, report FAILED
+        signal   report LEFT, pass it on to the workers, give them their shutdown timeout
+        End      keep the outcome, which is the same on every node
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        link: Link,
+        logs_specs: LogsSpecs,
+        warm: WarmServer | None,
+        inbox: Inbox,
+        say: Callable[[str], None],
+    ) -> None:
+        self._plan = plan
+        self._link = link
+        self._logs_specs = logs_specs
+        self._warm = warm
+        self._inbox = inbox
+        self._say = say
+        self._events = EventRecords(plan)
+        self._store: TCPStore | None = None  # that of this round's workers, where it is here
+        self._timers: FileTimerServer | None = None  # likewise
+        self._workers: Workers | None = None  # of the latest round
+        self._running = False
+        self._down = -1  # the latest round that this node has reported as failed or stopped
+        self._latest: tuple[Failure, ...] = ()  # the failures that this node has reported last
+        self._outcome: Outcome | None = None
+
+    def run(self) -> Outcome:
+        """Take part until the job ends, or this node leaves it."""
+        self._link.join()
+        try:
+            while self._outcome is None:
+                self._act()
+        finally:
+            self._stop_workers()
+            self._store = None
+        self._events.job_ended(self._outcome)
+        return self._outcome
+
+    def _act(self) -> None:
+        item = self._inbox.take()
+        if isinstance(item, Placed):
+            self._place(item)
+        elif isinstance(item, Stop):
+            self._obey_stop(item)
+        elif isinstance(item, Pause):
+            self._tell_why(item.why)
+        elif isinstance(item, End):
+            self._outcome = item.outcome
+        elif isinstance(item, Cut):
+            self._outcome = Outcome(lost=item.why)
+        elif isinstance(item, Signalled):
+            self._leave(item)
+        elif isinstance(item, Notified):
+            if self._workers is not None and self._running:
+                self._workers.pass_on(item.number)
+        else:
+            self._look_at_workers()
+            self._sleep()
+
+    def _sleep(self) -> None:
+        """Until something happens: an item in the inbox, or the end of a worker."""
+        pulses, watched = [self._link.pulse if _TELLS_OF_ENDS else _POLL_SECONDS], []
+        if self._workers is not None and self._running:
+            pulses.append(self._workers.patience())
+            watched = self._workers.watched()
+        self._inbox.wait(min((pulse for pulse in pulses if pulse is not None), default=None), watched)
+        self._link.check()
+
+    # A round -----------------------------------------------------------------------------------------------------
+
+    def _place(self, order: Placed) -> None:
+        if order.why:
+            self._tell_why(order.why)
+        seat = order.seat
+        self._store = self._serve(seat)
+        self._keep_logs(seat)
+        self._timers = file_timers.serve(self._plan.rendezvous.run_id, self._events.timer)
+        self._workers = Workers(
+            self._plan,
+            seat,
+            self._logs_specs,
+            self._warm,
+            self._inbox,
+            self._say,
+            on_failure=lambda: self._link.report(seat.round, State.FAILING),
+        )
+        self._workers.start()
+        self._running = True
+        self._events.round_began(self._workers)
+
+    def _serve(self, seat: Seat) -> TCPStore | None:
+        """On the first node, a fresh store for each round: in an old one are the addresses of dead ranks."""
+        listening = self._link.take_listening() if seat.group_rank == 0 else None
+        if listening is None:
+            return None
+        if not self._plan.rendezvous.agent_serves_store:
+            listening.close()
+            return None
+        allow_connections(_CONNECTIONS * seat.world_size)
+        return TCPStore(
+            own_loopback(seat.master_addr),
+            seat.master_port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+
+    def _keep_logs(self, seat: Seat) -> None:
+        """A round without a failure before it has the number of the one before, whose logs torch would remove."""
+        folder = self._attempt_folder
+        if folder is not None and folder.name == f"attempt_{seat.restarts}":
+            folder.rename(f"{folder}.round_{seat.round - 1}")
+
+    @property
+    def _attempt_folder(self) -> Path | None:
+        """Where the logs of the latest workers on this node are; None: nowhere."""
+        files = self._workers.error_files.values() if self._workers is not None else ()
+        return next((Path(file).parents[1] for file in files if file != os.devnull), None)
+
+    def _tell_why(self, why: str) -> None:
+        """A restart: what this node knows of the reason, then the job's word."""
+        causes = [failure for failure in self._latest if not failure.told and not failure.echo]
+        if causes and causes[0].rank not in self.shown and causes[0].trace:
+            lines = [causes[0].trace, *causes[0].others]
+            self._say(f"rank {causes[0].rank} ended with\n" + "\n  ".join(lines))
+        self._latest = ()
+        self._say(why)
+
+    def _look_at_workers(self) -> None:
+        if self._workers is None or not self._running or not self._workers.poll():
+            return
+        self._stop_workers()
+        if self._workers.failures():
+            self._report_down(State.FAILED)
+        else:
+            self._link.report(self._round, State.DONE, ended_well=self._workers.ended_well())
+
+    def _obey_stop(self, order: Stop) -> None:
+        if order.round == self._round != self._down:
+            if self._workers is not None and not order.joined:
+                self._workers.stop_after_failure()
+            self._stop_workers()
+            self._report_down(State.STOPPED)
+
+    def _stop_workers(self) -> None:
+        """They may have ended already: then only what was there for them goes."""
+        if self._timers is not None:
+            self._timers.stop()
+            self._timers = None
+        if self._workers is not None:
+            self._workers.stop()
+        self._running = False
+
+    def _report_down(self, state: State) -> None:
+        """Report that no worker of the round is left; only then is its store closed."""
+        assert self._workers is not None
+        self._latest, self._store, self._down = self._failures(self._workers), None, self._round
+        ended_well, steps = self._workers.ended_well(), steps_of(self._workers.error_files.values())
+        self._link.report(self._round, state, self._latest, ended_well, steps=steps)
+        self._events.wait_begins()
+
+    def _leave(self, item: Signalled) -> None:
+        """A signal to the launcher: the workers get it, too, and may save."""
+        self._link.report(self._round, State.LEFT, signal=item.number)
+        failures: tuple[Failure, ...] = ()
+        if self._workers is not None and self._running:
+            self._workers.stop(item.number)
+            failures = self._failures(self._workers) if self._workers.saved() else ()
+        self._outcome = Outcome(failures, stopped_by=item.number)
+
+    # What is known of it -----------------------------------------------------------------------------------------
+
+    @property
+    def _round(self) -> int:
+        return -1 if self._workers is None else self._workers.seat.round
+
+    def _failures(self, workers: Workers) -> tuple[Failure, ...]:
+        host = socket.gethostname() if self._plan.rendezvous.limits.max_nodes > 1 else ""
+        return tuple(failure_of(workers, rank, each, host) for rank, each in workers.failures().items())
+
+    @property
+    def shown(self) -> frozenset[int]:
+        """The ranks of this node whose traceback is on the console already."""
+        if self._workers is None:
+            return frozenset()
+        words = self._workers.last_words
+        latest = [failure for failure in self._latest if not failure.hung]  # else the stack is ours to show
+        return frozenset(failure.rank for failure in latest if words(failure.local_rank).shown)
+
+    @property
+    def stacks(self) -> dict[int, str]:
+        """Where the ranks of this node stood, if one of the latest has hung."""
+        return {} if self._workers is None else self._workers.hangs.stacks
+
+    @property
+    def folder(self) -> str:
+        """Where this job's logs are on this node; empty: nowhere."""
+        return "" if self._attempt_folder is None else str(self._attempt_folder.parent)
+
+    def recorded_failures(self) -> dict[int, ProcessFailure]:
+        """The failures of this node's workers of which the script itself left a record, as torch's @record does."""
+
+        def by_script(failure: ProcessFailure) -> bool:
+            note = note_of(failure)
+            return bool(note) and NOTE_MARK not in (note.get("extraInfo") or {})
+
+        failures = self._workers.failures() if self._workers is not None else {}
+        return failures if any(map(by_script, failures.values())) else {}

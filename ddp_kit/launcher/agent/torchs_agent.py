@@ -1,0 +1,87 @@
+"""Rendezvous of other kinds, etcd or a plug-in's: torch's own agent runs these jobs, with cold workers."""
+
+import argparse
+import os
+import signal
+from contextlib import suppress
+
+import psutil
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from ddp_kit.errors import LaunchError, UsageError
+from ddp_kit.launcher.agent import torch_versions
+from ddp_kit.launcher.agent.workers import note_of
+from ddp_kit.launcher.masking import masked
+from ddp_kit.launcher.plan import Plan
+from ddp_kit.launcher.streams import private_files
+from ddp_kit.launcher.verdict import Failure, Outcome
+from ddp_kit.launcher.warm.client import WarmServer
+
+
+def config(plan: Plan, folder: str) -> LaunchConfig:
+    """torch's own reading of the settings. Raises `UsageError` where it refuses them."""
+    settings = argparse.Namespace(**plan.torchrun)
+    settings.log_dir = folder
+    settings.signals_to_handle = ",".join(plan.signals_to_handle)
+    settings.node_rank = 0  # not used there; the user has been told
+    try:
+        with private_files():  # torch makes the folder of --log-dir here
+            return torch_versions.launch_config(settings)
+    except (ValueError, AssertionError, RuntimeError, OSError) as error:
+        raise UsageError(f"torch refuses this command line: {error}", "see `ddpkit launch --help`") from None
+
+
+def run(plan: Plan, folder: str, warm: WarmServer | None) -> tuple[Outcome, dict[int, ProcessFailure]]:
+    """How it ended, and torch's own record of the failures. `warm` is left alone."""
+    os.environ.update(plan.env)
+    program, *arguments = plan.command
+    try:
+        elastic_launch(config(plan, folder), program)(*arguments)
+    except ChildFailedError as error:
+        return Outcome(tuple(_failure(rank, failure) for rank, failure in error.failures.items())), error.failures
+    except SignalException as error:
+        return Outcome(stopped_by=error.sigval), {}
+    except ValueError as error:
+        raise UsageError(f"torch refuses this rendezvous: {error}", "see `ddpkit launch --help`") from None
+    except RendezvousClosedError:
+        raise LaunchError(
+            f"the rendezvous {plan.rendezvous.run_id!r} at {plan.rendezvous.host} is closed: a job of this id has ended"
+            " there",
+            "start the job with another --rdzv-id; with store_type=file, remove the file first",
+        ) from None
+    except (RendezvousError, DistError, ImportError) as error:
+        raise LaunchError(
+            f"the nodes of the job did not come together by --rdzv-backend {plan.rendezvous.backend}: "
+            f"{error or type(error).__name__}",
+            "check --rdzv-backend and --rdzv-endpoint; c10d needs nothing but torch",
+        ) from None
+    finally:
+        _end_leftovers(plan.shutdown_timeout, warm)
+    return Outcome(), {}
+
+
+def _failure(rank: int, failure: ProcessFailure) -> Failure:
+    message = masked(str(note_of(failure).get("message", "")), os.environ)
+    told = failure.exitcode == -signal.SIGTERM  # that is how torch's agent ends the others
+    return Failure(
+        rank, failure.local_rank, failure.pid, failure.exitcode, failure.timestamp, message=message, told=told
+    )
+
+
+def _end_leftovers(shutdown_timeout: float, warm: WarmServer | None) -> None:
+    """End the workers that torch forgot: a signal in the middle of their start leaves it without a list of them.
+
+    `warm`: no worker, and deaf to SIGTERM.
+    """
+    left = [child for child in psutil.Process().children() if warm is None or child.pid != warm.pid]
+    for worker in left:
+        with suppress(psutil.NoSuchProcess):
+            worker.terminate()
+    _, stubborn = psutil.wait_procs(left, timeout=shutdown_timeout)
+    for worker in stubborn:
+        with suppress(psutil.NoSuchProcess):
+            worker.kill()

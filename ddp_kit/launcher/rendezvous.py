@@ -1,0 +1,232 @@
+"""What the flags on nodes and their rendezvous mean: where the nodes meet, who hosts that, and the job's limits."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddp_kit.env import agent_serves_store
+from ddp_kit.errors import UsageError
+from ddp_kit.launcher.job import Limits
+
+C10D_PORT = 29400  # torch's default for this rendezvous
+STATIC_PORT = 29500  # and for the static one
+_LOOPBACK = "127.0.0.1"
+_TORCHS_TIMEOUT = 900.0
+_NUMBERS = (
+    "timeout",
+    "join_timeout",
+    "last_call_timeout",
+    "replacement_timeout",
+    "close_timeout",
+    "heartbeat_timeout",
+    "keep_alive_interval",
+    "keep_alive_max_attempt",
+    "read_timeout",
+)
+_MAY_BE_ZERO = ("replacement_timeout",)
+_MOST_SECONDS = 1e9  # 30 years; a time further away cannot be handed to the system
+_YES = ("1", "true", "t", "yes", "y")
+_NO = ("0", "false", "f", "no", "n")
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where and how the nodes of a job meet."""
+
+    backend: str
+    is_ours: bool
+    """Whether ddpkit serves it: static, or c10d with a TCP store. Else torch's own agent does."""
+    run_id: str
+    """--rdzv-id."""
+    host: str
+    port: int | None
+    """None: not known, with the backend of somebody else."""
+    named_by: str
+    """The flags that say so; empty where the launcher has chosen."""
+    limits: Limits
+    node_rank: int | None = None
+    """Which the user gave this node; None: any."""
+    is_host: bool | None = None
+    """Whether this node hosts it; None: where `host` is an address of this machine."""
+    local_addr: str | None = None
+    """Where other nodes reach this one, as its user says."""
+    agent_serves_store: bool = True
+    """Whether the launcher serves the workers' store; else the worker of rank 0 does."""
+
+    @property
+    def nodes(self) -> int | None:
+        """How many; None: as many as come."""
+        return self.limits.max_nodes if self.limits.min_nodes == self.limits.max_nodes else None
+
+    @property
+    def group_rank(self) -> int | None:
+        """This node's place; None: known when the nodes have met."""
+        if self.limits.max_nodes == 1:
+            return 0
+        return self.node_rank if self.nodes else None
+
+    @property
+    def master_addr(self) -> str:
+        """Where the workers of a first node meet."""
+        return self.local_addr or self.host if self.group_rank == 0 else self.host
+
+    @property
+    def by_master_flags(self) -> bool:
+        """Whether --master-addr and --master-port name the endpoint."""
+        return self.backend == "static" and self.named_by.startswith("--master-addr")
+
+
+def read(torchrun: Mapping[str, Any], env: Mapping[str, str]) -> Rendezvous:
+    """Read torchrun's settings. Raises `UsageError` for what cannot be used."""
+    conf = _conf(torchrun["rdzv_conf"])
+    backend = torchrun["rdzv_backend"]
+    static = backend == "static"
+    is_ours = static or (backend == "c10d" and conf.get("store_type", "tcp") == "tcp")
+    host, port, named_by = _endpoint(torchrun, is_ours)
+    return Rendezvous(
+        backend=backend,
+        is_ours=is_ours,
+        run_id=torchrun["rdzv_id"],
+        host=host,
+        port=port,
+        named_by=named_by,
+        limits=_limits(torchrun, conf if is_ours else {}),
+        node_rank=torchrun["node_rank"] if static else None,
+        is_host=_is_host(conf) if is_ours else None,
+        local_addr=torchrun["local_addr"],
+        agent_serves_store=static or agent_serves_store(env),
+    )
+
+
+def meeting_point(torchrun: Mapping[str, Any], run_id: str) -> dict[str, Any]:
+    """A job on one node that names no place to meet gets a free port and an id of its own, as with torchrun.
+
+    Its workers meet on the loopback address: the host's name need not resolve.
+    """
+    named = torchrun["rdzv_backend"] != "static" or torchrun["rdzv_endpoint"] or torchrun["master_port"] is not None
+    several_nodes = str(torchrun["nnodes"]).split(":")[-1] != "1"
+    if not torchrun["standalone"] and (named or several_nodes):
+        return {}
+    return {
+        "standalone": True,
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": "localhost:0",
+        "rdzv_id": run_id,
+        "local_addr": torchrun["local_addr"] or _LOOPBACK,
+    }
+
+
+def overruled(torchrun: Mapping[str, Any]) -> tuple[str, ...]:
+    """Which of two flags wins where both cannot: as with torchrun, which does not say so."""
+    if torchrun["standalone"]:
+        winner = "--standalone"
+        losers = {"rdzv_endpoint": "--rdzv-endpoint", "master_port": "--master-port"}
+    elif torchrun["rdzv_backend"] != "static":
+        winner = f"--rdzv-backend {torchrun['rdzv_backend']}"
+        losers = {"node_rank": "--node-rank", "master_port": "--master-port"}
+    else:
+        winner = "--rdzv-endpoint"
+        losers = {"master_port": "--master-port"} if torchrun["rdzv_endpoint"] else {}
+    return tuple(
+        f"{winner} wins over {flag} {torchrun[name]}, which is not used"
+        for name, flag in losers.items()
+        if torchrun[name]
+    )
+
+
+def _endpoint(torchrun: Mapping[str, Any], is_ours: bool) -> tuple[str, int | None, str]:
+    """Host, port, and the flags that name them."""
+    words = torchrun["rdzv_endpoint"]
+    if torchrun["standalone"]:
+        return "localhost", 0, ""
+    if not is_ours:
+        return words, None, "--rdzv-endpoint"
+    if torchrun["rdzv_backend"] == "c10d":
+        host, port = _host_and_port(words)
+        return host, C10D_PORT if port is None else port, "--rdzv-endpoint" if words else "torch's default"
+    if not words:
+        port = STATIC_PORT if torchrun["master_port"] is None else torchrun["master_port"]
+        return torchrun["master_addr"].strip("[]"), port, "--master-addr and --master-port"
+    host, port = _host_and_port(words)
+    if port is None:
+        raise UsageError(
+            f"--rdzv-endpoint {words} has no port, and the static rendezvous has no default for it",
+            f"type --rdzv-endpoint {words}:{STATIC_PORT}, or --master-addr and --master-port",
+        )
+    return host, port, "--rdzv-endpoint"
+
+
+def _host_and_port(words: str) -> tuple[str, int | None]:
+    """Host and port of `host`, `host:port` or `[v6 address]:port`."""
+    host, colon, port = words.strip().rpartition(":")
+    if not colon or port.endswith("]") or (host.count(":") and not host.startswith("[")):
+        return words.strip().strip("[]") or "localhost", None
+    if not (port.isascii() and port.isdecimal() and int(port) <= 65535):
+        raise UsageError(f"{words!r} is not an endpoint: {port!r} is not a port", "write it as HOST:PORT")
+    return host.strip("[]") or "localhost", int(port)
+
+
+def _conf(words: str) -> dict[str, str]:
+    """--rdzv-conf."""
+    pairs = [each.partition("=") for each in words.split(",")] if words.strip() else []
+    for name, _, value in pairs:
+        if not (name.strip() and value.strip()):
+            raise UsageError(f"--rdzv-conf {words}: {name.strip()!r} has no value", "write NAME=VALUE,NAME=VALUE")
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _is_host(conf: Mapping[str, str]) -> bool | None:
+    words = conf.get("is_host", "").lower()
+    if "is_host" in conf and words not in (*_YES, *_NO):
+        raise UsageError(f"--rdzv-conf is_host={words} is neither yes nor no", "write is_host=1 or is_host=0")
+    return words in _YES if words else None
+
+
+def _limits(torchrun: Mapping[str, Any], conf: Mapping[str, str]) -> Limits:
+    """How many nodes and restarts, and how long to wait: torch's own names in --rdzv-conf."""
+    found = {name: _number(name, conf[name]) for name in _NUMBERS if name in conf}
+    named = "keep_alive_interval" in found or "keep_alive_max_attempt" in found
+    min_nodes, max_nodes = _nnodes(str(torchrun["nnodes"]))
+    max_restarts = torchrun["max_restarts"]
+    if max_restarts < 0:
+        raise UsageError(f"--max-restarts {max_restarts} is below 0", "type 0 for no restart")
+    default = Limits(min_nodes, max_nodes, max_restarts)
+    static = torchrun["rdzv_backend"] == "static"
+    return Limits(
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        max_restarts=max_restarts,
+        join=found.get("join_timeout", found.get("timeout", _TORCHS_TIMEOUT) if static else default.join),
+        last_call=found.get("last_call_timeout", default.last_call),
+        silence=found.get("keep_alive_interval", 5.0) * found.get("keep_alive_max_attempt", 3.0)
+        if named
+        else default.silence,
+        replacement=found.get("replacement_timeout", default.replacement),
+    )
+
+
+def _nnodes(words: str) -> tuple[int, int]:
+    least, several, most = words.partition(":")
+    try:
+        min_nodes, max_nodes = int(least), int(most if several else least)
+    except ValueError:
+        raise UsageError(
+            f"--nnodes {words} is neither a number nor MIN:MAX", "type --nnodes 2 or --nnodes 2:4"
+        ) from None
+    if not 0 < min_nodes <= max_nodes:
+        raise UsageError(
+            f"--nnodes {words} cannot be had: min_nodes is at least 1, and max_nodes is at least min_nodes",
+            "type --nnodes 2 or --nnodes 2:4",
+        )
+    return min_nodes, max_nodes
+
+
+def _number(name: str, words: str) -> float:
+    try:
+        found = float(words)
+    except ValueError:
+        found = math.nan
+    if not (0 < found <= _MOST_SECONDS or (found == 0 and name in _MAY_BE_ZERO)):
+        raise UsageError(f"--rdzv-conf {name}={words} is not a number above 0", f"write it as {name}=30")
+    return found
