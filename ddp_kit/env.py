@@ -32,7 +32,6 @@ USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-LOG_LEVEL = "LOGLEVEL"  # of torch's agent
 PYTHON = "PYTHON_EXEC"  # the interpreter for the workers, instead of the launcher's own
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
@@ -46,7 +45,7 @@ MASTER_PORT_DEFAULT = "PET_MASTER_PORT"
 GRACE_DEFAULT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # and that of --shutdown-timeout
 LINE_PREFIX_DEFAULT = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"  # and that of --log-line-prefix-template
 # Settings of torch's agent that have no flag.
-SLEEP_LIMIT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"  # seconds that a worker may be in uninterruptible sleep
+UNINTERRUPTIBLE_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"  # seconds; not a number: no limit
 FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"  # 1: the workers' own timers, torch.distributed.elastic.timer, are served
 FILE_TIMER_PATH = "TORCHELASTIC_TIMER_FILE"
 

@@ -66,7 +66,7 @@ class State(Enum):
     DONE = auto()
     """All ended well."""
     FAILING = auto()
-    """At least one failed; the others are being stopped, which may take their whole grace."""
+    """At least one failed; the others are being stopped, which may take their whole shutdown timeout."""
     FAILED = auto()
     """At least one failed; the others were stopped."""
     STOPPED = auto()

@@ -30,8 +30,8 @@ from ddp_kit.env import (
     ROLE_WORLD_SIZE,
     RUN_ID,
     SIGNALS,
-    SLEEP_LIMIT,
     THREADS,
+    UNINTERRUPTIBLE_TIMEOUT,
     USE_AGENT_STORE,
     VISIBLE_GPUS,
     WORLD_SIZE,
@@ -114,7 +114,7 @@ class Plan:
     """Seconds from SIGTERM to SIGKILL."""
     hang_timeout: float | None
     """Seconds; 0: no limit; None: `agent.watch.DEFAULT_SECONDS`."""
-    sleep_timeout: float
+    uninterruptible_state_timeout: float
     """Seconds that a worker may be in the kernel's uninterruptible sleep; 0: no limit."""
     virtual_local_rank: bool
     numa_binding: str | None
@@ -216,7 +216,7 @@ def make(
         signals_to_handle=_signals(settings["signals_to_handle"], spec.ignored_signals),
         shutdown_timeout=_shutdown_timeout(settings["shutdown_timeout"], env),
         hang_timeout=spec.hang_timeout,
-        sleep_timeout=_sleep_timeout(env),
+        uninterruptible_state_timeout=_uninterruptible_state_timeout(env),
         virtual_local_rank=settings["virtual_local_rank"],
         numa_binding=settings["numa_binding"],
         logs=_logs(settings, env),
@@ -350,10 +350,10 @@ def _shutdown_timeout(given: int | None, env: Mapping[str, str]) -> int:
     return seconds
 
 
-def _sleep_timeout(env: Mapping[str, str]) -> float:
+def _uninterruptible_state_timeout(env: Mapping[str, str]) -> float:
     """As torch reads it: what is no number means no limit."""
     try:
-        return max(0.0, float(env.get(SLEEP_LIMIT, "")))
+        return max(0.0, float(env.get(UNINTERRUPTIBLE_TIMEOUT, "")))
     except ValueError:
         return 0.0
 

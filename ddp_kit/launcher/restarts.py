@@ -53,9 +53,9 @@ class Restarts:
     with progress: what was done is kept then. A run that begins at 0 each time makes none, however far it comes.
     """
 
-    def __init__(self, most: int) -> None:
-        """`most`: failures in a row without progress that are followed by a restart; as --max-restarts says."""
-        self._most = most
+    def __init__(self, max_restarts: int) -> None:
+        """`max_restarts`: failures in a row without progress that are followed by a restart."""
+        self._max_restarts = max_restarts
         self.count = 0
         """How many there were, whatever for."""
         self._began = self._reached = 0  # of the latest round with progress; of any
@@ -86,14 +86,14 @@ class Restarts:
     def failed(self, first: Failure) -> Again | NoMore:
         """A round has ended in this failure."""
         if first.at_start:
-            return NoMore("not restarted: it failed at its imports" if self._failures < self._most else "")
+            return NoMore("not restarted: it failed at its imports" if self._failures < self._max_restarts else "")
         self._failures += 1
         times = self._count_alike(first)
         if self._is_repeated(first):
             return NoMore(f"not restarted again: the same error after step {first.step} twice, it is not by chance")
-        if self._failures > self._most:
-            spent = self._most and first.step is not None
-            return NoMore(f"not restarted again: {self._most} in a row brought no progress" if spent else "")
+        if self._failures > self._max_restarts:
+            spent = self._max_restarts and first.step is not None
+            return NoMore(f"not restarted again: {self._max_restarts} in a row brought no progress" if spent else "")
         if times > IDENTICAL_FAILURES:
             return NoMore(f"not restarted again: the same failure {times} times in a row, without progress")
         self.count += 1
@@ -125,8 +125,8 @@ class Restarts:
 
     def _words(self) -> str:
         if self.count == self._failures:
-            return f"restart {self.count} of {self._most}"
-        return f"restart {self.count} ({self._failures} of {self._most} since step {self._since})"
+            return f"restart {self.count} of {self._max_restarts}"
+        return f"restart {self.count} ({self._failures} of {self._max_restarts} since step {self._since})"
 
 
 def _kind_of_error(first: Failure) -> str:

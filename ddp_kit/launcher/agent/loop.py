@@ -4,7 +4,7 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -18,9 +18,8 @@ from ddp_kit.launcher.agent.failures import failure_of, steps_of
 from ddp_kit.launcher.agent.inbox import Cut, Inbox, Notified, Placed, Signalled
 from ddp_kit.launcher.agent.listening import allow_connections, own_loopback
 from ddp_kit.launcher.agent.workers import Workers, note_of
-from ddp_kit.launcher.job import End, Pause, Seat, State, Stop
+from ddp_kit.launcher.job import End, Pause, Report, Seat, State, Stop
 from ddp_kit.launcher.plan import Plan
-from ddp_kit.launcher.restarts import Steps
 from ddp_kit.launcher.verdict import Failure, Outcome
 from ddp_kit.launcher.warm.client import WarmServer
 
@@ -32,6 +31,9 @@ _POLL_SECONDS = 0.1
 class Link(Protocol):
     """A node's line to its job: `Solo` or `Meeting`. Orders come through the inbox."""
 
+    number: int
+    """This node's number in the job."""
+
     @property
     def pulse(self) -> float | None:
         """Seconds after which `check` wants to be called again; None: never."""
@@ -39,15 +41,7 @@ class Link(Protocol):
     def join(self) -> None:
         """Take part."""
 
-    def report(
-        self,
-        round_: int,
-        state: State,
-        failures: tuple[Failure, ...] = (),
-        ended_well: tuple[int, ...] = (),
-        signal: int = 0,
-        steps: Steps | None = None,
-    ) -> None:
+    def report(self, report: Report) -> None:
         """Say how the workers of this node are, or what stops it."""
 
     def check(self) -> None:
@@ -155,7 +149,7 @@ class Agent:
             self._warm,
             self._inbox,
             self._say,
-            on_failure=lambda: self._link.report(seat.round, State.FAILING),
+            on_failure=lambda: self._report(State.FAILING),
         )
         self._workers.start()
         self._running = True
@@ -206,7 +200,7 @@ class Agent:
         if self._workers.failures():
             self._report_down(State.FAILED)
         else:
-            self._link.report(self._round, State.DONE, ended_well=self._workers.ended_well())
+            self._report(State.DONE, ended_well=self._workers.ended_well())
 
     def _obey_stop(self, order: Stop) -> None:
         if order.round == self._round != self._down:
@@ -227,14 +221,15 @@ class Agent:
     def _report_down(self, state: State) -> None:
         """Report that no worker of the round is left; only then is its store closed."""
         assert self._workers is not None
-        self._latest, self._store, self._down = self._failures(self._workers), None, self._round
-        ended_well, steps = self._workers.ended_well(), steps_of(self._workers.error_files.values())
-        self._link.report(self._round, state, self._latest, ended_well, steps=steps)
+        workers = self._workers
+        self._latest, self._store, self._down = self._failures(workers), None, self._round
+        ended_well, steps = workers.ended_well(), steps_of(workers.error_files.values())
+        self._report(state, self._latest, ended_well=ended_well, steps=steps)
         self._events.wait_begins()
 
     def _leave(self, item: Signalled) -> None:
         """A signal to the launcher: the workers get it, too, and may save."""
-        self._link.report(self._round, State.LEFT, signal=item.number)
+        self._report(State.LEFT, signal=item.number)
         failures: tuple[Failure, ...] = ()
         if self._workers is not None and self._running:
             self._workers.stop(item.number)
@@ -246,6 +241,9 @@ class Agent:
     @property
     def _round(self) -> int:
         return -1 if self._workers is None else self._workers.seat.round
+
+    def _report(self, state: State, failures: tuple[Failure, ...] = (), **more: Any) -> None:
+        self._link.report(Report(self._link.number, self._round, state, failures, **more))
 
     def _failures(self, workers: Workers) -> tuple[Failure, ...]:
         host = socket.gethostname() if self._plan.rendezvous.limits.max_nodes > 1 else ""

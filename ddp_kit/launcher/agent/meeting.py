@@ -34,10 +34,8 @@ from ddp_kit.launcher.agent.listening import (
     resolve,
 )
 from ddp_kit.launcher.agent.waiting import Commands, Reminder, waiting_for_host, waiting_for_nodes
-from ddp_kit.launcher.job import End, Limits, Node, Pause, Report, Seat, State, Stop
+from ddp_kit.launcher.job import End, Limits, Node, Pause, Report, Seat, Stop
 from ddp_kit.launcher.ports import holder
-from ddp_kit.launcher.restarts import Steps
-from ddp_kit.launcher.verdict import Failure
 
 _JOB = "ddpkit/job"
 _TAKEN_FOR_LOST = "the others have taken this node for lost, or another one has taken its node rank"
@@ -62,11 +60,11 @@ class Meeting:
         run_id: str,
         shutdown_timeout: float,
         commands: Commands,
-        hosts: bool | None = None,
+        is_host: bool | None = None,
     ) -> None:
         """`shutdown_timeout`: seconds that other nodes may take to stop their workers. `commands`: what starts others.
 
-        `hosts`: whether this node hosts the rendezvous; None: where the endpoint is an address of this machine.
+        `is_host`: whether this node hosts the rendezvous; None: where the endpoint is an address of this machine.
 
         Raises `LaunchError` where the endpoint cannot be opened or reached, `StoppedError` when told to stop meanwhile.
         """
@@ -80,14 +78,14 @@ class Meeting:
         self._coordinator: Coordinator | None = None
         self._farewell = shutdown_timeout + _FAREWELL_SECONDS
         try:
-            self._store = self._meet(run_id, hosts)  # a TCPStore; torch's type stubs lack half of its methods
+            self._store = self._meet(run_id, is_host)  # a TCPStore; torch's type stubs lack half of its methods
             self._node = self._enter(node, run_id)
         except (DistError, OSError) as error:
             raise LaunchError(
                 f"the host of the rendezvous, {self._host}:{self._port}, went away while this node joined: {error}",
                 "start this node again once the host is up",
             ) from None
-        self._number = self._node.number
+        self.number = self._node.number
         self._outgoing: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._contact = time.monotonic()
         self._over = False
@@ -108,14 +106,14 @@ class Meeting:
             self._store.set(_JOB, run_id)  # whoever waits for this finds the coordinator there, and number 0 taken
         return replace(node, number=number, address=address, port=port)
 
-    def _meet(self, run_id: str, hosts: bool | None) -> Any:
+    def _meet(self, run_id: str, is_host: bool | None) -> Any:
         if self._port == 0:
             raise LaunchError("several nodes cannot meet at port 0", "name one port for all: --rdzv-endpoint HOST:PORT")
-        if hosts or (hosts is None and is_here(self._host)):
+        if is_host or (is_host is None and is_here(self._host)):
             try:
                 return self._serve()
             except LaunchError:
-                if hosts:
+                if is_host:
                     raise  # this very node was to host it
         store: Any = self._reach()
         try:
@@ -193,21 +191,13 @@ class Meeting:
         """Take part."""
         self._sender.start()
 
-    def report(
-        self,
-        round_: int,
-        state: State,
-        failures: tuple[Failure, ...] = (),
-        ended_well: tuple[int, ...] = (),
-        signal: int = 0,
-        steps: Steps | None = None,
-    ) -> None:
+    def report(self, report: Report) -> None:
         """Say how the workers of this node are, or what stops it."""
         if self._listening is None:
             self._listening = listen(self._node.address, 0)
         port = self._listening.getsockname()[1]
-        report = Report(self._number, round_, state, failures, port, signal, ended_well, steps)
-        self._outgoing.put({"report": asdict(report) | {"state": state.name}})
+        report = replace(report, port=port)
+        self._outgoing.put({"report": asdict(report) | {"state": report.state.name}})
 
     def take_listening(self) -> socket.socket | None:
         """The socket for the workers' store of the next round; None: the rendezvous' own store is that one."""
@@ -230,13 +220,13 @@ class Meeting:
     def close(self) -> None:
         """Leave, once every other node knows how the job ended."""
         self._over = True
-        self._outgoing.put({"bye": self._number})
+        self._outgoing.put({"bye": self.number})
         self._outgoing.put(None)
         if self._sender.is_alive():
             self._sender.join(self._limits.silence)
         if self._coordinator is not None:
             deadline = time.monotonic() + self._farewell
-            while not self._coordinator.deserted(self._number) and time.monotonic() < deadline:
+            while not self._coordinator.deserted(self.number) and time.monotonic() < deadline:
                 self._inbox.wait(self._beat_seconds)
                 while self._inbox.take() is not None:
                     pass
@@ -260,7 +250,7 @@ class Meeting:
             self._inbox.put(Cut(f"the host of the rendezvous, {self._host}:{self._port}, is gone or out of reach"))
 
     def _send(self) -> None:
-        beat = BEAT.format(node=self._number)
+        beat = BEAT.format(node=self.number)
         self._store.add(beat, 1)
         first_order = self._store.add(ORDERS, 0)
         self._store.queue_push(EVENTS, json.dumps({"joined": asdict(self._node)}))
@@ -286,15 +276,15 @@ class Meeting:
             self._placed = self._placed or "go" in order
             if "end" in order:
                 self._over = True
-                thrown_out = self._number in order["lost"]
+                thrown_out = self.number in order["lost"]
                 self._inbox.put(Cut(_TAKEN_FOR_LOST) if thrown_out else End(read_outcome(order["end"])))
                 return
             if "stop" in order:
                 self._inbox.put(Stop(order["stop"], order["joined"]))
             elif "pause" in order:
                 self._inbox.put(Pause(order["pause"]))
-            elif self._number in range(order["nodes"]):
-                seat = json.loads(self._orders.get(SEAT.format(round=order["go"], node=self._number)))
+            elif self.number in range(order["nodes"]):
+                seat = json.loads(self._orders.get(SEAT.format(round=order["go"], node=self.number)))
                 if seat == LOST:
                     self._over = True
                     self._inbox.put(Cut(_TAKEN_FOR_LOST))

@@ -137,7 +137,7 @@ def _link(plan: Plan, inbox: Inbox, say: Say) -> Link:
         run_id=place.run_id,
         shutdown_timeout=plan.shutdown_timeout,
         commands=commands,
-        hosts=place.node_rank == 0 if static else place.is_host,
+        is_host=place.node_rank == 0 if static else place.is_host,
     )
 
 

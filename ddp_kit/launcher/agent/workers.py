@@ -83,7 +83,8 @@ class Workers:
     def start(self) -> None:
         """Start them. Raises `LaunchError` where they cannot be, `UsageError` for a NUMA binding that is not there."""
         if self._warm is None:
-            self._processes = {rank: self._start_here(rank) for rank in self._envs}
+            for rank in self._envs:
+                self._processes[rank] = self._start_here(rank)
         else:
             self._processes = self._start_warm(self._warm)
         self._running = set(self._processes)
@@ -153,7 +154,8 @@ class Workers:
     def patience(self) -> float | None:
         """Seconds after which `poll` has something to decide though no worker has ended; None: never."""
         server = self._warm.patience() if self._warm is not None and not self._warm.gone else None
-        asleep = min(_SLEEP_LOOK_SECONDS, self._plan.sleep_timeout / 4) if self._plan.sleep_timeout else None
+        allowed = self._plan.uninterruptible_state_timeout
+        asleep = min(_SLEEP_LOOK_SECONDS, allowed / 4) if allowed else None
         waits = (self._patience_with_others(), self.hangs.due(), asleep, server)
         return min((seconds for seconds in waits if seconds is not None), default=None)
 
@@ -186,12 +188,12 @@ class Workers:
 
     def _asleep_too_long(self) -> int | None:
         """One that was in the kernel's uninterruptible sleep at all looks for so long: a failure like a hang."""
-        if not self._plan.sleep_timeout:
+        allowed, now, pids = self._plan.uninterruptible_state_timeout, time.monotonic(), self._pids_running()
+        if not allowed:
             return None
-        now, pids = time.monotonic(), self._pids_running()
         asleep = [rank for rank, pid in pids.items() if state(pid) == "D"]
         self._asleep_since = {rank: self._asleep_since.get(rank, now) for rank in asleep}
-        late = {rank: pids[rank] for rank in asleep if now - self._asleep_since[rank] >= self._plan.sleep_timeout}
+        late = {rank: pids[rank] for rank, since in self._asleep_since.items() if now - since >= allowed}
         return self.hangs.asleep(late)
 
     def _is_late(self, local_rank: int) -> bool:
