@@ -113,6 +113,7 @@ def test_strategies_are_known_in_their_folder_alone() -> None:
 
 PRIVATE_USES = {  # of torch, by module: what a new torch may take away
     "torch_internals": 16,
+    "launcher.agent.torch_versions": 1,
 }
 
 
@@ -141,6 +142,22 @@ def test_torch_s_private_members_are_used_in_one_module_of_a_worker() -> None:
         outside = [use for use in found if use.startswith(("torch.", "dist.")) or "_pytree" in use]
         assert not outside or name_of(path) == "torch_internals", f"{path.name}: {outside}"
     assert len(private_uses(PACKAGE / "torch_internals.py")) <= PRIVATE_USES["torch_internals"]
+
+
+def test_the_agent_uses_torch_s_private_members_in_one_module() -> None:
+    found = {name_of(path): private_uses(path) for path in (PACKAGE / "launcher" / "agent").glob("*.py")}
+    allowed = "launcher.agent.torch_versions"
+    assert len(found.pop(allowed)) <= PRIVATE_USES[allowed]
+    assert found.keys() >= {"launcher.agent.loop", "launcher.agent.workers"}
+    assert not {name: uses for name, uses in found.items() if uses}
+
+
+def test_what_the_agent_runs_is_no_subclass_of_torch_s() -> None:
+    for path in (PACKAGE / "launcher").rglob("*.py"):
+        theirs = {full.rpartition(".")[2] for full in imports(path) if full.startswith("torch.")}
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                assert not theirs & {ast.unparse(base) for base in node.bases}, f"{path.name}: {node.name}"
 
 
 def test_nothing_outside_the_launcher_imports_it() -> None:
