@@ -86,17 +86,19 @@ def _ranges(cpus: Sequence[int]) -> str:
 
 
 def _circumstances(plan: Plan) -> list[tuple[str, str]]:
-    limits = plan.rendezvous.limits
-    most = limits.max_restarts
+    most = plan.rendezvous.limits.max_restarts
+    started = "forked warm where that is the same" if plan.program(0) else "each executed"
     return [
-        ("processes", str(len(plan.places)) + ", each started by python itself" * plan.cold),
+        ("processes", f"{len(plan.places)}, {started}"),
         ("nodes", _nodes(plan.rendezvous)),
         ("meet at", _meet_at(plan.rendezvous)),
+        *_waits(plan.rendezvous),
         ("restarts", f"at most {most} in a row without progress" if most else "none"),
         ("closed by", ", ".join(plan.signals_to_handle) or "no signal"),
         ("grace", f"{plan.shutdown_timeout} s from SIGTERM to SIGKILL"),
         ("hangs", _hangs(plan.hang_timeout)),
         ("logs", _logs(plan.logs)),
+        *([] if plan.event_log_handler == "null" else [("events", f"recorded by {plan.event_log_handler}")]),
     ]
 
 
@@ -114,7 +116,17 @@ def _meet_at(rendezvous: Rendezvous) -> str:
     if not rendezvous.named_by:
         return f"{rendezvous.master_addr}, at a free port chosen at the start"
     port = "" if rendezvous.port is None else f":{rendezvous.port}"
-    return f"{rendezvous.master_addr}{port} ({rendezvous.named_by})"
+    host = {None: "", True: ", hosted here", False: ", hosted by another node"}[rendezvous.is_host]
+    return f"{rendezvous.master_addr}{port} ({rendezvous.named_by}){host}"
+
+
+def _waits(rendezvous: Rendezvous) -> list[tuple[str, str]]:
+    limits = rendezvous.limits
+    if limits.max_nodes == 1 or not rendezvous.is_ours:
+        return []
+    waits = f"{limits.join:g} s for enough nodes, {limits.last_call:g} s for more"
+    lost = f"a node is lost after {limits.silence:g} s of silence, a replacement has {limits.replacement:g} s"
+    return [("waits", f"{waits}; {lost}")]
 
 
 def _hangs(seconds: float | None) -> str:
@@ -124,10 +136,16 @@ def _hangs(seconds: float | None) -> str:
 
 
 def _logs(logs: Logs) -> str:
-    if not logs.are_kept:
-        return "none is kept"
-    where = f"in a new folder in {logs.log_dir}"
-    return where if logs.log_dir is not None else f"in a new folder for temporary files, {AT_THE_START}"
+    where = "none is kept"
+    if logs.are_kept:
+        temporary = f"for temporary files, {AT_THE_START}"
+        where = f"in a new folder {temporary if logs.log_dir is None else f'in {logs.log_dir}'}"
+    settings = {name: value for name, value in vars(logs).items() if name not in ("log_dir", "colour")}
+    given = {name: value for name, value in settings.items() if value and value != "0"}
+    words = (
+        f"{name} {value if isinstance(value, str) else ','.join(map(str, value))}" for name, value in given.items()
+    )
+    return ", ".join([where, *words])
 
 
 # The environment ---------------------------------------------------------------------------------------------------

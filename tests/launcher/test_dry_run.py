@@ -217,6 +217,51 @@ def test_the_circumstances_are_told(words: str, said: str) -> None:
     assert said in described(f"{words} train.py")
 
 
+TWO_NODES = "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint n1:1 --log-dir logs"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--nnodes 2:3",
+        "--nproc-per-node 3",
+        "--rdzv-backend static",
+        "--rdzv-endpoint n2:1",
+        "--rdzv-id other",
+        "--standalone",
+        *(f"--rdzv-conf {each}" for each in ("join_timeout=7", "last_call_timeout=7", "replacement_timeout=7")),
+        *(f"--rdzv-conf {each}" for each in ("keep_alive_interval=7", "is_host=1", "is_host=0")),
+        "--max-restarts 7",
+        "--role other",
+        "--local-addr other",
+        "--event-log-handler console",
+        "--module",
+        "--no-python",
+        "--run-path",
+        "--log-dir other",
+        "--redirects 3",
+        "--tee 3",
+        "--local-ranks-filter 1",
+        "--log-line-prefix-template other",
+        "--duplicate-stdout-filters other",
+        "--duplicate-stderr-filters other",
+        "--logs-specs other",
+        "--numa-binding node",
+        "--signals-to-handle SIGTERM",
+        "--shutdown-timeout 7",
+        "--virtual-local-rank",
+        "--hang-timeout 7",
+        "--cold",
+    ],
+)
+def test_all_that_the_plan_has_is_told(words: str) -> None:
+    """Above the command line for torchrun, which repeats the flags."""
+    before, after = (
+        described(f"{TWO_NODES} {each} train.py").partition("The same with torchrun")[0] for each in ("", words)
+    )
+    assert before != after
+
+
 def test_a_rank_without_a_gpu_of_its_own_is_refused_as_at_the_start() -> None:
     with pytest.raises(UsageError, match="--virtual-local-rank: there is no GPU for local rank 1"):
         described("--virtual-local-rank --nproc-per-node 2 train.py", CUDA_VISIBLE_DEVICES="3")
