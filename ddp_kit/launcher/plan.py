@@ -2,8 +2,8 @@
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from string import Template
 from types import MappingProxyType
 from typing import Any
@@ -94,10 +94,8 @@ class Plan:
 
     command: tuple[str, ...]
     """What a worker executes, before `${local_rank}` is put in."""
-    is_forkable: bool
-    """Whether a fork of the warm server can become the same."""
-    is_module: bool
-    """Whether `command` is `python -u -m module`."""
+    forked: Program | None
+    """The same as what a fork of the warm server becomes; None: it has to be executed."""
     is_wrapped: bool
     """Whether a worker may be another program around the rank, such as a shell (--no-python)."""
     places: tuple[Place, ...]
@@ -120,8 +118,6 @@ class Plan:
     numa_binding: str | None
     logs: Logs
     event_log_handler: str
-    cold: bool
-    """Whether every worker is started by python itself."""
     torchrun: Mapping[str, Any]
     """The same in torchrun's own settings, for a rendezvous that torch's agent serves, and to be typed."""
     flags: tuple[str, ...]
@@ -138,16 +134,14 @@ class Plan:
 
     def words(self, local_rank: int) -> tuple[str, ...]:
         """What a worker executes."""
-        first, *others = self.command
-        return first, *(Template(word).safe_substitute(local_rank=local_rank) for word in others)
+        return self.command[0], *_put_in(local_rank, self.command[1:])
 
     def program(self, local_rank: int) -> Program | None:
-        """What a fork becomes to be the same; None: it has to be executed."""
-        if self.cold or not self.is_forkable:
+        """What a fork becomes, if it can."""
+        if self.forked is None:
             return None
-        python, *words = self.words(local_rank)
-        name, *arguments = words[2:] if self.is_module else words[1:]
-        return Program(python, name, tuple(arguments), self.is_module)
+        name, *arguments = _put_in(local_rank, (self.forked.name, *self.forked.arguments))
+        return replace(self.forked, name=name, arguments=tuple(arguments))
 
     def environment(self, seat: Seat, local_rank: int, env: Mapping[str, str]) -> dict[str, str]:
         """All that a worker finds, but for its error file. `env`: the launcher's own.
@@ -205,8 +199,7 @@ def make(
     _check_monitor_interval(settings["monitor_interval"])
     plan = Plan(
         command=_command(settings, env),
-        is_forkable=not (settings["no_python"] or settings["run_path"] or PYTHON in env),
-        is_module=settings["module"],
+        forked=None if spec.cold else _forked(settings, env),
         is_wrapped=settings["no_python"] or settings["run_path"],
         places=places,
         env=MappingProxyType({name: value for name, (value, _) in variables.items()}),
@@ -221,7 +214,6 @@ def make(
         numa_binding=settings["numa_binding"],
         logs=_logs(settings, env),
         event_log_handler=settings["event_log_handler"],
-        cold=spec.cold,
         torchrun=MappingProxyType(settings),
         flags=spec.flags,
         script_as_typed=spec.script_as_typed,
@@ -327,6 +319,17 @@ def _command(torchrun: Mapping[str, Any], env: Mapping[str, str]) -> tuple[str, 
     if torchrun["module"]:
         raise UsageError("--module and --no-python exclude each other", "leave one of them out")
     return tuple(words)
+
+
+def _forked(torchrun: Mapping[str, Any], env: Mapping[str, str]) -> Program | None:
+    if torchrun["no_python"] or torchrun["run_path"] or PYTHON in env:
+        return None
+    arguments = tuple(map(str, torchrun["training_script_args"]))
+    return Program(sys.executable, str(torchrun["training_script"]), arguments, torchrun["module"])
+
+
+def _put_in(local_rank: int, words: Iterable[str]) -> list[str]:
+    return [Template(word).safe_substitute(local_rank=local_rank) for word in words]  # as torch does
 
 
 def _check_monitor_interval(seconds: float) -> None:
