@@ -48,7 +48,7 @@ class Rendezvous:
     node_rank: int | None = None
     """Which the user gave this node; None: any."""
     is_host: bool | None = None
-    """Whether this node hosts it; None: where `host` is an address of this machine."""
+    """Whether this node hosts it; None: if `host` is an address of this machine."""
     local_addr: str | None = None
     """Where other nodes reach this one, as its user says."""
     agent_serves_store: bool = True
@@ -84,6 +84,7 @@ def read(torchrun: Mapping[str, Any], env: Mapping[str, str]) -> Rendezvous:
     static = backend == "static"
     is_ours = static or (backend == "c10d" and conf.get("store_type", "tcp") == "tcp")
     host, port, named_by = _endpoint(torchrun, is_ours)
+    is_host = _is_host(conf) if is_ours else None
     return Rendezvous(
         backend=backend,
         is_ours=is_ours,
@@ -93,7 +94,7 @@ def read(torchrun: Mapping[str, Any], env: Mapping[str, str]) -> Rendezvous:
         named_by=named_by,
         limits=_limits(torchrun, conf if is_ours else {}),
         node_rank=torchrun["node_rank"] if static else None,
-        is_host=_is_host(conf) if is_ours else None,
+        is_host=torchrun["node_rank"] == 0 if static else is_host,
         local_addr=torchrun["local_addr"],
         agent_serves_store=static or agent_serves_store(env),
     )

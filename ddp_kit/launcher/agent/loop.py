@@ -4,7 +4,7 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -17,6 +17,8 @@ from ddp_kit.launcher.agent.event_records import EventRecords
 from ddp_kit.launcher.agent.failures import failure_of, steps_of
 from ddp_kit.launcher.agent.inbox import Cut, Inbox, Notified, Placed, Signalled
 from ddp_kit.launcher.agent.listening import allow_connections, own_loopback
+from ddp_kit.launcher.agent.meeting import Meeting
+from ddp_kit.launcher.agent.solo import Solo
 from ddp_kit.launcher.agent.workers import Workers, note_of
 from ddp_kit.launcher.job import End, Pause, Report, Seat, State, Stop
 from ddp_kit.launcher.plan import Plan
@@ -26,32 +28,6 @@ from ddp_kit.launcher.warm.client import WarmServer
 _CONNECTIONS = 2  # of each worker to its store
 _TELLS_OF_ENDS = hasattr(os, "pidfd_open")  # Linux; elsewhere the agent looks for itself
 _POLL_SECONDS = 0.1
-
-
-class Link(Protocol):
-    """A node's line to its job: `Solo` or `Meeting`. Orders come through the inbox."""
-
-    number: int
-    """This node's number in the job."""
-
-    @property
-    def pulse(self) -> float | None:
-        """Seconds after which `check` wants to be called again; None: never."""
-
-    def join(self) -> None:
-        """Take part."""
-
-    def report(self, report: Report) -> None:
-        """Say how the workers of this node are, or what stops it."""
-
-    def check(self) -> None:
-        """Put what time has brought into the inbox: that the job is out of reach, or that the next round is due."""
-
-    def take_listening(self) -> socket.socket | None:
-        """The socket for the workers' store of the next round; None: that store is there already."""
-
-    def close(self) -> None:
-        """Leave, once every other node knows how the job ended."""
 
 
 class Agent:
@@ -70,7 +46,7 @@ class Agent:
     def __init__(
         self,
         plan: Plan,
-        link: Link,
+        link: Solo | Meeting,
         logs_specs: LogsSpecs,
         warm: WarmServer | None,
         inbox: Inbox,

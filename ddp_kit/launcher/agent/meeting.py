@@ -34,8 +34,9 @@ from ddp_kit.launcher.agent.listening import (
     resolve,
 )
 from ddp_kit.launcher.agent.waiting import Commands, Reminder, waiting_for_host, waiting_for_nodes
-from ddp_kit.launcher.job import End, Limits, Node, Pause, Report, Seat, Stop
+from ddp_kit.launcher.job import End, Node, Pause, Report, Seat, Stop
 from ddp_kit.launcher.ports import holder
+from ddp_kit.launcher.rendezvous import Rendezvous
 
 _JOB = "ddpkit/job"
 _TAKEN_FOR_LOST = "the others have taken this node for lost, or another one has taken its node rank"
@@ -53,33 +54,30 @@ class Meeting:
     def __init__(
         self,
         node: Node,
-        limits: Limits,
+        rendezvous: Rendezvous,
         inbox: Inbox,
         say: Callable[[str], None],
-        endpoint: tuple[str, int],
-        run_id: str,
         shutdown_timeout: float,
         commands: Commands,
-        is_host: bool | None = None,
     ) -> None:
         """`shutdown_timeout`: seconds that other nodes may take to stop their workers. `commands`: what starts others.
 
-        `is_host`: whether this node hosts the rendezvous; None: where the endpoint is an address of this machine.
-
         Raises `LaunchError` where the endpoint cannot be opened or reached, `StoppedError` when told to stop meanwhile.
         """
-        self._limits, self._inbox, self._say = limits, inbox, say
-        self._host, self._port = endpoint
+        self._limits, self._inbox, self._say = rendezvous.limits, inbox, say
+        self._host, self._port = rendezvous.host, rendezvous.port or 0
         self._commands = commands
         self._reminder = Reminder(time.monotonic())
         self._placed = False  # whether a round has begun
-        self.pulse: float | None = limits.silence / _BEATS_PER_SILENCE
+        self.pulse: float | None = rendezvous.limits.silence / _BEATS_PER_SILENCE
         self._beat_seconds = self.pulse
         self._coordinator: Coordinator | None = None
         self._farewell = shutdown_timeout + _FAREWELL_SECONDS
         try:
-            self._store = self._meet(run_id, is_host)  # a TCPStore; torch's type stubs lack half of its methods
-            self._node = self._enter(node, run_id)
+            self._store = self._meet(
+                rendezvous.run_id, rendezvous.is_host
+            )  # a TCPStore; torch's type stubs lack half of its methods
+            self._node = self._enter(node, rendezvous.run_id)
         except (DistError, OSError) as error:
             raise LaunchError(
                 f"the host of the rendezvous, {self._host}:{self._port}, went away while this node joined: {error}",

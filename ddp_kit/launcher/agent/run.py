@@ -22,7 +22,7 @@ from ddp_kit.launcher.agent import torch_versions, torchs_agent
 from ddp_kit.launcher.agent.inbox import Inbox, StoppedError
 from ddp_kit.launcher.agent.listening import is_here
 from ddp_kit.launcher.agent.logs import logs_specs
-from ddp_kit.launcher.agent.loop import Agent, Link
+from ddp_kit.launcher.agent.loop import Agent
 from ddp_kit.launcher.agent.meeting import Meeting
 from ddp_kit.launcher.agent.solo import Solo
 from ddp_kit.launcher.agent.waiting import Commands
@@ -106,7 +106,7 @@ def _run_agent(plan: Plan, folder: str, warm: WarmServer | None, say: Say) -> En
     return Ended(outcome, agent.shown, agent.folder, agent.stacks)
 
 
-def _link(plan: Plan, inbox: Inbox, say: Say) -> Link:
+def _link(plan: Plan, inbox: Inbox, say: Say) -> Solo | Meeting:
     """The job of this node alone, or the meeting of several."""
     place = plan.rendezvous
     limits, static = place.limits, place.backend == "static"
@@ -120,25 +120,13 @@ def _link(plan: Plan, inbox: Inbox, say: Say) -> Link:
         address=place.local_addr or place.host,
         port=place.port or 0,
     )
-    if limits.max_nodes == 1 and (place.node_rank == 0 if static else is_here(place.host)):
+    if limits.max_nodes == 1 and (place.is_host if static else is_here(place.host)):
         return Solo(node, limits, inbox)
-    if static and place.node_rank == 0 and not is_here(place.host):
+    if static and place.is_host and not is_here(place.host):
         say(f"--master-addr {place.host} is no address of this machine, which hosts the rendezvous as node rank 0")
-    endpoint = (place.host, place.port or 0)
-    commands = Commands(
-        plan.flags, plan.script_as_typed, limits.max_nodes, static, endpoint if place.by_master_flags else None
-    )
-    return Meeting(
-        node,
-        limits,
-        inbox,
-        say,
-        endpoint,
-        run_id=place.run_id,
-        shutdown_timeout=plan.shutdown_timeout,
-        commands=commands,
-        is_host=place.node_rank == 0 if static else place.is_host,
-    )
+    master = (place.host, place.port or 0) if place.by_master_flags else None
+    commands = Commands(plan.flags, plan.script_as_typed, limits.max_nodes, static, master)
+    return Meeting(node, place, inbox, say, plan.shutdown_timeout, commands)
 
 
 def _handle_signals(names: tuple[str, ...], inbox: Inbox, say: Say) -> None:
