@@ -73,7 +73,7 @@ def collect(job: Job, half: Path, system: System, abandoned: Callable[[], bool])
             ):
                 raise _missing(job, writer, "has ended, or did not begin")
         if waiting:
-            now = sum(path.stat().st_size for path in _entries(half))
+            now = _size(half)
             if now != size:
                 size, since = now, time.monotonic()
             elif time.monotonic() - since > _STALL_SECONDS:
@@ -105,6 +105,14 @@ def _name(writer: int | str) -> str:
 
 def _entries(half: Path) -> list[Path]:
     return sorted(half.iterdir())
+
+
+def _size(half: Path) -> int:
+    total = 0
+    for path in _entries(half):
+        with suppress(FileNotFoundError):  # a record has just got its name
+            total += path.stat().st_size
+    return total
 
 
 def _is_locked(path: Path) -> bool | None:

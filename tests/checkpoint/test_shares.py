@@ -213,6 +213,14 @@ def test_a_writer_that_holds_its_lock_is_waited_for(tmp_path: Path, monkeypatch:
     assert newest_whole(tmp_path, hashes=True).found is not None
 
 
+def test_a_file_that_is_renamed_while_sizes_are_read_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = shares._entries
+    monkeypatch.setattr(shares, "_entries", lambda half: [*entries(half), half / ".writer-1.new"])
+    assert shares._size(tmp_path) == 0
+
+
 def test_a_full_disk_of_one_writer_is_reported_by_the_first(tmp_path: Path) -> None:
     class Full(System):
         def write(self, file: int, content: memoryview) -> int:
