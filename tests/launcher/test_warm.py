@@ -105,6 +105,7 @@ def test_what_is_no_python_file_is_an_obstacle(tmp_path: Path) -> None:
         ("import os\nif True:\n  os.environ.update(OMP_NUM_THREADS='4')\nimport torch", "OMP_NUM_THREADS"),
         ("from os import environ\nenviron.setdefault( 'TORCH_LOGS', '1')\nimport mine", "TORCH_LOGS"),
         ("import os\nos.environ |= {'A': '1', 'PYTORCH_JIT': '0'}\nfrom torch import nn", "PYTORCH_JIT"),
+        ("'''\nimport torch\n'''\nimport os\nos.environ.update({\n  'MKL_X': '1',\n})", "MKL_X"),
         ("import torch, os\nos.environ['OMP_NUM_THREADS'] = '4'", ""),
         ("import torch, os\nos.environ['TORCHDYNAMO_DISABLE'] = '1'", ""),
         (

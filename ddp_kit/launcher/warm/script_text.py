@@ -2,14 +2,16 @@
 
 import ast
 import re
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 
 from ddp_kit.env import IMPORT_TIME_VARIABLES
 from ddp_kit.launcher.warm.messages import Program
 
+_IMPORTS_TORCH = re.compile(r"from torch\b|import (.*, )?torch\b")
+_SETTING = re.compile(r"environ(\['\w+'\] = | \|= .*|\.update\(.*|\.setdefault\('\w+')")
 _OPTIMIZER = re.compile(r"\boptim(izer)?\b")
 # By what `imported_later` names.
 _READ_LATER = ("TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", "LOGURU_")
@@ -52,47 +54,15 @@ def _sets(text: str) -> list[tuple[str, bool]]:
     if "environ" not in text:
         return []
     try:
-        tree = ast.parse(text)
+        statements = list(map(ast.unparse, ast.parse(text).body))  # in one style, without comments
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # Python will show it
         return []
-    torch_line = min((node.lineno for node in tree.body if _imports_torch(node)), default=sys.maxsize)
-    early = _READ_LATER if _imported_later(text) else ()
+    too_late = _READ_LATER if _imported_later(text) else ()
+    before_torch = len(list(takewhile(lambda statement: not _IMPORTS_TORCH.match(statement), statements)))
     return [
-        (name, default)
-        for node in ast.walk(tree)
-        for name, default in _set_by(node)
-        if name.startswith(early) or (name.startswith(IMPORT_TIME_VARIABLES) and node.lineno < torch_line)  # type: ignore[attr-defined]
+        (name, "setdefault" in setting[0])
+        for number, statement in enumerate(statements)
+        for setting in _SETTING.finditer(statement)
+        for name in re.findall(r"\w+", setting[0])
+        if name.startswith(too_late) or (number < before_torch and name.startswith(IMPORT_TIME_VARIABLES))
     ]
-
-
-def _imports_torch(node: ast.stmt) -> bool:
-    names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
-    names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-    return any(name.partition(".")[0] == "torch" for name in names)
-
-
-def _set_by(node: ast.AST) -> Iterator[tuple[str, bool]]:
-    """os.environ[name] = ..., |= {name: ...}, .update({name: ...}), .update(name=...), .setdefault(name, ...)"""
-    if isinstance(node, ast.Assign):
-        for target in node.targets:
-            if isinstance(target, ast.Subscript) and _is_environ(target.value):
-                yield from _texts([target.slice], False)
-    elif isinstance(node, ast.AugAssign) and _is_environ(node.target) and isinstance(node.value, ast.Dict):
-        yield from _texts(node.value.keys, False)
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_environ(node.func.value):
-        if node.func.attr == "setdefault":
-            yield from _texts(node.args[:1], True)
-        elif node.func.attr == "update":
-            yield from ((each.arg, False) for each in node.keywords if each.arg)
-            for each in node.args:
-                yield from _texts(each.keys if isinstance(each, ast.Dict) else [], False)
-
-
-def _is_environ(node: ast.expr) -> bool:
-    return ast.unparse(node) in ("os.environ", "environ")
-
-
-def _texts(nodes: "list[ast.expr] | list[ast.expr | None]", default: bool) -> Iterator[tuple[str, bool]]:
-    for node in nodes:
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value, default
