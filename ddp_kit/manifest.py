@@ -189,7 +189,7 @@ def leftovers(folder: Path) -> tuple[Path, ...]:
     return tuple(path for path in _entries(folder) if path.name.startswith((WRITING, REMOVED)))
 
 
-def left_courses(folder: Path) -> tuple[Path, ...]:
+def left_branches(folder: Path) -> tuple[Path, ...]:
     """Folders with the checkpoints of branches that were left. Raises `CheckpointError`."""
     return tuple(path for path in _entries(folder) if path.name.startswith(ASIDE))
 

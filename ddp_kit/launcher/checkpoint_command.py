@@ -14,7 +14,7 @@ from ddp_kit.manifest import (
     STATE,
     Found,
     checkpoints,
-    left_courses,
+    left_branches,
     leftovers,
     part_of,
     read_state,
@@ -52,10 +52,10 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
     asked = parser.parse_args(words)
     try:
         found = checkpoints(asked.dir)
-        left, courses = leftovers(asked.dir), left_courses(asked.dir)
+        left, branches = leftovers(asked.dir), left_branches(asked.dir)
     except CheckpointError as error:
         raise UsageError(error.message, error.hint) from None
-    if not found and not left and not courses:
+    if not found and not left and not branches:
         raise UsageError(f"there are no checkpoints in {asked.dir}", "name the folder that holds the step-... folders")
     if asked.diff:
         found = tuple(_of_step(step, found) for step in asked.diff)
@@ -67,7 +67,7 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
     say("\n".join(_table(found)))
     for path in left:
         say(f"{path.name}: not finished; the next save removes it, unless somebody writes it still")
-    for path in courses:
+    for path in branches:
         say(f"{path.name}: of a branch that was left; `ddpkit checkpoints {path}` lists it, no save removes it")
     return ExitCode.OK if all(one.whole for one in found) else ExitCode.BROKEN
 

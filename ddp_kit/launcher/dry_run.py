@@ -23,7 +23,7 @@ from ddp_kit.env import (
     VISIBLE_GPUS,
     WORLD_SIZE,
 )
-from ddp_kit.launcher.job import Seat
+from ddp_kit.launcher.job import RankAssignment
 from ddp_kit.launcher.masking import masked, masked_env, masked_words
 from ddp_kit.launcher.plan import GRACE_SECONDS, Logs, Place, Plan
 from ddp_kit.launcher.rendezvous import Rendezvous
@@ -153,8 +153,8 @@ def _logs(logs: Logs) -> str:
 
 def _environment(plan: Plan, env: Mapping[str, str]) -> list[str]:
     """The variables that all ranks share, each with its origin; then those that differ."""
-    seat = _seat(plan)
-    worker = [plan.environment(seat, local_rank, env) for local_rank in range(max(1, len(plan.places)))]
+    assignment = _assignment(plan)
+    worker = [plan.environment(assignment, local_rank, env) for local_rank in range(max(1, len(plan.places)))]
     later, origin = _later(plan.rendezvous), _origin(plan, env)
     differing = [*_RANKS, *([VISIBLE_GPUS] if plan.virtual_local_rank else [])]
     shown = {**masked_env(worker[0]), ERROR_FILE: ""}
@@ -173,11 +173,11 @@ def _environment(plan: Plan, env: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _seat(plan: Plan) -> Seat:
+def _assignment(plan: Plan) -> RankAssignment:
     """The place that this node would have if all have as many processes; something for what is only known later."""
     rendezvous, count = plan.rendezvous, max(1, len(plan.places))
     group_rank, nodes = rendezvous.group_rank or 0, rendezvous.nodes or 1
-    return Seat(
+    return RankAssignment(
         round=0,
         restarts=0,
         group_rank=group_rank,
@@ -210,7 +210,7 @@ def _later(rendezvous: Rendezvous) -> dict[str, str]:
 def _origin(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
     """Where each variable that is set for the workers has its value from; the rest is the user's own."""
     rendezvous = plan.rendezvous
-    contract = plan.environment(_seat(plan), 0, plan.env)
+    contract = plan.environment(_assignment(plan), 0, plan.env)
     origin = dict.fromkeys([*contract, ERROR_FILE], "torchrun's contract") | _BY_FLAG
     where = "--local-addr" if rendezvous.local_addr and rendezvous.named_by else rendezvous.named_by
     origin |= dict.fromkeys((MASTER_ADDR, MASTER_PORT), where or "ddpkit's default for one node")

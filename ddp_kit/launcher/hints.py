@@ -188,7 +188,7 @@ def hint(text: str, exit_code: int, out_of_memory: bool = False) -> str:
     return "" if _CRASHED in advice and "Fatal Python error" in text else advice  # it is there already
 
 
-def is_echo(text: str) -> bool:
+def is_secondary(text: str) -> bool:
     """Whether this is what a rank says when another one went away: the cause is not here."""
     return any(re.search(pattern, _final(text)) for pattern in _ECHOES)
 

@@ -43,7 +43,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankAssignment:
     """A node's place in one round."""
 
     round: int
@@ -95,9 +95,9 @@ class Report:
 
 @dataclass(frozen=True)
 class Go:
-    """Start workers: each node at its own seat."""
+    """Start workers: each node at its own assignment."""
 
-    seats: Mapping[int, Seat]
+    assignments: Mapping[int, RankAssignment]
     why: str = ""
     """Why the round before ended."""
 
@@ -203,7 +203,7 @@ class Job:
         """The nodes that are there."""
         return tuple(self._nodes)
 
-    def patience(self, now: float) -> float | None:
+    def timeout(self, now: float) -> float | None:
         """Seconds after which `tick` starts the next round; None: none waits for its time."""
         return max(0.0, self._due - now) if self._phase is _Phase.WAITING else None
 
@@ -387,14 +387,14 @@ class Job:
         self._round = _Round(self._round.number + 1, numbers, self._now, set(numbers))
         return [Go(self._seats(members), why)]
 
-    def _seats(self, members: Sequence[Node]) -> dict[int, Seat]:
-        seats: dict[int, Seat] = {}
+    def _seats(self, members: Sequence[Node]) -> dict[int, RankAssignment]:
+        assignments: dict[int, RankAssignment] = {}
         in_role = Counter[str]()
         for node in members:
             in_role[node.role] += node.processes
         before, before_in_role = 0, Counter[str]()
         for position, node in enumerate(members):
-            seats[node.number] = Seat(
+            assignments[node.number] = RankAssignment(
                 round=self._round.number,
                 restarts=self._restarts.count,
                 group_rank=position,
@@ -408,7 +408,7 @@ class Job:
             )
             before += node.processes
             before_in_role[node.role] += node.processes
-        return seats
+        return assignments
 
     def _end(self, outcome: Outcome) -> list[Order]:
         self._phase, self._outcome = _Phase.ENDED, outcome

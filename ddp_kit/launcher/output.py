@@ -160,7 +160,7 @@ class Output:
         for end in (self._wake_up, *(source.end for source in self._sources)):
             poll.register(end, select.POLLIN)
         while self._sources:
-            ready = {end for end, _ in poll.poll(self._patience() * 1000)}
+            ready = {end for end, _ in poll.poll(self._timeout() * 1000)}
             if not ready and time.monotonic() >= self._deadline:
                 return  # something that was started by a worker holds its end open, and is silent
             if not self._speakers and ready - {self._wake_up}:
@@ -176,7 +176,7 @@ class Output:
                     self._close(source)
             self._show_what_waits()
 
-    def _patience(self) -> float:
+    def _timeout(self) -> float:
         waits = any(source.partial or source.held for source in [*self._sources, *self._ended])
         left = max(0.0, self._deadline - time.monotonic())
         return min(left, _PARTIAL_SECONDS if waits else 3600.0)

@@ -41,7 +41,7 @@ from ddp_kit.launcher import rendezvous
 from ddp_kit.launcher.devices.choice import Chosen, choose
 from ddp_kit.launcher.devices.cpus import Cpus, threads_each
 from ddp_kit.launcher.devices.gpus import Gpu, visible
-from ddp_kit.launcher.job import Seat
+from ddp_kit.launcher.job import RankAssignment
 from ddp_kit.launcher.rendezvous import Rendezvous
 from ddp_kit.launcher.spec import LaunchSpec
 from ddp_kit.launcher.warm.messages import Program
@@ -143,7 +143,7 @@ class Plan:
         name, *arguments = _put_in(local_rank, (self.forked.name, *self.forked.arguments))
         return replace(self.forked, name=name, arguments=tuple(arguments))
 
-    def environment(self, seat: Seat, local_rank: int, env: Mapping[str, str]) -> dict[str, str]:
+    def environment(self, assignment: RankAssignment, local_rank: int, env: Mapping[str, str]) -> dict[str, str]:
         """All that a worker finds, but for its error file. `env`: the launcher's own.
 
         Source of the names: torch 2.13, `LocalElasticAgent._start_workers`.
@@ -151,18 +151,18 @@ class Plan:
         found = {NCCL_ERROR_HANDLING: "1", **env, **self.env}
         virtual = {LOCAL_RANK: "0", VISIBLE_GPUS: _only_gpu(found, local_rank)} if self.virtual_local_rank else {}
         contract = {
-            RANK: seat.first_rank + local_rank,
+            RANK: assignment.first_rank + local_rank,
             LOCAL_RANK: local_rank,
-            WORLD_SIZE: seat.world_size,
+            WORLD_SIZE: assignment.world_size,
             LOCAL_WORLD_SIZE: len(self.places),
-            GROUP_RANK: seat.group_rank,
-            GROUP_WORLD_SIZE: seat.group_world_size,
+            GROUP_RANK: assignment.group_rank,
+            GROUP_WORLD_SIZE: assignment.group_world_size,
             ROLE_NAME: self.role,
-            ROLE_RANK: seat.first_role_rank + local_rank,
-            ROLE_WORLD_SIZE: seat.role_world_size,
-            MASTER_ADDR: seat.master_addr,
-            MASTER_PORT: seat.master_port,
-            RESTART_COUNT: seat.restarts,
+            ROLE_RANK: assignment.first_role_rank + local_rank,
+            ROLE_WORLD_SIZE: assignment.role_world_size,
+            MASTER_ADDR: assignment.master_addr,
+            MASTER_PORT: assignment.master_port,
+            RESTART_COUNT: assignment.restarts,
             MAX_RESTARTS: self.rendezvous.limits.max_restarts,
             RUN_ID: self.rendezvous.run_id,
             USE_AGENT_STORE: self.rendezvous.agent_serves_store,

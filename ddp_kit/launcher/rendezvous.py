@@ -217,7 +217,7 @@ def _nnodes(words: str) -> tuple[int, int]:
         ) from None
     if not 0 < min_nodes <= max_nodes:
         raise UsageError(
-            f"--nnodes {words} cannot be had: min_nodes is at least 1, and max_nodes is at least min_nodes",
+            f"--nnodes {words} is not possible: min_nodes is at least 1, and max_nodes is at least min_nodes",
             "type --nnodes 2 or --nnodes 2:4",
         )
     return min_nodes, max_nodes

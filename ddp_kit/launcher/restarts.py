@@ -112,7 +112,7 @@ class Restarts:
 
     def _is_repeated(self, first: Failure) -> bool:
         """Whether there was this error at this step before; on any rank: where all see it, chance says who is first."""
-        if first.step is None or first.exit_code <= 0 or first.echo or first.hung:
+        if first.step is None or first.exit_code <= 0 or first.secondary or first.hung:
             return False
         error = (first.exit_code, alike(_kind_of_error(first)), first.step)
         repeated = error in self._errors

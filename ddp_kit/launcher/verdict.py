@@ -42,9 +42,9 @@ class Failure:
     """What to do about it, where the cause is a usual one."""
     at_start: bool = False
     """Whether it failed at the imports or the syntax of its script: starting again cannot help."""
-    told: bool = False
-    """Whether the launcher had told it to stop before it ended."""
-    echo: bool = False
+    terminated: bool = False
+    """Whether the launcher was terminating it before it ended."""
+    secondary: bool = False
     """Whether it only says that another rank went away."""
     out_of_memory: bool = False
     """Whether the kernel has killed it for want of memory."""
@@ -61,7 +61,7 @@ class Failure:
     @property
     def stopped(self) -> bool:
         """Whether it only ended because it was told to."""
-        return self.told and (self.exit_code < 0 or not self.message)
+        return self.terminated and (self.exit_code < 0 or not self.message)
 
     @property
     def to_say(self) -> str:
@@ -126,11 +126,11 @@ def _consequence(failure: Failure) -> int:
     """How likely a failure only follows from another one: 0 is a cause of its own."""
     if failure.stopped:
         return 4
-    if failure.echo:
+    if failure.secondary:
         return 3
     if failure.exit_code == ExitCode.REQUEUE:
         return 2
-    return int(failure.told)  # it was on its way out already
+    return int(failure.terminated)  # it was on its way out already
 
 
 def alike(message: str) -> str:
@@ -185,7 +185,7 @@ def record(outcome: Outcome) -> dict[str, Any]:
 
 
 def _headline(first: Failure, ended_well: tuple[int, ...]) -> str:
-    if first.echo and ended_well:
+    if first.secondary and ended_well:
         return (
             f"{in_words(ended_well)} ended early, with exit code 0, while others still needed {_it(ended_well)}; "
             f"then rank {first.rank} failed: {first.described}"

@@ -93,7 +93,7 @@ class Checkpoints:
         self._run_state = run_state
         self._config = parts.config.checkpoint
         self._folder = None if self._config.dir is None else absolute(self._config.dir)
-        self._saver: _Patient | None = None
+        self._saver: _RetryingSaver | None = None
         self._saved_step = -1
         self._lineage = LineagePart()
         self._random = RandomPart(parts, position)
@@ -123,7 +123,7 @@ class Checkpoints:
         if self._folder is not None:
             self._writers = self._together(self._folder)
             writer = self._writers.index(parts.world.rank)
-            self._saver = _Patient(
+            self._saver = _RetryingSaver(
                 self._folder,
                 keep_last=self._config.keep_last,
                 background=self._config.background,
@@ -400,7 +400,7 @@ class Checkpoints:
         return None if bad else state
 
 
-class _Patient(Saver):
+class _RetryingSaver(Saver):
     """A Saver that warns of transient errors, such as a full disk, and tries again with the next save."""
 
     unsaved: CheckpointError | None = None
@@ -409,18 +409,18 @@ class _Patient(Saver):
     def save(self, step: int, state: Mapping[str, Any], **options: Any) -> None:
         self.check(wait=True)
         self.unsaved = None
-        with self._patience():
+        with self._retrying():
             super().save(step, state, **options)
 
     def check(self, *, wait: bool = False) -> None:
-        with self._patience():
+        with self._retrying():
             if wait:
                 self.wait()
             else:
                 super().check()
 
     def finish_copy(self) -> None:
-        with self._patience():
+        with self._retrying():
             super().finish_copy()
 
     def settle(self) -> None:
@@ -430,7 +430,7 @@ class _Patient(Saver):
             raise self.unsaved
 
     @contextmanager
-    def _patience(self) -> Iterator[None]:
+    def _retrying(self) -> Iterator[None]:
         try:
             yield
         except CheckpointError as error:

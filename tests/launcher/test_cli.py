@@ -55,7 +55,7 @@ def test_python_m_is_the_same_command() -> None:
         (["launch", "--hang-timeout", "soon", "train.py"], "'soon' is no number of seconds"),
         (["launch", "--nnodez", "2", "train.py"], "did you mean --nnodes?"),
         (["launch", "--no-python", "no-such-program"], "there is no program 'no-such-program'"),
-        (["launch", "--nnodes", "2:1", "train.py"], "--nnodes 2:1 cannot be had"),
+        (["launch", "--nnodes", "2:1", "train.py"], "--nnodes 2:1 is not possible"),
         (["launch", "--nproc-per-node", "0", "train.py"], "asks for no process"),
         (["launch", "--log-dir", "/proc/nowhere", "train.py"], "torch refuses this command line"),
         (["launch", ""], "there is no script ''"),

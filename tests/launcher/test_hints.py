@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_kit.launcher.hints import CAUSES, hint, is_echo
+from ddp_kit.launcher.hints import CAUSES, hint, is_secondary
 
 SHARED, HOST, CRASHED = "--shm-size=8g or --ipc=host", "memory.max", "PYTHONFAULTHANDLER=1"
 LATE, ANOTHER = "did not come to the same point", "another rank went away first"
@@ -87,7 +87,7 @@ def test_a_real_failure_leads_to_its_advice(tmp_path: Path, code: str, said: str
     advice = hint(text, exit_code)
     assert said in advice, text
     assert said or not advice
-    assert not is_echo(text)
+    assert not is_secondary(text)
 
 
 @pytest.mark.slow
@@ -148,13 +148,13 @@ def test_a_rank_that_does_not_come_is_told_from_one_that_went_away(tmp_path: Pat
     waits = "if os.environ['RANK'] == '1': input()\ndist.all_reduce(numbers)"
     text, exit_code = two_ranks(tmp_path, seconds=2, then=waits)
     assert LATE in hint(text, exit_code), text
-    assert not is_echo(text)
+    assert not is_secondary(text)
 
     for end in ("os._exit(3)", "os.kill(os.getpid(), 9)"):
         leaves = f"if os.environ['RANK'] == '1': {end}\nwhile True: dist.all_reduce(numbers)"
         text, exit_code = two_ranks(tmp_path, seconds=60, then=leaves)
         assert ANOTHER in hint(text, exit_code), text
-        assert is_echo(text)
+        assert is_secondary(text)
 
 
 @pytest.mark.slow
@@ -188,7 +188,7 @@ server.wait()
 store.get("anything")
 """
     text, exit_code = failed(code, tmp_path)
-    assert is_echo(text), text
+    assert is_secondary(text), text
     assert ANOTHER in hint(text, exit_code)
 
 
@@ -276,10 +276,10 @@ def test_a_rank_with_an_error_of_its_own_is_no_echo() -> None:
         "[W1120 15:45:04.24 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed on SocketImpl(fd=4): Failed to recv, "
         "got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?\n"
     )
-    assert not is_echo(f"ValueError: no such model\n[rank0]:{warning}{warning}")
-    assert not is_echo("ConnectionResetError: [Errno 104] Connection reset by peer")
-    assert not is_echo("BrokenPipeError: [Errno 32] Broken pipe")
-    assert not is_echo("")
+    assert not is_secondary(f"ValueError: no such model\n[rank0]:{warning}{warning}")
+    assert not is_secondary("ConnectionResetError: [Errno 104] Connection reset by peer")
+    assert not is_secondary("BrokenPipeError: [Errno 32] Broken pipe")
+    assert not is_secondary("")
     for text in (
         f"{NCCL}{GONE}",
         "torch.distributed.DistNetworkError: Broken pipe",
@@ -287,7 +287,7 @@ def test_a_rank_with_an_error_of_its_own_is_no_echo() -> None:
         "RuntimeError: [Rank 0]: Rank 1 failed to pass monitoredBarrier in 1800000 ms\n Original exception: \n"
         "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:16802.",
     ):
-        assert is_echo(text)
+        assert is_secondary(text)
 
 
 def test_every_place_in_an_advice_is_filled() -> None:

@@ -67,7 +67,7 @@ ELASTIC = Limits(min_nodes=1, max_nodes=2)
 
 def test_a_single_node_starts_at_once_and_ends_when_its_workers_do() -> None:
     machine, orders = job(Limits(), node(0))
-    assert the_go(orders).seats[0].world_size == 2
+    assert the_go(orders).assignments[0].world_size == 2
     assert the_end(machine.reported(report(0, State.DONE), 1.0)) == Outcome()
 
 
@@ -78,17 +78,17 @@ def test_ranks_count_through_the_nodes_and_through_the_roles() -> None:
         node(2, processes=2),
         node(3, processes=2, role="ps"),
     ]
-    seats = the_go(job(Limits(min_nodes=4, max_nodes=4), *mixed)[1]).seats
-    assert [(s.group_rank, s.first_rank, s.world_size) for s in seats.values()] == [
+    assignments = the_go(job(Limits(min_nodes=4, max_nodes=4), *mixed)[1]).assignments
+    assert [(s.group_rank, s.first_rank, s.world_size) for s in assignments.values()] == [
         (0, 0, 8), (1, 1, 8), (2, 4, 8), (3, 6, 8)
     ]  # fmt: skip
-    assert [(s.first_role_rank, s.role_world_size) for s in seats.values()] == [(0, 3), (0, 5), (3, 5), (1, 3)]
-    assert {(s.master_addr, s.master_port) for s in seats.values()} == {("", 100)}
+    assert [(s.first_role_rank, s.role_world_size) for s in assignments.values()] == [(0, 3), (0, 5), (3, 5), (1, 3)]
+    assert {(s.master_addr, s.master_port) for s in assignments.values()} == {("", 100)}
 
 
 def test_given_node_ranks_decide_whoever_comes_first() -> None:
-    seats = the_go(job(TWO, node(0, rank=1), node(1, rank=0))[1]).seats
-    assert (seats[0].group_rank, seats[1].group_rank) == (1, 0)
+    assignments = the_go(job(TWO, node(0, rank=1), node(1, rank=0))[1]).assignments
+    assert (assignments[0].group_rank, assignments[1].group_rank) == (1, 0)
 
 
 def test_it_waits_for_the_last_call_where_more_nodes_may_come() -> None:
@@ -96,7 +96,7 @@ def test_it_waits_for_the_last_call_where_more_nodes_may_come() -> None:
     machine.heard(0, 29.0)
     assert not orders
     assert not machine.tick(29.0)
-    assert the_go(machine.tick(30.0)).seats.keys() == {0}
+    assert the_go(machine.tick(30.0)).assignments.keys() == {0}
 
 
 def test_too_few_nodes_are_an_end_not_an_endless_wait() -> None:
@@ -109,14 +109,16 @@ def test_a_failure_is_followed_by_a_stop_everywhere_and_then_a_restart_with_a_fr
     machine, _ = job(Limits(min_nodes=2, max_nodes=2, max_restarts=1), node(0), node(1))
     assert machine.reported(report(1, State.FAILED, failure(2)), 1.0) == [Stop(0)]
     go = the_go(machine.reported(report(0, State.STOPPED, port=777), 1.1))
-    assert (go.seats[0].round, go.seats[0].restarts, go.seats[1].master_port) == (1, 1, 777)
+    assert (go.assignments[0].round, go.assignments[0].restarts, go.assignments[1].master_port) == (1, 1, 777)
     assert "rank 2 failed first" in go.why
 
 
 def test_without_restarts_left_all_failures_are_in_the_end_and_the_first_one_leads() -> None:
     machine, _ = job(TWO, node(0), node(1))
     machine.reported(report(1, State.FAILED, failure(2, after=1.2)), 1.0)
-    outcome = the_end(machine.reported(report(0, State.STOPPED, failure(0, after=1.1), failure(1, told=True)), 1.0))
+    outcome = the_end(
+        machine.reported(report(0, State.STOPPED, failure(0, after=1.1), failure(1, terminated=True)), 1.0)
+    )
     assert {each.rank for each in outcome.failures} == {0, 1, 2}
 
 
@@ -126,7 +128,7 @@ def test_a_dead_node_costs_no_restart_even_where_its_death_made_workers_fail(lim
     assert machine.reported(report(0, State.FAILED, failure(0)), 1.0) == [Stop(0)]
     machine.heard(0, 3.5)
     go = the_go(machine.tick(3.6))
-    assert (go.seats.keys(), go.seats[0].restarts) == ({0}, 0)
+    assert (go.assignments.keys(), go.assignments[0].restarts) == ({0}, 0)
     assert "h1 has not been heard of for 3 s" in go.why
 
 
@@ -148,9 +150,9 @@ def test_a_dead_node_that_the_job_needs_may_be_replaced() -> None:
     machine = short_of(TWO, node(0), node(1))
     assert not machine.tick(15.0)
     go = the_go(machine.joined(node(2), 15.5))
-    assert (go.seats.keys(), go.seats[0].round, go.seats[0].restarts) == ({0, 2}, 1, 0)
+    assert (go.assignments.keys(), go.assignments[0].round, go.assignments[0].restarts) == ({0, 2}, 1, 0)
     machine = short_of(TWO, node(0, rank=0), node(1, rank=1))
-    assert the_go(machine.joined(node(2, rank=1), 15.5)).seats[2].group_rank == 1
+    assert the_go(machine.joined(node(2, rank=1), 15.5)).assignments[2].group_rank == 1
 
 
 def test_a_dead_node_that_is_not_replaced_in_time_ends_a_job_that_needs_it() -> None:
@@ -189,8 +191,8 @@ def test_a_newcomer_is_let_in_where_there_is_room() -> None:
     machine.heard(0, 30.0)
     machine.tick(30.0)
     assert machine.joined(node(1), 31.0) == [Stop(0, joined=True)]
-    go = the_go(machine.reported(report(0, State.STOPPED, failure(0, told=True)), 31.1))
-    assert (go.seats.keys(), go.seats[0].restarts, go.why) == ({0, 1}, 0, "a node joined")
+    go = the_go(machine.reported(report(0, State.STOPPED, failure(0, terminated=True)), 31.1))
+    assert (go.assignments.keys(), go.assignments[0].restarts, go.why) == ({0, 1}, 0, "a node joined")
 
 
 def test_a_newcomer_without_room_waits_until_somebody_dies() -> None:
@@ -199,7 +201,7 @@ def test_a_newcomer_without_room_waits_until_somebody_dies() -> None:
     for number in (0, 2):
         machine.heard(number, 3.5)
     assert machine.tick(3.6) == [Stop(0)]
-    assert the_go(machine.reported(report(0, State.STOPPED), 3.7)).seats.keys() == {0, 2}
+    assert the_go(machine.reported(report(0, State.STOPPED), 3.7)).assignments.keys() == {0, 2}
 
 
 def test_a_newcomer_does_not_disturb_a_job_that_is_about_to_end() -> None:
@@ -215,14 +217,14 @@ def test_a_newcomer_does_not_disturb_a_job_that_is_about_to_end() -> None:
 def test_a_replacement_may_come_before_the_death_is_noticed() -> None:
     machine, _ = job(TWO, node(0, rank=0), node(1, rank=1))
     assert machine.joined(node(2, rank=1), 1.0) == [Stop(0)]
-    assert the_go(machine.reported(report(0, State.STOPPED), 1.1)).seats.keys() == {0, 2}
+    assert the_go(machine.reported(report(0, State.STOPPED), 1.1)).assignments.keys() == {0, 2}
 
 
 def test_a_node_that_was_told_to_stop_leaves_and_the_others_go_on() -> None:
     machine, _ = job(ELASTIC, node(0), node(1))
     leaving = Report(1, 0, State.LEFT, signal=signal.SIGTERM)
     assert machine.reported(leaving, 1.0) == [Stop(0)]
-    assert the_go(machine.reported(report(0, State.STOPPED), 1.1)).seats.keys() == {0}
+    assert the_go(machine.reported(report(0, State.STOPPED), 1.1)).assignments.keys() == {0}
 
 
 def test_without_the_host_of_the_rendezvous_the_job_ends() -> None:
@@ -258,8 +260,8 @@ def test_a_round_that_fails_without_a_failure_ends_the_job() -> None:
 
 def test_failures_that_all_say_they_were_terminated_count_as_any_other() -> None:
     machine, _ = job(Limits(max_restarts=1), node(0))
-    told = failure(told=True, exit_code=-signal.SIGTERM)
-    assert the_go(machine.reported(report(0, State.FAILED, told), 1.0)).seats[0].restarts == 1
+    told = failure(terminated=True, exit_code=-signal.SIGTERM)
+    assert the_go(machine.reported(report(0, State.FAILED, told), 1.0)).assignments[0].restarts == 1
     assert the_end(machine.reported(report(0, State.FAILED, told, round=1), 2.0)).failures == (told,)
 
 
@@ -276,11 +278,11 @@ def waiting(limits: Limits, *nodes: Node) -> Job:
 
 def test_a_crash_loop_waits_before_the_next_round_and_says_so_at_once() -> None:
     machine = waiting(Limits(max_restarts=9), node(0))
-    assert machine.patience(2.25) == 0.75
+    assert machine.timeout(2.25) == 0.75
     assert not machine.tick(2.75)
     go = the_go(machine.tick(3.0))
-    assert (go.seats[0].round, go.seats[0].restarts, go.why) == (2, 2, "")
-    assert machine.patience(3.0) is None
+    assert (go.assignments[0].round, go.assignments[0].restarts, go.why) == (2, 2, "")
+    assert machine.timeout(3.0) is None
 
 
 def test_a_node_that_is_lost_during_the_wait_is_done_without_or_ends_the_job() -> None:
@@ -289,7 +291,7 @@ def test_a_node_that_is_lost_during_the_wait_is_done_without_or_ends_the_job() -
         orders = machine.reported(Report(1, 1, State.LEFT, signal=signal.SIGTERM), 2.5)
         if goes_on:
             assert not orders
-            assert the_go(machine.tick(3.0)).seats.keys() == {0}
+            assert the_go(machine.tick(3.0)).assignments.keys() == {0}
         else:
             assert (the_end(orders).lost, the_end(orders).stopped_by) == ("h1 left the job", signal.SIGTERM)
 
@@ -299,7 +301,7 @@ def test_a_node_that_comes_during_the_wait_gets_its_seat_after_it() -> None:
     assert not machine.reported(Report(1, 1, State.LEFT), 2.25)
     assert not machine.joined(node(2), 2.5)
     go = the_go(machine.tick(3.0))
-    assert (go.seats.keys(), go.why) == ({0, 2}, "h1 left the job")
+    assert (go.assignments.keys(), go.why) == ({0, 2}, "h1 left the job")
 
 
 def test_what_any_node_has_seen_of_new_steps_is_progress() -> None:
@@ -343,17 +345,17 @@ def test_what_fails_because_a_newcomer_was_let_in_is_no_failure() -> None:
         machine.heard(number, 30.0)
     machine.tick(30.0)
     assert machine.joined(node(2), 31.0) == [Stop(0, joined=True)]
-    assert not machine.reported(report(0, State.STOPPED, failure(0, told=True)), 31.1)
+    assert not machine.reported(report(0, State.STOPPED, failure(0, terminated=True)), 31.1)
     go = the_go(
         machine.reported(report(1, State.FAILED, failure(2)), 31.2)
     )  # its peer had been stopped a moment before
-    assert (go.seats.keys(), go.seats[0].restarts) == ({0, 1, 2}, 0)
+    assert (go.assignments.keys(), go.assignments[0].restarts) == ({0, 1, 2}, 0)
 
 
 def test_others_are_stopped_as_soon_as_a_node_is_failing_not_when_it_has_failed() -> None:
     machine, _ = job(TWO, node(0), node(1))
     assert machine.reported(report(1, State.FAILING), 1.0) == [Stop(0)]
-    assert not machine.reported(report(0, State.STOPPED, failure(0, told=True)), 1.1)
+    assert not machine.reported(report(0, State.STOPPED, failure(0, terminated=True)), 1.1)
     outcome = the_end(machine.reported(report(1, State.FAILED, failure(2)), 5.0))
     assert [each.rank for each in outcome.failures] == [0, 2]
 
@@ -367,7 +369,7 @@ def test_a_host_that_leaves_while_nodes_gather_tells_them() -> None:
 def test_no_round_starts_before_the_host_is_there() -> None:
     machine, orders = job(ELASTIC, node(1), node(2))
     assert not orders
-    assert 0 in the_go(machine.joined(node(0), 1.0)).seats
+    assert 0 in the_go(machine.joined(node(0), 1.0)).assignments
 
 
 def test_a_node_that_comes_after_the_end_is_told_how_it_was() -> None:
@@ -437,15 +439,15 @@ def test_whatever_happens_rounds_are_whole_and_the_job_ends_once(
             assert not (paused and isinstance(order, Stop)), "nothing runs that could be stopped"
             paused = isinstance(order, Pause)
             if isinstance(order, Go):
-                sizes = {seat.group_world_size for seat in order.seats.values()}
-                assert sizes == {len(order.seats)}
-                assert least <= len(order.seats) <= least + more
-                assert sorted(seat.first_rank for seat in order.seats.values()) == list(
-                    range(0, 2 * len(order.seats), 2)
+                sizes = {assignment.group_world_size for assignment in order.assignments.values()}
+                assert sizes == {len(order.assignments)}
+                assert least <= len(order.assignments) <= least + more
+                assert sorted(assignment.first_rank for assignment in order.assignments.values()) == list(
+                    range(0, 2 * len(order.assignments), 2)
                 )
                 rounds.append(order)
             elif isinstance(order, Stop):
-                for number in sorted(living & rounds[-1].seats.keys()):
+                for number in sorted(living & rounds[-1].assignments.keys()):
                     obey(machine.reported(report(number, State.STOPPED, round=order.round), now))
             elif isinstance(order, End):
                 ended += 1
@@ -464,8 +466,8 @@ def test_whatever_happens_rounds_are_whole_and_the_job_ends_once(
         elif kind == "silence":
             came_or_went += number in living
             living.discard(number)
-        elif number in living and rounds and number in rounds[-1].seats and not ended and not paused:
-            latest = rounds[-1].seats[number].round
+        elif number in living and rounds and number in rounds[-1].assignments and not ended and not paused:
+            latest = rounds[-1].assignments[number].round
             if kind == "done":
                 obey(machine.reported(report(number, State.DONE, round=latest), now))
             elif kind == "failed":
@@ -476,7 +478,7 @@ def test_whatever_happens_rounds_are_whole_and_the_job_ends_once(
                 one = failure(message=message, step=None if steps is None else steps.reached)
                 obey(machine.reported(report(number, State.FAILED, one, round=latest, steps=steps), now))
             elif kind == "terminated":
-                told = failure(told=True, exit_code=-signal.SIGTERM)
+                told = failure(terminated=True, exit_code=-signal.SIGTERM)
                 obey(machine.reported(report(number, State.FAILED, told, round=latest), now))
             elif kind == "no failure":
                 obey(machine.reported(report(number, State.FAILED, round=latest), now))
@@ -487,8 +489,8 @@ def test_whatever_happens_rounds_are_whole_and_the_job_ends_once(
         obey(machine.tick(now))
         if ended:
             break
-    if rounds and not ended and not living & rounds[-1].seats.keys():
+    if rounds and not ended and not living & rounds[-1].assignments.keys():
         raise AssertionError("a round without anybody goes on")
     most = restarts * len(kept)  # each new one may begin the count anew, once
     assert len(rounds) <= 1 + most + came_or_went, "a round without a reason that counts"
-    assert max([seat.restarts for go in rounds for seat in go.seats.values()], default=0) <= most
+    assert max([assignment.restarts for go in rounds for assignment in go.assignments.values()], default=0) <= most

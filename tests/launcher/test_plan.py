@@ -136,7 +136,7 @@ def test_free_gpus_are_those_without_processes_and_without_much_memory_in_use() 
     hidden = replace(gpus[2], memory_used=9 * GIB)  # by processes of another container
     gpus = (*gpus[:2], hidden, gpus[3])
     assert gpus_of("--gpus free:2 train.py", gpus) == ("0,3", "2")
-    with pytest.raises(UsageError, match="--gpus free:3 cannot be had: 2 of 4 are free:") as caught:
+    with pytest.raises(UsageError, match="--gpus free:3 is not available: 2 of 4 are free:") as caught:
         planned("--gpus free:3 train.py", gpus)
     assert "1: Fake GPU, 1.0 of 80 GiB used, busy: 1 process (pid 70 of ann: python other.py)" in caught.value.message
     assert "2: Fake GPU, 9.0 of 80 GiB used, busy: its memory is used by what cannot be" in caught.value.message
@@ -158,12 +158,12 @@ def test_gpus_that_another_launch_holds_are_passed_over() -> None:
 @pytest.mark.parametrize(
     ("words", "said", "hint"),
     [
-        ("--gpus 3", "--gpus 3 cannot be had: other launches hold 1 of 3:", "--gpus 2 train.py"),
-        ("--gpus free:3", "--gpus free:3 cannot be had: 1 of 3 are free:", "--gpus free:1 train.py"),
-        ("--gpus all", "--gpus all cannot be had: GPU 0 is held by another launch:", "--gpus 2 train.py"),
-        ("--gpus 1,0", "--gpus 1,0 cannot be had: GPU 0 is held by another launch:", "--gpus 2 train.py"),
-        ("--gpus GPU-00", "--gpus GPU-00 cannot be had: GPU 0 is held by", "--gpus 1 train.py"),
-        ("", "one process per visible GPU cannot be had: GPU 0 is held by another launch:", "--gpus 2 train.py"),
+        ("--gpus 3", "--gpus 3 is not available: other launches hold 1 of 3:", "--gpus 2 train.py"),
+        ("--gpus free:3", "--gpus free:3 is not available: 1 of 3 are free:", "--gpus free:1 train.py"),
+        ("--gpus all", "--gpus all is not available: GPU 0 is held by another launch:", "--gpus 2 train.py"),
+        ("--gpus 1,0", "--gpus 1,0 is not available: GPU 0 is held by another launch:", "--gpus 2 train.py"),
+        ("--gpus GPU-00", "--gpus GPU-00 is not available: GPU 0 is held by", "--gpus 1 train.py"),
+        ("", "one process per visible GPU is not available: GPU 0 is held by another launch:", "--gpus 2 train.py"),
     ],
 )
 def test_who_holds_a_gpu_is_told_with_what_is_free_and_what_to_type(words: str, said: str, hint: str) -> None:
@@ -199,11 +199,11 @@ def test_uuids_may_be_shortened_and_stand_among_positions() -> None:
     [
         ("1,GPU-11", "names GPU 1 more than once"),
         ("GPU-1", "GPU-1 is the beginning of the UUIDs of GPU 1, 10"),
-        ("GPU-7,GPU-x", "cannot be had: found 11, none of them GPU-x:"),
-        ("MIG-1", "cannot be had: found 11, none of them MIG-1:"),
+        ("GPU-7,GPU-x", "is not available: found 11, none of them GPU-x:"),
+        ("MIG-1", "is not available: found 11, none of them MIG-1:"),
         ("free:0", "asks for no GPU"),
         ("free:x", "neither"),
-        ("free:12", "cannot be had: found 11:"),
+        ("free:12", "is not available: found 11:"),
     ],
 )
 def test_words_that_mean_no_gpu_or_several_are_refused(words: str, said: str) -> None:

@@ -83,7 +83,7 @@ def test_of_fifty_launches_four_get_the_four_gpus_and_the_others_are_told_who(
     told = [what for pid, what in results.items() if pid not in have]
     assert len(told) == 46
     for line in told:
-        assert "--gpus 1 cannot be had: other launches hold 4 of 4" in line
+        assert "--gpus 1 is not available: other launches hold 4 of 4" in line
         assert all(f"held by pid {pid} of " in line for pid in have)
 
 
@@ -195,7 +195,7 @@ def test_what_another_launch_takes_at_the_same_moment_is_refused(plan: Plan) -> 
 def test_a_launch_that_hangs_while_it_chooses_stops_the_others_for_a_while_only(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reservations, "_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(reservations, "_TIMEOUT_SECONDS", 0.05)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as hanging:
         hanging.bind(f"\0{reservations._CHOOSING}")
         with reservations.reserved(lambda held: plan):

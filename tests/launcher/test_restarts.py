@@ -110,7 +110,7 @@ def test_another_error_or_another_step_is_tried_again(second: dict[str, object])
     assert isinstance(restarts.failed(failure(**second)), Again)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("chance", [{"exit_code": -signal.SIGSEGV}, {"step": None}, {"echo": True}])
+@pytest.mark.parametrize("chance", [{"exit_code": -signal.SIGSEGV}, {"step": None}, {"secondary": True}])
 def test_what_may_be_chance_is_tried_again(chance: dict[str, object]) -> None:
     restarts = Restarts(10)
     for _ in range(2):

@@ -10,8 +10,10 @@ from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.verdict import Failure, Outcome, first_failure, judge, record
 
 
-def failure(rank: int, exit_code: int, time: float, message: str = "", told: bool = False) -> Failure:
-    return Failure(rank, local_rank=rank, pid=100 + rank, exit_code=exit_code, after=time, message=message, told=told)
+def failure(rank: int, exit_code: int, time: float, message: str = "", terminated: bool = False) -> Failure:
+    return Failure(
+        rank, local_rank=rank, pid=100 + rank, exit_code=exit_code, after=time, message=message, terminated=terminated
+    )
 
 
 def test_all_went_well() -> None:
@@ -19,7 +21,7 @@ def test_all_went_well() -> None:
 
 
 def test_the_first_failure_counts_not_those_that_were_stopped_after_it() -> None:
-    stopped = failure(0, -signal.SIGTERM, 10.0, told=True)
+    stopped = failure(0, -signal.SIGTERM, 10.0, terminated=True)
     verdict = judge(Outcome((stopped, failure(2, 9, 12.0), failure(1, 7, 11.0, "ValueError: no"))))
     assert verdict.exit_code == 7
     assert verdict.text.splitlines() == [
@@ -61,15 +63,15 @@ def test_what_the_others_say_alike_is_said_once() -> None:
 
 
 def test_a_rank_that_only_says_that_another_went_away_is_not_the_first() -> None:
-    echo = replace(failure(0, 1, 1.0, "RuntimeError: Connection closed by peer"), echo=True)
-    on_its_way_out = failure(1, 1, 1.1, "ValueError: no", told=True)
+    echo = replace(failure(0, 1, 1.0, "RuntimeError: Connection closed by peer"), secondary=True)
+    on_its_way_out = failure(1, 1, 1.1, "ValueError: no", terminated=True)
     assert first_failure((echo, on_its_way_out)).rank == 1
-    stopped = failure(2, -signal.SIGTERM, 0.9, told=True)
+    stopped = failure(2, -signal.SIGTERM, 0.9, terminated=True)
     assert first_failure((echo, stopped)).rank == 0
 
 
 def test_a_rank_that_left_early_is_named_where_the_others_only_miss_it() -> None:
-    echo = replace(failure(0, 1, 1.0, "RuntimeError: Connection closed by peer"), echo=True)
+    echo = replace(failure(0, 1, 1.0, "RuntimeError: Connection closed by peer"), secondary=True)
     verdict = judge(Outcome((echo,), ended_well=(1,)))
     assert verdict.exit_code == 1
     assert verdict.text.startswith("rank 1 ended early, with exit code 0, while others still needed it; then rank 0")
@@ -83,7 +85,7 @@ def test_the_traceback_is_shown_once() -> None:
 
 def test_what_the_console_has_already_is_not_repeated() -> None:
     first = replace(failure(1, 1, 2.0, "LossError: no"), printed=True)
-    other = replace(failure(0, 1, 2.1, "LossError: no"), printed=True, echo=True)
+    other = replace(failure(0, 1, 2.1, "LossError: no"), printed=True, secondary=True)
     assert judge(Outcome((first, other))).text.splitlines() == [
         "rank 1 failed first: exit code 1 (local rank 1, pid 101)",
         "  rank 0 failed after it: exit code 1",
@@ -94,7 +96,7 @@ def test_what_the_console_has_already_is_not_repeated() -> None:
 
 def test_workers_that_have_saved_ask_for_another_run() -> None:
     saved = tuple(failure(rank, ExitCode.REQUEUE, 1.0) for rank in range(2))
-    echo = replace(failure(2, 1, 0.5, "Connection closed by peer"), echo=True)
+    echo = replace(failure(2, 1, 0.5, "Connection closed by peer"), secondary=True)
     assert judge(Outcome((*saved, echo), stopped_by=signal.SIGTERM)).exit_code == ExitCode.REQUEUE
     assert judge(Outcome((*saved, failure(2, 1, 2.0, "ValueError: no")))).exit_code == 1
 

@@ -30,7 +30,7 @@ from ddp_kit import (
 )
 from ddp_kit.checkpoint.lock import NAME
 from ddp_kit.checkpoint.system import System
-from ddp_kit.manifest import checkpoints, left_courses, name_of
+from ddp_kit.manifest import checkpoints, left_branches, name_of
 
 
 def data() -> TensorDataset:
@@ -189,7 +189,7 @@ def test_a_course_that_was_left_is_set_aside_and_never_taken_up_by_itself(tmp_pa
     assert steps(tmp_path) == [8, 6, 4, 2]  # to look at an older one changes nothing
     back.fit(data())
     assert steps(tmp_path) == [5, 4, 2]
-    (left,) = left_courses(tmp_path)
+    (left,) = left_branches(tmp_path)
     assert steps(left) == [8, 6]
     (line,) = [line for line in said if "of another branch" in line]
     assert "continues after step 4: the checkpoints of steps 6, 8" in line
@@ -201,7 +201,7 @@ def test_a_run_begun_afresh_sets_aside_what_was_there(tmp_path: Path) -> None:
     trainer_for(tmp_path, max_steps=4).fit(data())
     trainer_for(tmp_path, checkpoint={"resume": None}, max_steps=2).fit(data())
     assert steps(tmp_path) == [2]
-    assert [steps(left) for left in left_courses(tmp_path)] == [[4]]
+    assert [steps(left) for left in left_branches(tmp_path)] == [[4]]
 
 
 @pytest.mark.parametrize("begins", ["afresh", "from a checkpoint"])

@@ -18,9 +18,9 @@ NODES = "ddpkit/nodes"
 EVENTS = "ddpkit/events"
 ORDERS = "ddpkit/orders"
 ORDER = "ddpkit/order/{number}"
-SEAT = "ddpkit/seat/{round}/{node}"
+ASSIGNMENT = "ddpkit/assignment/{round}/{node}"
 BEAT = "ddpkit/beat/{node}"
-# In the place of a seat, for a node that is no more part of the job; null is for one that waits for a place.
+# In the place of an assignment, for a node that is no more part of the job; null is for one that waits for a place.
 LOST = "lost"
 
 
@@ -100,8 +100,8 @@ class Coordinator:
         """Called with the lock held."""
         for order in orders:
             if isinstance(order, Go):
-                number = next(iter(order.seats.values())).round
-                keys = [SEAT.format(round=number, node=node) for node in range(self._known)]
+                number = next(iter(order.assignments.values())).round
+                keys = [ASSIGNMENT.format(round=number, node=node) for node in range(self._known)]
                 self._store.multi_set(keys, [json.dumps(self._seat(order, node)) for node in range(self._known)])
                 self._write({"go": number, "nodes": self._known, "why": order.why})
             elif isinstance(order, Stop):
@@ -113,8 +113,8 @@ class Coordinator:
                 self._write({"end": asdict(order.outcome), "lost": lost})
 
     def _seat(self, order: Go, node: int) -> Any:
-        if node in order.seats:
-            return asdict(order.seats[node])
+        if node in order.assignments:
+            return asdict(order.assignments[node])
         return None if node in self._job.alive else LOST
 
     def _write(self, order: dict[str, Any]) -> None:

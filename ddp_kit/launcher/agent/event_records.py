@@ -33,7 +33,7 @@ class EventRecords:
         """The node got its place, and has started its workers."""
         self._workers = workers
         self._record("RENDEZVOUS", duration_ms=(time.monotonic() - self._waits_since) * 1000)
-        self._record("ASSIGN_WORKER_RANKS", duration_ms=0.0)  # they came with the seat
+        self._record("ASSIGN_WORKER_RANKS", duration_ms=0.0)  # they came with the assignment
         for local_rank in workers.pids:
             self._record("START", local_rank)
 
@@ -72,15 +72,15 @@ class EventRecords:
     def _metadata(
         self, state: str, local_rank: int | None = None, failure: ProcessFailure | None = None
     ) -> dict[str, Any]:
-        plan, seat = self._plan, self._workers.seat if self._workers is not None else None
+        plan, assignment = self._plan, self._workers.assignment if self._workers is not None else None
         inner: dict[str, Any] = {
-            "group_world_size": seat.group_world_size if seat is not None else None,
+            "group_world_size": assignment.group_world_size if assignment is not None else None,
             "entry_point": Path(plan.command[0]).name,
         }
         found = {
             "run_id": plan.rendezvous.run_id,
             "global_rank": None,
-            "group_rank": seat.group_rank if seat is not None else None,
+            "group_rank": assignment.group_rank if assignment is not None else None,
             "worker_id": None,
             "role": plan.role,
             "hostname": socket.getfqdn(),
@@ -88,18 +88,18 @@ class EventRecords:
             "total_run_time": int(time.monotonic() - self._began),
             "rdzv_backend": plan.rendezvous.backend,
             "raw_error": None if failure is None else json.dumps(failure.error_file_data),
-            "agent_restarts": seat.restarts if seat is not None else 0,
+            "agent_restarts": assignment.restarts if assignment is not None else 0,
             "duration_ms": None,
         }
-        if local_rank is not None and seat is not None and self._workers is not None:
+        if local_rank is not None and assignment is not None and self._workers is not None:
             found |= {
-                "global_rank": seat.first_rank + local_rank,
+                "global_rank": assignment.first_rank + local_rank,
                 "worker_id": str(self._workers.pids[local_rank]),
             }
             inner |= {
                 "local_rank": [local_rank],
-                "role_rank": [seat.first_role_rank + local_rank],
-                "role_world_size": [seat.role_world_size],
+                "role_rank": [assignment.first_role_rank + local_rank],
+                "role_world_size": [assignment.role_world_size],
                 "exit_code": [failure and failure.exitcode],
                 "worker_pid": [failure and failure.pid],
             }

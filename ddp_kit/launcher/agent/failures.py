@@ -23,7 +23,7 @@ _SERVER_LOST = "the process that forks the workers was killed, and all of them w
 def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) -> Failure:
     """All that is known of the end of the worker of global rank `rank`."""
     code = failure.exitcode
-    after, told = workers.story(failure.local_rank)
+    after, terminated = workers.story(failure.local_rank)
     words, note = workers.last_words(failure.local_rank), note_of(failure)
     extra = note.get("extraInfo") or {}
     trace = words.trace or str(extra.get("py_callstack", "")).rstrip()
@@ -33,10 +33,12 @@ def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) 
     if workers.lost(failure.local_rank):
         message = _SERVER_LOST
     late = hints.is_late(said or message)
-    echo = hints.is_echo(said or message) or (late and bool(workers.hangs.found)) or bool(extra.get(NOTE_SECONDARY))
-    if told and code == -SIGTERM and message and not echo:
+    secondary = (
+        hints.is_secondary(said or message) or (late and bool(workers.hangs.found)) or bool(extra.get(NOTE_SECONDARY))
+    )
+    if terminated and code == -SIGTERM and message and not secondary:
         code = 1  # it was ending with its own exception already; a peer that missed it had ended before it
-    out_of_memory = code == -SIGKILL and not told and workers.killed_for_memory()
+    out_of_memory = code == -SIGKILL and not terminated and workers.killed_for_memory()
     found = Failure(
         rank=rank,
         local_rank=failure.local_rank,
@@ -49,8 +51,8 @@ def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) 
         step=read_heartbeat(workers.error_files[failure.local_rank]).step,
         hint=masked(hints.hint(f"{words.tail}\n{trace}\n{message}", code, out_of_memory), os.environ),
         at_start=bool(extra.get(NOTE_AT_START)) or last_words.failed_at_start(trace),
-        told=told,
-        echo=echo,
+        terminated=terminated,
+        secondary=secondary,
         printed=bool(extra.get(NOTE_PRINTED)),
         out_of_memory=out_of_memory,
         others=workers.hangs.others if late and not workers.hangs.found else (),
@@ -69,8 +71,8 @@ def _hung(found: Failure, hung: Hung) -> Failure:
         trace=masked(hung.trace, os.environ),
         others=tuple(masked(line, os.environ) for line in hung.others),
         hint=hung.hint,
-        told=False,
-        echo=hung.waits,
+        terminated=False,
+        secondary=hung.waits,
     )
 
 

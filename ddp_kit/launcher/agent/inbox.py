@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from ddp_kit.launcher.job import Order, Seat
+from ddp_kit.launcher.job import Order, RankAssignment
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Notified:
 
 @dataclass(frozen=True)
 class Placed:
-    """The job starts a round in which this node has a seat."""
+    """The job starts a round in which this node has an assignment."""
 
-    seat: Seat
+    assignment: RankAssignment
     why: str = ""
 
 

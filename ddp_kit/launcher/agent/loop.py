@@ -20,7 +20,7 @@ from ddp_kit.launcher.agent.listening import allow_connections, own_loopback
 from ddp_kit.launcher.agent.meeting import Meeting
 from ddp_kit.launcher.agent.solo import Solo
 from ddp_kit.launcher.agent.workers import Workers, note_of
-from ddp_kit.launcher.job import End, Pause, Report, Seat, State, Stop
+from ddp_kit.launcher.job import End, Pause, RankAssignment, Report, State, Stop
 from ddp_kit.launcher.plan import Plan
 from ddp_kit.launcher.verdict import Failure, Outcome
 from ddp_kit.launcher.warm.client import WarmServer
@@ -35,7 +35,7 @@ class Agent:
 
     join the job
     loop:
-        Placed   start a fresh store (first node) and the workers at this seat
+        Placed   start a fresh store (first node) and the workers at this assignment
         Stop     stop the workers; report STOPPED
         Pause    say why the next round is not yet
         workers  all ended well: report DONE; one failed: stop the others, report FAILED
@@ -104,7 +104,7 @@ class Agent:
         """Until something happens: an item in the inbox, or the end of a worker."""
         pulses, watched = [self._link.pulse if _TELLS_OF_ENDS else _POLL_SECONDS], []
         if self._workers is not None and self._running:
-            pulses.append(self._workers.patience())
+            pulses.append(self._workers.timeout())
             watched = self._workers.watched()
         self._inbox.wait(min((pulse for pulse in pulses if pulse is not None), default=None), watched)
         self._link.check()
@@ -114,13 +114,13 @@ class Agent:
     def _place(self, order: Placed) -> None:
         if order.why:
             self._tell_why(order.why)
-        seat = order.seat
-        self._store = self._serve(seat)
-        self._keep_logs(seat)
+        assignment = order.assignment
+        self._store = self._serve(assignment)
+        self._keep_logs(assignment)
         self._timers = file_timers.serve(self._plan.rendezvous.run_id, self._events.timer)
         self._workers = Workers(
             self._plan,
-            seat,
+            assignment,
             self._logs_specs,
             self._warm,
             self._inbox,
@@ -131,28 +131,28 @@ class Agent:
         self._running = True
         self._events.round_began(self._workers)
 
-    def _serve(self, seat: Seat) -> TCPStore | None:
+    def _serve(self, assignment: RankAssignment) -> TCPStore | None:
         """On the first node, a fresh store for each round: in an old one are the addresses of dead ranks."""
-        listening = self._link.take_listening() if seat.group_rank == 0 else None
+        listening = self._link.take_listening() if assignment.group_rank == 0 else None
         if listening is None:
             return None
         if not self._plan.rendezvous.agent_serves_store:
             listening.close()
             return None
-        allow_connections(_CONNECTIONS * seat.world_size)
+        allow_connections(_CONNECTIONS * assignment.world_size)
         return TCPStore(
-            own_loopback(seat.master_addr),
-            seat.master_port,
+            own_loopback(assignment.master_addr),
+            assignment.master_port,
             is_master=True,
             wait_for_workers=False,
             master_listen_fd=listening.detach(),
         )
 
-    def _keep_logs(self, seat: Seat) -> None:
+    def _keep_logs(self, assignment: RankAssignment) -> None:
         """A round without a failure before it has the number of the one before, whose logs torch would remove."""
         folder = self._attempt_folder
-        if folder is not None and folder.name == f"attempt_{seat.restarts}":
-            folder.rename(f"{folder}.round_{seat.round - 1}")
+        if folder is not None and folder.name == f"attempt_{assignment.restarts}":
+            folder.rename(f"{folder}.round_{assignment.round - 1}")
 
     @property
     def _attempt_folder(self) -> Path | None:
@@ -162,7 +162,7 @@ class Agent:
 
     def _tell_why(self, why: str) -> None:
         """A restart: what this node knows of the reason, then the job's word."""
-        causes = [failure for failure in self._latest if not failure.told and not failure.echo]
+        causes = [failure for failure in self._latest if not failure.terminated and not failure.secondary]
         if causes and causes[0].rank not in self.shown and causes[0].trace:
             lines = [causes[0].trace, *causes[0].others]
             self._say(f"rank {causes[0].rank} ended with\n" + "\n  ".join(lines))
@@ -216,7 +216,7 @@ class Agent:
 
     @property
     def _round(self) -> int:
-        return -1 if self._workers is None else self._workers.seat.round
+        return -1 if self._workers is None else self._workers.assignment.round
 
     def _report(self, state: State, failures: tuple[Failure, ...] = (), **more: Any) -> None:
         self._link.report(Report(self._link.number, self._round, state, failures, **more))

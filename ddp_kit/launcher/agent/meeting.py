@@ -2,7 +2,7 @@
 
     node                                         host of the rendezvous (`coordinator.py`)
     adds itself, pushes "joined"           -->   pops events, feeds them to `job.Job`
-    waits for the next order               <--   sets a seat for each node, then one order for all
+    waits for the next order               <--   sets an assignment for each node, then one order for all
     adds to its beat now and then          -->   reads all beats, by its own monotonic clock
     pushes reports                         -->   ...
 
@@ -23,7 +23,17 @@ from typing import Any
 from torch.distributed import DistError, TCPStore
 
 from ddp_kit.errors import LaunchError
-from ddp_kit.launcher.agent.coordinator import BEAT, EVENTS, LOST, NODES, ORDER, ORDERS, SEAT, Coordinator, read_outcome
+from ddp_kit.launcher.agent.coordinator import (
+    ASSIGNMENT,
+    BEAT,
+    EVENTS,
+    LOST,
+    NODES,
+    ORDER,
+    ORDERS,
+    Coordinator,
+    read_outcome,
+)
 from ddp_kit.launcher.agent.inbox import Cut, Inbox, Placed, StoppedError
 from ddp_kit.launcher.agent.listening import (
     allow_connections,
@@ -34,7 +44,7 @@ from ddp_kit.launcher.agent.listening import (
     resolve,
 )
 from ddp_kit.launcher.agent.waiting import Commands, Reminder, waiting_for_host, waiting_for_nodes
-from ddp_kit.launcher.job import End, Node, Pause, Report, Seat, Stop
+from ddp_kit.launcher.job import End, Node, Pause, RankAssignment, Report, Stop
 from ddp_kit.launcher.ports import holder
 from ddp_kit.launcher.rendezvous import Rendezvous
 
@@ -282,10 +292,10 @@ class Meeting:
             elif "pause" in order:
                 self._inbox.put(Pause(order["pause"]))
             elif self.number in range(order["nodes"]):
-                seat = json.loads(self._orders.get(SEAT.format(round=order["go"], node=self.number)))
-                if seat == LOST:
+                assignment = json.loads(self._orders.get(ASSIGNMENT.format(round=order["go"], node=self.number)))
+                if assignment == LOST:
                     self._over = True
                     self._inbox.put(Cut(_TAKEN_FOR_LOST))
                     return
-                if seat is not None:
-                    self._inbox.put(Placed(Seat(**seat), order["why"]))
+                if assignment is not None:
+                    self._inbox.put(Placed(RankAssignment(**assignment), order["why"]))

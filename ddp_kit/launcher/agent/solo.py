@@ -22,7 +22,7 @@ class Solo:
     @property
     def pulse(self) -> float | None:
         """Seconds until the next round starts, where it waits; the job is here, and nothing else takes time."""
-        return self._job.patience(time.monotonic())
+        return self._job.timeout(time.monotonic())
 
     def join(self) -> None:
         """Take part."""
@@ -60,4 +60,4 @@ class Solo:
 
     def _pass_on(self, orders: list[Order]) -> None:
         for order in orders:
-            self._inbox.put(Placed(order.seats[self.number], order.why) if isinstance(order, Go) else order)
+            self._inbox.put(Placed(order.assignments[self.number], order.why) if isinstance(order, Go) else order)

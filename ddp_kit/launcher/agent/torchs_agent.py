@@ -66,9 +66,15 @@ def run(plan: Plan, folder: str, warm: WarmServer | None) -> tuple[Outcome, dict
 
 def _failure(rank: int, failure: ProcessFailure) -> Failure:
     message = masked(str(note_of(failure).get("message", "")), os.environ)
-    told = failure.exitcode == -signal.SIGTERM  # that is how torch's agent ends the others
+    terminated = failure.exitcode == -signal.SIGTERM  # that is how torch's agent ends the others
     return Failure(
-        rank, failure.local_rank, failure.pid, failure.exitcode, failure.timestamp, message=message, told=told
+        rank,
+        failure.local_rank,
+        failure.pid,
+        failure.exitcode,
+        failure.timestamp,
+        message=message,
+        terminated=terminated,
     )
 
 

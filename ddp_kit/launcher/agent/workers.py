@@ -24,7 +24,7 @@ from ddp_kit.launcher.agent.inbox import Inbox, wait_readable
 from ddp_kit.launcher.agent.logs import RoundLogs
 from ddp_kit.launcher.agent.stacks import can_be_seen, state
 from ddp_kit.launcher.cgroups import oom_kills
-from ddp_kit.launcher.job import Seat
+from ddp_kit.launcher.job import RankAssignment
 from ddp_kit.launcher.output import LastWords
 from ddp_kit.launcher.plan import Plan
 from ddp_kit.launcher.warm.client import Process, WarmServer
@@ -41,12 +41,12 @@ _LAST_OUTPUT_SECONDS = 2.0  # for what is left in the pipes, once all workers ha
 
 
 class Workers:
-    """Watched without polling: `poll` when one of `watched` is readable or `patience` is over, until all have ended."""
+    """Watched without polling: `poll` when one of `watched` is readable or `timeout` is over, until all have ended."""
 
     def __init__(
         self,
         plan: Plan,
-        seat: Seat,
+        assignment: RankAssignment,
         logs_specs: LogsSpecs,
         warm: WarmServer | None,
         inbox: Inbox,
@@ -57,10 +57,10 @@ class Workers:
 
         Raises `LaunchError` where the folder for logs cannot be used.
         """
-        self.seat = seat
+        self.assignment = assignment
         self._plan, self._warm, self._inbox, self._say, self._on_failure = plan, warm, inbox, say, on_failure
-        self._envs = {rank: plan.environment(seat, rank, os.environ) for rank in range(len(plan.places))}
-        self._logs = RoundLogs(plan, logs_specs, seat.first_rank, self._envs, self._is_ending)
+        self._envs = {rank: plan.environment(assignment, rank, os.environ) for rank in range(len(plan.places))}
+        self._logs = RoundLogs(plan, logs_specs, assignment.first_rank, self._envs, self._is_ending)
         self._output, self.error_files = self._logs.output, self._logs.error_files
         self.hangs = Hangs(plan.hang_timeout, self._envs, self.error_files, lambda: inbox.signals > 0)
         self._processes: dict[int, Process | subprocess.Popen[bytes]] = {}
@@ -70,7 +70,7 @@ class Workers:
         self._oom_kills = oom_kills()
         self._asleep_since: dict[int, float] = {}  # those in the kernel's uninterruptible sleep
         self._after: dict[int, float] = {}  # local rank -> seconds from the start to its end
-        self._told: set[int] = set()
+        self._terminated: set[int] = set()
         self._words: dict[int, LastWords] | None = None  # once all have ended
 
     @property
@@ -138,7 +138,7 @@ class Workers:
             return tuple(sorted(torch_versions.numa_cpus(local_rank, self._plan.numa_binding)))
         except Exception as error:  # whatever the machine does not tell torch
             raise UsageError(
-                f"--numa-binding cannot be had on this machine: {error}", "leave it out, or install numactl"
+                f"--numa-binding is not available on this machine: {error}", "leave it out, or install numactl"
             ) from None
 
     def _beside_error_file(self, local_rank: int, name: str) -> str:
@@ -151,15 +151,15 @@ class Workers:
         """What becomes readable when a worker ends."""
         return [self._warm] if self._warm is not None and not self._warm.gone else []
 
-    def patience(self) -> float | None:
+    def timeout(self) -> float | None:
         """Seconds after which `poll` has something to decide though no worker has ended; None: never."""
-        server = self._warm.patience() if self._warm is not None and not self._warm.gone else None
+        server = self._warm.silence_left() if self._warm is not None and not self._warm.gone else None
         allowed = self._plan.uninterruptible_state_timeout
         asleep = min(_SLEEP_LOOK_SECONDS, allowed / 4) if allowed else None
-        waits = (self._patience_with_others(), self.hangs.due(), asleep, server)
+        waits = (self._timeout_of_others(), self.hangs.due(), asleep, server)
         return min((seconds for seconds in waits if seconds is not None), default=None)
 
-    def _patience_with_others(self) -> float | None:
+    def _timeout_of_others(self) -> float | None:
         """Seconds that are left to the others once a worker has saved and asked for another run; None: no limit."""
         left = [self._after[rank] for rank in self._after if self._exit_code(rank) == ExitCode.REQUEUE]
         limit = self._plan.shutdown_timeout
@@ -172,7 +172,7 @@ class Workers:
         self._end_if_hung(self._asleep_too_long())
         codes = {rank: self._exit_code(rank) for rank in self._after}
         failed = bool(self.hangs.found) or any(code not in (0, ExitCode.REQUEUE) for code in codes.values())
-        if self._running and not failed and self._patience_with_others() != 0.0:
+        if self._running and not failed and self._timeout_of_others() != 0.0:
             return False
         if failed or any(codes.values()):
             if self._running and not self.hangs.found and any(map(self._is_late, codes)):
@@ -234,7 +234,7 @@ class Workers:
         hung = self.hangs.found  # in the kernel's uninterruptible sleep one outlives its kill, and is left behind
         codes = {rank: self._exit_code(rank) or -signal.SIGKILL * (rank in hung) for rank in self._processes}
         return {
-            self.seat.first_rank + rank: self._process_failure(rank, self._processes[rank].pid, codes[rank])
+            self.assignment.first_rank + rank: self._process_failure(rank, self._processes[rank].pid, codes[rank])
             for rank in sorted(self._processes, key=lambda rank: self.story(rank)[::-1])
             if codes[rank]
         }
@@ -246,12 +246,12 @@ class Workers:
 
     def story(self, local_rank: int) -> tuple[float, bool]:
         """Seconds from the start of the workers to this one's end, and whether it had been told to stop."""
-        return self._after.get(local_rank, 0.0), local_rank in self._told
+        return self._after.get(local_rank, 0.0), local_rank in self._terminated
 
     def ended_well(self) -> tuple[int, ...]:
         """The ranks that had ended with exit code 0 before anyone was told to stop."""
-        well = [rank for rank in sorted(self._after) if rank not in self._told and self._exit_code(rank) == 0]
-        return tuple(self.seat.first_rank + rank for rank in well)
+        well = [rank for rank in sorted(self._after) if rank not in self._terminated and self._exit_code(rank) == 0]
+        return tuple(self.assignment.first_rank + rank for rank in well)
 
     def saved(self) -> bool:
         """Whether the workers have ended with the exit code that asks for another run, and none in another way."""
@@ -330,11 +330,11 @@ class Workers:
             self._warm.clear(well=not any(map(self._exit_code, self._after)))
         self.hangs.remove_empty_files()
         failed = [rank for rank in self._after if self._exit_code(rank)]
-        cause = any(rank not in self._told for rank in failed)  # else what they say of being stopped is shown
+        cause = any(rank not in self._terminated for rank in failed)  # else what they say of being stopped is shown
         self._words = self._output.end(
             failed,
-            keep_back=lambda trace: cause or hints.is_echo(trace) or last_words.is_interrupt(trace),
-            is_secondary=lambda trace: hints.is_echo(trace) or last_words.is_interrupt(trace),
+            keep_back=lambda trace: cause or hints.is_secondary(trace) or last_words.is_interrupt(trace),
+            is_secondary=lambda trace: hints.is_secondary(trace) or last_words.is_interrupt(trace),
             seconds=_LAST_OUTPUT_SECONDS,
             hurry=lambda: self._inbox.signals > 1,
         )
@@ -348,7 +348,7 @@ class Workers:
 
     def _tell(self, number: signal.Signals) -> None:
         """Tell the ranks alone, who need their data loaders to save; a program of another kind with all it started."""
-        self._told |= self._running - self.hangs.found.keys()
+        self._terminated |= self._running - self.hangs.found.keys()
         self._interrupted |= number == signal.SIGINT
         for rank in self._running:
             pid = self._processes[rank].pid

@@ -109,7 +109,7 @@ class _Request:
     def _not_there(self, wanted: int, which: str = "") -> UsageError:
         if not self.machine:
             return UsageError(
-                f"{self._what()} cannot be had: this machine has no NVIDIA GPU, or no driver for one",
+                f"{self._what()} is not available: this machine has no NVIDIA GPU, or no driver for one",
                 f"type `ddpkit launch --nproc-per-node {wanted} {self.command}` for processes on the CPU",
             )
         limit = "" if self.mask is None else f" (limited by {VISIBLE_GPUS}={self.mask})"
@@ -119,7 +119,7 @@ class _Request:
     def _refusal(self, why: str, wanted: int) -> UsageError:
         lines = [self._line(position, gpu) for position, (_, gpu) in enumerate(self.seen)]
         listed = "\n    ".join(lines or [gpu.described(self.held.get(gpu.uuid, "")) for gpu in self.machine])
-        return UsageError(f"{self._what()} cannot be had: {why}:\n    {listed}", self._hint(wanted))
+        return UsageError(f"{self._what()} is not available: {why}:\n    {listed}", self._hint(wanted))
 
     def _line(self, position: int, gpu: Gpu) -> str:
         line = gpu.described(self.held.get(gpu.uuid, ""))

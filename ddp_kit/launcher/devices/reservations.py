@@ -24,7 +24,7 @@ from ddp_kit.launcher.plan import Plan
 _GPU = "ddpkit-gpu"
 _HOLDER = "ddpkit-gpu-holder"
 _CHOOSING = "ddpkit-choosing"
-_PATIENCE_SECONDS = 10.0
+_TIMEOUT_SECONDS = 10.0
 _AGAIN_SECONDS = 0.005
 
 
@@ -79,7 +79,7 @@ def _hold(gpu: Gpu, ours: ExitStack) -> None:
 def _one_at_a_time() -> Iterator[None]:
     """Bounded: one that is stopped in the middle of choosing does not stop the others. No GPU is taken twice anyway."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as turn:
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + _TIMEOUT_SECONDS
         while time.monotonic() < deadline:
             try:
                 turn.bind(f"\0{_CHOOSING}")

@@ -15,7 +15,7 @@ _ANOTHER_FOLDER = "ddpkit doctor --dir DIR  # another folder"
 _LITTLE_DISK = 5 * GIB
 _TORCH_S_PORTS = (29400, 29500)
 _LOOPBACK = "127.0.0.1"
-_PATIENCE_SECONDS = 5
+_TIMEOUT_SECONDS = 5
 
 
 def python(machine: Machine) -> CheckResult:
@@ -53,8 +53,8 @@ def loopback(_machine: Machine) -> CheckResult:
     """Whether processes of this machine can talk to each other over TCP."""
     try:
         with socket.create_server((_LOOPBACK, 0)) as server:
-            server.settimeout(_PATIENCE_SECONDS)
-            with socket.create_connection(server.getsockname(), _PATIENCE_SECONDS):
+            server.settimeout(_TIMEOUT_SECONDS)
+            with socket.create_connection(server.getsockname(), _TIMEOUT_SECONDS):
                 server.accept()[0].close()
     except OSError as error:
         return fail("loopback", f"{_LOOPBACK} cannot be talked over: {error}", "sudo ip link set lo up")

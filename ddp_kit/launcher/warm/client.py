@@ -122,7 +122,7 @@ class WarmServer:
         self._send(Owns(folder))
 
     def pump(self, timeout: float | None = 0) -> None:
-        """Note what the server says; wait for that at most `timeout` seconds, and no longer than `patience`."""
+        """Note what the server says; wait for that at most `timeout` seconds, and no longer than `silence_left`."""
         self._look_whether_stopped()
         timeout = _LOOK_SECONDS if timeout is None else min(timeout, _LOOK_SECONDS)
         if self.gone or not select.select([self._channel], [], [], timeout)[0]:
@@ -139,13 +139,13 @@ class WarmServer:
         except ClosedError:
             self._lose()
 
-    def patience(self) -> float:
+    def silence_left(self) -> float:
         """Seconds after which to `pump` though nothing was readable: a server that is stopped tells nothing."""
         return max(0.0, self._looked + _LOOK_SECONDS - time.monotonic())
 
     def _look_whether_stopped(self) -> None:
         """Continue a server that is stopped; kill one that is stopped again: its workers die with it."""
-        if self.gone or self.patience():
+        if self.gone or self.silence_left():
             return
         self._looked = time.monotonic()
         was_stopped, self._was_stopped = self._was_stopped, is_stopped(self.pid)

@@ -284,7 +284,7 @@ class _Server:
                     if code != 0:
                         failed.add(pid)
         if failed:
-            strike(lambda child: child.session in failed and self._is_stranger(child), signal.SIGKILL, self._traces)
+            strike(lambda child: child.session in failed and self._is_orphan(child), signal.SIGKILL, self._traces)
 
     def _kill(self, number: int) -> None:
         """End one worker at once; what it leaves follows when it is reaped."""
@@ -303,24 +303,24 @@ class _Server:
         self._left_saving = saving
         strike(lambda child: child.pid in saving, signal.SIGCONT, set())
         if well:
-            wait_for(self._is_stranger, _LEAVING_SECONDS, self._reap)
-            for child in filter(self._is_stranger, children()):
+            wait_for(self._is_orphan, _LEAVING_SECONDS, self._reap)
+            for child in filter(self._is_orphan, children()):
                 if not child.cleans and (command := masked(child.name, self._env)):
                     sys.stderr.write(f"ddpkit: ended what a process of the job had left running: {command}\n")
         end_children(
-            lambda child: self._is_stranger(child) and child.pid not in saving,
+            lambda child: self._is_orphan(child) and child.pid not in saving,
             self._reap,
             gently=True,
             traces=self._traces,
         )
 
-    def _is_stranger(self, child: Child) -> bool:
+    def _is_orphan(self, child: Child) -> bool:
         return child.pid not in self._running
 
     def _end(self) -> NoReturn:
         """The launcher is gone."""
         end_children(lambda child: child.pid in self._running, self._reap, traces=self._traces)
-        end_children(self._is_stranger, self._reap, gently=True, traces=self._traces)
+        end_children(self._is_orphan, self._reap, gently=True, traces=self._traces)
         end_cleaners(self._reap)
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
