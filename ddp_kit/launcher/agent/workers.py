@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -112,13 +112,17 @@ class Workers:
             "" if can_be_seen(warm.pid) else self._beside_error_file(local_rank, STACKS_FILE),
         )
 
-    def _answered(self, processes: Iterable[Process], warm: WarmServer) -> bool:
-        """Wait for the server, which may still be importing torch; False where the launcher is told to stop first."""
+    def _answered(self, processes: Collection[Process], warm: WarmServer) -> bool:
+        """Wait for the server. False where the launcher is told to stop while the server still imports torch.
+
+        Once it has answered for one worker, others may run, too, and want to hear of the signal.
+        """
         for process in processes:
             while not process.answered:
                 wait_readable([warm], _SIGNAL_LOOK_SECONDS)
                 warm.pump()
-                if self._inbox.signals:
+                signals = 2 if any(each.answered for each in processes) else 1
+                if self._inbox.signals >= signals:
                     return False  # the agent's loop acts on it; it ends the server, and with it the workers
         return True
 
