@@ -27,6 +27,8 @@ class Division:
         pieces = [number for number, each in enumerate(packed.tensors) if each.piece is not None]
         self.writers = writers if pieces else active_writers(sum(sizes.values()), writers)
         """How many there are for this state."""
+        self.bytes = sum(each.tensor.nbytes for each in packed.tensors)
+        """Of all tensors, whoever saves them."""
         keys = [packed.tensors[number][:4] for number in shared]
         keys += [_of_whole(packed.tensors[number]) for number in pieces]
         self.tensors = hashlib.sha256(repr(keys).encode()).hexdigest()

@@ -43,6 +43,8 @@ class Job:
     writer: int = 0
     """Which of them this is. 0 waits for the others, and finishes the checkpoint."""
     writers: int = 1
+    total: int = 0
+    """Bytes of what all of them write; 0: of what this one does."""
     tensors: str = ""
     """A hash of the names, types and shapes of all tensors that the writers divide among themselves."""
 

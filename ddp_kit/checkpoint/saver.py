@@ -112,7 +112,7 @@ class Saver:
             files = (*files, Region(STATE, division.layout.bytes, len(text)))
         job = Job(
             str(self._folder), step, best, self._keep_last, _VERSIONS, files,
-            token, self._writer, division.writers, division.tensors,
+            token, self._writer, division.writers, division.bytes + len(text), division.tensors,
         )  # fmt: skip
         if overlap:
             self._copying = _Copying(later, job)

@@ -62,15 +62,14 @@ def collect(job: Job, half: Path, system: System, abandoned: Callable[[], bool])
     waiting = dict.fromkeys(range(1, job.writers))
     size, since = -1, time.monotonic()
     while waiting:
+        there = _names(half)
+        writing = {each: each in there and _is_locked(half / each) for each in map(_name, waiting)}
+        there = _names(half)  # once more: a record comes before its writer's lock goes
         for writer in [*waiting]:
-            writing = _is_locked(half / _name(writer))  # before the look for its record: that comes before the unlock
-            found = _record(half / f"{_name(writer)}.json")
-            if found is not None:
-                files += _checked(found, job, writer)
+            if f"{_name(writer)}.json" in there:
+                files += _checked(_record(half / f"{_name(writer)}.json"), job, writer)
                 del waiting[writer]
-            elif writing is False and time.monotonic() - since > (
-                _ABANDONED_SECONDS if abandoned() else _START_SECONDS
-            ):
+            elif writing[_name(writer)] is False and time.monotonic() - since > _allowed(abandoned):
                 raise _missing(job, writer, "has ended, or did not begin")
         if waiting:
             now = _size(half)
@@ -107,6 +106,16 @@ def _entries(half: Path) -> list[Path]:
     return sorted(half.iterdir())
 
 
+def _allowed(abandoned: Callable[[], bool]) -> float:
+    """Seconds for a writer to begin."""
+    return _ABANDONED_SECONDS if abandoned() else _START_SECONDS
+
+
+def _names(half: Path) -> set[str]:
+    """Listed, not tried: a network file system remembers for a minute that a name was not there."""
+    return {path.name for path in _entries(half)}
+
+
 def _size(half: Path) -> int:
     total = 0
     for path in _entries(half):
@@ -117,10 +126,7 @@ def _size(half: Path) -> int:
 
 def _is_locked(path: Path) -> bool | None:
     """None: there are no locks here."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return False
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -133,12 +139,9 @@ def _is_locked(path: Path) -> bool | None:
         os.close(descriptor)
 
 
-def _record(path: Path) -> dict[str, object] | None:
-    try:
-        with open_file(path) as file:
-            return dict(json.loads(file.read(_LONGEST_RECORD)))
-    except FileNotFoundError:
-        return None
+def _record(path: Path) -> dict[str, object]:
+    with open_file(path) as file:
+        return dict(json.loads(file.read(_LONGEST_RECORD)))
 
 
 def _checked(record: dict[str, object], job: Job, writer: int) -> list[FileRecord]:

@@ -235,7 +235,7 @@ def _check_space(job: Job, folder: Path, system: System) -> None:
 
 
 def _full(job: Job, folder: Path, free: int | None) -> CheckpointError:
-    needed = job.size
+    needed = job.total or job.size
     there = "" if free is None else f", {free:,} are free"
     return CheckpointError(
         f"there is no space for the checkpoint of step {job.step} in {folder}: {needed:,} bytes are needed{there}",

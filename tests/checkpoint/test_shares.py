@@ -229,7 +229,7 @@ def test_a_full_disk_of_one_writer_is_reported_by_the_first(tmp_path: Path) -> N
             return super().write(file, content)
 
     write(*job(tmp_path, 1, 1), Full())
-    with pytest.raises(CheckpointError, match="there is no space for the checkpoint of step 1"):
+    with pytest.raises(CheckpointError, match=r"there is no space for the checkpoint of step 1 in .*: 6,000 bytes"):
         write(*job(tmp_path, 1, 0))
     assert leftovers(tmp_path) == ()
 
@@ -250,7 +250,7 @@ def job(folder: Path, step: int, writer: int, content: bytes = b"x" * 3000) -> t
     whole = len(header).to_bytes(8, "little") + header + content[:2000]
     files: tuple[Region, ...] = (Region(f"model-0000{writer + 1}-of-00002.safetensors", 0, len(whole)),)
     files += () if writer else (Region("state.json", len(whole), 1000),)
-    return Job(str(folder), step, False, 1, {}, files, f"of{step}", writer, 2, "same"), memoryview(
+    return Job(str(folder), step, False, 1, {}, files, f"of{step}", writer, 2, 6000, "same"), memoryview(
         whole + content[2000:]
     )
 
