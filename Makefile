@@ -55,7 +55,7 @@ fuzz: $(STAMP)   ## FUZZ_SECONDS (3600) of checkpoints that are changed at rando
 versions:        ## the tests with every torch and Python, or with ONLY="2.10 3.13"; KEEP=1 keeps the environments
 	$(PYTHON) tests/versions.py --only "$(ONLY)" $(if $(filter-out 0,$(KEEP)),--keep)
 
-chaos: $(STAMP)  ## RUNS (100) training runs killed at random: the same bits, every sample once; up to an hour
+chaos: $(STAMP)  ## RUNS (100) training runs killed at random: bitwise identical, every sample once; up to an hour
 	$(BIN)/python tests/end_to_end/chaos.py --runs $(RUNS) --seed $(SEED)
 
 format: $(STAMP) ## lay the code out and fix what can be fixed by machine

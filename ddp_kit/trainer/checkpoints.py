@@ -4,8 +4,7 @@ import json
 import secrets
 import time
 import uuid
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, takewhile
 from pathlib import Path
@@ -18,7 +17,6 @@ from ddp_kit.callbacks import Callback
 from ddp_kit.checkpoint.loading import load, newer
 from ddp_kit.checkpoint.lock import FolderLock
 from ddp_kit.checkpoint.packing import pack
-from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.checkpoint.writing import set_aside, wait_for_writers
 from ddp_kit.config import absolute
 from ddp_kit.env import attempt
@@ -31,6 +29,7 @@ from ddp_kit.trainer.folder_use import FolderUse
 from ddp_kit.trainer.log_points import LogPoints
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.position import Position
+from ddp_kit.trainer.retrying_saver import RetryingSaver, finishes_copy
 from ddp_kit.trainer.run_state import RunState
 from ddp_kit.trainer.saved_parts import (
     VERSIONS,
@@ -93,7 +92,7 @@ class Checkpoints:
         self._run_state = run_state
         self._config = parts.config.checkpoint
         self._folder = None if self._config.dir is None else absolute(self._config.dir)
-        self._saver: _RetryingSaver | None = None
+        self._saver: RetryingSaver | None = None
         self._saved_step = -1
         self._lineage = LineagePart()
         self._random = RandomPart(parts, position)
@@ -123,7 +122,7 @@ class Checkpoints:
         if self._folder is not None:
             self._writers = self._together(self._folder)
             writer = self._writers.index(parts.world.rank)
-            self._saver = _RetryingSaver(
+            self._saver = RetryingSaver(
                 self._folder,
                 keep_last=self._config.keep_last,
                 background=self._config.background,
@@ -132,7 +131,7 @@ class Checkpoints:
             )
             lock = FolderLock(self._folder, attempt()[0]) if writer == 0 else None
             if self._config.overlap:
-                parts.optimizer.register_step_pre_hook(_finishes_copy(self._saver))
+                parts.optimizer.register_step_pre_hook(finishes_copy(self._saver))
         self._use = FolderUse(parts.world, self._folder, lock)
 
     # --- saving -------------------------------------------------------------------------------------------------
@@ -219,35 +218,33 @@ class Checkpoints:
         if self._folder is None:
             raise CheckpointError("there is no folder to save in", 'set checkpoint={"dir": ...} in the TrainerConfig')
         with self._use.exclusive():
-            self._save()
+            self._save(self._folder)
 
-    def _save(self) -> None:
+    def _save(self, folder: Path) -> None:
         self.saved_at, self.wanted = time.monotonic(), False
         step = self._position.step
         self._log_points.refuse_non_finite()
         weights = [each.detach() for each in self._parts.model.parameters() if each.is_floating_point()]
         self._log_points.refuse_weights(step, weights)
         self.restore_random()
-        if self._saver is not None:
-            self._saver.check(wait=True)  # by all ranks, before any of them begins to write the next one
+        assert self._saver is not None, "there is a folder"
+        self._saver.check(wait=True)  # by all ranks, before any of them begins to write the next one
         own = [secrets.token_hex(4), *(part.rank_state() for part in self._saved)]
         everyone = [json.loads(text) for text in every_text(json.dumps(own).encode(), self._parts.world)]
-        if self._saver is not None and self._folder is not None:
-            first = self._writers[0]
-            parts = [part for part in self._saved if part.replicated]
-            if first == self._parts.world.rank:
-                self._use.note_save()
-                self._set_aside(self._folder)
-                parts = self._saved
-            state = self._state(parts, [states for _, *states in everyone])
-            self._saver.save(
-                step,
-                state,
-                best=self._best.is_best,
-                token=everyone[first][0],
-                replicated=self._is_replicated,
-                overlap=self._config.overlap,
-            )
+        first = self._writers[0]
+        parts = [part for part in self._saved if part.replicated]
+        if first == self._parts.world.rank:
+            self._use.note_save()
+            self._set_aside(folder)
+            parts = self._saved
+        self._saver.save(
+            step,
+            self._state(parts, [states for _, *states in everyone]),
+            best=self._best.is_best,
+            token=everyone[first][0],
+            replicated=self._is_replicated,
+            overlap=self._config.overlap,
+        )
         self._saved_step, self._kept = step, None
 
     def _is_replicated(self, name: str, tensor: str) -> bool:
@@ -398,57 +395,6 @@ class Checkpoints:
                 "checkpoint passed over, as rank {} found: {}", ", ".join(map(str, bad)), problems[bad[0]].decode()
             )
         return None if bad else state
-
-
-class _RetryingSaver(Saver):
-    """A Saver that warns of transient errors, such as a full disk, and tries again with the next save."""
-
-    unsaved: CheckpointError | None = None
-    """Why the last save came to nothing; None where it did not, as far as is known."""
-
-    def save(self, step: int, state: Mapping[str, Any], **options: Any) -> None:
-        self.check(wait=True)
-        self.unsaved = None
-        with self._retrying():
-            super().save(step, state, **options)
-
-    def check(self, *, wait: bool = False) -> None:
-        with self._retrying():
-            if wait:
-                self.wait()
-            else:
-                super().check()
-
-    def finish_copy(self) -> None:
-        with self._retrying():
-            super().finish_copy()
-
-    def settle(self) -> None:
-        """Return when the last checkpoint is whole. Raises why it will not be."""
-        self.wait()
-        if self.unsaved is not None:
-            raise self.unsaved
-
-    @contextmanager
-    def _retrying(self) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError as error:
-            if not error.may_pass:
-                raise
-            self.unsaved = error.with_traceback(None)  # whose frames hold tensors
-            logger.warning("{}; the run continues, and its next save tries again", error.message)
-
-
-def _finishes_copy(saver: Saver) -> Callable[..., None]:
-    held = weakref.ref(saver)  # a hook must not keep a Trainer's memory once that is gone
-
-    def before_optimizer_step(*_: Any) -> None:
-        saver = held()
-        if saver is not None:
-            saver.finish_copy()
-
-    return before_optimizer_step
 
 
 def _lineage(path: Path | None, job: str) -> Lineage:

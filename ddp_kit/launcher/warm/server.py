@@ -293,8 +293,8 @@ class _Server:
     def _clear(self, well: bool) -> None:
         """End what the workers of a round have left, and say what that was where nobody failed.
 
-        A save that a failed round has in hand is left to be finished: the next round waits for it, and goes on from
-        there. It is not left a second time.
+        A save that a failed round has in hand is left to be finished: the next round waits for it and resumes from it.
+        It is not left a second time.
         """
         saving: set[int] = (
             set() if well else {child.pid for child in children() if CHECKPOINT_WRITER.encode() in child.command}

@@ -1,0 +1,62 @@
+"""A Saver for long runs: what is transient does not end them."""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ddp_kit.checkpoint.saver import Saver
+from ddp_kit.errors import CheckpointError
+from ddp_kit.log import logger
+
+
+class RetryingSaver(Saver):
+    """A Saver that warns of transient errors, such as a full disk, and tries again with the next save."""
+
+    unsaved: CheckpointError | None = None
+    """Why the last save came to nothing; None where it did not, as far as is known."""
+
+    def save(self, step: int, state: Mapping[str, Any], **options: Any) -> None:
+        self.check(wait=True)
+        self.unsaved = None
+        with self._retrying():
+            super().save(step, state, **options)
+
+    def check(self, *, wait: bool = False) -> None:
+        with self._retrying():
+            if wait:
+                self.wait()
+            else:
+                super().check()
+
+    def finish_copy(self) -> None:
+        with self._retrying():
+            super().finish_copy()
+
+    def settle(self) -> None:
+        """Return when the last checkpoint is whole. Raises why it will not be."""
+        self.wait()
+        if self.unsaved is not None:
+            raise self.unsaved
+
+    @contextmanager
+    def _retrying(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            if not error.may_pass:
+                raise
+            self.unsaved = error.with_traceback(None)  # whose frames hold tensors
+            logger.warning("{}; the run continues, and its next save tries again", error.message)
+
+
+def finishes_copy(saver: Saver) -> Callable[..., None]:
+    """A hook for an optimizer: what is still copied of its state is copied before it steps."""
+    held = weakref.ref(saver)  # a hook must not keep a Trainer's memory once that is gone
+
+    def before_optimizer_step(*_: Any) -> None:
+        saver = held()
+        if saver is not None:
+            saver.finish_copy()
+
+    return before_optimizer_step
