@@ -25,7 +25,14 @@ from ddp_kit.errors import ConfigError, nearest
 from ddp_kit.uncaught import show_without_traceback
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-true"]
-STRATEGIES = {"ddp": "ddp_kit.parallel.ddp:DdpStrategy"}
+STRATEGIES = {
+    "ddp": "ddp_kit.parallel.ddp:DdpStrategy",
+    "zero1": "ddp_kit.parallel.zero1:Zero1Strategy",
+    "fsdp": "ddp_kit.parallel.fsdp:FsdpStrategy",
+    "tensor": "ddp_kit.parallel.fsdp:FsdpStrategy",
+    "pipeline": "ddp_kit.parallel.pipeline:PipelineStrategy",
+    "device_map": "ddp_kit.parallel.device_map:DeviceMapStrategy",
+}
 """By name: the module and the class, which is imported where it is used."""
 Compression = Literal["bf16", "fp16", "powersgd"]
 
@@ -37,6 +44,7 @@ def _no_truth_value(value: Any) -> Any:
 
 
 Count = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=1)]
+Size = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=-1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -120,10 +128,38 @@ class CheckpointConfig(_Part):
         return self
 
 
+_IMPLIED: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
+    "pipeline": lambda values: values.get("pipeline", 1) != 1,
+    "tensor": lambda values: values.get("tensor", 1) != 1,
+    "fsdp": lambda values: values.get("shard", 1) != 1,
+    "zero1": lambda values: values.get("optimizer", "whole") == "sharded",
+    "device_map": lambda values: values.get("device_map") is not None,
+}
+"""Strategies that follow from other settings; the first that does."""
+
+
 class ParallelConfig(_Part):
     """How the model is spread over the ranks."""
 
-    strategy: str = Field("ddp", description="ddp: a whole replica on every rank, gradients averaged.")
+    strategy: str = Field(
+        "ddp",
+        description="ddp: a whole replica on every rank; zero1: the same with the optimizer state sharded; fsdp: "
+        "weights, gradients and optimizer state sharded. The sizes below say the same in numbers; their product is the "
+        "number of ranks.",
+    )
+    replicate: Size = Field(-1, description="Groups of ranks that each hold the whole model; -1: the ranks left over.")
+    shard: Size = Field(1, description="Ranks over which weights, gradients and optimizer state are sharded (FSDP2).")
+    tensor: Count = Field(1, description="Ranks over which each layer of `tensor_plan` is split (tensor parallel).")
+    pipeline: Count = Field(1, description="Stages that the model is cut into, each on a rank of its own.")
+    optimizer: Literal["whole", "sharded"] = Field(
+        "whole", description="sharded: each rank holds and updates an equal share of the optimizer state (ZeRO-1)."
+    )
+    units: Literal["auto"] | tuple[str, ...] = Field(
+        "auto", description='Modules whose weights are gathered together, by name; "auto": the repeated blocks.'
+    )
+    reshard: Literal["auto"] | bool = Field(
+        "auto", description='Give up gathered weights after the forward pass; "auto": yes, except those of the root.'
+    )
     find_unused_parameters: bool = Field(
         False, description="For models that leave some parameters out of some steps; costs a graph walk per step."
     )
@@ -139,6 +175,35 @@ class ParallelConfig(_Part):
         description="Several ranks may use one GPU: reductions then go through host memory (gloo, not NCCL), which is "
         "slow. For trying several ranks where there are fewer GPUs.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sizes_name_the_strategy(cls, values: Any) -> Any:
+        """A strategy stands for sizes, and sizes alone for a strategy: either way both are there afterwards."""
+        if not isinstance(values, Mapping):
+            return values
+        values = dict(values)
+        named = values.get("strategy")
+        implied = next((name for name, has in _IMPLIED.items() if has(values)), None)
+        if named is None and implied is not None:
+            values["strategy"] = implied
+        if values.get("strategy") == "fsdp":
+            values.setdefault("shard", -1 if values.get("replicate", 1) != -1 else 1)
+            values.setdefault("replicate", 1 if values["shard"] == -1 else -1)
+        if named == "zero1":
+            values.setdefault("optimizer", "sharded")
+        return values
+
+    @model_validator(mode="after")
+    def _sizes_fit_together(self) -> Self:
+        if 0 in (self.replicate, self.shard):
+            raise ValueError("replicate and shard are numbers of ranks: 1 or more, or -1 for the ranks left over")
+        if self.replicate == self.shard == -1:
+            raise ValueError("replicate = -1 and shard = -1: at most one of them can be the ranks left over")
+        needed = next((name for name, has in _IMPLIED.items() if has(dict(self))), None)
+        if needed is not None and self.strategy != needed and not (needed == "tensor" and self.strategy == "fsdp"):
+            raise ValueError(f"strategy = {self.strategy!r} does not go with the other settings: they need {needed!r}")
+        return self
 
     @field_validator("strategy", mode="before")
     @classmethod
