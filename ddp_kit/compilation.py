@@ -1,9 +1,8 @@
 """torch.compile for a model, which stays the same object."""
 
-from collections import Counter
-
 from torch import nn
 
+from ddp_kit.blocks import repeated_blocks
 from ddp_kit.errors import ConfigError
 
 
@@ -15,22 +14,12 @@ def compile_in_place(model: nn.Module, what: str) -> None:
     if what == "model":
         model.compile()
         return
-    blocks = _repeated_blocks(model)
+    blocks = repeated_blocks(model)
     if not blocks:
         raise ConfigError(
             f"compile='blocks', but {type(model).__name__} has no ModuleList or Sequential with several children of "
             "one kind that have children of their own",
             "use compile='model'",
         )
-    for block in blocks:
+    for block in blocks.values():
         block.compile()
-
-
-def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    found: list[nn.Module] = []
-    for parent in model.modules():
-        if isinstance(parent, nn.ModuleList | nn.Sequential):
-            kinds = Counter(type(child) for child in parent)
-            found.extend(child for child in parent if kinds[type(child)] > 1 and any(child.children()))
-    inner = {module for block in found for module in block.modules() if module is not block}
-    return [block for block in dict.fromkeys(found) if block not in inner]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ddp_kit.checkpoint.files import Region
 from ddp_kit.manifest import PIECES, TENSORS
+from ddp_kit.pieces import Piece
 
 # Those that every safetensors since 0.4.3 knows; others are stored as bytes.
 DTYPES = {
@@ -26,17 +27,6 @@ DTYPES = {
 DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 _PAGE = 4096  # a file's beginning in memory, so that it can be written without a copy
 ALIGNMENT = 64  # of the first tensor in a file; the others follow by falling size of their elements
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one rank holds of a tensor that is spread over ranks: a box in it."""
-
-    tensor: Tensor
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    offsets: tuple[int, ...]
-    """Where the box begins, in each dimension."""
 
 
 class Stored(NamedTuple):

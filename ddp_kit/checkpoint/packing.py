@@ -23,8 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_kit.checkpoint.layout import DTYPES, Piece, Stored
+from ddp_kit.checkpoint.layout import DTYPES, Stored
 from ddp_kit.errors import CheckpointError
+from ddp_kit.pieces import Piece
 
 _PART = re.compile(r"\w[\w-]*", re.ASCII)
 _LARGEST = 1 << 63  # an int beyond is written in hexadecimal: decimals of any length take Python too long

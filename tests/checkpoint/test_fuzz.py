@@ -23,11 +23,11 @@ import torch
 from torch.utils.data import TensorDataset
 
 from ddp_kit import EMA, Trainer, TrainerConfig
-from ddp_kit.checkpoint.layout import Piece
 from ddp_kit.checkpoint.loading import load
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.errors import CheckpointError
 from ddp_kit.manifest import MANIFEST, STATE, TENSORS, Hasher, checkpoints, name_of
+from ddp_kit.pieces import Piece
 
 SECONDS = 10.0
 ROOM = 512 << 20

@@ -19,13 +19,13 @@ from counting import KILLED, MOST, Counting
 
 from ddp_kit.checkpoint import division, shares
 from ddp_kit.checkpoint.files import Job, Region
-from ddp_kit.checkpoint.layout import Piece
 from ddp_kit.checkpoint.loading import load
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.checkpoint.system import System
 from ddp_kit.checkpoint.writing import write
 from ddp_kit.errors import CheckpointError
 from ddp_kit.manifest import MANIFEST, checkpoints, leftovers, name_of, newest_whole
+from ddp_kit.pieces import Piece
 
 Same = Callable[[Any, Any], bool]
 TIED = torch.randn(300)

@@ -1,0 +1,48 @@
+"""What one rank holds of a tensor that is spread over ranks."""
+
+import math
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box in a tensor, or a range of its values in row-major order."""
+
+    tensor: Tensor
+    """A box has as many dimensions as the whole tensor; a range has one."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offsets: tuple[int, ...]
+    """Where the box begins in each dimension, or the range among all values."""
+    flat: bool = False
+    """Whether it is a range."""
+
+    def of(self, saved: "Tensor | Piece") -> Tensor:
+        """The same piece of a saved tensor, which is whole or exactly this piece. Raises `ValueError`."""
+        if isinstance(saved, Piece):
+            same = saved.shape == self.shape and saved.offsets == self.offsets and saved.flat == self.flat
+            if not same or saved.tensor.shape != self.tensor.shape:
+                raise ValueError("another piece of the tensor was read than this rank holds")
+            return saved.tensor
+        if tuple(saved.shape) != self.shape:
+            raise ValueError(f"its shape is {tuple(saved.shape)}, here {self.shape}")
+        if self.flat:
+            return saved.reshape(-1)[self.offsets[0] : self.offsets[0] + self.tensor.numel()]
+        box = tuple(slice(at, at + size) for at, size in zip(self.offsets, self.tensor.shape, strict=True))
+        return saved[box]
+
+    def holding(self, tensor: Tensor) -> "Piece":
+        """The same place, with other values."""
+        return replace(self, tensor=tensor)
+
+    @property
+    def numel(self) -> int:
+        """Values of the whole tensor."""
+        return math.prod(self.shape)
+
+
+def whole_shape(value: "Tensor | Piece") -> tuple[int, ...]:
+    """Of the tensor itself, or of the one that this is a piece of."""
+    return value.shape if isinstance(value, Piece) else tuple(value.shape)
