@@ -18,6 +18,8 @@ class Piece:
     """Where the box begins in each dimension, or the range among all values."""
     flat: bool = False
     """Whether it is a range."""
+    owned: bool = True
+    """Whether this rank writes it to checkpoints: of several ranks that hold the same piece, one does."""
 
     def of(self, saved: "Tensor | Piece") -> Tensor:
         """The same piece of a saved tensor, which is whole or exactly this piece. Raises `ValueError`."""

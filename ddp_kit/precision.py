@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from ddp_kit.errors import ConfigError
@@ -22,12 +23,13 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """One of the five precisions, on one device.
+    """One of the five precisions, on one device. `sharded`: each rank sees the gradients of its shards alone, so the
+    ranks agree on whether a step has overflowed.
 
     Raises `ConfigError` where the device does not have it.
     """
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, *, sharded: bool = False) -> None:
         _check(name, device)
         self.batch_dtype = torch.bfloat16 if name == "bf16-true" else None
         """The type that floating-point tensors of a batch are converted to; None: left as they are."""
@@ -35,7 +37,8 @@ class Precision:
         self.scales = name == "fp16"
         """Whether steps with gradients that are not finite are left out as a matter of course."""
         self._device = device
-        self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+        scaler = ShardedGradScaler if sharded else torch.amp.GradScaler
+        self._scaler = scaler(device.type) if name == "fp16" else None
         self._left_out: Tensor | None = None  # on the device: the steps that nobody has been told of
         self.overflowed: Tensor | None = None
         """With fp16: whether the last step overflowed, as a boolean scalar on the device."""

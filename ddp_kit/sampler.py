@@ -129,6 +129,14 @@ class TrainBatches(Sampler[list[Any]]):
         """Samples of each of this rank's passes in optimizer step `step`; empty where it has none."""
         return self._full_passes if step < self._full_steps else tuple(map(len, self._ranges(self.samples(step))))
 
+    def most_passes(self, step: int) -> int:
+        """Those of the rank that has the most in optimizer step `step`."""
+        return len(self._plan.micro_batches(0, self.samples(step)))
+
+    def spare(self) -> list[Any]:
+        """A batch of one sample, whoever takes it."""
+        return list(self._sampler.order()[:1])
+
     def fingerprint(self) -> str:
         """The same text wherever the same order is drawn for this epoch."""
         return self._sampler.fingerprint()
@@ -189,6 +197,15 @@ class OwnTrainBatches(Sampler[list[Any]]):
         """Samples of each of this rank's passes in optimizer step `step`; empty where it has none."""
         return self._epoch().passes[step]
 
+    def most_passes(self, step: int) -> int:
+        """Those of the rank that has the most in optimizer step `step`."""
+        batches = min(self.per_step, self._total - step * self.per_step)
+        return len(split(batches, self._world_size, 0))
+
+    def spare(self) -> list[Any]:
+        """The first batch, whoever takes it."""
+        return list(_drawn_batches(self._own, self.seed, self.epoch)[0])
+
     def fingerprint(self) -> str:
         """The same text wherever the same batches are drawn for this epoch."""
         return self._epoch().fingerprint
@@ -241,6 +258,10 @@ class EvalBatches(Sampler[list[Any]]):
         total = len(self._sampler)
         return [min(self._size, total - start) for start in range(0, total, self._size)]
 
+    def spare(self) -> list[Any]:
+        """A batch of one sample, whoever takes it."""
+        return list(self._sampler.order()[:1])
+
     def __iter__(self) -> Iterator[list[Any]]:
         own = iter(self._sampler)
         return (list(islice(own, size)) for size in self.sizes())
@@ -252,11 +273,16 @@ class OwnEvalBatches(Sampler[list[Any]]):
     def __init__(self, own: Iterable[Any], rank: int, world_size: int, *, seed: int) -> None:
         self.seed, self.epoch = seed, 0
         share = split(_length(own, "batch sampler"), world_size, rank)
-        self._batches = _drawn_batches(own, seed, self.epoch)[share.start : share.stop]
+        everyone = _drawn_batches(own, seed, self.epoch)
+        self._batches, self._first = everyone[share.start : share.stop], everyone[:1]
 
     def sizes(self) -> list[int]:
         """Samples of each batch."""
         return list(map(len, self._batches))
+
+    def spare(self) -> list[Any]:
+        """The first batch, whoever takes it."""
+        return list(self._first[0])
 
     def __iter__(self) -> Iterator[list[Any]]:
         return iter(self._batches)

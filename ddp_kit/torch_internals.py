@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
@@ -48,6 +49,13 @@ def _begun(group: Any) -> int:
 def broadcast_coalesced(tensors: list[Tensor], bytes_at_once: int) -> None:
     """Rank 0's values to all ranks, in place, many tensors in one piece. A collective of the default group."""
     dist._broadcast_coalesced(dist.group.WORLD, tensors, bytes_at_once, 0)  # type: ignore[arg-type]
+
+
+def gather_ranges(whole: Tensor, own: Tensor) -> None:
+    """Fill `whole`, one dimension, with the ranges of all ranks, one after another. A collective."""
+    # torch 2.13 renamed the function, and warns of the old name.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, own)
 
 
 # --- many tensors in one kernel -------------------------------------------------------------------------------------
@@ -153,6 +161,14 @@ class DdpReducer:
 
     def _zeros(self) -> list[Any]:
         return list(self._wrapper.reducer._get_zeros_like_grad_buckets())
+
+
+# --- DTensor ---------------------------------------------------------------------------------------------------------
+
+
+def place_in_whole(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape and the offsets of the part of a DTensor that this rank holds."""
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
 
 
 # --- tensors --------------------------------------------------------------------------------------------------------

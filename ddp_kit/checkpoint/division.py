@@ -22,7 +22,11 @@ class Division:
 
     def __init__(self, packed: Packed, replicated: Replicated, writer: int, writers: int) -> None:
         self._key = _key(packed)
-        shared = [number for number, each in enumerate(packed.tensors) if replicated(each.part, each.name)]
+        shared = [
+            number
+            for number, each in enumerate(packed.tensors)
+            if each.piece is None and replicated(each.part, each.name)
+        ]
         sizes = {number: packed.tensors[number].tensor.nbytes for number in shared}
         pieces = [number for number, each in enumerate(packed.tensors) if each.piece is not None]
         self.writers = writers if pieces else active_writers(sum(sizes.values()), writers)
@@ -33,12 +37,14 @@ class Division:
         keys += [_of_whole(packed.tensors[number]) for number in pieces]
         self.tensors = hashlib.sha256(repr(keys).encode()).hexdigest()
         """A hash of what is divided, the same on all writers."""
-        owners, load = [0] * len(packed.tensors), [0] * self.writers
+        owners: list[int | None] = [0] * len(packed.tensors)
+        load = [0] * self.writers
         for number in sorted(shared, key=lambda number: -sizes[number]):  # the largest first, to who has the least
-            owners[number] = load.index(min(load))
-            load[owners[number]] += sizes[number]
+            least = owners[number] = load.index(min(load))
+            load[least] += sizes[number]
         for number in pieces:
-            owners[number] = writer
+            piece = packed.tensors[number].piece
+            owners[number] = writer if piece is not None and piece.owned else None
         own = [number for number, owner in enumerate(owners) if owner == writer]
         suffix = f"-{writer + 1:05d}-of-{self.writers:05d}" if self.writers > 1 else ""
         self.layout = lay_out([packed.tensors[number] for number in own], packed.aliases, suffix)

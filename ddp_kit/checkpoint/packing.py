@@ -221,7 +221,13 @@ class _Packer:
     def _piece(self, value: Piece, name: str, _: int) -> Any:
         if value.tensor.dtype not in DTYPES:
             raise _UnstorableError(value)
-        stored = self._stored(value.tensor, name or self._part, value)
+        name = name or self._part
+        (stored,) = self._seen.get(id(value), [None])
+        if stored is None:
+            stored = self._stored(value.tensor, name, value)
+            self._seen[id(value)] = [stored]
+        elif name not in self._names:
+            self.aliases.setdefault(self._part, {})[name] = stored.name
         return {"$tensor": [stored.part, stored.name]} | (
             {} if value.tensor.is_cpu else {"device": str(value.tensor.device)}
         )

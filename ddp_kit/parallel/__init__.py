@@ -11,6 +11,7 @@ A new strategy is a subclass of `Strategy` in a file of its own, and one line in
 from importlib import import_module
 
 from ddp_kit.config import STRATEGIES, ParallelConfig
+from ddp_kit.parallel.mesh import sizes_of
 from ddp_kit.parallel.single import SingleRank
 from ddp_kit.parallel.strategy import Passes, Strategy
 from ddp_kit.world import World
@@ -21,8 +22,11 @@ __all__ = ["Passes", "SingleRank", "Strategy", "strategy_for"]
 def strategy_for(config: ParallelConfig, world: World, *, recoverable: bool) -> Strategy:
     """The strategy that the configuration names; `SingleRank` where there is one rank.
 
+    Raises `ConfigError` where the sizes do not fit the number of ranks.
+
     `recoverable`: steps have to survive that a rank runs out of memory, see `Strategy.finish_failed_passes`.
     """
+    sizes_of(config, world.world_size)
     if world.world_size == 1:
         return SingleRank(world, config, recoverable=recoverable)
     module, _, name = STRATEGIES[config.strategy].partition(":")

@@ -3,14 +3,16 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ddp_kit.config import ParallelConfig
 from ddp_kit.errors import ConfigError
+from ddp_kit.pieces import Piece
 from ddp_kit.torch_internals import multiply_all
 from ddp_kit.world import World
 
@@ -21,7 +23,7 @@ class Passes(Protocol):
     """This rank's forward passes of an optimizer step, as a strategy runs them."""
 
     count: int
-    """0: this rank has no samples in the step."""
+    """0: this rank has no samples in the step. Where passes are equal, those with zero weight count too."""
 
     @property
     def most(self) -> int:
@@ -44,7 +46,7 @@ class Passes(Protocol):
 class Strategy(ABC):
     """How one model is spread over the ranks.
 
-    strategy.check(model); strategy.setup(model)         # on all ranks
+    strategy.check(model); strategy.setup(model); strategy.setup_optimizer(optimizer)      # on all ranks
     for each optimizer step:
         strategy.begin_step()
         strategy.run_passes(passes)                      # afterwards the gradients are those of all ranks
@@ -79,13 +81,31 @@ class Strategy(ABC):
 
     @property
     def replicas(self) -> tuple[Sequence[int], ...]:
-        """The ranks in groups: those of one group hold the same weights and the same optimizer state."""
+        """The ranks in groups: those of one group hold the same weights."""
         return (range(self.world.world_size),)
+
+    @property
+    def optimizer_replicas(self) -> tuple[Sequence[int], ...]:
+        """The ranks in groups: those of one group hold the same optimizer state."""
+        return self.replicas
 
     @property
     def divisor(self) -> int:
         """What the reduction divides the sum of the ranks' gradients by."""
         return 1
+
+    @property
+    def contributes(self) -> bool:
+        """Whether this rank's losses, weights, metrics and predictions count: of ranks that share samples, one's do."""
+        return True
+
+    equal_passes: ClassVar[bool] = False
+    """Whether each pass has collectives, so that all ranks run the same number: those that have fewer samples repeat
+    a batch with zero weight."""
+    shards: ClassVar[bool] = False
+    """Whether the optimizer of each rank holds a part of what is trained, rather than all of it."""
+    replaces_parameters: ClassVar[bool] = False
+    """Whether `setup` puts other parameters into the model, so that the optimizer has to be made after it."""
 
     # --- set up ---------------------------------------------------------------------------------------------------
 
@@ -117,6 +137,13 @@ class Strategy(ABC):
 
     def release(self) -> None:
         """Give up what `setup` built around the model, after a step that failed. Not a collective."""
+
+    def setup_optimizer(self, optimizer: Optimizer) -> None:
+        """Let the optimizer hold what this rank updates. After `setup`, before the optimizer has any state."""
+
+    def local_parameters(self) -> list[Tensor]:
+        """The memory of the parameters that this rank holds, trained or not, detached."""
+        return [each.detach() for each in self.model.parameters()]
 
     # --- an optimizer step ----------------------------------------------------------------------------------------
 
@@ -166,7 +193,7 @@ class Strategy(ABC):
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply all gradients by a scalar on the device. Nothing waits for its value."""
-        scale_gradients(self.parameters, factor)
+        scale(self.parameters, factor)
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of all gradients together, the same scalar on all ranks."""
@@ -186,11 +213,31 @@ class Strategy(ABC):
     def sync_buffers(self) -> None:
         """Make buffers, such as BatchNorm's statistics, the same on all ranks that hold them."""
 
-    def evaluation(self, batches: Iterable[T]) -> Iterator[T]:
-        """This rank's batches, of which ranks may have different numbers; each is followed by one forward pass."""
+    def evaluation(self, batches: Iterable[tuple[int, T]], spare: Callable[[], T]) -> Iterator[tuple[int, T]]:  # noqa: ARG002
+        """This rank's batches with the number of their samples, of which ranks may have different numbers.
+
+        Each is followed by one forward pass. Where passes are equal, batches of 0 samples follow: their results do not
+        count. `spare`: gives a batch for a rank that has none.
+        """
         yield from batches
 
     # --- state ------------------------------------------------------------------------------------------------------
+
+    def model_state(self) -> dict[str, Any]:
+        """The model's state_dict, with a `Piece` for each tensor of which this rank holds a part."""
+        return self.model.state_dict()
+
+    def load_model_state(self, state: dict[str, Any]) -> None:
+        """Load what `model_state` gave, or whole tensors in place of pieces."""
+        self.model.load_state_dict(state)
+
+    def held_names(self) -> dict[int, str]:
+        """The names of the parameters that the optimizer holds, by their id."""
+        return {id(parameter): name for name, parameter in self.model.named_parameters()}
+
+    def piece_of(self, parameter: Tensor) -> Piece | None:  # noqa: ARG002
+        """Where a parameter that the optimizer holds belongs in the one of the model; None: it is the model's own."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint has to hold so that gradients are reduced the same way after a resume. JSON."""
@@ -200,7 +247,7 @@ class Strategy(ABC):
         """Restore what `state_dict` gave. `steps`: optimizer steps done so far. Raises `ValueError`."""
 
 
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+def scale(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply the gradients by a scalar that is on the device, without waiting for its value."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:

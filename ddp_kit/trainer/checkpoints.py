@@ -98,7 +98,7 @@ class Checkpoints:
         self._random = RandomPart(parts, position)
         self._best = BestPart(self._config, position)
         self._saved: list[SavedPart] = [
-            ModelPart(parts.model),
+            ModelPart(parts),
             OptimizerPart(parts),
             SchedulerPart(parts.scheduler),
             PrecisionPart(parts, optimizer_step),
@@ -121,6 +121,12 @@ class Checkpoints:
         lock: FolderLock | None = None
         if self._folder is not None:
             self._writers = self._together(self._folder)
+            if parts.strategy.shards and len(self._writers) < parts.world.world_size:
+                raise CheckpointError(
+                    f"checkpoint.dir = {str(self._folder)!r} is not the same folder on all nodes, and each rank writes "
+                    "its own part of what is sharded",
+                    "name a folder that all nodes share",
+                )
             writer = self._writers.index(parts.world.rank)
             self._saver = RetryingSaver(
                 self._folder,
@@ -224,7 +230,7 @@ class Checkpoints:
         self.saved_at, self.wanted = time.monotonic(), False
         step = self._position.step
         self._log_points.refuse_non_finite()
-        weights = [each.detach() for each in self._parts.model.parameters() if each.is_floating_point()]
+        weights = [each for each in self._parts.strategy.local_parameters() if each.is_floating_point()]
         self._log_points.refuse_weights(step, weights)
         self.restore_random()
         assert self._saver is not None, "there is a folder"
@@ -406,7 +412,7 @@ def _size(parts: Parts) -> int:
     """Bytes of a run's weights and optimizer state, which are most of its checkpoint."""
     states = chain(*(state.values() for state in parts.optimizer.state.values() if isinstance(state, dict)))
     held = [each for each in states if isinstance(each, Tensor) and each.layout is torch.strided]
-    return sum(each.nbytes for each in (*parts.model.parameters(), *held))
+    return sum(each.nbytes for each in (*parts.strategy.local_parameters(), *held))
 
 
 def _make_mark(mark: Path) -> None:

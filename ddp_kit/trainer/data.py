@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_kit.batch import BatchPlan, split
 from ddp_kit.config import TrainerConfig
-from ddp_kit.errors import ConfigError
+from ddp_kit.errors import ConfigError, DataError
 from ddp_kit.heartbeat import Phase
 from ddp_kit.loader import Batching, Data, batching, build_loader, build_stream, check_batch_size, on_device, open_data
 from ddp_kit.sampler import EvalBatches, ExactDistributedSampler, OwnEvalBatches, OwnTrainBatches, TrainBatches
@@ -22,8 +22,22 @@ from ddp_kit.trainer.same_data import subset_indices
 from ddp_kit.trainer.setup import check_sync_batch_norm
 from ddp_kit.world import mixed_seed
 
-Evaluation = Callable[[], Iterable[tuple[int, Any]]]
-"""Gives the batches of an evaluation, on the device, each with the number of its samples."""
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Data to evaluate or predict for."""
+
+    batches: Callable[[], Iterable[tuple[int, Any]]]
+    """Gives them once, on the device, each with the number of its samples."""
+    spare: Callable[[], Any]
+    """Gives a batch for a rank that has none. Raises `DataError` where there is none to be had."""
+
+
+def _no_spare() -> Any:
+    raise DataError(
+        "this rank's stream has no batch at all, and with this parallel strategy each rank runs every pass",
+        "give every rank at least one batch, or use parallel='ddp'",
+    )
 
 
 def own_batch_size(data: Data, config: TrainerConfig) -> int | None:
@@ -65,13 +79,16 @@ class DataRoom:
             stream = build_stream(dataset, sizes, config.data, world, config.seed, template, marked=True)
             full = self.plan.global_batch if config.data.drop_last else None
             facts = self._stream_facts(template)
-            return StreamFeed(stream, len(sizes), world, self._move, facts, at_least=full)
+            equal = self.parts.strategy.equal_passes
+            return StreamFeed(stream, len(sizes), world, self._move, facts, at_least=full, equal_passes=equal)
         batches = self._train_batches(dataset, own)
         if world.world_size > 1 and own is not None and (own.sampler or own.batches) is not None:
             check_agreement(world, {"the order that the DataLoader's own sampler gives": batches.fingerprint()})
         check_sync_batch_norm(self.parts.model, batches, self._ranks)
         facts = self._map_facts(dataset, own, batches)
-        return MapFeed(build_loader(dataset, batches, config.data, world, seed, template), batches, self._move, facts)
+        loader = build_loader(dataset, batches, config.data, world, seed, template)
+        spare = partial(self._spare, dataset, batches, template) if self.parts.strategy.equal_passes else None
+        return MapFeed(loader, batches, self._move, facts, spare)
 
     def _map_facts(self, dataset: Any, own: Batching | None, batches: TrainBatches | OwnTrainBatches) -> Facts:
         config = self.parts.config
@@ -131,14 +148,24 @@ class DataRoom:
         size = own.size if own and own.size else self.plan.micro_batch
         if isinstance(dataset, IterableDataset):
             stream = build_stream(dataset, [size], config.data, world, config.seed, template)
-            return lambda: counted(stream, self._on_device)
+            return Evaluation(lambda: counted(stream, self._on_device), _no_spare)
         batches: EvalBatches | OwnEvalBatches
         if own is not None and own.batches is not None:
             batches = OwnEvalBatches(own.batches, self._rank, self._ranks, seed=config.seed)
         else:
             batches = EvalBatches(self._sampler(dataset, own, shuffle=False), size)
         loader = build_loader(dataset, batches, config.data, world, config.seed, template)
-        return lambda: zip(batches.sizes(), self._on_device(loader), strict=True)
+        return Evaluation(
+            lambda: zip(batches.sizes(), self._on_device(loader), strict=True),
+            partial(self._spare, dataset, batches, template),
+        )
+
+    def _spare(self, dataset: Any, batches: Any, template: DataLoader[Any] | None) -> Any:
+        """A batch of the first sample, for a rank that has none of its own and runs passes with zero weight."""
+        first = batches.spare()
+        settings = self.parts.config.data.model_copy(update={"num_workers": 0, "seed_samples": False})
+        loader = build_loader(dataset, [first], settings, self.parts.world, self.parts.config.seed, template)
+        return next(iter(self._on_device(loader)))
 
     def _train_batches(self, dataset: Any, own: Batching | None) -> TrainBatches | OwnTrainBatches:
         config = self.parts.config

@@ -1,6 +1,6 @@
 """Evaluation: every sample once, whatever the number of ranks."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -19,15 +19,13 @@ from ddp_kit.records import Step
 from ddp_kit.torch_internals import collectives_of_all_groups
 from ddp_kit.trainer.agreement import gathered
 from ddp_kit.trainer.checkpoints import Checkpoints
+from ddp_kit.trainer.data import Evaluation
 from ddp_kit.trainer.parts import MetricFunction, Parts
 from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.run_state import RunState
 from ddp_kit.world import random_states, set_random_states
 
 _SHOWN = 32
-
-Counted = Iterable[tuple[int, Any]]
-"""Batches on the device, each with the number of its samples."""
 
 
 def evaluation_due(config: TrainerConfig, step: Step) -> bool:
@@ -67,7 +65,7 @@ class Evaluator:
         return self._watched_data is None or _dataset(data) is self._watched_data
 
     def run(
-        self, batches: Counted, stops: Callable[[], bool] | None = None, *, watched: bool = True
+        self, data: Evaluation, stops: Callable[[], bool] | None = None, *, watched: bool = True
     ) -> dict[str, float] | None:
         """All values after this step; None where `stops` has broken it off: then the random states are as before it.
 
@@ -80,7 +78,7 @@ class Evaluator:
                 self._tell("on_evaluate_start")
                 with parts.heart.during(Phase.EVALUATION):
                     parts.strategy.sync_buffers()
-                    values = evaluate(parts, self._metrics, batches, stops)
+                    values = evaluate(parts, self._metrics, data, stops)
                 if values is not None:
                     logger.info("evaluation at step {}: {}", step, _shown(values))
                     if watched:
@@ -105,7 +103,7 @@ def _shown(values: Mapping[str, float]) -> str:
 class Evaluations:
     """Those of one call of `fit`.
 
-    `batches`: gives the batches of an evaluation; `stopping`: whether the run ends with this step; `stops`: whether an
+    `data`: what is evaluated; `stopping`: whether the run ends with this step; `stops`: whether an
     evaluation is to be broken off.
     """
 
@@ -113,13 +111,13 @@ class Evaluations:
         self,
         evaluator: Evaluator,
         position: Position,
-        batches: Callable[[], Counted],
+        data: Evaluation,
         stopping: Callable[[], bool],
         stops: Callable[[], bool],
     ) -> None:
         self._evaluator = evaluator
         self._position = position
-        self._batches = batches
+        self._data = data
         self._stopping = stopping
         self._stops = stops
         self.metrics: dict[str, float] = {}
@@ -135,7 +133,7 @@ class Evaluations:
         """
         position = self._position
         told_before = position.evaluated == position.step
-        found = self._evaluator.run(self._batches(), None if whole else self._stops, watched=not told_before)
+        found = self._evaluator.run(self._data, None if whole else self._stops, watched=not told_before)
         position.owe_evaluation(found is None, self._stopping())
         if found is not None:
             position.evaluated = position.step
@@ -150,10 +148,10 @@ def _dataset(data: object) -> object:
 def evaluate(
     parts: Parts,
     metrics: Mapping[str, MetricFunction | MetricObject],
-    batches: Counted,
+    data: Evaluation,
     stops: Callable[[], bool] | None = None,
 ) -> dict[str, float] | None:
-    """The mean loss and all metrics over all ranks' batches. A collective.
+    """The mean loss and all metrics over all ranks' samples. A collective.
 
     `stops`: asked between batches whether to break off; where any rank has, there are no values.
     """
@@ -164,7 +162,7 @@ def evaluate(
         counting.start(device)
     stopped, begun = False, collectives_of_all_groups()
     with evaluating(parts.model) as outputs:
-        for number, (samples, batch) in enumerate(parts.strategy.evaluation(batches)):
+        for number, (samples, batch) in enumerate(parts.strategy.evaluation(data.batches(), data.spare)):
             # Where each batch has a collective, all ranks have to stop after the same one: there it runs to its end.
             stopped = number > 0 and stops is not None and stops() and collectives_of_all_groups() == begun
             if stopped:
@@ -172,6 +170,9 @@ def evaluate(
             parts.heart.mark(Phase.EVALUATION)
             with parts.precision.forward():
                 value = checked(parts.loss_fn(parts.model, batch), "the loss function")
+            if not samples or not parts.strategy.contributes:
+                outputs.clear()
+                continue
             means["loss"].add(value, samples)
             for name, metric in metrics.items():
                 if not outputs:

@@ -29,7 +29,7 @@ class Share(NamedTuple):
     samples: int
     """Of the whole step, over all ranks."""
     passes: tuple[int, ...]
-    """Samples of each of this rank's passes; empty where it only stands in."""
+    """Samples of each of this rank's passes; empty where it has none. A pass of 0 samples has zero weight."""
 
 
 class Feed(Protocol):
@@ -73,9 +73,17 @@ class MapFeed:
     place: Place = ()
 
     def __init__(
-        self, loader: Iterable[Any], batches: TrainBatches | OwnTrainBatches, move: Mover, facts: Facts
+        self,
+        loader: Iterable[Any],
+        batches: TrainBatches | OwnTrainBatches,
+        move: Mover,
+        facts: Facts,
+        spare: Callable[[], Any] | None = None,
     ) -> None:
         self.steps: int | None = batches.steps
+        self._spare = spare
+        self._left = 0  # passes of the step that have samples
+        self._last: Any = None  # batch, where passes with zero weight repeat it
         self.division = batches.division
         self._facts = facts
         self._loader = loader
@@ -98,10 +106,21 @@ class MapFeed:
         if number == self.steps:
             return None
         self._number = number + 1
-        return Share(self._batches.samples(number), self._batches.passes(number))
+        passes = self._batches.passes(number)
+        if self._spare is not None:
+            self._left = len(passes)
+            passes += (0,) * (self._batches.most_passes(number) - self._left)
+        return Share(self._batches.samples(number), passes)
 
     def batch(self) -> Any:
-        return next(self._arriving)
+        if self._spare is None:
+            return next(self._arriving)
+        if self._left:
+            self._left -= 1
+            self._last = next(self._arriving)
+        elif self._last is None:
+            self._last = self._spare()
+        return self._last
 
 
 class StreamFeed:
@@ -124,7 +143,10 @@ class StreamFeed:
         move: Mover,
         facts: Facts,
         at_least: int | None = None,
+        equal_passes: bool = False,
     ) -> None:
+        self._equal_passes = equal_passes
+        self._last: list[Any] = []  # the batch that passes with zero weight repeat
         self._facts = facts
         self._at_least = at_least or 1
         self._loader = loader
@@ -158,8 +180,10 @@ class StreamFeed:
         self.place = self._reached
         fetched = self._fetch()
         passes, batches = tuple(samples for samples, _ in fetched), [batch for _, batch in fetched]
-        self._waiting = iter(batches)
         samples = self._over_all_ranks(sum(passes))
+        if self._equal_passes and samples:
+            passes, batches = self._filled_up(passes, batches)
+        self._waiting = iter(batches)
         if samples < self._at_least and self._begun_at is not None:
             raise self._nothing(samples, self._begun_at)
         if not self._compared and self._world.world_size > 1:
@@ -170,6 +194,17 @@ class StreamFeed:
 
     def batch(self) -> Any:
         return next(self._waiting)
+
+    def _filled_up(self, passes: tuple[int, ...], batches: list[Any]) -> tuple[tuple[int, ...], list[Any]]:
+        """With passes of zero weight, to as many as the rank with the most has."""
+        missing = max(count for (count,) in gathered(self._world, [len(passes)])) - len(passes)
+        self._last = batches[-1:] or self._last
+        if missing and not self._last:
+            raise DataError(
+                "this rank's stream has no batch at all, and with this parallel strategy each rank runs every pass",
+                "give every rank at least one batch, or use parallel='ddp'",
+            )
+        return passes + (0,) * missing, batches + self._last * missing
 
     def _nothing(self, samples: int, first_step: int) -> DataError:
         """What to say where an epoch would have no step: the next one would have none either."""

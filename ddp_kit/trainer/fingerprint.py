@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
+from itertools import islice
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ddp_kit.parallel import Strategy
 from ddp_kit.torch_internals import pytree
 from ddp_kit.trainer.parts import Parts
 
@@ -79,19 +81,33 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.dtype, tensor.layout
 
 
-def facts_of_state(parts: Parts) -> dict[str, int | str]:
-    """What must be the same before a step: weights, optimizer, scheduler, gradient scaling. Waits for the device."""
-    names = {parameter: name for name, parameter in parts.model.named_parameters()}
-    rest = {parameter: parts.optimizer.state.get(parameter, {}) for parameter in names}
-    numbers = torch.stack([bits([each]) for each in names] + [_state_bits(each, rest[each]) for each in names]).tolist()
-    weights, states = numbers[: len(names)], numbers[len(names) :]
-    facts: dict[str, int | str] = {
-        f"the weights of the model, first in {name}": repr(number)
-        for name, number in zip(names.values(), weights, strict=True)
+def facts_of_weights(parts: Parts) -> dict[str, int | str]:
+    """What must be the same before a step on ranks that hold the same weights. Waits for the device."""
+    names = [name for name, _ in parts.model.named_parameters()]
+    numbers = torch.stack([bits([each]) for each in parts.strategy.local_parameters()]).tolist()
+    return {
+        f"the weights of the model, first in {name}": repr(number) for name, number in zip(names, numbers, strict=True)
     }
-    for (parameter, name), number in zip(names.items(), states, strict=True):
-        facts[f"the state of the optimizer, first in that of {name}"] = f"{number} {_plain(rest[parameter])}"
-    return facts | {
+
+
+def facts_of_optimizer(parts: Parts) -> dict[str, int | str]:
+    """What must be the same before a step on ranks that hold the same optimizer state. Waits for the device."""
+    names_held = parts.strategy.held_names()
+    held = {
+        names_held[id(each)]: (each, parts.optimizer.state.get(each, {}))
+        for group in parts.optimizer.param_groups
+        for each in group["params"]
+    }
+    numbers = torch.stack([_state_bits(*each) for each in held.values()]).tolist()
+    return {
+        f"the state of the optimizer, first in that of {name}": f"{number} {_plain(state)}"
+        for (name, (_, state)), number in zip(held.items(), numbers, strict=True)
+    }
+
+
+def facts_of_progress(parts: Parts) -> dict[str, int | str]:
+    """What all ranks must have the same before a step: scheduler and gradient scaling."""
+    return {
         "the scheduler and its state": schedule(parts.scheduler),
         "the state of the gradient scaling": repr(parts.precision.state()),
     }
@@ -156,19 +172,23 @@ def row(parts: Parts) -> Tensor:
     device = parts.world.device
     own = [torch.tensor(rates(parts.optimizer), device=device)]
     if parts.config.verify_ranks != "off":
-        own.append(bits(parts.model.parameters()))
+        own.append(bits(parts.strategy.local_parameters()))
     if parts.config.verify_ranks == "all":
-        states = pytree.tree_leaves([parts.optimizer.state.get(each, {}) for each in parts.model.parameters()])
+        states = pytree.tree_leaves([*parts.optimizer.state.values()])
         own.append(bits(each.to(device) for each in states if isinstance(each, Tensor)))
     whole = torch.stack(own)
     return torch.stack((whole >> 32, whole & 0xFFFFFFFF), dim=1).double().flatten()  # float64 holds 53 bits exactly
 
 
-def differing(rows: Sequence[Sequence[float]], groups: Sequence[Sequence[int]] = ()) -> str | None:
-    """What is not the same on all ranks, by their rows. `groups`: see `agreement.first_difference`."""
-    names = ("the learning rates", "the weights of the model", "the state of the optimizer")
-    for number, name in enumerate(names[: len(rows[0]) // 2 if rows else 0]):
-        for group in groups or [range(len(rows))]:
+def differing(rows: Sequence[Sequence[float]], strategy: Strategy) -> str | None:
+    """What is not the same on the ranks that have to have it the same, by their rows."""
+    names = {
+        "the learning rates": [range(len(rows))],
+        "the weights of the model": strategy.replicas,
+        "the state of the optimizer": strategy.optimizer_replicas,
+    }
+    for number, (name, groups) in enumerate(islice(names.items(), len(rows[0]) // 2 if rows else 0)):
+        for group in groups:
             if len({tuple(rows[rank][2 * number : 2 * number + 2]) for rank in group}) > 1:
                 return name
     return None

@@ -130,12 +130,14 @@ class LogPoints:
     def _compare(self, step: int, values: Values) -> None:
         """All ranks see the same figures, so that all of them stop here, or none."""
         parts = self._parts
-        what = fingerprint.differing(values.facts, parts.strategy.replicas)
+        what = fingerprint.differing(values.facts, parts.strategy)
         if what is None:
             return
-        facts = fingerprint.facts_of_state(parts) | {"the learning rates": fingerprint.settings_of(parts.optimizer)}
-        facts = {name: fact for name, fact in facts.items() if name.startswith(what)}
-        found = first_difference(parts.world, facts, parts.strategy.replicas)
+        found = (
+            first_difference(parts.world, {what: fingerprint.settings_of(parts.optimizer)})
+            or first_difference(parts.world, fingerprint.facts_of_weights(parts), parts.strategy.replicas)
+            or first_difference(parts.world, fingerprint.facts_of_optimizer(parts), parts.strategy.optimizer_replicas)
+        )
         raise DataError(
             f"after step {step} the ranks do not agree on {found or what}",
             "let callbacks, schedulers and your own code change weights and optimizers on all ranks alike; "

@@ -1,11 +1,14 @@
 """Loading an optimizer's state exactly: torch's own `load_state_dict` casts it to the type of the weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from ddp_kit.parallel import Strategy
+from ddp_kit.pieces import Piece, whole_shape
 
 
 def load_optimizer_state(
@@ -30,6 +33,45 @@ def load_optimizer_state(
             if isinstance(value, Tensor) and isinstance(now.get(name), Tensor) and now[name].shape == value.shape:
                 now[name] = value if keep_devices else value.to(now[name].device)
     _lay_out_as_parameters(optimizer)
+
+
+def in_pieces(state: Mapping[int, Any], optimizer: Optimizer, strategy: Strategy) -> dict[int, Any]:
+    """What an optimizer holds of shards, each tensor of a shard's shape as the piece of the whole that it is."""
+
+    def piece(parameter: nn.Parameter, value: Any) -> Any:
+        place = strategy.piece_of(parameter)
+        if place is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
+            return value
+        return place.holding(value)
+
+    return _mapped(state, optimizer, piece)
+
+
+def of_pieces(state: Mapping[int, Any], optimizer: Optimizer, strategy: Strategy) -> dict[int, Any]:
+    """The inverse of `in_pieces`: what this rank holds of saved tensors, which are whole or such pieces.
+
+    Raises `ValueError` for other shapes.
+    """
+
+    def local(parameter: nn.Parameter, value: Any) -> Any:
+        place = strategy.piece_of(parameter)
+        if place is None or not isinstance(value, Tensor | Piece) or whole_shape(value) != place.shape:
+            return value
+        return place.of(value).clone()
+
+    return _mapped(state, optimizer, local)
+
+
+def _mapped(
+    state: Mapping[int, Any], optimizer: Optimizer, change: Callable[[nn.Parameter, Any], Any]
+) -> dict[int, Any]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        number: {name: change(parameters[number], value) for name, value in kept.items()}
+        if isinstance(kept, dict)
+        else kept
+        for number, kept in state.items()
+    }
 
 
 def _check_fused(states: Sequence[tuple[nn.Parameter, Any]]) -> None:

@@ -14,7 +14,8 @@ from ddp_kit.errors import LossError
 from ddp_kit.heartbeat import Phase
 from ddp_kit.torch_internals import pytree
 from ddp_kit.trainer.agreement import every_text, gathered
-from ddp_kit.trainer.evaluation import Counted, evaluating
+from ddp_kit.trainer.data import Evaluation
+from ddp_kit.trainer.evaluation import evaluating
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.world import World
 
@@ -22,15 +23,18 @@ PredictFunction = Callable[[nn.Module, Any], Any]
 
 
 @torch.no_grad()
-def predict(parts: Parts, function: PredictFunction | None, batches: Counted) -> Any:
+def predict(parts: Parts, function: PredictFunction | None, data: Evaluation) -> Any:
     """What `function(model, batch)` gives for all samples, joined in order, on the CPU of every rank. A collective."""
     columns: dict[str, list[Tensor]] = {}
     spec = None
     with evaluating(parts.model) as outputs:
-        for samples, batch in parts.strategy.evaluation(batches):
+        for samples, batch in parts.strategy.evaluation(data.batches(), data.spare):
             parts.heart.mark(Phase.EVALUATION)
             with parts.precision.forward():
                 found = _predicted(parts, function, batch, outputs)
+            if not samples or not parts.strategy.contributes:
+                outputs.clear()
+                continue
             leaves, spec_of_batch = _leaves(found, samples)
             if spec is None:
                 spec, columns = spec_of_batch, {name: [] for name in leaves}

@@ -34,7 +34,7 @@ class RunState:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._weights = [(each, _on_host(each)) for each in parts.model.parameters()]
+        self._weights = [(each, _on_host(each)) for each in parts.strategy.local_parameters()]
         self._buffers = BufferCopies(parts.model, _on_host)
         self._optimizer = pytree.tree_map(_on_host, parts.optimizer.state_dict())
         self._scheduler = {} if parts.scheduler is None else copy.deepcopy(parts.scheduler.state_dict())

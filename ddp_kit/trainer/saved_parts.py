@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_kit.callbacks import Callback
@@ -19,9 +19,10 @@ from ddp_kit.config import CheckpointConfig, TrainerConfig
 from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.parallel import Strategy
+from ddp_kit.pieces import whole_shape
 from ddp_kit.trainer.callback_states import callback_states, load_callbacks, own_states
 from ddp_kit.trainer.fitting import DoesNotFitError
-from ddp_kit.trainer.optimizer_state import load_optimizer_state
+from ddp_kit.trainer.optimizer_state import in_pieces, load_optimizer_state, of_pieces
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.random_text import decoded, encoded
@@ -84,11 +85,12 @@ class ModelPart(SavedPart):
     name = "model"
     replicated = True
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, parts: Parts) -> None:
+        self._model = parts.model
+        self._strategy = parts.strategy
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
-        return self._model.state_dict()
+        return self._strategy.model_state()
 
     def is_replicated(self, tensor: str) -> bool:
         return tensor in self._parameters  # buffers are not: those of rank 0 count
@@ -102,15 +104,15 @@ class ModelPart(SavedPart):
         problems = [f"{name} is missing in it" for name in own if name not in state]
         problems += [f"{name} is not in the model" for name in state if name not in own]
         problems += [
-            f"{name} has shape {tuple(state[name].shape)}, in the model {tuple(own[name].shape)}"
+            f"{name} has shape {whole_shape(state[name])}, in the model {tuple(own[name].shape)}"
             for name in own
-            if name in state and isinstance(own[name], Tensor) and state[name].shape != own[name].shape
+            if name in state and isinstance(own[name], Tensor) and whole_shape(state[name]) != tuple(own[name].shape)
         ]
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         return "; ".join(problems[:_SHOWN]) + more if problems else None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
-        self._model.load_state_dict(state)
+        self._strategy.load_model_state(state)
 
 
 class OptimizerPart(SavedPart):
@@ -121,16 +123,22 @@ class OptimizerPart(SavedPart):
     version = 2  # 1: without kind, names, types and device
 
     def __init__(self, parts: Parts) -> None:
-        self._model = parts.model
+        self._strategy = parts.strategy
         self._optimizer = parts.optimizer
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
-        return {**self._optimizer.state_dict(), **self._own}
+        state = self._optimizer.state_dict()
+        if self._strategy.shards:
+            state["state"] = in_pieces(state["state"], self._optimizer, self._strategy)
+        return {**state, **self._own}
+
+    def is_replicated(self, tensor: str) -> bool:  # noqa: ARG002
+        return not self._strategy.shards  # what is whole there are numbers, such as Adam's step
 
     @cached_property
     def _own(self) -> dict[str, Any]:
         """Settled when the Trainer is made: each save has the same objects, whose text is then not made anew."""
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        names = self._strategy.held_names()
         return {
             "kind": type(self._optimizer).__name__,
             "names": [[names[id(each)] for each in group["params"]] for group in self._optimizer.param_groups],
@@ -154,6 +162,8 @@ class OptimizerPart(SavedPart):
         own_types, own_devices = self._own["held"]
         types, devices = state.get("held", self._own["held"])
         saved = {name: value for name, value in state.items() if name in ("state", "param_groups")}
+        if self._strategy.shards:
+            saved["state"] = of_pieces(saved["state"], self._optimizer, self._strategy)
         try:
             load_optimizer_state(
                 self._optimizer, saved, keep_types=types == own_types, keep_devices=devices == own_devices

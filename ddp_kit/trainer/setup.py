@@ -13,6 +13,7 @@ from ddp_kit.config import TrainerConfig
 from ddp_kit.env import make_cublas_repeatable
 from ddp_kit.errors import ConfigError, some
 from ddp_kit.metric_objects import MetricObject, is_metric_object
+from ddp_kit.parallel import Strategy
 from ddp_kit.sampler import OwnTrainBatches, TrainBatches
 from ddp_kit.trainer.parts import MetricFunction
 
@@ -55,9 +56,19 @@ def checked_model(model: object) -> None:
         )
 
 
-def optimizer_for(model: nn.Module, optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]) -> Optimizer:
+def optimizer_for(
+    model: nn.Module,
+    optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer],
+    strategy: Strategy,
+) -> Optimizer:
     """The optimizer, made if need be, once it is sure to train this model and nothing else."""
     made: object = optimizer
+    if strategy.replaces_parameters and isinstance(optimizer, Optimizer):
+        kind, name = type(optimizer).__name__, strategy.config.strategy
+        raise ConfigError(
+            f"parallel={name!r} puts sharded parameters into the model, and the {kind} was made with the ones before",
+            f"give a function that makes it: Trainer(model, lambda parameters: {kind}(parameters, lr=...), ...)",
+        )
     if not isinstance(optimizer, Optimizer) and callable(optimizer):
         made = optimizer(model.parameters())
     if not isinstance(made, Optimizer):
@@ -76,6 +87,7 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | Callable[[Iterable[nn
             "make it from model.parameters(); put a loss that has parameters of its own into the model",
         )
     _check_complete(model, made)
+    strategy.setup_optimizer(made)
     if made.state:
         made.load_state_dict(made.state_dict())  # torch moves the state to where the parameters are now
     return made

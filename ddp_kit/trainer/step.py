@@ -199,10 +199,16 @@ class StepPasses:
         parts.heart.mark(Phase.DATA)
         batch = self._rehearsed.pop() if self._rehearsed else self._batch()  # which marks its phases itself
         parts.heart.mark(Phase.FORWARD)
+        before = None if samples else StepState(parts)
         with parts.precision.forward():
             value = self._losses.call(batch, self._interval.step, self.count)
         self._clock.mark(FORWARD)
         parts.heart.mark(Phase.BACKWARD)
+        if before is not None:  # a pass with zero weight, for its collectives alone
+            before.restore()
+            return parts.precision.scaled((value.loss if isinstance(value, Loss) else value).reshape(()) * 0.0)
+        if not parts.strategy.contributes:
+            return self._objective(value, samples)
         self._interval.add(value, samples)
         if isinstance(value, Loss):
             self._own_weight = self._own_weight + exact_weight(value.weight)

@@ -31,7 +31,7 @@ from ddp_kit.trainer.data import DataRoom, own_batch_size
 from ddp_kit.trainer.evaluation import Evaluations, Evaluator, evaluation_due
 from ddp_kit.trainer.events import Events, Subscriber
 from ddp_kit.trainer.feed import Feed, Share
-from ddp_kit.trainer.fingerprint import facts_of_model, facts_of_state
+from ddp_kit.trainer.fingerprint import facts_of_model, facts_of_optimizer, facts_of_progress, facts_of_weights
 from ddp_kit.trainer.log_points import LogPoints, announce
 from ddp_kit.trainer.loop_exit import Loop, saved_when_left
 from ddp_kit.trainer.micro_batch import (
@@ -121,13 +121,13 @@ class Trainer:
         )
         strategy.check(model)
         agreement.check_agreement(self.world, facts_of_model(model))
-        precision = Precision(settings.precision, self.world.device)
+        precision = Precision(settings.precision, self.world.device, sharded=strategy.shards)
         self.model = model
         precision.prepare(model)
         if settings.compile is not None:
             compile_in_place(model, settings.compile)
         strategy.setup(model)
-        self.optimizer = optimizer_for(model, optimizer)
+        self.optimizer = optimizer_for(model, optimizer, strategy)
         if (rule := settings.learning_rate_scaling) is not None and (reference := settings.reference_batch_size):
             scale_learning_rate(self.optimizer, rule, self.batch_plan.global_batch, reference, scheduler)
         self.scheduler = warmed_up(self.optimizer, scheduler_for(self.optimizer, scheduler), settings.warmup_steps)
@@ -245,7 +245,7 @@ class Trainer:
         """
         self._agree("evaluate()", eval_data=data)
         watched = self._evaluator.watches(data) if watched is None else watched
-        return self._evaluator.run(self._data.evaluation(data, "eval_data")(), watched=watched) or {}
+        return self._evaluator.run(self._data.evaluation(data, "eval_data"), watched=watched) or {}
 
     def predict(self, data: Data, predict_fn: PredictFunction | None = None) -> Any:
         """What the model gives for every sample of `data`, in the dataset's order, on the CPU of every rank.
@@ -257,7 +257,7 @@ class Trainer:
         self._agree("predict()", data=data)
         self._parts.strategy.sync_buffers()
         with self._heart.during(Phase.EVALUATION):
-            return predict(self._parts, predict_fn, self._data.evaluation(data, "the data")())
+            return predict(self._parts, predict_fn, self._data.evaluation(data, "the data"))
 
     def find_learning_rate(
         self, train_data: Data, *, start: float = 1e-7, end: float = 10.0, steps: int = 100
@@ -417,5 +417,8 @@ class Trainer:
         facts = facts_of_data(data) | agreement.facts_of_run(self.config, self.optimizer, self._metrics)
         agreement.check_agreement(self.world, facts)
         if self.step == 0 or "train_data" in data:
-            agreement.check_agreement(self.world, facts_of_state(self._parts), self._parts.strategy.replicas)
+            strategy = self._parts.strategy
+            agreement.check_agreement(self.world, facts_of_weights(self._parts), strategy.replicas)
+            agreement.check_agreement(self.world, facts_of_optimizer(self._parts), strategy.optimizer_replicas)
+            agreement.check_agreement(self.world, facts_of_progress(self._parts))
         self._samples.compare(data)

@@ -1,0 +1,331 @@
+"""Weights, gradients and optimizer state sharded over ranks, by torch's FSDP2 (`fully_shard`).
+
+Every forward and backward pass gathers the weights of one unit after the other, and each backward pass reduces its
+gradients: so all ranks run the same number of passes. Gradients are sums over the ranks; the trainer scales them by
+the true weight of the global batch.
+"""
+
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ddp_kit.blocks import repeated_blocks
+from ddp_kit.config import ParallelConfig
+from ddp_kit.errors import ConfigError, LossError, nearest, some
+from ddp_kit.parallel.mesh import sizes_of
+from ddp_kit.parallel.replicas import broadcast, check_replicable
+from ddp_kit.parallel.shards import Shards
+from ddp_kit.parallel.strategy import Passes, Strategy, scale
+from ddp_kit.pieces import Piece
+from ddp_kit.torch_internals import place_in_whole
+from ddp_kit.world import World, host_group
+
+T = TypeVar("T")
+
+_WHOLE_GRADIENTS_SHARE = 8
+"""Gradients stay whole while they accumulate where they take at most this part of a rank's memory: then they are
+reduced once per step, rather than once per pass."""
+
+
+class FsdpStrategy(Strategy):
+    """FSDP2 over `shard` ranks, in `replicate` groups (HSDP where there are several)."""
+
+    equal_passes = True
+    shards = True
+    replaces_parameters = True
+
+    def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
+        super().__init__(world, config, recoverable=recoverable)
+        self.sizes = sizes_of(config, world.world_size)
+        _, self._replica, self._shard, self._tensor = self.sizes.coordinates(world.rank)
+        self._mesh: DeviceMesh
+        self._units: list[FSDPModule] = []
+        self._shards: Shards
+        self._keeps_whole_gradients = False
+
+    # --- which ranks share what -----------------------------------------------------------------------------------
+
+    @property
+    def data_ranks(self) -> int:
+        return self.sizes.data
+
+    @property
+    def data_rank(self) -> int:
+        return self._replica * self.sizes.shard + self._shard
+
+    @property
+    def contributes(self) -> bool:
+        return self._tensor == 0
+
+    @property
+    def replicas(self) -> tuple[range, ...]:
+        apart = self.sizes.shard * self.sizes.tensor
+        return tuple(range(first, self.world.world_size, apart) for first in range(apart))
+
+    # --- set up ---------------------------------------------------------------------------------------------------
+
+    def check(self, model: nn.Module) -> None:
+        super().check(model)
+        check_replicable(model)
+        for name in ("static_graph", "find_unused_parameters", "compression"):
+            if getattr(self.config, name):
+                raise ConfigError(
+                    f"parallel.{name} is a setting of DDP, and parallel.strategy is {self.config.strategy!r}",
+                    f"leave out {name}, or use parallel='ddp'",
+                )
+        scalars = [name for name, each in model.named_parameters() if each.ndim == 0]
+        if scalars:
+            raise ConfigError(
+                f"FSDP cannot shard parameters without a dimension: {some(scalars)}",
+                "give them one: nn.Parameter(torch.ones(1)) in place of nn.Parameter(torch.tensor(1.0))",
+            )
+
+    def check_recoverable(self) -> None:
+        raise ConfigError(
+            f"micro_batch_size='auto' does not go together with parallel.strategy={self.config.strategy!r}: where one "
+            "rank runs out of memory, the others wait in the pass's collectives",
+            "set micro_batch_size to a number; `ddpkit plan` estimates what fits",
+        )
+
+    def setup(self, model: nn.Module) -> None:
+        self.model = model
+        sizes, device = self.sizes, self.world.device
+        self._mesh = init_device_mesh(
+            device.type, (sizes.replicate, sizes.shard, sizes.tensor), mesh_dim_names=("replicate", "shard", "tensor")
+        )
+        names = [name for name, _ in model.named_parameters()]
+        # Unit by unit: no rank ever holds the whole model on its device.
+        units: dict[str, nn.Module] = {**self._chosen_units(model), "": model}
+        for name, unit in units.items():
+            self._place(unit)
+            self._shard_unit(name, unit)
+        self.parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
+        self._keeps_whole_gradients = self._whole_gradients_fit()
+        for sharded in self._units:
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+        pieces = {each: piece for each in model.parameters() if (piece := _piece(each)) is not None}
+        self._shards = Shards(pieces, dict(zip(model.parameters(), names, strict=True)))
+
+    def _chosen_units(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The modules whose weights are gathered together, inner ones first; the rest belongs to the root."""
+        modules = dict(model.named_modules())
+        modules.pop("")
+        if self.config.units == "auto":
+            chosen = repeated_blocks(model)
+        else:
+            chosen = {}
+            for pattern in self.config.units:
+                found = fnmatch.filter(modules, pattern)
+                if not found:
+                    raise ConfigError(
+                        f"parallel.units names {pattern!r}, and the model {type(model).__name__} has no such module",
+                        f"nearest: {nearest(pattern, [*modules]) or some([*modules])}",
+                    )
+                chosen |= {name: modules[name] for name in found}
+        _check_shared(model, chosen)
+        return dict(sorted(chosen.items(), key=lambda one: -one[0].count(".")))
+
+    def _place(self, unit: Any) -> None:
+        """What of a unit is not sharded yet goes to the device, as rank 0 has it."""
+        device = self.world.device
+        whole = [each for each in unit.parameters() if not isinstance(each, DTensor)]
+        for parameter in whole:
+            parameter.data = parameter.data.to(device)
+        for buffer in unit.buffers():
+            buffer.data = buffer.data.to(device)
+        broadcast([*(each.detach() for each in whole), *unit.buffers()])
+
+    def _shard_unit(self, name: str, unit: nn.Module) -> None:
+        mesh = self._mesh["replicate", "shard"] if self.sizes.replicate > 1 else self._mesh["shard"]
+        reshard = None if self.config.reshard == "auto" else self.config.reshard
+        try:
+            sharded: Any = fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
+            self._units.append(sharded)
+        except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
+            raise ConfigError(
+                f"FSDP cannot shard {name or 'the model'} ({type(unit).__name__}): {error}",
+                "name other modules in parallel.units, or use parallel='ddp'",
+            ) from None
+
+    def _whole_gradients_fit(self) -> bool:
+        """The same on all ranks: it decides which collectives run."""
+        size = sum(each.numel() * each.element_size() for each in self.parameters)
+        if self.world.device.type == "cuda":
+            memory = torch.cuda.get_device_properties(self.world.device).total_memory
+        else:
+            import psutil
+
+            memory = psutil.virtual_memory().total // self.world.local_world_size
+        fits = torch.tensor(int(size * _WHOLE_GRADIENTS_SHARE <= memory))
+        dist.all_reduce(fits, op=dist.ReduceOp.MIN, group=host_group(self.world))
+        return bool(fits)
+
+    def setup_optimizer(self, optimizer: Optimizer) -> None:
+        self._shards.give_to(optimizer)
+
+    def local_parameters(self) -> list[Tensor]:
+        return [shard.detach() for shard in self._shards.of.values()]
+
+    # --- an optimizer step ----------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        self.sync_buffers()
+
+    def sync_buffers(self) -> None:
+        broadcast(self.model.buffers())
+
+    def run_passes(self, passes: Passes) -> None:
+        for number in range(passes.count):
+            last = number == passes.count - 1
+            with _explained():
+                loss = passes.forward(number)
+            if self._keeps_whole_gradients and passes.count > 1:
+                for unit in self._units:
+                    unit.set_requires_gradient_sync(last, recurse=False)
+            if last:
+                passes.before_reduction(loss)
+            with _explained():
+                loss.backward()  # type: ignore[no-untyped-call]
+            passes.after_backward()
+        with torch.no_grad():
+            for whole, shard in self._shards.trained:
+                shard.grad = None if whole.grad is None else _local(whole.grad)
+
+    def check_gradients(self) -> None:
+        missing = [self._shards.names[id(shard)] for _, shard in self._shards.trained if shard.grad is None]
+        if missing:
+            raise LossError(
+                f"{some(missing)} got no gradient in a step, and FSDP reduces those of all ranks together",
+                "let them take part in the loss, or freeze them (requires_grad=False) before the Trainer is made",
+            )
+
+    # --- gradients ------------------------------------------------------------------------------------------------
+
+    @property
+    def _held(self) -> list[nn.Parameter]:
+        return [shard for _, shard in self._shards.trained]
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        scale(self._held, factor)
+
+    def grad_norm(self) -> Tensor:
+        """Local sums of squares, added up over the ranks that hold different parts."""
+        gradients = [each.grad for each in self._held if each.grad is not None]
+        square = nn.utils.get_total_norm(gradients).square()
+        dist.all_reduce(square, group=self._mesh.get_group("shard"))
+        return square.sqrt()
+
+    def clip_grad_norm(self, limit: float, norm: Tensor) -> None:
+        nn.utils.clip_grads_with_norm_(self._held, limit, norm)
+
+    def clip_grad_value(self, limit: float) -> None:
+        nn.utils.clip_grad_value_(self._held, limit)
+
+    # --- evaluation and prediction ----------------------------------------------------------------------------------
+
+    def evaluation(self, batches: Iterable[tuple[int, T]], spare: Callable[[], T]) -> Iterator[tuple[int, T]]:
+        arriving, last = iter(batches), None
+        while True:
+            own = next(arriving, None)
+            more = torch.tensor(int(own is not None))
+            dist.all_reduce(more, op=dist.ReduceOp.MAX, group=host_group(self.world))
+            if not more:
+                return
+            last = own or last or (0, spare())
+            yield own or (0, last[1])
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def model_state(self) -> dict[str, Any]:
+        state = self.model.state_dict(keep_vars=True)
+        pieces: dict[int, Piece] = {}
+        for name, value in state.items():
+            if id(value) in pieces:  # tied weights are stored once
+                state[name] = pieces[id(value)]
+            elif (piece := _piece(value)) is not None:
+                state[name] = pieces[id(value)] = replace(piece, owned=self._replica == 0)
+            elif isinstance(value, Tensor):
+                state[name] = value.detach()
+        return state
+
+    def load_model_state(self, state: dict[str, Any]) -> None:
+        own, plain = self.model.state_dict(), {}
+        with torch.no_grad():
+            for name, value in state.items():
+                piece = _piece(own.get(name))
+                if piece is None:
+                    plain[name] = value
+                else:
+                    piece.tensor.copy_(piece.of(value))
+        self.model.load_state_dict(plain, strict=False)
+
+    def held_names(self) -> dict[int, str]:
+        return self._shards.names
+
+    def piece_of(self, parameter: Tensor) -> Piece | None:
+        return replace(self._shards.pieces[id(parameter)], owned=self._replica == 0)
+
+
+def _local(value: Any) -> Tensor:
+    """The part of a DTensor that this rank holds, in its memory."""
+    found: Tensor = value.to_local()
+    return found
+
+
+def _piece(value: Any) -> Piece | None:
+    """The part of a DTensor that this rank holds; None for anything else."""
+    if not isinstance(value, DTensor):
+        return None
+    _, offsets = place_in_whole(value)
+    with torch.no_grad():
+        return Piece(_local(value.detach()), tuple(value.shape), tuple(offsets))
+
+
+def _check_shared(model: nn.Module, units: dict[str, nn.Module]) -> None:
+    """Raise `ConfigError` where a parameter is in two units: each would gather and reduce it for itself."""
+    owners: dict[nn.Parameter, str] = {}
+    for name, unit in units.items():
+        for parameter in unit.parameters():
+            other = owners.setdefault(parameter, name)
+            if other != name and not (other.startswith(f"{name}.") or name.startswith(f"{other}.")):
+                raise ConfigError(
+                    f"the units {other} and {name} share a parameter, which FSDP cannot gather twice",
+                    "name other modules in parallel.units, such as one that contains both",
+                )
+    inside = set(owners)
+    for name, module in model.named_modules():
+        if any(name == unit or name.startswith(f"{unit}.") for unit in units):
+            continue
+        for parameter in module.parameters(recurse=False):
+            if parameter in inside:
+                raise ConfigError(
+                    f"{name or 'the model'} shares a parameter with the unit {owners[parameter]}",
+                    "name other modules in parallel.units: tied weights have to be in one unit, or outside of all",
+                )
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """What FSDP says when weights are used outside of the forward pass that gathers them."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if "mixed torch.Tensor and DTensor" in text or "lazily initialized" in text or "root module first" in text:
+            raise LossError(
+                f"the loss function uses weights outside of the model's forward pass, where they are sharded: {text}",
+                "call model(...) in the loss function, and compute what needs weights inside the model's forward; "
+                "parallel='ddp' keeps weights whole everywhere",
+            ) from error
+        raise

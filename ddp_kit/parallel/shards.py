@@ -1,0 +1,89 @@
+"""Optimizers that hold a shard of each parameter: how the shards get into them, and what they hold of which.
+
+A shard is a plain parameter in the memory of the model's, so the optimizer's kernels run on plain tensors. That is
+exact for optimizers that update each value by itself; `check_elementwise` refuses others.
+"""
+
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddp_kit.errors import ConfigError
+from ddp_kit.pieces import Piece
+
+_ROWS, _COLUMNS = 4, 6
+_STEPS = 3
+_KERNELS = ("fused", "foreach", "capturable")  # settings that choose one, for some devices only
+
+
+class Shards:
+    """The shards of one rank: for each parameter of the model, the one that the optimizer holds in its place."""
+
+    def __init__(self, pieces: Mapping[nn.Parameter, Piece], names: Mapping[nn.Parameter, str]) -> None:
+        self.of: dict[nn.Parameter, nn.Parameter] = {
+            whole: nn.Parameter(piece.tensor, requires_grad=whole.requires_grad) for whole, piece in pieces.items()
+        }
+        """The model's parameter -> the optimizer's."""
+        self.pieces = {id(self.of[whole]): piece for whole, piece in pieces.items()}
+        """By the id of the optimizer's parameter."""
+        self.names = {id(self.of[whole]): name for whole, name in names.items() if whole in self.of}
+        self.trained = [(whole, shard) for whole, shard in self.of.items() if whole.requires_grad]
+
+    def give_to(self, optimizer: Optimizer) -> None:
+        """Put the shards in place of the model's parameters. Raises `ConfigError`."""
+        if optimizer.state:
+            raise ConfigError(
+                "the optimizer has state already, and parallel shards it from the first step on",
+                "give a new optimizer, or a function such as lambda parameters: AdamW(parameters, lr=1e-3)",
+            )
+        check_elementwise(optimizer)
+        for group in optimizer.param_groups:
+            group["params"] = [self.of.get(each, each) for each in group["params"]]
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Raise `ConfigError` for an optimizer that updates a shard other than as a part of the whole tensor.
+
+    It is tried: the same optimizer with the same settings on a small matrix, and on the two halves of it.
+    """
+    name = type(optimizer).__name__
+    try:
+        with torch.random.fork_rng(devices=[]):
+            whole, halves = _trained(optimizer, parts=1), _trained(optimizer, parts=2)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        problem = f"on vectors it fails with {type(error).__name__}: {error}"
+    else:
+        if torch.equal(whole, halves):
+            return
+        problem = "its update of a value depends on the other values of the tensor"
+    raise ConfigError(
+        f"the optimizer {name} cannot be sharded: {problem}",
+        "use an optimizer that updates each value by itself, such as AdamW or SGD; or parallel='ddp', which keeps "
+        "parameters whole",
+    )
+
+
+def _trained(optimizer: Optimizer, parts: int) -> Tensor:
+    """A matrix after some steps, held by the optimizer as it is, or as that many flat parts."""
+    made: Any = type(optimizer)
+    values = torch.linspace(-1.0, 2.0, _ROWS * _COLUMNS).reshape(_ROWS, _COLUMNS)
+    held = [values] if parts == 1 else [*values.reshape(-1).clone().chunk(parts)]
+    parameters = [nn.Parameter(each.clone()) for each in held]
+    known = signature(made).parameters
+    settings = {
+        key: value
+        for key, value in optimizer.param_groups[0].items()
+        if key in known and key not in ("params", *_KERNELS) and not isinstance(value, Tensor)
+    }
+    trial: Optimizer = made(parameters, **settings)
+    for step in range(_STEPS):
+        for number, parameter in enumerate(parameters):
+            gradient = torch.cos(values * (step + 1.0))
+            share = gradient if parts == 1 else gradient.reshape(-1).chunk(parts)[number]
+            parameter.grad = share.clone()
+        trial.step()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])

@@ -1,0 +1,88 @@
+"""ZeRO-1: DDP, with the optimizer's state and its update divided evenly over the ranks.
+
+The parameters of each type lie in one flat tensor, of which each rank updates an equal range; afterwards the ranks
+gather what the others have updated. Source of the idea: Rajbhandari et al. 2020, arXiv 1910.02054.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddp_kit.parallel.ddp import DdpStrategy
+from ddp_kit.parallel.shards import Shards
+from ddp_kit.parallel.strategy import Passes
+from ddp_kit.pieces import Piece
+from ddp_kit.torch_internals import gather_ranges
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """The parameters of one type, one after another."""
+
+    values: Tensor
+    """Padded, so that all ranks have the same number."""
+    own: Tensor
+    """This rank's range, in the same memory."""
+
+
+class Zero1Strategy(DdpStrategy):
+    """Whole weights and gradients on each rank, 1/N of the optimizer state."""
+
+    shards = True
+
+    @property
+    def optimizer_replicas(self) -> tuple[range, ...]:
+        return tuple(range(rank, rank + 1) for rank in range(self.world.world_size))
+
+    def setup(self, model: nn.Module) -> None:
+        super().setup(model)
+        trained: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                trained.setdefault(parameter.dtype, []).append((name, parameter))
+        self._flat: list[_Flat] = []
+        pieces: dict[nn.Parameter, Piece] = {}
+        for dtype, named in trained.items():
+            pieces |= self._flattened(dtype, [parameter for _, parameter in named])
+        names = {parameter: name for named in trained.values() for name, parameter in named}
+        self._shards = Shards(pieces, names)
+
+    @torch.no_grad()
+    def _flattened(self, dtype: torch.dtype, parameters: list[nn.Parameter]) -> dict[nn.Parameter, Piece]:
+        """Move parameters into one tensor, and return this rank's range of each."""
+        ranks, device = self.world.world_size, self.world.device
+        share = -(-sum(each.numel() for each in parameters) // ranks)
+        values = torch.zeros(share * ranks, dtype=dtype, device=device)
+        first, pieces, at = share * self.world.rank, {}, 0
+        for each in parameters:
+            place = values[at : at + each.numel()]
+            place.copy_(each.reshape(-1))
+            begin, end = (min(max(edge - at, 0), each.numel()) for edge in (first, first + share))
+            each.data = place.view(each.shape)
+            pieces[each] = Piece(place[begin:end], tuple(each.shape), (begin,), flat=True)
+            at += each.numel()
+        self._flat.append(_Flat(values, values[first : first + share]))
+        return pieces
+
+    def setup_optimizer(self, optimizer: Optimizer) -> None:
+        self._shards.give_to(optimizer)
+
+    def run_passes(self, passes: Passes) -> None:
+        super().run_passes(passes)
+        for whole, shard in self._shards.trained:
+            piece = self._shards.pieces[id(shard)]
+            begin = piece.offsets[0]
+            shard.grad = None if whole.grad is None else whole.grad.view(-1)[begin : begin + shard.numel()]
+
+    def end_step(self) -> None:
+        super().end_step()
+        for flat in self._flat:
+            gather_ranges(flat.values, flat.own)
+
+    def held_names(self) -> dict[int, str]:
+        return super().held_names() | self._shards.names
+
+    def piece_of(self, parameter: Tensor) -> Piece | None:
+        return self._shards.pieces.get(id(parameter))
