@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
@@ -161,14 +160,6 @@ class DdpReducer:
 
     def _zeros(self) -> list[Any]:
         return list(self._wrapper.reducer._get_zeros_like_grad_buckets())
-
-
-# --- DTensor ---------------------------------------------------------------------------------------------------------
-
-
-def place_in_whole(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape and the offsets of the part of a DTensor that this rank holds."""
-    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
 
 
 # --- tensors --------------------------------------------------------------------------------------------------------

@@ -25,9 +25,8 @@ from ddp_kit.errors import ConfigError, LossError, nearest, some
 from ddp_kit.parallel.mesh import sizes_of
 from ddp_kit.parallel.replicas import broadcast, check_replicable
 from ddp_kit.parallel.shards import Shards
-from ddp_kit.parallel.strategy import Passes, Strategy, scale
+from ddp_kit.parallel.strategy import Passes, Strategy, scale_gradients
 from ddp_kit.pieces import Piece
-from ddp_kit.torch_internals import place_in_whole
 from ddp_kit.world import World, host_group
 
 T = TypeVar("T")
@@ -217,7 +216,7 @@ class FsdpStrategy(Strategy):
         return [shard for _, shard in self._shards.trained]
 
     def scale_gradients(self, factor: Tensor) -> None:
-        scale(self._held, factor)
+        scale_gradients(self._held, factor)
 
     def grad_norm(self) -> Tensor:
         """Local sums of squares, added up over the ranks that hold different parts."""
@@ -287,9 +286,19 @@ def _piece(value: Any) -> Piece | None:
     """The part of a DTensor that this rank holds; None for anything else."""
     if not isinstance(value, DTensor):
         return None
-    _, offsets = place_in_whole(value)
+    mesh, offsets, sizes = value.device_mesh, [0] * value.ndim, list(value.shape)
+    # Tensor parallel has divided the tensor first, and FSDP has then divided what each rank had: as torch.chunk does.
+    for number in reversed(range(mesh.ndim)):
+        dimension = getattr(value.placements[number], "dim", None)
+        if dimension is not None:
+            share = -(-sizes[dimension] // mesh.size(number))
+            begin = min(share * mesh.get_local_rank(number), sizes[dimension])
+            offsets[dimension] += begin
+            sizes[dimension] = min(share, sizes[dimension] - begin)
     with torch.no_grad():
-        return Piece(_local(value.detach()), tuple(value.shape), tuple(offsets))
+        local = _local(value.detach())
+    assert list(local.shape) == sizes, f"{value.placements} is not divided as expected"
+    return Piece(local, tuple(value.shape), tuple(offsets))
 
 
 def _check_shared(model: nn.Module, units: dict[str, nn.Module]) -> None:

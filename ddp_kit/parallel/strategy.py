@@ -193,7 +193,7 @@ class Strategy(ABC):
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply all gradients by a scalar on the device. Nothing waits for its value."""
-        scale(self.parameters, factor)
+        scale_gradients(self.parameters, factor)
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of all gradients together, the same scalar on all ranks."""
@@ -247,7 +247,7 @@ class Strategy(ABC):
         """Restore what `state_dict` gave. `steps`: optimizer steps done so far. Raises `ValueError`."""
 
 
-def scale(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply the gradients by a scalar that is on the device, without waiting for its value."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:

@@ -10,7 +10,9 @@ from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, OneCycleLR, Seq
 from torch.utils.data import TensorDataset
 
 from ddp_kit import Callback, ConfigError, Loss, LossError, Trainer, TrainerConfig
+from ddp_kit.config import ParallelConfig
 from ddp_kit.metrics import exact_weight
+from ddp_kit.parallel.ddp import DdpStrategy
 from ddp_kit.parallel.strategy import scale_gradients
 from ddp_kit.trainer.fingerprint import bits, differing, rates, settings_of
 from ddp_kit.trainer.interval import WEIGHT, Interval
@@ -261,7 +263,8 @@ def test_settings_are_compared_with_all_digits_and_without_addresses() -> None:
 
 
 def test_what_differs_is_named() -> None:
-    assert differing([(1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 4.0)]) is None
-    assert differing([(1.0, 2.0), (1.0, 3.0)]) == "the learning rates"
-    assert differing([(1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 5.0)]) == "the weights of the model"
-    assert differing([]) is None
+    strategy = DdpStrategy(World(0, 2, 0, 2, 0, torch.device("cpu")), ParallelConfig())
+    assert differing([(1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 4.0)], strategy) is None
+    assert differing([(1.0, 2.0), (1.0, 3.0)], strategy) == "the learning rates"
+    assert differing([(1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 5.0)], strategy) == "the weights of the model"
+    assert differing([], strategy) is None
