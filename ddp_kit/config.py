@@ -157,6 +157,11 @@ class ParallelConfig(_Part):
     units: Literal["auto"] | tuple[str, ...] = Field(
         "auto", description='Modules whose weights are gathered together, by name; "auto": the repeated blocks.'
     )
+    tensor_plan: Literal["auto"] | dict[str, Literal["column", "row", "sequence"]] = Field(
+        "auto",
+        description='How layers are split for `tensor`: names or patterns such as {"blocks.*.up": "column", '
+        '"blocks.*.down": "row"}; "auto": the plan that the model brings along.',
+    )
     reshard: Literal["auto"] | bool = Field(
         "auto", description='Give up gathered weights after the forward pass; "auto": yes, except those of the root.'
     )

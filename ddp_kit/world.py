@@ -84,9 +84,9 @@ def mixed_seed(*numbers: int) -> int:
     return int.from_bytes(blake2b(repr(numbers).encode(), digest_size=4).digest())
 
 
-def seed_everything(seed: int, world: World) -> None:
-    """Set every random state of this process: the same in every run, different on every rank."""
-    own = mixed_seed(seed, world.rank)
+def seed_everything(seed: int, rank: int) -> None:
+    """Set every random state of this process: the same in every run, different for every `rank`."""
+    own = mixed_seed(seed, rank)
     torch.manual_seed(own)  # the GPU's state too
     seed_generators(own)
 

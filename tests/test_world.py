@@ -11,7 +11,7 @@ import torch
 
 from ddp_kit import world
 from ddp_kit.errors import WorldError
-from ddp_kit.world import World, random_states_kept, seed_everything, seed_generators
+from ddp_kit.world import random_states_kept, seed_everything, seed_generators
 
 CPU = torch.device("cpu")
 MEETING = {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
@@ -46,7 +46,7 @@ def test_a_group_that_the_script_made_itself_is_used(
 
 def test_every_random_state_is_set_the_same_in_every_run_and_another_on_every_rank() -> None:
     def drawn(rank: int) -> tuple[float, float, float]:
-        seed_everything(3, World(rank, 2, rank, 2, 0, CPU))
+        seed_everything(3, rank)
         return random.random(), float(np.random.rand()), torch.rand(()).item()
 
     assert drawn(0) == drawn(0)
@@ -54,12 +54,12 @@ def test_every_random_state_is_set_the_same_in_every_run_and_another_on_every_ra
 
 
 def test_what_is_seeded_and_drawn_within_leaves_no_trace() -> None:
-    seed_everything(1, World(0, 1, 0, 1, 0, CPU))
+    seed_everything(1, 0)
     with random_states_kept():
         seed_generators(5)
         within = random.random(), float(np.random.rand()), torch.rand(()).item()
     after = random.random(), float(np.random.rand()), torch.rand(()).item()
-    seed_everything(1, World(0, 1, 0, 1, 0, CPU))
+    seed_everything(1, 0)
     assert after == (random.random(), float(np.random.rand()), torch.rand(()).item())
     assert not set(after) & set(within)
 

@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state sharded over ranks, by torch's FSDP2 (`fully_shard`).
+"""Weights, gradients and optimizer state sharded over ranks, by torch's FSDP2 (`fully_shard`), with tensor parallel.
 
 Every forward and backward pass gathers the weights of one unit after the other, and each backward pass reduces its
 gradients: so all ranks run the same number of passes. Gradients are sums over the ranks; the trainer scales them by
@@ -26,6 +26,7 @@ from ddp_kit.parallel.mesh import sizes_of
 from ddp_kit.parallel.replicas import broadcast, check_replicable
 from ddp_kit.parallel.shards import Shards
 from ddp_kit.parallel.strategy import Passes, Strategy, scale_gradients
+from ddp_kit.parallel.tensor import split_layers, tensor_plan
 from ddp_kit.pieces import Piece
 from ddp_kit.world import World, host_group
 
@@ -37,7 +38,7 @@ reduced once per step, rather than once per pass."""
 
 
 class FsdpStrategy(Strategy):
-    """FSDP2 over `shard` ranks, in `replicate` groups (HSDP where there are several)."""
+    """FSDP2 over `shard` ranks, in `replicate` groups (HSDP where there are several), of layers split over `tensor`."""
 
     equal_passes = True
     shards = True
@@ -105,9 +106,13 @@ class FsdpStrategy(Strategy):
         names = [name for name, _ in model.named_parameters()]
         # Unit by unit: no rank ever holds the whole model on its device.
         units: dict[str, nn.Module] = {**self._chosen_units(model), "": model}
+        plan = tensor_plan(model, self.config) if sizes.tensor > 1 else {}
         for name, unit in units.items():
             self._place(unit)
-            self._shard_unit(name, unit)
+            if plan:
+                split_layers(unit, name, plan, self._mesh["tensor"])
+            if sizes.data > 1:
+                self._shard_unit(name, unit)
         self.parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
         self._keeps_whole_gradients = self._whole_gradients_fit()
         for sharded in self._units:
@@ -115,6 +120,9 @@ class FsdpStrategy(Strategy):
             sharded.set_force_sum_reduction_for_comms(True)
         pieces = {each: piece for each in model.parameters() if (piece := _piece(each)) is not None}
         self._shards = Shards(pieces, dict(zip(model.parameters(), names, strict=True)))
+        held = [(each, self._shards.of.get(each, each)) for each in self.parameters]
+        self._held = [shard for _, shard in held]
+        self._split = [shard for whole, shard in held if _is_split(whole)]  # over the ranks of a tensor group
 
     def _chosen_units(self, model: nn.Module) -> dict[str, nn.Module]:
         """The modules whose weights are gathered together, inner ones first; the rest belongs to the root."""
@@ -174,7 +182,7 @@ class FsdpStrategy(Strategy):
         self._shards.give_to(optimizer)
 
     def local_parameters(self) -> list[Tensor]:
-        return [shard.detach() for shard in self._shards.of.values()]
+        return [self._shards.of.get(each, each).detach() for each in self.model.parameters()]
 
     # --- an optimizer step ----------------------------------------------------------------------------------------
 
@@ -199,10 +207,10 @@ class FsdpStrategy(Strategy):
             passes.after_backward()
         with torch.no_grad():
             for whole, shard in self._shards.trained:
-                shard.grad = None if whole.grad is None else _local(whole.grad)
+                shard.grad = None if whole.grad is None else _reduced_part(whole.grad, whole)
 
     def check_gradients(self) -> None:
-        missing = [self._shards.names[id(shard)] for _, shard in self._shards.trained if shard.grad is None]
+        missing = [self.held_names()[id(each)] for each in self._held if each.grad is None]
         if missing:
             raise LossError(
                 f"{some(missing)} got no gradient in a step, and FSDP reduces those of all ranks together",
@@ -211,19 +219,19 @@ class FsdpStrategy(Strategy):
 
     # --- gradients ------------------------------------------------------------------------------------------------
 
-    @property
-    def _held(self) -> list[nn.Parameter]:
-        return [shard for _, shard in self._shards.trained]
-
     def scale_gradients(self, factor: Tensor) -> None:
         scale_gradients(self._held, factor)
 
     def grad_norm(self) -> Tensor:
         """Local sums of squares, added up over the ranks that hold different parts."""
-        gradients = [each.grad for each in self._held if each.grad is not None]
-        square = nn.utils.get_total_norm(gradients).square()
-        dist.all_reduce(square, group=self._mesh.get_group("shard"))
-        return square.sqrt()
+        split = set(map(id, self._split))
+        rest = [each for each in self._held if id(each) not in split]
+        squares = torch.stack([_norm(each, self.world.device).square() for each in (rest, self._split)])
+        if self.sizes.shard > 1:
+            dist.all_reduce(squares, group=self._mesh.get_group("shard"))
+        if self.sizes.tensor > 1:  # what is not split is the same on all ranks of the group
+            dist.all_reduce(squares[1], group=self._mesh.get_group("tensor"))
+        return squares.sum().sqrt()
 
     def clip_grad_norm(self, limit: float, norm: Tensor) -> None:
         nn.utils.clip_grads_with_norm_(self._held, limit, norm)
@@ -253,7 +261,7 @@ class FsdpStrategy(Strategy):
             if id(value) in pieces:  # tied weights are stored once
                 state[name] = pieces[id(value)]
             elif (piece := _piece(value)) is not None:
-                state[name] = pieces[id(value)] = replace(piece, owned=self._replica == 0)
+                state[name] = pieces[id(value)] = self._written(piece, split=_is_split(value))
             elif isinstance(value, Tensor):
                 state[name] = value.detach()
         return state
@@ -270,10 +278,35 @@ class FsdpStrategy(Strategy):
         self.model.load_state_dict(plain, strict=False)
 
     def held_names(self) -> dict[int, str]:
-        return self._shards.names
+        return super().held_names() | self._shards.names
 
     def piece_of(self, parameter: Tensor) -> Piece | None:
-        return replace(self._shards.pieces[id(parameter)], owned=self._replica == 0)
+        piece = self._shards.pieces.get(id(parameter))
+        return None if piece is None else self._written(piece, split=any(each is parameter for each in self._split))
+
+    def _written(self, piece: Piece, *, split: bool) -> Piece:
+        """Of the ranks that hold the same piece, the first writes it."""
+        return replace(piece, owned=self._replica == 0 and (split or self._tensor == 0))
+
+
+def _reduced_part(gradient: Any, parameter: Any) -> Tensor:
+    """This rank's part of a gradient; where tensor parallel has left sums to be taken, these are taken."""
+    if gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return _local(gradient)
+
+
+def _norm(parameters: list[nn.Parameter], device: torch.device) -> Tensor:
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    return nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=device)
+
+
+def _is_split(parameter: Any) -> bool:
+    """Whether the ranks of a tensor group hold different parts of it."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return "tensor" in names and hasattr(parameter.placements[names.index("tensor")], "dim")
 
 
 def _local(value: Any) -> Tensor:

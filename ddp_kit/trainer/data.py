@@ -1,7 +1,7 @@
 """From the user's data to what the loop and the evaluation take in."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.position import RANKS, Facts
 from ddp_kit.trainer.same_data import subset_indices
 from ddp_kit.trainer.setup import check_sync_batch_norm
-from ddp_kit.world import mixed_seed
+from ddp_kit.world import World, mixed_seed
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,11 @@ class DataRoom:
     clock: StepClock
 
     @property
+    def _reader(self) -> World:
+        """This rank as the data sees it: ranks that share samples draw the same random numbers for them."""
+        return replace(self.parts.world, rank=self._rank, world_size=self._ranks)
+
+    @property
     def _rank(self) -> int:
         return self.parts.strategy.data_rank
 
@@ -76,17 +81,16 @@ class DataRoom:
             share = split(self.plan.global_batch, self._ranks, self._rank)
             passes = -(-len(share) // self.plan.micro_batch)
             sizes = [len(split(len(share), passes, number)) for number in range(passes)]
-            stream = build_stream(dataset, sizes, config.data, world, config.seed, template, marked=True)
+            stream = build_stream(dataset, sizes, config.data, self._reader, config.seed, template, marked=True)
             full = self.plan.global_batch if config.data.drop_last else None
             facts = self._stream_facts(template)
-            equal = self.parts.strategy.equal_passes
-            return StreamFeed(stream, len(sizes), world, self._move, facts, at_least=full, equal_passes=equal)
+            return StreamFeed(stream, len(sizes), world, self._move, facts, self.parts.strategy, at_least=full)
         batches = self._train_batches(dataset, own)
         if world.world_size > 1 and own is not None and (own.sampler or own.batches) is not None:
             check_agreement(world, {"the order that the DataLoader's own sampler gives": batches.fingerprint()})
         check_sync_batch_norm(self.parts.model, batches, self._ranks)
         facts = self._map_facts(dataset, own, batches)
-        loader = build_loader(dataset, batches, config.data, world, seed, template)
+        loader = build_loader(dataset, batches, config.data, self._reader, seed, template)
         spare = partial(self._spare, dataset, batches, template) if self.parts.strategy.equal_passes else None
         return MapFeed(loader, batches, self._move, facts, spare)
 
@@ -144,17 +148,17 @@ class DataRoom:
     def evaluation(self, data: Data, role: str) -> Evaluation:
         """What is evaluated or predicted for: each sample once, in the dataset's order."""
         dataset, template = open_data(data, role)
-        own, config, world = batching(template), self.parts.config, self.parts.world
+        own, config = batching(template), self.parts.config
         size = own.size if own and own.size else self.plan.micro_batch
         if isinstance(dataset, IterableDataset):
-            stream = build_stream(dataset, [size], config.data, world, config.seed, template)
+            stream = build_stream(dataset, [size], config.data, self._reader, config.seed, template)
             return Evaluation(lambda: counted(stream, self._on_device), _no_spare)
         batches: EvalBatches | OwnEvalBatches
         if own is not None and own.batches is not None:
             batches = OwnEvalBatches(own.batches, self._rank, self._ranks, seed=config.seed)
         else:
             batches = EvalBatches(self._sampler(dataset, own, shuffle=False), size)
-        loader = build_loader(dataset, batches, config.data, world, config.seed, template)
+        loader = build_loader(dataset, batches, config.data, self._reader, config.seed, template)
         return Evaluation(
             lambda: zip(batches.sizes(), self._on_device(loader), strict=True),
             partial(self._spare, dataset, batches, template),

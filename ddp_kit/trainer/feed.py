@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ddp_kit.errors import DataError
 from ddp_kit.loader import Mark, Stream
 from ddp_kit.log import logger
+from ddp_kit.parallel import Strategy
 from ddp_kit.sampler import OwnTrainBatches, TrainBatches
 from ddp_kit.torch_internals import pytree
 from ddp_kit.trainer.agreement import digest_of, gathered
@@ -142,10 +143,10 @@ class StreamFeed:
         world: World,
         move: Mover,
         facts: Facts,
+        strategy: Strategy,
         at_least: int | None = None,
-        equal_passes: bool = False,
     ) -> None:
-        self._equal_passes = equal_passes
+        self._strategy = strategy
         self._last: list[Any] = []  # the batch that passes with zero weight repeat
         self._facts = facts
         self._at_least = at_least or 1
@@ -181,7 +182,7 @@ class StreamFeed:
         fetched = self._fetch()
         passes, batches = tuple(samples for samples, _ in fetched), [batch for _, batch in fetched]
         samples = self._over_all_ranks(sum(passes))
-        if self._equal_passes and samples:
+        if self._strategy.equal_passes and samples:
             passes, batches = self._filled_up(passes, batches)
         self._waiting = iter(batches)
         if samples < self._at_least and self._begun_at is not None:
@@ -228,8 +229,15 @@ class StreamFeed:
     def _look_for_copies(self, batches: list[Any]) -> None:
         """Warn where all ranks begin with the same samples: then nothing divides them."""
         bits = b"".join(leaf.cpu().numpy().tobytes() for leaf in pytree.tree_leaves(batches) if _readable(leaf))
-        digests = {digest for (digest,) in gathered(self._world, [digest_of(bits)])}
-        if bits and len(digests) == 1:
+        digests: dict[int, set[int]] = {}
+        for data_rank, digest in gathered(self._world, [self._strategy.data_rank, digest_of(bits)]):
+            digests.setdefault(data_rank, set()).add(digest)
+        if any(len(found) > 1 for found in digests.values()):
+            raise DataError(
+                "ranks that share one model read other samples from their streams",
+                "divide the stream by trainer.data_rank of trainer.data_ranks, not by the rank of the process",
+            )
+        if bits and len(digests) > 1 and len(set.union(*digests.values())) == 1:
             logger.warning(
                 "all {} ranks read the same samples from their streams: let the dataset's __iter__ divide them, such "
                 "as islice(samples, rank, None, world_size), and over DataLoader workers too (get_worker_info)",
@@ -239,7 +247,7 @@ class StreamFeed:
     def _over_all_ranks(self, samples: int) -> int:
         if self._world.world_size == 1:
             return samples
-        total = torch.tensor(samples)
+        total = torch.tensor(samples if self._strategy.contributes else 0)
         dist.all_reduce(total, group=host_group(self._world))
         return int(total)
 

@@ -165,8 +165,8 @@ def announce(
     if total == done:
         logger.warning("nothing left to train: all {} steps are done; raise epochs or max_steps", total)
         return
-    at_most = "" if plan.micro_batch * plan.accumulation * world.world_size == plan.global_batch else ", at most"
-    factors = f"micro-batch {plan.micro_batch} x accumulation {plan.accumulation} x {world.world_size}"
+    at_most = "" if plan.micro_batch * plan.accumulation * plan.world_size == plan.global_batch else ", at most"
+    factors = f"micro-batch {plan.micro_batch} x accumulation {plan.accumulation} x {plan.world_size}"
     logger.info(
         "{} {} on {}, {}: {}; {}{}",
         world.world_size,

@@ -276,6 +276,7 @@ class RandomPart(SavedPart):
 
     def __init__(self, parts: Parts, position: Position) -> None:
         self._world = parts.world
+        self._strategy = parts.strategy
         self._seed = parts.config.seed
         self._position = position
         self._loaded: list[RandomStates] | None = None  # until they are restored
@@ -304,7 +305,7 @@ class RandomPart(SavedPart):
         if len(saved) == ranks:
             set_random_states(saved[rank])
             return
-        seed_generators(mixed_seed(self._seed, rank, self._position.step))
+        seed_generators(mixed_seed(self._seed, self._strategy.data_rank, self._position.step))
         logger.warning(
             "the checkpoint is of {} ranks, and there are {}: each step has the same samples of a dataset with a "
             "length; dropout and other random numbers differ, and so does what BatchNorm sees at once",

@@ -166,6 +166,17 @@ class Trainer:
         """Epochs done."""
         return self._position.epoch
 
+    @property
+    def data_rank(self) -> int:
+        """Which of the `data_ranks` parts of each global batch this rank trains on; ranks that share one model share
+        a part. Streams are divided by it."""
+        return self._parts.strategy.data_rank
+
+    @property
+    def data_ranks(self) -> int:
+        """Into how many parts a global batch is divided."""
+        return self._parts.strategy.data_ranks
+
     # --- what users call ----------------------------------------------------------------------------------------
 
     def fit(self, train_data: Data, eval_data: Data | None = None) -> FitResult:
@@ -386,7 +397,7 @@ class Trainer:
         check_ticks(scheduler, self._position.last_step(self.config, feed.steps), self.step)
         if not self._state.seeded:  # once: a run that is left and taken up again continues its random streams
             if not self._checkpoints.restore_random():
-                seed_everything(self.config.seed, self.world)
+                seed_everything(self.config.seed, self._parts.strategy.data_rank)
             self._state.seeded = True
         if not self.model.training:
             self.model.train()
