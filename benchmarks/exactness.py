@@ -186,7 +186,9 @@ def differences(own: Path, alone: Path) -> dict[str, float]:
     found = dict.fromkeys(("gradient", "norm", "weights", "losses", "evaluation", "predictions"), 0.0)
 
     def note(what: str, one: Any, other: Any) -> None:
-        difference = (torch.as_tensor(one, dtype=torch.float64) - torch.as_tensor(other)).abs().max().item()
+        difference = (
+            (torch.as_tensor(one, dtype=torch.float64) - torch.as_tensor(other, dtype=torch.float64)).abs().max().item()
+        )
         found[what] = max(found[what], difference)
 
     for name in CASES:

@@ -110,7 +110,7 @@ class FsdpStrategy(Strategy):
         for name, unit in units.items():
             self._place(unit)
             if plan:
-                split_layers(unit, name, plan, self._mesh["tensor"])
+                split_layers(model, unit, plan, self._mesh["tensor"])
             if sizes.data > 1:
                 self._shard_unit(name, unit)
         self.parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)

@@ -36,7 +36,7 @@ def tensor_plan(model: nn.Module, config: ParallelConfig) -> dict[str, str]:
     """Module names and their kinds, as the configuration or the model itself says. Raises `ConfigError`."""
     modules = dict(model.named_modules())
     patterns = _own_plan(model) if config.tensor_plan == "auto" else config.tensor_plan
-    plan: dict[str, str] = {}
+    plan: dict[str, str] = {}  # of module names
     for pattern, kind in patterns.items():
         found = fnmatch.filter(modules, pattern)
         if not found:
@@ -88,16 +88,18 @@ def _check_layer(name: str, layer: nn.Module, kind: str, ranks: int) -> None:
         )
 
 
-def split_layers(unit: nn.Module, prefix: str, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Replace the parameters of the planned layers in `unit` by the part that each rank of `mesh` holds.
+def split_layers(model: nn.Module, unit: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
+    """Replace the parameters of the planned layers in a unit of the model by the part that each rank of `mesh` holds.
 
-    Every rank holds the same whole parameters before. `prefix`: the unit's name in the model.
+    Every rank holds the same whole parameters before.
     """
+    layers = {name: module for name, module in model.named_modules() if name in plan}
+    summed = {name.rpartition(".")[0] for name in plan if plan[name] == "row" and isinstance(layers[name], nn.Linear)}
     sequence = "sequence" in plan.values()
-    for name, layer in unit.named_modules():
-        whole = f"{prefix}.{name}".strip(".")
-        if whole in plan and not _is_split(layer):
-            style = _style(whole, layer, plan, sequence=sequence)
+    inside = set(unit.modules())
+    for name, layer in layers.items():
+        if layer in inside and not _is_split(layer):
+            style = _style(layer, plan[name], paired=name.rpartition(".")[0] in summed, sequence=sequence)
             parallelize_module(layer, mesh, style, src_data_rank=None)
 
 
@@ -105,15 +107,14 @@ def _is_split(layer: nn.Module) -> bool:
     return any(hasattr(each, "placements") for each in layer.parameters(recurse=False))
 
 
-def _style(name: str, layer: nn.Module, plan: Mapping[str, str], *, sequence: bool) -> ParallelStyle:
-    between: Any = Shard(_TOKENS) if sequence else Replicate()  # what layers outside of a pair take and give
-    kind, embedding = plan[name], isinstance(layer, nn.Embedding)
+def _style(layer: nn.Module, kind: str, *, paired: bool, sequence: bool) -> ParallelStyle:
+    """`paired`: a row layer next to this one takes its outputs; `sequence`: activations between pairs are split."""
+    between: Any = Shard(_TOKENS) if sequence else Replicate()
+    embedding = isinstance(layer, nn.Embedding)
     if kind == "sequence":
         return SequenceParallel(sequence_dim=_TOKENS, use_local_output=True)
     if kind == "row":
         return RowwiseParallel(input_layouts=Replicate() if embedding else Shard(-1), output_layouts=between)
     if embedding:
         return ColwiseParallel(output_layouts=between)
-    parent = name.rpartition(".")[0]
-    paired = any(other.rpartition(".")[0] == parent and kind == "row" for other, kind in plan.items() if other != name)
     return ColwiseParallel(input_layouts=between, output_layouts=Shard(-1) if paired else Replicate())
