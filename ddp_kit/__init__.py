@@ -29,6 +29,7 @@ _HOME = {
     "LogRow": "records",
     "Loss": "metrics",
     "LossError": "errors",
+    "MemoryConfig": "config",
     "ParallelConfig": "config",
     "ProfileConfig": "config",
     "Step": "records",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from ddp_kit.callbacks import WandbLogger as WandbLogger
     from ddp_kit.config import CheckpointConfig as CheckpointConfig
     from ddp_kit.config import DataConfig as DataConfig
+    from ddp_kit.config import MemoryConfig as MemoryConfig
     from ddp_kit.config import ParallelConfig as ParallelConfig
     from ddp_kit.config import ProfileConfig as ProfileConfig
     from ddp_kit.config import TrainerConfig as TrainerConfig

@@ -43,9 +43,16 @@ def _no_truth_value(value: Any) -> Any:
     return value
 
 
+def _no_truth_value_as_fraction(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError("float_type", "a number is needed, not true or false")
+    return value
+
+
 Count = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=1)]
 Size = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=-1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, BeforeValidator(_no_truth_value_as_fraction), Field(ge=0, le=1)]
 
 
 class _Part(BaseModel):
@@ -219,6 +226,27 @@ class ParallelConfig(_Part):
         return strategy
 
 
+class MemoryConfig(_Part):
+    """How activations, which are kept from the forward pass for the backward pass, take less memory."""
+
+    checkpointing: Literal["blocks", "ops"] | Fraction | None = Field(
+        None,
+        description="Activation checkpointing, with the same result: blocks: the backward pass recomputes each "
+        "repeated block from its input; a number from 0 to 1: that fraction of the blocks; ops: every second matrix "
+        "product of a block and attention are kept, all else is recomputed; None: off.",
+    )
+    offload_activations: bool = Field(
+        False,
+        description="Keep activations of 1 MiB or more in page-locked host memory until the backward pass; the same "
+        "result. On the CPU they are only copied.",
+    )
+    activation_bits: Literal[8] | None = Field(
+        None,
+        description="8: keep floating-point activations of 64 KiB or more as 8-bit integers. The loss is the same; "
+        "gradients are approximate. None: as they are.",
+    )
+
+
 class ProfileConfig(_Part):
     """Which optimizer steps torch.profiler records, on which ranks."""
 
@@ -293,6 +321,7 @@ class TrainerConfig(_Part):
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     parallel: ParallelConfig = ParallelConfig()
+    memory: MemoryConfig = MemoryConfig()
     profile: ProfileConfig = ProfileConfig()
 
     @model_validator(mode="after")
@@ -318,7 +347,7 @@ class TrainerConfig(_Part):
             )
         return self
 
-    @field_validator("data", "checkpoint", "parallel", "profile", mode="before")
+    @field_validator("data", "checkpoint", "parallel", "memory", "profile", mode="before")
     @classmethod
     def _empty_part(cls, value: Any) -> Any:
         return {} if value is None else value  # `data:` with nothing below it, in a YAML file

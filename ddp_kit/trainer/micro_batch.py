@@ -60,13 +60,17 @@ def with_hint(error: BaseException, config: TrainerConfig, rank: int) -> BaseExc
     if not is_out_of_memory(error):
         return error
     path = save_memory_snapshot(config.profile.dir, rank)
+    recompute = "" if config.memory.checkpointing else 'set memory={"checkpointing": "blocks"} in the TrainerConfig, '
     if config.micro_batch_size == "auto":
         hint = (
-            "no smaller micro-batch can help: checkpoint activations (torch.utils.checkpoint), choose a smaller "
-            "precision, or an optimizer that keeps less"
+            f"no smaller micro-batch can help: {recompute}choose a smaller precision, or an optimizer that keeps less"
         )
     else:
-        hint = 'set micro_batch_size="auto" in the TrainerConfig, or a smaller number; the global batch stays as it is'
+        also = ', or memory={"checkpointing": "blocks"}' if recompute else ""
+        hint = (
+            f'set micro_batch_size="auto" in the TrainerConfig, or a smaller number{also}; the global batch stays as '
+            "it is"
+        )
     error.add_note(f"hint: {hint}" + (f"\nwhat the memory held: {path} (see pytorch.org/memory_viz)" if path else ""))
     return error
 
@@ -133,7 +137,7 @@ def _tried(
 
 
 def _pass(parts: Parts, batch: Any) -> None:
-    with parts.precision.forward():
+    with parts.precision.forward(), parts.activations.forward_context():
         value = checked(parts.loss_fn(parts.model, batch), "the loss function")
     total = value.loss if isinstance(value, Loss) else value
     if total.requires_grad:  # else the first step of training says what is wrong

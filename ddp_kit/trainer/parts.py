@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ddp_kit.config import TrainerConfig
 from ddp_kit.metrics import Loss
 from ddp_kit.parallel import Strategy
+from ddp_kit.parallel.activations import Activations
 from ddp_kit.precision import Precision
 from ddp_kit.progress import Heartbeat
 from ddp_kit.world import World
@@ -30,6 +31,7 @@ class Parts:
     scheduler: LRScheduler | None
     loss_fn: LossFunction
     precision: Precision
+    activations: Activations
     world: World
     config: TrainerConfig
     heart: Heartbeat = field(default_factory=Heartbeat)

@@ -200,7 +200,7 @@ class StepPasses:
         batch = self._rehearsed.pop() if self._rehearsed else self._batch()  # which marks its phases itself
         parts.heart.mark(Phase.FORWARD)
         before = None if samples else StepState(parts)
-        with parts.precision.forward():
+        with parts.precision.forward(), parts.activations.forward_context():
             value = self._losses.call(batch, self._interval.step, self.count)
         self._clock.mark(FORWARD)
         parts.heart.mark(Phase.BACKWARD)
@@ -220,7 +220,8 @@ class StepPasses:
         batch = self._batch() if self.count else None
 
         def forward() -> Tensor:
-            with self._parts.precision.forward():  # loss functions may take batches apart
+            parts = self._parts
+            with parts.precision.forward(), parts.activations.forward_context():  # loss functions may change batches
                 value = self._losses.call(copy.deepcopy(batch), self._interval.step, self.count)
             return self._objective(value, self._share.passes[0])
 

@@ -20,6 +20,7 @@ from ddp_kit.heartbeat import Phase
 from ddp_kit.loader import Data
 from ddp_kit.metric_objects import MetricObject
 from ddp_kit.parallel import strategy_for
+from ddp_kit.parallel.activations import Activations
 from ddp_kit.precision import Precision
 from ddp_kit.profile import Recorder
 from ddp_kit.progress import ProgressReport
@@ -126,12 +127,15 @@ class Trainer:
         precision.prepare(model)
         if settings.compile is not None:
             compile_in_place(model, settings.compile)
+        activations = Activations(model, settings.memory, compiled=settings.compile is not None)
         strategy.setup(model)
         self.optimizer = optimizer_for(model, optimizer, strategy)
         if (rule := settings.learning_rate_scaling) is not None and (reference := settings.reference_batch_size):
             scale_learning_rate(self.optimizer, rule, self.batch_plan.global_batch, reference, scheduler)
         self.scheduler = warmed_up(self.optimizer, scheduler_for(self.optimizer, scheduler), settings.warmup_steps)
-        self._parts = Parts(model, strategy, self.optimizer, self.scheduler, loss_fn, precision, self.world, settings)
+        self._parts = Parts(
+            model, strategy, self.optimizer, self.scheduler, loss_fn, precision, activations, self.world, settings
+        )
         self._clock = step_clock(self.world.device)
         self._data = DataRoom(self._parts, self.batch_plan, self._clock)
         self._optimizer_step = new_step(self._parts, self._clock)

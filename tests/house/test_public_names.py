@@ -28,6 +28,7 @@ PUBLIC = {
     "LogRow",
     "Loss",
     "LossError",
+    "MemoryConfig",
     "ParallelConfig",
     "ProfileConfig",
     "Step",

@@ -1,0 +1,377 @@
+"""Less memory for activations, which the forward pass keeps for the backward pass: `MemoryConfig`.
+
+    checkpointing          blocks do not keep them; the backward pass calls the block's forward once more
+    offload_activations    they are copied to the host, and back when the backward pass needs them
+    activation_bits        they are kept as 8-bit integers
+
+All of it acts in the forward pass of a training step alone, within `Activations.forward_context`.
+
+torch has no public call that recomputes a module in place: a wrapper module changes the names in `state_dict`, hooks
+cannot repeat a forward, and an attribute set for good would go with every copy of the model. So each block has another
+`forward` for the duration of that context, and afterwards its own again.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from ddp_kit.config import MemoryConfig
+from ddp_kit.errors import ConfigError
+from ddp_kit.parallel.units import units_of
+from ddp_kit.torch_internals import version_of
+from ddp_kit.world import random_states, random_states_kept, set_random_states
+
+Forward = Callable[..., Any]
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+OFFLOADED_BYTES = 1 << 20
+"""Smaller activations stay on the device: there are many of them, and each copy costs a call."""
+COMPRESSED_BYTES = 1 << 16
+"""Smaller ones stay as they are, such as the statistics of normalisation layers."""
+
+
+class Activations:
+    """What is done about the activations of one model. Raises `ConfigError` where it has no repeated blocks.
+
+    with forward_context():
+        loss = loss_fn(model, batch)
+    loss.backward()
+    """
+
+    def __init__(self, model: nn.Module, config: MemoryConfig, *, compiled: bool = False) -> None:
+        """`compiled`: the forward passes run under torch.compile."""
+        self._model, self._config = model, config
+        blocks = _recomputed(model, config)
+        self._called: set[nn.Module] = set()  # of the blocks, in this forward pass
+        self._forwards = [
+            (block, _recomputing(block, config.checkpointing == "ops", None if compiled else self._called))
+            for block in blocks
+        ]
+        self._changes_saved = config.offload_activations or config.activation_bits is not None
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Around the forward pass of a training step; its backward pass may come later."""
+        self._called.clear()
+        with ExitStack() as stack:
+            for block, forward in self._forwards:
+                stack.enter_context(_replaced_forward(block, forward))
+            if self._changes_saved:
+                saved = SavedTensors(self._model, self._config)
+                stack.callback(saved.forget_recent)
+                stack.enter_context(saved_tensors_hooks(saved.pack, saved.unpack))
+            yield
+
+
+# --- recomputed blocks ------------------------------------------------------------------------------------------------
+
+
+def _recomputed(model: nn.Module, config: MemoryConfig) -> list[nn.Module]:
+    """The blocks that are recomputed; with a fraction, evenly spread."""
+    asked = config.checkpointing
+    if asked is None or asked == 0:
+        return []
+    names = units_of(model)
+    if not names:
+        raise ConfigError(
+            f"memory.checkpointing = {asked!r}, but {type(model).__name__} has no ModuleList or Sequential with "
+            "several children of one class that have children of their own",
+            "put the repeated blocks into an nn.ModuleList, or call torch.utils.checkpoint.checkpoint in the model",
+        )
+    count = len(names)
+    chosen = count if isinstance(asked, str) else max(1, round(asked * count))
+    return [
+        model.get_submodule(name)
+        for number, name in enumerate(names)
+        if (number + 1) * chosen // count > number * chosen // count
+    ]
+
+
+@contextmanager
+def _replaced_forward(block: nn.Module, forward: Forward) -> Iterator[None]:
+    own = vars(block).get("forward")  # a user's own replacement
+    block.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del block.forward
+        else:
+            block.forward = own
+
+
+def _recomputing(block: nn.Module, by_operation: bool, called: set[nn.Module] | None) -> Forward:
+    """The block's forward, whose intermediate results are recomputed in the backward pass.
+
+    `called`: the blocks that this forward pass has called; None: it runs under torch.compile.
+    """
+    own: Forward = block.forward
+    compiled = called is None  # which repeats no call, only operations: nothing else has to be as it was
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # All by position: torch finds there the devices whose random states it restores, and the tensors to offload.
+        names, count = tuple(kwargs), len(args)
+
+        def call(*values: Any) -> Any:
+            return own(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+        if compiled and not by_operation:
+            return checkpoint(call, *args, *kwargs.values(), use_reentrant=False)
+        # In a second call within one pass autocast has cast the weights already, and in its recomputation it casts
+        # them again, which torch's selective checkpointing takes for another computation.
+        selective = by_operation and (called is None or block not in called)
+        if called is not None:
+            called.add(block)
+        contexts = partial(_contexts, None if compiled else block, selective)
+        return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
+
+    return forward
+
+
+def _contexts(
+    block: nn.Module | None, by_operation: bool
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Of one call of a block: the contexts of its forward, and of its recomputation."""
+    first: AbstractContextManager[Any] = nullcontext()
+    again: AbstractContextManager[Any] = nullcontext()
+    if by_operation:
+        first, again = create_selective_checkpoint_contexts(_every_second_product())  # type: ignore[no-untyped-call]
+    if block is None:
+        return first, again
+    state = _CallState(block)
+    return _both(state.noted(), first), _both(state.restored(), again)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+class _CallState:
+    """What a block's forward changes besides its output: a recomputation begins with the same, and changes nothing.
+
+    Buffers, such as BatchNorm's statistics and the vectors of spectral_norm, and random states: of those torch itself
+    restores its own, but not Python's and numpy's.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._random = random_states()
+        self._before: list[_Buffers] = []
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Around the forward. Buffers that it does not change are not kept."""
+        before = _buffers(self._block)
+        copies, versions = _copied(before), [_versions(buffers) for _, buffers in before]
+        yield
+        # By module: the kernels that write BatchNorm's statistics count no version, its number of batches does.
+        self._before = [
+            copy
+            for copy, version, (_, buffers) in zip(copies, versions, _buffers(self._block), strict=True)
+            if _versions(buffers) != version
+        ]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Around the recomputation, which stops as soon as the backward pass has what it needs.
+
+        Buffers are exchanged, not written to: autograd would find that what it has saved elsewhere was changed.
+        """
+        changed = {module for module, _ in self._before}
+        current = [(module, buffers) for module, buffers in _buffers(self._block) if module in changed]
+        with random_states_kept():
+            set_random_states(self._random)
+            _set_buffers(_copied(self._before))
+            try:
+                yield
+            finally:
+                _set_buffers(current)
+
+
+_Buffers = tuple[nn.Module, dict[str, Tensor]]
+"""A module with its own buffers by name."""
+
+
+def _buffers(block: nn.Module) -> list[_Buffers]:
+    return [(module, dict(module.named_buffers(recurse=False))) for module in block.modules()]
+
+
+def _copied(found: list[_Buffers]) -> list[_Buffers]:
+    return [(module, {name: each.detach().clone() for name, each in buffers.items()}) for module, buffers in found]
+
+
+def _versions(buffers: dict[str, Tensor]) -> list[tuple[int, int]]:
+    return [(id(each), version_of(each)) for each in buffers.values()]
+
+
+def _set_buffers(found: list[_Buffers]) -> None:
+    for module, buffers in found:
+        for name, each in buffers.items():
+            setattr(module, name, each)
+
+
+# --- recomputed operations --------------------------------------------------------------------------------------------
+
+_PRODUCTS = {
+    f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution")
+}
+_ATTENTION = "scaled_dot_product"
+
+
+def _every_second_product() -> Callable[..., CheckpointPolicy]:
+    """The policy of one call of a block: keep attention and every second matrix product, recompute all else.
+
+    The choice of TorchTitan's selective checkpointing, which is found to cost little time for the memory.
+    """
+    counts = {False: 0, True: 0}  # by whether it is the recomputation
+
+    def policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        name, keep = str(operation), False
+        if name in _PRODUCTS:
+            counts[context.is_recompute] += 1
+            keep = counts[context.is_recompute] % 2 == 1
+        elif _ATTENTION in name:
+            # With dropout it draws random numbers, which the recomputation has to draw as well: the next dropout
+            # would have another mask.
+            keep = not any(isinstance(value, float) and value > 0 for value in args[3:6])
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+# --- saved tensors ----------------------------------------------------------------------------------------------------
+
+
+class SavedTensors:
+    """Keeps what autograd saves in a forward pass as 8-bit integers, on the host, or both.
+
+    Weights and buffers stay as they are: they take no memory of their own.
+    """
+
+    def __init__(self, model: nn.Module, config: MemoryConfig) -> None:
+        self._offloads, self._compresses = config.offload_activations, config.activation_bits is not None
+        self._held = {_storage(each) for each in (*model.parameters(), *model.buffers())}
+        # Query, key and value projections save the same input, one after the other: it is stored once.
+        self._recent: deque[tuple[Tensor, int, _Stored]] = deque(maxlen=4)
+
+    def pack(self, tensor: Tensor) -> "_Unchanged | _Stored":
+        """What is kept instead of a tensor."""
+        compresses = self._compresses and tensor.is_floating_point() and tensor.nbytes >= COMPRESSED_BYTES
+        offloads = self._offloads and tensor.nbytes >= OFFLOADED_BYTES
+        if not (compresses or offloads) or not self._is_activation(tensor):
+            return _Unchanged(tensor)
+        for other, version, stored in self._recent:
+            if version == version_of(tensor) and _same_memory(tensor, other):
+                return stored
+        stored = _Stored(tensor, compresses, offloads)
+        self._recent.append((tensor, version_of(tensor), stored))
+        return stored
+
+    def unpack(self, kept: "_Unchanged | _Stored") -> Tensor:
+        """The tensor again, as exact as it was kept."""
+        return kept.tensor()
+
+    def forget_recent(self) -> None:
+        """The forward pass is over."""
+        self._recent.clear()
+
+    def _is_activation(self, tensor: Tensor) -> bool:
+        if type(tensor) is not Tensor or tensor.layout != torch.strided or _is_expanded(tensor):
+            return False
+        return _storage(tensor) not in self._held and not _is_cast_of_parameter(tensor)
+
+
+class _Unchanged:
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor.detach(), version_of(tensor)
+
+    def tensor(self) -> Tensor:
+        if version_of(self._tensor) != self._version:  # autograd itself does not look where there are hooks
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self._tensor.type()} {list(self._tensor.shape)}"
+            )
+        return self._tensor
+
+
+class _Stored:
+    def __init__(self, tensor: Tensor, compresses: bool, offloads: bool) -> None:
+        self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
+        self._compressed = compresses
+        parts = compressed(tensor.detach()) if compresses else (tensor.detach(),)
+        self._parts = tuple(map(_on_host, parts)) if offloads else parts
+
+    def tensor(self) -> Tensor:
+        parts = [each.to(self._device, non_blocking=True) for each in self._parts]
+        return decompressed(parts[0], parts[1], self._shape, self._dtype) if self._compressed else parts[0]
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy, with the same strides. The host does not wait: the device copies, computes and copies back in order."""
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+    return copy.copy_(tensor, non_blocking=True)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() < tensor.nbytes
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    facts = [(each.data_ptr(), each.shape, each.stride(), each.dtype, each.device) for each in (one, other)]
+    return facts[0] == facts[1]
+
+
+_VIEWS_AND_CASTS = {
+    f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "ToCopy")
+}  # fmt: skip
+
+
+def _is_cast_of_parameter(tensor: Tensor) -> bool:
+    """Whether it is a parameter in another type, as autocast makes them, or a view of one."""
+    function = tensor.grad_fn
+    while function is not None and function.name() in _VIEWS_AND_CASTS:
+        function = function.next_functions[0][0]
+    return isinstance(getattr(function, "variable", None), nn.Parameter)
+
+
+# --- eight bits -------------------------------------------------------------------------------------------------------
+
+_VALUES_PER_STEP = 256
+
+
+def compressed(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """A floating-point tensor as int8, and the step of each 256 values in a row: their largest magnitude / 127.
+
+    Each value is off by at most one step, and by half a step where that does not make it zero. Zeros stay zeros and
+    other values do not become zero, so that what ReLU and dropout left out stays the same. Values that are not finite
+    make all 256 not finite.
+    """
+    values = tensor.reshape(-1)
+    values = values.to(torch.promote_types(values.dtype, torch.float32))
+    values = nn.functional.pad(values, (0, -len(values) % _VALUES_PER_STEP)).view(-1, _VALUES_PER_STEP)
+    steps = (values.abs().amax(1, keepdim=True) / 127).clamp(min=torch.finfo(values.dtype).tiny)
+    whole = (values / steps).round()
+    return torch.where(whole == 0, values.sign(), whole).to(torch.int8), steps
+
+
+def decompressed(whole: Tensor, steps: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """The tensor that `compressed` was given, approximately."""
+    return (whole * steps).view(-1)[: shape.numel()].view(shape).to(dtype)
