@@ -30,7 +30,7 @@ from torch.utils.checkpoint import (
 from ddp_kit.config import MemoryConfig
 from ddp_kit.errors import ConfigError
 from ddp_kit.parallel.units import units_of
-from ddp_kit.torch_internals import version_of
+from ddp_kit.torch_internals import base_of, version_of
 from ddp_kit.world import random_states, random_states_kept, set_random_states
 
 Forward = Callable[..., Any]
@@ -264,7 +264,7 @@ class SavedTensors:
 
     def __init__(self, model: nn.Module, config: MemoryConfig) -> None:
         self._offloads, self._compresses = config.offload_activations, config.activation_bits is not None
-        self._held = {_storage(each) for each in (*model.parameters(), *model.buffers())}
+        self._buffers = {_storage(each) for each in model.buffers() if type(each) is Tensor}
         # Query, key and value projections save the same input, one after the other: it is stored once.
         self._recent: deque[tuple[Tensor, int, _Stored]] = deque(maxlen=4)
 
@@ -292,7 +292,7 @@ class SavedTensors:
     def _is_activation(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.layout != torch.strided or _is_expanded(tensor):
             return False
-        return _storage(tensor) not in self._held and not _is_cast_of_parameter(tensor)
+        return _storage(tensor) not in self._buffers and not _is_weight(tensor)
 
 
 class _Unchanged:
@@ -344,8 +344,10 @@ _VIEWS_AND_CASTS = {
 }  # fmt: skip
 
 
-def _is_cast_of_parameter(tensor: Tensor) -> bool:
-    """Whether it is a parameter in another type, as autocast makes them, or a view of one."""
+def _is_weight(tensor: Tensor) -> bool:
+    """Whether it is a parameter or a view of one, also in another type, which autocast makes of those that learn."""
+    if isinstance(base_of(tensor), nn.Parameter):
+        return True
     function = tensor.grad_fn
     while function is not None and function.name() in _VIEWS_AND_CASTS:
         function = function.next_functions[0][0]
