@@ -38,6 +38,8 @@ VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 GPU_ORDER = "CUDA_DEVICE_ORDER"
 THREADS = "OMP_NUM_THREADS"
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+ALLOCATOR = "PYTORCH_ALLOC_CONF"  # torch's allocator on a GPU, and the older names of the same variable:
+ALLOCATOR_OLDER = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 NO_COLOR = "NO_COLOR"  # the custom of https://no-color.org
 # Where torchrun reads the defaults of --nproc-per-node and --master-port from.
 PROCESSES_DEFAULT = "PET_NPROC_PER_NODE"
@@ -53,7 +55,7 @@ FILE_TIMER_PATH = "TORCHELASTIC_TIMER_FILE"
 IMPORT_TIME_VARIABLES = (
     "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "BLIS_", "TORCH_CPP_LOG_LEVEL", "TORCH_LOGS", "TORCH_SHOW_CPP",
     "TORCH_DISTRIBUTED_DEBUG", "TORCH_TRACE", "TORCH_DEVICE_BACKEND_AUTOLOAD", "PYTORCH_JIT",
-    "TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE",
+    "TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", ALLOCATOR, *ALLOCATOR_OLDER,
 )  # fmt: skip
 START_TIME_VARIABLES = ("PYTHON", "LD_PRELOAD", "LD_LIBRARY_PATH", "MALLOC_", "GLIBC_TUNABLES")
 CHECKPOINT_WRITER = "ddp_kit.checkpoint.process"
@@ -172,6 +174,17 @@ def make_cublas_repeatable() -> None:
     Source: NVIDIA cuBLAS documentation, "Results reproducibility". A value of the user's own stays.
     """
     os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
+
+
+def allocator_defaults(env: Mapping[str, str]) -> dict[str, str]:
+    """What the launcher sets for torch's CUDA allocator: expandable segments, which fragment less.
+
+    Empty where the user has set the variable, by any of its names, and where there is no NVIDIA driver. torch reads it
+    when its CUDA library is loaded, so the process that imports torch for forked workers needs it, too.
+    """
+    if not Path("/dev/nvidiactl").exists() or not env.keys().isdisjoint((ALLOCATOR, *ALLOCATOR_OLDER)):
+        return {}
+    return {ALLOCATOR: "expandable_segments:True"}
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

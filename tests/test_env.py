@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddp_kit.env import WorkerEnv, from_env
+from ddp_kit.env import WorkerEnv, allocator_defaults, from_env
 from ddp_kit.errors import WorldError
 from ddp_kit.exit_codes import ExitCode
 
@@ -31,3 +31,12 @@ def test_values_that_cannot_be_are_refused(change: dict[str, str]) -> None:
 
 def test_a_signal_ends_as_in_the_shell() -> None:
     assert ExitCode.of_signal(11) == 139
+
+
+def test_the_allocator_expands_segments_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pathlib.Path.exists", lambda _: True)
+    assert allocator_defaults({}) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        assert allocator_defaults({name: "max_split_size_mb:64"}) == {}
+    monkeypatch.setattr("pathlib.Path.exists", lambda _: False)
+    assert allocator_defaults({}) == {}

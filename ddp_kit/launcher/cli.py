@@ -16,7 +16,7 @@ from types import FrameType
 from typing import NoReturn
 
 from ddp_kit import __version__
-from ddp_kit.env import PYTHON, QUIET_IMPORT
+from ddp_kit.env import PYTHON, QUIET_IMPORT, allocator_defaults
 from ddp_kit.errors import DdpKitError, UsageError, nearest
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.masking import masked
@@ -92,7 +92,9 @@ def launch(words: Sequence[str]) -> int:
 
     _open_standard_streams()
     # First of all, so that it imports torch while this process does.
-    warm = WarmServer(words, os.environ, _may_start_warm(words), _say) if sys.platform == "linux" else None
+    defaults = allocator_defaults(os.environ)
+    server_env = {**os.environ, **defaults}
+    warm = WarmServer(words, server_env, _may_start_warm(words), _say) if sys.platform == "linux" else None
     try:
         with _import_quietly():
             from ddp_kit.launcher import agent
@@ -105,7 +107,7 @@ def launch(words: Sequence[str]) -> int:
         asked = replace(asked, processes=agent.count(asked.processes), ignored_signals=_ignored_signals())
         spec.check_script(asked, os.environ)
         machine, run_id = gpus.gpus(), str(uuid.uuid4())
-        make = partial(plan.make, asked, machine, os.environ, run_id, cpus.here())
+        make = partial(plan.make, asked, machine, os.environ, run_id, cpus.here(), defaults=defaults)
         with reservations.reserved(make, hold=not asked.dry_run) as settled:
             for line in settled.says:
                 _say(line)

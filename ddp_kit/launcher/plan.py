@@ -178,11 +178,13 @@ def make(
     run_id: str,
     cpus: Cpus,
     held: Mapping[str, str],
+    *,
+    defaults: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
     """Settle how many processes run on which GPUs and cores, where they meet, and all else that was asked for.
 
     `run_id`: for a job that is given none. `cpus`: those that the launcher may use. `held`: by UUID, the other launch
-    that holds a GPU.
+    that holds a GPU. `defaults`: variables for the workers that do not depend on the command line.
     Raises `UsageError` where the GPUs asked for are not available, and for settings that cannot be used.
     """
     # A number of processes without a word on GPUs is torchrun's way: the script takes the GPUs it wants.
@@ -191,6 +193,7 @@ def make(
     processes = _processes(spec, len(chosen), env)
     places = _places(processes, chosen, cpus, bind=spec.torchrun["numa_binding"] is None)
     variables = _gpu_variables(spec, chosen, env) | _thread_variables(places, cpus, env)
+    variables |= {name: (value, "ddpkit's default") for name, value in defaults.items()}
     settings = {**spec.torchrun, "nproc_per_node": processes, **rendezvous.meeting_point(spec.torchrun, run_id)}
     if settings["shutdown_timeout"] is None and GRACE_DEFAULT not in env:
         settings["shutdown_timeout"] = GRACE_SECONDS

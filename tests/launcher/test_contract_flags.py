@@ -114,6 +114,7 @@ def _seen(agents: list["subprocess.Popen[str]"], folder: Path, before: str = "")
         found = json.loads(file.read_text())
         places.add(f"{found.pop('MASTER_ADDR')}:{found.pop('MASTER_PORT')}")
         found.pop("OMP_NUM_THREADS", None)  # ours is a share of the machine's cores
+        found.pop("PYTORCH_ALLOC_CONF", None)  # our default on a machine with GPUs
         found.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it in itself when it logs a traceback
         error_file = "/".join(Path(found.pop("TORCHELASTIC_ERROR_FILE")).parts[-3:])
         given = {name: _any_run(value, folder) for name, value in found.items() if os.environ.get(name) != value}

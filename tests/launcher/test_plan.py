@@ -37,9 +37,10 @@ def planned(
     env: dict[str, str] | None = None,
     held: Mapping[str, str] | None = None,
     cpus: Cpus = TWO_CORES,
+    defaults: Mapping[str, str] | None = None,
 ) -> plan.Plan:
     asked = spec.parse(words.split(), agent.torchrun_parser(), env or {})
-    return plan.make(asked, gpus, env or {}, "run-1", cpus, held or {})
+    return plan.make(asked, gpus, env or {}, "run-1", cpus, held or {}, defaults=defaults or {})
 
 
 def gpus_of(words: str, gpus: tuple[Gpu, ...], env: dict[str, str] | None = None) -> tuple[str, str]:
@@ -305,6 +306,12 @@ def test_threads_are_shared_out_evenly_unless_the_user_chose() -> None:
     assert planned("--nproc-per-node 9 train.py", cpus=EIGHT_CORES_OF_TWO_THREADS).env["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in planned("--nproc-per-node 1 train.py").env
     assert "OMP_NUM_THREADS" not in planned("--nproc-per-node 2 train.py", env={"OMP_NUM_THREADS": "4"}).env
+
+
+def test_defaults_are_set_for_the_workers_and_named_as_such() -> None:
+    made = planned("train.py", defaults={"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    assert made.env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert made.origin["PYTORCH_ALLOC_CONF"] == "ddpkit's default"
 
 
 def test_processes_near_the_same_cores_share_these() -> None:

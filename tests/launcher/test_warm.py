@@ -112,6 +112,10 @@ def test_what_is_no_python_file_is_an_obstacle(tmp_path: Path) -> None:
             "import torch, os\nos.environ['TORCHDYNAMO_DISABLE'] = '1'\nfrom ddp_kit import Trainer",
             "TORCHDYNAMO_DISABLE",
         ),
+        (
+            "import os\nos.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'backend:cudaMallocAsync'\nimport torch",
+            "PYTORCH_CUDA_ALLOC_CONF",
+        ),
         ("os.environ.setdefault('MKL_NUM_THREADS', '1')\nimport torch", ""),
         ("if os.environ['OMP_NUM_THREADS'] == '1':\n    pass", ""),
         ("# os.environ['OMP_NUM_THREADS'] = '4'\nimport torch", ""),
