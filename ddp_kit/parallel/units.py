@@ -9,24 +9,22 @@ def units_of(model: nn.Module) -> tuple[str, ...]:
     """The names of the model's repeated blocks, in the order in which they are registered; empty where there are none.
 
     A block is a child of a ModuleList or Sequential that has children of its own and is one of several of its class.
-    Of blocks within blocks the outer ones count; a ModuleList or Sequential that holds blocks is none itself.
+    Of blocks within blocks the outer ones count, but a ModuleList or Sequential that holds blocks is none itself.
     """
     found: dict[str, nn.Module] = {}
-    for name, parent in model.named_modules():
+    for parent_name, parent in model.named_modules():
         if isinstance(parent, nn.ModuleList | nn.Sequential):
             kinds = Counter(type(child) for child in parent)
             for number, child in parent.named_children():
                 if kinds[type(child)] > 1 and any(child.children()):
-                    found[f"{name}.{number}" if name else number] = child
-    holders = {name for name, block in found.items() if _is_holder(block) and _within(name, found)}
-    blocks = [name for name in found if name not in holders]
-    return tuple(name for name in blocks if not any(name.startswith(f"{outer}.") for outer in blocks))
+                    found[f"{parent_name}.{number}" if parent_name else number] = child
+    blocks = [
+        name
+        for name, block in found.items()
+        if not (isinstance(block, nn.ModuleList | nn.Sequential) and _has_below(name, found))
+    ]
+    return tuple(name for name in blocks if not any(name.startswith(f"{other}.") for other in blocks))
 
 
-def _is_holder(block: nn.Module) -> bool:
-    return isinstance(block, nn.ModuleList | nn.Sequential)
-
-
-def _within(name: str, found: dict[str, nn.Module]) -> bool:
-    """Whether other blocks are within this one, and not only its own children's."""
+def _has_below(name: str, found: dict[str, nn.Module]) -> bool:
     return any(other.startswith(f"{name}.") for other in found)

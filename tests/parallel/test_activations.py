@@ -47,9 +47,9 @@ class Block(nn.Module):
         normed = self.norm(x)
         q, k, v = (layer(normed).view(batch, time, 4, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
         attended = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
-        x = x + scale * F.dropout(self.out(attended.transpose(1, 2).reshape(batch, time, width)), 0.1)
         kept = 1.0 if random.random() < 0.5 else 0.5
-        return x + kept * F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), 0.1)
+        x = x + kept * scale * F.dropout(self.out(attended.transpose(1, 2).reshape(batch, time, width)), 0.1)
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), 0.1)
 
 
 class Gpt(nn.Module):
@@ -80,14 +80,14 @@ class ConvBlock(nn.Module):
         return x + self.spectral(torch.relu(self.norm(self.conv(x))))  # type: ignore[no-any-return]
 
 
-def gpt_pass(config: dict[str, Any], autocast: bool = False) -> tuple[Tensor, list[Tensor]]:
+def gpt_pass(config: dict[str, Any], autocast: bool = False, device: str = "cpu") -> tuple[Tensor, list[Tensor]]:
     torch.manual_seed(0)
     random.seed(0)
-    model = Gpt()
-    tokens = torch.randint(VOCABULARY, (4, 32))
+    model = Gpt().to(device)
+    tokens = torch.randint(VOCABULARY, (4, 32)).to(device)
     memory = Activations(model, MemoryConfig(**config))
     for _ in range(2):
-        context = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+        context = torch.autocast(device, torch.bfloat16) if autocast else nullcontext()
         with context, memory.forward_context():
             loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
         loss.backward()
@@ -103,17 +103,29 @@ def test_loss_and_gradients_are_bitwise_the_same(config: dict[str, Any], autocas
     assert all(map(torch.equal, gradients, plain))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("config", EXACT, ids=str)
+def test_loss_and_gradients_are_the_same_on_a_gpu(config: dict[str, Any], autocast: bool) -> None:
+    """But for the order of atomic additions in attention's backward pass; a dropout mask of its own would show."""
+    loss, gradients = gpt_pass(config, autocast, "cuda")
+    plain_loss, plain = gpt_pass({}, autocast, "cuda")
+    assert torch.equal(loss, plain_loss)
+    torch.testing.assert_close(gradients, plain, rtol=1e-2, atol=1e-4)
+
+
 @pytest.mark.parametrize("config", [{"checkpointing": "blocks"}, {"checkpointing": "ops"}], ids=str)
 def test_buffers_are_updated_once(config: dict[str, Any]) -> None:
     def trained(config: dict[str, Any]) -> nn.Module:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 8, 1), *(ConvBlock() for _ in range(3)))
-        memory = Activations(model, MemoryConfig(**config))
+        memory, buffers = Activations(model, MemoryConfig(**config)), [*model.buffers()]
         for number in range(3):
             model[1].norm.train(number != 1)  # type: ignore[union-attr]  # frozen for a while
             with memory.forward_context():
                 loss = model(torch.randn(4, 3, 8, 8)).square().mean()
             loss.backward()
+        assert all(each is buffer for each, buffer in zip(model.buffers(), buffers, strict=True))
         return model
 
     one, other = trained(config), trained({})
