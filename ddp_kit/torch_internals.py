@@ -168,8 +168,3 @@ class DdpReducer:
 def version_of(tensor: Tensor) -> int:
     """How many operations have written to the memory of a tensor, as autograd counts them."""
     return tensor._version
-
-
-def base_of(tensor: Tensor) -> Tensor:
-    """What a view was made of; the tensor itself where it is no view."""
-    return tensor if tensor._base is None else tensor._base

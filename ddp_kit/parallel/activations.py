@@ -27,10 +27,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from ddp_kit.blocks import repeated_blocks
 from ddp_kit.config import MemoryConfig
 from ddp_kit.errors import ConfigError
-from ddp_kit.parallel.units import units_of
-from ddp_kit.torch_internals import base_of, version_of
+from ddp_kit.torch_internals import version_of
 from ddp_kit.world import random_states, random_states_kept, set_random_states
 
 Forward = Callable[..., Any]
@@ -83,18 +83,18 @@ def _recomputed(model: nn.Module, config: MemoryConfig) -> list[nn.Module]:
     asked = config.checkpointing
     if asked is None or asked == 0:
         return []
-    names = units_of(model)
-    if not names:
+    blocks = repeated_blocks(model)
+    if not blocks:
         raise ConfigError(
             f"memory.checkpointing = {asked!r}, but {type(model).__name__} has no ModuleList or Sequential with "
             "several children of one class that have children of their own",
             "put the repeated blocks into an nn.ModuleList, or call torch.utils.checkpoint.checkpoint in the model",
         )
-    count = len(names)
+    count = len(blocks)
     chosen = count if isinstance(asked, str) else max(1, round(asked * count))
     return [
-        model.get_submodule(name)
-        for number, name in enumerate(names)
+        block
+        for number, block in enumerate(blocks.values())
         if (number + 1) * chosen // count > number * chosen // count
     ]
 
@@ -264,7 +264,8 @@ class SavedTensors:
 
     def __init__(self, model: nn.Module, config: MemoryConfig) -> None:
         self._offloads, self._compresses = config.offload_activations, config.activation_bits is not None
-        self._buffers = {_storage(each) for each in model.buffers() if type(each) is Tensor}
+        own = (*model.parameters(), *model.buffers())
+        self._own = {_storage(each) for each in own if type(each) in (Tensor, nn.Parameter)}
         # Query, key and value projections save the same input, one after the other: it is stored once.
         self._recent: deque[tuple[Tensor, int, _Stored]] = deque(maxlen=4)
 
@@ -292,7 +293,7 @@ class SavedTensors:
     def _is_activation(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.layout != torch.strided or _is_expanded(tensor):
             return False
-        return _storage(tensor) not in self._buffers and not _is_weight(tensor)
+        return _storage(tensor) not in self._own and not _is_weight(tensor)
 
 
 class _Unchanged:
@@ -345,9 +346,7 @@ _VIEWS_AND_CASTS = {
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Whether it is a parameter or a view of one, also in another type, which autocast makes of those that learn."""
-    if isinstance(base_of(tensor), nn.Parameter):
-        return True
+    """Whether it is a view of a parameter that learns, also in another type, which autocast makes of it."""
     function = tensor.grad_fn
     while function is not None and function.name() in _VIEWS_AND_CASTS:
         function = function.next_functions[0][0]

@@ -112,7 +112,7 @@ def test_strategies_are_known_in_their_folder_alone() -> None:
 
 
 PRIVATE_USES = {  # of torch, by module: what a new torch may take away
-    "torch_internals": 18,  # base_of, twice: only a view's base tells saved weights from saved activations
+    "torch_internals": 16,
     "launcher.agent.torch_versions": 1,
 }
 
