@@ -1,0 +1,28 @@
+"""Which modules of a model are its repeated blocks."""
+
+from torch import nn
+
+from ddp_kit.blocks import repeated_blocks
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Sequential(nn.Linear(2, 2)) for _ in range(2)])
+
+
+def test_the_outer_ones_of_blocks_within_blocks() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([Block(), Block()]), nn.Linear(2, 2))
+    assert (*repeated_blocks(model),) == ("1.0", "1.1")
+
+
+def test_blocks_in_several_groups_and_not_the_groups() -> None:
+    stages = nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block()))
+    assert (*repeated_blocks(nn.ModuleDict({"stages": stages})),) == ("stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1")
+    layers = [nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3)]
+    assert (*repeated_blocks(nn.Sequential(*layers)),) == ("0", "1", "2")
+
+
+def test_single_layers_and_single_blocks_are_none() -> None:
+    assert (*repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))),) == ()
+    assert (*repeated_blocks(nn.Sequential(Block(), nn.Linear(2, 2))),) == ("0.heads.0", "0.heads.1")
