@@ -36,6 +36,9 @@ PYTHON = "PYTHON_EXEC"  # the interpreter for the workers, instead of the launch
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 GPU_ORDER = "CUDA_DEVICE_ORDER"
+# How many of the visible GPUs each process has for itself, 1 where it is not set: local rank r has those from r times
+# this number on. Of the launcher's --gpus-per-process; under torchrun, users set it themselves.
+GPUS_PER_PROCESS = "DDPKIT_GPUS_PER_PROCESS"
 THREADS = "OMP_NUM_THREADS"
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 ALLOCATOR = "PYTORCH_ALLOC_CONF"  # torch's allocator on a GPU, and the older names of the same variable:
@@ -92,6 +95,8 @@ class WorkerEnv:
     world_size: int = 1
     local_world_size: int = 1
     node_rank: int = 0
+    gpus_per_process: int | None = None
+    """None: all visible ones, where it is the only process; else one."""
 
 
 def agent_serves_store(env: Mapping[str, str]) -> bool:
@@ -106,7 +111,7 @@ def from_env(env: Mapping[str, str] | None = None) -> WorkerEnv:
     """
     env = os.environ if env is None else env
     if RANK not in env and WORLD_SIZE not in env:
-        return WorkerEnv()
+        return WorkerEnv(gpus_per_process=_gpus_per_process(env))
     missing = [name for name in (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) if not env.get(name)]
     if missing:
         names = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'}"
@@ -121,6 +126,7 @@ def from_env(env: Mapping[str, str] | None = None) -> WorkerEnv:
         local_rank=_number(env, LOCAL_RANK, values[RANK]),
         local_world_size=_number(env, LOCAL_WORLD_SIZE, values[WORLD_SIZE]),
         node_rank=_number(env, GROUP_RANK, 0),
+        gpus_per_process=_gpus_per_process(env),
     )
     if not 0 <= worker.rank < worker.world_size:
         raise WorldError(
@@ -185,6 +191,15 @@ def allocator_defaults(env: Mapping[str, str]) -> dict[str, str]:
     if not Path("/dev/nvidiactl").exists() or not env.keys().isdisjoint((ALLOCATOR, *ALLOCATOR_OLDER)):
         return {}
     return {ALLOCATOR: "expandable_segments:True"}
+
+
+def _gpus_per_process(env: Mapping[str, str]) -> int | None:
+    if GPUS_PER_PROCESS not in env:
+        return None
+    found = _number(env, GPUS_PER_PROCESS)
+    if found < 1:
+        raise WorldError(f"{GPUS_PER_PROCESS}={found} is no number of GPUs", "set it to at least 1, or unset it")
+    return found
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

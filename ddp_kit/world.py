@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_kit.env import VISIBLE_GPUS, WorkerEnv, from_env, speaker_rank
+from ddp_kit.env import GPUS_PER_PROCESS, VISIBLE_GPUS, WorkerEnv, from_env, speaker_rank
 from ddp_kit.errors import WorldError
 from ddp_kit.uncaught import show_without_traceback
 
@@ -37,6 +37,8 @@ class World:
     local_world_size: int
     node_rank: int
     device: torch.device
+    gpus: tuple[torch.device, ...] = ()
+    """All that are this process's own, consecutive; the first is `device`. Empty: `device` alone."""
 
     @property
     def is_main(self) -> bool:
@@ -59,13 +61,15 @@ def join(
     if dist.is_initialized() and place.world_size != dist.get_world_size():
         device = _current_device()  # the script started its processes itself, and chose their devices
         place = replace(place, rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=device.index or 0)
+        gpus: tuple[torch.device, ...] = ()
     else:
-        device = _device(place, share_gpus)
+        gpus = _gpus(place, share_gpus)
+        device = gpus[0] if gpus else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if place.world_size > 1 and not dist.is_initialized():
         with starting(place.rank, place.world_size) if starting is not None else nullcontext():
-            _start_group(device, share_gpus)
+            _start_group(device, share_gpus, binds=len(gpus) <= 1)
     return World(
         rank=place.rank,
         world_size=place.world_size,
@@ -73,6 +77,7 @@ def join(
         local_world_size=place.local_world_size,
         node_rank=place.node_rank,
         device=device,
+        gpus=gpus,
     )
 
 
@@ -110,18 +115,18 @@ class RandomStates:
     numpy: Any
     """None where numpy is not imported: then nothing draws from it."""
     device: Tensor | None
-    """Of the GPU; None where it is not asked for."""
+    """Of this process's GPUs, one after the other; None where they are not asked for."""
 
 
 def random_states(world: World | None = None) -> RandomStates:
-    """Where the generators are from which code on the CPU draws; with `world`, that of its GPU too."""
+    """Where the generators are from which code on the CPU draws; with `world`, those of its GPUs too."""
     numpy = sys.modules.get("numpy")
-    gpu = world is not None and world.device.type == "cuda"
+    gpus = (world.gpus or (world.device,)) if world is not None and world.device.type == "cuda" else ()
     return RandomStates(
         random.getstate(),
         torch.default_generator.get_state(),
         None if numpy is None else numpy.random.get_state(),
-        torch.cuda.get_rng_state() if gpu else None,
+        torch.cat([torch.cuda.get_rng_state(gpu) for gpu in gpus]) if gpus else None,
     )
 
 
@@ -132,7 +137,10 @@ def set_random_states(states: RandomStates) -> None:
     if states.numpy is not None:
         sys.modules["numpy"].random.set_state(states.numpy)
     if states.device is not None:
-        torch.cuda.set_rng_state(states.device)
+        first, size = torch.cuda.current_device(), len(torch.cuda.get_rng_state())
+        for index, state in enumerate(states.device.view(-1, size), first):
+            if index < torch.cuda.device_count():  # it may have been saved by a process with more
+                torch.cuda.set_rng_state(state, index)
 
 
 @contextmanager
@@ -155,26 +163,39 @@ def _current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _device(place: WorkerEnv, share_gpus: bool) -> torch.device:
+def _gpus(place: WorkerEnv, share_gpus: bool) -> tuple[torch.device, ...]:
+    """This process's own; none where torch sees none."""
     if not torch.cuda.is_available():
-        return torch.device("cpu")
-    gpus = torch.cuda.device_count()
-    if place.local_rank < gpus or share_gpus:
-        return torch.device("cuda", place.local_rank % gpus)
-    error = WorldError(
-        f"rank {place.rank} has no GPU: {place.local_world_size} processes on this node, {gpus} visible to them",
-        f"start as many processes as GPUs: `ddpkit launch --gpus {gpus} ...`; to let them share GPUs, slowly, set "
-        f"parallel={{\"share_gpus\": True}}; to train on the CPU, set {VISIBLE_GPUS}=''",
-    )
-    error.of_one_rank = place.local_rank == gpus  # those after it only say the same
+        return ()
+    there = torch.cuda.device_count()
+    if share_gpus:
+        return (torch.device("cuda", place.local_rank % there),)
+    each = place.gpus_per_process or (there if place.world_size == 1 else 1)
+    first = place.local_rank * each
+    if first + each <= there:
+        return tuple(torch.device("cuda", index) for index in range(first, first + each))
+    processes = f"{place.local_world_size} processes on this node, {there} visible to them"
+    if each == 1:
+        error = WorldError(
+            f"rank {place.rank} has no GPU: {processes}",
+            f"start as many processes as GPUs: `ddpkit launch --gpus {there} ...`; to let them share GPUs, slowly, set "
+            f"parallel={{\"share_gpus\": True}}; to train on the CPU, set {VISIBLE_GPUS}=''",
+        )
+    else:
+        error = WorldError(
+            f"rank {place.rank} has no {each} GPUs of its own: {processes}",
+            f"start at most {there // each} processes, or give each fewer GPUs ({GPUS_PER_PROCESS}={each})",
+        )
+    error.of_one_rank = place.local_rank == there // each  # those after it only say the same
     raise error
 
 
-def _start_group(device: torch.device, share_gpus: bool) -> None:
+def _start_group(device: torch.device, share_gpus: bool, *, binds: bool) -> None:
+    """`binds`: NCCL knows this process's one GPU from the start; it refuses any other then."""
     # Not decided by what this node has: a group has one backend, and another node may have more GPUs.
     nccl = device.type == "cuda" and dist.is_nccl_available() and not share_gpus
     backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
-    dist.init_process_group(backend, timeout=_TIMEOUT, device_id=device if nccl else None)
+    dist.init_process_group(backend, timeout=_TIMEOUT, device_id=device if nccl and binds else None)
     atexit.register(_stop_group)
 
 

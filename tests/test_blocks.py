@@ -18,7 +18,12 @@ def test_the_outer_ones_of_blocks_within_blocks() -> None:
 
 def test_blocks_in_several_groups_and_not_the_groups() -> None:
     stages = nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block()))
-    assert (*repeated_blocks(nn.ModuleDict({"stages": stages})),) == ("stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1")
+    assert (*repeated_blocks(nn.ModuleDict({"stages": stages})),) == (
+        "stages.0.0",
+        "stages.0.1",
+        "stages.1.0",
+        "stages.1.1",
+    )
     layers = [nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3)]
     assert (*repeated_blocks(nn.Sequential(*layers)),) == ("0", "1", "2")
 

@@ -11,7 +11,8 @@ import torch
 
 from ddp_kit import world
 from ddp_kit.errors import WorldError
-from ddp_kit.world import random_states_kept, seed_everything, seed_generators
+from ddp_kit.trainer.random_text import decoded, encoded
+from ddp_kit.world import World, random_states_kept, seed_everything, seed_generators
 
 CPU = torch.device("cpu")
 MEETING = {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
@@ -101,3 +102,41 @@ def test_ranks_with_a_gpu_each_reduce_over_nccl(
     assert [(group["backend"], group["device_id"]) for group in one_gpu] == [
         ("cpu:gloo,cuda:nccl", torch.device("cuda", 1))
     ]
+
+
+@pytest.mark.parametrize(("gpus", "rank", "own"), [(4, 0, (0, 1)), (4, 1, (2, 3)), (3, 1, None)])
+def test_ranks_with_several_gpus_each_have_their_own_and_nccl_is_bound_to_none(
+    one_gpu: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch, gpus: int, rank: int, own: tuple[int, ...] | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, str(rank))
+    monkeypatch.setenv("DDPKIT_GPUS_PER_PROCESS", "2")
+    if own is None:
+        with pytest.raises(WorldError, match="rank 1 has no 2 GPUs of its own: 2 processes on this node, 3 visible"):
+            world.join()
+        return
+    found = world.join()
+    assert found.gpus == tuple(torch.device("cuda", index) for index in own)
+    assert found.device == found.gpus[0]
+    assert [(group["backend"], group["device_id"]) for group in one_gpu] == [("cpu:gloo,cuda:nccl", None)]
+
+
+@pytest.mark.parametrize("number", ["0", "two", ""])
+def test_a_number_of_gpus_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, number: str) -> None:
+    monkeypatch.setenv("DDPKIT_GPUS_PER_PROCESS", number)
+    with pytest.raises(WorldError, match="DDPKIT_GPUS_PER_PROCESS="):
+        world.join()
+
+
+def test_the_random_states_of_all_own_gpus_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {index: torch.full((16,), index, dtype=torch.uint8) for index in range(4)}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": now[torch.device(device).index or 0].clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, index: now.update({index: state}))
+    gpus = (torch.device("cuda", 2), torch.device("cuda", 3))
+    states = world.random_states(world.World(1, 2, 1, 2, 0, gpus[0], gpus))
+    now |= {index: torch.zeros(16, dtype=torch.uint8) for index in now}
+    world.set_random_states(decoded(encoded(states)))
+    assert [now[index].unique().tolist() for index in range(4)] == [[0], [0], [2], [3]]

@@ -67,7 +67,7 @@ def _processes(plan: Plan, env: Mapping[str, str], host: str) -> list[list[str]]
     rows = [["rank", "host", "GPU", "cores", "program"]]
     for local_rank, place in enumerate(places):
         rank = f"first + {local_rank}" if first is None else str(first + local_rank)
-        gpu = f"{place.gpu.index}: {place.gpu.name}" if place.gpu else "-"
+        gpu = ", ".join(f"{each.index}: {each.name}" for each in place.gpus) or "-"
         cores = "by --numa-binding" if plan.numa_binding else _ranges(place.cpus) or "any"
         program = shlex.join(masked_words(plan.words(local_rank), {**env, **plan.env}))
         rows.append([rank if plan.places else f"{rank}, ...", host, gpu, cores, program])

@@ -10,6 +10,7 @@ from typing import Any
 
 from ddp_kit.env import (
     GPU_ORDER,
+    GPUS_PER_PROCESS,
     GRACE_DEFAULT,
     GROUP_RANK,
     GROUP_WORLD_SIZE,
@@ -56,8 +57,8 @@ _RUN_PATH = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run
 class Place:
     """Where one process of this node runs."""
 
-    gpu: Gpu | None = None
-    """None: on no GPU, or on what its script takes."""
+    gpus: tuple[Gpu, ...] = ()
+    """Empty: on no GPU, or on what its script takes."""
     cpus: tuple[int, ...] = ()
     """The CPU cores it may use; empty: all that the launcher may."""
 
@@ -115,6 +116,7 @@ class Plan:
     uninterruptible_state_timeout: float
     """Seconds that a worker may be in the kernel's uninterruptible sleep; 0: no limit."""
     virtual_local_rank: bool
+    gpus_per_process: int
     numa_binding: str | None
     logs: Logs
     event_log_handler: str
@@ -187,11 +189,15 @@ def make(
     that holds a GPU. `defaults`: variables for the workers that do not depend on the command line.
     Raises `UsageError` where the GPUs asked for are not available, and for settings that cannot be used.
     """
+    each = spec.gpus_per_process or 1
+    asked = _asked_gpus(spec)
     # A number of processes without a word on GPUs is torchrun's way: the script takes the GPUs it wants.
-    by_gpu = spec.gpus is not None or spec.processes is None
-    chosen = choose(spec.gpus, spec.command, machine, env, held) if by_gpu else ()
-    processes = _processes(spec, len(chosen), env)
-    places = _places(processes, chosen, cpus, bind=spec.torchrun["numa_binding"] is None)
+    by_gpu = asked is not None or spec.processes is None
+    again = spec.command if spec.gpus_per_process is None else f"--gpus-per-process {each} {spec.command}"
+    chosen = choose(asked, again, machine, env, held) if by_gpu else ()
+    _check_groups(spec, chosen)
+    processes = _processes(spec, len(chosen) // each, env)
+    places = _places(processes, chosen, each, cpus, bind=spec.torchrun["numa_binding"] is None)
     variables = _gpu_variables(spec, chosen, env) | _thread_variables(places, cpus, env)
     variables |= {name: (value, "ddpkit's default") for name, value in defaults.items()}
     settings = {**spec.torchrun, "nproc_per_node": processes, **rendezvous.meeting_point(spec.torchrun, run_id)}
@@ -214,6 +220,7 @@ def make(
         hang_timeout=spec.hang_timeout,
         uninterruptible_state_timeout=_uninterruptible_state_timeout(env),
         virtual_local_rank=settings["virtual_local_rank"],
+        gpus_per_process=each,
         numa_binding=settings["numa_binding"],
         logs=_logs(settings, env),
         event_log_handler=settings["event_log_handler"],
@@ -233,14 +240,58 @@ def make(
     return plan
 
 
+def _asked_gpus(spec: LaunchSpec) -> str | None:
+    """The words after --gpus; those that --gpus-per-process and a number of processes stand for without them."""
+    if spec.gpus is None and spec.gpus_per_process is not None and spec.processes is not None:
+        if not spec.processes.isdecimal():
+            raise UsageError(
+                f"--gpus-per-process {spec.gpus_per_process} with --nproc-per-node {spec.processes} does not say how "
+                "many GPUs to use",
+                "type --gpus and the number of all GPUs, and leave --nproc-per-node out",
+            )
+        return str(int(spec.processes) * spec.gpus_per_process)
+    return spec.gpus
+
+
+def _check_groups(spec: LaunchSpec, chosen: Chosen) -> None:
+    """Raise `UsageError` where the GPUs cannot be given to the processes in equal groups."""
+    each = spec.gpus_per_process
+    if each is None:
+        return
+    if not chosen:
+        raise UsageError(
+            f"--gpus-per-process {each} is not available: this machine has no NVIDIA GPU, or no driver for one",
+            f"type `ddpkit launch {spec.command}` for a process on the CPU, which needs no such number",
+        )
+    if len(chosen) % each:
+        most = len(chosen) // each * each
+        raise UsageError(
+            f"--gpus-per-process {each} does not divide the {len(chosen)} GPU{'s' * (len(chosen) > 1)} of this launch",
+            f"type `ddpkit launch --gpus {most} --gpus-per-process {each} {spec.command}`"
+            if most
+            else f"type --gpus-per-process {len(chosen)}, or use a machine with more GPUs",
+        )
+    if each > 1 and spec.torchrun["virtual_local_rank"]:
+        raise UsageError(
+            f"--gpus-per-process {each}: with --virtual-local-rank a process sees one GPU", "leave one of the two out"
+        )
+    if each > 1 and any(gpu.is_mig for _, gpu in chosen):
+        raise UsageError(
+            f"--gpus-per-process {each}: a process can use one MIG device at most",
+            "leave it out, or name whole GPUs with --gpus",
+        )
+
+
 def _processes(spec: LaunchSpec, gpus: int, env: Mapping[str, str]) -> str:
-    """How many processes: one per GPU, what --nproc-per-node says, or 1."""
+    """How many processes: as many as `gpus`, the groups of GPUs, what --nproc-per-node says, or 1."""
     if spec.processes is None:
         return str(max(1, gpus))
     if spec.gpus is not None and spec.processes != str(gpus):
         first = f"unset {PROCESSES_DEFAULT}, or " if PROCESSES_DEFAULT in env else ""
+        each = spec.gpus_per_process or 1
+        group = "GPU" if each == 1 else f"{each} GPUs"
         raise UsageError(
-            f"--gpus {spec.gpus} means {gpus} processes, one per GPU, but --nproc-per-node is {spec.processes}",
+            f"--gpus {spec.gpus} means {gpus} processes, one per {group}, but --nproc-per-node is {spec.processes}",
             f"{first}leave one of the two out",
         )
     if spec.processes.lstrip("-").isdecimal() and not 1 <= int(spec.processes) <= _MOST_PROCESSES:
@@ -249,10 +300,19 @@ def _processes(spec: LaunchSpec, gpus: int, env: Mapping[str, str]) -> str:
     return spec.processes
 
 
-def _places(processes: str, chosen: Chosen, cpus: Cpus, bind: bool) -> tuple[Place, ...]:
+def _places(processes: str, chosen: Chosen, each: int, cpus: Cpus, bind: bool) -> tuple[Place, ...]:
+    """`each`: GPUs of one process."""
     if not chosen:
         return (Place(),) * (int(processes) if processes.isdecimal() else 0)
-    return tuple(Place(gpu, tuple(cpu for cpu in gpu.near if cpu in cpus.core_of) if bind else ()) for _, gpu in chosen)
+    groups = [tuple(gpu for _, gpu in chosen[first : first + each]) for first in range(0, len(chosen), each)]
+    return tuple(Place(group, _near(group, cpus) if bind else ()) for group in groups)
+
+
+def _near(gpus: tuple[Gpu, ...], cpus: Cpus) -> tuple[int, ...]:
+    """The usable cores near any of these GPUs; none where one of them does not tell."""
+    if not all(gpu.near for gpu in gpus):
+        return ()
+    return tuple(sorted({cpu for gpu in gpus for cpu in gpu.near if cpu in cpus.core_of}))
 
 
 def _gpu_variables(spec: LaunchSpec, chosen: Chosen, env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
@@ -260,7 +320,12 @@ def _gpu_variables(spec: LaunchSpec, chosen: Chosen, env: Mapping[str, str]) -> 
     if not chosen:
         return {}
     why = "one process per visible GPU" if spec.gpus is None else f"--gpus {spec.gpus}"
+    each = spec.gpus_per_process
+    if each is not None and spec.gpus is None:
+        why = f"--gpus-per-process {each}"
     variables = {VISIBLE_GPUS: (",".join(word for word, _ in chosen), why)}
+    if each is not None:
+        variables[GPUS_PER_PROCESS] = str(each), f"--gpus-per-process {each}"
     if VISIBLE_GPUS not in env:  # numbers mean what NVML and nvidia-smi mean by them
         variables[GPU_ORDER] = "PCI_BUS_ID", "so that GPU numbers are those of nvidia-smi"
     return variables

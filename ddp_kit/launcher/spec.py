@@ -70,6 +70,8 @@ class LaunchSpec:
     """The seconds after --hang-timeout; None where it was not given."""
     ignored_signals: frozenset[str] = frozenset()
     """Names of those that the launcher was started to ignore."""
+    gpus_per_process: int | None = None
+    """The number after --gpus-per-process; None where it was not given."""
 
     @property
     def script(self) -> str:
@@ -111,6 +113,13 @@ def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[
         " `ddpkit devices` shows, a number of free ones, or a list of UUIDs, of MIG devices too",
     )
     ours.add_argument(
+        "--gpus-per-process",
+        metavar="N",
+        type=_count,
+        help="give each process N GPUs: --gpus are then those of all processes of this node together. For models on"
+        " several devices, see device_map. Default: 1",
+    )
+    ours.add_argument(
         "--cold", action="store_true", help="start every worker by python itself instead of forking it warm"
     )
     ours.add_argument(
@@ -145,6 +154,7 @@ def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[
         cold=flags.pop("cold"),
         dry_run=flags.pop("dry_run"),
         hang_timeout=flags.pop("hang_timeout"),
+        gpus_per_process=flags.pop("gpus_per_process"),
         flags=tuple(own),
         torchrun=MappingProxyType(flags),
     )
@@ -158,6 +168,12 @@ def _seconds(words: str) -> float:
     if not 0 <= seconds < math.inf:
         raise argparse.ArgumentTypeError(f"{words!r} is no number of seconds")
     return seconds
+
+
+def _count(words: str) -> int:
+    if not words.isdecimal() or int(words) < 1:
+        raise argparse.ArgumentTypeError(f"{words!r} is no number of GPUs, at least 1")
+    return int(words)
 
 
 def _split(words: Sequence[str], parser: Parser) -> tuple[list[str], list[str], list[str]]:

@@ -141,6 +141,7 @@ def assert_told(text: str, workers: Environments) -> None:
         pytest.param(["--role=two words", "--nnodes=1", "-t3"], ["--local=3", "--"], marks=pytest.mark.thorough),
         pytest.param(["--master-port=PORT", "--virtual-local-rank"], ["--", "--", "x"], marks=pytest.mark.thorough),
         (["--duplicate-stdout-filters", "a,,b,c", "--cold", "--gpus", "2"], []),
+        (["--gpus-per-process=2", "--nproc-per-node=1"], []),
     ],
 )
 def test_the_torchrun_command_gives_workers_the_same(
@@ -183,6 +184,15 @@ def test_gpus_cores_and_programs_stand_by_rank(
     assert "CUDA_VISIBLE_DEVICES" in run.stdout
     assert re.search(r"CUDA_VISIBLE_DEVICES +--gpus 2 +1,2\n", run.stdout)
     assert "CUDA_VISIBLE_DEVICES=1,2 CUDA_DEVICE_ORDER=PCI_BUS_ID OMP_NUM_THREADS=1 torchrun" in run.stdout
+
+
+def test_the_gpus_of_each_process_are_shown(ddpkit: Command, machine: Callable[..., dict[str, str]]) -> None:
+    run = ddpkit("launch", "--dry-run", "--gpus-per-process", 2, "-m", "this", env=machine(0, 0, 0, 0))
+    assert run.returncode == 0, run.stderr
+    rows = tables(run.stdout)[0]
+    assert [re.findall(r"(\d): ", row) for row in rows[1:]] == [["0", "1"], ["2", "3"]]
+    assert re.search(r"  DDPKIT_GPUS_PER_PROCESS +--gpus-per-process 2 +2\n", run.stdout)
+    assert "DDPKIT_GPUS_PER_PROCESS=2 " in TORCHRUN.search(run.stdout)[1]  # type: ignore[index]
 
 
 def test_cores_are_ranges() -> None:

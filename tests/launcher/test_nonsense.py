@@ -64,7 +64,11 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_flag_has_a_value_that_ends_in_a_traceback() -> None:
     valued = [action.option_strings[-1] for action in FLAGS if action.nargs != 0]
-    found = [unexpected(f"{flag}={value}") for flag in [*valued, "--gpus", "--hang-timeout"] for value in NONSENSE]
+    found = [
+        unexpected(f"{flag}={value}")
+        for flag in [*valued, "--gpus", "--gpus-per-process", "--hang-timeout"]
+        for value in NONSENSE
+    ]
     assert not list(filter(None, found))
 
 

@@ -185,7 +185,7 @@ def test_where_every_gpu_is_held_the_hint_is_to_wait_or_to_share() -> None:
 
 def test_a_number_of_processes_alone_takes_no_gpu_and_asks_nobody() -> None:
     made = planned("--nproc-per-node 2 train.py", machine(0, 0), held={"GPU-00-uuid": "pid 7 of ann: a"})
-    assert [place.gpu for place in made.places] == [None, None]
+    assert [place.gpus for place in made.places] == [(), ()]
     assert "CUDA_VISIBLE_DEVICES" not in made.env
 
 
@@ -287,10 +287,61 @@ def near(*cores: range) -> tuple[Gpu, ...]:
     return tuple(replace(gpu, near=tuple(cpus)) for gpu, cpus in zip(machine(*[0] * len(cores)), cores, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--gpus 4 --gpus-per-process 2", [[0, 1], [2, 3]]),
+        ("--gpus 3,1,0,2 --gpus-per-process 2", [[3, 1], [0, 2]]),
+        ("--gpus-per-process 2", [[0, 1], [2, 3]]),
+        ("--gpus-per-process 4", [[0, 1, 2, 3]]),
+        ("--gpus-per-process 1 --gpus 2", [[0], [1]]),
+        ("--gpus-per-process 2 --nproc-per-node 1", [[0, 1]]),
+        ("--gpus-per-process 2 --nproc-per-node 2 --gpus all", [[0, 1], [2, 3]]),
+    ],
+)
+def test_each_process_gets_as_many_gpus_as_asked_for(words: str, expected: list[list[int]]) -> None:
+    made = planned(f"{words} train.py", machine(0, 0, 0, 0))
+    assert [[gpu.index for gpu in place.gpus] for place in made.places] == expected
+    assert made.torchrun["nproc_per_node"] == str(len(expected))
+    assert made.env["CUDA_VISIBLE_DEVICES"] == ",".join(str(index) for group in expected for index in group)
+    assert made.env["DDPKIT_GPUS_PER_PROCESS"] == str(len(expected[0]))
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "said", "hint"),
+    [
+        ("--gpus-per-process 2", 3, "does not divide the 3 GPUs", "--gpus 2 --gpus-per-process 2 train.py"),
+        ("--gpus-per-process 4", 3, "does not divide the 3 GPUs", "type --gpus-per-process 3"),
+        ("--gpus-per-process 2", 0, "this machine has no NVIDIA GPU", "`ddpkit launch train.py`"),
+        ("--gpus 6 --gpus-per-process 2", 4, "--gpus 6 is not available", "--gpus 4 --gpus-per-process 2 train.py"),
+        ("--gpus-per-process 2 --nproc-per-node 3", 4, "found 4:", "--gpus 4 --gpus-per-process 2 train.py"),
+        ("--gpus-per-process 2 --virtual-local-rank", 4, "with --virtual-local-rank a process sees one GPU", "leave"),
+        ("--gpus-per-process 2 --nproc-per-node auto", 4, "does not say how many GPUs", "type --gpus"),
+        ("--gpus 4 --gpus-per-process 2 --nproc-per-node 4", 4, "one per 2 GPUs, but --nproc-per-node is 4", "leave"),
+    ],
+)
+def test_gpus_that_processes_cannot_share_out_are_refused(words: str, gpus: int, said: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        planned(f"{words} train.py", machine(*[0] * gpus))
+    assert said in caught.value.message
+    assert hint in caught.value.hint
+
+
+def test_a_process_cannot_have_two_mig_devices() -> None:
+    with pytest.raises(UsageError, match="a process can use one MIG device at most"):
+        planned("--gpus 1,2 --gpus-per-process 2 train.py", with_mig())
+
+
+def test_a_process_with_several_gpus_is_bound_to_the_cores_near_any_of_them() -> None:
+    gpus = near(range(4), range(4, 8), range(8, 12), range(0))
+    places = planned("--gpus 4 --gpus-per-process 2 train.py", gpus, cpus=EIGHT_CORES_OF_TWO_THREADS).places
+    assert [place.cpus for place in places] == [tuple(range(8)), ()]
+
+
 def test_processes_are_bound_to_those_cores_near_their_gpu_that_the_launcher_may_use() -> None:
     gpus = near(range(8), range(8, 16), range(64, 72), range(0))
     places = planned("--gpus 1,0,2,3 train.py", gpus, cpus=EIGHT_CORES_OF_TWO_THREADS).places
-    assert [place.gpu and place.gpu.index for place in places] == [1, 0, 2, 3]
+    assert [gpu.index for place in places for gpu in place.gpus] == [1, 0, 2, 3]
     assert [place.cpus for place in places] == [tuple(range(8, 16)), tuple(range(8)), (), ()]
 
 

@@ -153,11 +153,11 @@ def plan() -> Plan:
     """A plan on one GPU that no other test knows of."""
     gpu = Gpu(0, f"GPU-{uuid.uuid4()}", "Fake GPU", memory_total=0, memory_used=0)
     asked = spec.parse(["--nproc-per-node", "2", "train.py"], agent.torchrun_parser(), {})
-    return replace(make(asked, (), {}, "id", Cpus({0: 0}), {}), places=(Place(gpu), Place()))
+    return replace(make(asked, (), {}, "id", Cpus({0: 0}), {}), places=(Place((gpu,)), Place()))
 
 
 def uuid_of(plan: Plan) -> str:
-    gpu = plan.places[0].gpu
+    (gpu,) = plan.places[0].gpus
     assert gpu is not None
     return gpu.uuid
 

@@ -139,7 +139,8 @@ class Workers:
         if self._plan.numa_binding is None:
             return self._plan.places[local_rank].cpus
         try:
-            return tuple(sorted(torch_versions.numa_cpus(local_rank, self._plan.numa_binding)))
+            first = local_rank * self._plan.gpus_per_process
+            return tuple(sorted(torch_versions.numa_cpus(first, self._plan.numa_binding)))
         except Exception as error:  # whatever the machine does not tell torch
             raise UsageError(
                 f"--numa-binding is not available on this machine: {error}", "leave it out, or install numactl"

@@ -45,7 +45,7 @@ def reserved(make: Callable[[Mapping[str, str]], Plan], *, hold: bool = True) ->
             around = {parent.pid for parent in psutil.Process().parents()}
             others = {uuid: str(holder) for uuid, holder in found.items() if holder.pid not in around}
             plan = make(others)
-            for gpu in dict.fromkeys(place.gpu for place in plan.places if hold and place.gpu):
+            for gpu in dict.fromkeys(gpu for place in plan.places if hold for gpu in place.gpus):
                 if gpu.uuid not in found:
                     _hold(gpu, ours)
         yield plan
