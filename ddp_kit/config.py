@@ -172,6 +172,11 @@ class ParallelConfig(_Part):
     reshard: Literal["auto"] | bool = Field(
         "auto", description='Give up gathered weights after the forward pass; "auto": yes, except those of the root.'
     )
+    device_map: Literal["auto"] | dict[str, int] | None = Field(
+        None,
+        description="Devices for the layers of one model: module names, or ranges as `blocks.0-11`, each with a number "
+        'among the devices of its rank; "auto": repeated blocks, balanced by bytes; None: off.',
+    )
     find_unused_parameters: bool = Field(
         False, description="For models that leave some parameters out of some steps; costs a graph walk per step."
     )
@@ -202,6 +207,8 @@ class ParallelConfig(_Part):
         if values.get("strategy") == "fsdp":
             values.setdefault("shard", -1 if values.get("replicate", 1) != -1 else 1)
             values.setdefault("replicate", 1 if values["shard"] == -1 else -1)
+        if values.get("strategy") == "device_map" and values.get("device_map") is None:
+            values["device_map"] = "auto"
         if named == "zero1":
             values.setdefault("optimizer", "sharded")
         return values
@@ -215,7 +222,21 @@ class ParallelConfig(_Part):
         needed = next((name for name, has in _IMPLIED.items() if has(dict(self))), None)
         if needed is not None and self.strategy != needed and not (needed == "tensor" and self.strategy == "fsdp"):
             raise ValueError(f"strategy = {self.strategy!r} does not go with the other settings: they need {needed!r}")
+        if self.device_map is not None and self.strategy != "device_map":
+            raise ValueError(
+                f"device_map does not go with the other settings, which need {self.strategy!r}: leave one of them out"
+            )
         return self
+
+    @field_validator("device_map", mode="before")
+    @classmethod
+    def _devices_of_modules(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        found = dict(_flat(value))
+        if not found or any(type(index) is not int or index < 0 for index in found.values()):
+            raise ValueError('give module names with numbers of devices from 0 on: {"embed": 0, "blocks.0-11": 1}')
+        return found
 
     @field_validator("strategy", mode="before")
     @classmethod
@@ -420,6 +441,15 @@ def _put(values: dict[str, Any], name: str, value: Any) -> None:
         values[part] = dict(table) if isinstance(table, dict) else {}
         values = values[part]
     values[last] = value
+
+
+def _flat(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Its names and values; those of a nested table with dots, as `_put` makes it of `{"a": {"b.c": 1}}`."""
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 # --- saying what is wrong ---------------------------------------------------------------------------------------

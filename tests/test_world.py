@@ -12,7 +12,7 @@ import torch
 from ddp_kit import world
 from ddp_kit.errors import WorldError
 from ddp_kit.trainer.random_text import decoded, encoded
-from ddp_kit.world import World, random_states_kept, seed_everything, seed_generators
+from ddp_kit.world import random_states_kept, seed_everything, seed_generators
 
 CPU = torch.device("cpu")
 MEETING = {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}

@@ -1,7 +1,7 @@
 """From a checkpoint on the disk to the state that was saved."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from io import BufferedReader
 from pathlib import Path
@@ -29,8 +29,11 @@ from ddp_kit.manifest import (
 
 _READERS = 4
 
+DeviceOf = Callable[[str, str], torch.device]
+"""Part and name of a tensor -> where it is to be."""
 
-def load(path: Path | str, *, device: torch.device | str = "cpu") -> dict[str, Any]:
+
+def load(path: Path | str, *, device: torch.device | str | DeviceOf = "cpu") -> dict[str, Any]:
     """Read a checkpoint, verify every byte of it, and return the state as it was given to `Saver.save`.
 
     `device`: where the tensors go that were not in host memory when they were saved; the others stay there. What is
@@ -53,7 +56,8 @@ def load(path: Path | str, *, device: torch.device | str = "cpu") -> dict[str, A
         raise _damaged(found, f"a file cannot be read: {error.strerror or error}") from None
     except ValueError as error:
         raise _damaged(found, str(error)) from None
-    state: dict[str, Any] = unpack(text, _Fetch(tensors, torch.device(device)))
+    device_of = device if callable(device) else _always(torch.device(device))
+    state: dict[str, Any] = unpack(text, _Fetch(tensors, device_of))
     return state
 
 
@@ -65,18 +69,22 @@ def newer(found: Found) -> CheckpointError:
     )
 
 
+def _always(device: torch.device) -> DeviceOf:
+    return lambda _part, _name: device
+
+
 class _Fetch:
-    def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], device: torch.device) -> None:
+    def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], device_of: DeviceOf) -> None:
         self._tensors = tensors
-        self._device = device
+        self._device_of = device_of
         self._moved: dict[tuple[str, str], Tensor] = {}
 
     def __call__(self, part: str, name: str, on_device: bool) -> Tensor:
         tensor = self._tensors[part][name]
-        if not on_device or self._device.type == "cpu":
+        if not on_device:
             return tensor
         if (part, name) not in self._moved:  # tied tensors stay tied
-            self._moved[part, name] = tensor.to(self._device)
+            self._moved[part, name] = tensor.to(self._device_of(part, name))
         return self._moved[part, name]
 
 

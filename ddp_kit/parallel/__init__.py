@@ -1,9 +1,14 @@
 """How one model is spread over the ranks: one file per strategy.
 
-    strategy.py   the interface: everything that the trainer and the checkpoints know of a strategy
-    single.py     one rank, which needs nothing of the others
-    ddp.py        torch's DistributedDataParallel
-    replicas.py   what strategies with a whole model on every rank share
+    strategy.py      the interface: everything that the trainer and the checkpoints know of a strategy
+    mesh.py          how the ranks are divided: replicate x shard x tensor x pipeline
+    single.py        one rank, which needs nothing of the others
+    ddp.py           torch's DistributedDataParallel
+    zero1.py         the same, with the optimizer state divided over the ranks
+    fsdp.py          torch's FSDP2: weights, gradients and optimizer state sharded; with tensor.py, layers are split too
+    device_map.py    the layers of one model on several devices of each rank; split.py divides a chain of blocks
+    activations.py   what the forward pass keeps for the backward pass
+    replicas.py, shards.py   what several strategies share
 
 A new strategy is a subclass of `Strategy` in a file of its own, and one line in `ddp_kit.config.STRATEGIES`.
 """
@@ -18,17 +23,21 @@ from ddp_kit.world import World
 
 __all__ = ["Passes", "SingleRank", "Strategy", "strategy_for"]
 
+_SINGLE = "ddp_kit.parallel.single:SingleRank"
+_OF_ONE_RANK = {"device_map": "ddp_kit.parallel.device_map:SingleRankDeviceMap"}
+"""Strategies that one rank has a use for."""
+
 
 def strategy_for(config: ParallelConfig, world: World, *, recoverable: bool) -> Strategy:
-    """The strategy that the configuration names; `SingleRank` where there is one rank.
+    """The strategy that the configuration names; where there is one rank, `SingleRank` or what it is with a device map.
 
     Raises `ConfigError` where the sizes do not fit the number of ranks.
 
     `recoverable`: steps have to survive that a rank runs out of memory, see `Strategy.finish_failed_passes`.
     """
     sizes_of(config, world.world_size)
-    if world.world_size == 1:
-        return SingleRank(world, config, recoverable=recoverable)
-    module, _, name = STRATEGIES[config.strategy].partition(":")
+    alone = world.world_size == 1
+    path = _OF_ONE_RANK.get(config.strategy, _SINGLE) if alone else STRATEGIES[config.strategy]
+    module, _, name = path.partition(":")
     kind: type[Strategy] = getattr(import_module(module), name)
     return kind(world, config, recoverable=recoverable)

@@ -225,9 +225,12 @@ class DdpStrategy(Strategy):
         parameters = list(self.parameters)
         if order is not None:
             parameters = [parameters[number] for number in reversed(order)]  # computed last is differentiated first
-        zero = torch.zeros((), device=parameters[0].device)
+        device = self.world.device  # parameters may be on several
+        zero = torch.zeros((), device=device)
         ends = [
-            _sparse_zero(each) if each in sparse else _zero(each) for each in parameters if each not in self._unused
+            (_sparse_zero(each) if each in sparse else _zero(each)).to(device)
+            for each in parameters
+            if each not in self._unused
         ]
         return self._ddp.reduced(sum(ends, zero))
 

@@ -133,6 +133,10 @@ class Strategy(ABC):
         """Move the model to where it trains, the same on all ranks. Called again after `release`."""
         self.model = model
         self.parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
+        self.place(model)
+
+    def place(self, model: nn.Module) -> None:
+        """Move weights and buffers to their device. Parameters stay the same objects."""
         model.to(self.world.device)
 
     def release(self) -> None:
@@ -197,7 +201,8 @@ class Strategy(ABC):
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of all gradients together, the same scalar on all ranks."""
-        return nn.utils.get_total_norm([_values(each.grad) for each in self.parameters if each.grad is not None])
+        norm = nn.utils.get_total_norm([_values(each.grad) for each in self.parameters if each.grad is not None])
+        return norm.to(self.world.device)  # it is where the first gradient is
 
     def clip_grad_norm(self, limit: float, norm: Tensor) -> None:
         """Scale the gradients down to the norm `limit`. `norm`: what `grad_norm` gave."""

@@ -33,4 +33,4 @@ class BufferCopies:
             buffer = module._buffers[name]
             if buffer is not None and before is not None:
                 current = stored(buffer)
-                current.copy_(torch.where(left_out, before, current))
+                current.copy_(torch.where(left_out.to(current.device), before, current))

@@ -324,10 +324,15 @@ class Checkpoints:
             self._load(path)
 
     def _load(self, path: Path) -> None:
-        self._take_up(path, load(path, device=self._parts.world.device))
+        self._take_up(path, load(path, device=self._device_of))
         folder = self._folder
         inside = folder is not None and path.resolve().parent == folder.resolve()
         self._begin_lineage(_lineage(path, attempt()[0]), kept=self._position.step if inside else -1)
+
+    def _device_of(self, part: str, tensor: str) -> torch.device:
+        """Where a tensor is loaded to: each of a model on several devices to its own."""
+        found = next((each.device_of(tensor) for each in self._saved if each.name == part), None)
+        return self._parts.world.device if found is None else found
 
     def _begin_lineage(self, lineage: Lineage, kept: int) -> None:
         """From now on: before the next save, checkpoints of later steps than `kept` are set aside."""
@@ -391,7 +396,7 @@ class Checkpoints:
         """Its state; None, said aloud, where it is not what was written, on whichever rank."""
         state, problem = None, ""
         try:
-            state = load(path, device=self._parts.world.device)
+            state = load(path, device=self._device_of)
         except CheckpointError as error:
             problem = error.message
         problems = every_text(problem.encode(), self._parts.world)

@@ -20,21 +20,25 @@ _RATES = ("lr", "initial_lr", "momentum", "betas", "weight_decay")
 
 
 def bits(tensors: Iterable[Tensor]) -> Tensor:
-    """The contents of tensors of one device as one int64 number there. Nothing waits for the device.
+    """The contents of tensors as one int64 number on the device of the first. Nothing waits for a device.
 
     The bits are read as whole numbers, so no rounding depends on the order of a sum.
     """
-    small: dict[torch.dtype, list[Tensor]] = {}
+    small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     sums: list[Tensor] = []
     for tensor in tensors:
         for part in _dense(tensor.detach()):
             if part.numel() < _SMALL:
-                small.setdefault(part.dtype, []).append(part.reshape(-1))
+                small.setdefault((part.dtype, part.device), []).append(part.reshape(-1))
             else:
                 sums += [numbers.sum() for numbers in _whole(part.reshape(-1))]
     for group in small.values():
         sums += [_spread(numbers) for numbers in _whole(torch.cat(group))]
-    return _spread(torch.stack(sums)) if sums else torch.zeros((), dtype=torch.int64)
+    return _spread(_stacked(sums, sums[0].device)) if sums else torch.zeros((), dtype=torch.int64)
+
+
+def _stacked(scalars: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.stack([each.to(device, non_blocking=device.type != "cpu") for each in scalars])
 
 
 def _spread(numbers: Tensor) -> Tensor:
@@ -84,7 +88,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 def facts_of_weights(parts: Parts) -> dict[str, int | str]:
     """What must be the same before a step on ranks that hold the same weights. Waits for the device."""
     names = [name for name, _ in parts.model.named_parameters()]
-    numbers = torch.stack([bits([each]) for each in parts.strategy.local_parameters()]).tolist()
+    numbers = _stacked([bits([each]) for each in parts.strategy.local_parameters()], parts.world.device).tolist()
     return {
         f"the weights of the model, first in {name}": repr(number) for name, number in zip(names, numbers, strict=True)
     }
@@ -98,7 +102,7 @@ def facts_of_optimizer(parts: Parts) -> dict[str, int | str]:
         for group in parts.optimizer.param_groups
         for each in group["params"]
     }
-    numbers = torch.stack([_state_bits(*each) for each in held.values()]).tolist()
+    numbers = _stacked([_state_bits(*each) for each in held.values()], parts.world.device).tolist()
     return {
         f"the state of the optimizer, first in that of {name}": f"{number} {_plain(state)}"
         for (name, (_, state)), number in zip(held.items(), numbers, strict=True)
@@ -174,9 +178,9 @@ def row(parts: Parts) -> Tensor:
     if parts.config.verify_ranks != "off":
         own.append(bits(parts.strategy.local_parameters()))
     if parts.config.verify_ranks == "all":
-        states = pytree.tree_leaves([*parts.optimizer.state.values()])
-        own.append(bits(each.to(device) for each in states if isinstance(each, Tensor)))
-    whole = torch.stack(own)
+        tensors = [each for each in pytree.tree_leaves([*parts.optimizer.state.values()]) if isinstance(each, Tensor)]
+        own.append(bits(each.to(device) if each.is_cpu else each for each in tensors))
+    whole = _stacked(own, device)
     return torch.stack((whole >> 32, whole & 0xFFFFFFFF), dim=1).double().flatten()  # float64 holds 53 bits exactly
 
 

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -66,6 +67,10 @@ class SavedPart(ABC):
         """Whether every rank has the same of a tensor, by its name in the part's file."""
         return True
 
+    def device_of(self, tensor: str) -> torch.device | None:  # noqa: ARG002
+        """Where a tensor is to be when it is loaded, by its name in the part's file; None: on the rank's device."""
+        return None
+
     def migrate(self, state: Any, version: int) -> Any:  # noqa: ARG002 - the first version has none before it
         """The state of an older version, as the present one has it."""
         return state
@@ -94,6 +99,14 @@ class ModelPart(SavedPart):
 
     def is_replicated(self, tensor: str) -> bool:
         return tensor in self._parameters  # buffers are not: those of rank 0 count
+
+    def device_of(self, tensor: str) -> torch.device | None:
+        return self._devices.get(tensor)
+
+    @cached_property
+    def _devices(self) -> dict[str, torch.device]:
+        own = self._model.state_dict()
+        return {name: value.device for name, value in own.items() if isinstance(value, Tensor)}
 
     @cached_property
     def _parameters(self) -> frozenset[str]:
@@ -134,6 +147,15 @@ class OptimizerPart(SavedPart):
 
     def is_replicated(self, tensor: str) -> bool:  # noqa: ARG002
         return not self._strategy.shards  # what is whole there are numbers, such as Adam's step
+
+    def device_of(self, tensor: str) -> torch.device | None:
+        head, number, *_ = [*tensor.split("."), "", ""]  # such as state.0.exp_avg: of the first parameter of all groups
+        known = head == "state" and number.isdecimal() and int(number) < len(self._devices)
+        return self._devices[int(number)] if known else None
+
+    @cached_property
+    def _devices(self) -> list[torch.device]:
+        return [each.device for group in self._optimizer.param_groups for each in group["params"]]
 
     @cached_property
     def _own(self) -> dict[str, Any]:

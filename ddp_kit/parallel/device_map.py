@@ -1,0 +1,376 @@
+"""The layers of one model on several devices of each rank.
+
+    each module's weights and buffers -> the device that the map names
+    before a module that has a device: tensors among its inputs move there, where they are elsewhere
+    after the model: tensors of its output move to where those of its input were
+
+With several ranks, each has a replica on devices of its own, and DDP averages the gradients. The devices of a rank work
+one after the other: a map makes a larger model fit, and no step faster.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from itertools import groupby, product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ddp_kit.blocks import repeated_blocks
+from ddp_kit.config import ParallelConfig
+from ddp_kit.errors import ConfigError, nearest, some
+from ddp_kit.log import logger
+from ddp_kit.parallel.ddp import DdpStrategy
+from ddp_kit.parallel.single import SingleRank
+from ddp_kit.parallel.split import split_chain
+from ddp_kit.parallel.strategy import Strategy
+from ddp_kit.torch_internals import pytree
+from ddp_kit.world import World
+
+_RANGE = re.compile(r"(\d+)-(\d+)")
+_STATES_PER_WEIGHT = 2  # of the optimizer, as Adam's; it is made after the model is placed
+
+
+class _DeviceMapped(Strategy):
+    """Places a model by its map; how gradients are reduced is left to the class after it."""
+
+    def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
+        super().__init__(world, config, recoverable=recoverable)
+        self._map: dict[str, int] | None = None  # of module names; None before "auto" has chosen
+        self._hooks: list[RemovableHandle] = []
+
+    def check(self, model: nn.Module) -> None:
+        super().check(model)
+        given = self.config.device_map
+        if isinstance(given, Mapping):
+            self._map = expanded(model, given)
+            for index in sorted(set(self._map.values())):
+                device_at(index, self.world)
+            indices_of(model, self._map)
+
+    def place(self, model: nn.Module) -> None:
+        """A collective where the map is "auto"."""
+        if self._map is None:
+            self._map = automatic_map(model, _capacities(model, self.world))
+            logger.info("device_map: {}", shown(self._map))
+        for name, index in indices_of(model, self._map).items():
+            _move_own_tensors(model.get_submodule(name), device_at(index, self.world))
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [
+            model.get_submodule(name).register_forward_pre_hook(
+                _InputsMove(device_at(index, self.world)), with_kwargs=True
+            )
+            for name, index in hooked_modules(model, self._map).items()
+        ]
+        output = _OutputMoves(self.world.device)
+        self._hooks += [
+            model.register_forward_pre_hook(output.before, with_kwargs=True, prepend=True),
+            model.register_forward_hook(output.after),
+        ]
+
+
+class SingleRankDeviceMap(_DeviceMapped, SingleRank):
+    """One rank with several devices."""
+
+
+class DeviceMapStrategy(_DeviceMapped, DdpStrategy):
+    """Several ranks with several devices each. DDP's buckets each hold gradients of one device."""
+
+
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+
+def device_at(index: int, world: World) -> torch.device:
+    """The device that a number in a map stands for: the rank's own GPU of that number.
+
+    Without GPUs each number is the CPU: a run there shows that a map is complete, and that training, reductions and
+    checkpoints are bitwise those of the model without a map. It cannot show that tensors move wherever they have to,
+    for torch has one CPU device only.
+    Raises `ConfigError` where there is no such GPU.
+    """
+    if world.device.type == "cpu" and not world.gpus:
+        return world.device
+    gpus = world.gpus or (world.device,)
+    if index >= len(gpus):
+        are = "is 1 GPU" if len(gpus) == 1 else f"are {len(gpus)} GPUs"
+        raise ConfigError(
+            f"parallel.device_map names device {index}, but there {are} for rank {world.rank}: {_listed(gpus)}",
+            f"devices are numbered from 0 within each rank; for more, start with `ddpkit launch --gpus-per-process "
+            f"{index + 1}`",
+        )
+    return gpus[index]
+
+
+def _listed(devices: tuple[torch.device, ...]) -> str:
+    return ", ".join(map(str, devices))
+
+
+def _capacities(model: nn.Module, world: World) -> list[float]:
+    """Bytes that each device has for the model, at least, over all ranks. A collective."""
+    if world.device.type == "cpu":
+        return [math.inf]
+    gpus = world.gpus or (world.device,)
+    own = {gpu: sum(each.nbytes for each in _tensors(model) if each.device == gpu) for gpu in gpus}
+    free = torch.tensor([torch.cuda.mem_get_info(gpu)[0] + own[gpu] for gpu in gpus], device=world.device)
+    if world.world_size > 1:
+        dist.all_reduce(free, dist.ReduceOp.MIN)  # all ranks have to choose the same map
+    return [float(each) for each in free.tolist()]
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def expanded(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int]:
+    """The map with each range replaced by the names it stands for. Raises `ConfigError` for names that are unknown."""
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    known, found, entries = set(modules), dict[str, int](), dict[str, str]()
+    for key, index in device_map.items():
+        for name in [key] if key in known else _names(key):
+            if name not in known:
+                close = nearest(name, modules)
+                raise ConfigError(
+                    f"parallel.device_map names {key!r}, and {type(model).__name__} has no module {name!r}",
+                    f"nearest: {close!r}" if close else f"its modules are {some([each for each in modules if each])}",
+                )
+            if name in found:
+                raise ConfigError(
+                    f"parallel.device_map has {name!r} in two entries: {entries[name]!r} and {key!r}",
+                    "let each module be in one",
+                )
+            found[name], entries[name] = index, key
+    return found
+
+
+def _names(key: str) -> Iterator[str]:
+    """The names that a key with ranges stands for, such as `blocks.0-11`."""
+    choices: list[Any] = []
+    for part in key.split("."):
+        ends = _RANGE.fullmatch(part)
+        choices.append(range(int(ends[1]), int(ends[2]) + 1) if ends else (part,))
+        if not choices[-1]:
+            raise ConfigError(f"parallel.device_map: the range {part} in {key!r} is empty", "put its smaller end first")
+    if math.prod(map(len, choices)) > 1_000_000:
+        raise ConfigError(f"parallel.device_map: {key!r} stands for more than a million modules", "check its ends")
+    yield from (".".join(map(str, parts)) for parts in product(*choices))
+
+
+def indices_of(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int]:
+    """The device of each module that has weights or buffers of its own; the longest name that covers it decides.
+
+    Raises `ConfigError` for modules that no name covers, and for tensors that would be on two devices.
+    """
+    found: dict[str, int] = {}
+    missing: list[str] = []
+    places: dict[int, tuple[int, str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        if not own:
+            continue
+        index = _index_of(name, device_map)
+        if index is None:
+            missing.append(name)
+            continue
+        found[name] = index
+        for short, tensor in own:
+            full = f"{name}.{short}" if name else short
+            other, first = places.setdefault(id(tensor), (index, full))
+            if other != index:
+                raise ConfigError(
+                    f"{first} and {full} are one tensor (tied), and parallel.device_map puts them on devices {other} "
+                    f"and {index}",
+                    "put both modules on the same device; they need not be neighbours",
+                )
+    if missing:
+        uncovered = list(dict.fromkeys(_topmost(name, device_map) for name in missing))
+        names = some([repr(each) for each in uncovered if each])
+        itself = "what the model itself holds (its name in the map is '')" if "" in uncovered else ""
+        raise ConfigError(
+            f"parallel.device_map leaves out {' and '.join(filter(None, (names, itself)))}",
+            "name them with a device, or one that they are part of; '' stands for all that has no other entry",
+        )
+    return found
+
+
+def _index_of(name: str, device_map: Mapping[str, int]) -> int | None:
+    while name not in device_map:
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+    return device_map[name]
+
+
+def _topmost(name: str, device_map: Mapping[str, int]) -> str:
+    """The module that `name` is in, as far up as no part of it is in the map."""
+    while name and (parent := name.rpartition(".")[0]):
+        if any(key.startswith(f"{parent}.") for key in device_map):
+            break
+        name = parent
+    return name
+
+
+def shown(device_map: Mapping[str, int]) -> str:
+    """A map as it is written in a configuration, with ranges."""
+    parts: list[tuple[str, int]] = []
+    for (parent, index, is_block), group in groupby(device_map.items(), _kind):
+        names = [name.rpartition(".")[2] for name, _ in group]
+        last = f"{names[0]}-{names[-1]}" if is_block and len(names) > 1 else ""
+        parts += [(f"{parent}{each}", index) for each in ([last] if last else names)]
+    return "{" + ", ".join(f'"{name}": {index}' for name, index in parts) + "}"
+
+
+def _kind(entry: tuple[str, int]) -> tuple[str, int, bool]:
+    parent, dot, last = entry[0].rpartition(".")
+    return parent + dot, entry[1], last.isdecimal()
+
+
+# --- "auto" -----------------------------------------------------------------------------------------------------------
+
+
+def automatic_map(model: nn.Module, capacities: list[float]) -> dict[str, int]:
+    """The map that spreads the model over the devices so that the fullest holds as little as possible.
+
+    `capacities`: bytes of each device. The model is taken as a chain in the order in which its modules are registered:
+    its repeated blocks, and what lies between them. What holds a tied tensor stays with the first that holds it. Bytes
+    are those of weights, gradients and an optimizer's state like Adam's; activations are not known before a batch is.
+    Raises `ConfigError` where the model does not fit, or has no repeated blocks.
+    """
+    if len(capacities) == 1:
+        return {"": 0}
+    units = tuple(repeated_blocks(model))
+    if not units:
+        raise ConfigError(
+            f"parallel.device_map='auto' divides a chain of repeated blocks, and {type(model).__name__} has no "
+            "ModuleList or Sequential with several children of one class that have children of their own",
+            "name the modules: parallel={'device_map': {'encoder': 0, 'decoder': 1}}",
+        )
+    links, sizes = _chain(model, units)
+    ranges = split_chain(sizes, sizes, capacities[: len(links)])
+    device_of = {name: index for index, links_of in enumerate(ranges) for link in links_of for name in links[link]}
+    order = [name for name, _ in model.named_modules(remove_duplicate=False) if name in device_of]
+    return {name: device_of[name] for name in order}
+
+
+def _chain(model: nn.Module, units: tuple[str, ...]) -> tuple[list[list[str]], list[float]]:
+    """The links of the chain, each as the names of its modules, and their bytes."""
+    links: list[list[str]] = []
+    sizes: list[float] = []
+    link_of: dict[int, int] = {}  # by tensor
+    for name, module in _pieces(model, "", units):
+        tensors = [*_tensors(module)] if name in units or not _holds(name, units) else _own_tensors(module)
+        known = [link_of[id(each)] for each in tensors if id(each) in link_of]
+        link = min(known, default=len(links))
+        if link == len(links):
+            links.append([])
+            sizes.append(0.0)
+        links[link].append(name)
+        for each in tensors:
+            if id(each) not in link_of:
+                link_of[id(each)] = link
+                sizes[link] += _bytes_in_training(each)
+    return links, sizes
+
+
+def _pieces(module: nn.Module, name: str, units: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
+    """The blocks, what lies between them, and modules around them that have tensors of their own."""
+    if not _holds(name, units):
+        if name in units or any(True for _ in _tensors(module)):
+            yield name, module
+        return
+    if _own_tensors(module):
+        yield name, module
+    for child_name, child in module.named_children():
+        yield from _pieces(child, f"{name}.{child_name}" if name else child_name, units)
+
+
+def _holds(name: str, units: tuple[str, ...]) -> bool:
+    return any(unit.startswith(f"{name}." if name else "") for unit in units if unit != name)
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _own_tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _bytes_in_training(tensor: Tensor) -> int:
+    return tensor.nbytes * (2 + _STATES_PER_WEIGHT if tensor.requires_grad else 1)
+
+
+# --- placement --------------------------------------------------------------------------------------------------------
+
+
+def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
+    """As `module.to(device)`, without its children: parameters stay the same objects."""
+    own = nn.Module()
+    own._parameters, own._buffers = module._parameters, module._buffers
+    own.to(device)
+
+
+def hooked_modules(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int]:
+    """The modules whose inputs move, with their devices: those in the map, and the largest that are on one device."""
+    indices = {**indices_of(model, device_map), **device_map}
+    found: dict[str, int] = {}
+    inside: dict[str, set[int]] = {}  # the devices of a module and all that is in it
+    for name, index in indices.items():
+        inside.setdefault(name, set()).add(index)
+        while name:
+            name = name.rpartition(".")[0]
+            inside.setdefault(name, set()).add(index)
+
+    def walk(name: str, module: nn.Module, within: bool) -> None:
+        """`within`: in a module on one device, whose inputs move already."""
+        there = inside.get(name, set())
+        whole = len(there) == 1 and not isinstance(module, nn.ModuleList | nn.ModuleDict)  # which are never called
+        if name in device_map or (whole and not within):
+            found[name] = indices[name] if name in indices else min(there)
+        for child_name, child in module.named_children():
+            walk(f"{name}.{child_name}" if name else child_name, child, within or whole)
+
+    walk("", model, within=False)
+    return found
+
+
+class _InputsMove:
+    """A hook before a module's forward: tensors among its inputs move to its device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __call__(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        return None if _all_on(self._device, (args, kwargs)) else _moved((args, kwargs), self._device)
+
+
+class _OutputMoves:
+    """Hooks around the model's forward: tensors of its output move to the device of the first tensor of its input.
+
+    `default`: for a model that gets no tensor.
+    """
+
+    def __init__(self, default: torch.device) -> None:
+        self._default = self._device = default
+
+    def before(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        self._device = next((each.device for each in tensors), self._default)
+
+    def after(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        return output if _all_on(self._device, output) else _moved(output, self._device)
+
+
+def _all_on(device: torch.device, values: Any) -> bool:
+    return all(leaf.device == device for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def _moved(values: Any, device: torch.device) -> Any:
+    # To a GPU the copy is in order with what runs there; the host would read what is not yet in its memory.
+    waits = device.type == "cpu"
+    return pytree.tree_map(
+        lambda leaf: leaf.to(device, non_blocking=not waits) if isinstance(leaf, Tensor) else leaf, values
+    )
