@@ -1,5 +1,6 @@
 """Keeping the weights of the best evaluation."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from ddp_kit.callbacks.callback import Callback
 from ddp_kit.config import absolute
 from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
+from ddp_kit.pieces import Piece
 
 
 class BestModel(Callback):
@@ -35,7 +37,7 @@ class BestModel(Callback):
         self._watched = Watched("BestModel", metric, mode)
         self._path = None if path is None else absolute(path)
         self._restore_at_end = restore_at_end
-        self._model: nn.Module | None = None
+        self._load: Callable[[dict[str, Any]], None] | None = None  # into the model
         self._state: dict[str, Any] = {}
         self.step: int | None = None
         """The optimizer steps that had been done at the best evaluation."""
@@ -69,26 +71,30 @@ class BestModel(Callback):
         self._take_up(trainer)
         if not self._watched.improved(metrics):
             return
-        model: nn.Module = trainer.model
-        self.step, self._model = trainer.step, model
-        self._state = {name: _copied(value) for name, value in model.state_dict().items()}
+        self.step, self._load = trainer.step, trainer.load_model_state
+        self._state = {name: _copied(value) for name, value in trainer.model_state().items()}
+        if self._path is not None and any(isinstance(value, Piece) for value in self._state.values()):
+            raise ConfigError(
+                "BestModel(path=...) writes a whole model, and this run's weights are sharded",
+                "leave out path; set checkpoint.keep_best, and run `ddpkit export` on that checkpoint",
+            )
         if self._path is not None and trainer.world.is_main:
-            _write(model, self._path)
+            _write(trainer.model, self._path)
 
     def on_fit_end(self, trainer: Any, result: Any) -> None:
         """Restore, where that was asked for and an evaluation came to a number."""
-        if self._restore_at_end and self._model is not None:
+        if self._restore_at_end and self._load is not None:
             logger.info("the model has the weights of step {} again: {} {:.4g}", self.step, *self._named_value())
             self.restore()
 
     def restore(self) -> None:
         """Put the best weights back into the model, in place. Raises `ConfigError` where there are none yet."""
-        if self._model is None:
+        if self._load is None:
             raise ConfigError(
                 "BestModel has no weights to restore: no evaluation has come to a number yet",
                 "give eval_data to fit, or call evaluate",
             )
-        self._model.load_state_dict(self._state)
+        self._load(self._state)
 
     def _take_up(self, trainer: Any) -> None:
         if not self._taken_up:
@@ -96,9 +102,9 @@ class BestModel(Callback):
         self._taken_up = False
         if self.step is None:  # there was no best yet
             return
-        model: nn.Module = trainer.model
-        self._model = model
+        self._load = trainer.load_model_state
         if self._path is not None and trainer.world.is_main:
+            model: nn.Module = trainer.model
             now = {name: _copied(value) for name, value in model.state_dict().items()}
             try:
                 self.restore()
@@ -111,6 +117,8 @@ class BestModel(Callback):
 
 
 def _copied(value: Any) -> Any:
+    if isinstance(value, Piece):
+        return value.holding(_copied(value.tensor))
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 

@@ -1,5 +1,6 @@
 """An average of the weights over the steps, which evaluations use."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 
 from ddp_kit.callbacks.callback import Callback
 from ddp_kit.errors import ConfigError
+from ddp_kit.pieces import Piece
 from ddp_kit.torch_internals import copy_all, interpolate_all
 
 
@@ -28,32 +30,34 @@ class EMA(Callback):
             raise ConfigError(f"EMA got decay={decay!r}", "give a number from 0 to below 1, such as 0.999")
         self._decay = decay
         self._model: nn.Module | None = None
+        self._state: Callable[[], dict[str, Any]]  # of the model, as this rank holds it
         self._names: list[str] = []
         self._parameters: list[Tensor] = []
+        self._places: list[Piece | None] = []  # of the parameters of which this rank holds a part
         self._average: list[Tensor] = []
         self._trained: list[Tensor] = []  # the weights set aside, while the model has the averaged ones
         self._loaded: dict[str, Tensor] = {}  # of a checkpoint, until the model is known
 
     def state_dict(self) -> dict[str, Any]:
         """The average, by the names of the parameters; nothing before the first step."""
-        return {"average": self._loaded or dict(zip(self._names, self._average, strict=True))}
+        return {"average": self._loaded or dict(zip(self._names, self._placed(self._average), strict=True))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue this average. Raises `ConfigError` with the next event where it is of other parameters."""
         self._swap_back()
-        self._model, self._names, self._parameters, self._average = None, [], [], []
+        self._model, self._names, self._parameters, self._places, self._average = None, [], [], [], []
         self._loaded = state["average"]
 
     def on_fit_start(self, trainer: Any) -> None:
         """Put a checkpoint's average to use."""
-        self._take_up(trainer.model)
+        self._take_up(trainer)
 
     @torch.no_grad()
     def on_step(self, trainer: Any) -> None:
         """Add the weights to the average."""
-        self._take_up(trainer.model)
+        self._take_up(trainer)
         if trainer.model is not self._model:
-            self._begin(trainer.model)
+            self._begin(trainer)
             return
         interpolate_all(self._average, _in_the_precision_of(self._average, self._parameters), 1 - self._decay)
 
@@ -61,7 +65,7 @@ class EMA(Callback):
     def on_evaluate_start(self, trainer: Any) -> None:
         """Put the averaged weights into the model's own tensors, which DDP and the optimizer hold too."""
         self._swap_back()
-        self._take_up(trainer.model)
+        self._take_up(trainer)
         if trainer.model is self._model:
             self._trained = [parameter.detach().clone() for parameter in self._parameters]
             copy_all(self._parameters, self._average)
@@ -81,31 +85,43 @@ class EMA(Callback):
         """
         if self._model is None:
             raise ConfigError("EMA has no average yet: no step has been done", "train at least one step first")
-        pairs = zip(self._parameters, self._in_the_model_s_precision(), strict=True)
-        averaged = {id(parameter): average for parameter, average in pairs}
-        state = self._model.state_dict(keep_vars=True)  # gives the parameters themselves: tied ones are found twice
-        return {name: _copied(averaged.get(id(value), value)) for name, value in state.items()}
+        pairs = zip(self._parameters, self._placed(self._in_the_model_s_precision()), strict=True)
+        averaged = {parameter.data_ptr(): average for parameter, average in pairs if parameter.numel()}
+        state = self._state()
+        return {name: _copied(averaged.get(_address(value), value)) for name, value in state.items()}
 
     def apply_to(self, model: nn.Module) -> None:
         """Give a model of the same structure the averaged weights, in place; `trainer.model` too. No collective."""
         self._swap_back()
-        model.load_state_dict(self.model_state())
+        if model is self._model:
+            with torch.no_grad():
+                copy_all(self._parameters, self._in_the_model_s_precision())
+        else:
+            model.load_state_dict(self.model_state())
 
-    def _begin(self, model: nn.Module) -> None:
+    def _begin(self, trainer: Any) -> None:
         self._swap_back()
-        self._model = model
-        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self._names, self._parameters = list(trained), list(trained.values())
+        self._model, self._state = trainer.model, trainer.model_state
+        trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
+        held = trainer.model_state()
+        self._names, self._places = trained, [held[name] if isinstance(held[name], Piece) else None for name in trained]
+        self._parameters = [_tensor(held[name]) for name in trained]
         self._average = [
             parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
             for parameter in self._parameters
         ]
 
-    def _take_up(self, model: nn.Module) -> None:
+    def _placed(self, tensors: list[Tensor]) -> list[Any]:
+        """Tensors of the parameters' shapes, each as the piece of the whole that its parameter is."""
+        return [
+            each if place is None else place.holding(each) for each, place in zip(tensors, self._places, strict=True)
+        ]
+
+    def _take_up(self, trainer: Any) -> None:
         """After a checkpoint was loaded: its average, for this model."""
         if not self._loaded:
             return
-        self._begin(model)
+        self._begin(trainer)
         loaded, self._loaded = self._loaded, {}
         if differ := sorted(set(loaded) ^ set(self._names)):
             raise ConfigError(
@@ -113,7 +129,8 @@ class EMA(Callback):
                 "train the same parameters (requires_grad) as before, or leave EMA out and start it afresh later",
             )
         self._average = [
-            loaded[name].to(own.device, own.dtype) for name, own in zip(self._names, self._average, strict=True)
+            _of(place, loaded[name]).to(own.device, own.dtype, copy=place is not None)
+            for name, own, place in zip(self._names, self._average, self._places, strict=True)
         ]
 
     @torch.no_grad()
@@ -131,5 +148,22 @@ def _in_the_precision_of(pattern: list[Tensor], tensors: list[Tensor]) -> list[T
     return [tensor.to(like.dtype) for like, tensor in zip(pattern, tensors, strict=True)]
 
 
+def _tensor(held: Any) -> Tensor:
+    """What this rank holds of a parameter."""
+    found: Tensor = held.tensor if isinstance(held, Piece) else held
+    return found
+
+
+def _address(value: Any) -> int:
+    return _tensor(value).data_ptr() if isinstance(value, Tensor | Piece) else 0
+
+
+def _of(place: Piece | None, saved: Any) -> Tensor:
+    found: Tensor = saved if place is None else place.of(saved)
+    return found
+
+
 def _copied(value: Any) -> Any:
+    if isinstance(value, Piece):
+        return value.holding(value.tensor.clone())
     return value.detach().clone() if isinstance(value, Tensor) else value

@@ -52,8 +52,8 @@ class SavedPart(ABC):
     shows_own_errors: ClassVar[bool] = False
     """Whether errors of `load_state_dict` are shown as they are; otherwise they are the checkpoint's fault."""
 
-    replicated: ClassVar[bool] = False
-    """Whether every rank has the same of it, so that ranks may divide the writing; see `is_replicated`."""
+    replicated: bool = False
+    """Whether every rank gives it, so that ranks may divide the writing; see `is_replicated`."""
 
     def rank_state(self) -> Any:
         """What this rank adds of its own: JSON."""
@@ -362,6 +362,10 @@ class CallbacksPart(SavedPart):
     def __init__(self, parts: Parts, callbacks: Sequence[Callback]) -> None:
         self._world = parts.world
         self._callbacks = callbacks
+        self.replicated = parts.strategy.replaces_parameters  # callbacks may hold pieces of sharded weights
+
+    def is_replicated(self, tensor: str) -> bool:  # noqa: ARG002
+        return False
 
     def rank_state(self) -> Any:
         return own_states(self._callbacks)

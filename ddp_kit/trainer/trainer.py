@@ -181,6 +181,14 @@ class Trainer:
         """Into how many parts a global batch is divided."""
         return self._parts.strategy.data_ranks
 
+    def model_state(self) -> dict[str, Any]:
+        """The model's state_dict as this rank holds it: its own tensors, and a `Piece` where it holds a part of one."""
+        return self._parts.strategy.model_state()
+
+    def load_model_state(self, state: dict[str, Any]) -> None:
+        """Load what `model_state` gave, or whole tensors. No collective."""
+        self._parts.strategy.load_model_state(state)
+
     # --- what users call ----------------------------------------------------------------------------------------
 
     def fit(self, train_data: Data, eval_data: Data | None = None) -> FitResult:
