@@ -14,7 +14,6 @@ docs/checkpoints.md describes the files for other programs.
 import errno
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -40,15 +39,6 @@ WRITING, REMOVED = ".writing-", ".removed-"
 ASIDE = "set-aside-"
 """How the names of folders begin that hold the checkpoints of a branch that was left."""
 
-PIECES = "ddpkit.pieces"
-"""In the metadata of a file of tensors: name -> shape of the whole tensor and offsets of the piece in it, as JSON."""
-
-ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "U32": 4, "I32": 4, "U64": 8, "I64": 8,
-    "F8_E4M3": 1, "F8_E5M2": 1, "F16": 2, "BF16": 2, "F32": 4, "F64": 8,
-}  # fmt: skip
-"""Of the types that safetensors since 0.4.3 knows."""
-
 _NAME = re.compile(r"step-(\d{8,})")
 _TENSOR_FILE = re.compile(rf"(.+?)(-\d{{5}}-of-\d{{5}})?{re.escape(TENSORS)}")
 _PLAIN_NAME = re.compile(r"[\w-][\w.-]*", re.ASCII)
@@ -59,10 +49,8 @@ of them has to withstand anybody who means harm: who can change a file can chang
 NEW_HASH = next(iter(HASHES))
 _FILE_HASH = re.compile(r"xxh3:[0-9a-f]{32}|sha256:[0-9a-f]{64}")
 _LONGEST_MANIFEST = 1 << 20  # some thousands of files
-_LARGEST = 1 << 63  # beyond what a file or a tensor can have
-_MOST_DIMENSIONS = 64  # torch's own limit
-_LENGTH_BYTES = 8  # of the header of a safetensors file, little-endian, at its beginning
-_LONGEST_HEADER = 100 << 20  # safetensors' own limit
+LARGEST = 1 << 63
+"""Beyond what a file or a tensor can have."""
 _BUFFER = 1 << 20
 _READERS = 4
 _NEWER = "newer format"
@@ -251,102 +239,9 @@ def read_state(found: Found) -> Any:
         raise ValueError(f"{STATE} is no JSON, or nested too deeply") from None
 
 
-def tensor_table(path: Path) -> dict[str, "TensorRecord"]:
-    """The tensors of a safetensors file, in their order. Raises `OSError`, and `ValueError` for no such file."""
-    with open_file(path) as file:
-        return read_header(file, os.fstat(file.fileno()).st_size)[0]
-
-
-@dataclass(frozen=True)
-class TensorRecord:
-    """A tensor in a safetensors file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    bytes: int
-    whole: tuple[int, ...] | None = None
-    """The shape of the tensor that this is a piece of; None: it is whole."""
-    offsets: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.whole or self.shape)}"
-
-
-def read_header(file: BufferedReader, size: int) -> tuple[dict[str, TensorRecord], bytes]:
-    """A safetensors header, and its raw bytes. The tensors follow one another and end with the file, of `size` bytes.
-
-    Raises `ValueError` for anything else.
-    """
-    length = file.read(_LENGTH_BYTES)
-    header = int.from_bytes(length, "little")
-    if len(length) != _LENGTH_BYTES or header > min(_LONGEST_HEADER, size - _LENGTH_BYTES):
-        raise ValueError("not a safetensors file")
-    raw = file.read(header)
-    try:
-        table = json.loads(raw)
-    except RecursionError:
-        raise ValueError("not a safetensors file: its header is nested too deeply") from None
-    if len(raw) != header or not isinstance(table, dict):
-        raise ValueError("not a safetensors file")
-    pieces = _pieces(table.pop("__metadata__", None))
-    places = {name: _data_offsets(entry) for name, entry in table.items()}
-    tensors, end = {}, 0
-    for name in sorted(places, key=places.__getitem__):
-        record = _tensor_record(table[name], pieces.get(name))
-        if places[name] != (end, end + record.bytes):
-            raise ValueError(f"the tensor {name!r} is not where it should be")
-        tensors[name] = record
-        end += record.bytes
-    if end != size - _LENGTH_BYTES - header:
-        raise ValueError("the file is longer or shorter than its tensors")
-    return tensors, length + raw
-
-
-def _data_offsets(entry: Any) -> tuple[int, int]:
-    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
-        raise ValueError("a tensor without a place")
-    return offsets[0], offsets[1]
-
-
-def _pieces(metadata: Any) -> dict[str, Any]:
-    text = metadata.get(PIECES) if isinstance(metadata, dict) else None
-    if text is None:
-        return {}
-    pieces = json.loads(text) if isinstance(text, str) else None
-    if not isinstance(pieces, dict) or not all(isinstance(piece, dict) for piece in pieces.values()):
-        raise ValueError("pieces without a place")
-    return pieces
-
-
-def _tensor_record(entry: dict[str, Any], piece: dict[str, Any] | None) -> TensorRecord:
-    dtype, shape = entry.get("dtype"), checked_shape(entry.get("shape"))
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise ValueError("a tensor of an unknown type")
-    size = math.prod(shape) * ITEM_BYTES[dtype]
-    if piece is None:
-        return TensorRecord(dtype, shape, size)
-    whole, offsets = checked_shape(piece.get("shape")), checked_shape(piece.get("offsets"))
-    if not len(whole) == len(offsets) == len(shape) or any(map(_ends_outside, offsets, shape, whole)):
-        raise ValueError("a piece that is not within its tensor")
-    return TensorRecord(dtype, shape, size, whole, offsets)
-
-
-def _ends_outside(offset: int, size: int, whole: int) -> bool:
-    return offset + size > whole
-
-
-def checked_shape(shape: Any) -> tuple[int, ...]:
-    """A shape as a file gives it. Raises `ValueError` where no tensor can have it."""
-    if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS or not all(map(_is_size, shape)):
-        raise ValueError("a shape that is none")
-    if math.prod(max(size, 1) for size in shape) >= _LARGEST:
-        raise ValueError("a shape that is too large")
-    return tuple(shape)
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _LARGEST
+def is_size(value: Any) -> bool:
+    """Whether a value from a file can be a number of bytes or items."""
+    return type(value) is int and 0 <= value < LARGEST
 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:
@@ -423,14 +318,14 @@ def _is_possible(manifest: Manifest) -> bool:
     """Whether each value is of its kind. No name leads out of the checkpoint's folder."""
     names = [file.name for file in manifest.files]
     return (
-        _is_size(manifest.step)
+        is_size(manifest.step)
         and type(manifest.created) is str
         and type(manifest.best) is bool
         and isinstance(manifest.versions, dict)
         and all(type(value) is str for value in manifest.versions.values())
         and all(type(name) is str and _PLAIN_NAME.fullmatch(name) and name != MANIFEST for name in names)
         and len({*names}) == len(names)
-        and all(_is_size(file.bytes) for file in manifest.files)
+        and all(is_size(file.bytes) for file in manifest.files)
         and all(type(file.hash) is str and _FILE_HASH.fullmatch(file.hash) for file in manifest.files)
     )
 

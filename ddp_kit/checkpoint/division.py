@@ -6,6 +6,7 @@ from typing import Any
 
 from ddp_kit.checkpoint.layout import Stored, lay_out
 from ddp_kit.checkpoint.packing import Packed
+from ddp_kit.pieces import Piece
 
 BYTES_PER_WRITER = 16 << 20
 """A further process writes only where there are so many bytes for each: small checkpoints stay in one file per part."""
@@ -67,7 +68,11 @@ def _of_whole(stored: Stored) -> tuple[Any, ...]:
     return stored.part, stored.name, stored.dtype, stored.piece.shape
 
 
+def _place(piece: Piece) -> tuple[Any, ...]:
+    return piece.shape, piece.offsets, piece.flat, piece.owned
+
+
 def _key(packed: Packed) -> tuple[list[Any], list[Any]]:
     """What a layout depends on; also the order of aliases, which is that of a file's header."""
-    tensors = [(*stored[:4], stored.piece and (stored.piece.shape, stored.piece.offsets)) for stored in packed.tensors]
+    tensors = [(*stored[:4], stored.piece and _place(stored.piece)) for stored in packed.tensors]
     return tensors, [(part, *names.items()) for part, names in packed.aliases.items()]

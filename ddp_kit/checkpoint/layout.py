@@ -1,8 +1,4 @@
-"""Which tensor lies where in which file: the safetensors format, written into one piece of memory.
-
-Source of the format: https://github.com/huggingface/safetensors, "Format": 8 bytes with the header's length, the header
-as JSON, then the tensors without a gap.
-"""
+"""Which tensor lies where in which file: the safetensors format, written into one piece of memory."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ddp_kit.checkpoint.files import Region
-from ddp_kit.manifest import PIECES, TENSORS
+from ddp_kit.manifest import TENSORS
 from ddp_kit.pieces import Piece
+from ddp_kit.tensor_files import PIECES, header
 
 # Those that every safetensors since 0.4.3 knows; others are stored as bytes.
 DTYPES = {
@@ -26,7 +23,6 @@ DTYPES = {
 }  # fmt: skip
 DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 _PAGE = 4096  # a file's beginning in memory, so that it can be written without a copy
-ALIGNMENT = 64  # of the first tensor in a file; the others follow by falling size of their elements
 
 
 class Stored(NamedTuple):
@@ -80,27 +76,24 @@ def lay_out(tensors: Sequence[Stored], aliases: Mapping[str, Mapping[str, str]],
         numbers.sort(key=lambda number: -tensors[number].dtype.itemsize)
         found = [tensors[number] for number in numbers]
         sizes = [stored.tensor.nbytes for stored in found]
-        offsets = list(accumulate(sizes, initial=0))
-        header = headers[begin] = _header(found, offsets, aliases.get(part, {}))
-        begins = [begin + len(header) + offset for offset in offsets]
+        headers[begin] = _header(found, aliases.get(part, {}))
+        begins = [*accumulate(sizes, initial=begin + len(headers[begin]))]
         places += [Place(*place) for place in zip(numbers, begins[:-1], sizes, strict=True)]
         files.append(Region(f"{part}{suffix}{TENSORS}", begin, begins[-1] - begin))
         begin += -(-files[-1].bytes // _PAGE) * _PAGE
     return Layout(tuple(files), headers, tuple(places), begin)
 
 
-def _header(found: Sequence[Stored], offsets: Sequence[int], aliases: Mapping[str, str]) -> bytes:
+def _header(found: Sequence[Stored], aliases: Mapping[str, str]) -> bytes:
     # What transformers and safetensors.torch.load_model look for: the framework, and the names of tied weights.
     here = {stored.name for stored in found}
     tied = {alias: name for alias, name in aliases.items() if name in here}
     metadata = {**tied, "format": "pt"}
-    pieces = {each.name: {"shape": each.piece.shape, "offsets": each.piece.offsets} for each in found if each.piece}
+    pieces = {each.name: _place(each.piece) for each in found if each.piece}
     if pieces:
         metadata[PIECES] = json.dumps(pieces)
-    table: dict[str, object] = {"__metadata__": metadata}
-    for stored, begin, end in zip(found, offsets, offsets[1:], strict=False):
-        dtype, shape = DTYPES[stored.dtype], list(stored.shape)
-        table[stored.name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+    return header(metadata, ((each.name, DTYPES[each.dtype], each.shape, each.tensor.nbytes) for each in found))
+
+
+def _place(piece: Piece) -> dict[str, object]:
+    return {"shape": piece.shape, "offsets": piece.offsets} | ({"flat": True} if piece.flat else {})

@@ -19,7 +19,8 @@ from pathlib import Path
 from ddp_kit.checkpoint.files import Job, write_files, write_text
 from ddp_kit.checkpoint.system import System
 from ddp_kit.errors import CheckpointError
-from ddp_kit.manifest import INDEX, FileRecord, open_file, part_of, tensor_table
+from ddp_kit.manifest import INDEX, FileRecord, open_file, part_of
+from ddp_kit.tensor_files import tensor_table
 
 _LOOK_SECONDS = 0.01
 _START_SECONDS = 20.0  # for a writer to begin, once writer 0 has written its own share
@@ -91,7 +92,7 @@ def _indexes(half: Path, others: Iterable[FileRecord], system: System) -> list[F
         tables = {path.name: tensor_table(path) for path in _entries(half) if part_of(path.name) == part}
         total = sum(tensor.bytes for table in tables.values() for tensor in table.values())
         names = {
-            name: file for file, table in sorted(tables.items()) for name, tensor in table.items() if not tensor.whole
+            name: file for file, table in sorted(tables.items()) for name, each in table.items() if not each.is_piece
         }
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2)
         indexes.append(write_text(half / f"{part}{INDEX}", text, system))

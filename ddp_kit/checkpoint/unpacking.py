@@ -20,10 +20,11 @@ from torch import Tensor
 from ddp_kit.checkpoint.layout import DTYPES
 from ddp_kit.checkpoint.packing import DEEPEST, FACTORIES
 from ddp_kit.errors import CheckpointError
-from ddp_kit.manifest import checked_shape
+from ddp_kit.pieces import Piece
+from ddp_kit.tensor_files import checked_shape
 
-Fetch = Callable[[str, str, bool], Tensor]
-"""Part, name, and whether it was on a device other than the CPU -> the tensor."""
+Fetch = Callable[[str, str, bool], Tensor | Piece]
+"""Part, name, and whether it was on a device other than the CPU -> the tensor, or the piece of it that was read."""
 
 _TORCH_DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
@@ -103,10 +104,16 @@ class _Reader:
         vars(ordered).update(attributes)
         return ordered
 
-    def _tensor(self, text: Any, part: str, name: str) -> Tensor:
-        stored = self._fetch(part, name, "device" in text)
-        if "dtype" in text:
-            stored = stored.view(_STORED_AS_BYTES[text["dtype"]]).reshape(checked_shape(text["shape"]))
+    def _tensor(self, text: Any, part: str, name: str) -> Tensor | Piece:
+        if "dtype" not in text:
+            return self._fetch(part, name, "device" in text)
+        stored = self._whole(part, name, "device" in text)
+        return stored.view(_STORED_AS_BYTES[text["dtype"]]).reshape(checked_shape(text["shape"]))
+
+    def _whole(self, part: str, name: str, on_device: bool) -> Tensor:
+        stored = self._fetch(part, name, on_device)
+        if isinstance(stored, Piece):
+            raise ValueError("bytes of which a piece was read")
         return stored
 
     def _array(self, text: Any, part: str, name: str) -> Any:
@@ -114,7 +121,7 @@ class _Reader:
         if (part, name) in self._arrays:
             raise ValueError("an array that is there twice")
         self._arrays.add((part, name))
-        content = self._fetch(part, name, False).reshape(-1).view(torch.uint8).numpy()
+        content = self._whole(part, name, False).reshape(-1).view(torch.uint8).numpy()
         shape, dtype = checked_shape(text["shape"]), _numpy_dtype(text["dtype"])
         count = math.prod(shape)
         if count * dtype.itemsize != content.nbytes or (dtype.itemsize == 0 and count > _MOST_WITHOUT_BYTES):

@@ -18,9 +18,9 @@ from ddp_kit.manifest import (
     leftovers,
     part_of,
     read_state,
-    tensor_table,
     verified,
 )
+from ddp_kit.tensor_files import tensor_table
 
 _EPILOG = f"""\
 exit codes:
