@@ -63,25 +63,26 @@ class _File(NamedTuple):
 
 
 class TensorFiles:
-    """The tensors of a checkpoint; of one `part`, where it is given.
+    """The tensors of a checkpoint.
 
     Raises `OSError`, and `ValueError` where the files cannot be what was written, or pieces do not make whole tensors.
     """
 
-    def __init__(self, found: Found, part: str | None = None) -> None:
+    def __init__(self, found: Found) -> None:
         assert found.manifest is not None, "examined"
         self._found = found
-        named = [(part_of(file.name), file) for file in found.manifest.files]
-        wanted = [(own, file) for own, file in named if own is not None and part in (None, own)]
         with ThreadPoolExecutor(_READERS) as pool:
-            self._files = [*pool.map(lambda each: self._examined(*each), wanted)]
+            self._files = [*filter(None, pool.map(self._examined, found.manifest.files))]
         records: dict[Key, list[TensorRecord]] = {}
         for file in self._files:
             for name, record in file.tensors.items():
                 records.setdefault((file.part, name), []).append(record)
         self.tensors = {key: _whole(key[1], each) for key, each in records.items()}
 
-    def _examined(self, part: str, record: FileRecord) -> _File:
+    def _examined(self, record: FileRecord) -> _File | None:
+        part = part_of(record.name)
+        if part is None:
+            return None
         with open_file(self._found.path / record.name) as file:
             try:
                 return _File(record, part, *read_header(file, record.bytes))

@@ -80,17 +80,20 @@ def _always(device: torch.device) -> DeviceOf:
 
 
 class _Fetch:
-    def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], device_of: DeviceOf) -> None:
-        self._tensors = tensors
+    def __init__(self, values: Mapping[Key, Tensor | Piece], device_of: DeviceOf) -> None:
+        self._values = values
         self._device_of = device_of
-        self._moved: dict[tuple[str, str], Tensor] = {}
+        self._moved: dict[Key, Tensor | Piece] = {}
 
-    def __call__(self, part: str, name: str, on_device: bool) -> Tensor:
-        tensor = self._tensors[part][name]
+    def __call__(self, part: str, name: str, on_device: bool) -> Tensor | Piece:
+        value = self._values[part, name]
         if not on_device:
-            return tensor
+            return value
         if (part, name) not in self._moved:  # tied tensors stay tied
-            self._moved[part, name] = tensor.to(self._device_of(part, name))
+            device = self._device_of(part, name)
+            self._moved[part, name] = (
+                value.holding(value.tensor.to(device)) if isinstance(value, Piece) else value.to(device)
+            )
         return self._moved[part, name]
 
 

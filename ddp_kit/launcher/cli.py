@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from ddp_kit import __version__
 from ddp_kit.env import PYTHON, QUIET_IMPORT, allocator_defaults
-from ddp_kit.errors import DdpKitError, UsageError, nearest
+from ddp_kit.errors import CheckpointError, DdpKitError, UsageError, nearest
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.parser import Parser
@@ -27,6 +27,7 @@ commands:
   launch        start one process per GPU and give each its rank: `ddpkit launch --help`
   devices       the GPUs, who uses them, and which are free
   checkpoints   those in a folder: whole or damaged, and what differs between two
+  export        write the weights of a checkpoint to safetensors files
   doctor        check this machine for training, and say how to fix what is wrong
 
 examples:
@@ -35,6 +36,7 @@ examples:
   ddpkit launch --nproc-per-node 2 train.py    two processes, on the CPU too
   ddpkit devices                               which GPUs are free?
   ddpkit checkpoints runs/1 --verify           is every byte what was written?
+  ddpkit export runs/1 model.safetensors       the newest checkpoint's weights, for other programs
   ddpkit doctor --dir /data/checkpoints        is this machine fit, and that folder?
 """
 
@@ -150,6 +152,16 @@ def checkpoints(words: Sequence[str]) -> int:
     return run(words, _print)
 
 
+def export(words: Sequence[str]) -> int:
+    """`ddpkit export`: the weights of a checkpoint as safetensors files."""
+    from ddp_kit.launcher.export_command import run
+
+    try:
+        return run(words, _print)
+    except CheckpointError as error:
+        return _report(error, ExitCode.BROKEN)
+
+
 def doctor(words: Sequence[str]) -> int:
     """`ddpkit doctor`: what keeps this machine from training, or may."""
     from ddp_kit.launcher.doctor import run
@@ -214,6 +226,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "launch": launch,
     "devices": devices,
     "checkpoints": checkpoints,
+    "export": export,
     "doctor": doctor,
 }
 

@@ -140,23 +140,6 @@ def test_a_tensor_in_pieces_is_loaded_whole(tmp_path: Path, same: Same) -> None:
     assert [*index["weight_map"]] == ["same"], "other programs do not know pieces"
 
 
-@pytest.mark.parametrize(
-    ("boxes", "problem"),
-    [
-        ([(0, 2), (2, 4)], "is not complete"),
-        ([(0, 2), (0, 2), (4, 5)], "is there more than once"),
-    ],
-)
-def test_pieces_that_do_not_make_a_tensor_are_refused(
-    boxes: list[tuple[int, int]], problem: str, tmp_path: Path
-) -> None:
-    with savers(tmp_path, len(boxes)) as all_of_them:
-        for saver, (begin, end) in zip(all_of_them, boxes, strict=True):
-            saver.save(1, {"model": {"spread": Piece(WHOLE[begin:end], (5, 7), (begin, 0))}}, token="of1")
-    with pytest.raises(CheckpointError, match=problem):
-        load(tmp_path / name_of(1))
-
-
 # What goes wrong ------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,226 @@
+"""`ddpkit export`: the weights of a checkpoint as safetensors files, whatever the placement that saved them."""
+
+import argparse
+import json
+import math
+import mmap
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ddp_kit.errors import CheckpointError, UsageError
+from ddp_kit.launcher.parser import Parser
+from ddp_kit.manifest import INDEX, MANIFEST, TENSORS, Found, examine, newest_whole, read_state
+from ddp_kit.tensor_files import ITEM_BYTES, header
+from ddp_kit.tensor_reading import Key, Place, TensorFiles, Whole
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]I?)?B?")
+
+Weights = Mapping[str, Whole]
+
+
+def run(words: Sequence[str], say: Callable[[str], None]) -> int:
+    """Write the files, say which, and return the exit code. Raises `UsageError` and `CheckpointError`."""
+    parser = Parser(
+        prog="ddpkit export",
+        description="Write the weights of a checkpoint to safetensors files that other programs read.",
+    )
+    parser.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help="a checkpoint, or a folder of them")
+    parser.add_argument("target", metavar="FILE", type=Path, help=f"a new file, such as model{TENSORS}")
+    parser.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        type=_size,
+        default=math.inf,
+        help="such as 5GB: write several files of this size at most, and an index; a larger tensor has its own file",
+    )
+    asked = parser.parse_args(words)
+    target: Path = asked.target.absolute()
+    if target.suffix != TENSORS:
+        raise UsageError(f"{asked.target} does not end with {TENSORS}", f"name it {asked.target.stem}{TENSORS}")
+    if not target.parent.is_dir():
+        raise UsageError(f"there is no folder {target.parent}", f"mkdir -p {target.parent}")
+    found = _checkpoint(asked.source, say)
+    try:
+        _export(found, target, asked.max_shard_size, say)
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        raise CheckpointError(
+            f"the weights of {found.path} are not exported: {error.strerror or error}{where}",
+            "look at that path, its permissions and the free space on its disk",
+        ) from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"the checkpoint {found.path} cannot be exported: {error}",
+            f"`ddpkit checkpoints {found.path.parent} --verify` tells which ones are whole; take another",
+        ) from None
+    return 0
+
+
+def _size(text: str) -> float:
+    match = _SIZE.fullmatch(text.upper())
+    size = float(match[1]) * _UNITS[match[2] or ""] if match else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 5GB or 500MiB")
+    return size
+
+
+def _checkpoint(source: Path, say: Callable[[str], None]) -> Found:
+    """The checkpoint at a path, or the newest whole one in a folder."""
+    if (source / MANIFEST).exists():
+        found = examine(source)
+        if found.whole:
+            return found
+        raise CheckpointError(
+            f"the checkpoint {found.path} cannot be exported: {found.problem}", "take another one of the same folder"
+        )
+    choice = newest_whole(source)
+    for damaged in choice.passed_over:
+        say(f"passed over {damaged}")
+    if choice.found is None:
+        raise UsageError(f"there is no whole checkpoint in {source}", f"`ddpkit checkpoints {source}` lists them")
+    return choice.found
+
+
+# What is exported ----------------------------------------------------------------------------------------------------
+
+
+def _export(found: Found, target: Path, most: float, say: Callable[[str], None]) -> None:
+    names, tied = _names(read_state(found))
+    files = TensorFiles(found)
+    weights = {name: files.tensors[key] for name, key in names.items()}
+    shards = _shards(weights, most)
+    stem = target.name.removesuffix(TENSORS)
+    paths = [
+        target if len(shards) == 1 else target.with_name(f"{stem}-{number:05d}-of-{len(shards):05d}{TENSORS}")
+        for number in range(1, len(shards) + 1)
+    ]
+    index = target.with_name(f"{stem}{INDEX}")
+    _refuse_to_overwrite([*paths, *([index] if len(shards) > 1 else [])])
+    with ExitStack() as stack:
+        made, places = [], dict[Key, list[Place]]()
+        for path, shard in zip(paths, shards, strict=True):
+            here = {alias: name for alias, name in tied.items() if name in shard}
+            made.append(stack.enter_context(_NewFile(path)))
+            for name, place in made[-1].lay_out(shard, here).items():
+                places.setdefault(names[name], []).extend(place)
+        files.read(places)
+        if len(shards) > 1:
+            made.append(stack.enter_context(_NewFile(index)))  # last: where it is, all shards are
+            made[-1].write(_index(weights, paths, shards))
+        for file in made:
+            file.finish()
+    say(f"{len(weights)} tensors of step {found.step}, {sum(each.bytes for each in weights.values()):,} bytes:")
+    say("\n".join(str(file.path) for file in made))
+
+
+def _names(state: Any) -> tuple[dict[str, Key], dict[str, str]]:
+    """The model's weights: name -> where the tensor is; and other names of the same tensor -> that name."""
+    names: dict[str, Key] = {}
+    tied: dict[str, str] = {}
+    first: dict[Key, str] = {}
+    for name, value in _entries(state.get("model")):
+        if not isinstance(value, dict) or "$tensor" not in value:
+            continue  # such as a module's extra state: no weight
+        if "dtype" in value:
+            raise CheckpointError(
+                f"{name} is of the type {value['dtype']}, which safetensors does not have",
+                "load the checkpoint in Python and convert it there, such as torch.view_as_real of a complex tensor",
+            )
+        part, stored = value["$tensor"]
+        key = (part, stored)
+        if key in first:
+            tied[name] = first[key]
+        else:
+            names[name], first[key] = key, name
+    if not names:
+        raise ValueError("it has no model weights")
+    return names, tied
+
+
+def _entries(model: Any) -> Iterator[tuple[str, Any]]:
+    """Of a state_dict, as docs/checkpoints.md has it."""
+    if isinstance(model, dict):
+        pairs: Any = model.get("$ordered") or model.get("$dict") or model.items()
+        yield from ((name, value) for name, value in pairs if isinstance(name, str) and name[:1] != "$")
+
+
+def _shards(weights: Weights, most: float) -> list[dict[str, Whole]]:
+    """In the model's order, as many in each as there is room for."""
+    shards: list[dict[str, Whole]] = [{}]
+    size = 0
+    for name, whole in weights.items():
+        if shards[-1] and size + whole.bytes > most:
+            shards.append({})
+            size = 0
+        shards[-1][name] = whole
+        size += whole.bytes
+    return shards
+
+
+def _index(weights: Weights, paths: Sequence[Path], shards: Sequence[Weights]) -> bytes:
+    names = {name: path.name for path, shard in zip(paths, shards, strict=True) for name in shard}
+    total = sum(each.bytes for each in weights.values())
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2).encode()
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+def _refuse_to_overwrite(paths: Sequence[Path]) -> None:
+    for path in paths:
+        if path.exists() or path.is_symlink():
+            raise UsageError(f"{path} is there already", "name another file, or remove this one")
+
+
+class _NewFile:
+    """A file that gets its name when all of it is on the disk; else nothing of it stays."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._unnamed = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        self._file = os.open(self._unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def lay_out(self, weights: Weights, tied: Mapping[str, str]) -> dict[str, list[Place]]:
+        """Write the header, and return where each tensor goes: into memory of the kernel's that is the file."""
+        # By falling size of their elements: so each is aligned, without a gap.
+        order = sorted(weights, key=lambda name: -ITEM_BYTES[weights[name].dtype])
+        table = ((name, weights[name].dtype, weights[name].shape, weights[name].bytes) for name in order)
+        begin = header({**tied, "format": "pt"}, table)
+        size = len(begin) + sum(each.bytes for each in weights.values())
+        # Where a disk is full, this says so; a write to memory without a place on the disk would be a SIGBUS.
+        os.posix_fallocate(self._file, 0, size)
+        os.pwrite(self._file, begin, 0)
+        content = np.frombuffer(mmap.mmap(self._file, size), np.uint8)
+        places, at = {}, len(begin)
+        for name in order:
+            whole = weights[name]
+            places[name] = whole.places(content[at : at + whole.bytes], whole.shape, (0,) * len(whole.shape))
+            at += whole.bytes
+        return places
+
+    def write(self, content: bytes) -> None:
+        """All of it."""
+        with open(self._file, "wb", closefd=False) as file:
+            file.write(content)
+
+    def finish(self) -> None:
+        """Make it durable, and give it its name."""
+        os.fsync(self._file)
+        _refuse_to_overwrite([self.path])
+        self._unnamed.rename(self.path)
+
+    def __enter__(self) -> "_NewFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+        with suppress(FileNotFoundError):
+            self._unnamed.unlink()

@@ -1,0 +1,198 @@
+"""Tensors in pieces: saved by some ranks, read by others in other pieces; never more in memory than is wanted."""
+
+import math
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp_kit import tensor_reading
+from ddp_kit.checkpoint.loading import load
+from ddp_kit.checkpoint.saver import Saver
+from ddp_kit.errors import CheckpointError
+from ddp_kit.manifest import name_of
+from ddp_kit.pieces import Piece
+
+Value = torch.Tensor | Piece
+DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.uint8]
+WHOLE = torch.arange(35.0).reshape(5, 7)
+
+
+def save(folder: Path, states: list[dict[str, Any]]) -> Path:
+    """One state of each writer; what is no piece is that of the first one."""
+    with ExitStack() as opened:
+        for writer, state in reversed([*enumerate(states)]):
+            saver = Saver(folder, keep_last=1, background=False, writer=writer, writers=len(states))
+            opened.enter_context(saver).save(1, {"model": state}, token="of1")
+    return folder / name_of(1)
+
+
+def box(tensor: torch.Tensor, *ends: tuple[int, int]) -> Piece:
+    place = tuple(slice(*each) for each in ends)
+    return Piece(tensor[place], tuple(tensor.shape), tuple(begin for begin, _ in ends))
+
+
+def flat(tensor: torch.Tensor, begin: int, end: int) -> Piece:
+    return Piece(tensor.reshape(-1)[begin:end], tuple(tensor.shape), (begin,), flat=True)
+
+
+def spread(tensor: torch.Tensor, ranks: int, random: Random) -> list[Value]:
+    """A tensor as each of some ranks may hold it: whole on all, a range, or boxes cut in any dimensions."""
+    kind = random.choice(["replicated", "ranges", "boxes"])
+    if kind == "replicated":
+        return [tensor] * ranks
+    if kind == "ranges":
+        cuts = sorted(random.choices(range(tensor.numel() + 1), k=ranks - 1))
+        return [flat(tensor, *ends) for ends in zip([0, *cuts], [*cuts, tensor.numel()], strict=True)]
+    boxes = [[(0, size) for size in tensor.shape]]
+    while len(boxes) < ranks:
+        old = boxes.pop(random.randrange(len(boxes)))
+        new = [*old]
+        if old:
+            along = random.randrange(len(old))
+            cut = random.randint(*old[along])
+            old[along], new[along] = (old[along][0], cut), (cut, old[along][1])
+            boxes += [old, new]
+        else:  # one value, which only a range leaves out
+            return [flat(tensor, 0, int(rank == 0)) for rank in range(ranks)]
+    return [box(tensor, *each) for each in boxes]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    kinds=st.lists(st.tuples(st.lists(st.integers(0, 6), max_size=3), st.sampled_from(DTYPES)), min_size=1, max_size=4),
+    writers=st.integers(1, 4),
+    readers=st.integers(1, 4),
+    random=st.randoms(use_true_random=False),
+)
+def test_what_some_ranks_save_others_read_in_their_own_pieces(
+    kinds: list[tuple[list[int], torch.dtype]],
+    writers: int,
+    readers: int,
+    random: Random,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    tensors = {
+        str(number): torch.tensor([random.randrange(2) for _ in range(math.prod(shape))]).reshape(shape).to(dtype)
+        for number, (shape, dtype) in enumerate(kinds)
+    }
+    saved = {name: spread(tensor, writers, random) for name, tensor in tensors.items()}
+    path = save(
+        tmp_path_factory.mktemp("saved"),
+        [{name: each[rank] for name, each in saved.items()} for rank in range(writers)],
+    )
+    held = {name: spread(tensor, readers, random) for name, tensor in tensors.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_reading, "_CHUNK", random.choice([8, 24, 1 << 20]))
+        assert load(path)["model"].keys() == tensors.keys()
+        for name, tensor in load(path)["model"].items():
+            assert tensor.dtype == tensors[name].dtype
+            assert torch.equal(tensor, tensors[name])
+        for rank in range(readers):
+            own = {name: each[rank] for name, each in held.items()}
+            for name, read in load(path, wanted=only_pieces(own))["model"].items():
+                check(read, own[name])
+
+
+def only_pieces(own: dict[str, Value]) -> Any:
+    def wanted(part: str, name: str) -> Piece | None:
+        value = own[name]
+        return value if part == "model" and isinstance(value, Piece) else None
+
+    return wanted
+
+
+def check(read: Value, own: Value) -> None:
+    if isinstance(own, Piece):
+        assert isinstance(read, Piece)
+        assert (read.shape, read.offsets, read.flat) == (own.shape, own.offsets, own.flat)
+        read, own = read.tensor, own.tensor
+    assert isinstance(read, torch.Tensor)
+    assert read.dtype == own.dtype
+    assert torch.equal(read, own)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "problem"),
+    [
+        ([box(WHOLE, (0, 2), (0, 7)), box(WHOLE, (2, 4), (0, 7))], "is not complete"),
+        ([box(WHOLE, (0, 2), (0, 7)), box(WHOLE, (1, 4), (0, 7))], "is there more than once"),
+        ([box(WHOLE, (0, 5), (0, 4)), box(WHOLE, (0, 5), (3, 6))], "is there more than once"),
+        ([flat(WHOLE, 0, 18), flat(WHOLE, 17, 34)], "is there more than once"),
+        ([flat(WHOLE, 0, 18), flat(WHOLE, 19, 35)], "is not complete"),
+        ([flat(WHOLE, 0, 14), box(WHOLE, (1, 4), (0, 7))], "is there more than once"),
+        ([flat(WHOLE, 0, 35), flat(WHOLE, 0, 1)], "is there more than once"),
+    ],
+)
+def test_pieces_with_gaps_or_in_common_are_refused(pieces: list[Value], problem: str, tmp_path: Path) -> None:
+    """Also those that have as many values as the whole: two in common, two missing."""
+    with pytest.raises(CheckpointError, match=problem):
+        load(save(tmp_path, [{"weight": each} for each in pieces]))
+
+
+def test_every_byte_of_a_file_that_is_read_is_verified(tmp_path: Path) -> None:
+    path = save(tmp_path, [{"weight": box(WHOLE, (0, 3), (0, 7))}, {"weight": box(WHOLE, (3, 5), (0, 7))}])
+    wanted = only_pieces({"weight": box(WHOLE, (0, 1), (0, 2))})
+    check(load(path, wanted=wanted)["model"]["weight"], box(WHOLE, (0, 1), (0, 2)))
+    first, second = sorted(path.glob("model-*.safetensors"))
+    content = first.read_bytes()
+    for position in range(len(content)):
+        first.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+        with pytest.raises(CheckpointError, match="cannot be loaded"):
+            load(path, wanted=wanted)
+    first.write_bytes(content)
+    content = second.read_bytes()
+    second.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    load(path, wanted=wanted)  # has nothing that is wanted
+    with pytest.raises(CheckpointError, match="hash differs"):
+        load(path)
+
+
+@pytest.fixture
+def torch_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of the memory that loading gets from torch."""
+    sizes: list[int] = []
+    empty = torch.empty
+
+    def counting(*shape: Any, **options: Any) -> torch.Tensor:
+        tensor = empty(*shape, **options)
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", counting)
+    return sizes
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("ends", [((7, 9), (0, 1 << 20)), ((0, 16), (5, 1 << 17))], ids=["rows", "columns"])
+def test_reading_a_piece_takes_memory_for_the_piece_and_a_chunk(
+    ends: tuple[tuple[int, int], ...], torch_bytes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In all 80 MB of files, of which 8 MB are wanted."""
+    monkeypatch.setattr(tensor_reading, "_CHUNK", 1 << 18)
+    large, other = torch.randn(16, 1 << 20), torch.ones(1 << 22)
+    path = save(tmp_path, [{"large": large, "other": other}])
+    own = {"large": box(large, *ends), "other": flat(other, 0, 10)}
+    torch_bytes.clear()
+    tracemalloc.reset_peak()
+    before, _ = tracemalloc.get_traced_memory()
+    state = load(path, wanted=only_pieces(own))["model"]
+    _, peak = tracemalloc.get_traced_memory()
+    assert sum(torch_bytes) == sum(each.tensor.nbytes for each in own.values())
+    assert peak - before < 4 << 20, "a buffer of 1 MiB, a chunk or two"
+    for name, read in state.items():
+        check(read, own[name])
