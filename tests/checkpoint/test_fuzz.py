@@ -25,9 +25,11 @@ from torch.utils.data import TensorDataset
 from ddp_kit import EMA, Trainer, TrainerConfig
 from ddp_kit.checkpoint.loading import load
 from ddp_kit.checkpoint.saver import Saver
-from ddp_kit.errors import CheckpointError
+from ddp_kit.errors import CheckpointError, DdpKitError
+from ddp_kit.launcher.export_command import run as export
 from ddp_kit.manifest import MANIFEST, STATE, TENSORS, Hasher, checkpoints, name_of
 from ddp_kit.pieces import Piece
+from ddp_kit.tensor_files import PIECES
 
 SECONDS = 10.0
 ROOM = 512 << 20
@@ -59,6 +61,35 @@ def a_state() -> dict[str, Any]:
         "spread": Piece(torch.ones(2, 3), (2, 3), (0, 0)),
         "torch": [torch.float32, torch.device("cpu")],
     }
+
+
+WHOLE = torch.arange(60.0).reshape(6, 10)
+WANTED = {
+    "box": Piece(WHOLE[1:5, 3:7], (6, 10), (1, 3)),
+    "range": Piece(WHOLE.view(-1)[7:33], (6, 10), (7,), flat=True),
+    "flags": Piece(WHOLE[0, :4], (10,), (2,)),
+}
+
+
+def spread(writer: int) -> dict[str, Any]:
+    """What one of three ranks holds: columns, a range of values, and a part of something that only has 0 and 1."""
+    begin, end = [(0, 4), (4, 5), (5, 10)][writer]
+    first, last = [(0, 11), (11, 35), (35, 60)][writer]
+    model = {
+        "box": Piece(WHOLE[:, begin:end], (6, 10), (0, begin)),
+        "range": Piece(WHOLE.view(-1)[first:last].bfloat16(), (6, 10), (first,), flat=True),
+        "flags": Piece(torch.ones(end - begin, dtype=torch.bool), (10,), (begin,)),
+        "same": torch.ones(3),
+    }
+    return {"model": model}
+
+
+def saved_in_pieces(folder: Path) -> Path:
+    with contextlib.ExitStack() as stack:
+        for writer in (2, 1, 0):
+            saver = stack.enter_context(Saver(folder, keep_last=1, background=False, writer=writer, writers=3))
+            saver.save(1, spread(writer), token="of1")
+    return folder / name_of(1)
 
 
 def digest(content: bytes) -> str:
@@ -110,6 +141,13 @@ class Mutator:
             if isinstance(value[key], dict | list):
                 yield from self._places(value[key])
 
+    def header(self, table: dict[str, Any]) -> dict[str, Any]:
+        pieces = table["__metadata__"].get(PIECES)
+        if pieces is None or self.random.random() < 0.5:
+            return dict(self.nested(table))
+        table["__metadata__"][PIECES] = json.dumps(self.nested(json.loads(pieces)))
+        return table
+
     def bytes(self, content: bytes) -> bytes:
         changed = bytearray(content)
         for _ in range(self.random.randint(1, 4)):
@@ -130,7 +168,7 @@ class Mutator:
             content = json.dumps(self.nested(json.loads(content))).encode()
         elif path.name.endswith(TENSORS):
             size = int.from_bytes(content[:8], "little")
-            header = json.dumps(self.nested(json.loads(content[8 : 8 + size]))).encode()
+            header = json.dumps(self.header(json.loads(content[8 : 8 + size]))).encode()
             content = len(header).to_bytes(8, "little") + header + content[8 + size :]
         path.write_bytes(content)
         agree(folder)
@@ -138,7 +176,9 @@ class Mutator:
 
 def touch(value: Any) -> None:
     """Use all of what was loaded: what is not sound fails here."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Piece):
+        touch(value.tensor)
+    elif isinstance(value, torch.Tensor):
         value.clone().reshape(-1)[:9].tolist()
         if value.dtype == torch.bool:
             value[value].tolist()
@@ -183,27 +223,36 @@ def fuzz(folder: Path, seconds: float, seed: int) -> Counter[str]:
         saver.save(1, a_state())
     run = trainer(folder / "run")
     run.fit(TensorDataset(torch.randn(8, 2)))
-    plain, trained = folder / "plain" / name_of(1), folder / "run" / name_of(2)
-    before = {path: {file.name: file.read_bytes() for file in path.iterdir()} for path in (plain, trained)}
+    plain, pieces, trained = (
+        folder / "plain" / name_of(1),
+        saved_in_pieces(folder / "pieces"),
+        folder / "run" / name_of(2),
+    )
+    paths = plain, pieces, trained
+    before = {path: {file.name: file.read_bytes() for file in path.iterdir()} for path in paths}
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, size + ROOM))
     found, end = Counter[str](), time.monotonic() + seconds
     while time.monotonic() < end:
         seed += 1
-        path = (plain, trained)[seed % 2]
+        path = paths[seed % 3]
         Mutator(seed).checkpoint(path)
         print(seed, flush=True)  # where a crash was
         try:
-            if path is plain:
-                touch(load(path))
-            else:
+            if path is trained:
                 run.resume(path)
+            else:
+                touch(load(path))
+                touch(load(path, wanted=lambda _, name: WANTED.get(name)))
             found["loaded"] += 1
         except CheckpointError as error:
             found["refused"] += 1
             assert error.message, error.hint
             str(error).encode()  # can be printed
         checkpoints(path.parent, hashes=True)
+        with contextlib.suppress(DdpKitError):
+            export([str(path), str(folder / "model.safetensors")], lambda _: None)
+        (folder / "model.safetensors").unlink(missing_ok=True)
         restored(path, before[path])
         if path is trained:
             run.resume(path)
