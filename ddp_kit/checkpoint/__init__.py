@@ -9,8 +9,8 @@
     shares.py      one checkpoint from several processes, which meet in its folder
     system.py      the operations on files that all of these use
     lock.py        one run at a time in a folder
-    loading.py     files -> nested state, verified
+    loading.py     files -> nested state, verified: whole tensors, or the pieces that a rank holds
 
-What can be found out without torch is in ddp_kit/manifest.py. The writing process imports this folder, so that
-importing it imports nothing.
+What can be found out without torch is in ddp_kit/manifest.py, tensor_files.py and tensor_reading.py. The writing process
+imports this folder, so that importing it imports nothing.
 """
