@@ -189,6 +189,12 @@ def test_a_mistake_is_said_and_nothing_is_written(
     assert {*tmp_path.iterdir()} == before
 
 
+def test_a_checkpoint_of_format_1_is_exported(tmp_path: Path) -> None:
+    path = Path(__file__).parents[1] / "trainer" / "format-1" / name_of(7)
+    export(path, tmp_path / "model.safetensors")
+    assert same(load_file(tmp_path / "model.safetensors"), load_file(path / "model.safetensors"))
+
+
 @pytest.mark.slow
 def test_the_command_does_it_without_torch(ddpkit: Command, tmp_path: Path) -> None:
     path = save(tmp_path / "runs", [dict(WEIGHTS)])
