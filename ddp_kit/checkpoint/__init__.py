@@ -11,6 +11,6 @@
     lock.py        one run at a time in a folder
     loading.py     files -> nested state, verified: whole tensors, or the pieces that a rank holds
 
-What can be found out without torch is in ddp_kit/manifest.py, tensor_files.py and tensor_reading.py. The writing process
-imports this folder, so that importing it imports nothing.
+What can be found out without torch is in ddp_kit/manifest.py, tensor_files.py and tensor_reading.py. The process that
+writes imports this folder, so that importing it imports nothing.
 """
