@@ -23,6 +23,7 @@ from ddp_kit.env import attempt
 from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.manifest import checkpoints, name_of
+from ddp_kit.pieces import Piece
 from ddp_kit.trainer.agreement import every_text, gathered
 from ddp_kit.trainer.fitting import fitting, of_another_run
 from ddp_kit.trainer.folder_use import FolderUse
@@ -324,10 +325,13 @@ class Checkpoints:
             self._load(path)
 
     def _load(self, path: Path) -> None:
-        self._take_up(path, load(path, device=self._device_of))
+        self._take_up(path, load(path, device=self._device_of, wanted=self._piece_of))
         folder = self._folder
         inside = folder is not None and path.resolve().parent == folder.resolve()
         self._begin_lineage(_lineage(path, attempt()[0]), kept=self._position.step if inside else -1)
+
+    def _piece_of(self, part: str, tensor: str) -> Piece | None:
+        return next((each.piece_of(tensor) for each in self._saved if each.name == part), None)
 
     def _device_of(self, part: str, tensor: str) -> torch.device:
         """Where a tensor is loaded to: each of a model on several devices to its own."""
@@ -396,7 +400,7 @@ class Checkpoints:
         """Its state; None, said aloud, where it is not what was written, on whichever rank."""
         state, problem = None, ""
         try:
-            state = load(path, device=self._device_of)
+            state = load(path, device=self._device_of, wanted=self._piece_of)
         except CheckpointError as error:
             problem = error.message
         problems = every_text(problem.encode(), self._parts.world)

@@ -20,7 +20,7 @@ from ddp_kit.config import CheckpointConfig, TrainerConfig
 from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.parallel import Strategy
-from ddp_kit.pieces import whole_shape
+from ddp_kit.pieces import Piece, whole_shape
 from ddp_kit.trainer.callback_states import callback_states, load_callbacks, own_states
 from ddp_kit.trainer.fitting import DoesNotFitError
 from ddp_kit.trainer.optimizer_state import in_pieces, load_optimizer_state, of_pieces
@@ -71,6 +71,10 @@ class SavedPart(ABC):
         """Where a tensor is to be when it is loaded, by its name in the part's file; None: on the rank's device."""
         return None
 
+    def piece_of(self, tensor: str) -> Piece | None:  # noqa: ARG002
+        """The place that this rank holds of a tensor, by its name in the part's file; None: all of it."""
+        return None
+
     def migrate(self, state: Any, version: int) -> Any:  # noqa: ARG002 - the first version has none before it
         """The state of an older version, as the present one has it."""
         return state
@@ -102,6 +106,13 @@ class ModelPart(SavedPart):
 
     def device_of(self, tensor: str) -> torch.device | None:
         return self._devices.get(tensor)
+
+    def piece_of(self, tensor: str) -> Piece | None:
+        return self._pieces.get(tensor)
+
+    @cached_property
+    def _pieces(self) -> dict[str, Piece]:
+        return {name: value for name, value in self._strategy.model_state().items() if isinstance(value, Piece)}
 
     @cached_property
     def _devices(self) -> dict[str, torch.device]:
@@ -149,13 +160,22 @@ class OptimizerPart(SavedPart):
         return not self._strategy.shards  # what is whole there are numbers, such as Adam's step
 
     def device_of(self, tensor: str) -> torch.device | None:
-        head, number, *_ = [*tensor.split("."), "", ""]  # such as state.0.exp_avg: of the first parameter of all groups
-        known = head == "state" and number.isdecimal() and int(number) < len(self._devices)
-        return self._devices[int(number)] if known else None
+        parameter = self._parameter_of(tensor)
+        return None if parameter is None else parameter.device
+
+    def piece_of(self, tensor: str) -> Piece | None:
+        parameter = self._parameter_of(tensor)
+        return None if parameter is None else self._strategy.piece_of(parameter)
+
+    def _parameter_of(self, tensor: str) -> Tensor | None:
+        """Whose state a tensor is, such as state.0.exp_avg: of the first parameter of all groups."""
+        head, number, *_ = [*tensor.split("."), "", ""]
+        known = head == "state" and number.isdecimal() and int(number) < len(self._parameters)
+        return self._parameters[int(number)] if known else None
 
     @cached_property
-    def _devices(self) -> list[torch.device]:
-        return [each.device for group in self._optimizer.param_groups for each in group["params"]]
+    def _parameters(self) -> list[Tensor]:
+        return [each for group in self._optimizer.param_groups for each in group["params"]]
 
     @cached_property
     def _own(self) -> dict[str, Any]:
