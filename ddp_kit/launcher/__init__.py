@@ -1,1 +1,1 @@
-"""The launcher: argv, environment -> LaunchSpec -> Plan -> agent -> verdict. Nothing outside this folder imports it."""
+"""The launcher: argv, environment -> LaunchSpec -> Plan -> agent -> verdict. No other part of ddpkit imports it."""

@@ -1,4 +1,4 @@
-"""What control groups leave of the machine to this process: in a container, in a job of a scheduler.
+"""The limits of control groups for this process, in a container or in a scheduler's job.
 
 `root` is where /proc and /sys are. Source: the kernel's documentation of cgroup-v2 (memory.max, cpu.max), of the memory
 resource controller (memory.limit_in_bytes, memory.oom_control) and of the CFS bandwidth control (cpu.cfs_quota_us).
@@ -16,12 +16,12 @@ def memory_limit(root: Path = Path("/")) -> int | None:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """For how many cores at a time it pays; None: for all."""
+    """The CPU quota in cores; None: no limit."""
     return _least(root, "cpu", _cpu_quota)
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """How often the kernel has killed for want of memory: in this process's group, else on the whole machine."""
+    """Out-of-memory kills by the kernel: in this process's control group, else on the whole machine."""
     groups = _groups(root, "memory")
     counters = [group / name for group in groups for name in ("memory.events", "memory.oom_control")]
     for counter in (*counters, root / "proc/vmstat"):
@@ -37,26 +37,26 @@ def _least(root: Path, controller: str, limit: Callable[[Path], float | None]) -
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of all that this process is in, of both versions of the kernel's interface."""
+    """The folders of all control groups of this process, for cgroup v1 and v2."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         mount = root / "sys/fs/cgroup" / (controller if controllers else "")
         group = PurePath(path.strip("/"))
-        # In a container the path may be the host's: then only the mount itself is there.
+        # In a container the path may be that of the host: then only the mount itself exists.
         yield from (mount / part for part in (group, *group.parents))
 
 
 def _memory_limit(group: Path) -> float | None:
     word = _read(group / "memory.max") or _read(group / "memory.limit_in_bytes")
-    return int(word) if word.isdecimal() else None  # not so: `max`
+    return int(word) if word.isdecimal() else None  # else `max`
 
 
 def _cpu_quota(group: Path) -> float | None:
     words = _read(group / "cpu.max").split()
     quota, period = words if len(words) == 2 else (_read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None  # not so: `max` and -1
+    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None  # else `max` or -1
 
 
 def _read(path: Path) -> str:

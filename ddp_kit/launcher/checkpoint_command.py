@@ -1,4 +1,4 @@
-"""`ddpkit checkpoints`: what a folder of checkpoints holds, whether it is whole, what differs between two."""
+"""`ddpkit checkpoints`: list the checkpoints in a folder, verify them, compare two of them."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ from ddp_kit.tensor_files import tensor_table
 
 _EPILOG = f"""\
 exit codes:
-  {ExitCode.OK:<2d} all of them are whole
+  {ExitCode.OK:<2d} all checkpoints are whole
   {ExitCode.BROKEN:<2d} one is damaged
 """
 _BEST = "whole, the best when it was saved"
@@ -33,21 +33,21 @@ _MISSING = object()
 
 
 def run(words: Sequence[str], say: Callable[[str], None]) -> int:
-    """List the checkpoints of a folder, or what differs between two of them, and return the exit code."""
+    """List the checkpoints of a folder, or the differences between two of them, and return the exit code."""
     parser = Parser(
         prog="ddpkit checkpoints",
-        description="The checkpoints in a folder: whole or damaged, and what differs between two of them.",
+        description="List the checkpoints in a folder, verify them, or compare two of them.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("dir", metavar="DIR", type=Path, help="the folder that they are in")
-    parser.add_argument("--verify", action="store_true", help="read every byte and compare its hash, not only sizes")
+    parser.add_argument("dir", metavar="DIR", type=Path, help="the folder with the checkpoints")
+    parser.add_argument("--verify", action="store_true", help="read every byte and compare hashes, not only sizes")
     parser.add_argument(
         "--diff",
         nargs=2,
         metavar="STEP",
         type=int,
-        help="what differs between two steps: names, shapes and types of tensors, and all other values",
+        help="the differences between two steps: names, shapes and types of tensors, and all other values",
     )
     asked = parser.parse_args(words)
     try:
@@ -56,7 +56,9 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
     except CheckpointError as error:
         raise UsageError(error.message, error.hint) from None
     if not found and not left and not branches:
-        raise UsageError(f"there are no checkpoints in {asked.dir}", "name the folder that holds the step-... folders")
+        raise UsageError(
+            f"there are no checkpoints in {asked.dir}", "give the folder that contains the step-... folders"
+        )
     if asked.diff:
         found = tuple(_of_step(step, found) for step in asked.diff)
     if asked.verify:
@@ -66,9 +68,9 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
         return ExitCode.OK
     say("\n".join(_table(found)))
     for path in left:
-        say(f"{path.name}: not finished; the next save removes it, unless somebody writes it still")
+        say(f"{path.name}: not finished; the next save removes it, unless a process still writes it")
     for path in branches:
-        say(f"{path.name}: of a branch that was left; `ddpkit checkpoints {path}` lists it, no save removes it")
+        say(f"{path.name}: an abandoned branch; `ddpkit checkpoints {path}` lists it, no save removes it")
     return ExitCode.OK if all(one.whole for one in found) else ExitCode.BROKEN
 
 
@@ -77,7 +79,7 @@ def _of_step(step: int, found: Sequence[Found]) -> Found:
         if one.step == step:
             return one
     steps = ", ".join(str(one.step) for one in found)
-    raise UsageError(f"there is no checkpoint of step {step}", f"there are those of steps {steps}")
+    raise UsageError(f"there is no checkpoint of step {step}", f"the folder has checkpoints of steps {steps}")
 
 
 # The table -----------------------------------------------------------------------------------------------------------
@@ -152,7 +154,7 @@ def _shown(value: Any) -> str:
 
 
 def _tensors(found: Found) -> dict[str, str]:
-    """`model: layer.weight` -> what it is."""
+    """`model: layer.weight` -> its type and shape."""
     tensors: dict[str, str] = {}
     for file in found.manifest.files if found.manifest else ():
         if (part := part_of(file.name)) is not None:
@@ -165,7 +167,7 @@ def _tensors(found: Found) -> dict[str, str]:
 
 
 def _values(found: Found) -> dict[str, Any]:
-    """`optimizer.param_groups[0].lr` -> its value; where tensors are is no value."""
+    """`optimizer.param_groups[0].lr` -> its value, without references to tensors."""
     try:
         content = read_state(found)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The command `ddpkit`: parse, call, exit code. Importing this imports neither torch nor NVML."""
+"""The command `ddpkit`: parse, call, exit code. Importing this module imports neither torch nor NVML."""
 
 import argparse
 import io
@@ -25,19 +25,19 @@ from ddp_kit.launcher.parser import Parser
 _HELP = """\
 commands:
   launch        start one process per GPU and give each its rank: `ddpkit launch --help`
-  devices       the GPUs, who uses them, and which are free
-  checkpoints   those in a folder: whole or damaged, and what differs between two
+  devices       list the GPUs, the processes on them, and which are free
+  checkpoints   list the checkpoints in a folder, verify them, compare two of them
   export        write the weights of a checkpoint to safetensors files
   doctor        check this machine for training, and say how to fix what is wrong
 
 examples:
   ddpkit launch train.py                       one process per visible GPU (one process without any)
-  ddpkit launch --gpus 4 train.py --lr 0.1     four GPUs; what follows the script is its own
-  ddpkit launch --nproc-per-node 2 train.py    two processes, on the CPU too
-  ddpkit devices                               which GPUs are free?
-  ddpkit checkpoints runs/1 --verify           is every byte what was written?
-  ddpkit export runs/1 model.safetensors       the newest checkpoint's weights, for other programs
-  ddpkit doctor --dir /data/checkpoints        is this machine fit, and that folder?
+  ddpkit launch --gpus 4 train.py --lr 0.1     four GPUs; arguments after the script go to the script
+  ddpkit launch --nproc-per-node 2 train.py    two processes, with or without GPUs
+  ddpkit devices                               show which GPUs are free
+  ddpkit checkpoints runs/1 --verify           read every byte and compare hashes
+  ddpkit export runs/1 model.safetensors       write the newest checkpoint's weights for other programs
+  ddpkit doctor --dir /data/checkpoints        check this machine and that folder
 """
 
 
@@ -53,15 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"ddpkit {__version__}")
     parser.add_argument("command", metavar="COMMAND", help="what to do; see below")
     words = list(sys.argv[1:] if argv is None else argv)
-    # Until the agent has handlers of its own; raised rather than fatal, so that what was made is cleaned up.
+    # Until the agent installs its own handlers. The handler raises, so that cleanup code runs.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _StoppedError.handler)
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # warnings to workers, of which there are none yet
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # meant for the workers, and none runs yet
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     try:
-        command = parser.parse_args(words[:1]).command  # what follows belongs to the command
+        command = parser.parse_args(words[:1]).command  # the command parses the rest
         return _command(command)(words[1:])
     except _StoppedError as stopped:
         _say(f"stopped by {stopped.by.name}")
@@ -73,9 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """The command as a process: end with the exit code as soon as all is said.
+    """Run the command, flush all output and exit with `os._exit`.
 
-    Python's own way out would wait for torch's threads, or meet one that wakes up meanwhile: torch then aborts.
+    A normal interpreter shutdown would wait for torch's threads, or abort if one of them wakes up during it.
     """
     code = main()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -88,14 +88,14 @@ def entry() -> NoReturn:
 
 
 def launch(words: Sequence[str]) -> int:
-    """`ddpkit launch`: what was asked -> plan -> run -> verdict."""
-    # Imported here: the agent imports torch, which only this command should pay for.
+    """`ddpkit launch`: command line -> plan -> run -> verdict."""
+    # Imported here because the agent imports torch, which the other commands do not need.
     from ddp_kit.launcher.warm.client import WarmServer
 
     _open_standard_streams()
-    # First of all, so that it imports torch while this process does.
     defaults = allocator_defaults(os.environ)
     server_env = {**os.environ, **defaults}
+    # Started first, so that the server and this process import torch at the same time.
     warm = WarmServer(words, server_env, _may_start_warm(words), _say) if sys.platform == "linux" else None
     try:
         with _import_quietly():
@@ -105,20 +105,22 @@ def launch(words: Sequence[str]) -> int:
         from ddp_kit.launcher import dry_run, plan, spec, verdict
         from ddp_kit.launcher.devices import cpus, gpus, reservations
 
-        asked = spec.parse(words, agent.torchrun_parser(), os.environ)
-        asked = replace(asked, processes=agent.count(asked.processes), ignored_signals=_ignored_signals())
-        spec.check_script(asked, os.environ)
+        launch_spec = spec.parse(words, agent.torchrun_parser(), os.environ)
+        ignored = (number.name for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN)
+        processes = agent.count(launch_spec.processes)
+        launch_spec = replace(launch_spec, processes=processes, ignored_signals=frozenset(ignored))
+        spec.check_script(launch_spec, os.environ)
         machine, run_id = gpus.gpus(), str(uuid.uuid4())
-        make = partial(plan.make, asked, machine, os.environ, run_id, cpus.here(), defaults=defaults)
-        with reservations.reserved(make, hold=not asked.dry_run) as settled:
-            for line in settled.says:
+        make = partial(plan.make, launch_spec, machine, os.environ, run_id, cpus.here(), defaults=defaults)
+        with reservations.reserved(make, hold=not launch_spec.dry_run) as job_plan:
+            for line in job_plan.notices:
                 _say(line)
-            if asked.dry_run:
-                told = dry_run.describe(settled, os.environ, socket.gethostname(), agent.torchrun_defaults())
-                agent.check(settled)  # last: torch may add to the environment that was described
-                _print(told)
+            if launch_spec.dry_run:
+                description = dry_run.describe(job_plan, os.environ, socket.gethostname(), agent.torchrun_defaults())
+                agent.check(job_plan)  # last: torch may add variables to the environment just described
+                _print(description)
                 return ExitCode.OK
-            ended = agent.run(settled, warm, _say)
+            ended = agent.run(job_plan, warm, _say)
     finally:
         if warm is not None:
             warm.close()
@@ -133,12 +135,12 @@ def launch(words: Sequence[str]) -> int:
 
 
 def devices(words: Sequence[str]) -> int:
-    """`ddpkit devices`: the GPUs of this machine."""
+    """`ddpkit devices`: list the GPUs of this machine."""
     from ddp_kit.launcher.devices import listing
 
     parser = Parser(
         prog="ddpkit devices",
-        description="The GPUs of this machine: memory, load, NUMA node, links, who uses them, and which are free.",
+        description="The GPUs of this machine: memory, load, NUMA node, links, processes, and which are free.",
     )
     parser.parse_args(words)
     _print(listing.text(os.environ))
@@ -146,7 +148,7 @@ def devices(words: Sequence[str]) -> int:
 
 
 def checkpoints(words: Sequence[str]) -> int:
-    """`ddpkit checkpoints`: which there are in a folder, and whether they are whole."""
+    """`ddpkit checkpoints`: list the checkpoints in a folder and say which are damaged."""
     from ddp_kit.launcher.checkpoint_command import run
 
     return run(words, _print)
@@ -163,33 +165,29 @@ def export(words: Sequence[str]) -> int:
 
 
 def doctor(words: Sequence[str]) -> int:
-    """`ddpkit doctor`: what keeps this machine from training, or may."""
+    """`ddpkit doctor`: find what prevents this machine from training, or may."""
     from ddp_kit.launcher.doctor import run
 
     return run(words, os.environ)
 
 
 def _open_standard_streams() -> None:
-    """Whoever closed one wants to hear nothing; the next socket of this process shall not take its number."""
+    """Open closed standard streams on /dev/null, so that no socket gets descriptor 0, 1 or 2."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # returns the lowest free number, which is this one
 
 
 def _may_start_warm(words: Sequence[str]) -> bool:
-    """Whether a server is worth starting before the command line is understood."""
+    """Guess whether the launch uses the warm server, before the command line is parsed."""
     cold_words = {"-h", "--help", "--cold", "--dry-run", "--no-python", "--no_python", "--run-path", "--run_path"}
     return not cold_words.intersection(_before_script(words)) and PYTHON not in os.environ
 
 
-def _ignored_signals() -> frozenset[str]:
-    return frozenset(number.name for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN)
-
-
 def _before_script(words: Sequence[str]) -> Sequence[str]:
-    """The launcher's own words, as well as can be told without torchrun's parser."""
+    """The words before the script, as far as they can be recognised without torchrun's parser."""
     for position, word in enumerate(words):
         if word.endswith(".py") or word in ("-m", "--module", "--"):
             return words[:position]
@@ -198,7 +196,7 @@ def _before_script(words: Sequence[str]) -> Sequence[str]:
 
 @contextmanager
 def _import_quietly() -> Iterator[None]:
-    """Variables for this process's imports alone; the workers do not see them."""
+    """Set QUIET_IMPORT for the imports of this process; the workers do not see these variables."""
     added = {name: value for name, value in QUIET_IMPORT.items() if name not in os.environ}
     os.environ.update(added)
     yield
@@ -211,7 +209,7 @@ def _say(line: str) -> None:
 
 
 def _write(text: str) -> None:
-    with suppress(OSError, ValueError, AttributeError):  # nobody reads it; that is no reason to end a job
+    with suppress(OSError, ValueError, AttributeError):  # a closed stderr must not end the job
         sys.stderr.write(masked(text, os.environ))
 
 
@@ -240,10 +238,10 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
 
 
 class _StoppedError(BaseException):
-    """A signal came before the job was up."""
+    """A signal arrived before the job was running."""
 
     latest: "_StoppedError | None" = None
-    """Raised while torch imports NumPy, this would be taken for a failed import, and ignored."""
+    """Kept because torch treats any exception while it imports NumPy as a failed import and ignores it."""
 
     def __init__(self, by: signal.Signals) -> None:
         super().__init__(by)
@@ -251,7 +249,7 @@ class _StoppedError(BaseException):
 
     @classmethod
     def handler(cls, number: int, _frame: FrameType | None) -> None:
-        """Handle a signal."""
+        """Remember the signal and raise."""
         cls.latest = cls(signal.Signals(number))
         raise cls.latest
 

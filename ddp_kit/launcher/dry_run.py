@@ -1,4 +1,4 @@
-"""What `--dry-run` prints: who would run where, with which environment, and how torchrun would be told the same."""
+"""The text of `--dry-run`: what would run where, with which environment, and the same command line for torchrun."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ from ddp_kit.launcher.plan import GRACE_SECONDS, Logs, Place, Plan
 from ddp_kit.launcher.rendezvous import Rendezvous
 
 AT_THE_START = "chosen at the start"
-WHEN_THEY_MEET = "given when the nodes meet"
+AT_RENDEZVOUS = "given when the nodes meet"
 
 _BY_FLAG = {
     ROLE_NAME: "--role",
@@ -41,18 +41,18 @@ _RANKS = (RANK, LOCAL_RANK, ROLE_RANK)
 
 
 def describe(plan: Plan, env: Mapping[str, str], host: str, defaults: Mapping[str, Any]) -> str:
-    """The whole text, secrets masked.
+    """The whole text, with secrets masked.
 
-    `env`: the launcher's own environment. `host`: this machine's name. `defaults`: the settings of the installed
-    torchrun where no flag is given.
+    `env`: the launcher's environment. `host`: this machine's name. `defaults`: the default settings of the installed
+    torchrun.
     """
     return "\n\n".join(
         [
             f"Nothing was started. This would run on {host}:",
             _table(_processes(plan, env, host)),
-            _table([[name, masked(text, env)] for name, text in _circumstances(plan)]),
+            _table([[name, masked(text, env)] for name, text in _settings(plan)]),
             *_environment(plan, env),
-            f"The same with torchrun{_but(plan, defaults)}:\n\n  {_torchrun(plan, env, defaults)}",
+            f"The same with torchrun{_differences(plan, defaults)}:\n\n  {_torchrun(plan, env, defaults)}",
         ]
     )
 
@@ -75,7 +75,7 @@ def _processes(plan: Plan, env: Mapping[str, str], host: str) -> list[list[str]]
 
 
 def _ranges(cpus: Sequence[int]) -> str:
-    """`0-3,8` for 0, 1, 2, 3 and 8."""
+    """Compact notation: `0-3,8` for 0, 1, 2, 3 and 8."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][-1] + 1:
@@ -85,16 +85,16 @@ def _ranges(cpus: Sequence[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _circumstances(plan: Plan) -> list[tuple[str, str]]:
+def _settings(plan: Plan) -> list[tuple[str, str]]:
     most = plan.rendezvous.limits.max_restarts
-    started = "forked warm where that is the same" if plan.program(0) else "each executed"
+    started = "forked from the warm server where possible" if plan.program(0) else "each executed"
     return [
         ("processes", f"{len(plan.places)}, {started}"),
         ("nodes", _nodes(plan.rendezvous)),
         ("meet at", _meet_at(plan.rendezvous)),
         *_waits(plan.rendezvous),
         ("restarts", f"at most {most} in a row without progress" if most else "none"),
-        ("closed by", ", ".join(plan.signals_to_handle) or "no signal"),
+        ("signals", ", ".join(plan.signals_to_handle) or "no signal"),
         ("grace", f"{plan.shutdown_timeout} s from SIGTERM to SIGKILL"),
         ("hangs", _hangs(plan.hang_timeout)),
         ("logs", _logs(plan.logs)),
@@ -109,7 +109,7 @@ def _nodes(rendezvous: Rendezvous) -> str:
         return many
     if rendezvous.group_rank is None:
         return f"{many}; ranks are given when the nodes meet"
-    return f"{many}, this one is node {rendezvous.group_rank}; the ranks above are right if all have as many processes"
+    return f"{many}, this one is node {rendezvous.group_rank}; the ranks above assume as many processes on all nodes"
 
 
 def _meet_at(rendezvous: Rendezvous) -> str:
@@ -125,18 +125,18 @@ def _waits(rendezvous: Rendezvous) -> list[tuple[str, str]]:
     if limits.max_nodes == 1 or not rendezvous.is_ours:
         return []
     waits = f"{limits.join:g} s for enough nodes, {limits.last_call:g} s for more"
-    lost = f"a node is lost after {limits.silence:g} s of silence, a replacement has {limits.replacement:g} s"
+    lost = f"a node is lost after {limits.silence:g} s without a heartbeat, a replacement has {limits.replacement:g} s"
     return [("waits", f"{waits}; {lost}")]
 
 
 def _hangs(seconds: float | None) -> str:
     if seconds is None:
-        return "in a Trainer's run, a process that does nothing for 300 s or more is ended"
-    return f"a process that does nothing for {seconds:g} s or more is ended" if seconds else "nobody looks for them"
+        return "in a Trainer's run, a process without progress for 300 s or more is killed"
+    return f"a process without progress for {seconds:g} s or more is killed" if seconds else "not detected"
 
 
 def _logs(logs: Logs) -> str:
-    where = "none is kept"
+    where = "not kept"
     if logs.are_kept:
         temporary = f"for temporary files, {AT_THE_START}"
         where = f"in a new folder {temporary if logs.log_dir is None else f'in {logs.log_dir}'}"
@@ -152,20 +152,20 @@ def _logs(logs: Logs) -> str:
 
 
 def _environment(plan: Plan, env: Mapping[str, str]) -> list[str]:
-    """The variables that all ranks share, each with its origin; then those that differ."""
+    """The variables that all ranks share, each with its origin; then those that differ by rank."""
     assignment = _assignment(plan)
     worker = [plan.environment(assignment, local_rank, env) for local_rank in range(max(1, len(plan.places)))]
-    later, origin = _later(plan.rendezvous), _origin(plan, env)
+    known_later, origin = _known_later(plan.rendezvous), _origin(plan, env)
     differing = [*_RANKS, *([VISIBLE_GPUS] if plan.virtual_local_rank else [])]
     shown = {**masked_env(worker[0]), ERROR_FILE: ""}
     rows = {
-        name: [name, origin.get(name, "your environment"), later.get(name) or _one_line(value)]
+        name: [name, origin.get(name, "your environment"), known_later.get(name) or _one_line(value)]
         for name, value in sorted(shown.items())
         if name not in differing
     }
     ours = [row for name, row in rows.items() if name in origin]
     yours = [row for name, row in rows.items() if name not in origin]
-    by_rank = [[env[name] if name not in later else later[name] for name in differing] for env in worker]
+    by_rank = [[env[name] if name not in known_later else known_later[name] for name in differing] for env in worker]
     return [
         f"The environment of every rank, first what is set for it:\n\n{_table(ours)}",
         f"then what you have exported:\n\n{_table(yours)}",
@@ -174,7 +174,7 @@ def _environment(plan: Plan, env: Mapping[str, str]) -> list[str]:
 
 
 def _assignment(plan: Plan) -> RankAssignment:
-    """The place that this node would have if all have as many processes; something for what is only known later."""
+    """This node's rank assignment if all nodes have as many processes; placeholders for what is only known later."""
     rendezvous, count = plan.rendezvous, max(1, len(plan.places))
     group_rank, nodes = rendezvous.group_rank or 0, rendezvous.nodes or 1
     return RankAssignment(
@@ -191,27 +191,27 @@ def _assignment(plan: Plan) -> RankAssignment:
     )
 
 
-def _later(rendezvous: Rendezvous) -> dict[str, str]:
-    """The variables whose values are not known yet, and when they will be."""
-    later = {ERROR_FILE: f"{AT_THE_START}, one for each rank"}
+def _known_later(rendezvous: Rendezvous) -> dict[str, str]:
+    """The variables whose values are not known yet, and when they are known."""
+    known_later = {ERROR_FILE: f"{AT_THE_START}, one for each rank"}
     if not rendezvous.named_by:
-        later |= {MASTER_PORT: AT_THE_START, RUN_ID: AT_THE_START}
+        known_later |= {MASTER_PORT: AT_THE_START, RUN_ID: AT_THE_START}
     if rendezvous.port == 0:
-        later[MASTER_PORT] = AT_THE_START
+        known_later[MASTER_PORT] = AT_THE_START
     if rendezvous.group_rank is None:
-        later |= dict.fromkeys((RANK, ROLE_RANK, GROUP_RANK, MASTER_ADDR, MASTER_PORT), WHEN_THEY_MEET)
+        known_later |= dict.fromkeys((RANK, ROLE_RANK, GROUP_RANK, MASTER_ADDR, MASTER_PORT), AT_RENDEZVOUS)
     if rendezvous.nodes is None:
-        later |= dict.fromkeys((WORLD_SIZE, ROLE_WORLD_SIZE, GROUP_WORLD_SIZE), WHEN_THEY_MEET)
+        known_later |= dict.fromkeys((WORLD_SIZE, ROLE_WORLD_SIZE, GROUP_WORLD_SIZE), AT_RENDEZVOUS)
     if not rendezvous.is_ours:
-        later |= dict.fromkeys((MASTER_ADDR, MASTER_PORT, USE_AGENT_STORE), WHEN_THEY_MEET)
-    return later
+        known_later |= dict.fromkeys((MASTER_ADDR, MASTER_PORT, USE_AGENT_STORE), AT_RENDEZVOUS)
+    return known_later
 
 
 def _origin(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
-    """Where each variable that is set for the workers has its value from; the rest is the user's own."""
+    """Where the value of each variable that the launcher sets comes from; the others are the user's."""
     rendezvous = plan.rendezvous
-    contract = plan.environment(_assignment(plan), 0, plan.env)
-    origin = dict.fromkeys([*contract, ERROR_FILE], "torchrun's contract") | _BY_FLAG
+    set_by_launcher = plan.environment(_assignment(plan), 0, plan.env)
+    origin = dict.fromkeys([*set_by_launcher, ERROR_FILE], "set by torchrun too") | _BY_FLAG
     where = "--local-addr" if rendezvous.local_addr and rendezvous.named_by else rendezvous.named_by
     origin |= dict.fromkeys((MASTER_ADDR, MASTER_PORT), where or "ddpkit's default for one node")
     if not rendezvous.named_by:
@@ -227,13 +227,13 @@ def _origin(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _torchrun(plan: Plan, env: Mapping[str, str], defaults: Mapping[str, Any]) -> str:
-    """The command line: settings that are not torchrun's own defaults, after what the launcher adds to the environment.
+    """The torchrun command line, after the variables that the launcher adds to the environment.
 
-    PET_ variables are defaults, too, as they are in the environment where it is typed. A flag of a later torch is left
-    out.
+    It has the settings that differ from torchrun's defaults, which include PET_ variables. Flags of a later torch are
+    left out.
     """
     wanted = {name: value for name, value in plan.torchrun.items() if name in defaults}
-    if plan.torchrun["standalone"]:  # which names these itself
+    if plan.torchrun["standalone"]:  # sets the rendezvous itself
         wanted = {name: value for name, value in wanted.items() if not name.startswith("rdzv_") or name == "rdzv_conf"}
     script, arguments = str(wanted.pop("training_script")), list(map(str, wanted.pop("training_script_args")))
     flags = [_flag(name, value) for name, value in wanted.items() if value is not None and value != defaults.get(name)]
@@ -252,14 +252,14 @@ def _flag(name: str, value: Any) -> str:
 
 
 def _taken_for_flags(arguments: Sequence[str], names: Mapping[str, Any]) -> bool:
-    """Whether torchrun would take an argument of the script for an abbreviation of a flag of its own."""
+    """Whether torchrun would parse an argument of the script as an abbreviation of one of its flags."""
     flags = [f"--{spelled}" for name in names for spelled in (name, name.replace("_", "-"))]
     words = [word.partition("=")[0] for word in arguments if word.startswith("--")]
     return any(flag.startswith(word) and flag != word for word in words for flag in flags)
 
 
-def _but(plan: Plan, defaults: Mapping[str, Any]) -> str:
-    """How the torchrun command line differs."""
+def _differences(plan: Plan, defaults: Mapping[str, Any]) -> str:
+    """How the behaviour of the torchrun command line differs."""
     ours = {"shutdown_timeout": GRACE_SECONDS}
     given = {name for name, value in plan.torchrun.items() if value not in (None, "", ours.get(name))}
     but = ["which binds no process to cores"] if any(place.cpus for place in plan.places) else []
@@ -271,7 +271,7 @@ def _but(plan: Plan, defaults: Mapping[str, Any]) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows with aligned columns; the last one is as long as it is."""
+    """Rows with aligned columns; the last column is not padded."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     return "\n".join(
         "  " + "  ".join([*(word.ljust(width) for word, width in zip(row, widths, strict=False)), row[-1]])
@@ -280,5 +280,5 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _one_line(value: str) -> str:
-    """A value as it is, where a terminal shows it as it is."""
+    """The value, escaped if it has characters that a terminal does not print."""
     return value if value.isprintable() else repr(value)

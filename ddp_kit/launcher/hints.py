@@ -1,6 +1,6 @@
-"""What to do now: from what a failed worker left behind to a hint, for the usual causes.
+"""Hints for common failures: a table from patterns in a failed worker's output to what to do.
 
-A table. The first row that fits is taken, so what is more particular stands before what is more general.
+The first row that matches is used, so specific patterns come before general ones.
 """
 
 import re
@@ -11,40 +11,40 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cause:
-    """One cause of failures: how it is recognised, and what to do about it."""
+    """A common cause of failures and its remedy."""
 
     pattern: str
-    """A regular expression, searched for in what the worker wrote."""
+    """A regular expression to search for in the worker's output."""
     advice: str
-    """What to do now; `{name}` is what a group of the pattern has found."""
+    """What to do; `{name}` is replaced by the pattern's group of that name."""
 
 
-_LOOK = "run `ddpkit doctor` to see what this machine has"
+_RUN_DOCTOR = "run `ddpkit doctor` to check this machine"
 _SHARED_MEMORY = (
-    "the shared memory of data loader workers and NCCL is used up (`df -h /dev/shm`): "
+    "the shared memory that DataLoader workers and NCCL use is full (`df -h /dev/shm`): "
     "start the container with --shm-size=8g or --ipc=host, or lower data.num_workers"
 )
 _HOST_MEMORY = (
-    "the memory of this machine, or of its container or job, is used up: lower the number of processes, "
+    "this machine, container or job is out of memory: lower the number of processes, "
     "data.num_workers or micro_batch_size, or raise the limit (`cat /sys/fs/cgroup/memory.max`, "
     "--memory of docker, --mem of Slurm)"
 )
-_LATE = (
-    "other ranks did not come to the same point within the time-out. Look at those that do not complain: one may be "
-    "stuck, slower, or past this point, as with a collective under `if rank == 0` or data of different lengths "
-    "(`py-spy dump --pid PID` shows where one is). If they only need longer: "
+_TIMEOUT = (
+    "other ranks did not reach this point before the timeout. Look at the ranks without an error: one may be "
+    "stuck, slower, or past this point, for example after a collective under `if rank == 0`, or with different "
+    "amounts of data on the ranks (`py-spy dump --pid PID` shows a process's stack). If they only need longer: "
     "init_process_group(timeout=...)"
 )
-_ANOTHER = "another rank went away first: the cause is in what that one wrote"
+_OTHER_RANK = "another rank ended first: look for the cause in its output"
 _CRASHED = (
-    "it crashed outside of Python: set PYTHONFAULTHANDLER=1 and start again to see the line at which that happens; "
-    "often an extension that was built for another version of torch"
+    "it crashed in native code: set PYTHONFAULTHANDLER=1 and start again to see the Python line; "
+    "a common cause is an extension built for another version of torch"
 )
 _PACKAGES = {"cv2": "opencv-python", "PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
 
-# What gloo, NCCL and the store of torch 2.13 say when a peer is gone. `Connection reset by peer` alone may come from
-# any server that a script talks to.
-_ECHOES = (
+# Errors of gloo, NCCL and the store of torch 2.13 when a peer is gone. `Connection reset by peer` alone may come from
+# any server that a script connects to.
+_PEER_GONE = (
     r"gloo/transport/\S+ .*Connection (closed|reset) by peer",
     r"gloo/transport/\S+ .*(Read|Write) error .*(Broken pipe|Connection)",
     r"DistNetworkError: (Broken pipe|Connection reset by peer|failed to (recv|send))",
@@ -63,8 +63,8 @@ CAUSES = (
     Cause(
         r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|HIP out of memory|"
         r"Cuda failure.*out of memory",
-        "the GPU's memory is used up: lower micro_batch_size and raise accumulation_steps with it, which leaves the "
-        'result as it is, or set precision="bf16"; `nvidia-smi` shows who else is on that GPU',
+        "the GPU is out of memory: lower micro_batch_size and raise accumulation_steps, which does not change the "
+        'result, or set precision="bf16"; `nvidia-smi` shows other processes on that GPU',
     ),
     Cause(
         r"device-side assert",
@@ -73,24 +73,24 @@ CAUSES = (
     ),
     Cause(
         r"Torch not compiled with CUDA",
-        "this torch is built for the CPU alone: install one built for CUDA into {python}, or let the script ask "
+        "this torch is built for the CPU only: install one built for CUDA into {python}, or let the script check "
         "torch.cuda.is_available()",
     ),
     Cause(
         r"no kernel image is available|not compatible with the current PyTorch installation",
-        f"this build of torch, or an extension, has no code for this kind of GPU: install one that has; {_LOOK}",
+        f"this torch, or an extension, has no code for this GPU architecture: install one that has;  {_RUN_DOCTOR}",
     ),
     Cause(
         r"CUDA driver version is insufficient|driver on your system is too old|Found no NVIDIA driver|"
         r"lib(cuda|cudart|nvidia-ml)\.so\S*: cannot open|CUDA driver initialization failed|forward compatibility|"
         r"unsupported display driver",
-        "the NVIDIA driver is missing, or too old for the CUDA that this torch is built for: update the driver, "
-        f"install a torch for an older CUDA, or give the container its GPUs (--gpus all); {_LOOK}",
+        "the NVIDIA driver is missing, or too old for this torch's CUDA version: update the driver, "
+        f"install a torch for an older CUDA, or give the container its GPUs (--gpus all); {_RUN_DOCTOR}",
     ),
     Cause(
         r"invalid device ordinal|No CUDA GPUs are available|no CUDA-capable device|Duplicate GPU detected",
-        "it asked for a GPU that it cannot see, or one that another rank has: start no more processes than there are "
-        f"GPUs (--gpus all), use cuda:LOCAL_RANK, and check CUDA_VISIBLE_DEVICES; {_LOOK}",
+        "it used a GPU that it cannot see, or one that another rank uses: start at most one process per GPU "
+        f"(--gpus all), use cuda:LOCAL_RANK, and check CUDA_VISIBLE_DEVICES; {_RUN_DOCTOR}",
     ),
     Cause(
         r"Expected to have finished reduction in the prior iteration|Expected to mark a variable ready only once",
@@ -99,33 +99,33 @@ CAUSES = (
     ),
     Cause(
         r"EADDRINUSE|[Aa]ddress already in use",
-        "a port is taken, often by a job that was not ended (`ss -ltnp` shows by whom): end that process, or name "
-        "another port; on one node leave out --master-port and --rdzv-endpoint, and a free one is taken",
+        "a port is in use, often by a job that still runs (`ss -ltnp` shows the process): end that process, or set "
+        "another port; on one node leave out --master-port and --rdzv-endpoint to use a free port",
     ),
     Cause(
         r"No space left on device|Disk quota exceeded|PytorchStreamWriter failed|inline_container.*unexpected pos|"
         r"iostream error",
-        "a disk is full, or a quota is used up (`df -h`, `df -i`): make room, or write somewhere else; TMPDIR says "
-        "where temporary files go",
+        "a disk or a quota is full (`df -h`, `df -i`): free some space, or write somewhere else; TMPDIR sets where "
+        "temporary files go",
     ),
     Cause(
         r"Too many open files|received \d+ items of ancdata",
-        "it has more files open than it may: `ulimit -n 65536` before the launch, lower data.num_workers, or "
+        "it reached the limit of open files: type `ulimit -n 65536` before the launch, lower data.num_workers, or call "
         'torch.multiprocessing.set_sharing_strategy("file_system")',
     ),
     Cause(
         r"No module named '?(?P<module>\w+)(?!\w|\.)",
-        "{python} has no module {module}. If that is a package of that name: `{python} -m pip install {package}`; if "
-        "you have it in another environment, start ddpkit from there; if it is a file of yours, check PYTHONPATH",
+        "{python} has no module {module}. If it is a package: `{python} -m pip install {package}`; if "
+        "it is installed in another environment, start ddpkit from there; if it is your own file, check PYTHONPATH",
     ),
     Cause(
         r"No module named '?(?P<module>[\w.]+)",
-        "{python} has no module {module}, or an older or another package of that name: check its spelling and "
-        "its version, and that no file of yours has the same name",
+        "{python} has no module {module}, or another version or package of that name: check its spelling and "
+        "its version, and that none of your files has the same name",
     ),
     Cause(
         r"cannot import name '(?P<name>\w+)' from '(?P<module>[\w.]+)'",
-        "{module} has no {name}: check its version (`{python} -m pip list`), and that no file of yours has its name",
+        "{module} has no {name}: check its version (`{python} -m pip list`), and that none of your files has its name",
     ),
     Cause(
         r"DefaultCPUAllocator|Cannot allocate memory|\bMemoryError\b|std::bad_alloc|oom[_-]kill|"
@@ -134,83 +134,83 @@ CAUSES = (
     ),
     Cause(
         r"DataLoader worker .*(exited unexpectedly|killed by signal)",
-        "a data loader worker died: start again with data.num_workers 0 to see its error; if it is gone then, it was "
-        "perhaps killed for memory (`dmesg -T | grep -i oom`)",
+        "a DataLoader worker died: start again with data.num_workers=0 to see its error; if there is none then, it may "
+        "have been killed for lack of memory (`dmesg -T | grep -i oom`)",
     ),
-    Cause(r"WorkNCCL\(.*OpType=(?P<operation>\w+).*", "in {operation}, " + _LATE),
+    Cause(r"WorkNCCL\(.*OpType=(?P<operation>\w+).*", "in {operation}, " + _TIMEOUT),
     Cause(
         r"[Ww]atchdog caught collective operation timeout|Timed out waiting \d+ ?ms for (recv|send)|"
         r"wait timeout after \d+ ?ms|Timed out after \d+ seconds waiting for clients|monitoredBarrier|"
         r"Application timeout caused pair closure",
-        _LATE,
+        _TIMEOUT,
     ),
     Cause(
         r"client socket has timed out|Connection refused",
-        "nobody listens where it wanted to connect. If that was MASTER_ADDR: rank 0's node may have ended, or a "
-        "firewall may be between them",
+        "no process listens at the address it connected to. If that was MASTER_ADDR: rank 0's node may have ended, or "
+        "a firewall may block the connection",
     ),
     Cause(
         r"terminate called without an active exception",
-        "a thread of C++ code was still at work when its interpreter or its program ended, as gloo's may be where a "
-        "script ends without it: call torch.distributed.destroy_process_group() at the script's end",
+        "a C++ thread, for example gloo's, still ran when the process ended: call "
+        "torch.distributed.destroy_process_group() at the end of the script",
     ),
-    *(Cause(pattern, _ANOTHER) for pattern in _ECHOES),
+    *(Cause(pattern, _OTHER_RANK) for pattern in _PEER_GONE),
 )
 
 _BY_SIGNAL = {
     signal.SIGBUS: _SHARED_MEMORY,
-    signal.SIGKILL: "somebody killed it, perhaps the kernel for memory: `dmesg -T | grep -i oom`",
+    signal.SIGKILL: "it was killed from outside, perhaps by the kernel for lack of memory: `dmesg -T | grep -i oom`",
     signal.SIGILL: f"this CPU lacks an instruction that a library was built for, or {_CRASHED}",
     **dict.fromkeys((signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT), _CRASHED),
 }
-# The line that ends a traceback, where torch may have put the rank before it.
-_LAST_WORD = re.compile(r"^(?:\[rank\d+\]: ?)?[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)(?::|$)", re.MULTILINE)
+# The line that ends a traceback, which torch may prefix with the rank.
+_ENDS_TRACE = re.compile(r"^(?:\[rank\d+\]: ?)?[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)(?::|$)", re.MULTILINE)
 _CHAIN = re.compile("the above exception", re.IGNORECASE)
-# Warnings of torch's C++ code: the threads of a rank that fails for reasons of its own may meet closed connections.
+# Warnings of torch's C++ code. Those about closed connections also occur on the rank that failed first.
 _WARNING = re.compile(r"^(?:\[rank\d+\]:)?\[W.*\n?", re.MULTILINE)
 
 
 def hint(text: str, exit_code: int, out_of_memory: bool = False) -> str:
-    """What to do now; nothing where no usual cause fits.
+    """What to do about a failure; empty if no pattern matches.
 
-    `text`: the end of what the worker wrote, or its traceback. `exit_code`: below 0 minus the signal that ended it.
-    `out_of_memory`: whether the kernel killed a process of this job for memory while it ran.
+    `text`: the end of the worker's output, or its traceback. `exit_code`: negative: minus the signal that killed it.
+    `out_of_memory`: whether the kernel killed a process of this job for lack of memory.
     """
     if out_of_memory and (exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) or "DataLoader worker" in text):
         return _HOST_MEMORY
-    crashed = exit_code < 0 and -exit_code != signal.SIGABRT  # without a last word; C++ code has one when it aborts
-    for part in () if crashed else _telling(text):
+    crashed = exit_code < 0 and -exit_code != signal.SIGABRT  # no error message; C++ code prints one before it aborts
+    for part in () if crashed else _texts_to_search(text):
         for cause in CAUSES:
             found = re.search(cause.pattern, part)
             if found:
-                return _filled(cause.advice, found.groupdict())
+                return _fill_in(cause.advice, found.groupdict())
     advice = next((advice for number, advice in _BY_SIGNAL.items() if number == -exit_code), "")
-    return "" if _CRASHED in advice and "Fatal Python error" in text else advice  # it is there already
+    return "" if _CRASHED in advice and "Fatal Python error" in text else advice  # the text already has the Python line
 
 
 def is_secondary(text: str) -> bool:
-    """Whether this is what a rank says when another one went away: the cause is not here."""
-    return any(re.search(pattern, _final(text)) for pattern in _ECHOES)
+    """Whether this error only says that another rank is gone."""
+    return any(re.search(pattern, _last_exception(text)) for pattern in _PEER_GONE)
 
 
-def is_late(text: str) -> bool:
-    """Whether a collective has timed out: the cause is a rank that did not come to it."""
-    return any(re.search(cause.pattern, _final(text)) for cause in CAUSES if cause.advice.endswith(_LATE))
+def is_timeout(text: str) -> bool:
+    """Whether a collective timed out because another rank did not reach it."""
+    return any(re.search(cause.pattern, _last_exception(text)) for cause in CAUSES if cause.advice.endswith(_TIMEOUT))
 
 
-def _telling(text: str) -> tuple[str, ...]:
-    """Where the cause may stand: in the last exception, then in those that it came from."""
-    return (_final(text), text) if _CHAIN.search(text) else (_final(text),)
+def _texts_to_search(text: str) -> tuple[str, ...]:
+    """The last exception, then the whole text if exceptions are chained."""
+    return (_last_exception(text), text) if _CHAIN.search(text) else (_last_exception(text),)
 
 
-def _final(text: str) -> str:
-    """The last exception and what it says; all of the text where there is none."""
+def _last_exception(text: str) -> str:
+    """The last exception and its message; the whole text if there is none."""
     text = _WARNING.sub("", text)
-    starts = [match.start() for match in _LAST_WORD.finditer(text)]
+    starts = [match.start() for match in _ENDS_TRACE.finditer(text)]
     return text[starts[-1] :] if starts else text
 
 
-def _filled(advice: str, found: dict[str, str]) -> str:
+def _fill_in(advice: str, found: dict[str, str]) -> str:
     module = found.get("module", "")
     names = {**found, "python": sys.executable, "package": _PACKAGES.get(module, module)}
     return re.sub(r"\{(\w+)\}", lambda match: names.get(match[1], match[0]), advice)

@@ -1,14 +1,14 @@
-"""What a job does on all its nodes, decided in one place: a pure state machine without I/O or clock.
+"""The state machine of a job on all its nodes, without I/O and without a clock.
 
-    gathering --enough nodes--> running --a failure, a node lost or a newcomer--> stopping --all stopped--> running
+    gathering --enough nodes--> running --a failure, a node lost or a new node--> stopping --all stopped--> running
                                    |                                                   | |
-                                   |          running <--time-- waiting <--it crashes--+ |
-                                   |   running <--a node joins-- short <--too few live--+ |
+                                   |          running <--time-- waiting <--backoff------+ |
+                                   |   running <--a node joins-- short <--too few nodes-+ |
                                    |                               |  nobody joins in time |
                                    +------------- every node done --> ended <------------+ nothing left to try
 
-Reports of nodes go in, orders for them come out. Time is seconds of one monotonic clock, the one of whoever runs
-this: the clocks of other nodes do not matter.
+Its inputs are the reports of nodes, its outputs are orders for them. Times are seconds of the monotonic clock of the
+process that runs it; the clocks of other nodes do not matter.
 """
 
 from collections import Counter
@@ -16,16 +16,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
-from ddp_kit.launcher.restarts import NoMore, Restarts, Steps
+from ddp_kit.launcher.restarts import GiveUp, Restarts, Steps
 from ddp_kit.launcher.verdict import Failure, Outcome, asks_for_another_run, first_failure
 
 HOST = 0
-"""The number of the node that hosts the rendezvous: without it the job ends."""
+"""The number of the node that hosts the rendezvous. If it is lost, the job ends."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A launcher that wants to take part."""
+    """The launcher of one node, as it joins the job."""
 
     number: int
     """In the order of arrival."""
@@ -33,22 +33,22 @@ class Node:
     processes: int
     role: str = "default"
     rank: int | None = None
-    """The node rank that its user gave it; None: any."""
+    """--node-rank; None: any."""
     nnodes: str = "1"
-    """Its --nnodes, which must be the same everywhere."""
+    """--nnodes, which must be the same on all nodes."""
     address: str = ""
-    """Where other nodes reach it."""
+    """Its address for other nodes."""
     port: int = 0
-    """Where it would serve the workers' store in the next round; it listens there already."""
+    """The port on which it already listens, for the workers' store of the next round."""
 
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """A node's place in one round."""
+    """The ranks of one node in one round."""
 
     round: int
     restarts: int
-    """How many restarts after failures there were so far."""
+    """Restarts after failures so far."""
     group_rank: int
     group_world_size: int
     first_rank: int
@@ -56,50 +56,50 @@ class RankAssignment:
     first_role_rank: int
     role_world_size: int
     master_addr: str
-    """Where the workers' store of this round is: on the node of group rank 0."""
+    """The node with group rank 0, which serves the workers' store of this round."""
     master_port: int
 
 
 class State(Enum):
-    """What a node says about its workers of a round."""
+    """The state of a node's workers of a round."""
 
     DONE = auto()
-    """All ended well."""
+    """All exited with code 0."""
     FAILING = auto()
-    """At least one failed; the others are being stopped, which may take their whole shutdown timeout."""
+    """At least one failed; the others are being stopped, which may take up to the shutdown timeout."""
     FAILED = auto()
-    """At least one failed; the others were stopped."""
+    """At least one failed; the others have been stopped."""
     STOPPED = auto()
     """They were stopped as ordered."""
     LEFT = auto()
-    """The node leaves the job; its launcher was told to stop."""
+    """The node leaves the job because its launcher received a stop signal."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """One node's word to the job."""
+    """A report of one node."""
 
     node: int
     round: int
     state: State
     failures: tuple[Failure, ...] = ()
     port: int = 0
-    """Where the node would serve the workers' store in the next round: a fresh one for each."""
+    """The port for the workers' store of the next round; each round has a new one."""
     signal: int = 0
-    """What stopped the launcher, where it leaves."""
+    """The signal that stopped the launcher, if the node leaves."""
     ended_well: tuple[int, ...] = ()
-    """The ranks that had ended with exit code 0 before any failed here."""
+    """The ranks that exited with code 0 before any failed on this node."""
     steps: Steps | None = None
-    """Of all its workers, those that were stopped too; None where none has noted any."""
+    """The steps of all its workers, including stopped ones; None if none recorded any."""
 
 
 @dataclass(frozen=True)
 class Go:
-    """Start workers: each node at its own assignment."""
+    """Start workers, on each node with its own rank assignment."""
 
     assignments: Mapping[int, RankAssignment]
     why: str = ""
-    """Why the round before ended."""
+    """Why the previous round ended."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,12 @@ class Stop:
 
     round: int
     joined: bool = False
-    """Whether it is for a newcomer: the workers are well, and may save."""
+    """Whether the reason is a new node: the workers have not failed and may save."""
 
 
 @dataclass(frozen=True)
 class Pause:
-    """The next round starts in a while: nothing to do but to say so."""
+    """The next round starts later; nodes only print why."""
 
     why: str
 
@@ -130,19 +130,19 @@ Order = Go | Stop | Pause | End
 
 @dataclass(frozen=True)
 class Limits:
-    """How many nodes, how many restarts, how long to wait. Seconds."""
+    """How many nodes and restarts, and how many seconds to wait for what."""
 
     min_nodes: int = 1
     max_nodes: int = 1
     max_restarts: int = 0
     join: float = 600.0
-    """For enough nodes to come."""
+    """Until `min_nodes` have joined."""
     last_call: float = 30.0
-    """For more nodes, once there are enough."""
+    """For more nodes, once `min_nodes` have joined."""
     silence: float = 3.0
-    """After which a node that is not heard of is dead."""
+    """Without a heartbeat, until a node counts as lost."""
     replacement: float = 12.0
-    """For a replacement, where too few nodes are left."""
+    """For a replacement, if too few nodes are left."""
 
 
 class _Phase(Enum):
@@ -157,13 +157,13 @@ class _Phase(Enum):
 
 @dataclass
 class _Round:
-    """What is known of the round that runs, or is being stopped."""
+    """The round that runs or is being stopped."""
 
     number: int = -1
     members: frozenset[int] = frozenset()
     began: float = 0.0
-    here: set[int] = field(default_factory=set)
-    """The members that are still there; `done` and `down` are among them."""
+    present: set[int] = field(default_factory=set)
+    """The members that are not lost; includes `done` and `down`."""
     done: set[int] = field(default_factory=set)
     down: set[int] = field(default_factory=set)
     failures: list[Failure] = field(default_factory=list)
@@ -171,53 +171,53 @@ class _Round:
     steps: list[Steps] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     failing: bool = False
-    ordered: bool = False
-    """Whether the job itself stopped it for the sake of a newcomer; what fails then does so in consequence."""
+    for_new_node: bool = False
+    """Whether the job stops it to admit a new node; failures are then a consequence."""
 
 
 class Job:
-    """The machine. Every method that something may follow from returns the orders that follow, in their order."""
+    """The state machine. Methods return the orders that follow from an event, in their order."""
 
     def __init__(self, limits: Limits, now: float) -> None:
         self._limits = limits
         self._phase = _Phase.GATHERING
         self._nodes: dict[int, Node] = {}
         self._heard: dict[int, float] = {}
-        self._by_rank: dict[int, int] = {}  # given node rank -> the latest node with it
+        self._by_rank: dict[int, int] = {}  # --node-rank -> the latest node with it
         self._began = self._now = now
         self._enough_since: float | None = None
         self._round = _Round()
         self._restarts = Restarts(limits.max_restarts)
-        self._due = now  # when the next round starts, where it waits; or when nobody is waited for any longer
+        self._due = now  # in WAITING: when the next round starts; in SHORT: when the job ends without a replacement
         self._left_by = 0
-        self._left = False  # whether a node has left of its own accord since the latest round began
+        self._left = False  # whether a node has left on purpose since the latest round began
         self._outcome = Outcome()
 
     @property
     def ended(self) -> bool:
-        """Whether the last order was given."""
+        """Whether the job has given its last order."""
         return self._phase is _Phase.ENDED
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """The nodes that are there."""
+        """The nodes that have joined and are not lost."""
         return tuple(self._nodes)
 
     def timeout(self, now: float) -> float | None:
-        """Seconds after which `tick` starts the next round; None: none waits for its time."""
+        """Seconds until `tick` starts the next round; None: no round waits for a time."""
         return max(0.0, self._due - now) if self._phase is _Phase.WAITING else None
 
     def joined(self, node: Node, now: float) -> list[Order]:
-        """A node is there. One that comes after the end is told how it was."""
+        """A node joins. A node that joins after the end gets the outcome."""
         self._now = now
         if self._phase is _Phase.ENDED:
             return [End(self._outcome)]
-        twin = self._nodes.get(self._by_rank.get(node.rank, -1)) if node.rank is not None else None
-        if twin is not None and (self._phase is not _Phase.GATHERING or twin.host == node.host):
-            # A replacement that came before its predecessor's silence was noticed.
-            self._lose(twin.number, f"{twin.host} was replaced")
-            twin = None
-        if self._phase is _Phase.GATHERING and (problem := self._misfit(node, twin)):
+        predecessor = self._nodes.get(self._by_rank.get(node.rank, -1)) if node.rank is not None else None
+        if predecessor is not None and (self._phase is not _Phase.GATHERING or predecessor.host == node.host):
+            # A replacement joined before the loss of its predecessor was noticed.
+            self._lose(predecessor.number, f"{predecessor.host} was replaced")
+            predecessor = None
+        if self._phase is _Phase.GATHERING and (problem := self._mismatch(node, predecessor)):
             return self._end(Outcome(lost=problem, started=False))
         self._nodes[node.number] = node
         self._heard[node.number] = now
@@ -225,23 +225,23 @@ class Job:
             self._by_rank[node.rank] = node.number
         if self._phase is _Phase.GATHERING:
             return self._gather(now)
-        return self._proceed()
+        return self._advance()
 
-    def _misfit(self, node: Node, twin: Node | None) -> str:
-        if twin is not None:
-            return f"two nodes were given node rank {node.rank}: {twin.host} and {node.host}"
-        other = next(iter(self._nodes.values()), node)  # the others are like this one
+    def _mismatch(self, node: Node, predecessor: Node | None) -> str:
+        if predecessor is not None:
+            return f"two nodes were given node rank {node.rank}: {predecessor.host} and {node.host}"
+        other = next(iter(self._nodes.values()), node)  # one is enough: all others were compared with each other
         if other.nnodes != node.nnodes:
             return f"{other.host} was started with --nnodes {other.nnodes}, {node.host} with --nnodes {node.nnodes}"
         return ""
 
     def heard(self, number: int, now: float) -> None:
-        """A node gave a sign of life."""
+        """A node sent a heartbeat."""
         if number in self._heard:
             self._heard[number] = now
 
     def reported(self, report: Report, now: float) -> list[Order]:
-        """A node said how its workers are; what concerns an earlier round is old news."""
+        """A node reports the state of its workers. Reports on an earlier round are ignored."""
         self._now = now
         if report.node not in self._nodes:
             return []
@@ -260,75 +260,75 @@ class Job:
             self._round.failures += report.failures
             self._round.ended_well += report.ended_well
             self._round.steps += [report.steps] if report.steps is not None else []
-            if report.node in self._round.here:
+            if report.node in self._round.present:
                 (self._round.done if report.state is State.DONE else self._round.down).add(report.node)
-        return self._proceed()
+        return self._advance()
 
     def tick(self, now: float) -> list[Order]:
         """Time has passed."""
         self._now = now
         for number, heard in list(self._heard.items()):
             if now - heard > self._limits.silence:
-                self._lose(number, f"{self._nodes[number].host} has not been heard of for {self._limits.silence:g} s")
-        return self._gather(now) if self._phase is _Phase.GATHERING else self._proceed()
+                self._lose(number, f"no heartbeat from {self._nodes[number].host} for {self._limits.silence:g} s")
+        return self._gather(now) if self._phase is _Phase.GATHERING else self._advance()
 
     def _lose(self, number: int, why: str) -> None:
         self._nodes.pop(number)
         self._heard.pop(number)
         if number in self._round.members:
             self._round.lost.append(why)
-        for among in (self._round.here, self._round.done, self._round.down):
+        for among in (self._round.present, self._round.done, self._round.down):
             among.discard(number)
 
     def _gather(self, now: float) -> list[Order]:
-        limits, here = self._limits, len(self._nodes)
-        if here < limits.min_nodes or HOST not in self._nodes:
+        limits, joined = self._limits, len(self._nodes)
+        if joined < limits.min_nodes or HOST not in self._nodes:
             self._enough_since = None
             if now - self._began > limits.join:
                 wanted = f"{limits.min_nodes} nodes" if limits.min_nodes > 1 else "the node"
-                what = f"only {here} of {wanted} came within {limits.join:g} s"
+                what = f"only {joined} of {wanted} joined within {limits.join:g} s"
                 return self._end(Outcome(lost=what, started=False))
             return []
         if self._enough_since is None:
             self._enough_since = now
-        if here >= limits.max_nodes or now - self._enough_since >= limits.last_call:
+        if joined >= limits.max_nodes or now - self._enough_since >= limits.last_call:
             return self._go("")
         return []
 
-    def _proceed(self) -> list[Order]:
-        """Whatever follows from what is known."""
+    def _advance(self) -> list[Order]:
+        """The orders that follow from the current state."""
         if self._phase is _Phase.RUNNING:
-            here = len(self._round.here)
-            room = here < min(len(self._nodes), self._limits.max_nodes)
+            present = len(self._round.present)
+            has_room = present < min(len(self._nodes), self._limits.max_nodes)
             disturbed = bool(self._round.lost or self._round.down or self._round.failing)
-            self._round.ordered = room and not self._round.done and not disturbed
-            if disturbed or self._round.ordered:
+            self._round.for_new_node = has_room and not self._round.done and not disturbed
+            if disturbed or self._round.for_new_node:
                 self._phase = _Phase.STOPPING
                 after = self._decide()
-                return after if after is not None else [Stop(self._round.number, self._round.ordered)]
-            if self._round.here and self._round.done == self._round.here:
+                return after if after is not None else [Stop(self._round.number, self._round.for_new_node)]
+            if self._round.present and self._round.done == self._round.present:
                 return self._end(Outcome())
         elif self._phase is _Phase.STOPPING:
             return self._decide() or []
         elif self._phase is _Phase.WAITING:
             return self._wait()
         elif self._phase is _Phase.SHORT:
-            return self._await_replacement()
+            return self._check_replacement()
         return []
 
     def _decide(self) -> list[Order] | None:
-        """Once every live member has stopped: continue, or end. None: some have not."""
+        """Continue or end, once every present member has stopped; None: some have not."""
         round_ = self._round
-        if len(round_.down) < len(round_.here):
+        if len(round_.down) < len(round_.present):
             return None
-        self._restarts.ended(_of_all(round_.steps), self._now - round_.began)
+        self._restarts.ended(_combined(round_.steps), self._now - round_.began)
         if self._too_few():
-            return self._miss_nodes()
+            return self._wait_for_replacement()
         if round_.lost:
             what = "; ".join(round_.lost)
             too_often = self._restarts.lost()
             return self._end(Outcome(tuple(round_.failures), lost=too_often)) if too_often else self._go(what)
-        if round_.ordered:
+        if round_.for_new_node:
             return self._go("a node joined")
         if not round_.failures:
             return self._end(Outcome(lost="all workers were stopped, and no node reported a failure"))
@@ -337,25 +337,25 @@ class Job:
     def _too_few(self) -> bool:
         return len(self._nodes) < self._limits.min_nodes or HOST not in self._nodes
 
-    def _miss_nodes(self) -> list[Order]:
-        """Too few nodes are left. One that was lost may be replaced; one that left on purpose is not waited for."""
+    def _wait_for_replacement(self) -> list[Order]:
+        """Too few nodes are left: wait for a replacement of a lost node, but not of one that left on purpose."""
         if HOST not in self._nodes or self._left or not self._limits.replacement:
-            return self._end_for_want_of_nodes()
+            return self._end_with_too_few_nodes()
         self._phase, self._due = _Phase.SHORT, self._now + self._limits.replacement
         return [Pause(f"{'; '.join(self._round.lost)}; waiting {self._limits.replacement:g} s for a replacement")]
 
-    def _await_replacement(self) -> list[Order]:
+    def _check_replacement(self) -> list[Order]:
         if HOST not in self._nodes or self._left:
-            return self._end_for_want_of_nodes()
+            return self._end_with_too_few_nodes()
         if not self._too_few():
             too_often = self._restarts.lost()
             return self._end(Outcome(lost=too_often)) if too_often else self._go("a node joined")
         if self._now >= self._due:
-            self._round.lost.append(f"no replacement came within {self._limits.replacement:g} s")
-            return self._end_for_want_of_nodes()
+            self._round.lost.append(f"no replacement joined within {self._limits.replacement:g} s")
+            return self._end_with_too_few_nodes()
         return []
 
-    def _end_for_want_of_nodes(self) -> list[Order]:
+    def _end_with_too_few_nodes(self) -> list[Order]:
         what = "; ".join(self._round.lost) or "too few nodes are left"
         return self._end(Outcome(tuple(self._round.failures), lost=what, stopped_by=self._left_by))
 
@@ -365,7 +365,7 @@ class Job:
         if asks_for_another_run(outcome):
             return self._end(outcome)
         follows = self._restarts.failed(first)
-        if isinstance(follows, NoMore):
+        if isinstance(follows, GiveUp):
             return self._end(replace(outcome, note=follows.note))
         why = f"{first}; {follows.words}"
         if not follows.wait:
@@ -375,19 +375,19 @@ class Job:
 
     def _wait(self) -> list[Order]:
         if self._too_few():
-            return self._miss_nodes()
+            return self._wait_for_replacement()
         return self._go("; ".join(self._round.lost)) if self._now >= self._due else []
 
     def _go(self, why: str) -> list[Order]:
         self._left_by, self._left = 0, False
-        places = sorted(self._nodes.values(), key=lambda node: (node.rank is None, node.rank, node.number))
-        members = places[: self._limits.max_nodes]
+        ordered = sorted(self._nodes.values(), key=lambda node: (node.rank is None, node.rank, node.number))
+        members = ordered[: self._limits.max_nodes]
         self._phase = _Phase.RUNNING
         numbers = frozenset(node.number for node in members)
         self._round = _Round(self._round.number + 1, numbers, self._now, set(numbers))
-        return [Go(self._seats(members), why)]
+        return [Go(self._assignments(members), why)]
 
-    def _seats(self, members: Sequence[Node]) -> dict[int, RankAssignment]:
+    def _assignments(self, members: Sequence[Node]) -> dict[int, RankAssignment]:
         assignments: dict[int, RankAssignment] = {}
         in_role = Counter[str]()
         for node in members:
@@ -415,8 +415,8 @@ class Job:
         return [End(outcome)]
 
 
-def _of_all(steps: Sequence[Steps]) -> Steps | None:
-    """Those of a round: its ranks begin at the same one, and those that came to begin have it noted."""
+def _combined(steps: Sequence[Steps]) -> Steps | None:
+    """The steps of a round. All ranks start at the same step; those that failed before it recorded none."""
     if not steps:
         return None
     return Steps(max(each.began for each in steps), max(each.reached for each in steps))

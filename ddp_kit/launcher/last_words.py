@@ -1,19 +1,19 @@
-"""The traceback at the end of what a process printed."""
+"""Find the traceback at the end of a process's output."""
 
 import re
 
 _MARK = "Traceback (most recent call last)"
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-# torch puts the rank in front of each line of a traceback once the process group is up.
+# Once the process group is initialised, torch prefixes each line of a traceback with the rank.
 _RANK = re.compile(r"^\[rank\d+\]: ?")
-# What follows a traceback while the process ends: warnings of torch's C++ side, such as `[rank0]:[W1120 10:00:00 ...`,
-# and lines that gloo has written earlier, flushed only now.
-_AFTERWARDS = re.compile(
+# Output that follows a traceback while the process ends: warnings from torch's C++ code, such as
+# `[rank0]:[W1120 10:00:00 ...`, and lines that gloo wrote earlier and that are flushed only now.
+_AFTER_TRACEBACK = re.compile(
     r"^((\[rank\d+\]:)?\[[WEIF]\d{4}|\[Gloo\] Rank \d+ is connected) "
     r"|^Exception ignored in|^sys:\d+: |^\s*warnings\.warn\("
 )
 _CHAINED = re.compile(r"^(The above exception was the direct cause|During handling of the above exception)")
-_PART = re.compile(r"^ {4,}\| ")  # of an exception group
+_GROUP_MEMBER = re.compile(r"^ {4,}\| ")  # an exception inside an ExceptionGroup
 _FATAL = re.compile(r"^(Fatal Python error: |terminate called )")
 _ABORT = re.compile(r"^terminate called ")
 _AT_START = re.compile(r"(ImportError|ModuleNotFoundError|SyntaxError|IndentationError|TabError)\b")
@@ -22,21 +22,21 @@ _MOST_LINES = 60
 
 
 def split(text: str) -> tuple[str, str]:
-    """The last traceback in `text`, with those it was chained to and without torch's marks; and all the rest."""
+    """The last traceback in `text`, with chained ones and without torch's rank prefixes; and the rest of the text."""
     lines = text.splitlines(keepends=True)
     plain = [_RANK.sub("", _ANSI.sub("", line)) for line in lines]
     starts = [number for number, line in enumerate(plain) if _MARK in line or _FATAL.match(line)]
     if not starts:
         return "", text
     while len(starts) > 1 and _ABORT.match(plain[starts[-1]]):
-        starts.pop()  # torch may abort a process that has failed already, while it ends
+        starts.pop()  # torch may abort a process that is already ending with an exception
     start = _first_of_chain(plain, starts)
     end = _end(plain, starts[-1])
     return "\n".join(line.rstrip() for line in plain[start:end]), "".join([*lines[:start], *lines[end:]])
 
 
 def shortened(trace: str) -> str:
-    """Its beginning and its end, where it is very long."""
+    """The beginning and the end of a very long traceback."""
     lines = trace.splitlines()
     if len(lines) > _MOST_LINES:
         lines = [*lines[: _MOST_LINES // 3], "  ...", *lines[-2 * _MOST_LINES // 3 :]]
@@ -44,11 +44,9 @@ def shortened(trace: str) -> str:
 
 
 def message_of(trace: str) -> str:
-    """The line that names the exception."""
-    lines = trace.splitlines()
-    # Of an exception group the first one, whose parts are set in deeper.
-    lines = [line.removeprefix("  | ") for line in lines]
-    starts = [number for number, line in enumerate(lines) if _MARK in line and not _PART.match(line)]
+    """The line with the exception's type and message; for an ExceptionGroup, the line of the group itself."""
+    lines = [line.removeprefix("  | ") for line in trace.splitlines()]
+    starts = [number for number, line in enumerate(lines) if _MARK in line and not _GROUP_MEMBER.match(line)]
     for line in lines[starts[-1] + 1 :] if starts else ():
         if re.match(r"[\w.]+(: |$)", line):
             return line
@@ -56,12 +54,12 @@ def message_of(trace: str) -> str:
 
 
 def is_interrupt(trace: str) -> bool:
-    """Whether this is what Ctrl-C makes of a Python program, or of an exception handler that it hit."""
+    """Whether the traceback has a KeyboardInterrupt, also one raised inside an exception handler."""
     return bool(_INTERRUPT.search(trace))
 
 
 def failed_at_start(trace: str) -> bool:
-    """Whether an import at the top level of the script, or of what it imports, failed: that would happen again."""
+    """Whether an import at the top level of the script, or of a module it imports, failed: a restart cannot help."""
     frames = re.findall(r'^  File ".*", line \d+, in (.*)$', trace, re.MULTILINE)
     return bool(frames and _AT_START.match(message_of(trace))) and all(frame == "<module>" for frame in frames)
 
@@ -77,10 +75,10 @@ def _first_of_chain(plain: list[str], starts: list[int]) -> int:
 
 
 def _end(plain: list[str], start: int) -> int:
-    """One past the last line that belongs to it: an exception's message may have several lines."""
+    """One past the last line of the traceback; an exception's message may have several lines."""
     end = start
     for number in range(start, len(plain)):
-        if _AFTERWARDS.match(plain[number]):
+        if _AFTER_TRACEBACK.match(plain[number]):
             break
         if plain[number].strip():
             end = number

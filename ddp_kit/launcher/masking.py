@@ -1,6 +1,6 @@
-"""Secrets are not printed: what looks like one by its name, its place in a URL, or its value becomes `****`.
+"""Replace secrets in output by `****`: found by their name, their position in a URL, or their value.
 
-Where it is not clear it is masked: a harmless word too many costs less than a password in a log.
+Doubtful cases are masked: a masked harmless word costs less than a password in a log.
 """
 
 import re
@@ -11,11 +11,11 @@ MASK = "****"
 
 _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 _SHORTEST = 6
-"""Shorter values of secret variables are not looked for in other text: that would shred it."""
+"""Shorter values of secret variables are not replaced in other text, where they may occur by chance."""
 
-# Anywhere in a name.
+# Secret anywhere in a name.
 _ALWAYS = re.compile("SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|AUTHORIZATION|SIGNATURE|WEBHOOK|CREDS", re.IGNORECASE)
-# One of a name's words, or the end of one, as in `authtoken`; but not `tokenizer`, `keyboard`, `author`.
+# Secret as a word of a name, or at the end of a word, as in `authtoken`; but not `tokenizer`, `keyboard`, `author`.
 _WORD = re.compile(r"\w*(TOKEN|KEY|AUTH|PASS)|PRIVATE|DSN|PAT|PWD|JWT|SIG|BEARER", re.IGNORECASE)
 _PLURAL = re.compile(r"\w*(TOKEN|KEY)S", re.IGNORECASE)
 _WORDS_OF_A_NAME = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # HF_TOKEN, hf-token, hfToken, HFToken
@@ -26,7 +26,7 @@ _NAME = re.compile(
     r"""(?P<name>(?<![\w-])-{0,2}[A-Za-z_][\w.-]{0,255})"""
     r"""(?P<between>[\\"'\])]*[ \t]*(?:=>|:=|[=:])[ \t]*|["'],[ ]|[ \t]+)"""
 )
-# A word of a command line, quoted or not; what a quotation mark opens and nothing closes goes on to the line's end.
+# A word of a command line, quoted or not; an unclosed quotation extends to the end of the line.
 _QUOTED = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
 _VALUE = re.compile(
     r"(?:(?:Bearer|Basic|Token)[ ]+)?"
@@ -34,20 +34,20 @@ _VALUE = re.compile(
     re.DOTALL,
 )
 _BEARER = re.compile(r"\b(Bearer[ ]+)\S+", re.IGNORECASE)
-# Up to the last @ where a password follows, which may hold a slash; a port and a path are none.
+# A URL's user and password, up to the last @; the password may contain a slash, but a port and a path do not count.
 _URL = re.compile(r"(?<=://)(?:[^\s/:@]*:(?!\d{0,5}/)\S{0,4096}|[^\s/?#]*)@")
 _ONE_NAME = re.compile(r"[+-]*[\w.-]+")
-# Behind `--use-auth-token` alone follows the next flag.
+# A flag without a value, such as `--use-auth-token`, is followed by the next flag, which is not a secret.
 _FLAG = re.compile(r"-[A-Za-z]|--[a-z][\w-]*(=.*)?", re.DOTALL)
 
 
 def masked_env(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables, the values of secret ones replaced, and what is secret in the others."""
+    """The variables, with the values of secret ones and secrets inside other values replaced."""
     return {name: MASK if value and _secret(name, value) else masked(value, env) for name, value in env.items()}
 
 
 def masked(text: str, env: Mapping[str, str] = _NO_VARIABLES) -> str:
-    """Free text, such as a message or a command line, without the secrets in it and without those of `env`."""
+    """Text, such as a message or a command line, with secrets and the values of secret variables of `env` replaced."""
     values = {value for name, value in env.items() if len(value) >= _SHORTEST and _secret(name, value)}
     values |= {repr(value)[1:-1] for value in values}
     for value in sorted(values, key=len, reverse=True):
@@ -57,18 +57,18 @@ def masked(text: str, env: Mapping[str, str] = _NO_VARIABLES) -> str:
     position = 0
     while pair := _NAME.search(text, position):
         name, between = pair["name"], pair["between"]
-        word = _VALUE.match(text, pair.end()) if _names_what_follows(name, between) else None
+        word = _VALUE.match(text, pair.end()) if _is_followed_by_secret(name, between) else None
         if word and _secret(name, word[0]) and not (between.isspace() and _FLAG.fullmatch(word[0])):
             found.append(text[position : word.start()] + MASK)
             position = word.end()
-        else:  # only the name is passed over: what follows may itself be a name
+        else:  # continue right after the name: the next word may be a name as well
             found.append(text[position : pair.end("name")])
             position = pair.end("name")
     return "".join([*found, text[position:]])
 
 
 def masked_words(words: Sequence[str], env: Mapping[str, str] = _NO_VARIABLES) -> list[str]:
-    """The words of a command line, each masked by itself, and what follows a flag such as `--hf-token`."""
+    """The words of a command line, each masked, including the value after a flag such as `--hf-token`."""
     result: list[str] = []
     before = ""
     for word in words:
@@ -83,8 +83,8 @@ def masked_words(words: Sequence[str], env: Mapping[str, str] = _NO_VARIABLES) -
     return result
 
 
-def _names_what_follows(name: str, between: str) -> bool:
-    """Whether the next word is the secret of this name: behind a flag always, also in a list of words."""
+def _is_followed_by_secret(name: str, between: str) -> bool:
+    """Whether the next word is the secret value of this name."""
     joined = name.startswith("-") or bool(between.strip(" \t,'\""))
     return joined and _secret(name, "")
 
@@ -92,7 +92,7 @@ def _names_what_follows(name: str, between: str) -> bool:
 def _secret(name: str, value: str) -> bool:
     """Whether a variable, flag or key of this name holds a secret.
 
-    A number does not where the name tells of something else in the end: `max_tokens`, `--num-key-value-heads`.
+    A number is no secret if the last word of the name is not a secret one: `max_tokens`, `--num-key-value-heads`.
     """
     if name.lstrip("-") in _FOLDERS:
         return False
@@ -103,5 +103,5 @@ def _secret(name: str, value: str) -> bool:
         return False
     if _WORD.fullmatch(words[-1]):
         return True
-    telling = any(_WORD.fullmatch(word) or _PLURAL.fullmatch(word) for word in words)
-    return telling and not _NUMBER.fullmatch(value)
+    has_secret_word = any(_WORD.fullmatch(word) or _PLURAL.fullmatch(word) for word in words)
+    return has_secret_word and not _NUMBER.fullmatch(value)

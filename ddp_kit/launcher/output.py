@@ -1,12 +1,12 @@
-"""What the ranks print: whole lines with the rank in front, copies in files, and the traceback that a failure left.
+"""The ranks' output: whole lines prefixed with the rank, copies in files, and the traceback of a failure.
 
     rank's stdout, stderr --pipe (or terminal)--> one thread --> console, in colour; a file per rank
                                                      |
-                                                     +-- a traceback is held back a moment: if it proves to be the
-                                                         rank's last word, the verdict shows it, once
+                                                     +-- a traceback is held back for a moment: if it is the
+                                                         rank's final output, the verdict shows it, once
 
-The thread reads as much as there is and cuts it behind the last line end. It looks at single lines only where one of
-them begins a traceback.
+The thread reads what is available and splits it after the last newline. It looks at single lines only if one of them
+starts a traceback.
 """
 
 import os
@@ -25,62 +25,60 @@ _READ_BYTES = 1 << 18
 _LONGEST_LINE = 1 << 16
 _MOST_HELD = 1 << 20
 _TAIL_BYTES = 1 << 15
-_PARTIAL_SECONDS = 0.05  # after which an unfinished line, such as a progress bar, is shown
-_TOGETHER_SECONDS = 0.05  # in which ranks that begin to speak do so at once
-_HELD_SECONDS = 0.7  # after which a traceback is no last word
-_LOOK_SECONDS = 0.1
+_PARTIAL_SECONDS = 0.05  # until an unfinished line, such as a progress bar, is shown
+_FIRST_OUTPUT_SECONDS = 0.05  # a wait at the first output, to find out whether more than one rank prints
+_HELD_SECONDS = 0.7  # until a traceback of a rank that still runs is shown
+_JOIN_SECONDS = 0.1
 _MARKS = (b"Traceback (most recent call last)", b"Fatal Python error: ", b"terminate called ")
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
 
 @dataclass(frozen=True)
 class LastWords:
-    """How a failed rank ended, in its own words."""
+    """The final output of a failed rank."""
 
     trace: str = ""
-    """Its traceback; empty where there is none, or none that this process could see."""
+    """Its traceback; empty: none, or it went past this process."""
     tail: str = ""
-    """The end of what it printed."""
+    """The end of its output."""
     shown: bool = False
-    """Whether its traceback is the last thing on the console."""
+    """Whether its traceback is the last output on the console."""
 
 
 @dataclass(eq=False)
 class _Source:
-    """What comes out of one worker by one pipe."""
+    """One pipe from one worker."""
 
     local_rank: int
     end: int
     console: int
-    """The launcher's own descriptor that shows it; below 0: none."""
+    """The launcher's descriptor that shows the output."""
     copy: int
-    """The descriptor of its file; below 0: none."""
+    """The descriptor of the log file; negative: none."""
     label: bytes
-    """In front of each line, once more than one rank speaks."""
-    always: bool
-    """Whether the label is there from the first line on."""
+    """The prefix of each line, once more than one rank has printed."""
+    always_labelled: bool
+    """Whether every line gets the label, even if only one rank prints."""
     partial: bytes = b""
     """An unfinished line."""
-    since: float = 0.0
-    """When that came."""
+    partial_since: float = 0.0
     held: bytes = b""
-    """A traceback that may be the last word, with all that came after it."""
+    """A traceback that may be the final output, with all output after it."""
     held_since: float = 0.0
-    went_on: bool = False
-    """Whether something came after a traceback that was no last word."""
+    continued: bool = False
+    """Whether there was more output after the latest traceback that was shown."""
     tail: bytes = b""
 
 
 @dataclass
 class _Consoles:
-    """The launcher's own stdout and stderr."""
+    """The launcher's stdout and stderr."""
 
     open_line: dict[int, _Source] = field(default_factory=dict)
-    """Whose unfinished line stands on which."""
-    dead: set[int] = field(default_factory=set)
-    """Those that nobody reads any more."""
+    """Console -> the source of the unfinished line on it."""
+    closed: set[int] = field(default_factory=set)
     latest_trace: int = -1
-    """The local rank whose traceback was shown last, if nothing was shown after it."""
+    """The local rank whose traceback is the last output; -1: none."""
 
 
 class Output:
@@ -89,10 +87,10 @@ class Output:
     def __init__(
         self, workers: Iterable[Streams], direct: bool, colour: bool, is_ending: Callable[[int], bool] = lambda _: False
     ) -> None:
-        """`direct`: whether what goes to the console alone goes there without this process in between.
+        """`direct`: whether output for the console only goes there without passing through this process.
 
-        `colour`: whether labels may be coloured, where the console is a terminal. `is_ending`: whether a local rank is
-        known to end of an exception, however long that takes.
+        `colour`: whether labels may be coloured on a terminal. `is_ending`: whether a local rank is known to be ending
+        with an exception.
         """
         self._is_ending = is_ending
         self._colour = colour
@@ -101,7 +99,7 @@ class Output:
         self._ends: dict[int, tuple[int, int]] = {}
         self._copies: dict[str, int] = {}
         self._redirected: dict[int, str] = {}
-        self._speakers: set[int] = set()
+        self._ranks_with_output: set[int] = set()
         self._failed: set[int] = set()
         self._consoles = _Consoles()
         self._deadline = float("inf")
@@ -113,7 +111,7 @@ class Output:
     # Before the start --------------------------------------------------------------------------------------------
 
     def _open(self, worker: Streams, direct: bool) -> tuple[int, int]:
-        """What the worker shall write to."""
+        """The descriptors for the worker's stdout and stderr."""
         routes = (worker.out, worker.err)
         together = worker.out == worker.err and worker.out.console and same_place(1, 2)
         if worker.err.file and not worker.err.console:
@@ -146,7 +144,7 @@ class Output:
         return self._ends[local_rank]
 
     def start(self) -> None:
-        """Every worker has been given its ends."""
+        """Close the workers' ends, once every worker has inherited them, and start to read."""
         for ends in self._ends.values():
             for end in ends:
                 os.close(end)
@@ -162,41 +160,41 @@ class Output:
         while self._sources:
             ready = {end for end, _ in poll.poll(self._timeout() * 1000)}
             if not ready and time.monotonic() >= self._deadline:
-                return  # something that was started by a worker holds its end open, and is silent
-            if not self._speakers and ready - {self._wake_up}:
-                time.sleep(_TOGETHER_SECONDS)  # do others have something to say, too?
+                return  # a process started by a worker holds the pipe open without writing to it
+            if not self._ranks_with_output and ready - {self._wake_up}:
+                time.sleep(_FIRST_OUTPUT_SECONDS)
                 ready = {end for end, _ in poll.poll(0)}
             if self._wake_up in ready:
                 os.read(self._wake_up, 64)
-            said = [(source, _read(source.end)) for source in self._sources if source.end in ready]
-            self._speakers |= {source.local_rank for source, data in said if data}
-            for source, data in said:
-                if not data or not self._take(source, data):
+            received = [(source, _read(source.end)) for source in self._sources if source.end in ready]
+            self._ranks_with_output |= {source.local_rank for source, data in received if data}
+            for source, data in received:
+                if not data or not self._receive(source, data):
                     poll.unregister(source.end)
                     self._close(source)
-            self._show_what_waits()
+            self._show_overdue()
 
     def _timeout(self) -> float:
         waits = any(source.partial or source.held for source in [*self._sources, *self._ended])
         left = max(0.0, self._deadline - time.monotonic())
         return min(left, _PARTIAL_SECONDS if waits else 3600.0)
 
-    def _take(self, source: _Source, data: bytes) -> bool:
-        """Pass on what has come; False where nobody wants any more of it."""
+    def _receive(self, source: _Source, data: bytes) -> bool:
+        """Pass the data on; False if neither a console nor a file takes it any more."""
         source.tail = (source.tail + data)[-_TAIL_BYTES:]
         if source.copy >= 0:
-            with suppress(OSError):  # a full disk is no reason to end a job; the console still has it
+            with suppress(OSError):  # a full disk must not end the job; the console still shows the output
                 _write(source.copy, data)
         data = source.partial + data
         cut = data.rfind(b"\n") + 1
         if len(data) - cut > _LONGEST_LINE:
             cut = len(data)
-        source.partial, source.since = data[cut:], time.monotonic()
+        source.partial, source.partial_since = data[cut:], time.monotonic()
         if cut:
-            self._take_lines(source, data[:cut])
-        return source.console not in self._consoles.dead or source.copy >= 0
+            self._receive_lines(source, data[:cut])
+        return source.console not in self._consoles.closed or source.copy >= 0
 
-    def _take_lines(self, source: _Source, lines: bytes) -> None:
+    def _receive_lines(self, source: _Source, lines: bytes) -> None:
         if source.held:
             source.held += lines
         elif marks := [mark for mark in map(lines.find, _MARKS) if mark >= 0]:
@@ -205,66 +203,66 @@ class Output:
                 self._show(source, lines[:start])
             source.held, source.held_since = lines[start:], time.monotonic()
         else:
-            source.went_on = True
+            source.continued = True
             self._show(source, lines)
         if len(source.held) > _MOST_HELD:
             self._release(source)
 
-    def _show_what_waits(self) -> None:
+    def _show_overdue(self) -> None:
         now = time.monotonic()
         for source in [*self._sources, *self._ended]:
-            if source.held and now - source.held_since > _HELD_SECONDS and not self._is_last_word(source):
+            if source.held and now - source.held_since > _HELD_SECONDS and not self._is_final(source):
                 self._release(source)
-            if source.partial and now - source.since > _PARTIAL_SECONDS and not self._has_more(source):
+            if source.partial and now - source.partial_since > _PARTIAL_SECONDS and not self._has_unread_data(source):
                 self._show_partial(source)
 
-    def _has_more(self, source: _Source) -> bool:
-        """Whether the rest of its line may lie in the pipe: a read ends in the middle of one where much was written."""
+    def _has_unread_data(self, source: _Source) -> bool:
+        """Whether the pipe may hold the rest of an unfinished line."""
         if source in self._ended:
             return False
         poll = select.poll()
         poll.register(source.end, select.POLLIN)
         return bool(poll.poll(0))
 
-    def _is_last_word(self, source: _Source) -> bool:
-        """Whether the rank that has written what is held back is known to end, or has ended, of it."""
+    def _is_final(self, source: _Source) -> bool:
+        """Whether the traceback held back is known to be the rank's final output: the rank has failed or is ending."""
         return source.local_rank in self._failed or self._is_ending(source.local_rank)
 
     def _show_partial(self, source: _Source) -> None:
-        """Its unfinished line, unless that comes after what is held back."""
+        """Show the unfinished line, unless it comes after output that is held back."""
         if source.partial and not source.held:
             partial, source.partial = source.partial, b""
             self._show(source, partial)
 
     def _release(self, source: _Source) -> None:
-        """It was no last word."""
-        source.went_on = False
+        """Show a traceback that was held back."""
+        source.continued = False
         held, source.held = source.held, b""
         self._show(source, held)
         self._consoles.latest_trace = source.local_rank
 
     def _show(self, source: _Source, text: bytes) -> None:
-        """Put text on its console: in front of each line that begins the label, where there is one."""
+        """Write text to its console, with the label at the start of each line if there is one."""
         console, consoles = source.console, self._consoles
         unfinished = consoles.open_line.pop(console, None)
         if not text.endswith(b"\n"):
             consoles.open_line[console] = source
-        if source.always or len(self._speakers) > 1:
+        if source.always_labelled or len(self._ranks_with_output) > 1:
             last = text.endswith(b"\n")
             body = text[:-1] if last else text
             body = body.replace(b"\n", b"\n" + source.label)
             label = b"" if unfinished is source else source.label
-            if body.startswith(b"\r"):  # a progress bar, which goes back to the line's beginning
+            if body.startswith(b"\r"):  # a progress bar, which returns to the start of the line
                 label, body = b"\r" + label, body[1:]
             text = label + body + (b"\n" if last else b"")
         if unfinished is not None and unfinished is not source:
             text = b"\n" + text
         consoles.latest_trace = -1
-        if console not in consoles.dead:
+        if console not in consoles.closed:
             try:
                 _write(console, text)
-            except OSError:  # nobody reads it any more; the worker hears of that at its next line
-                consoles.dead.add(console)
+            except OSError:  # the reader is gone; the worker gets an error at its next line
+                consoles.closed.add(console)
 
     def _close(self, source: _Source) -> None:
         self._show_partial(source)
@@ -275,18 +273,18 @@ class Output:
     # The end -----------------------------------------------------------------------------------------------------
 
     def failed(self, local_rank: int) -> None:
-        """A worker has: what is held back of it stays so until `end`."""
+        """A worker failed: its output that is held back stays so until `end`."""
         self._failed.add(local_rank)
 
     def tail(self, local_rank: int) -> str:
-        """The end of what a worker has printed so far."""
+        """The end of a worker's output so far."""
         if local_rank in self._redirected:
             return _end_of_file(self._redirected[local_rank])
         sources = [source for source in [*self._sources, *self._ended] if source.local_rank == local_rank]
         return "\n".join(source.tail.decode(errors="replace") for source in sources)
 
     def end_line(self) -> None:
-        """What is said next begins a line of its own."""
+        """Finish an unfinished line on each console, so that the next message starts on a new line."""
         for console in list(self._consoles.open_line):
             self._consoles.open_line.pop(console)
             with suppress(OSError):
@@ -295,25 +293,25 @@ class Output:
     def end(
         self,
         failed: Collection[int],
-        keep_back: Callable[[str], bool],
+        suppress_trace: Callable[[str], bool],
         seconds: float,
-        hurry: Callable[[], bool],
+        interrupted: Callable[[], bool],
         is_secondary: Callable[[str], bool] = lambda _: False,
     ) -> dict[int, LastWords]:
-        """Show all that the workers have printed, and return how those ended that failed.
+        """Show the rest of the workers' output, and return the final output of the failed ones by local rank.
 
-        `keep_back`: whether a traceback of theirs is not shown but only returned. `is_secondary`: whether it is then
-        not shown either where it is too long for the verdict. `seconds`: how long something may still come, after all
-        workers have ended. `hurry`: whether to leave a console that takes nothing.
+        `suppress_trace`: whether to return a traceback without showing it. `is_secondary`: whether to do so even if it
+        is too long for the verdict. `seconds`: how long to wait for further output. `interrupted`: whether to stop
+        waiting for a blocked console.
         """
         self._deadline = time.monotonic() + seconds
         os.write(self._wake, b"!")
-        while self._thread.is_alive() and not hurry():
-            self._thread.join(_LOOK_SECONDS)
+        while self._thread.is_alive() and not interrupted():
+            self._thread.join(_JOIN_SECONDS)
         if self._thread.is_alive():
             return {}
         sources = [*self._ended, *self._sources]
-        words = {rank: self._last_words(rank, sources, keep_back, is_secondary) for rank in failed}
+        words = {rank: self._last_words(rank, sources, suppress_trace, is_secondary) for rank in failed}
         for source in sources:
             if source.held:
                 source.held, source.partial = source.held + source.partial, b""
@@ -330,33 +328,28 @@ class Output:
         self,
         local_rank: int,
         sources: Iterable[_Source],
-        keep_back: Callable[[str], bool],
+        suppress_trace: Callable[[str], bool],
         is_secondary: Callable[[str], bool],
     ) -> LastWords:
         if local_rank in self._redirected:
             tail = _end_of_file(self._redirected[local_rank])
             return LastWords(last_words.shortened(last_words.split(tail)[0]), tail)
-        tails, went_on = [], False
+        tails, continued = [], False
         for source in sources:
             if source.local_rank == local_rank:
-                went_on = went_on or source.went_on
+                continued = continued or source.continued
                 tails.append(source.tail.decode(errors="replace"))
                 if source.held:
                     text = (source.held + source.partial).decode(errors="surrogateescape")
                     trace, rest = last_words.split(text)
-                    short = last_words.shortened(_readable(trace))
-                    if keep_back(trace) and (short.count("\n") == trace.count("\n") or is_secondary(trace)):
+                    short = last_words.shortened(trace.encode(errors="surrogateescape").decode(errors="replace"))
+                    if suppress_trace(trace) and (short.count("\n") == trace.count("\n") or is_secondary(trace)):
                         source.held, source.partial = b"", rest.encode(errors="surrogateescape")
                         return LastWords(short, tails[-1])
-                    return LastWords(short, tails[-1], shown=True)  # in full: there is no other place for it
-        traces = () if went_on else (last_words.split(tail)[0] for tail in reversed(tails))
+                    return LastWords(short, tails[-1], shown=True)  # the caller shows it in full
+        traces = () if continued else (last_words.split(tail)[0] for tail in reversed(tails))
         trace = next(filter(None, traces), "")
         return LastWords(last_words.shortened(trace), "\n".join(tails), shown=True)
-
-
-def _readable(text: str) -> str:
-    """With a mark for each byte that is no text."""
-    return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _end_of_file(path: str) -> str:
@@ -367,15 +360,15 @@ def _end_of_file(path: str) -> str:
 
 
 def _read(end: int) -> bytes:
-    """What is there; nothing at the end."""
+    """The available data; empty at the end."""
     try:
         return os.read(end, _READ_BYTES)
-    except OSError:  # a terminal that its last user has closed
+    except OSError:  # a terminal whose last writer closed it
         return b""
 
 
 def _write(descriptor: int, text: bytes) -> None:
-    """Write all of it, also to a descriptor that does not wait."""
+    """Write all of it, also to a non-blocking descriptor."""
     view = memoryview(text)
     while view:
         try:

@@ -1,4 +1,4 @@
-"""A parser of command lines whose complaints are errors like all others: secrets masked, exit code 2."""
+"""An argument parser that raises `UsageError`, so that its messages mask secrets and exit with code 2."""
 
 import argparse
 from typing import NoReturn
@@ -7,13 +7,13 @@ from ddp_kit.errors import UsageError
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's own, which raises `UsageError` where that one prints and exits."""
+    """`argparse.ArgumentParser` that raises `UsageError` instead of printing and exiting."""
 
     @property
     def actions(self) -> list[argparse.Action]:
-        """All flags and words, those of its parents too."""
+        """All flags and positional arguments, including those of parent parsers."""
         return self._actions
 
     def error(self, message: str) -> NoReturn:
         usage = self.format_usage().strip()
-        raise UsageError(message, f"{usage}\n  `{self.prog} --help` says more")
+        raise UsageError(message, f"{usage}\n  see `{self.prog} --help`")

@@ -1,4 +1,4 @@
-"""What will be done: a `Plan` for this node, made from the spec by a pure function."""
+"""Turn a `LaunchSpec` into the `Plan` of this node: complete, typed, and made by a pure function."""
 
 import math
 import sys
@@ -48,30 +48,30 @@ from ddp_kit.launcher.spec import LaunchSpec
 from ddp_kit.launcher.warm.messages import Program
 
 GRACE_SECONDS = 25
-"""From SIGTERM to SIGKILL. Kubernetes kills the launcher itself after 30 s, which it needs for verdict and clean-up."""
+"""From SIGTERM to SIGKILL. Kubernetes kills the launcher after 30 s; the rest is for the verdict and the cleanup."""
 _MOST_PROCESSES = 1 << 22  # PID_MAX_LIMIT
 _RUN_PATH = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one process of this node runs."""
+    """The GPU and the cores of one process of this node."""
 
     gpus: tuple[Gpu, ...] = ()
-    """Empty: on no GPU, or on what its script takes."""
+    """Empty: no GPU, or the script chooses one."""
     cpus: tuple[int, ...] = ()
-    """The CPU cores it may use; empty: all that the launcher may."""
+    """The CPU cores it may use; empty: all cores the launcher may use."""
 
 
 @dataclass(frozen=True)
 class Logs:
-    """Where the workers' output goes: torchrun's flags by their own names."""
+    """Where the workers' output goes; the fields are torchrun's flags."""
 
     log_dir: str | None
     redirects: str
     tee: str
     local_ranks_filter: frozenset[int]
-    """Empty: all reach the console."""
+    """The ranks shown on the console; empty: all."""
     log_line_prefix_template: str
     duplicate_stdout_filters: tuple[str, ...]
     duplicate_stderr_filters: tuple[str, ...]
@@ -80,31 +80,31 @@ class Logs:
 
     @property
     def are_kept(self) -> bool:
-        """Whether the folder outlives the job."""
+        """Whether the folder is kept after the job."""
         return self.log_dir is not None or self.redirects != "0"
 
     @property
     def copy_console(self) -> bool:
-        """Whether what is shown is also kept, in one file per rank."""
+        """Whether console output is also written to one file per rank."""
         return self.log_dir is not None and self.redirects == self.tee == "0"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What this node will do, complete and final: `--dry-run` prints it, `agent.run` does it."""
+    """All that this node will do: `--dry-run` prints it, `agent.run` executes it."""
 
     command: tuple[str, ...]
-    """What a worker executes, before `${local_rank}` is put in."""
+    """What a worker executes; may contain `${local_rank}`."""
     forked: Program | None
-    """The same as what a fork of the warm server becomes; None: it has to be executed."""
+    """The program that a fork of the warm server runs; None: `command` has to be executed."""
     is_wrapped: bool
-    """Whether a worker may be another program around the rank, such as a shell (--no-python)."""
+    """Whether a worker may be a program that starts the rank, such as a shell (--no-python)."""
     places: tuple[Place, ...]
     """By local rank."""
     env: Mapping[str, str]
-    """What the launcher adds to the workers' environment, besides torchrun's contract."""
+    """What the launcher adds to the workers' environment, in addition to torchrun's variables."""
     origin: Mapping[str, str]
-    """Why each variable of `env` has its value, in a few words, such as `--gpus 2`."""
+    """Where the value of each variable in `env` comes from, such as `--gpus 2`."""
     role: str
     rendezvous: Rendezvous
     signals_to_handle: tuple[str, ...]
@@ -114,39 +114,39 @@ class Plan:
     hang_timeout: float | None
     """Seconds; 0: no limit; None: `agent.watch.DEFAULT_SECONDS`."""
     uninterruptible_state_timeout: float
-    """Seconds that a worker may be in the kernel's uninterruptible sleep; 0: no limit."""
+    """Seconds that a worker may spend in the kernel's uninterruptible sleep; 0: no limit."""
     virtual_local_rank: bool
     gpus_per_process: int
     numa_binding: str | None
     logs: Logs
     event_log_handler: str
     torchrun: Mapping[str, Any]
-    """The same in torchrun's own settings, for a rendezvous that torch's agent serves, and to be typed."""
+    """The same as torchrun's settings: for jobs that torch's agent runs, and for the command line in --dry-run."""
     flags: tuple[str, ...]
-    """The launcher's own flags as they were typed, for the commands that other nodes are told."""
+    """The launcher's flags as they were typed, for the command to type on other nodes."""
     script_as_typed: str
-    """The script, `...` for its arguments."""
-    says: tuple[str, ...]
-    """What the user is told before the start."""
+    """The script, with `...` for its arguments."""
+    notices: tuple[str, ...]
+    """Lines printed before the start."""
 
     @property
     def script(self) -> str:
-        """The script, module or program."""
+        """The script, module or program to run."""
         return str(self.torchrun["training_script"])
 
     def words(self, local_rank: int) -> tuple[str, ...]:
-        """What a worker executes."""
-        return self.command[0], *_put_in(local_rank, self.command[1:])
+        """The command line that a worker executes."""
+        return self.command[0], *_fill_local_rank(local_rank, self.command[1:])
 
     def program(self, local_rank: int) -> Program | None:
-        """What a fork becomes, if it can."""
+        """The program that a fork of the warm server runs; None: it cannot be forked."""
         if self.forked is None:
             return None
-        name, *arguments = _put_in(local_rank, (self.forked.name, *self.forked.arguments))
+        name, *arguments = _fill_local_rank(local_rank, (self.forked.name, *self.forked.arguments))
         return replace(self.forked, name=name, arguments=tuple(arguments))
 
     def environment(self, assignment: RankAssignment, local_rank: int, env: Mapping[str, str]) -> dict[str, str]:
-        """All that a worker finds, but for its error file. `env`: the launcher's own.
+        """A worker's whole environment, without its error file. `env`: the launcher's environment.
 
         Source of the names: torch 2.13, `LocalElasticAgent._start_workers`.
         """
@@ -183,18 +183,18 @@ def make(
     *,
     defaults: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
-    """Settle how many processes run on which GPUs and cores, where they meet, and all else that was asked for.
+    """Decide how many processes run on which GPUs and cores, where they meet, and all other settings.
 
-    `run_id`: for a job that is given none. `cpus`: those that the launcher may use. `held`: by UUID, the other launch
-    that holds a GPU. `defaults`: variables for the workers that do not depend on the command line.
-    Raises `UsageError` where the GPUs asked for are not available, and for settings that cannot be used.
+    `run_id`: the default for --rdzv-id. `cpus`: those that the launcher may use. `held`: GPU UUID -> the other launch
+    that reserved it. `defaults`: variables for the workers that do not depend on the command line.
+    Raises `UsageError` if the requested GPUs are not available, and for invalid settings.
     """
     each = spec.gpus_per_process or 1
-    asked = _asked_gpus(spec)
-    # A number of processes without a word on GPUs is torchrun's way: the script takes the GPUs it wants.
-    by_gpu = asked is not None or spec.processes is None
-    again = spec.command if spec.gpus_per_process is None else f"--gpus-per-process {each} {spec.command}"
-    chosen = choose(asked, again, machine, env, held) if by_gpu else ()
+    requested = _requested_gpus(spec)
+    # --nproc-per-node without --gpus behaves as in torchrun: the script chooses its GPUs.
+    by_gpu = requested is not None or spec.processes is None
+    typed = spec.command if spec.gpus_per_process is None else f"--gpus-per-process {each} {spec.command}"
+    chosen = choose(requested, typed, machine, env, held) if by_gpu else ()
     _check_groups(spec, chosen)
     processes = _processes(spec, len(chosen) // each, env)
     places = _places(processes, chosen, each, cpus, bind=spec.torchrun["numa_binding"] is None)
@@ -204,8 +204,10 @@ def make(
     if settings["shutdown_timeout"] is None and GRACE_DEFAULT not in env:
         settings["shutdown_timeout"] = GRACE_SECONDS
     if len(chosen) > 1 and any(gpu.is_mig for _, gpu in chosen):
-        settings["virtual_local_rank"] = True  # CUDA shows a process one MIG device at most
-    _check_monitor_interval(settings["monitor_interval"])
+        settings["virtual_local_rank"] = True  # CUDA shows a process at most one MIG device
+    if not 0 < settings["monitor_interval"] < math.inf:
+        found = f"--monitor-interval {settings['monitor_interval']} is not a number of seconds above 0"
+        raise UsageError(found, "for example: --monitor-interval 0.1")
     plan = Plan(
         command=_command(settings, env),
         forked=None if spec.cold else _forked(settings, env),
@@ -227,10 +229,10 @@ def make(
         torchrun=MappingProxyType(settings),
         flags=spec.flags,
         script_as_typed=spec.script_as_typed,
-        says=(
-            *_said_of_mask(machine, env),
-            *_said_of_gpus(spec, chosen),
-            *_said_of_threads(variables, processes),
+        notices=(
+            *_mask_notices(machine, env),
+            *_gpu_notices(spec, chosen),
+            *_thread_notices(variables, processes),
             *rendezvous.overruled(spec.torchrun),
         ),
     )
@@ -240,28 +242,28 @@ def make(
     return plan
 
 
-def _asked_gpus(spec: LaunchSpec) -> str | None:
-    """The words after --gpus; those that --gpus-per-process and a number of processes stand for without them."""
+def _requested_gpus(spec: LaunchSpec) -> str | None:
+    """The value of --gpus, else the number of GPUs from --gpus-per-process and --nproc-per-node; None: neither."""
     if spec.gpus is None and spec.gpus_per_process is not None and spec.processes is not None:
         if not spec.processes.isdecimal():
             raise UsageError(
-                f"--gpus-per-process {spec.gpus_per_process} with --nproc-per-node {spec.processes} does not say how "
+                f"--gpus-per-process {spec.gpus_per_process} with --nproc-per-node {spec.processes} does not define how "
                 "many GPUs to use",
-                "type --gpus and the number of all GPUs, and leave --nproc-per-node out",
+                "type --gpus with the number of all GPUs, without --nproc-per-node",
             )
         return str(int(spec.processes) * spec.gpus_per_process)
     return spec.gpus
 
 
 def _check_groups(spec: LaunchSpec, chosen: Chosen) -> None:
-    """Raise `UsageError` where the GPUs cannot be given to the processes in equal groups."""
+    """Raise `UsageError` if the GPUs cannot be divided into equal groups."""
     each = spec.gpus_per_process
     if each is None:
         return
     if not chosen:
         raise UsageError(
             f"--gpus-per-process {each} is not available: this machine has no NVIDIA GPU, or no driver for one",
-            f"type `ddpkit launch {spec.command}` for a process on the CPU, which needs no such number",
+            f"type `ddpkit launch {spec.command}` for a process on the CPU",
         )
     if len(chosen) % each:
         most = len(chosen) // each * each
@@ -273,17 +275,17 @@ def _check_groups(spec: LaunchSpec, chosen: Chosen) -> None:
         )
     if each > 1 and spec.torchrun["virtual_local_rank"]:
         raise UsageError(
-            f"--gpus-per-process {each}: with --virtual-local-rank a process sees one GPU", "leave one of the two out"
+            f"--gpus-per-process {each}: with --virtual-local-rank a process sees one GPU", "remove one of the two"
         )
     if each > 1 and any(gpu.is_mig for _, gpu in chosen):
         raise UsageError(
-            f"--gpus-per-process {each}: a process can use one MIG device at most",
-            "leave it out, or name whole GPUs with --gpus",
+            f"--gpus-per-process {each}: a process can use at most one MIG device",
+            "leave it out, or select whole GPUs with --gpus",
         )
 
 
 def _processes(spec: LaunchSpec, gpus: int, env: Mapping[str, str]) -> str:
-    """How many processes: as many as `gpus`, the groups of GPUs, what --nproc-per-node says, or 1."""
+    """The number of processes: one per group of GPUs, or --nproc-per-node, or 1. `gpus`: the number of groups."""
     if spec.processes is None:
         return str(max(1, gpus))
     if spec.gpus is not None and spec.processes != str(gpus):
@@ -292,7 +294,7 @@ def _processes(spec: LaunchSpec, gpus: int, env: Mapping[str, str]) -> str:
         group = "GPU" if each == 1 else f"{each} GPUs"
         raise UsageError(
             f"--gpus {spec.gpus} means {gpus} processes, one per {group}, but --nproc-per-node is {spec.processes}",
-            f"{first}leave one of the two out",
+            f"{first}remove one of the two",
         )
     if spec.processes.lstrip("-").isdecimal() and not 1 <= int(spec.processes) <= _MOST_PROCESSES:
         how_many = "no process" if int(spec.processes) < 1 else "more processes than Linux can number"
@@ -316,7 +318,7 @@ def _near(gpus: tuple[Gpu, ...], cpus: Cpus) -> tuple[int, ...]:
 
 
 def _gpu_variables(spec: LaunchSpec, chosen: Chosen, env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Which GPUs the workers see, and why."""
+    """The variables that select GPUs, each with its value and the reason for it."""
     if not chosen:
         return {}
     why = "one process per visible GPU" if spec.gpus is None else f"--gpus {spec.gpus}"
@@ -326,27 +328,27 @@ def _gpu_variables(spec: LaunchSpec, chosen: Chosen, env: Mapping[str, str]) -> 
     variables = {VISIBLE_GPUS: (",".join(word for word, _ in chosen), why)}
     if each is not None:
         variables[GPUS_PER_PROCESS] = str(each), f"--gpus-per-process {each}"
-    if VISIBLE_GPUS not in env:  # numbers mean what NVML and nvidia-smi mean by them
+    if VISIBLE_GPUS not in env:  # number GPUs as NVML and nvidia-smi do
         variables[GPU_ORDER] = "PCI_BUS_ID", "so that GPU numbers are those of nvidia-smi"
     return variables
 
 
-def _said_of_mask(machine: tuple[Gpu, ...], env: Mapping[str, str]) -> Iterator[str]:
+def _mask_notices(machine: tuple[Gpu, ...], env: Mapping[str, str]) -> Iterator[str]:
     words = [word for word in env.get(VISIBLE_GPUS, "").split(",") if word.strip() not in ("", "-1")]
     seen = len(visible(machine, env))
     if machine and seen < len(words):
         mask = f"{VISIBLE_GPUS}={env[VISIBLE_GPUS]}"
-        yield f"{mask} shows {seen} of the {len(words)} GPUs it names: one is not there, or is named twice"
+        yield f"{mask} selects {seen} of the {len(words)} GPUs it names: one does not exist or is named twice"
 
 
-def _said_of_gpus(spec: LaunchSpec, chosen: Chosen) -> Iterator[str]:
+def _gpu_notices(spec: LaunchSpec, chosen: Chosen) -> Iterator[str]:
     yield from (f"GPU {gpu.described()}" for _, gpu in chosen)
     busy = [gpu.label for _, gpu in chosen if gpu.busy]
     if busy and str(spec.gpus).strip().isdecimal():
-        yield f"fewer than {spec.gpus} GPUs are free: this launch shares GPU {', '.join(busy)} with what runs there"
+        yield f"fewer than {spec.gpus} GPUs are free: this launch shares GPU {', '.join(busy)} with other processes"
 
 
-def _said_of_threads(variables: Mapping[str, tuple[str, str]], processes: str) -> Iterator[str]:
+def _thread_notices(variables: Mapping[str, tuple[str, str]], processes: str) -> Iterator[str]:
     if THREADS in variables:
         threads, _ = variables[THREADS]
         each = "the process" if processes == "1" else f"each of {processes} processes"
@@ -354,38 +356,37 @@ def _said_of_threads(variables: Mapping[str, tuple[str, str]], processes: str) -
 
 
 def _thread_variables(places: tuple[Place, ...], cpus: Cpus, env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """How many threads each worker has, and why."""
-    # torch of a forked worker has counted the launcher's cores, not those that a single worker is bound to.
+    """The variable that sets the number of threads per worker, with its value and the reason for it."""
+    # In a forked worker, torch counted the cores of the launcher, not those that the worker is bound to.
     bound = any(place.cpus and len(place.cpus) < len(cpus.core_of) for place in places)
     if THREADS in env or not (len(places) > 1 or bound):
         return {}
     threads = threads_each(cpus, [place.cpus for place in places])
-    each = f"each of {len(places)} processes" if len(places) > 1 else "the process"
-    return {THREADS: (str(threads), f"the share of {each}")}
+    return {THREADS: (str(threads), "the cores divided among the processes of this node")}
 
 
 def _only_gpu(env: Mapping[str, str], local_rank: int) -> str:
-    """The one GPU that a rank sees with --virtual-local-rank. Source: LocalElasticAgent._set_local_rank_env."""
+    """The only GPU that a rank sees with --virtual-local-rank. Source: LocalElasticAgent._set_local_rank_env."""
     words = env.get(VISIBLE_GPUS)
     if words is None:
         return str(local_rank)
     if local_rank >= len(words.split(",")):
         raise UsageError(
             f"--virtual-local-rank: there is no GPU for local rank {local_rank} in {VISIBLE_GPUS}={words}",
-            "ask for no more processes than GPUs are visible",
+            "start at most as many processes as there are visible GPUs",
         )
     return words.split(",")[local_rank].strip()
 
 
 def _command(torchrun: Mapping[str, Any], env: Mapping[str, str]) -> tuple[str, ...]:
-    """As torchrun puts it together."""
+    """The command line of a worker, as torchrun builds it."""
     words = [str(torchrun["training_script"]), *map(str, torchrun["training_script_args"])]
     if torchrun["run_path"]:
         return sys.executable, "-u", "-c", _RUN_PATH, *words
     if not torchrun["no_python"]:
         return env.get(PYTHON, sys.executable), "-u", *(["-m"] if torchrun["module"] else []), *words
     if torchrun["module"]:
-        raise UsageError("--module and --no-python exclude each other", "leave one of them out")
+        raise UsageError("--module and --no-python exclude each other", "remove one of them")
     return tuple(words)
 
 
@@ -396,17 +397,12 @@ def _forked(torchrun: Mapping[str, Any], env: Mapping[str, str]) -> Program | No
     return Program(sys.executable, str(torchrun["training_script"]), arguments, torchrun["module"])
 
 
-def _put_in(local_rank: int, words: Iterable[str]) -> list[str]:
+def _fill_local_rank(local_rank: int, words: Iterable[str]) -> list[str]:
     return [Template(word).safe_substitute(local_rank=local_rank) for word in words]  # as torch does
 
 
-def _check_monitor_interval(seconds: float) -> None:
-    if not 0 < seconds < math.inf:
-        raise UsageError(f"--monitor-interval {seconds} is not a time above 0", "type seconds, as 0.1")
-
-
 def _signals(names: str, ignored: frozenset[str]) -> tuple[str, ...]:
-    """The signals that close the job, without those that the launcher was started to ignore, as under nohup."""
+    """The signals that stop the job, without those that were ignored at the start, as under nohup."""
     return tuple(name for name in names.split(",") if name.strip() not in ignored)
 
 
@@ -417,12 +413,12 @@ def _shutdown_timeout(given: int | None, env: Mapping[str, str]) -> int:
     except ValueError:
         seconds = -1
     if seconds < 0:
-        raise UsageError(f"{name} must be a number of at least 0, not {value!r}", "give it in seconds, as 30")
+        raise UsageError(f"{name} must be a number of seconds of at least 0, not {value!r}", "for example 30")
     return seconds
 
 
 def _uninterruptible_state_timeout(env: Mapping[str, str]) -> float:
-    """As torch reads it: what is no number means no limit."""
+    """0 (no limit) for a value that is not a number, as in torch."""
     try:
         return max(0.0, float(env.get(UNINTERRUPTIBLE_TIMEOUT, "")))
     except ValueError:
@@ -434,7 +430,7 @@ def _logs(torchrun: Mapping[str, Any], env: Mapping[str, str]) -> Logs:
     try:
         local_ranks_filter = frozenset(map(int, words.split(","))) if words else frozenset[int]()
     except ValueError:
-        raise UsageError(f"--local_ranks_filter {words} is no list of numbers", "type it as 0,1,2") from None
+        raise UsageError(f"--local_ranks_filter {words} is not a list of numbers", "for example: 0,1,2") from None
     return Logs(
         log_dir=torchrun["log_dir"],
         redirects=torchrun["redirects"],

@@ -1,4 +1,4 @@
-"""Who listens on a port of this machine."""
+"""Find the process that listens on a port."""
 
 from contextlib import suppress
 
@@ -8,7 +8,7 @@ from ddp_kit.launcher.masking import masked
 
 
 def holder(port: int) -> str:
-    """` by pid N (its command)`, where the system tells; else nothing."""
+    """` by pid N (its command)`; empty if this process may not see it."""
     with suppress(psutil.Error, OSError):
         for found in psutil.net_connections("tcp"):
             if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN and found.pid:

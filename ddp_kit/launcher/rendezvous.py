@@ -1,4 +1,4 @@
-"""What the flags on nodes and their rendezvous mean: where the nodes meet, who hosts that, and the job's limits."""
+"""Interpret the flags on nodes and rendezvous: the endpoint, the node that hosts it, and the job's limits."""
 
 import math
 from collections.abc import Mapping
@@ -25,60 +25,60 @@ _NUMBERS = (
     "read_timeout",
 )
 _MAY_BE_ZERO = ("replacement_timeout",)
-_MOST_SECONDS = 1e9  # 30 years; a time further away cannot be handed to the system
+_MOST_SECONDS = 1e9  # 30 years; system calls do not take much more
 _YES = ("1", "true", "t", "yes", "y")
 _NO = ("0", "false", "f", "no", "n")
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where and how the nodes of a job meet."""
+    """The rendezvous of a job: how its nodes meet."""
 
     backend: str
     is_ours: bool
-    """Whether ddpkit serves it: static, or c10d with a TCP store. Else torch's own agent does."""
+    """Whether ddpkit serves it: static, or c10d with a TCP store. Else torch's agent does."""
     run_id: str
     """--rdzv-id."""
     host: str
     port: int | None
-    """None: not known, with the backend of somebody else."""
+    """None: not known, with a backend that ddpkit does not serve."""
     named_by: str
-    """The flags that say so; empty where the launcher has chosen."""
+    """The flags that set the endpoint; empty: the launcher chose it."""
     limits: Limits
     node_rank: int | None = None
-    """Which the user gave this node; None: any."""
+    """--node-rank; None: any."""
     is_host: bool | None = None
-    """Whether this node hosts it; None: if `host` is an address of this machine."""
+    """Whether this node hosts it; None: it does if `host` is an address of this machine."""
     local_addr: str | None = None
-    """Where other nodes reach this one, as its user says."""
+    """--local-addr: the address of this node for other nodes."""
     agent_serves_store: bool = True
     """Whether the launcher serves the workers' store; else the worker of rank 0 does."""
 
     @property
     def nodes(self) -> int | None:
-        """How many; None: as many as come."""
+        """The number of nodes; None: between `min_nodes` and `max_nodes`."""
         return self.limits.max_nodes if self.limits.min_nodes == self.limits.max_nodes else None
 
     @property
     def group_rank(self) -> int | None:
-        """This node's place; None: known when the nodes have met."""
+        """This node's group rank; None: not known before the rendezvous."""
         if self.limits.max_nodes == 1:
             return 0
         return self.node_rank if self.nodes else None
 
     @property
     def master_addr(self) -> str:
-        """Where the workers of a first node meet."""
+        """MASTER_ADDR, as far as it is known before the rendezvous."""
         return self.local_addr or self.host if self.group_rank == 0 else self.host
 
     @property
     def by_master_flags(self) -> bool:
-        """Whether --master-addr and --master-port name the endpoint."""
+        """Whether --master-addr and --master-port set the endpoint."""
         return self.backend == "static" and self.named_by.startswith("--master-addr")
 
 
 def read(torchrun: Mapping[str, Any], env: Mapping[str, str]) -> Rendezvous:
-    """Read torchrun's settings. Raises `UsageError` for what cannot be used."""
+    """Read torchrun's settings. Raises `UsageError` for invalid ones."""
     conf = _conf(torchrun["rdzv_conf"])
     backend = torchrun["rdzv_backend"]
     static = backend == "static"
@@ -101,9 +101,9 @@ def read(torchrun: Mapping[str, Any], env: Mapping[str, str]) -> Rendezvous:
 
 
 def meeting_point(torchrun: Mapping[str, Any], run_id: str) -> dict[str, Any]:
-    """A job on one node that names no place to meet gets a free port and an id of its own, as with torchrun.
+    """Settings for a job on one node without an endpoint: a free port and an id of its own, as in torchrun.
 
-    Its workers meet on the loopback address: the host's name need not resolve.
+    Its workers use the loopback address, so that the host's name need not resolve. Empty for other jobs.
     """
     named = torchrun["rdzv_backend"] != "static" or torchrun["rdzv_endpoint"] or torchrun["master_port"] is not None
     several_nodes = str(torchrun["nnodes"]).split(":")[-1] != "1"
@@ -119,7 +119,7 @@ def meeting_point(torchrun: Mapping[str, Any], run_id: str) -> dict[str, Any]:
 
 
 def overruled(torchrun: Mapping[str, Any]) -> tuple[str, ...]:
-    """Which of two flags wins where both cannot: as with torchrun, which does not say so."""
+    """A notice for each flag that another flag overrides; torchrun ignores these flags silently."""
     if torchrun["standalone"]:
         winner = "--standalone"
         losers = {"rdzv_endpoint": "--rdzv-endpoint", "master_port": "--master-port"}
@@ -130,14 +130,14 @@ def overruled(torchrun: Mapping[str, Any]) -> tuple[str, ...]:
         winner = "--rdzv-endpoint"
         losers = {"master_port": "--master-port"} if torchrun["rdzv_endpoint"] else {}
     return tuple(
-        f"{winner} wins over {flag} {torchrun[name]}, which is not used"
+        f"{winner} overrides {flag} {torchrun[name]}, which is ignored"
         for name, flag in losers.items()
         if torchrun[name]
     )
 
 
 def _endpoint(torchrun: Mapping[str, Any], is_ours: bool) -> tuple[str, int | None, str]:
-    """Host, port, and the flags that name them."""
+    """Host, port, and the flags that set them."""
     words = torchrun["rdzv_endpoint"]
     if torchrun["standalone"]:
         return "localhost", 0, ""
@@ -169,7 +169,7 @@ def _host_and_port(words: str) -> tuple[str, int | None]:
 
 
 def _conf(words: str) -> dict[str, str]:
-    """--rdzv-conf."""
+    """Parse --rdzv-conf."""
     pairs = [each.partition("=") for each in words.split(",")] if words.strip() else []
     for name, _, value in pairs:
         if not (name.strip() and value.strip()):
@@ -185,7 +185,7 @@ def _is_host(conf: Mapping[str, str]) -> bool | None:
 
 
 def _limits(torchrun: Mapping[str, Any], conf: Mapping[str, str]) -> Limits:
-    """How many nodes and restarts, and how long to wait: torch's own names in --rdzv-conf."""
+    """How many nodes and restarts, and how long to wait; --rdzv-conf has torch's names."""
     found = {name: _number(name, conf[name]) for name in _NUMBERS if name in conf}
     named = "keep_alive_interval" in found or "keep_alive_max_attempt" in found
     min_nodes, max_nodes = _nnodes(str(torchrun["nnodes"]))

@@ -1,8 +1,8 @@
-"""Which failures are followed by another try, and when: the counts behind `--max-restarts`. Pure, without a clock.
+"""Which failures are followed by a restart, and when: the counts behind `--max-restarts`. Pure, without a clock.
 
-What counts against it is a failure without progress; one that others have ended is tried again at once, a crash at once
-for the first time and then after 1, 2, 4 ... 60 s. The same error at the same step is not tried a second time. Nodes
-that are lost have a budget of their own.
+A failure without progress counts against the limit. Workers killed from outside restart at once; so does a first
+crash, and further ones after 1, 2, 4 ... 60 s. The same error at the same step is not retried a second time. Lost
+nodes have a limit of their own.
 """
 
 from dataclasses import dataclass
@@ -10,64 +10,63 @@ from dataclasses import dataclass
 from ddp_kit.launcher.verdict import Failure, alike
 
 IDENTICAL_FAILURES = 5
-"""After so many restarts in a row that ended in the same failure without progress, no further one is tried."""
+"""The job ends after so many consecutive restarts that ended in the same failure without progress."""
 LOST_NODES = 100
-"""So often in a row a node may be lost without progress. Losing one is nobody's mistake, and costs little beside the
-work it undoes; but where nodes go faster than a run gets on, a hundred tries have shown it."""
+"""The job ends after so many consecutive losses of nodes without progress: they are not the script's fault."""
 PROGRESS_SECONDS = 300.0
-"""A round that lasted so long is no crash loop, in a script that notes no steps."""
+"""In a script that records no steps, a round that lasted this long is not part of a crash loop."""
 LONGEST_WAIT = 60.0
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Between which optimizer steps the workers of a round were, as their Trainer has noted it."""
+    """The range of optimizer steps of a round, as its Trainer recorded it."""
 
     began: int
-    """What they went on from: 0, or that of a checkpoint."""
+    """The step the round started from: 0, or that of a checkpoint."""
     reached: int
 
 
 @dataclass(frozen=True)
-class Again:
-    """Another try."""
+class Restart:
+    """The job restarts its workers."""
 
     words: str
-    """How many there were, for the user."""
+    """The count, for the message: `restart 1 of 3`."""
     wait: float
-    """Seconds before it."""
+    """Seconds before the restart."""
 
 
 @dataclass(frozen=True)
-class NoMore:
-    """No other try."""
+class GiveUp:
+    """The job ends."""
 
     note: str
-    """Why there is none although some were left, or what they were spent on; may be empty."""
+    """Why the job does not restart, if --max-restarts alone does not explain it; may be empty."""
 
 
 class Restarts:
     """The counts of one job.
 
-    Progress is a step that no earlier round has reached, in a round that went on from a later step than the last round
-    with progress: what was done is kept then. A run that begins at 0 each time makes none, however far it comes.
+    A round made progress if it started from a later step than the last round with progress, and reached a new step. A
+    run that starts from step 0 each time never makes progress.
     """
 
     def __init__(self, max_restarts: int) -> None:
-        """`max_restarts`: failures in a row without progress that are followed by a restart."""
+        """`max_restarts`: how many consecutive failures without progress are followed by a restart."""
         self._max_restarts = max_restarts
         self.count = 0
-        """How many there were, whatever for."""
-        self._began = self._reached = 0  # of the latest round with progress; of any
+        """All restarts after failures."""
+        self._began = self._reached = 0  # first step of the latest round with progress; last step of any round
         self._since = 0  # the step of the latest progress
-        self._failures = 0  # since then
-        self._losses = 0  # likewise
-        self._crashes = 0  # likewise, in a row; without those that someone else has ended
-        self._same: tuple[tuple[int, int, str], int] | None = None  # the latest failure, and how often in a row
-        self._errors: set[tuple[int, str, int]] = set()  # all there were at a known step
+        self._failures = 0  # since the latest progress
+        self._losses = 0  # of nodes, since the latest progress
+        self._crashes = 0  # consecutive, since the latest progress; without workers killed from outside
+        self._same: tuple[tuple[int, int, str], int] | None = None  # the latest failure, how often in a row
+        self._errors: set[tuple[int, str, int]] = set()  # all errors at a known step
 
     def ended(self, steps: Steps | None, seconds: float) -> None:
-        """A round has ended, after so many seconds. `steps`: None where its workers have noted none."""
+        """A round ended after `seconds`. `steps`: None if its workers recorded none."""
         if steps is None:
             if seconds >= PROGRESS_SECONDS:
                 self._losses = 0
@@ -79,28 +78,32 @@ class Restarts:
         self._reached = max(self._reached, steps.reached)
 
     def lost(self) -> str:
-        """A node was lost. Returns why the job ends; empty: it may continue."""
+        """A node was lost. Returns why the job ends; empty: it continues."""
         self._losses += 1
         return f"nodes were lost {self._losses} times in a row without progress" * (self._losses > LOST_NODES)
 
-    def failed(self, first: Failure) -> Again | NoMore:
-        """A round has ended in this failure."""
+    def failed(self, first: Failure) -> Restart | GiveUp:
+        """A round ended in this failure."""
         if first.at_start:
-            return NoMore("not restarted: it failed at its imports" if self._failures < self._max_restarts else "")
+            return GiveUp(
+                "not restarted: the imports of the script failed" if self._failures < self._max_restarts else ""
+            )
         self._failures += 1
         times = self._count_alike(first)
         if self._is_repeated(first):
-            return NoMore(f"not restarted again: the same error after step {first.step} twice, it is not by chance")
+            return GiveUp(f"not restarted again: the same error occurred twice after step {first.step}")
         if self._failures > self._max_restarts:
             spent = self._max_restarts and first.step is not None
-            return NoMore(f"not restarted again: {self._max_restarts} in a row brought no progress" if spent else "")
+            return GiveUp(
+                f"not restarted again: {self._max_restarts} consecutive restarts made no progress" if spent else ""
+            )
         if times > IDENTICAL_FAILURES:
-            return NoMore(f"not restarted again: the same failure {times} times in a row, without progress")
+            return GiveUp(f"not restarted again: the same failure {times} times in a row without progress")
         self.count += 1
-        return Again(self._words(), self._wait())
+        return Restart(self._words(), self._wait())
 
     def _count_alike(self, first: Failure) -> int:
-        """How often in a row there was this failure. What someone else has ended is no crash, nor what lasted long."""
+        """Consecutive occurrences of this failure. Workers killed from outside and long rounds are not a crash loop."""
         kind = (first.rank, first.exit_code, _kind_of_error(first))
         lasted = first.step is None and first.after >= PROGRESS_SECONDS
         if lasted or first.from_outside:
@@ -111,7 +114,7 @@ class Restarts:
         return before + 1
 
     def _is_repeated(self, first: Failure) -> bool:
-        """Whether there was this error at this step before; on any rank: where all see it, chance says who is first."""
+        """Whether this error occurred at this step before, on any rank: if all ranks fail, any may be the first."""
         if first.step is None or first.exit_code <= 0 or first.secondary or first.hung:
             return False
         error = (first.exit_code, alike(_kind_of_error(first)), first.step)
@@ -130,5 +133,5 @@ class Restarts:
 
 
 def _kind_of_error(first: Failure) -> str:
-    """By what it is known again. A mistake that ddpkit finds has other words after a restart: NaN in the first step."""
+    """What identifies an error. Empty for ddpkit's own errors, whose message differs after a restart."""
     return "" if first.printed else first.message

@@ -1,4 +1,4 @@
-"""What was asked: a command line, with torchrun's flags and ours, as a `LaunchSpec`."""
+"""Parse the command line, with torchrun's flags and ddpkit's own, into a `LaunchSpec`."""
 
 import argparse
 import math
@@ -32,46 +32,46 @@ examples:
   ddpkit launch --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --gpus all train.py
 
 exit codes:
-  {ExitCode.OK:<9d} every process ended well
-  {ExitCode.USAGE:<9d} the command line cannot be used
-  {ExitCode.LAUNCH_FAILED:<9d} the job could not be brought up
-  {ExitCode.NODE_LOST:<9d} a node was lost that the job cannot do without
-  {ExitCode.REQUEUE:<9d} the processes have saved and ask to be started again
-  {ExitCode.HUNG:<9d} a process did nothing any more and was ended, see --hang-timeout
-  other     that of the process that failed first; 128 + the signal's number where a signal ended it
+  {ExitCode.OK:<9d} every process exited with code 0
+  {ExitCode.USAGE:<9d} the command line is invalid
+  {ExitCode.LAUNCH_FAILED:<9d} the job could not be started
+  {ExitCode.NODE_LOST:<9d} a node that the job needs was lost
+  {ExitCode.REQUEUE:<9d} the processes saved a checkpoint and ask to be started again
+  {ExitCode.HUNG:<9d} a process hung and was killed, see --hang-timeout
+  other     the exit code of the process that failed first; 128 + signal number if a signal killed it
 """
 
 _MAX_RESTARTS = """\
-Maximum number of worker group restarts in a row without progress: a failure after new steps of a Trainer, in a run that
-had resumed from a checkpoint, begins the count anew."""
+Maximum number of consecutive worker group restarts without progress. The count starts again at 0 when a run that
+resumed from a checkpoint fails after new Trainer steps."""
 
 _SHUTDOWN_TIMEOUT = """\
-Seconds from SIGTERM to SIGKILL for worker processes that have to end. Default: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, or 25;
-torchrun's is 30, after which Kubernetes kills the launcher as well."""
+Seconds from SIGTERM to SIGKILL when workers are stopped. Default: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, or 25; torchrun's is
+30, after which Kubernetes kills the launcher as well."""
 
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """A launch as it was asked for."""
+    """The parsed command line."""
 
     gpus: str | None
-    """The words after --gpus; None where it was not given."""
+    """The value of --gpus; None: not given."""
     processes: str | None
-    """The words after --nproc-per-node, or PET_NPROC_PER_NODE; None where neither was given."""
+    """The value of --nproc-per-node or PET_NPROC_PER_NODE; None: neither was given."""
     cold: bool
-    """Whether every worker is to be started by python itself."""
+    """--cold: start every worker with a new interpreter."""
     dry_run: bool
-    """Whether to say what would be done instead of doing it."""
+    """--dry-run: print what would run and start nothing."""
     torchrun: Mapping[str, Any]
-    """All of torchrun's settings by their names in its own parser, the script and its arguments among them."""
+    """torchrun's settings by their names in its parser, including the script and its arguments."""
     flags: tuple[str, ...] = ()
-    """The launcher's own flags as they were typed."""
+    """The launcher's flags as they were typed."""
     hang_timeout: float | None = None
-    """The seconds after --hang-timeout; None where it was not given."""
+    """The seconds of --hang-timeout; None: not given."""
     ignored_signals: frozenset[str] = frozenset()
-    """Names of those that the launcher was started to ignore."""
+    """Names of the signals that were ignored when the launcher started, as under nohup."""
     gpus_per_process: int | None = None
-    """The number after --gpus-per-process; None where it was not given."""
+    """The value of --gpus-per-process; None: not given."""
 
     @property
     def script(self) -> str:
@@ -80,22 +80,19 @@ class LaunchSpec:
 
     @property
     def command(self) -> str:
-        """How it was typed, `...` for its arguments."""
+        """The script as it was typed, with -m or a similar flag, and `...` for its arguments."""
         kinds = ("module", "no_python", "run_path")
         flags = [f"--{kind.replace('_', '-')}" for kind in kinds if self.torchrun.get(kind)]
         return f"{shlex.join(flags)} {self.script_as_typed}".strip()
 
     @property
     def script_as_typed(self) -> str:
-        """The script, `...` for its arguments."""
+        """The script as it was typed, with `...` for its arguments."""
         return shlex.quote(self.script) + " ..." * bool(self.torchrun.get("training_script_args"))
 
 
 def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[str, str]) -> LaunchSpec:
-    """Parse `words` with the flags of torchrun's own parser and ours.
-
-    Raises `UsageError`.
-    """
+    """Parse `words` with torchrun's flags and ddpkit's own. Raises `UsageError`."""
     parser = Parser(
         prog="ddpkit launch",
         usage="ddpkit launch [flags] script.py [arguments of the script]",
@@ -103,37 +100,39 @@ def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[torchrun],
-        add_help=False,  # torchrun's -h is there already
+        add_help=False,  # torchrun's parser has -h
     )
-    ours = parser.add_argument_group("ddpkit's own")
+    ours = parser.add_argument_group("ddpkit's own flags")
     ours.add_argument(
         "--gpus",
         metavar="N|all|0,2|free:N|UUID",
-        help="GPUs to use, one process each: a number of them (free ones first), all, a list of positions in what"
-        " `ddpkit devices` shows, a number of free ones, or a list of UUIDs, of MIG devices too",
+        help="GPUs to use, one process each: N GPUs (free ones first), all, a list of positions as `ddpkit devices`"
+        " shows them, N free GPUs, or a list of UUIDs of GPUs or MIG devices",
     )
     ours.add_argument(
         "--gpus-per-process",
         metavar="N",
         type=_count,
-        help="give each process N GPUs: --gpus are then those of all processes of this node together. For models on"
-        " several devices, see device_map. Default: 1",
+        help="give each process N GPUs, for models on several devices (see device_map); --gpus then means the GPUs of"
+        " all processes of this node. Default: 1",
     )
     ours.add_argument(
-        "--cold", action="store_true", help="start every worker by python itself instead of forking it warm"
+        "--cold", action="store_true", help="start every worker with a new interpreter instead of forking it"
     )
     ours.add_argument(
         "--hang-timeout",
         metavar="SECONDS",
         type=_seconds,
-        help="end a process that does nothing for so long while something is to be done, with the stacks of all, or"
-        " for twice the run's longest pause where that is more; 0: never. Default: 300 in a Trainer's run; what"
-        " is given also counts for the collectives of any other script",
+        help="kill a process that hangs: no progress for SECONDS, or for twice the longest pause so far if that is"
+        " longer. Prints the stack of every rank. 0: never. Default: 300 in a Trainer's run; a value given here"
+        " also applies to the collectives of any other script",
     )
     ours.add_argument(
-        "--dry-run", action="store_true", help="say what would run where, with which environment, and start nothing"
+        "--dry-run",
+        action="store_true",
+        help="print what would run where and with which environment, and start nothing",
     )
-    for action in parser.actions:  # the positional arguments, in the words of the usage line
+    for action in parser.actions:  # name the positional arguments as in the usage line
         action.metavar = {"training_script": "script.py", "training_script_args": "..."}.get(
             action.dest, action.metavar
         )
@@ -141,7 +140,7 @@ def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[
             action.help = _MAX_RESTARTS
         if action.dest == "shutdown_timeout":
             action.help = _SHUTDOWN_TIMEOUT
-    # None: not given. torch's own defaults would not tell, and that of the port differs between its versions.
+    # None: not given. torch's defaults would hide that, and its default port differs between versions.
     parser.set_defaults(nproc_per_node=env.get(PROCESSES_DEFAULT), master_port=env.get(MASTER_PORT_DEFAULT))
     own, script, arguments = _split(words, parser)
     found, unknown = parser.parse_known_args([*own, *script])
@@ -166,38 +165,38 @@ def _seconds(words: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{words!r} is no number of seconds")
+        raise argparse.ArgumentTypeError(f"{words!r} is not a number of seconds")
     return seconds
 
 
 def _count(words: str) -> int:
     if not words.isdecimal() or int(words) < 1:
-        raise argparse.ArgumentTypeError(f"{words!r} is no number of GPUs, at least 1")
+        raise argparse.ArgumentTypeError(f"{words!r} is not a number of GPUs of at least 1")
     return int(words)
 
 
 def _split(words: Sequence[str], parser: Parser) -> tuple[list[str], list[str], list[str]]:
-    """The launcher's words, the script (none where it is missing), and what follows it, which is the script's own.
+    """Split into the launcher's words, the script (an empty list if missing) and the script's arguments.
 
-    argparse alone would take `--local=3` behind the script for an abbreviation of one of the launcher's flags.
+    argparse alone would parse `--local=3` after the script as an abbreviation of a launcher flag.
     """
     actions = {flag: action for action in parser.actions for flag in action.option_strings}
     position = 0
     while position < len(words) and words[position].startswith("-") and words[position] not in ("--", "-"):
-        position += 2 if _takes_the_next_word(words[position], actions) else 1
+        position += 2 if _takes_next_word(words[position], actions) else 1
     own, rest = list(words[:position]), list(words[position:])
     script, arguments = _without_dashes(rest)[:1], _without_dashes(rest)[1:]
     return own, script, _without_dashes(arguments)
 
 
-def _takes_the_next_word(word: str, actions: Mapping[str, argparse.Action]) -> bool:
-    """Whether a flag's value is the word behind it: not in `--flag=value`, `-r3` or for flags without a value."""
+def _takes_next_word(word: str, actions: Mapping[str, argparse.Action]) -> bool:
+    """Whether the next word is the flag's value: false for `--flag=value`, `-r3` and flags without a value."""
     name, has_value, _ = word.partition("=")
     if name.startswith("--"):
         known = [action for flag, action in actions.items() if flag.startswith(name)]
         action = actions.get(name, known[0] if known else None)
         return not has_value and action is not None and action.nargs != 0
-    for position, letter in enumerate(name[1:], 2):  # several short flags may share a dash, as in -mr 3
+    for position, letter in enumerate(name[1:], 2):  # short flags may be combined, as in -mr 3
         action = actions.get(f"-{letter}")
         if action is None or action.nargs != 0:
             return action is not None and not has_value and position == len(name)
@@ -205,16 +204,16 @@ def _takes_the_next_word(word: str, actions: Mapping[str, argparse.Action]) -> b
 
 
 def _without_dashes(words: list[str]) -> list[str]:
-    """argparse drops one `--` before the script and one behind it, and so does torchrun."""
+    """Drop a leading `--`: argparse and torchrun drop one before the script and one after it."""
     return words[1:] if words[:1] == ["--"] else words
 
 
 def check_script(spec: LaunchSpec, env: Mapping[str, str]) -> None:
-    """Raise `UsageError` where the script or its interpreter is not there; a module is left to python to find."""
+    """Raise `UsageError` if the script or its interpreter does not exist; Python itself looks for modules."""
     script = spec.script
     if not spec.torchrun["no_python"] and PYTHON in env and shutil.which(env[PYTHON]) is None:
         raise UsageError(f"there is no interpreter {env[PYTHON]!r}", f"check {PYTHON}, or unset it")
-    if spec.torchrun["module"] or "${" in script or script == "-":  # the last: python reads it from standard input
+    if spec.torchrun["module"] or "${" in script or script == "-":  # `-`: Python reads standard input
         return
     if spec.torchrun["no_python"]:
         if shutil.which(script) is None:
@@ -238,10 +237,10 @@ def _check_file(script: str) -> None:
 
 
 def _check_syntax(path: Path) -> None:
-    """One message now instead of one traceback per process later."""
+    """Report a syntax error once now, instead of one traceback per process later."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the script's own run shows them
+            warnings.simplefilter("ignore")  # shown when the script runs
             compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:  # ValueError: a null byte
         what = "".join(traceback.format_exception_only(error)).rstrip()
@@ -249,12 +248,12 @@ def _check_syntax(path: Path) -> None:
 
 
 def _nearest_script(missing: Path) -> str:
-    there = {path.stem: path for path in sorted(missing.parent.glob("*.py"))}  # nothing where the folder is missing
-    close = nearest(missing.stem, list(there))
+    scripts = {path.stem: path for path in sorted(missing.parent.glob("*.py"))}  # empty if the folder does not exist
+    close = nearest(missing.stem, list(scripts))
     if close:
-        return f"the nearest is {there[close]}"
-    names = ", ".join(path.name for path in list(there.values())[:10])
-    return f"the scripts in {missing.parent.resolve()} are: {names}" if there else "check the path"
+        return f"did you mean {scripts[close]}?"
+    names = ", ".join(path.name for path in list(scripts.values())[:10])
+    return f"the scripts in {missing.parent.resolve()} are: {names}" if scripts else "check the path"
 
 
 def _unknown_flag(word: str, parser: Parser) -> UsageError:
@@ -262,5 +261,6 @@ def _unknown_flag(word: str, parser: Parser) -> UsageError:
     close = nearest(word.split("=")[0], flags)
     hint = f"did you mean {close}? " if close else ""
     return UsageError(
-        f"there is no flag {word!r}", f"{hint}`ddpkit launch --help` lists all; the script's own follow it"
+        f"there is no flag {word!r}",
+        f"{hint}`ddpkit launch --help` lists all flags; put the script's flags after the script",
     )

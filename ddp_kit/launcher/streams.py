@@ -1,4 +1,4 @@
-"""The descriptors that workers write to: files, pipes, or terminals of their own where the launcher has one."""
+"""The descriptors that workers write to: files, pipes, or pseudo-terminals if the launcher runs in a terminal."""
 
 import fcntl
 import os
@@ -16,14 +16,14 @@ _WINDOW_SIZE = bytes(8)  # struct winsize
 
 @dataclass(frozen=True)
 class Route:
-    """Where one stream of a rank goes."""
+    """Where stdout or stderr of a rank goes."""
 
     console: bool
     """Whether it is shown."""
     file: str = ""
-    """Where it is kept; empty: nowhere."""
+    """The log file; empty: none."""
     label: str = ""
-    """In front of each line on the console; empty: the rank, once more than one speaks."""
+    """The prefix of each line on the console; empty: the rank, once more than one rank has printed."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Streams:
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Folders and files that are made meanwhile, by torch too, are the user's alone."""
+    """Inside the block, create files and folders that only the user can access, also those that torch creates."""
     before = os.umask(0o077)
     try:
         yield
@@ -47,7 +47,7 @@ def private_files() -> Iterator[None]:
 
 
 def open_log(path: str) -> int:
-    """A log file that is new, and that no link leads away. Raises `OSError`."""
+    """Create a log file, without following a symbolic link. Raises `OSError`."""
     new = 0 if path == os.devnull else os.O_CREAT | os.O_EXCL
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | new, 0o600)
 
@@ -59,14 +59,14 @@ def same_place(one: int, other: int) -> bool:
 
 
 def as_terminal_or_pipe(console: int) -> tuple[int, int]:
-    """Our end and a worker's of what it writes to in the console's place: a terminal where the console is one."""
+    """The launcher's and the worker's end of a pipe, or of a pseudo-terminal if the console is a terminal."""
     if os.isatty(console):
-        with suppress(OSError):  # a system without terminals to give away
+        with suppress(OSError):  # no pseudo-terminal is available
             ours, theirs = pty.openpty()
-            tty.setraw(theirs)  # lines reach the console as they were written; it is the console that adapts them
+            tty.setraw(theirs)  # the console translates line ends, so this terminal must not
             fcntl.ioctl(theirs, termios.TIOCSWINSZ, fcntl.ioctl(console, termios.TIOCGWINSZ, _WINDOW_SIZE))
             return ours, theirs
     ours, theirs = os.pipe()
     with suppress(OSError):
-        fcntl.fcntl(ours, _SET_PIPE_SIZE, _PIPE_BYTES)  # a worker shall not have to wait for a slow console
+        fcntl.fcntl(ours, _SET_PIPE_SIZE, _PIPE_BYTES)  # so that a slow console does not block workers
     return ours, theirs

@@ -1,4 +1,4 @@
-"""How a job ended: who failed first, with what, what to do about it."""
+"""How a job ended: which rank failed first, why, and what to do about it."""
 
 import re
 import signal
@@ -10,67 +10,67 @@ from typing import Any
 from ddp_kit.exit_codes import ExitCode
 
 _MOST_GROUPS = 3
-_FEW = 4  # ranks that are listed one by one
-# Addresses, ports and source lines differ from rank to rank in what is otherwise the same message.
-_PECULIAR = re.compile(r"\[[^\]]*\](:\d+)?\s*")
-# And these from one attempt to the next: process ids, addresses in memory, figures.
+_MOST_LISTED_RANKS = 4
+# Addresses, ports and source lines, which differ between the ranks in the same error message.
+_RANK_SPECIFIC = re.compile(r"\[[^\]]*\](:\d+)?\s*")
+# Process ids, memory addresses and other numbers, which differ between the attempts in the same error message.
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One worker that did not end well."""
+    """One worker that failed. The field names are those of verdict.json."""
 
     rank: int
     local_rank: int
     pid: int
     exit_code: int
-    """As the operating system reports it; below 0: minus the number of the signal that ended it."""
+    """Negative: minus the number of the signal that killed it."""
     after: float
-    """Seconds since this round's workers were started, by the clock of their own node."""
+    """Seconds since this round's workers were started, by the clock of their node."""
     host: str = ""
-    """Its node; empty where the job has only one."""
+    """Its node; empty if the job has only one."""
     message: str = ""
-    """Its exception, in one line, if anything is known of it."""
+    """Its exception in one line; empty: not known."""
     printed: bool = False
-    """Whether that stands on the console of its node, in full."""
+    """Whether a rank of its node printed the whole message on the console."""
     trace: str = ""
-    """Its traceback, likewise."""
+    """Its traceback; empty: not known."""
     step: int | None = None
-    """The last optimizer step that its Trainer had done."""
+    """The last optimizer step that its Trainer completed."""
     hint: str = ""
-    """What to do about it, where the cause is a usual one."""
+    """What to do about it, if the cause is a known one."""
     at_start: bool = False
-    """Whether it failed at the imports or the syntax of its script: starting again cannot help."""
+    """Whether the imports or the syntax of its script failed: a restart cannot help."""
     terminated: bool = False
     """Whether the launcher was terminating it before it ended."""
     secondary: bool = False
-    """Whether it only says that another rank went away."""
+    """Whether its error only says that another rank is gone."""
     out_of_memory: bool = False
-    """Whether the kernel has killed it for want of memory."""
+    """Whether the kernel's out-of-memory killer killed it."""
     hung: bool = False
-    """Whether the launcher has killed it because it did nothing any more."""
+    """Whether the launcher killed it because it hung."""
     others: tuple[str, ...] = ()
-    """Where the other ranks of its node were at that time, a line each."""
+    """What the other ranks of its node were doing at that time, in lines of text."""
 
     @property
     def from_outside(self) -> bool:
-        """Whether someone else ended it."""
+        """Whether it was killed, neither by the launcher nor for lack of memory."""
         return self.exit_code in (-signal.SIGKILL, -signal.SIGTERM) and not self.out_of_memory
 
     @property
     def stopped(self) -> bool:
-        """Whether it only ended because it was told to."""
+        """Whether it only ended because the launcher terminated it."""
         return self.terminated and (self.exit_code < 0 or not self.message)
 
     @property
-    def to_say(self) -> str:
-        """Its exception, where the console may lack it: that of another node does."""
+    def message_to_show(self) -> str:
+        """Its exception, unless this console has it already; another node's console is not visible here."""
         return "" if self.printed and not self.host else self.message
 
     @property
     def how(self) -> str:
-        """Its end in words."""
+        """`exit code 1`, `killed by SIGKILL`, `out of memory, ...` or `hung`."""
         if self.hung:
             return "hung"
         if self.out_of_memory:
@@ -82,28 +82,28 @@ class Failure:
 
     @property
     def described(self) -> str:
-        """How it ended, where, and why."""
+        """How it ended, on which host, after which step, and why."""
         where = f", host {self.host}" if self.host else ""
         when = f", after step {self.step}" if self.step is not None else ""
-        because = f": {self.to_say}" if self.to_say else ""
+        because = f": {self.message_to_show}" if self.message_to_show else ""
         return f"{self.how} (local rank {self.local_rank}{where}, pid {self.pid}{when}){because}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended; nothing set where all went well. The same on every node."""
+    """How a job ended; the defaults mean success. The same on every node, and in verdict.json."""
 
     failures: tuple[Failure, ...] = ()
     ended_well: tuple[int, ...] = ()
-    """The ranks that had ended with exit code 0 before the first failure."""
+    """The ranks that exited with code 0 before the first failure."""
     stopped_by: int = 0
-    """The signal that stopped the launcher itself, or the one of the node that left."""
+    """The signal that stopped this launcher, or that of a node that left."""
     lost: str = ""
-    """Why the job could not continue although no worker had failed."""
+    """Why the job could not start or continue, if not because of a failed worker."""
     started: bool = True
-    """Whether any worker was."""
+    """Whether any worker was started."""
     note: str = ""
-    """Why there was no further restart."""
+    """Why there was no restart."""
     restarts: int = 0
 
 
@@ -114,42 +114,42 @@ class Verdict:
     exit_code: int
     text: str = ""
     trace: str = ""
-    """What to show above `text`: the traceback of the first failing rank."""
+    """The traceback of the rank that failed first, to be printed above `text`."""
 
 
 def first_failure(failures: tuple[Failure, ...]) -> Failure:
-    """The worker that failed before all others; those that failed in consequence of another's end left aside."""
-    return min(failures, key=lambda failure: (_consequence(failure), failure.after))
+    """The earliest failure, with secondary failures last."""
+    return min(failures, key=lambda failure: (_secondary_level(failure), failure.after))
 
 
-def _consequence(failure: Failure) -> int:
-    """How likely a failure only follows from another one: 0 is a cause of its own."""
+def _secondary_level(failure: Failure) -> int:
+    """How likely a failure is only the consequence of another one; 0: a root cause."""
     if failure.stopped:
         return 4
     if failure.secondary:
         return 3
     if failure.exit_code == ExitCode.REQUEUE:
         return 2
-    return int(failure.terminated)  # it was on its way out already
+    return int(failure.terminated)
 
 
 def alike(message: str) -> str:
-    """What a message has in common with those of the same error on other ranks and in other attempts."""
+    """The message without what differs for the same error on other ranks and in other attempts."""
     return _NUMBER.sub("#", _plain(message))
 
 
 def asks_for_another_run(outcome: Outcome) -> bool:
-    """Whether the workers have saved and asked to be started again, and none failed for a reason of its own."""
+    """Whether the workers saved and asked for another run, and none failed by itself."""
     return bool(outcome.failures) and first_failure(outcome.failures).exit_code == ExitCode.REQUEUE
 
 
 def judge(outcome: Outcome, shown: Collection[int] = ()) -> Verdict:
-    """The exit code of the first failing worker, and what to say of it.
+    """The exit code of the worker that failed first, and the last lines for the user.
 
-    `shown`: the ranks whose traceback is the last thing on this console already.
+    `shown`: the ranks whose traceback is already the last output on this console.
     """
     if asks_for_another_run(outcome):
-        return Verdict(ExitCode.REQUEUE, f"saved, to be started again (exit code {ExitCode.REQUEUE:d})")
+        return Verdict(ExitCode.REQUEUE, f"saved; start the job again to continue (exit code {ExitCode.REQUEUE:d})")
     if outcome.lost:
         code: int = ExitCode.NODE_LOST if outcome.started else ExitCode.LAUNCH_FAILED
         code = ExitCode.of_signal(outcome.stopped_by) if outcome.stopped_by else code
@@ -164,7 +164,7 @@ def judge(outcome: Outcome, shown: Collection[int] = ()) -> Verdict:
     lines = [
         _headline(first, outcome.ended_well),
         *first.others,
-        *_folded(after),
+        *_grouped(after),
         outcome.note,
         first.hint and f"hint: {first.hint}",
     ]
@@ -173,7 +173,7 @@ def judge(outcome: Outcome, shown: Collection[int] = ()) -> Verdict:
 
 
 def record(outcome: Outcome) -> dict[str, Any]:
-    """The same for programs, to be written as JSON."""
+    """The outcome and the verdict for programs, to be written as JSON."""
     verdict = judge(outcome)
     first = first_failure(outcome.failures) if outcome.failures else None
     return {
@@ -186,42 +186,39 @@ def record(outcome: Outcome) -> dict[str, Any]:
 
 def _headline(first: Failure, ended_well: tuple[int, ...]) -> str:
     if first.secondary and ended_well:
+        them = "it" if len(ended_well) == 1 else "them"
         return (
-            f"{in_words(ended_well)} ended early, with exit code 0, while others still needed {_it(ended_well)}; "
+            f"{in_words(ended_well)} ended early, with exit code 0, while others still needed {them}; "
             f"then rank {first.rank} failed: {first.described}"
         )
     return str(first)
 
 
-def _folded(failures: Iterable[Failure]) -> list[str]:
-    """The other ranks, those that were stopped left out: one line for all that ended alike."""
-    alike: dict[str, list[int]] = {}
+def _grouped(failures: Iterable[Failure]) -> list[str]:
+    """One line per group of other ranks that failed in the same way, without those that the launcher stopped."""
+    by_message: dict[str, list[int]] = {}
     for failure in failures:
         if not failure.stopped:
-            words = _plain(failure.to_say) or failure.how
-            alike.setdefault(words, []).append(failure.rank)
-    largest = Counter({words: len(ranks) for words, ranks in alike.items()}).most_common()
+            words = _plain(failure.message_to_show) or failure.how
+            by_message.setdefault(words, []).append(failure.rank)
+    largest = Counter({words: len(ranks) for words, ranks in by_message.items()}).most_common()
     lines = []
     for words, count in largest[:_MOST_GROUPS]:
-        same = " with the same" if count > 1 else ""
-        lines.append(f"{in_words(alike[words])} failed after it{same}: {words}")
+        same = " with the same error" if count > 1 else ""
+        lines.append(f"{in_words(by_message[words])} failed after it{same}: {words}")
     rest = sum(count for _, count in largest[_MOST_GROUPS:])
-    return [*lines, f"{rest} more failed after it, each in another way"] if rest else lines
+    return [*lines, f"{rest} more failed after it, with different errors"] if rest else lines
 
 
 def _plain(message: str) -> str:
-    return _PECULIAR.sub("", message).strip()
+    return _RANK_SPECIFIC.sub("", message).strip()
 
 
 def in_words(ranks: Collection[int]) -> str:
-    """Ranks in a sentence: by their numbers where they are few."""
-    if len(ranks) > _FEW:
+    """Ranks in a sentence: their numbers, or how many if they are more than a few."""
+    if len(ranks) > _MOST_LISTED_RANKS:
         return f"{len(ranks)} ranks"
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
-
-
-def _it(ranks: Collection[int]) -> str:
-    return "it" if len(ranks) == 1 else "them"
 
 
 def _ending(exit_code: int) -> tuple[str, int]:

@@ -471,7 +471,7 @@ def test_ranks_that_have_saved_ask_for_another_run(script: Script, ready: Path) 
         launcher.send_signal(signal.SIGTERM)
         _, said = launcher.communicate()
         assert launcher.returncode == 75
-        assert "saved, to be started again (exit code 75)" in said
+        assert "saved; start the job again to continue (exit code 75)" in said
 
 
 def test_a_rank_that_has_saved_waits_for_the_others_and_no_restart_follows(script: Script) -> None:

@@ -28,7 +28,7 @@ name = os.environ["RANK"] + ".json"
 with open(name, "w") as file:
     json.dump({**os.environ, "arguments": repr(sys.argv[1:])}, file)
 """
-TO_COME = (dry_run.AT_THE_START, dry_run.WHEN_THEY_MEET)
+TO_COME = (dry_run.AT_THE_START, dry_run.AT_RENDEZVOUS)
 THE_SHELL_S = {"PWD", "OLDPWD", "SHLVL", "_"}
 TORCHRUN = re.compile(r"The same with torchrun.*:\n\n  (.*)")
 

@@ -14,8 +14,8 @@ import pytest
 from ddp_kit.launcher.hints import CAUSES, hint, is_secondary
 
 SHARED, HOST, CRASHED = "--shm-size=8g or --ipc=host", "memory.max", "PYTHONFAULTHANDLER=1"
-LATE, ANOTHER = "did not come to the same point", "another rank went away first"
-DRIVER, DISK, PORT, FILES = "update the driver", "a disk is full", "a port is taken", "`ulimit -n 65536`"
+LATE, ANOTHER = "did not reach this point", "another rank ended first"
+DRIVER, DISK, PORT, FILES = "update the driver", "a disk or a quota is full", "a port is in use", "`ulimit -n 65536`"
 
 LOADER = """
 import os, signal, sys, torch
@@ -212,13 +212,13 @@ ABORT = -signal.SIGABRT
         ("RuntimeError: CUDA error: invalid device ordinal\nCUDA kernel errors", 1, "cuda:LOCAL_RANK"),
         ("RuntimeError: No CUDA GPUs are available", 1, "ddpkit doctor"),
         ("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000", 1, "cuda:LOCAL_RANK"),
-        ("RuntimeError: CUDA error: no kernel image is available for execution on the device", 1, "this kind of GPU"),
+        ("RuntimeError: CUDA error: no kernel image is available for execution on the device", 1, "GPU architecture"),
         ("RuntimeError: The NVIDIA driver on your system is too old (found version 11040).", 1, DRIVER),
         ("RuntimeError: Found no NVIDIA driver on your system. Please check that", 1, DRIVER),
         ("RuntimeError: CUDA error: CUDA driver version is insufficient for CUDA runtime version", 1, DRIVER),
         ("ImportError: libcuda.so.1: cannot open shared object file: No such file or directory", 1, DRIVER),
         ("ImportError: libcudart.so.12: cannot open shared object file: No such file", 1, DRIVER),
-        ("AssertionError: Torch not compiled with CUDA enabled", 1, "for the CPU alone"),
+        ("AssertionError: Torch not compiled with CUDA enabled", 1, "for the CPU only"),
         (f"{NCCL}Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=1, "
          "NumelOut=1, Timeout(ms)=600000) ran for 600061 milliseconds before timing out.", ABORT, "in ALLREDUCE"),
         (f"{NCCL}{GONE}", ABORT, ANOTHER),
@@ -226,7 +226,7 @@ ABORT = -signal.SIGABRT
         ("torch.distributed.DistStoreError: wait timeout after 1000ms, keys: /default_pg/0//cpu//0/1", 1, LATE),
         ("torch.distributed.DistStoreError: Timed out after 61 seconds waiting for clients. 1/2 clients", 1, LATE),
         ("torch.distributed.DistNetworkError: The client socket has timed out after 2000ms while trying to connect to "
-         "(127.0.0.1, 46713).", 1, "nobody listens"),
+         "(127.0.0.1, 46713).", 1, "no process listens"),
         ("torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1025, unhandled system error (run "
          "with NCCL_DEBUG=INFO for details), NCCL version 2.21.5\nncclSystemError: System call (e.g. socket) failed\n"
          "Last error:\nError while creating shared memory segment /dev/shm/nccl-pZafXL (size 7340384)", 1, SHARED),

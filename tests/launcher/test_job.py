@@ -102,7 +102,7 @@ def test_it_waits_for_the_last_call_where_more_nodes_may_come() -> None:
 def test_too_few_nodes_are_an_end_not_an_endless_wait() -> None:
     machine, _ = job(TWO, node(0))
     machine.heard(0, 601.0)
-    assert the_end(machine.tick(601.0)).lost == "only 1 of 2 nodes came within 600 s"
+    assert the_end(machine.tick(601.0)).lost == "only 1 of 2 nodes joined within 600 s"
 
 
 def test_a_failure_is_followed_by_a_stop_everywhere_and_then_a_restart_with_a_fresh_store() -> None:
@@ -129,7 +129,7 @@ def test_a_dead_node_costs_no_restart_even_where_its_death_made_workers_fail(lim
     machine.heard(0, 3.5)
     go = the_go(machine.tick(3.6))
     assert (go.assignments.keys(), go.assignments[0].restarts) == ({0}, 0)
-    assert "h1 has not been heard of for 3 s" in go.why
+    assert "no heartbeat from h1 for 3 s" in go.why
 
 
 def short_of(limits: Limits, *nodes: Node) -> Job:
@@ -140,7 +140,7 @@ def short_of(limits: Limits, *nodes: Node) -> Job:
         machine.heard(number, 3.5)
     assert machine.tick(3.6) == [Stop(0)]
     orders = [order for number in living for order in machine.reported(report(number, State.STOPPED), 4.0)]
-    assert the_pause(orders) == "h1 has not been heard of for 3 s; waiting 12 s for a replacement"
+    assert the_pause(orders) == "no heartbeat from h1 for 3 s; waiting 12 s for a replacement"
     for number in living:
         machine.heard(number, 15.0)
     return machine
@@ -158,7 +158,7 @@ def test_a_dead_node_that_the_job_needs_may_be_replaced() -> None:
 def test_a_dead_node_that_is_not_replaced_in_time_ends_a_job_that_needs_it() -> None:
     machine = short_of(TWO, node(0), node(1))
     outcome = the_end(machine.tick(16.0))
-    assert outcome.lost == "h1 has not been heard of for 3 s; no replacement came within 12 s"
+    assert outcome.lost == "no heartbeat from h1 for 3 s; no replacement joined within 12 s"
     assert judge(outcome).exit_code == ExitCode.NODE_LOST
 
 
@@ -169,7 +169,7 @@ def test_nobody_waits_for_a_replacement_once_a_node_has_left_on_purpose() -> Non
     machine, _ = job(Limits(min_nodes=2, max_nodes=2, replacement=0.0), node(0), node(1))
     machine.heard(0, 3.5)
     machine.tick(3.6)
-    assert the_end(machine.reported(report(0, State.STOPPED), 3.7)).lost == "h1 has not been heard of for 3 s"
+    assert the_end(machine.reported(report(0, State.STOPPED), 3.7)).lost == "no heartbeat from h1 for 3 s"
 
 
 def test_replacements_that_die_too_end_the_job_after_so_many() -> None:
@@ -248,7 +248,7 @@ def test_nodes_that_do_not_fit_together_are_told_so(second: Node, problem: str) 
 def test_an_error_at_the_imports_is_not_tried_again() -> None:
     machine, _ = job(Limits(max_restarts=3), node(0))
     outcome = the_end(machine.reported(report(0, State.FAILED, failure(at_start=True)), 1.0))
-    assert outcome.note == "not restarted: it failed at its imports"
+    assert outcome.note == "not restarted: the imports of the script failed"
 
 
 def test_a_round_that_fails_without_a_failure_ends_the_job() -> None:

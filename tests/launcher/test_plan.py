@@ -120,10 +120,10 @@ def test_other_words_after_gpus_are_refused(words: str, said: str) -> None:
 
 
 def test_busy_gpus_are_taken_where_free_ones_do_not_suffice_and_that_is_said() -> None:
-    assert not any("shares" in line for line in planned("--gpus 2 train.py", machine(1, 0, 2, 0)).says)
-    shared = planned("--gpus 3 train.py", machine(1, 0, 2, 0)).says
+    assert not any("shares" in line for line in planned("--gpus 2 train.py", machine(1, 0, 2, 0)).notices)
+    shared = planned("--gpus 3 train.py", machine(1, 0, 2, 0)).notices
     assert "GPU 0: Fake GPU, 1.0 of 80 GiB used, busy: 1 process (pid 70 of ann: python other.py)" in shared
-    assert "fewer than 3 GPUs are free: this launch shares GPU 0 with what runs there" in shared
+    assert "fewer than 3 GPUs are free: this launch shares GPU 0 with other processes" in shared
 
 
 def test_what_is_little_on_a_large_gpu_is_much_on_a_small_one() -> None:
@@ -353,7 +353,7 @@ def test_the_binding_of_torchrun_wins() -> None:
 def test_threads_are_shared_out_evenly_unless_the_user_chose() -> None:
     made = planned("--nproc-per-node 2 train.py", cpus=EIGHT_CORES_OF_TWO_THREADS)
     assert made.env["OMP_NUM_THREADS"] == "4"
-    assert "OMP_NUM_THREADS=4 for each of 2 processes; set it yourself to change this" in made.says
+    assert "OMP_NUM_THREADS=4 for each of 2 processes; set it yourself to change this" in made.notices
     assert planned("--nproc-per-node 9 train.py", cpus=EIGHT_CORES_OF_TWO_THREADS).env["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in planned("--nproc-per-node 1 train.py").env
     assert "OMP_NUM_THREADS" not in planned("--nproc-per-node 2 train.py", env={"OMP_NUM_THREADS": "4"}).env
@@ -375,13 +375,13 @@ def test_processes_near_the_same_cores_share_these() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--standalone --rdzv-endpoint h:1", "--standalone wins over --rdzv-endpoint h:1, which is not used"),
-        ("--rdzv-backend c10d --node-rank 1", "--rdzv-backend c10d wins over --node-rank 1, which is not used"),
-        ("--rdzv-endpoint h:1 --master-port 5", "--rdzv-endpoint wins over --master-port 5, which is not used"),
+        ("--standalone --rdzv-endpoint h:1", "--standalone overrides --rdzv-endpoint h:1, which is ignored"),
+        ("--rdzv-backend c10d --node-rank 1", "--rdzv-backend c10d overrides --node-rank 1, which is ignored"),
+        ("--rdzv-endpoint h:1 --master-port 5", "--rdzv-endpoint overrides --master-port 5, which is ignored"),
     ],
 )
 def test_of_two_flags_that_exclude_each_other_the_winner_is_named(words: str, said: str) -> None:
-    assert planned(f"{words} train.py").says[-1] == said
+    assert planned(f"{words} train.py").notices[-1] == said
 
 
 def test_a_beginning_that_several_uuids_share_selects_none_as_in_cuda() -> None:
@@ -392,7 +392,7 @@ def test_a_single_worker_bound_to_some_cores_has_threads_for_these() -> None:
     near = (replace(machine(0)[0], near=(0, 1, 8, 9)),)
     made = planned("train.py", near, cpus=EIGHT_CORES_OF_TWO_THREADS)
     assert made.env["OMP_NUM_THREADS"] == "2"
-    assert "OMP_NUM_THREADS=2 for the process; set it yourself to change this" in made.says
+    assert "OMP_NUM_THREADS=2 for the process; set it yourself to change this" in made.notices
     everywhere = (replace(machine(0)[0], near=tuple(range(16))),)
     assert "OMP_NUM_THREADS" not in planned("train.py", everywhere, cpus=EIGHT_CORES_OF_TWO_THREADS).env
 

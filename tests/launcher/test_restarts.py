@@ -9,8 +9,8 @@ from ddp_kit.launcher.restarts import (
     LONGEST_WAIT,
     LOST_NODES,
     PROGRESS_SECONDS,
-    Again,
-    NoMore,
+    GiveUp,
+    Restart,
     Restarts,
     Steps,
 )
@@ -24,14 +24,14 @@ def failure(message: str = "", **changes: object) -> Failure:
     return Failure(**{**plain, **changes})  # type: ignore[arg-type]
 
 
-def fails(restarts: Restarts, began: int, reached: int, **changes: object) -> Again | NoMore:
+def fails(restarts: Restarts, began: int, reached: int, **changes: object) -> Restart | GiveUp:
     """A round of a Trainer: killed unless it is said otherwise."""
     restarts.ended(Steps(began, reached), 1.0)
     return restarts.failed(failure(**{"exit_code": KILL, "step": reached, **changes}))  # type: ignore[arg-type]
 
 
-def words(follows: Again | NoMore) -> str:
-    return follows.words if isinstance(follows, Again) else follows.note
+def words(follows: Restart | GiveUp) -> str:
+    return follows.words if isinstance(follows, Restart) else follows.note
 
 
 def test_without_steps_each_failure_counts() -> None:
@@ -67,13 +67,13 @@ def test_a_crash_loop_ends_after_so_many_restarts_without_a_new_step_that_is_kep
 ) -> None:
     restarts = Restarts(2)
     told = [words(fails(restarts, *steps)) for steps in rounds]
-    end = told.index("not restarted again: 2 in a row brought no progress")
+    end = told.index("not restarted again: 2 consecutive restarts made no progress")
     assert (end, restarts.count) == (spent, spent)
 
 
 def test_without_restarts_there_is_none_however_far_it_came() -> None:
     restarts = Restarts(0)
-    assert fails(restarts, 100, 200) == NoMore("")
+    assert fails(restarts, 100, 200) == GiveUp("")
 
 
 def test_a_round_that_failed_before_its_trainer_is_no_progress_and_takes_none_away() -> None:
@@ -89,7 +89,7 @@ def test_the_same_error_at_the_same_step_is_not_tried_again_whichever_rank_says_
     fails(restarts, 0, 12, exit_code=1, message="ValueError: bad sample at 0x7f10 (pid 71)", rank=0)
     fails(restarts, 10, 11)  # a kill in between
     follows = fails(restarts, 10, 12, exit_code=1, message="ValueError: bad sample at 0x7e22 (pid 99)", rank=1)
-    assert follows == NoMore("not restarted again: the same error after step 12 twice, it is not by chance")
+    assert follows == GiveUp("not restarted again: the same error occurred twice after step 12")
 
 
 ERROR = {"exit_code": 1, "step": 12, "message": "KeyError: 'a'"}
@@ -106,35 +106,35 @@ ERROR = {"exit_code": 1, "step": 12, "message": "KeyError: 'a'"}
 )
 def test_another_error_or_another_step_is_tried_again(second: dict[str, object]) -> None:
     restarts = Restarts(10)
-    assert isinstance(restarts.failed(failure(**ERROR)), Again)  # type: ignore[arg-type]
-    assert isinstance(restarts.failed(failure(**second)), Again)  # type: ignore[arg-type]
+    assert isinstance(restarts.failed(failure(**ERROR)), Restart)  # type: ignore[arg-type]
+    assert isinstance(restarts.failed(failure(**second)), Restart)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("chance", [{"exit_code": -signal.SIGSEGV}, {"step": None}, {"secondary": True}])
 def test_what_may_be_chance_is_tried_again(chance: dict[str, object]) -> None:
     restarts = Restarts(10)
     for _ in range(2):
-        assert isinstance(restarts.failed(failure(**ERROR | chance)), Again)  # type: ignore[arg-type]
+        assert isinstance(restarts.failed(failure(**ERROR | chance)), Restart)  # type: ignore[arg-type]
 
 
 def test_a_script_that_always_fails_is_left_before_the_restarts_are_used_up() -> None:
     restarts = Restarts(100)
     follows = [restarts.failed(failure("ValueError: no")) for _ in range(IDENTICAL_FAILURES + 1)]
-    assert words(follows[-1]) == "not restarted again: the same failure 6 times in a row, without progress"
+    assert words(follows[-1]) == "not restarted again: the same failure 6 times in a row without progress"
     assert restarts.count == IDENTICAL_FAILURES
 
 
 @pytest.mark.parametrize("harmless", [failure(exit_code=KILL), failure(after=PROGRESS_SECONDS)])
 def test_kills_from_outside_and_failures_after_long_rounds_are_no_crash_loop(harmless: Failure) -> None:
     restarts = Restarts(50)
-    assert {follows.wait for _ in range(50) if isinstance(follows := restarts.failed(harmless), Again)} == {0.0}
-    assert restarts.failed(harmless) == NoMore("")
+    assert {follows.wait for _ in range(50) if isinstance(follows := restarts.failed(harmless), Restart)} == {0.0}
+    assert restarts.failed(harmless) == GiveUp("")
     assert restarts.count == 50
 
 
 def waits(restarts: Restarts, times: int) -> list[float]:
     found = [restarts.failed(failure(f"no {restarts.count}")) for _ in range(times)]
-    return [follows.wait for follows in found if isinstance(follows, Again)]
+    return [follows.wait for follows in found if isinstance(follows, Restart)]
 
 
 def test_the_first_restart_is_at_once_and_a_crash_loop_waits_longer_and_longer() -> None:
@@ -144,7 +144,7 @@ def test_the_first_restart_is_at_once_and_a_crash_loop_waits_longer_and_longer()
 def test_progress_and_kills_from_outside_end_the_waits() -> None:
     restarts = Restarts(100)
     assert waits(restarts, 3) == [0, 1, 2]
-    assert fails(restarts, 0, 1) == Again("restart 4 of 100", 0)
+    assert fails(restarts, 0, 1) == Restart("restart 4 of 100", 0)
     assert waits(restarts, 2) == [0, 1]
     restarts.ended(Steps(1, 2), 1.0)
     assert waits(restarts, 2) == [0, 1]

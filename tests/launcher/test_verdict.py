@@ -45,8 +45,8 @@ def test_a_launcher_that_was_stopped_says_by_what() -> None:
 
 
 def test_a_lost_node_has_an_exit_code_of_its_own() -> None:
-    verdict = judge(Outcome(lost="h2 has not been heard of for 3 s"))
-    assert (verdict.exit_code, verdict.text) == (4, "the job cannot continue: h2 has not been heard of for 3 s")
+    verdict = judge(Outcome(lost="no heartbeat from h2 for 3 s"))
+    assert (verdict.exit_code, verdict.text) == (4, "the job cannot continue: no heartbeat from h2 for 3 s")
 
 
 def test_what_the_others_say_alike_is_said_once() -> None:
@@ -57,7 +57,7 @@ def test_what_the_others_say_alike_is_said_once() -> None:
     verdict = judge(Outcome((*echoes, first), note="not again"))
     assert verdict.text.splitlines() == [
         "rank 3 failed first: exit code 1 (local rank 3, pid 103): ValueError: no",
-        "  ranks 0, 1 failed after it with the same: RuntimeError: Closed by peer",
+        "  ranks 0, 1 failed after it with the same error: RuntimeError: Closed by peer",
         "  not again",
     ]
 

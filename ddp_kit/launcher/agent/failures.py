@@ -32,7 +32,7 @@ def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) 
     trace = trace or (said if "\n" in said else "")
     if workers.lost(failure.local_rank):
         message = _SERVER_LOST
-    late = hints.is_late(said or message)
+    late = hints.is_timeout(said or message)
     secondary = (
         hints.is_secondary(said or message) or (late and bool(workers.hangs.found)) or bool(extra.get(NOTE_SECONDARY))
     )

@@ -207,7 +207,7 @@ class Workers:
         if not code:
             return False
         said = str(note_of(self._process_failure(local_rank, 0, code)).get("message", ""))
-        return hints.is_late(said or self._output.tail(local_rank))
+        return hints.is_timeout(said or self._output.tail(local_rank))
 
     def _end_if_hung(self, local_rank: int | None) -> None:
         if local_rank is None:
@@ -338,10 +338,10 @@ class Workers:
         cause = any(rank not in self._terminated for rank in failed)  # else what they say of being stopped is shown
         self._words = self._output.end(
             failed,
-            keep_back=lambda trace: cause or hints.is_secondary(trace) or last_words.is_interrupt(trace),
+            suppress_trace=lambda trace: cause or hints.is_secondary(trace) or last_words.is_interrupt(trace),
             is_secondary=lambda trace: hints.is_secondary(trace) or last_words.is_interrupt(trace),
             seconds=_LAST_OUTPUT_SECONDS,
-            hurry=lambda: self._inbox.signals > 1,
+            interrupted=lambda: self._inbox.signals > 1,
         )
         if failed:
             self._output.end_line()
