@@ -2,7 +2,7 @@
 
     python benchmarks/nodes.py [--nodes 2,8,32,...] [--processes 4] [--torch-up-to 64]
 
-Every node is the launcher's own `Meeting`, with its connections and threads; only the workers are missing. All nodes
+Every node is the launcher's `MultiNodeLink`, with its connections and threads; only the workers are missing. All nodes
 share the cores of this machine, so the time of a large job is the sum of all its nodes' work, not that of one.
 Prints a table and writes it into benchmarks/RESULTS.md.
 """
@@ -28,9 +28,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from ddp_kit.launcher.agent.inbox import Inbox, Placed
+from ddp_kit.launcher.agent.inbox import Inbox, StartRound
 from ddp_kit.launcher.agent.listening import listen
-from ddp_kit.launcher.agent.meeting import Meeting
+from ddp_kit.launcher.agent.multi_node import MultiNodeLink
 from ddp_kit.launcher.job import Limits, Node, State, Stop
 
 HEADER = (
@@ -67,7 +67,7 @@ class Counting:
         return getattr(self._store, name)  # type: ignore[no-any-return]
 
 
-class CountedMeeting(Meeting):
+class CountedMeeting(MultiNodeLink):
     """A node whose store operations are counted."""
 
     asked: Counter[str]
@@ -116,7 +116,7 @@ def await_seats(nodes: list[tuple[CountedMeeting, Inbox]]) -> float:
         for descriptor, _ in poll.poll():
             meeting, inbox = by_descriptor[descriptor]
             item = inbox.take()
-            if isinstance(item, Placed):
+            if isinstance(item, StartRound):
                 waiting.discard(descriptor)
             elif isinstance(item, Stop):
                 meeting.report(item.round, State.STOPPED)

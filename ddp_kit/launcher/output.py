@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ddp_kit.launcher import last_words
+from ddp_kit.launcher import tracebacks
 from ddp_kit.launcher.streams import Route, Streams, as_terminal_or_pipe, open_log, same_place
 
 _READ_BYTES = 1 << 18
@@ -34,7 +34,7 @@ _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
 
 @dataclass(frozen=True)
-class LastWords:
+class FinalOutput:
     """The final output of a failed rank."""
 
     trace: str = ""
@@ -297,7 +297,7 @@ class Output:
         seconds: float,
         interrupted: Callable[[], bool],
         is_secondary: Callable[[str], bool] = lambda _: False,
-    ) -> dict[int, LastWords]:
+    ) -> dict[int, FinalOutput]:
         """Show the rest of the workers' output, and return the final output of the failed ones by local rank.
 
         `suppress_trace`: whether to return a traceback without showing it. `is_secondary`: whether to do so even if it
@@ -311,7 +311,7 @@ class Output:
         if self._thread.is_alive():
             return {}
         sources = [*self._ended, *self._sources]
-        words = {rank: self._last_words(rank, sources, suppress_trace, is_secondary) for rank in failed}
+        words = {rank: self._final_output_of(rank, sources, suppress_trace, is_secondary) for rank in failed}
         for source in sources:
             if source.held:
                 source.held, source.partial = source.held + source.partial, b""
@@ -324,16 +324,16 @@ class Output:
             os.close(descriptor)
         return words
 
-    def _last_words(
+    def _final_output_of(
         self,
         local_rank: int,
         sources: Iterable[_Source],
         suppress_trace: Callable[[str], bool],
         is_secondary: Callable[[str], bool],
-    ) -> LastWords:
+    ) -> FinalOutput:
         if local_rank in self._redirected:
             tail = _end_of_file(self._redirected[local_rank])
-            return LastWords(last_words.shortened(last_words.split(tail)[0]), tail)
+            return FinalOutput(tracebacks.shortened(tracebacks.split(tail)[0]), tail)
         tails, continued = [], False
         for source in sources:
             if source.local_rank == local_rank:
@@ -341,15 +341,15 @@ class Output:
                 tails.append(source.tail.decode(errors="replace"))
                 if source.held:
                     text = (source.held + source.partial).decode(errors="surrogateescape")
-                    trace, rest = last_words.split(text)
-                    short = last_words.shortened(trace.encode(errors="surrogateescape").decode(errors="replace"))
+                    trace, rest = tracebacks.split(text)
+                    short = tracebacks.shortened(trace.encode(errors="surrogateescape").decode(errors="replace"))
                     if suppress_trace(trace) and (short.count("\n") == trace.count("\n") or is_secondary(trace)):
                         source.held, source.partial = b"", rest.encode(errors="surrogateescape")
-                        return LastWords(short, tails[-1])
-                    return LastWords(short, tails[-1], shown=True)  # the caller shows it in full
-        traces = () if continued else (last_words.split(tail)[0] for tail in reversed(tails))
+                        return FinalOutput(short, tails[-1])
+                    return FinalOutput(short, tails[-1], shown=True)  # the caller shows it in full
+        traces = () if continued else (tracebacks.split(tail)[0] for tail in reversed(tails))
         trace = next(filter(None, traces), "")
-        return LastWords(last_words.shortened(trace), "\n".join(tails), shown=True)
+        return FinalOutput(tracebacks.shortened(trace), "\n".join(tails), shown=True)
 
 
 def _end_of_file(path: str) -> str:

@@ -402,7 +402,7 @@ def test_a_warning_signal_reaches_those_that_listen_and_ends_nobody(script: Scri
         assert launcher.stderr is not None
         assert unlabelled(launcher.stdout.readline()) == "warned 1\n"
         said = iter(launcher.stderr.readline, "")
-        assert any("SIGUSR1 was not passed on to local rank 0: no handler for it there" in line for line in said)
+        assert any("SIGUSR1 was not forwarded to local rank 0, which has no handler for it" in line for line in said)
         launcher.send_signal(signal.SIGTERM)
         told, _ = launcher.communicate()
         assert sorted(unlabelled(told).splitlines()) == ["told 0 SIGTERM", "told 1 SIGTERM"]

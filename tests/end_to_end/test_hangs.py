@@ -119,7 +119,7 @@ def test_a_run_goes_on_after_a_restart_and_slow_steps_are_no_hang(script: Script
 def test_a_script_without_a_trainer_needs_no_line_for_it(script: Script) -> None:
     run = launch("--hang-timeout", 2, script(MEETS), "sleep", 600)
     assert run.returncode == HUNG, run.stderr
-    assert re.search(r"rank 1 failed first: hung .*30 collectives begun where others have begun 31", run.stderr), (
+    assert re.search(r"rank 1 failed first: hung .*30 collectives begun, while others have begun 31", run.stderr), (
         run.stderr
     )
     assert re.search(r"^  rank 0 was in all_reduce \(script.py:\d+ in work\)", run.stderr, re.MULTILINE)

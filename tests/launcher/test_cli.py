@@ -57,7 +57,7 @@ def test_python_m_is_the_same_command() -> None:
         (["launch", "--no-python", "no-such-program"], "there is no program 'no-such-program'"),
         (["launch", "--nnodes", "2:1", "train.py"], "--nnodes 2:1 is not possible"),
         (["launch", "--nproc-per-node", "0", "train.py"], "asks for no process"),
-        (["launch", "--log-dir", "/proc/nowhere", "train.py"], "torch refuses this command line"),
+        (["launch", "--log-dir", "/proc/nowhere", "train.py"], "torch rejects this command line"),
         (["launch", ""], "there is no script ''"),
         (["launch", "typo.py"], "SyntaxError: '(' was never closed"),
         (["launch", "."], "is a folder without a __main__.py"),

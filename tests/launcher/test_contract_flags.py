@@ -187,7 +187,7 @@ class Flat(DefaultLogsSpecs):
         places.stdouts = {rank: f"logs/{env['ROLE_NAME']}-{rank}.txt" for rank, env in envs.items()}
         return places
 
-class Meeting(RendezvousHandler):
+class MultiNodeLink(RendezvousHandler):
     use_agent_store = property(lambda self: False)
 
     def __init__(self, parameters):
@@ -203,7 +203,7 @@ class Meeting(RendezvousHandler):
 
 def meeting():
     handlers._log_handlers["listed"] = logging.FileHandler("events.txt", delay=True)
-    return Meeting
+    return MultiNodeLink
 """)
     return {"PYTHONPATH": str(site)}
 

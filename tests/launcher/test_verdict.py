@@ -113,7 +113,7 @@ def test_the_record_for_programs_names_the_first_failure() -> None:
 
 def test_a_hang_is_told_with_what_the_others_were_in() -> None:
     hung = replace(
-        failure(1, ExitCode.HUNG, 30.0, "nothing done for more than 12 s; in data (train.py:31 in __getitem__)"),
+        failure(1, ExitCode.HUNG, 30.0, "no progress for more than 12 s; in data (train.py:31 in __getitem__)"),
         step=40,
         hung=True,
         others=("rank 0 was in the gradients' all-reduce (train.py:80 in <module>)",),
@@ -122,6 +122,6 @@ def test_a_hang_is_told_with_what_the_others_were_in() -> None:
     assert verdict.exit_code == 124
     assert verdict.text.splitlines() == [
         "rank 1 failed first: hung (local rank 1, pid 101, after step 40): "
-        "nothing done for more than 12 s; in data (train.py:31 in __getitem__)",
+        "no progress for more than 12 s; in data (train.py:31 in __getitem__)",
         "  rank 0 was in the gradients' all-reduce (train.py:80 in <module>)",
     ]

@@ -51,7 +51,7 @@ def test_the_host_says_how_many_are_here_and_how_long_it_waits() -> None:
     first = waiting_for_nodes(1, limits, ("10.0.0.1", 29400), commands)
     assert first == (
         "1 of 2 nodes is here; waiting up to 600 s at 10.0.0.1:29400; "
-        "on the other nodes type: ddpkit launch --nnodes 2:4 train.py"
+        "on the other nodes, type: ddpkit launch --nnodes 2:4 train.py"
     )
     assert "waiting up to 30 s for more" in waiting_for_nodes(3, limits, ("10.0.0.1", 29400), commands)
     assert "no other machine can reach" in waiting_for_nodes(1, limits, ("127.0.0.1", 29400), commands)

@@ -1,25 +1,25 @@
-"""This node's part of a job: join it, start the workers, watch them, say how they ended.
+"""One node's part of a job: join it, start the workers, watch them, report how they ended.
 
 The only launcher folder that imports torch.
 
-    run.py       a plan -> the line to the job -> the agent -> an outcome
+    run.py       a plan -> the link to the job -> the agent -> an outcome
     loop.py      the agent: orders of the job in, reports to it out
-    inbox.py     what its loop waits for
+    inbox.py     the queue of events that the loop waits for
     workers.py   the worker processes of one round
-    hangs.py     one that does nothing any more: watch.py is the rule, stacks.py says where it stands
-    failures.py  what is known of one that failed
-    logs.py      where their output goes: torch's settings and names for logs, and our streams
-    file_timers.py, event_records.py   what torch's own agent serves and records besides
+    hangs.py     detects workers that hang: watch.py has the rule, stacks.py reads their stacks
+    failures.py  collects what is known about a failed worker
+    logs.py      where their output goes: torch's log settings and file names, and our streams
+    file_timers.py, event_records.py   timers and event records, as in torch's agent
 
-    solo.py      the job of a single node, decided in this process
-    meeting.py   a node's line to a job of several nodes, over a TCPStore
-    coordinator.py   who decides for such a job, on the node that hosts the store
-    listening.py     sockets to listen on
-    waiting.py       what a node says while it waits for others
+    single_node.py      the link to a job of one node, whose state machine runs in this process
+    multi_node.py   the link to a job of several nodes, over a TCPStore
+    coordinator.py   runs the state machine of such a job, on the node that hosts the store
+    listening.py     listening sockets and local addresses
+    waiting.py       messages while a node waits for others
 
-    torchs_agent.py    etcd and plug-ins: torch's own agent in the place of all these
-    torch_versions.py  what is used of torch that is no public API, or differs between versions
-    probe.py           what the doctor asks torch; a program of its own, which nothing here imports
+    torch_agent.py    runs torch's own agent instead, for etcd and rendezvous plug-ins
+    torch_versions.py  the uses of torch that are not public API or differ between versions
+    probe.py           the program with which the doctor tests torch; not imported here
 """
 
 from ddp_kit.launcher.agent.run import check, count, run

@@ -1,4 +1,4 @@
-"""Who decides for a job of several nodes: `job.Job`, fed from a TCPStore by two threads of the rendezvous' host."""
+"""Runs the state machine `job.Job` for several nodes, in two threads of the node that hosts the rendezvous."""
 
 import json
 import threading
@@ -20,60 +20,60 @@ ORDERS = "ddpkit/orders"
 ORDER = "ddpkit/order/{number}"
 ASSIGNMENT = "ddpkit/assignment/{round}/{node}"
 BEAT = "ddpkit/beat/{node}"
-# In the place of an assignment, for a node that is no more part of the job; null is for one that waits for a place.
+# Instead of an assignment, for a node that is no longer part of the job; null: for one that waits for a later round.
 LOST = "lost"
 
 
 class Coordinator:
-    """Reads events and beats, writes orders. `store`: a TCPStore whose time-out is longer than any job."""
+    """Reads events and heartbeats, writes orders. `store`: a TCPStore whose timeout is longer than any job."""
 
     def __init__(self, store: Any, limits: Limits, beat_seconds: float) -> None:
         self._store = store
-        self._events, self._signs = store.clone(), store.clone()  # connections that wait for one thing each
+        self._events, self._signs = store.clone(), store.clone()  # one connection per thread
         self._beat_seconds = beat_seconds
         self._job = Job(limits, time.monotonic())
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._beats: dict[int, bytes] = {}
-        self._known = 0  # one more than the highest number of a node that joined
+        self._known = 0  # the highest number of a node that joined, plus 1
         self._orders = 0
-        self._latecomers: set[int] = set()  # after the end
-        self._gone: set[int] = set()  # those that know how the job ended
+        self._latecomers: set[int] = set()  # nodes that joined after the end
+        self._gone: set[int] = set()  # nodes that know the outcome
 
     def start(self) -> None:
-        """Begin to decide."""
+        """Start the threads."""
         for work in (self._listen, self._watch):
-            threading.Thread(target=self._guarded, args=[work], name="ddpkit-coordinator", daemon=True).start()
+            threading.Thread(target=self._run_until_closed, args=[work], name="ddpkit-coordinator", daemon=True).start()
 
     @property
-    def nodes_here(self) -> int:
-        """How many nodes have joined and are alive."""
+    def nodes_joined(self) -> int:
+        """How many nodes have joined and are not lost."""
         with self._lock:
             return len(self._job.alive)
 
-    def deserted(self, host: int) -> bool:
-        """Whether no node but `host` is there that does not know how the job ended."""
+    def all_informed(self, host: int) -> bool:
+        """Whether all nodes other than `host` know the outcome."""
         with self._lock:
             return not set(self._job.alive) - self._gone - {host}
 
     def close(self) -> None:
-        """Stop deciding."""
+        """Stop the threads."""
         self._closed.set()
 
-    def _guarded(self, work: Any) -> None:
-        with suppress(DistError, RuntimeError):  # the store goes when the host does
+    def _run_until_closed(self, work: Any) -> None:
+        with suppress(DistError, RuntimeError):  # the store closes with the host
             work()
 
     def _listen(self) -> None:
         while not self._closed.is_set():
             event = json.loads(self._events.queue_pop(EVENTS))
             with self._lock:
-                self._publish(self._follow(event, time.monotonic()))
+                self._publish(self._orders_after(event, time.monotonic()))
 
-    def _follow(self, event: dict[str, Any], now: float) -> list[Order]:
+    def _orders_after(self, event: dict[str, Any], now: float) -> list[Order]:
         if "bye" in event:
             self._gone.add(event["bye"])
-            early = not self._job.ended  # something went wrong there
+            early = not self._job.ended  # the node failed
             return self._job.reported(Report(event["bye"], -1, State.LEFT), now) if early else []
         if "report" in event:
             return self._job.reported(_read_report(event["report"]), now)
@@ -97,12 +97,12 @@ class Coordinator:
                 self._publish(self._job.tick(now))
 
     def _publish(self, orders: list[Order]) -> None:
-        """Called with the lock held."""
+        """Write orders to the store. The caller holds the lock."""
         for order in orders:
             if isinstance(order, Go):
                 number = next(iter(order.assignments.values())).round
                 keys = [ASSIGNMENT.format(round=number, node=node) for node in range(self._known)]
-                self._store.multi_set(keys, [json.dumps(self._seat(order, node)) for node in range(self._known)])
+                self._store.multi_set(keys, [json.dumps(self._assigned(order, node)) for node in range(self._known)])
                 self._write({"go": number, "nodes": self._known, "why": order.why})
             elif isinstance(order, Stop):
                 self._write({"stop": order.round, "joined": order.joined})
@@ -112,7 +112,7 @@ class Coordinator:
                 lost = sorted(set(range(self._known)).difference(self._job.alive, self._latecomers))
                 self._write({"end": asdict(order.outcome), "lost": lost})
 
-    def _seat(self, order: Go, node: int) -> Any:
+    def _assigned(self, order: Go, node: int) -> Any:
         if node in order.assignments:
             return asdict(order.assignments[node])
         return None if node in self._job.alive else LOST
@@ -123,7 +123,7 @@ class Coordinator:
 
 
 def read_outcome(fields: dict[str, Any]) -> Outcome:
-    """An outcome as it was written."""
+    """An outcome from its JSON form."""
     return Outcome(**_read(fields))
 
 
@@ -133,6 +133,6 @@ def _read_report(fields: dict[str, Any]) -> Report:
 
 
 def _read(fields: dict[str, Any]) -> dict[str, Any]:
-    """The parts that JSON has no type for."""
+    """Restore the types that JSON does not have."""
     failures = tuple(Failure(**{**failure, "others": tuple(failure["others"])}) for failure in fields["failures"])
     return {**fields, "failures": failures, "ended_well": tuple(fields["ended_well"])}

@@ -1,4 +1,4 @@
-"""Records of what happens, for --event-log-handler: the names and the fields are those of torch's own agent."""
+"""Event records for --event-log-handler, with the names and fields of torch's agent."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ from ddp_kit.launcher.verdict import Outcome
 
 
 class EventRecords:
-    """Those of one node. Source: `SimpleElasticAgent._construct_event` of torch 2.13."""
+    """The records of one node. Source: `SimpleElasticAgent._construct_event` of torch 2.13."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -26,11 +26,11 @@ class EventRecords:
         self._workers: Workers | None = None
 
     def wait_begins(self) -> None:
-        """For the next round."""
+        """The wait for the next round begins."""
         self._waits_since = time.monotonic()
 
     def round_began(self, workers: Workers) -> None:
-        """The node got its place, and has started its workers."""
+        """The node got its rank assignment and has started its workers."""
         self._workers = workers
         self._record("RENDEZVOUS", duration_ms=(time.monotonic() - self._waits_since) * 1000)
         self._record("ASSIGN_WORKER_RANKS", duration_ms=0.0)  # they came with the assignment
@@ -38,7 +38,7 @@ class EventRecords:
             self._record("START", local_rank)
 
     def timer(self, name: str, request: Any = None) -> None:
-        """What the server of the workers' timers has done."""
+        """An event of the server for the workers' timers."""
         inner = {"watchdog_event": name}
         if request is not None:
             fields = ("worker_pid", "scope_id", "expiration_time", "signal")
@@ -46,7 +46,7 @@ class EventRecords:
         self._write(name, EventSource.AGENT, self._metadata("RUNNING") | {"metadata": json.dumps(inner)})
 
     def job_ended(self, outcome: Outcome) -> None:
-        """How each worker of the last round ended, then the agent itself."""
+        """Record how each worker of the last round ended, then the agent itself."""
         if outcome.stopped_by and not outcome.lost:
             self._record("FAILED", raw_error=f"stopped by signal {outcome.stopped_by}")
             return
@@ -60,7 +60,7 @@ class EventRecords:
     def _record(
         self, state: str, local_rank: int | None = None, failure: ProcessFailure | None = None, **more: float | str
     ) -> None:
-        """Of a worker, or of the agent itself."""
+        """Record a state of a worker, or of the agent if `local_rank` is None."""
         if self._is_on:
             source = EventSource.AGENT if local_rank is None else EventSource.WORKER
             metadata = self._metadata(state, local_rank, failure) | more

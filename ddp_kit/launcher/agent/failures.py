@@ -1,4 +1,4 @@
-"""What is known of a worker that failed: from its exit code, its last words, its error file and the kernel."""
+"""Collect what is known about a failed worker: exit code, final output, error file, heartbeat, kernel counters."""
 
 import os
 from collections.abc import Iterable
@@ -10,34 +10,37 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from ddp_kit.env import NOTE_AT_START, NOTE_PRINTED, NOTE_SECONDARY
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.heartbeat import read_heartbeat
-from ddp_kit.launcher import hints, last_words
+from ddp_kit.launcher import hints, tracebacks
 from ddp_kit.launcher.agent.hangs import Hung
 from ddp_kit.launcher.agent.workers import Workers, note_of
 from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.restarts import Steps
 from ddp_kit.launcher.verdict import Failure
 
-_SERVER_LOST = "the process that forks the workers was killed, and all of them with it"
+_SERVER_LOST = "the process that forks the workers was killed, and the workers with it"
 
 
 def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) -> Failure:
-    """All that is known of the end of the worker of global rank `rank`."""
+    """The `Failure` of the worker with global rank `rank`."""
     code = failure.exitcode
-    after, terminated = workers.story(failure.local_rank)
-    words, note = workers.last_words(failure.local_rank), note_of(failure)
+    after, terminated = workers.end_of(failure.local_rank)
+    words, note = workers.final_output(failure.local_rank), note_of(failure)
     extra = note.get("extraInfo") or {}
     trace = words.trace or str(extra.get("py_callstack", "")).rstrip()
     said = str(note.get("message", "")).strip()
-    message = said.partition("\n")[0] or last_words.message_of(trace)
+    message = said.partition("\n")[0] or tracebacks.message_of(trace)
     trace = trace or (said if "\n" in said else "")
     if workers.lost(failure.local_rank):
         message = _SERVER_LOST
-    late = hints.is_timeout(said or message)
+    timed_out = hints.is_timeout(said or message)
     secondary = (
-        hints.is_secondary(said or message) or (late and bool(workers.hangs.found)) or bool(extra.get(NOTE_SECONDARY))
+        bool(extra.get(NOTE_SECONDARY))
+        or hints.is_secondary(said or message)
+        or timed_out
+        and bool(workers.hangs.found)
     )
     if terminated and code == -SIGTERM and message and not secondary:
-        code = 1  # it was ending with its own exception already; a peer that missed it had ended before it
+        code = 1  # it was already ending with its own exception when SIGTERM arrived
     out_of_memory = code == -SIGKILL and not terminated and workers.killed_for_memory()
     found = Failure(
         rank=rank,
@@ -46,23 +49,23 @@ def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) 
         exit_code=code,
         after=after,
         host=host,
-        message=masked(message, os.environ),  # here: other nodes, which show it too, do not know the values
+        message=masked(message, os.environ),  # masked here: other nodes do not know the secrets
         trace=masked(trace, os.environ),
         step=read_heartbeat(workers.error_files[failure.local_rank]).step,
         hint=masked(hints.hint(f"{words.tail}\n{trace}\n{message}", code, out_of_memory), os.environ),
-        at_start=bool(extra.get(NOTE_AT_START)) or last_words.failed_at_start(trace),
+        at_start=bool(extra.get(NOTE_AT_START)) or tracebacks.failed_at_start(trace),
         terminated=terminated,
         secondary=secondary,
         printed=bool(extra.get(NOTE_PRINTED)),
         out_of_memory=out_of_memory,
-        others=workers.hangs.others if late and not workers.hangs.found else (),
+        others=workers.hangs.others if timed_out and not workers.hangs.found else (),
     )
     hung = workers.hangs.found.get(failure.local_rank)
     return found if hung is None else _hung(found, hung)
 
 
 def _hung(found: Failure, hung: Hung) -> Failure:
-    """The failure of a worker that the launcher itself has killed."""
+    """The failure of a worker that the launcher killed because it hung."""
     return replace(
         found,
         exit_code=ExitCode.HUNG,
@@ -77,7 +80,7 @@ def _hung(found: Failure, hung: Hung) -> Failure:
 
 
 def steps_of(error_files: Iterable[str]) -> Steps | None:
-    """Between which steps the workers were that have begun any."""
+    """The range of steps of the workers that have begun any; None: none has."""
     signs = [read_heartbeat(error_file) for error_file in error_files]
     found = [(each.began, each.step) for each in signs if each.began is not None and each.step is not None]
     return Steps(max(began for began, _ in found), max(reached for _, reached in found)) if found else None

@@ -1,4 +1,4 @@
-"""The workers' own timers, by torch.distributed.elastic.timer: served where a variable asks for that."""
+"""Serve the workers' timers (torch.distributed.elastic.timer) if an environment variable asks for it."""
 
 import os
 import tempfile
@@ -11,11 +11,11 @@ from torch.distributed.elastic.timer import FileTimerServer
 
 from ddp_kit.env import FILE_TIMER, FILE_TIMER_PATH
 
-_LOOK_SECONDS = 0.1  # torch's own agent's
+_LOOK_SECONDS = 0.1  # as in torch's agent
 
 
 def serve(run_id: str, log_event: Callable[[str, Any], None]) -> FileTimerServer | None:
-    """For one round, whose workers find its path in their environment. It kills a worker whose timer has expired."""
+    """Start the timer server of a round; workers find its path in their environment. It kills those that time out."""
     if os.environ.get(FILE_TIMER) != "1":
         return None
     path = str(Path(tempfile.gettempdir(), f"watchdog_timer_{uuid.uuid4()}"))

@@ -1,4 +1,4 @@
-"""Hangs of this node's workers: found by their heartbeat files, told with everyone's stack."""
+"""Detect hangs of this node's workers by their heartbeat files, and report them with the stacks of all ranks."""
 
 import os
 import select
@@ -25,30 +25,30 @@ from ddp_kit.launcher.streams import open_log
 from ddp_kit.launcher.verdict import in_words
 from ddp_kit.launcher.warm.dying import is_stopped
 
-_LONGER = "where that only takes longer than usual: --hang-timeout SECONDS, 0 for no limit"
-_UNSEEN = ", but its stack cannot be seen: py-spy is missing, or the kernel does not let it look"
+_LONGER = "if it only takes longer than usual: --hang-timeout SECONDS, 0 for no limit"
+_NO_STACK = ", but its stack cannot be read: py-spy is not installed, or the kernel does not permit it"
 _NATIVE_SECONDS = 10.0
 _ENDING_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Hung:
-    """A worker that does nothing any more."""
+    """A worker that hangs."""
 
     message: str
     trace: str
     """Its stack, in the form of a traceback."""
     others: tuple[str, ...]
-    """Where the others of this node were, a line each."""
+    """What the other ranks of this node were doing, in lines of text."""
     hint: str
     waits: bool = False
-    """Whether it only waits for other ranks, so that the cause is not here."""
+    """Whether it only waits for other ranks, so that the cause is elsewhere."""
 
 
 class Hangs:
     """Watches one round's workers on one node.
 
-    `hang_timeout`: the user's own limit in seconds; None: the default, 0: no limit.
+    `hang_timeout`: --hang-timeout in seconds; None: the default, 0: no limit. `interrupted`: whether to stop waiting.
     """
 
     def __init__(
@@ -56,39 +56,39 @@ class Hangs:
         hang_timeout: float | None,
         envs: Mapping[int, Mapping[str, str]],
         error_files: Mapping[int, str],
-        hurry: Callable[[], bool],
+        interrupted: Callable[[], bool],
     ) -> None:
         self._ranks = {local_rank: int(env[RANK]) for local_rank, env in envs.items()}
         self._several_nodes = any(env.get(GROUP_WORLD_SIZE, "1") != "1" for env in envs.values())
         self._error_files = error_files
-        self._hurry = hurry
-        self._asked = hang_timeout is not None  # else torch's own time-outs have the word where a good reason can be
-        self._left_to_others = False  # other nodes, for now
+        self._hurry = interrupted
+        self._has_user_limit = hang_timeout is not None  # else doubtful cases are left to torch's own timeouts
+        self._left_to_other_nodes = False
         floor = DEFAULT_SECONDS if hang_timeout is None else hang_timeout
         self._watch = Watch(floor, hang_timeout is not None, time.monotonic()) if floor else None
         self.counts_every = self._watch.period / 2 if self._watch is not None and hang_timeout is not None else 0.0
-        """Seconds between two counts of a worker's collectives, which scripts without a Trainer are watched by."""
+        """Seconds between two counts of a worker's collectives, the heartbeat of scripts without a Trainer; 0: none."""
         self.found: dict[int, Hung] = {}
-        """By local rank; one at most."""
+        """By local rank; at most one."""
         self.others: tuple[str, ...] = ()
-        """Where the ranks that had not ended were when another one's collective timed out, a line each."""
+        """What the running ranks were doing when a collective of another one timed out, in lines of text."""
         self.stacks: dict[int, str] = {}
         """By global rank."""
 
     def due(self) -> float | None:
-        """Seconds until `look` wants to be called; None: never."""
+        """Seconds until the next call of `look`; None: never."""
         return None if self._watch is None or self.found else self._watch.due(time.monotonic())
 
     def look(self, pids: Mapping[int, int]) -> int | None:
-        """The local rank of these that hangs, if any does. `pids`: of the workers that run."""
+        """The local rank that hangs; None: none. `pids`: of the running workers."""
         if self._watch is None or self.due() != 0.0 or not pids:
             return None
         signs = self._signs(pids)
         quiet = self._watch.look(signs, time.monotonic(), stopped=any(map(is_stopped, pids.values())))
-        self._left_to_others = self._left_to_others and quiet is not None
-        if quiet is None or (self._left_to_others and not quiet.long):
+        self._left_to_other_nodes = self._left_to_other_nodes and quiet is not None
+        if quiet is None or (self._left_to_other_nodes and not quiet.long):
             return None
-        if any(state(pid) == "t" for pid in pids.values()):  # gdb, strace: somebody is looking at it
+        if any(state(pid) == "t" for pid in pids.values()):  # traced by gdb or strace
             self._watch.start_again()
             return None
         stacks = self._take(pids, max(_NATIVE_SECONDS / 5, min(_NATIVE_SECONDS, quiet.limit / 2)))
@@ -98,33 +98,33 @@ class Hangs:
             self._watch.start_again()
             return None
         waits = all_wait(stacks.values())
-        if waits and self._several_nodes and not (self._asked and quiet.long):
-            self._left_to_others = True
+        if waits and self._several_nodes and not (self._has_user_limit and quiet.long):
+            self._left_to_other_nodes = True
             return None
         local_rank = culprit(signs, stacks)
-        if not self._asked and may_take_long(signs[local_rank]) and not stacks[local_rank].stopped:
+        if not self._has_user_limit and may_take_long(signs[local_rank]) and not stacks[local_rank].stopped:
             self._watch.start_again()
             return None
-        self._tell(local_rank, signs, stacks, self._message(signs, quiet, waits), _LONGER, waits)
+        self._record(local_rank, signs, stacks, self._message(signs, quiet, waits), _LONGER, waits)
         return local_rank
 
     def after_timeout(self, pids: Mapping[int, int]) -> int | None:
-        """A collective of another rank has timed out: the local rank of these that did not come to it, if one shows."""
+        """After a collective timed out: the local rank that did not reach it; None: not known."""
         signs, stacks = self._signs(pids), self._take(pids, _NATIVE_SECONDS)
-        seen = {rank: stack for rank, stack in stacks.items() if stack.frames or stack.stopped}  # some end by now
-        self.others = self._where(seen, signs, stacks)
-        self._keep(stacks)
+        seen = {rank: stack for rank, stack in stacks.items() if stack.frames or stack.stopped}  # others have ended
+        self.others = self._locations(seen, signs, stacks)
+        self._write_stacks(stacks)
         late = [rank for rank, stack in seen.items() if stack.stopped or not stack.waits_for_ranks]
         if len(late) != 1 or _is_ending(pids[late[0]]):
             return None
-        message = "it did not come to the collective in which others have timed out"
-        self._tell(late[0], signs, stacks, message, "where it only needs longer: init_process_group(timeout=...)")
+        message = "it did not reach the collective that timed out on other ranks"
+        self._record(late[0], signs, stacks, message, "if it only needs longer: init_process_group(timeout=...)")
         return late[0]
 
     def asleep(self, pids: Mapping[int, int]) -> int | None:
-        """The local rank of these that is in the kernel's uninterruptible sleep, if one is; torch measures how long.
+        """The local rank that is in the kernel's uninterruptible sleep; None: none.
 
-        py-spy would wait for it as long as the kernel does, so there is no stack.
+        There is no stack, because py-spy would block as long as the process does.
         """
         found = next((rank for rank, pid in pids.items() if state(pid) == "D"), None)
         if found is not None and found not in self.found:
@@ -133,7 +133,7 @@ class Hangs:
                 message="in the kernel's uninterruptible sleep" + (f", in {where}" if where else ""),
                 trace="",
                 others=(),
-                hint="a disk, a network file system or a driver does not answer (`dmesg -T`); where that may take "
+                hint="a disk, a network file system or a driver does not answer (`dmesg -T`); if that may take "
                 "longer, raise TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT",
             )
         return found
@@ -149,16 +149,16 @@ class Hangs:
         return {local_rank: read_heartbeat(self._error_files[local_rank]) for local_rank in pids}
 
     def _message(self, signs: Mapping[int, Signs], quiet: Quiet, waits: bool) -> str:
-        words = f"nothing done for more than {quiet.limit:.3g} s"
+        words = f"no progress for more than {quiet.limit:.3g} s"
         counts = sorted({each.collectives for each in signs.values()})
         if waits:
             where = "the cause may be on another node" if self._several_nodes else "all ranks wait for each other"
             return f"{words}; {where}"
         if len(counts) > 1 and all(each.step is None for each in signs.values()):
-            return f"{words}, {counts[0]} collectives begun where others have begun {counts[-1]}"
+            return f"{words}, {counts[0]} collectives begun, while others have begun {counts[-1]}"
         return words
 
-    def _tell(
+    def _record(
         self,
         local_rank: int,
         signs: Mapping[int, Signs],
@@ -170,20 +170,20 @@ class Hangs:
         stack = stacks[local_rank]
         how = " and stopped by a signal" if stack.stopped else " with the interpreter lock held" * stack.holds_lock
         others = {rank: each for rank, each in stacks.items() if rank != local_rank}
-        self.others = self._where(others, signs, stacks)
+        self.others = self._locations(others, signs, stacks)
         self.found[local_rank] = Hung(
-            message=f"{message}; {stack.doing(signs[local_rank].phase)}{how}{'' if stack.frames else _UNSEEN}",
+            message=f"{message}; {stack.doing(signs[local_rank].phase)}{how}{'' if stack.frames else _NO_STACK}",
             trace=_trace(self._ranks[local_rank], stack),
             others=self.others,
             hint=hint,
             waits=waits,
         )
-        self._keep(stacks)
+        self._write_stacks(stacks)
 
-    def _where(
+    def _locations(
         self, which: Mapping[int, object], signs: Mapping[int, Signs], stacks: Mapping[int, Stack]
     ) -> tuple[str, ...]:
-        """One line for all that are at the same place."""
+        """What the ranks are doing: one line for all ranks at the same place."""
         alike: dict[str, list[int]] = {}
         for local_rank in which:
             doing = stacks[local_rank].doing(signs[local_rank].phase)
@@ -193,14 +193,14 @@ class Hangs:
         )
 
     def remove_empty_files(self) -> None:
-        """A worker whose stack only itself can write has had its file open from the start."""
+        """Remove stack files without content: workers that write their own stacks create them at the start."""
         for path in filter(None, map(self._stacks_file, self._ranks)):
             with suppress(OSError):
                 if not os.stat(path).st_size:  # noqa: PTH116
                     os.unlink(path)  # noqa: PTH108
 
-    def _keep(self, stacks: Mapping[int, Stack]) -> None:
-        """Write the whole stacks next to the logs."""
+    def _write_stacks(self, stacks: Mapping[int, Stack]) -> None:
+        """Write the complete stacks next to the logs."""
         for local_rank, stack in stacks.items():
             text = self.stacks[self._ranks[local_rank]] = masked(stack.text, os.environ)
             path = self._stacks_file(local_rank)
@@ -214,13 +214,13 @@ def _has_ended(pid: int) -> bool:
 
 
 def _is_ending(pid: int) -> bool:
-    """Whether it ends by itself in this moment, as one does whose collective has timed out, too."""
+    """Whether it ends within a moment, as a rank does whose collective also timed out."""
     try:
         end = os.pidfd_open(pid)
     except OSError:
         return True
     try:
-        poll = select.poll()  # the number of the descriptor may be too high for `select`
+        poll = select.poll()  # the descriptor may be too high for `select`
         poll.register(end, select.POLLIN)
         return bool(poll.poll(_ENDING_SECONDS * 1000))
     finally:
@@ -233,4 +233,4 @@ def _trace(rank: int, stack: Stack) -> str:
     if stack.loader is not None:
         who = f"a DataLoader worker (pid {shown.pid}) of {who}"
     lines = shown.as_trace()
-    return f"Where {who} stands (most recent call last):\n{lines}" if lines else ""
+    return f"Stack of {who}, most recent call last:\n{lines}" if lines else ""

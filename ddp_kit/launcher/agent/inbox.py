@@ -1,4 +1,4 @@
-"""What the agent's loop waits for: orders, signals, and bad news from other threads."""
+"""The queue of the agent's loop: orders of the job, signals, and a lost connection."""
 
 import math
 import os
@@ -15,30 +15,30 @@ from ddp_kit.launcher.job import Order, RankAssignment
 
 
 @dataclass(frozen=True)
-class Signalled:
-    """A signal that closes the job came."""
+class StopSignal:
+    """The launcher received a signal that stops the job."""
 
     number: signal.Signals
 
 
 @dataclass(frozen=True)
-class Notified:
-    """A signal came that is meant for the workers."""
+class WorkerSignal:
+    """The launcher received a signal to forward to the workers."""
 
     number: signal.Signals
 
 
 @dataclass(frozen=True)
-class Placed:
-    """The job starts a round in which this node has an assignment."""
+class StartRound:
+    """The job starts a round in which this node has a rank assignment."""
 
     assignment: RankAssignment
     why: str = ""
 
 
 @dataclass(frozen=True)
-class Cut:
-    """The job is out of reach."""
+class Disconnected:
+    """The connection to the job is lost."""
 
     why: str
 
@@ -46,11 +46,11 @@ class Cut:
 _LONGEST_POLL_SECONDS = 86400.0  # `poll` takes a C int of milliseconds
 _WAKE_UPS = 4096  # bytes; no more than one is needed
 
-Item = Order | Placed | Signalled | Notified | Cut
+Item = Order | StartRound | StopSignal | WorkerSignal | Disconnected
 
 
 class StoppedError(Exception):
-    """A signal came while the node was still looking for its job."""
+    """A stop signal arrived while the node was still connecting to its job."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(number)
@@ -60,7 +60,7 @@ class StoppedError(Exception):
 def wait_readable(sources: Iterable[Any], timeout: float | None) -> None:
     """Return when one of `sources` is readable, or after `timeout` seconds.
 
-    By poll: the host of a large job holds more descriptors than `select` can take.
+    It uses poll because the host of a large job has more descriptors than `select` supports.
     """
     poll = select.poll()
     for source in sources:
@@ -69,22 +69,22 @@ def wait_readable(sources: Iterable[Any], timeout: float | None) -> None:
 
 
 class Inbox:
-    """A queue that `select` can wait for, safe to fill from signal handlers and threads."""
+    """A queue with a file descriptor to poll, safe to fill from signal handlers and threads."""
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
         self.signals = 0
-        """How many that close the job have come."""
+        """How many signals that stop the job have arrived."""
         self._read_end, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def fileno(self) -> int:
-        """Readable when something is there."""
+        """Readable when the queue is not empty."""
         return self._read_end
 
     def put(self, item: Item) -> None:
         """Add at the end; never blocks."""
         self._items.append(item)
-        with suppress(BlockingIOError):  # full of wake-ups already
+        with suppress(BlockingIOError):  # the pipe has enough bytes to wake the reader
             os.write(self._write_end, b"!")
 
     def take(self) -> Item | None:
@@ -92,31 +92,31 @@ class Inbox:
         if not self._items:
             with suppress(BlockingIOError):
                 os.read(self._read_end, _WAKE_UPS)
-        return self._items.popleft() if self._items else None  # one may have come meanwhile
+        return self._items.popleft() if self._items else None  # an item may have been added meanwhile
 
     def wake_on_signals(self) -> None:
-        """Wake whoever waits at any signal.
+        """Make every signal wake the waiting thread.
 
-        The kernel may give a signal to another thread than the one that waits, which then would not run its handler.
+        The kernel may deliver a signal to another thread, and Python handlers only run in the main one.
         """
         signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
 
     def wait(self, timeout: float | None, watched: Iterable[Any] = ()) -> None:
-        """Return when something is there or one of `watched` is readable, or after `timeout` seconds."""
+        """Return when the queue is not empty or one of `watched` is readable, or after `timeout` seconds."""
         wait_readable([self, *watched], timeout)
 
-    def take_signal(self) -> Signalled | None:
-        """The oldest signal alone; orders wait."""
-        found = next((item for item in self._items if isinstance(item, Signalled)), None)
+    def take_signal(self) -> StopSignal | None:
+        """Remove and return the oldest signal; orders stay in the queue."""
+        found = next((item for item in self._items if isinstance(item, StopSignal)), None)
         if found is not None:
             self._items.remove(found)
         return found
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """A signal handler: it only enqueues, the loop acts."""
+        """Signal handler: enqueue the signal for the loop."""
         self.signals += 1
-        self.put(Signalled(signal.Signals(number)))
+        self.put(StopSignal(signal.Signals(number)))
 
     def on_notice(self, number: int, _frame: FrameType | None) -> None:
-        """A handler of signals that the workers shall get, and that shut nothing down."""
-        self.put(Notified(signal.Signals(number)))
+        """Handler of signals to forward to the workers."""
+        self.put(WorkerSignal(signal.Signals(number)))

@@ -1,4 +1,4 @@
-"""Sockets to listen on: on loopback where the job stays on this machine, and which address is this machine's own."""
+"""Listening sockets, on loopback for a job on one machine, and checks for addresses of this machine."""
 
 import errno
 import ipaddress
@@ -9,35 +9,35 @@ from contextlib import suppress
 from ddp_kit.errors import LaunchError
 from ddp_kit.launcher.ports import holder
 
-_BACKLOG = 4096  # as many nodes as may come at the same moment
+_BACKLOG = 4096  # nodes that may connect at the same moment
 _OTHER_DESCRIPTORS = 256
 _MOST_CONNECTIONS = 1 << 20  # the kernel's own limit, fs.nr_open
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on `port` (0: any free one): on loopback alone where `address` is that, else everywhere.
+    """A socket that listens on `port` (0: any free one), on loopback only if `address` is a loopback address.
 
-    Raises `LaunchError` where the port is taken, saying by whom.
+    Raises `LaunchError` if the port is in use, with the process that uses it.
     """
     try:
         if is_loopback(address):
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             return socket.create_server((own_loopback(address), port), family=family, backlog=_BACKLOG)
         if socket.has_dualstack_ipv6():
-            with suppress(OSError):  # a machine whose kernel knows IPv6 may still have none
+            with suppress(OSError):  # the kernel supports IPv6, but it may be disabled
                 return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
         return socket.create_server(("", port), backlog=_BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise LaunchError(
                 f"port {port} on this machine is in use{holder(port)}",
-                "end that process, or name another port: --rdzv-endpoint HOST:PORT or --master-port PORT",
+                "end that process, or set another port: --rdzv-endpoint HOST:PORT or --master-port PORT",
             ) from None
-        raise LaunchError(f"port {port} cannot be listened on: {error.strerror}", "name another port") from None
+        raise LaunchError(f"port {port} cannot be listened on: {error.strerror}", "set another port") from None
 
 
 def allow_connections(count: int) -> None:
-    """Let this process hold so many, where its hard limit does; the default of many systems is 1,024."""
+    """Raise the soft limit of open files for so many connections, up to the hard limit; a usual default is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(count, _MOST_CONNECTIONS) + _OTHER_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -46,7 +46,7 @@ def allow_connections(count: int) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address means this machine to itself alone."""
+    """Whether a host name or address is a loopback one."""
     if host == "localhost":
         return True
     with suppress(ValueError):
@@ -55,12 +55,12 @@ def is_loopback(host: str) -> bool:
 
 
 def own_loopback(address: str) -> str:
-    """Where this machine reaches what it serves at `address` itself."""
+    """The loopback address at which this machine reaches a socket that it serves at `address`."""
     return "::1" if ":" in address and is_loopback(address) else "127.0.0.1"
 
 
 def is_here(host: str) -> bool:
-    """Whether a host's name or address belongs to this machine: one can bind to it.
+    """Whether a host name or address belongs to this machine, tested with bind.
 
     Raises `LaunchError` for a name that does not resolve.
     """
@@ -74,11 +74,11 @@ def is_here(host: str) -> bool:
 
 
 def resolve(host: str) -> list[tuple[int, int, int, str, tuple[str, int]]]:
-    """The TCP addresses of a host. Raises `LaunchError` where its name does not resolve."""
+    """The TCP addresses of a host. Raises `LaunchError` if its name does not resolve."""
     try:
         return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)  # type: ignore[return-value]
     except OSError as error:
         raise LaunchError(
             f"the host name {host!r} does not resolve on {socket.gethostname()}: {error.strerror}",
-            "check --rdzv-endpoint or --master-addr, or give an address instead of a name",
+            "check --rdzv-endpoint or --master-addr, or use an address instead of a name",
         ) from None

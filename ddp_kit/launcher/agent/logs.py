@@ -1,4 +1,4 @@
-"""Where each worker's output goes: torch's settings and names for logs, and our streams."""
+"""Where each worker's output goes: torch's log settings and file names, and our streams."""
 
 import os
 import socket
@@ -18,12 +18,12 @@ from ddp_kit.launcher.streams import Route, Streams, private_files
 
 
 def logs_specs(logs: Logs, folder: str) -> LogsSpecs:
-    """torch's own, or a plug-in's: it says which files the workers of a round write to.
+    """torch's `LogsSpecs` or a plug-in's, which chooses the files that the workers of a round write to.
 
-    Raises `UsageError` for settings that it refuses.
+    Raises `UsageError` for settings that it rejects.
     """
     try:
-        with private_files():  # a folder is made here
+        with private_files():  # it creates a folder
             return _kind(logs.logs_specs)(
                 log_dir=folder,
                 redirects=Std.from_str(logs.redirects),
@@ -31,7 +31,7 @@ def logs_specs(logs: Logs, folder: str) -> LogsSpecs:
                 local_ranks_filter=set(logs.local_ranks_filter) or None,
             )
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
-        raise UsageError(f"torch refuses this command line: {error}", "see `ddpkit launch --help`") from None
+        raise UsageError(f"torch rejects this command line: {error}", "see `ddpkit launch --help`") from None
 
 
 def _kind(name: str | None) -> type[LogsSpecs]:
@@ -54,9 +54,9 @@ class RoundLogs:
         envs: dict[int, dict[str, str]],
         is_ending: Callable[[int], bool],
     ) -> None:
-        """Make the files; `specs` adds the name of its error file to each worker's environment.
+        """Create the files; `specs` adds the path of its error file to each worker's environment.
 
-        `is_ending`: see `Output`. Raises `LaunchError` where the folder cannot be used.
+        `is_ending`: see `Output`. Raises `LaunchError` if the folder cannot be used.
         """
         try:
             with private_files():
@@ -72,24 +72,24 @@ class RoundLogs:
             self._filtered = [_Filtered(plan.role, *each) for each in shown if each[2]]
         except OSError as error:
             raise LaunchError(
-                f"the folder for logs, {specs.root_log_dir}, cannot be used: {error.strerror or error}",
-                "name another one with --log-dir, or make room where TMPDIR is",
+                f"the log folder {specs.root_log_dir} cannot be used: {error.strerror or error}",
+                "choose another one with --log-dir, or free some space in TMPDIR",
             ) from None
 
     def start(self) -> None:
-        """Every worker has its ends of the streams."""
+        """Start to read, once every worker has inherited its streams."""
         self.output.start()
         for each in self._filtered:
             each.start()
 
     def end(self) -> None:
-        """All that the workers have written is in their files."""
+        """Stop, once the workers' files are complete."""
         for each in self._filtered:
             each.end()
 
 
 class _Filtered:
-    """A file with those lines of all ranks' files that hold one of some words."""
+    """A file with the lines of all ranks' files that contain one of some words."""
 
     def __init__(self, role: str, files: dict[int, str], path: str, words: Collection[str]) -> None:
         with private_files():
@@ -105,7 +105,7 @@ class _Filtered:
 
 
 def streams(logs: Logs, role: str, dest: LogsDest, ranks: Mapping[int, int]) -> list[Streams]:
-    """The streams of workers, after torch's own settings for logs. `ranks`: the global ones by local rank."""
+    """The streams of the workers, according to torch's log settings. `ranks`: local rank -> rank."""
     found = []
     for local_rank, rank in ranks.items():
         words = {"role_name": role, "rank": rank, "local_rank": local_rank, "hostname": socket.gethostname()}

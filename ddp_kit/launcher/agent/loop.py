@@ -1,4 +1,4 @@
-"""The agent: one per node. It acts on the job's orders and reports how its workers are."""
+"""The agent: one per node. It executes the job's orders and reports the state of its workers."""
 
 import os
 import socket
@@ -15,19 +15,18 @@ from ddp_kit.env import NOTE_MARK
 from ddp_kit.launcher.agent import file_timers
 from ddp_kit.launcher.agent.event_records import EventRecords
 from ddp_kit.launcher.agent.failures import failure_of, steps_of
-from ddp_kit.launcher.agent.inbox import Cut, Inbox, Notified, Placed, Signalled
+from ddp_kit.launcher.agent.inbox import Disconnected, Inbox, StartRound, StopSignal, WorkerSignal
 from ddp_kit.launcher.agent.listening import allow_connections, own_loopback
-from ddp_kit.launcher.agent.meeting import Meeting
-from ddp_kit.launcher.agent.solo import Solo
+from ddp_kit.launcher.agent.multi_node import MultiNodeLink
+from ddp_kit.launcher.agent.single_node import SingleNodeLink
 from ddp_kit.launcher.agent.workers import Workers, note_of
 from ddp_kit.launcher.job import End, Pause, RankAssignment, Report, State, Stop
 from ddp_kit.launcher.plan import Plan
 from ddp_kit.launcher.verdict import Failure, Outcome
 from ddp_kit.launcher.warm.client import WarmServer
 
-_CONNECTIONS = 2  # of each worker to its store
-_TELLS_OF_ENDS = hasattr(os, "pidfd_open")  # Linux; elsewhere the agent looks for itself
-_POLL_SECONDS = 0.1
+_CONNECTIONS = 2  # per worker, to its store
+_POLL_SECONDS = 0.1  # on systems other than Linux, where nothing wakes the agent when a worker ends
 
 
 class Agent:
@@ -35,18 +34,18 @@ class Agent:
 
     join the job
     loop:
-        Placed   start a fresh store (first node) and the workers at this assignment
-        Stop     stop the workers; report STOPPED
-        Pause    say why the next round is not yet
-        workers  all ended well: report DONE; one failed: stop the others, report FAILED
-        signal   report LEFT, pass it on to the workers, give them their shutdown timeout
-        End      keep the outcome, which is the same on every node
+        StartRound  start a new store (first node) and the workers with this rank assignment
+        Stop        stop the workers; report STOPPED
+        Pause       print why the next round starts later
+        workers     all succeeded: report DONE; one failed: stop the others, report FAILED
+        signal      report LEFT, forward it to the workers, wait for the shutdown timeout
+        End         keep the outcome, which is the same on every node
     """
 
     def __init__(
         self,
         plan: Plan,
-        link: Solo | Meeting,
+        link: SingleNodeLink | MultiNodeLink,
         logs_specs: LogsSpecs,
         warm: WarmServer | None,
         inbox: Inbox,
@@ -59,16 +58,16 @@ class Agent:
         self._inbox = inbox
         self._say = say
         self._events = EventRecords(plan)
-        self._store: TCPStore | None = None  # that of this round's workers, where it is here
-        self._timers: FileTimerServer | None = None  # likewise
+        self._store: TCPStore | None = None  # the workers' store of this round, if this node serves it
+        self._timers: FileTimerServer | None = None
         self._workers: Workers | None = None  # of the latest round
         self._running = False
-        self._down = -1  # the latest round that this node has reported as failed or stopped
-        self._latest: tuple[Failure, ...] = ()  # the failures that this node has reported last
+        self._down = -1  # the latest round that this node reported as failed or stopped
+        self._latest: tuple[Failure, ...] = ()  # the failures in this node's latest report
         self._outcome: Outcome | None = None
 
     def run(self) -> Outcome:
-        """Take part until the job ends, or this node leaves it."""
+        """Run until the job ends or this node leaves it."""
         self._link.join()
         try:
             while self._outcome is None:
@@ -81,28 +80,28 @@ class Agent:
 
     def _act(self) -> None:
         item = self._inbox.take()
-        if isinstance(item, Placed):
-            self._place(item)
+        if isinstance(item, StartRound):
+            self._start_round(item)
         elif isinstance(item, Stop):
-            self._obey_stop(item)
+            self._on_stop(item)
         elif isinstance(item, Pause):
-            self._tell_why(item.why)
+            self._say_why(item.why)
         elif isinstance(item, End):
             self._outcome = item.outcome
-        elif isinstance(item, Cut):
+        elif isinstance(item, Disconnected):
             self._outcome = Outcome(lost=item.why)
-        elif isinstance(item, Signalled):
+        elif isinstance(item, StopSignal):
             self._leave(item)
-        elif isinstance(item, Notified):
+        elif isinstance(item, WorkerSignal):
             if self._workers is not None and self._running:
-                self._workers.pass_on(item.number)
+                self._workers.forward_signal(item.number)
         else:
             self._look_at_workers()
             self._sleep()
 
     def _sleep(self) -> None:
-        """Until something happens: an item in the inbox, or the end of a worker."""
-        pulses, watched = [self._link.pulse if _TELLS_OF_ENDS else _POLL_SECONDS], []
+        """Wait for an item in the inbox or the end of a worker."""
+        pulses, watched = [self._link.pulse if hasattr(os, "pidfd_open") else _POLL_SECONDS], []
         if self._workers is not None and self._running:
             pulses.append(self._workers.timeout())
             watched = self._workers.watched()
@@ -111,9 +110,9 @@ class Agent:
 
     # A round -----------------------------------------------------------------------------------------------------
 
-    def _place(self, order: Placed) -> None:
+    def _start_round(self, order: StartRound) -> None:
         if order.why:
-            self._tell_why(order.why)
+            self._say_why(order.why)
         assignment = order.assignment
         self._store = self._serve(assignment)
         self._keep_logs(assignment)
@@ -132,7 +131,7 @@ class Agent:
         self._events.round_began(self._workers)
 
     def _serve(self, assignment: RankAssignment) -> TCPStore | None:
-        """On the first node, a fresh store for each round: in an old one are the addresses of dead ranks."""
+        """Serve the workers' store on the first node: a new one per round, because the old one has stale addresses."""
         listening = self._link.take_listening() if assignment.group_rank == 0 else None
         if listening is None:
             return None
@@ -149,19 +148,19 @@ class Agent:
         )
 
     def _keep_logs(self, assignment: RankAssignment) -> None:
-        """A round without a failure before it has the number of the one before, whose logs torch would remove."""
+        """Rename the previous round's logs if this round has the same restart count: torch would remove them."""
         folder = self._attempt_folder
         if folder is not None and folder.name == f"attempt_{assignment.restarts}":
             folder.rename(f"{folder}.round_{assignment.round - 1}")
 
     @property
     def _attempt_folder(self) -> Path | None:
-        """Where the logs of the latest workers on this node are; None: nowhere."""
+        """The log folder of the latest workers on this node; None: no logs."""
         files = self._workers.error_files.values() if self._workers is not None else ()
         return next((Path(file).parents[1] for file in files if file != os.devnull), None)
 
-    def _tell_why(self, why: str) -> None:
-        """A restart: what this node knows of the reason, then the job's word."""
+    def _say_why(self, why: str) -> None:
+        """Before a restart: print the traceback of this node's first failure, then the job's reason."""
         causes = [failure for failure in self._latest if not failure.terminated and not failure.secondary]
         if causes and causes[0].rank not in self.shown and causes[0].trace:
             lines = [causes[0].trace, *causes[0].others]
@@ -178,7 +177,7 @@ class Agent:
         else:
             self._report(State.DONE, ended_well=self._workers.ended_well())
 
-    def _obey_stop(self, order: Stop) -> None:
+    def _on_stop(self, order: Stop) -> None:
         if order.round == self._round != self._down:
             if self._workers is not None and not order.joined:
                 self._workers.stop_after_failure()
@@ -186,7 +185,7 @@ class Agent:
             self._report_down(State.STOPPED)
 
     def _stop_workers(self) -> None:
-        """They may have ended already: then only what was there for them goes."""
+        """Stop the workers, if they still run, and their timers."""
         if self._timers is not None:
             self._timers.stop()
             self._timers = None
@@ -195,7 +194,7 @@ class Agent:
         self._running = False
 
     def _report_down(self, state: State) -> None:
-        """Report that no worker of the round is left; only then is its store closed."""
+        """Report that no worker of the round is left, after closing its store."""
         assert self._workers is not None
         workers = self._workers
         self._latest, self._store, self._down = self._failures(workers), None, self._round
@@ -203,8 +202,8 @@ class Agent:
         self._report(state, self._latest, ended_well=ended_well, steps=steps)
         self._events.wait_begins()
 
-    def _leave(self, item: Signalled) -> None:
-        """A signal to the launcher: the workers get it, too, and may save."""
+    def _leave(self, item: StopSignal) -> None:
+        """The launcher received a stop signal: forward it to the workers, which may save, and leave."""
         self._report(State.LEFT, signal=item.number)
         failures: tuple[Failure, ...] = ()
         if self._workers is not None and self._running:
@@ -212,7 +211,7 @@ class Agent:
             failures = self._failures(self._workers) if self._workers.saved() else ()
         self._outcome = Outcome(failures, stopped_by=item.number)
 
-    # What is known of it -----------------------------------------------------------------------------------------
+    # Results -----------------------------------------------------------------------------------------------------
 
     @property
     def _round(self) -> int:
@@ -227,25 +226,25 @@ class Agent:
 
     @property
     def shown(self) -> frozenset[int]:
-        """The ranks of this node whose traceback is on the console already."""
+        """The ranks of this node whose traceback is already on the console."""
         if self._workers is None:
             return frozenset()
-        words = self._workers.last_words
-        latest = [failure for failure in self._latest if not failure.hung]  # else the stack is ours to show
+        words = self._workers.final_output
+        latest = [failure for failure in self._latest if not failure.hung]  # the workers never print a hung one's stack
         return frozenset(failure.rank for failure in latest if words(failure.local_rank).shown)
 
     @property
     def stacks(self) -> dict[int, str]:
-        """Where the ranks of this node stood, if one of the latest has hung."""
+        """The stacks of this node's ranks, if one has hung in the latest round."""
         return {} if self._workers is None else self._workers.hangs.stacks
 
     @property
     def folder(self) -> str:
-        """Where this job's logs are on this node; empty: nowhere."""
+        """The folder of this job's logs on this node; empty: none."""
         return "" if self._attempt_folder is None else str(self._attempt_folder.parent)
 
     def recorded_failures(self) -> dict[int, ProcessFailure]:
-        """The failures of this node's workers of which the script itself left a record, as torch's @record does."""
+        """This node's failures, if the script wrote an error file for any of them, as torch's @record does."""
 
         def by_script(failure: ProcessFailure) -> bool:
             note = note_of(failure)

@@ -1,11 +1,11 @@
-"""What `ddpkit doctor` asks torch and the network: a program of its own, that needs nothing of ddpkit.
+"""The program with which `ddpkit doctor` tests torch and the network; it imports nothing from ddpkit.
 
-    python -P probe.py facts                             torch's versions and what it was built for
-    python -P probe.py reduce BACKEND RANK PORT SOCKET   one of two processes that add two tensors
-    python -P probe.py product                           a matrix product on the only GPU that it sees
+    python -P probe.py facts                             torch's version and build options
+    python -P probe.py reduce BACKEND RANK PORT SOCKET   one of two processes that all-reduce a tensor
+    python -P probe.py product                           a matrix product on the only visible GPU
     python -P probe.py host NAME                         the addresses of a host name
 
-The answer is one line of JSON; a failure is an exit code and a last line that says why.
+It prints one line of JSON. On failure, the exit code is not 0 and the last line says why.
 """
 
 import json
@@ -16,11 +16,11 @@ from datetime import timedelta
 from typing import Any
 
 _TIMEOUT = timedelta(seconds=30)
-_ROUNDING = 1e-3  # of the largest element: 1e-6 is usual, and TF32, which a variable can demand, makes 4e-4
+_ROUNDING = 1e-3  # relative to the largest element: usually 1e-6, with TF32 (set by a variable) 4e-4
 
 
 def facts() -> dict[str, Any]:
-    """torch's versions and what it was built for."""
+    """torch's version and build options."""
     import torch
     from torch import distributed
 
@@ -34,9 +34,9 @@ def facts() -> dict[str, Any]:
 
 
 def reduce(backend: str, rank: str, port: str, listening: str) -> dict[str, Any]:
-    """An all-reduce of two processes; rank 0 serves their store on the socket `listening`, which it has inherited.
+    """An all-reduce of two processes; rank 0 serves their store on the inherited socket `listening`.
 
-    Raises `ArithmeticError` where the sum is wrong.
+    Raises `ArithmeticError` if the sum is wrong.
     """
     import torch
     from torch import distributed
@@ -62,19 +62,19 @@ def reduce(backend: str, rank: str, port: str, listening: str) -> dict[str, Any]
 
 
 def product() -> dict[str, Any]:
-    """A matrix product on the GPU. Raises `ArithmeticError` where it is not the CPU's."""
+    """A matrix product on the GPU. Raises `ArithmeticError` if it differs from the CPU's."""
     import torch
 
     left, right = torch.randn(2, 1024, 1024, generator=torch.Generator().manual_seed(0))
     expected = left @ right
     off = ((left.cuda() @ right.cuda()).cpu() - expected).abs().max() / expected.abs().max()
-    if not bool(off < _ROUNDING):  # a NaN is not
+    if not bool(off < _ROUNDING):  # also true for NaN
         raise ArithmeticError(f"a matrix product is off by {off.item():.1e} of its largest element")
     return {}
 
 
 def host(name: str) -> dict[str, Any]:
-    """The addresses of a host name, and whether one of them is this machine's own."""
+    """The addresses of a host name, and whether one of them belongs to this machine."""
     found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
     own = any(_is_own(family, address) for family, _, _, _, address in found)
     return {"addresses": sorted({str(address[0]) for *_, address in found}), "own": own}
@@ -90,7 +90,7 @@ def _is_own(family: int, address: Any) -> bool:
 
 
 def _why(error: Exception) -> str:
-    """The first line of an error, and NCCL's own word, which stands in its last."""
+    """The first line of an error, and NCCL's own message from its last line."""
     lines = str(error).strip().splitlines() or [""]
     last = f": {lines[-1]}" if "Last error:" in lines else ""
     return f"{type(error).__name__}: {lines[0]}{last}"
@@ -103,4 +103,4 @@ if __name__ == "__main__":
     except Exception as error:
         sys.exit(_why(error))
     print(json.dumps(answer), flush=True)
-    os._exit(0)  # some of torch's threads outlive the interpreter, and abort
+    os._exit(0)  # torch's threads could abort during the interpreter's shutdown

@@ -1,4 +1,4 @@
-"""From a plan to an outcome: the line to the job, the agent, and what is kept and shown of it."""
+"""Run a plan: link to the job, agent, log folder, verdict file."""
 
 import json
 import os
@@ -18,13 +18,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from ddp_kit.env import ERROR_FILE, RUN_FOLDER_PREFIX, VERDICT_FILE
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import verdict
-from ddp_kit.launcher.agent import torch_versions, torchs_agent
+from ddp_kit.launcher.agent import torch_agent, torch_versions
 from ddp_kit.launcher.agent.inbox import Inbox, StoppedError
 from ddp_kit.launcher.agent.listening import is_here
 from ddp_kit.launcher.agent.logs import logs_specs
 from ddp_kit.launcher.agent.loop import Agent
-from ddp_kit.launcher.agent.meeting import Meeting
-from ddp_kit.launcher.agent.solo import Solo
+from ddp_kit.launcher.agent.multi_node import MultiNodeLink
+from ddp_kit.launcher.agent.single_node import SingleNodeLink
 from ddp_kit.launcher.agent.waiting import Commands
 from ddp_kit.launcher.job import Node
 from ddp_kit.launcher.masking import masked
@@ -38,19 +38,19 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Ended:
-    """What `run` has come to."""
+    """The result of `run`."""
 
     outcome: Outcome
     shown: frozenset[int] = frozenset()
-    """The ranks whose traceback is the last thing on the console already."""
+    """The ranks whose traceback is already the last output on the console."""
     folder: str = ""
-    """Where logs are kept; empty: nowhere."""
+    """The log folder; empty: none is kept."""
     stacks: Mapping[int, str] = field(default_factory=dict)
-    """Where this node's ranks stood, if one has hung."""
+    """The stacks of this node's ranks, if one has hung."""
 
 
 def count(processes: str | None) -> str | None:
-    """The number that --nproc-per-node auto, cpu, gpu or xpu stands for on this machine; a number as it is."""
+    """Resolve --nproc-per-node auto, cpu, gpu or xpu to a number for this machine; numbers are returned unchanged."""
     if processes is None or processes.lstrip("-").isdecimal():
         return processes
     try:
@@ -62,23 +62,23 @@ def count(processes: str | None) -> str | None:
 
 
 def check(plan: Plan) -> None:
-    """Raise `UsageError` where `run` would, without making a folder or a socket."""
+    """Raise `UsageError` if `run` would, without creating a folder or a socket."""
     if plan.rendezvous.is_ours:
         logs_specs(plan.logs, os.devnull)
     else:
-        torchs_agent.config(plan, os.devnull)
+        torch_agent.config(plan, os.devnull)
     _check_event_handler(plan.event_log_handler)
 
 
 def run(plan: Plan, warm: WarmServer | None, say: Say) -> Ended:
-    """Run this node's workers to their end. `warm`: who starts them; None: this process.
+    """Run this node's workers to their end. `warm`: starts them; None: this process does.
 
-    Raises `UsageError` for settings that torch refuses, `LaunchError` where the nodes do not come together.
+    Raises `UsageError` for settings that torch rejects, `LaunchError` if the nodes do not meet.
     """
     _check_event_handler(plan.event_log_handler)
     with _run_folder(plan.logs, warm, say) as folder:
         if not plan.rendezvous.is_ours:
-            outcome, failures = torchs_agent.run(plan, folder, warm)
+            outcome, failures = torch_agent.run(plan, folder, warm)
             _summarise(plan.script, failures)
             return Ended(outcome)
         ended = _run_agent(plan, folder, warm, say)
@@ -86,7 +86,7 @@ def run(plan: Plan, warm: WarmServer | None, say: Say) -> Ended:
             return replace(ended, folder="")
         if ended.folder:
             record = verdict.record(ended.outcome) | {"stacks": ended.stacks}
-            _keep(record, Path(ended.folder) / VERDICT_FILE, say)
+            _write_verdict(record, Path(ended.folder) / VERDICT_FILE, say)
         return ended
 
 
@@ -106,8 +106,8 @@ def _run_agent(plan: Plan, folder: str, warm: WarmServer | None, say: Say) -> En
     return Ended(outcome, agent.shown, agent.folder, agent.stacks)
 
 
-def _link(plan: Plan, inbox: Inbox, say: Say) -> Solo | Meeting:
-    """The job of this node alone, or the meeting of several."""
+def _link(plan: Plan, inbox: Inbox, say: Say) -> SingleNodeLink | MultiNodeLink:
+    """The link to the job, for one node or several."""
     place = plan.rendezvous
     limits, static = place.limits, place.backend == "static"
     node = Node(
@@ -121,16 +121,16 @@ def _link(plan: Plan, inbox: Inbox, say: Say) -> Solo | Meeting:
         port=place.port or 0,
     )
     if limits.max_nodes == 1 and (place.is_host if static else is_here(place.host)):
-        return Solo(node, limits, inbox)
+        return SingleNodeLink(node, limits, inbox)
     if static and place.is_host and not is_here(place.host):
-        say(f"--master-addr {place.host} is no address of this machine, which hosts the rendezvous as node rank 0")
+        say(f"--master-addr {place.host} is not an address of this machine, which hosts the rendezvous as node rank 0")
     master = (place.host, place.port or 0) if place.by_master_flags else None
     commands = Commands(plan.flags, plan.script_as_typed, limits.max_nodes, static, master)
-    return Meeting(node, place, inbox, say, plan.shutdown_timeout, commands)
+    return MultiNodeLink(node, place, inbox, say, plan.shutdown_timeout, commands)
 
 
 def _handle_signals(names: tuple[str, ...], inbox: Inbox, say: Say) -> None:
-    """`names`: of those that close the job. SIGUSR1 and SIGUSR2 are the workers' else, unless they are ignored."""
+    """Handle the signals `names`, which stop the job; forward SIGUSR1 and SIGUSR2 to the workers unless ignored."""
     inbox.wake_on_signals()
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -139,7 +139,7 @@ def _handle_signals(names: tuple[str, ...], inbox: Inbox, say: Say) -> None:
         try:
             signal.signal(signal.Signals[name], inbox.on_signal)
         except (KeyError, ValueError, OSError):  # no such signal, or one that cannot be handled
-            say(f"--signals-to-handle: {name} cannot be handled and is left out")
+            say(f"--signals-to-handle: {name} cannot be handled and is ignored")
 
 
 def _check_event_handler(name: str) -> None:
@@ -148,19 +148,19 @@ def _check_event_handler(name: str) -> None:
     except KeyError:
         raise UsageError(
             f"there is no event log handler {name!r}",
-            "--event-log-handler is null, console, or one that a plug-in has brought",
+            "--event-log-handler is null, console, or the name of a plug-in's handler",
         ) from None
 
 
 def _summarise(script: str, failures: dict[int, ProcessFailure]) -> None:
-    """torchrun's own summary, where the script has left a record of its failure (torch's @record does)."""
+    """Print torchrun's summary if the script wrote an error file, as torch's @record does."""
     if not failures:
         return
     summary = ChildFailedError(script, failures)
-    with suppress(OSError, ValueError, AttributeError):  # nobody reads it
+    with suppress(OSError, ValueError, AttributeError):  # stderr is closed
         sys.stderr.write(f"{masked(str(summary), os.environ)}\n")
     _, first = summary.get_first_failure()
-    if os.environ.get(ERROR_FILE) and Path(first.error_file).exists():  # this launcher is itself the worker of another
+    if os.environ.get(ERROR_FILE) and Path(first.error_file).exists():  # this launcher is a worker of another one
         get_error_handler().dump_error_file(first.error_file, first.exitcode)
 
 
@@ -169,10 +169,10 @@ def _summarise(script: str, failures: dict[int, ProcessFailure]) -> None:
 
 @contextmanager
 def _run_folder(logs: Logs, warm: WarmServer | None, say: Say) -> Iterator[str]:
-    """Where torch's names for logs and error files lead: the user's folder, or a private one that goes with the job."""
+    """The folder for logs and error files: the user's, or a private one that is removed with the job."""
     if logs.log_dir is not None:
         yield logs.log_dir
-    elif logs.are_kept:  # what was redirected is wanted afterwards, and its place has to be known
+    elif logs.are_kept:  # with --redirects, the user needs the files after the job
         folder = tempfile.mkdtemp(prefix=RUN_FOLDER_PREFIX)
         say(f"logs in {folder}")
         yield folder
@@ -183,7 +183,7 @@ def _run_folder(logs: Logs, warm: WarmServer | None, say: Say) -> Iterator[str]:
             yield folder
 
 
-def _keep(record: dict[str, Any], path: Path, say: Say) -> None:
+def _write_verdict(record: dict[str, Any], path: Path, say: Say) -> None:
     """Write the verdict next to the logs."""
     try:
         with os.fdopen(open_log(str(path)), "w") as file:

@@ -1,4 +1,4 @@
-"""Where a process stands, as py-spy sees it from outside: whether it answers or not, and whatever holds its lock."""
+"""Read the stacks of processes with py-spy, from outside: it works even if a process is stuck in native code."""
 
 import ctypes
 import json
@@ -21,14 +21,14 @@ from ddp_kit.heartbeat import Phase
 from ddp_kit.launcher.warm.dying import is_stopped
 
 _LOOK_SECONDS = 3.0
-_WAIT_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _MOST_FRAMES = 20
-_MOST_CALLED = 3
+_MOST_CALLED = 3  # library frames shown below the user's innermost one
 _PACKAGE = Path(__file__).parents[2]
-_NOT_THE_USER_S = ("site-packages/", "dist-packages/", str(_PACKAGE), sysconfig.get_path("stdlib"), "<")
+_LIBRARY_PATHS = ("site-packages/", "dist-packages/", str(_PACKAGE), sysconfig.get_path("stdlib"), "<")
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _LOADER = "torch/utils/data/dataloader.py"
-_LOADER_FETCHES = "torch/utils/data/_utils/fetch.py"
+_DATASET_FETCH = "torch/utils/data/_utils/fetch.py"
 _WAITS = re.compile(r"c10d::(Work|\w+Work|Reducer|ProcessGroup\w*|Logger)\b|gloo::|ncclGroupEnd")
 _STORE = re.compile(r"c10d::(TCPStore|PrefixStore|Store|detail::TCPClient)")
 _DEVICE = re.compile(
@@ -38,7 +38,7 @@ _DEVICE = re.compile(
 
 @dataclass(frozen=True)
 class Frame:
-    """A line of a stack."""
+    """A frame of a stack."""
 
     name: str
     file: str
@@ -47,56 +47,56 @@ class Frame:
 
     @property
     def where(self) -> str:
-        """Its place in the words of a verdict."""
+        """`train.py:10 in main`."""
         return f"{Path(self.file).name}:{self.line} in {self.name}"
 
     @property
-    def is_user_s(self) -> bool:
-        """Whether it is neither a library's nor ours."""
-        return not self.native and not any(part in self.file for part in _NOT_THE_USER_S)
+    def is_user_code(self) -> bool:
+        """Whether it belongs neither to a library nor to ddpkit."""
+        return not self.native and not any(part in self.file for part in _LIBRARY_PATHS)
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Where a process stands."""
+    """The stack of a process."""
 
     pid: int = 0
     frames: tuple[Frame, ...] = ()
-    """Of its main thread, the innermost first; nothing where that could not be seen."""
+    """Of its main thread, innermost first; empty: the stack could not be read."""
     text: str = ""
-    """All its threads."""
+    """The stacks of all threads."""
     stopped: bool = False
-    """By a signal such as SIGSTOP."""
+    """Whether a signal such as SIGSTOP has stopped it."""
     holds_lock: bool = False
-    """Whether it runs Python, or native code that lets no other thread run Python."""
+    """Whether one of its threads holds the interpreter lock (GIL)."""
     loader: "Stack | None" = None
-    """The DataLoader worker that its data is waited for from, where that stands in the user's code."""
+    """The DataLoader worker that it waits for, if that one runs dataset code or is stopped."""
 
     @property
     def python(self) -> tuple[Frame, ...]:
-        """The frames that Python knows."""
+        """The Python frames."""
         return tuple(frame for frame in self.frames if not frame.native)
 
     @property
     def place(self) -> str:
-        """The innermost line of the user's own."""
-        own = next((frame for frame in self.frames if frame.is_user_s), None)
+        """The innermost frame of the user's code, else the innermost Python frame."""
+        own = next((frame for frame in self.frames if frame.is_user_code), None)
         found = own or next(iter(self.python), None)
         return "" if found is None else found.where
 
     @property
     def waits_for_ranks(self) -> str:
-        """The collective that it is in, by name; empty where it is in none."""
+        """The collective or other wait for ranks that it is in; empty: none."""
         for frame in self.python:
             if frame.file.endswith(_COLLECTIVES):
                 return frame.name
-            if frame.is_user_s:
+            if frame.is_user_code:
                 break
         native = [frame.name for frame in self.frames if frame.native]
         if not native and self.python and self.python[0].name == "_engine_run_backward":
             return "the backward pass, which may wait for other ranks"
         if any(map(_STORE.search, native)):
-            return "a store, for another rank's word"
+            return "a store, for a value of another rank"
         if any(map(_WAITS.search, native)):
             in_backward = any(frame.name == "_engine_run_backward" for frame in self.python)
             return "the gradients' all-reduce" if in_backward else "a collective"
@@ -108,7 +108,7 @@ class Stack:
         return any(frame.file.endswith(_LOADER) for frame in self.python)
 
     def doing(self, phase: Phase) -> str:
-        """What it is in, and where. `phase`: by its own word."""
+        """`in all_reduce (train.py:10 in main)`. `phase`: from its heartbeat."""
         what = self.waits_for_ranks
         if not what:
             what = "data" if self.waits_for_data and phase.is_script_s else phase.words
@@ -116,9 +116,9 @@ class Stack:
         return f"in {what} ({place})" if place else f"in {what}"
 
     def as_trace(self) -> str:
-        """Its Python lines in the form of a traceback: the user's own ones, and the last ones of what they call."""
+        """Its Python frames in the form of a traceback: the user's code, and the first library frames below it."""
         frames = list(reversed(self.python))
-        own = [number for number, frame in enumerate(frames) if frame.is_user_s]
+        own = [number for number, frame in enumerate(frames) if frame.is_user_code]
         shown = {*own, *range(max(own, default=-1) + 1, len(frames))[:_MOST_CALLED]}
         lines: list[str] = []
         left_out = 0
@@ -126,8 +126,8 @@ class Stack:
             if own and number not in shown:
                 left_out += 1
                 continue
-            if left_out and lines:  # before the script's first line there are the launcher's own
-                lines.append(f"  ... {left_out} of libraries")
+            if left_out and lines:  # frames before the script's first one belong to the launcher
+                lines.append(f"  ... {left_out} frames of libraries")
             left_out = 0
             lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.name}')
             if source := linecache.getline(frame.file, frame.line).strip():
@@ -136,46 +136,45 @@ class Stack:
 
 
 def take(
-    pids: Mapping[int, int], native_seconds: float, files: Mapping[int, str], hurry: Callable[[], bool]
+    pids: Mapping[int, int], native_seconds: float, files: Mapping[int, str], interrupted: Callable[[], bool]
 ) -> dict[int, Stack]:
-    """The stack of each process, by any name; an empty one where it cannot be read.
+    """The stack of each process by its key in `pids`; an empty one if it cannot be read.
 
-    `native_seconds`: how long native frames may take, where torch's libraries have many symbols. `files`: where they
-    write their own account, should py-spy not be able to look. `hurry`: whether to leave it at what there is.
+    `native_seconds`: time limit for native frames, which take long to resolve. `files`: where the processes write
+    their own stacks if py-spy cannot read them. `interrupted`: whether to return what is known so far.
     """
     spy = program()
     if not spy:
-        return _with_signals(_unseen(pids), files, hurry)
-    seen = _dumps(spy, pids.values(), [], _LOOK_SECONDS, hurry)
-    # A stopped process cannot be stopped once more, and native stacks need that.
+        unknown = {name: Stack(pid, stopped=is_stopped(pid)) for name, pid in pids.items()}
+        return _with_signals(unknown, files, interrupted)
+    seen = _dumps(spy, pids.values(), [], _LOOK_SECONDS, interrupted)
+    # Native stacks need py-spy to stop the process, which is impossible if it is stopped already.
     running = [pid for pid in pids.values() if not is_stopped(pid)]
-    seen |= _dumps(spy, running, ["--native"], native_seconds, hurry)
+    seen |= _dumps(spy, running, ["--native"], native_seconds, interrupted)
     found = {name: _stack(pid, seen.get(pid)) for name, pid in pids.items()}
-    found = {name: _with_loader(spy, stack, hurry) for name, stack in found.items()}
-    return _with_signals(found, files, hurry)
+    found = {name: _with_loader_worker(spy, stack, interrupted) for name, stack in found.items()}
+    return _with_signals(found, files, interrupted)
 
 
-def _unseen(pids: Mapping[int, int]) -> dict[int, Stack]:
-    return {name: Stack(pid, stopped=is_stopped(pid)) for name, pid in pids.items()}
-
-
-def _with_signals(stacks: Mapping[int, Stack], files: Mapping[int, str], hurry: Callable[[], bool]) -> dict[int, Stack]:
-    """The same, where those that could not be seen have been asked for their own account, if they can give one."""
+def _with_signals(
+    stacks: Mapping[int, Stack], files: Mapping[int, str], interrupted: Callable[[], bool]
+) -> dict[int, Stack]:
+    """Fill empty stacks by asking the processes to write their own, if they have a handler for that."""
     unseen = {name: stack for name, stack in stacks.items() if not stack.frames and not stack.stopped}
-    asked = {name: stack for name, stack in unseen.items() if _asked(stack.pid)}
+    asked = {name: stack for name, stack in unseen.items() if _request_own_stack(stack.pid)}
     deadline = time.monotonic() + _LOOK_SECONDS
-    told: dict[int, Stack] = {}
-    while len(told) < len(asked) and time.monotonic() < deadline and not hurry():
-        time.sleep(_WAIT_SECONDS)
+    answered: dict[int, Stack] = {}
+    while len(answered) < len(asked) and time.monotonic() < deadline and not interrupted():
+        time.sleep(_POLL_SECONDS)
         for name, stack in asked.items():
-            frames, text = _own_account(files.get(name, ""))
+            frames, text = _read_own_stack(files.get(name, ""))
             if frames:
-                told[name] = replace(stack, frames=frames, text=f"process {stack.pid}\n{text}")
-    return {**stacks, **told}
+                answered[name] = replace(stack, frames=frames, text=f"process {stack.pid}\n{text}")
+    return {**stacks, **answered}
 
 
-def _asked(pid: int) -> bool:
-    """Whether a process has been asked, its main thread, by the signal for it, which it has a handler for."""
+def _request_own_stack(pid: int) -> bool:
+    """Send the signal for it to the main thread of a process; whether the process has a handler for it."""
     with suppress(OSError, AttributeError):  # a C library without tgkill
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:") and int(line.split()[1], 16) >> (STACKS_SIGNAL - 1) & 1:
@@ -183,8 +182,8 @@ def _asked(pid: int) -> bool:
     return False
 
 
-def _own_account(path: str) -> tuple[tuple[Frame, ...], str]:
-    """The frames of the thread that heard the signal, the main one, and all of the text."""
+def _read_own_stack(path: str) -> tuple[tuple[Frame, ...], str]:
+    """The frames of the main thread, which handled the signal, and the whole text."""
     with suppress(OSError):
         text = Path(path).read_text(errors="replace")
         _, found, last = text.rpartition("Current thread ")
@@ -194,8 +193,8 @@ def _own_account(path: str) -> tuple[tuple[Frame, ...], str]:
     return (), ""
 
 
-def can_be_seen(pid: int) -> bool:
-    """Whether py-spy is there, and the kernel lets it read a process; it checks that when `mem` is opened."""
+def can_be_inspected(pid: int) -> bool:
+    """Whether py-spy is installed and the kernel lets it read a process, which it checks when `mem` is opened."""
     try:
         os.close(os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC))
     except OSError:
@@ -204,34 +203,33 @@ def can_be_seen(pid: int) -> bool:
 
 
 def program() -> str:
-    """Where py-spy is; empty where it is not."""
-    beside = shutil.which("py-spy", path=sysconfig.get_path("scripts"))
-    return beside or shutil.which("py-spy") or ""
+    """The path of py-spy; empty: not installed."""
+    return shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy") or ""
 
 
 def state(pid: int) -> str:
-    """A process's letter in proc(5); empty where there is none."""
+    """A process's state letter, see proc(5); empty: no such process."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
 
 
 def wait_channel(pid: int) -> str:
-    """The kernel function in which a process sleeps; empty where the kernel does not tell."""
+    """The kernel function in which a process sleeps; empty: not known."""
     with suppress(OSError):
         name = Path(f"/proc/{pid}/wchan").read_text().strip()
         return "" if name == "0" else name
     return ""
 
 
-def _with_loader(spy: str, stack: Stack, hurry: Callable[[], bool]) -> Stack:
-    """The rank that waits for its loader's processes, and the first of these that is in the user's code."""
+def _with_loader_worker(spy: str, stack: Stack, interrupted: Callable[[], bool]) -> Stack:
+    """Add the DataLoader worker that the process waits for, if it does: one that runs dataset code or is stopped."""
     if not stack.waits_for_data:
         return stack
     children = _children(stack.pid)
-    seen = _dumps(spy, children, [], _LOOK_SECONDS, hurry)
+    seen = _dumps(spy, children, [], _LOOK_SECONDS, interrupted)
     found = [_stack(pid, seen.get(pid)) for pid in children]
-    busy = [each for each in found if any(frame.file.endswith(_LOADER_FETCHES) for frame in each.frames)]
+    busy = [each for each in found if any(frame.file.endswith(_DATASET_FETCH) for frame in each.frames)]
     others = "".join(f"\n{each.text}" for each in found if each.text)
     stuck = next((each for each in [*busy, *found] if each in busy or each.stopped), None)
     return replace(stack, text=stack.text + others, loader=stuck)
@@ -244,33 +242,33 @@ def _children(pid: int) -> list[int]:
 
 
 def _dumps(
-    spy: str, pids: Collection[int], flags: list[str], seconds: float, hurry: Callable[[], bool]
+    spy: str, pids: Collection[int], flags: list[str], seconds: float, interrupted: Callable[[], bool]
 ) -> dict[int, list[dict[str, Any]]]:
-    """What py-spy says of each process, all at once; those that it does not tell of in time are left out."""
+    """py-spy's output for each process, run in parallel, without those that take too long."""
     pipe, nothing, started = subprocess.PIPE, subprocess.DEVNULL, {}
     stopped = {pid for pid in pids if is_stopped(pid)}
     for pid in pids:
-        # A stopped process is seen without being paused for it.
+        # A stopped process need not be paused.
         words = [spy, "dump", "--json", *flags, *(["--nonblocking"] if pid in stopped else []), "--pid", str(pid)]
         with suppress(OSError):
             started[pid] = subprocess.Popen(words, stdin=nothing, stdout=pipe, stderr=nothing)
     deadline, found = time.monotonic() + seconds, {}
     for pid, process in started.items():
-        text = _said(process, deadline, hurry)
+        text = _output_of(process, deadline, interrupted)
         with suppress(ValueError):
             found[pid] = json.loads(text)
-        if not text and pid not in stopped:  # a dump that was ended in the middle may have left it paused
+        if not text and pid not in stopped:  # a killed py-spy may leave it paused
             with suppress(OSError):
                 os.kill(pid, signal.SIGCONT)
     return found
 
 
-def _said(process: "subprocess.Popen[bytes]", deadline: float, hurry: Callable[[], bool]) -> bytes:
-    while True:  # once in any case: it may have spoken while another one was waited for
+def _output_of(process: "subprocess.Popen[bytes]", deadline: float, interrupted: Callable[[], bool]) -> bytes:
+    while True:  # at least once: it may have ended during the wait for another one
         try:
-            return process.communicate(timeout=_WAIT_SECONDS)[0]
+            return process.communicate(timeout=_POLL_SECONDS)[0]
         except subprocess.TimeoutExpired:
-            if hurry() or time.monotonic() >= deadline:
+            if interrupted() or time.monotonic() >= deadline:
                 process.kill()
                 process.communicate()
                 return b""

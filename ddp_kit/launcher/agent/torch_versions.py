@@ -1,7 +1,7 @@
-"""What the launcher uses of torch that is not public or differs between versions: read here first when torch changes.
+"""The launcher's uses of torch that are not public API or differ between versions. Look here first when torch changes.
 
-Everything is chosen by feature, never by version number. Read in the sources of torch 2.10 to 2.15; docs/versions.md
-has the differences that a user sees.
+The code checks for features, not version numbers. It was checked against the sources of torch 2.10 to 2.15;
+docs/versions.md has the differences that a user sees.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from ddp_kit.errors import UsageError
 
 _GRACE_SECONDS = 30  # torch's default
 
-# Flags of later torch versions that ddpkit acts on itself, so that they work with every version.
+# Flags of later torch versions that ddpkit implements itself, so that they work with every version.
 _LATER_FLAGS: dict[str, dict[str, Any]] = {
     "shutdown_timeout": {
         "type": int,
@@ -35,19 +35,19 @@ _LATER_FLAGS: dict[str, dict[str, Any]] = {
 
 
 def torchrun_parser() -> argparse.ArgumentParser:
-    """torchrun's own parser, with the flags of later versions that ddpkit implements.
+    """torchrun's parser, with the flags of later versions that ddpkit implements.
 
-    Raises `UsageError` where a PET_ variable is invalid.
+    Raises `UsageError` if a PET_ variable is invalid.
     """
     parser = _torchrun_parser()
     for name, settings in _LATER_FLAGS.items():
-        with suppress(argparse.ArgumentError):  # it has this flag already
+        with suppress(argparse.ArgumentError):  # this torch has the flag
             parser.add_argument(f"--{name.replace('_', '-')}", f"--{name}", action=env_or_default, **settings)
     return parser
 
 
 def torchrun_defaults() -> dict[str, Any]:
-    """The settings of the installed torchrun without any flag; a flag that it lacks is not among them."""
+    """The default settings of the installed torchrun, only with the flags that it has."""
     return vars(_torchrun_parser().parse_args(["script.py"]))
 
 
@@ -55,16 +55,16 @@ def _torchrun_parser() -> argparse.ArgumentParser:
     try:
         return torchrun.get_args_parser()
     except ValueError as error:
-        raise UsageError(f"a PET_ variable has a value that cannot be used: {error}", "booleans are 0 or 1") from None
+        raise UsageError(f"a PET_ variable has an invalid value: {error}", "booleans are 0 or 1") from None
 
 
 def local_world_size(words: str) -> int:
-    """The number that --nproc-per-node auto, cpu, gpu or xpu stands for on this machine. Raises `ValueError`."""
+    """The number that --nproc-per-node auto, cpu, gpu or xpu means on this machine. Raises `ValueError`."""
     return int(torchrun.determine_local_world_size(words))
 
 
 def launch_config(settings: argparse.Namespace) -> LaunchConfig:
-    """torchrun's reading of its settings, which raises several kinds of errors."""
+    """torchrun's own `LaunchConfig` for these settings. Raises several kinds of errors."""
     config: LaunchConfig = torchrun.config_from_args(settings)[0]
     return config
 

@@ -1,4 +1,4 @@
-"""What a node says while it waits for others: who is missing, at which endpoint, and what to type there."""
+"""Messages while a node waits for others: how many are missing, at which endpoint, and what to type on them."""
 
 import re
 import shlex
@@ -16,14 +16,14 @@ _STATIC_FLAGS = ("--node-rank", "--master-addr", "--master-port")
 
 
 class Reminder:
-    """When to say it: after 3 s, then at growing intervals."""
+    """When to print the message: after 3 s, then at growing intervals."""
 
     def __init__(self, now: float) -> None:
         self._interval = _FIRST_SECONDS
         self._next = now + self._interval
 
     def due(self, now: float) -> bool:
-        """Whether it is time; once for each time."""
+        """Whether to print now; true once per interval."""
         if now < self._next:
             return False
         self._interval = min(self._interval * _FACTOR, _LONGEST_SECONDS)
@@ -33,24 +33,24 @@ class Reminder:
 
 @dataclass(frozen=True)
 class Commands:
-    """The command line for the other nodes of a job: this node's own, changed as little as they need."""
+    """The command line for the other nodes of a job: this node's, with the flags changed that differ."""
 
     flags: Sequence[str]
     """The launcher's flags as they were typed here."""
     script: str
     nodes: int
-    """How many there are at most."""
+    """The maximum number of nodes."""
     static: bool = False
-    """Whether node ranks are given by --node-rank."""
+    """Whether nodes need --node-rank."""
     master: tuple[str, int] | None = None
-    """With the static rendezvous, where --master-addr and --master-port give the endpoint: these."""
+    """The values of --master-addr and --master-port if they set the endpoint."""
 
     def for_host(self) -> str:
-        """For the node that hosts the rendezvous."""
+        """The command for the node that hosts the rendezvous."""
         return self._command(0, "1")
 
     def for_others(self) -> str:
-        """For a node that does not."""
+        """The command for another node."""
         return self._command(1 if self.nodes == 2 else None, "0")
 
     def _command(self, node_rank: int | None, is_host: str) -> str:
@@ -65,22 +65,22 @@ class Commands:
 
 
 def waiting_for_host(endpoint: str, why: str, commands: Commands) -> str:
-    """What a node says that reaches no host."""
-    return f"no launcher answers at {endpoint} ({why}); on the node that has this address type: {commands.for_host()}"
+    """The message of a node that cannot reach the host."""
+    return f"no launcher answers at {endpoint} ({why}); on the node with this address, type: {commands.for_host()}"
 
 
 def waiting_for_nodes(here: int, limits: Limits, endpoint: tuple[str, int], commands: Commands) -> str:
-    """What the host of the rendezvous says. `here`: how many nodes have joined, itself included."""
+    """The message of the host of the rendezvous. `here`: how many nodes have joined, including itself."""
     are = f"{here} of {limits.min_nodes} nodes {'is' if here == 1 else 'are'} here"
     if here >= limits.min_nodes:
         return f"{are}, which is enough; waiting up to {limits.last_call:g} s for more (last_call_timeout)"
     where = f"{endpoint[0]}:{endpoint[1]}"
     if is_loopback(endpoint[0]):
         return (
-            f"{are}; waiting up to {limits.join:g} s at {where}, which no other machine can reach. On several machines "
-            f"start this one again too, each with this one's address and its own rank: {commands.for_others()}"
+            f"{are}; waiting up to {limits.join:g} s at {where}, which no other machine can reach. To use several "
+            f"machines, start all of them with this one's address and their own rank: {commands.for_others()}"
         )
-    return f"{are}; waiting up to {limits.join:g} s at {where}; on the other nodes type: {commands.for_others()}"
+    return f"{are}; waiting up to {limits.join:g} s at {where}; on the other nodes, type: {commands.for_others()}"
 
 
 def _without_static(words: Sequence[str]) -> list[str]:

@@ -1,8 +1,8 @@
-"""Whether the ranks of this node still do anything: a pure rule, without files or a clock of its own.
+"""The rule that decides whether the ranks of this node hang. Pure, without files or a clock.
 
-each look: the signs of life of every rank that runs
-    a sign has changed                    that rank is alive; twice the longest pause so far is allowed
-    nobody's has, for the limit's time    a hang: once one rank is stuck, all others soon wait for it
+each look: the heartbeats of all ranks that run
+    a heartbeat has changed               that rank is alive; twice the longest pause so far is allowed
+    none has, for the limit's time        a hang: once one rank is stuck, all others soon wait for it
 """
 
 import re
@@ -13,28 +13,28 @@ from ddp_kit.heartbeat import Phase, Signs
 from ddp_kit.launcher.agent.stacks import Stack
 
 DEFAULT_SECONDS = 300.0
-"""After which nobody is waited for any longer, where the run itself has not shown that it makes longer pauses."""
+"""The limit, unless the run has made longer pauses before."""
 _LONGEST_LOOK_SECONDS = 1.0
-_PAUSES = 2  # so many times the longest pause is too long: an evaluation may compile once more
+_PAUSE_FACTOR = 2  # times the longest pause is too long: a later evaluation may compile again
 _FIRST_STEPS = 2
 _FIRST_COLLECTIVES = 10
-_FIRST_ALLOWANCE = 10
-_OF_OTHER_NODES = 1.5  # times the limit: other nodes, which may have the cause, come first
-# What waits for a person.
+_STARTUP_FACTOR = 10  # times the limit, for the first steps or collectives
+_OTHER_NODES_FACTOR = 1.5  # times the limit: other nodes, which may have the cause, report first
+# Files of debuggers, which wait for a person.
 _DEBUGGER = re.compile(r"(^|/)(i?pdb|bdb|pudb/\w+|debugpy/.*|pydevd\w*)\.py$")
 
 
 @dataclass(frozen=True)
 class Quiet:
-    """Nobody on this node has done anything."""
+    """No rank of this node has made progress."""
 
     seconds: float
     limit: float
 
     @property
     def long(self) -> bool:
-        """So long that another node would have said so if the cause were there to be seen."""
-        return self.seconds >= _OF_OTHER_NODES * self.limit
+        """Long enough that another node would have reported the hang if it had found the cause."""
+        return self.seconds >= _OTHER_NODES_FACTOR * self.limit
 
 
 @dataclass
@@ -44,15 +44,15 @@ class _Rank:
 
 
 class Watch:
-    """One round of this node. `floor`: seconds; `any_script`: whether collectives without a Trainer count, too."""
+    """Watches one round of this node. `floor`: the minimum limit, seconds. `any_script`: not only Trainer runs."""
 
     def __init__(self, floor: float, any_script: bool, now: float) -> None:
         self._floor = floor
         self._any_script = any_script
         self._ranks: dict[int, _Rank] = {}
-        self._looked = now
-        self._pause = 0.0  # the longest so far
-        self._stopped = 0.0  # for so long, any rank
+        self._last_look = now
+        self._pause = 0.0  # the longest pause so far
+        self._stopped = 0.0  # how long a signal has kept any rank stopped
 
     @property
     def period(self) -> float:
@@ -61,39 +61,39 @@ class Watch:
 
     def due(self, now: float) -> float:
         """Seconds until the next look."""
-        return max(0.0, self._looked + self.period - now)
+        return max(0.0, self._last_look + self.period - now)
 
     def look(self, signs: Mapping[int, Signs], now: float, *, stopped: bool = False) -> Quiet | None:
-        """`signs`: of each rank that still runs. Returns for how long nobody has done anything, once that is too long.
+        """Returns how long no rank has made progress, once that is too long. `signs`: of each rank that still runs.
 
-        `stopped`: whether a signal has stopped any of them; that one is not in the midst of anything long. Only time in
-        which somebody looked counts: where the whole machine, or this process, stood still, nobody hangs.
+        `stopped`: whether a signal has stopped any of them, which needs no allowance for long operations. Time counts
+        only up to two periods per look, so that a suspended machine or launcher is not taken for a hang.
         """
-        passed = min(now - self._looked, 2 * self.period)
-        self._looked = now
+        passed = min(now - self._last_look, 2 * self.period)
+        self._last_look = now
         known = self._ranks
         self._ranks = {rank: self._after(known.get(rank), found, passed) for rank, found in signs.items()}
         self._stopped = self._stopped + passed if stopped else 0.0
         quiet, limit = min(rank.idle for rank in self._ranks.values()), self.limit
         if stopped:
             quiet, limit = min(quiet, self._stopped), self._floor
-        elif not self._expected():
+        elif not self._progress_expected():
             return None
         return Quiet(quiet, limit) if quiet >= limit else None
 
     def start_again(self) -> None:
-        """What was quiet had its reason."""
+        """Reset the idle times: the pause had a legitimate reason."""
         for rank in self._ranks.values():
             rank.idle = 0.0
 
     @property
     def limit(self) -> float:
-        """Seconds without any sign that are too many by now."""
-        return max(self._floor * (1 if self._settled else _FIRST_ALLOWANCE), _PAUSES * self._pause)
+        """Seconds without progress that count as a hang at this point of the run."""
+        return max(self._floor * (1 if self._settled else _STARTUP_FACTOR), _PAUSE_FACTOR * self._pause)
 
     @property
     def _settled(self) -> bool:
-        """A save waits for the disk, for as long as that takes: there the allowance of the first steps holds."""
+        """Whether the run is past its first steps; not while it saves, because a disk may be slow."""
         signs = [rank.signs for rank in self._ranks.values()]
         return all(map(self._has_settled, signs)) and all(each.phase is not Phase.CHECKPOINT for each in signs)
 
@@ -107,23 +107,23 @@ class Watch:
             return _Rank(found)
         if known.signs == found:
             return _Rank(found, known.idle + passed)
-        if self._is_expected(known.signs):  # else it did what it liked
+        if self._in_trainer(known.signs):  # else user code, whose pauses say nothing about the Trainer
             self._pause = max(self._pause, known.idle)
         return _Rank(found)
 
-    def _expected(self) -> bool:
-        """Whether anyone is where something has to happen: in the Trainer, or in a collective before others."""
+    def _progress_expected(self) -> bool:
+        """Whether any rank should make progress: it is in the Trainer, or in a collective that others did not reach."""
         every = [rank.signs for rank in self._ranks.values()]
         apart = self._any_script and len({signs.collectives for signs in every}) > 1
-        return apart or any(map(self._is_expected, every))
+        return apart or any(map(self._in_trainer, every))
 
     @staticmethod
-    def _is_expected(signs: Signs) -> bool:
+    def _in_trainer(signs: Signs) -> bool:
         return not signs.phase.is_script_s
 
 
 def culprit(signs: Mapping[int, Signs], stacks: Mapping[int, Stack]) -> int:
-    """The rank that the others wait for: one that is stopped, or not in a collective; else the one that is behind."""
+    """The rank that the others wait for: a stopped one, or one not in a collective, or the one furthest behind."""
 
     def order(rank: int) -> tuple[bool, bool, int, int, int, int, int]:
         stack, own = stacks.get(rank, Stack()), signs[rank]
@@ -136,15 +136,15 @@ def culprit(signs: Mapping[int, Signs], stacks: Mapping[int, Stack]) -> int:
 
 
 def all_wait(stacks: Collection[Stack]) -> bool:
-    """Whether the cause is not among them: each only waits for other ranks."""
+    """Whether each of them only waits for other ranks, so that the cause is elsewhere."""
     return bool(stacks) and all(stack.waits_for_ranks and not stack.stopped for stack in stacks)
 
 
 def may_take_long(signs: Signs) -> bool:
-    """Whether a rank is in the user's own code, which the others may be waiting for with good reason."""
+    """Whether a rank is in the user's code, for which the others may have to wait."""
     return signs.phase.is_script_s or signs.phase is Phase.CALLBACKS
 
 
 def is_debugged(stacks: Iterable[Stack]) -> bool:
-    """Whether a person looks into one of them."""
+    """Whether a debugger runs in one of them."""
     return any(_DEBUGGER.search(frame.file) for stack in stacks for frame in stack.frames)

@@ -1,4 +1,4 @@
-"""The worker processes of one round on one node: started warm where that can be, cold where not."""
+"""The worker processes of one round on one node."""
 
 import json
 import os
@@ -17,31 +17,31 @@ from ddp_kit.env import STACKS_FILE
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.heartbeat import Phase, read_heartbeat
-from ddp_kit.launcher import hints, last_words
+from ddp_kit.launcher import hints, tracebacks
 from ddp_kit.launcher.agent import torch_versions
 from ddp_kit.launcher.agent.hangs import Hangs
 from ddp_kit.launcher.agent.inbox import Inbox, wait_readable
 from ddp_kit.launcher.agent.logs import RoundLogs
-from ddp_kit.launcher.agent.stacks import can_be_seen, state
+from ddp_kit.launcher.agent.stacks import can_be_inspected, state
 from ddp_kit.launcher.cgroups import oom_kills
 from ddp_kit.launcher.job import RankAssignment
-from ddp_kit.launcher.output import LastWords
+from ddp_kit.launcher.output import FinalOutput
 from ddp_kit.launcher.plan import Plan
 from ddp_kit.launcher.warm.client import Process, WarmServer
 
 _SIGNAL_LOOK_SECONDS = 0.05
-_SLEEP_LOOK_SECONDS = 1.0  # between two looks for workers in uninterruptible sleep, where the user has asked for them
-# In the kernel's uninterruptible sleep a process outlives SIGKILL; the launcher does not wait for it.
+_SLEEP_LOOK_SECONDS = 1.0  # between two checks for workers in uninterruptible sleep, if the user asked for them
+# A process in the kernel's uninterruptible sleep survives SIGKILL; the launcher does not wait for it any longer.
 _UNKILLABLE_SECONDS = 5.0
-# For those that train with one that has failed. There is nothing left to save, which is what a Trainer does when it is
-# told to stop; and in a collective of NCCL it would not even hear of that. Others end at SIGTERM, or have reasons.
-_IN_VAIN_SECONDS = 0.2
-_SAVING_SECONDS = 1.0  # what a save in hand gets, as long as others do not wait for it for long
-_LAST_OUTPUT_SECONDS = 2.0  # for what is left in the pipes, once all workers have ended
+# From SIGTERM to SIGKILL for ranks that train with a failed one: they cannot save without it, and Python handlers do
+# not run during an NCCL collective.
+_TRAINING_SECONDS = 0.2
+_SAVING_SECONDS = 1.0  # the same while one of them saves
+_LAST_OUTPUT_SECONDS = 2.0  # to read the rest of the pipes, once all workers have ended
 
 
 class Workers:
-    """Watched without polling: `poll` when one of `watched` is readable or `timeout` is over, until all have ended."""
+    """Call `poll` when one of `watched` is readable or `timeout` has passed, until it returns True."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class Workers:
         say: Callable[[str], None],
         on_failure: Callable[[], None],
     ) -> None:
-        """`warm`: who starts them; None: this process. `on_failure`: called before others are stopped for a failure.
+        """`warm`: starts the workers; None: this process does. `on_failure`: called before a failure stops the others.
 
-        Raises `LaunchError` where the folder for logs cannot be used.
+        Raises `LaunchError` if the log folder cannot be used.
         """
         self.assignment = assignment
         self._plan, self._warm, self._inbox, self._say, self._on_failure = plan, warm, inbox, say, on_failure
@@ -68,20 +68,20 @@ class Workers:
         self._interrupted = False
         self._began = time.monotonic()
         self._oom_kills = oom_kills()
-        self._asleep_since: dict[int, float] = {}  # those in the kernel's uninterruptible sleep
+        self._asleep_since: dict[int, float] = {}  # ranks in the kernel's uninterruptible sleep
         self._after: dict[int, float] = {}  # local rank -> seconds from the start to its end
         self._terminated: set[int] = set()
-        self._words: dict[int, LastWords] | None = None  # once all have ended
+        self._final_output: dict[int, FinalOutput] | None = None  # once all have ended
 
     @property
     def pids(self) -> dict[int, int]:
-        """Of all that were started, by local rank."""
+        """The process ids of all started workers, by local rank."""
         return {rank: process.pid for rank, process in self._processes.items()}
 
     # Starting ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start them. Raises `LaunchError` where they cannot be, `UsageError` for a NUMA binding that is not there."""
+        """Start all workers. Raises `LaunchError` if that fails, `UsageError` if --numa-binding is not available."""
         if self._warm is None:
             for rank in self._envs:
                 self._processes[rank] = self._start_here(rank)
@@ -91,8 +91,8 @@ class Workers:
         self._logs.start()
 
     def _start_warm(self, warm: WarmServer) -> dict[int, Process | subprocess.Popen[bytes]]:
-        processes = {rank: self._ask(warm, rank) for rank in self._envs}
-        if not self._answered(processes.values(), warm):
+        processes = {rank: self._request_start(warm, rank) for rank in self._envs}
+        if not self._wait_for_answers(processes.values(), warm):
             return {}
         for rank, process in processes.items():
             if process.error:
@@ -101,7 +101,7 @@ class Workers:
             self._say(f"starting cold: {reason}")
         return {**processes}
 
-    def _ask(self, warm: WarmServer, local_rank: int) -> Process:
+    def _request_start(self, warm: WarmServer, local_rank: int) -> Process:
         return warm.start(
             self._plan.words(local_rank),
             self._envs[local_rank],
@@ -109,13 +109,13 @@ class Workers:
             self._output.ends(local_rank),
             self._cores(local_rank),
             self.hangs.counts_every,
-            "" if can_be_seen(warm.pid) else self._beside_error_file(local_rank, STACKS_FILE),
+            "" if can_be_inspected(warm.pid) else self._next_to_error_file(local_rank, STACKS_FILE),
         )
 
-    def _answered(self, processes: Collection[Process], warm: WarmServer) -> bool:
-        """Wait for the server. False where the launcher is told to stop while the server still imports torch.
+    def _wait_for_answers(self, processes: Collection[Process], warm: WarmServer) -> bool:
+        """Wait until the server has started all workers. False if a stop signal arrives while it still imports torch.
 
-        Once it has answered for one worker, others may run, too, and want to hear of the signal.
+        Once one worker has started, a first signal has to reach the workers, so only a second one ends the wait.
         """
         for process in processes:
             while not process.answered:
@@ -123,11 +123,11 @@ class Workers:
                 warm.pump()
                 signals = 2 if any(each.answered for each in processes) else 1
                 if self._inbox.signals >= signals:
-                    return False  # the agent's loop acts on it; it ends the server, and with it the workers
+                    return False  # the agent's loop acts on the signal and ends the server with its workers
         return True
 
     def _start_here(self, local_rank: int) -> "subprocess.Popen[bytes]":
-        """Where there is no server: on other systems than Linux."""
+        """Start a worker without the server, which exists only on Linux."""
         words, (out, err) = self._plan.words(local_rank), self._output.ends(local_rank)
         try:
             return subprocess.Popen(words, env=self._envs[local_rank], stdout=out, stderr=err, start_new_session=True)
@@ -135,29 +135,29 @@ class Workers:
             raise _cannot_start(words[0], error.strerror or str(error)) from None
 
     def _cores(self, local_rank: int) -> tuple[int, ...]:
-        """--numa-binding's, else those near the worker's GPU."""
+        """The cores that --numa-binding selects, else those near the worker's GPU."""
         if self._plan.numa_binding is None:
             return self._plan.places[local_rank].cpus
         try:
             first = local_rank * self._plan.gpus_per_process
             return tuple(sorted(torch_versions.numa_cpus(first, self._plan.numa_binding)))
-        except Exception as error:  # whatever the machine does not tell torch
+        except Exception as error:  # torch raises different errors, depending on what the machine lacks
             raise UsageError(
                 f"--numa-binding is not available on this machine: {error}", "leave it out, or install numactl"
             ) from None
 
-    def _beside_error_file(self, local_rank: int, name: str) -> str:
+    def _next_to_error_file(self, local_rank: int, name: str) -> str:
         path = self.error_files[local_rank]
         return "" if path == os.devnull else str(Path(path).with_name(name))
 
     # Watching ----------------------------------------------------------------------------------------------------
 
     def watched(self) -> list[Any]:
-        """What becomes readable when a worker ends."""
+        """Objects that become readable when a worker ends."""
         return [self._warm] if self._warm is not None and not self._warm.gone else []
 
     def timeout(self) -> float | None:
-        """Seconds after which `poll` has something to decide though no worker has ended; None: never."""
+        """Seconds after which to call `poll` even if no worker has ended; None: never."""
         server = self._warm.silence_left() if self._warm is not None and not self._warm.gone else None
         allowed = self._plan.uninterruptible_state_timeout
         asleep = min(_SLEEP_LOOK_SECONDS, allowed / 4) if allowed else None
@@ -165,13 +165,13 @@ class Workers:
         return min((seconds for seconds in waits if seconds is not None), default=None)
 
     def _timeout_of_others(self) -> float | None:
-        """Seconds that are left to the others once a worker has saved and asked for another run; None: no limit."""
+        """Seconds left for the others, after a worker has saved and asked for another run; None: no limit."""
         left = [self._after[rank] for rank in self._after if self._exit_code(rank) == ExitCode.REQUEUE]
         limit = self._plan.shutdown_timeout
         return max(0.0, self._began + min(left) + limit - time.monotonic()) if left else None
 
     def poll(self) -> bool:
-        """Whether all have ended. Once one has failed, or does nothing any more, the others are stopped first."""
+        """Whether all workers have ended. Stops the others first if one has failed or hangs."""
         self._note_ends()
         self._end_if_hung(self.hangs.look(self._pids_running()))
         self._end_if_hung(self._asleep_too_long())
@@ -180,7 +180,7 @@ class Workers:
         if self._running and not failed and self._timeout_of_others() != 0.0:
             return False
         if failed or any(codes.values()):
-            if self._running and not self.hangs.found and any(map(self._is_late, codes)):
+            if self._running and not self.hangs.found and any(map(self._timed_out, codes)):
                 self._end_if_hung(self.hangs.after_timeout(self._pids_running()))
             self._on_failure()
         if failed:
@@ -192,7 +192,7 @@ class Workers:
         return {rank: self._processes[rank].pid for rank in sorted(self._running)}
 
     def _asleep_too_long(self) -> int | None:
-        """One that was in the kernel's uninterruptible sleep at all looks for so long: a failure like a hang."""
+        """A local rank in the kernel's uninterruptible sleep at every check for too long, which counts as a hang."""
         allowed, now, pids = self._plan.uninterruptible_state_timeout, time.monotonic(), self._pids_running()
         if not allowed:
             return None
@@ -201,8 +201,8 @@ class Workers:
         late = {rank: pids[rank] for rank, since in self._asleep_since.items() if now - since >= allowed}
         return self.hangs.asleep(late)
 
-    def _is_late(self, local_rank: int) -> bool:
-        """Whether this one has ended because other ranks did not come to a collective."""
+    def _timed_out(self, local_rank: int) -> bool:
+        """Whether this worker ended because other ranks did not reach a collective."""
         code = self._exit_code(local_rank)
         if not code:
             return False
@@ -235,71 +235,72 @@ class Workers:
     # How they ended ----------------------------------------------------------------------------------------------
 
     def failures(self) -> dict[int, ProcessFailure]:
-        """Those that have ended with another exit code than 0, by rank: the first to fail first."""
-        hung = self.hangs.found  # in the kernel's uninterruptible sleep one outlives its kill, and is left behind
+        """The workers that ended with an exit code other than 0, by rank, in the order of their ends."""
+        hung = self.hangs.found  # a hung worker in uninterruptible sleep survives SIGKILL and has no exit code
         codes = {rank: self._exit_code(rank) or -signal.SIGKILL * (rank in hung) for rank in self._processes}
         return {
             self.assignment.first_rank + rank: self._process_failure(rank, self._processes[rank].pid, codes[rank])
-            for rank in sorted(self._processes, key=lambda rank: self.story(rank)[::-1])
+            for rank in sorted(self._processes, key=lambda rank: self.end_of(rank)[::-1])
             if codes[rank]
         }
 
     def _process_failure(self, local_rank: int, pid: int, code: int) -> ProcessFailure:
-        """What torch makes of a worker's end and its error file, if that has one of torch's forms."""
+        """torch's record of a worker's end, with its error file if torch can read that."""
         path = self.error_files[local_rank]
         return ProcessFailure(local_rank, pid, code, path if _is_error_file(path) else "")
 
-    def story(self, local_rank: int) -> tuple[float, bool]:
-        """Seconds from the start of the workers to this one's end, and whether it had been told to stop."""
+    def end_of(self, local_rank: int) -> tuple[float, bool]:
+        """Seconds from the start of the workers to this one's end, and whether the launcher had terminated it."""
         return self._after.get(local_rank, 0.0), local_rank in self._terminated
 
     def ended_well(self) -> tuple[int, ...]:
-        """The ranks that had ended with exit code 0 before anyone was told to stop."""
+        """The ranks that exited with code 0 before the launcher terminated any."""
         well = [rank for rank in sorted(self._after) if rank not in self._terminated and self._exit_code(rank) == 0]
         return tuple(self.assignment.first_rank + rank for rank in well)
 
     def saved(self) -> bool:
-        """Whether the workers have ended with the exit code that asks for another run, and none in another way."""
+        """Whether the workers asked for another run with their exit code, and none failed."""
         codes = {self._exit_code(rank) for rank in self._after}
         return ExitCode.REQUEUE in codes and codes <= {0, ExitCode.REQUEUE}
 
-    def last_words(self, local_rank: int) -> LastWords:
-        """How a failed worker ended, in its own words."""
-        return (self._words or {}).get(local_rank, LastWords())
+    def final_output(self, local_rank: int) -> FinalOutput:
+        """The final output of a failed worker."""
+        return (self._final_output or {}).get(local_rank, FinalOutput())
 
     def killed_for_memory(self) -> bool:
-        """Whether the kernel has killed any process for want of memory since the workers were started."""
+        """Whether the kernel has killed any process for lack of memory since the workers were started."""
         return oom_kills() > self._oom_kills
 
     def lost(self, local_rank: int) -> bool:
-        """Whether this one died because the warm server did."""
+        """Whether this worker died because the warm server died."""
         return bool(getattr(self._processes[local_rank], "lost", False))
 
     # Signals and stopping ----------------------------------------------------------------------------------------
 
-    def pass_on(self, number: signal.Signals) -> None:
-        """Give a signal to every worker that has something to do with it; the others it would end."""
-        deaf = []
+    def forward_signal(self, number: signal.Signals) -> None:
+        """Send a signal to every worker that handles it; it would kill the others."""
+        without_handler = []
         for rank in sorted(self._running):
             pid = self._processes[rank].pid
             if not handles(pid, number):
-                deaf.append(str(rank))
+                without_handler.append(str(rank))
                 continue
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-        if deaf:
-            self._say(f"{number.name} was not passed on to local rank {', '.join(deaf)}: no handler for it there")
+        if without_handler:
+            ranks = ", ".join(without_handler)
+            self._say(f"{number.name} was not forwarded to local rank {ranks}, which has no handler for it")
 
     def stop_after_failure(self) -> None:
-        """End what still runs, now that another worker has failed."""
+        """End the workers that still run, after another one failed."""
         if Phase.OUTSIDE in self._phases():
             self.stop()
             return
-        self._tell(signal.SIGTERM)
+        self._signal_workers(signal.SIGTERM)
         began = time.monotonic()
         while self._running and self._inbox.signals < 2:
             saving = Phase.CHECKPOINT in self._phases()
-            allowed = min(self._plan.shutdown_timeout, _SAVING_SECONDS if saving else _IN_VAIN_SECONDS)
+            allowed = min(self._plan.shutdown_timeout, _SAVING_SECONDS if saving else _TRAINING_SECONDS)
             left = began + allowed - time.monotonic()
             if left <= 0:
                 break
@@ -310,14 +311,14 @@ class Workers:
         return {read_heartbeat(self.error_files[rank]).phase for rank in self._running}
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End what still runs: `number`; after the shutdown timeout, or at a second signal to the launcher, SIGKILL."""
+        """Send `number`; then SIGKILL after the shutdown timeout, or at a second signal to the launcher."""
         if self._processes:
             self._end(number, self._plan.shutdown_timeout)
 
     def _end(self, number: signal.Signals, seconds: float) -> None:
         self._note_ends()
         if self._running:
-            self._tell(number)
+            self._signal_workers(number)
             deadline = time.monotonic() + seconds
             while self._running and time.monotonic() < deadline and self._inbox.signals < 2:
                 self._wait_for_ends(deadline - time.monotonic())
@@ -325,21 +326,21 @@ class Workers:
             deadline = time.monotonic() + max(seconds, _UNKILLABLE_SECONDS)
             while self._running and time.monotonic() < deadline:
                 self._wait_for_ends(deadline - time.monotonic())
-        self._settle()
+        self._clean_up()
 
-    def _settle(self) -> None:
-        """All have ended: clear up after them, and take their last words."""
-        if self._words is not None:
+    def _clean_up(self) -> None:
+        """After all workers have ended: remove what they left, and keep the final output of failed ones."""
+        if self._final_output is not None:
             return
         if self._warm is not None:
             self._warm.clear(well=not any(map(self._exit_code, self._after)))
         self.hangs.remove_empty_files()
         failed = [rank for rank in self._after if self._exit_code(rank)]
-        cause = any(rank not in self._terminated for rank in failed)  # else what they say of being stopped is shown
-        self._words = self._output.end(
+        has_cause = any(rank not in self._terminated for rank in failed)  # else show tracebacks of terminated ranks
+        self._final_output = self._output.end(
             failed,
-            suppress_trace=lambda trace: cause or hints.is_secondary(trace) or last_words.is_interrupt(trace),
-            is_secondary=lambda trace: hints.is_secondary(trace) or last_words.is_interrupt(trace),
+            suppress_trace=lambda trace: has_cause or hints.is_secondary(trace) or tracebacks.is_interrupt(trace),
+            is_secondary=lambda trace: hints.is_secondary(trace) or tracebacks.is_interrupt(trace),
             seconds=_LAST_OUTPUT_SECONDS,
             interrupted=lambda: self._inbox.signals > 1,
         )
@@ -348,11 +349,11 @@ class Workers:
         self._logs.end()
 
     def _is_ending(self, local_rank: int) -> bool:
-        """Whether a rank that has written a traceback ends of it: it has noted its error, or was told by Ctrl-C."""
+        """Whether a rank that printed a traceback is ending: it wrote its error file, or was interrupted by Ctrl-C."""
         return self._interrupted or Path(self.error_files[local_rank]).is_file()
 
-    def _tell(self, number: signal.Signals) -> None:
-        """Tell the ranks alone, who need their data loaders to save; a program of another kind with all it started."""
+    def _signal_workers(self, number: signal.Signals) -> None:
+        """Signal only the ranks, because they need their DataLoader workers to save; wrapped programs as a group."""
         self._terminated |= self._running - self.hangs.found.keys()
         self._interrupted |= number == signal.SIGINT
         for rank in self._running:
@@ -361,7 +362,7 @@ class Workers:
                 (os.killpg if self._plan.is_wrapped else os.kill)(pid, number)
 
     def _kill(self, local_ranks: Iterable[int]) -> None:
-        """End these ranks at once; the server sees to all that they have started."""
+        """Kill these ranks; the server kills the processes they started."""
         for rank in local_ranks:
             proc = self._processes[rank]
             if self._warm is not None and isinstance(proc, Process):
@@ -371,24 +372,24 @@ class Workers:
                     os.killpg(proc.pid, signal.SIGKILL)
 
     def _wait_for_ends(self, timeout: float) -> None:
-        """Until a worker ends, or for a moment: the caller looks for signals in between."""
+        """Wait until a worker ends, but only for a moment, so that the caller can check for signals."""
         wait_readable(self.watched(), min(timeout, _SIGNAL_LOOK_SECONDS))
         self._note_ends()
 
 
 def note_of(failure: ProcessFailure) -> dict[str, Any]:
-    """The note in a worker's error file, by the script itself or by `warm.script`; empty where there is no file.
+    """The content of a worker's error file, written by the script or by `uncaught.leave_note`; empty: no file.
 
-    Torch's own handler writes a dict; other programs write the message as a plain string, which torch accepts, too.
+    torch's handler writes a dict; other programs write a plain string, which torch accepts too.
     """
     if isinstance(failure.message, dict):
         return failure.message
-    given = os.path.isfile(failure.error_file)  # noqa: PTH113  # without a file torch makes a message up
+    given = os.path.isfile(failure.error_file)  # noqa: PTH113  # without a file, torch makes up a message
     return {"message": failure.message} if given else {}
 
 
 def handles(pid: int, number: signal.Signals) -> bool:
-    """Whether a process catches or ignores a signal, instead of being ended by it."""
+    """Whether a process catches or ignores a signal, so that it survives it."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith(("SigCgt:", "SigIgn:")) and int(line.split()[1], 16) >> (number - 1) & 1:
@@ -397,7 +398,7 @@ def handles(pid: int, number: signal.Signals) -> bool:
 
 
 def _is_error_file(path: str) -> bool:
-    """Whether torch can read this file; it writes a traceback of its own to the console where it cannot."""
+    """Whether torch can read this file; otherwise torch would print a traceback of its own."""
     try:
         error = json.loads(Path(path).read_bytes())
         message = error["message"]
@@ -408,4 +409,4 @@ def _is_error_file(path: str) -> bool:
 
 
 def _cannot_start(command: str, why: str) -> LaunchError:
-    return LaunchError(f"{command} cannot be started: {why}", "check that it can be run by hand")
+    return LaunchError(f"{command} cannot be started: {why}", "check that you can run it by hand")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_kit.launcher.last_words import failed_at_start, is_interrupt, message_of, shortened, split
+from ddp_kit.launcher.tracebacks import failed_at_start, is_interrupt, message_of, shortened, split
 
 PLAIN = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: no\n'
 

@@ -1,4 +1,4 @@
-"""Rendezvous of other kinds, etcd or a plug-in's: torch's own agent runs these jobs, with cold workers."""
+"""Run the job with torch's own agent, without the warm start: for etcd and rendezvous plug-ins."""
 
 import argparse
 import os
@@ -23,20 +23,20 @@ from ddp_kit.launcher.warm.client import WarmServer
 
 
 def config(plan: Plan, folder: str) -> LaunchConfig:
-    """torch's own reading of the settings. Raises `UsageError` where it refuses them."""
+    """torch's own `LaunchConfig` for the plan. Raises `UsageError` if torch rejects the settings."""
     settings = argparse.Namespace(**plan.torchrun)
     settings.log_dir = folder
     settings.signals_to_handle = ",".join(plan.signals_to_handle)
-    settings.node_rank = 0  # not used there; the user has been told
+    settings.node_rank = 0  # unused; a notice has said so
     try:
-        with private_files():  # torch makes the folder of --log-dir here
+        with private_files():  # torch creates the folder of --log-dir here
             return torch_versions.launch_config(settings)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
-        raise UsageError(f"torch refuses this command line: {error}", "see `ddpkit launch --help`") from None
+        raise UsageError(f"torch rejects this command line: {error}", "see `ddpkit launch --help`") from None
 
 
 def run(plan: Plan, folder: str, warm: WarmServer | None) -> tuple[Outcome, dict[int, ProcessFailure]]:
-    """How it ended, and torch's own record of the failures. `warm` is left alone."""
+    """Run the job; return its outcome and torch's record of the failures. `warm` is not used."""
     os.environ.update(plan.env)
     program, *arguments = plan.command
     try:
@@ -46,16 +46,15 @@ def run(plan: Plan, folder: str, warm: WarmServer | None) -> tuple[Outcome, dict
     except SignalException as error:
         return Outcome(stopped_by=error.sigval), {}
     except ValueError as error:
-        raise UsageError(f"torch refuses this rendezvous: {error}", "see `ddpkit launch --help`") from None
+        raise UsageError(f"torch rejects this rendezvous: {error}", "see `ddpkit launch --help`") from None
     except RendezvousClosedError:
         raise LaunchError(
-            f"the rendezvous {plan.rendezvous.run_id!r} at {plan.rendezvous.host} is closed: a job of this id has ended"
-            " there",
+            f"the rendezvous {plan.rendezvous.run_id!r} at {plan.rendezvous.host} is closed: its job has ended",
             "start the job with another --rdzv-id; with store_type=file, remove the file first",
         ) from None
     except (RendezvousError, DistError, ImportError) as error:
         raise LaunchError(
-            f"the nodes of the job did not come together by --rdzv-backend {plan.rendezvous.backend}: "
+            f"the nodes of the job did not meet with --rdzv-backend {plan.rendezvous.backend}: "
             f"{error or type(error).__name__}",
             "check --rdzv-backend and --rdzv-endpoint; c10d needs nothing but torch",
         ) from None
@@ -66,7 +65,7 @@ def run(plan: Plan, folder: str, warm: WarmServer | None) -> tuple[Outcome, dict
 
 def _failure(rank: int, failure: ProcessFailure) -> Failure:
     message = masked(str(note_of(failure).get("message", "")), os.environ)
-    terminated = failure.exitcode == -signal.SIGTERM  # that is how torch's agent ends the others
+    terminated = failure.exitcode == -signal.SIGTERM  # how torch's agent ends the others
     return Failure(
         rank,
         failure.local_rank,
@@ -79,9 +78,9 @@ def _failure(rank: int, failure: ProcessFailure) -> Failure:
 
 
 def _end_leftovers(shutdown_timeout: float, warm: WarmServer | None) -> None:
-    """End the workers that torch forgot: a signal in the middle of their start leaves it without a list of them.
+    """End workers that torch's agent does not know: it forgets them if a signal arrives while it starts them.
 
-    `warm`: no worker, and deaf to SIGTERM.
+    `warm`: the server, which is not a worker.
     """
     left = [child for child in psutil.Process().children() if warm is None or child.pid != warm.pid]
     for worker in left:

@@ -1,16 +1,16 @@
-"""The job of a single node: decided in this process, with nothing listening beyond loopback."""
+"""The link to a job of a single node, whose state machine runs in this process. It listens on loopback only."""
 
 import socket
 import time
 from dataclasses import replace
 
-from ddp_kit.launcher.agent.inbox import Inbox, Placed
+from ddp_kit.launcher.agent.inbox import Inbox, StartRound
 from ddp_kit.launcher.agent.listening import listen
 from ddp_kit.launcher.job import Go, Job, Limits, Node, Order, Report, State
 
 
-class Solo:
-    """What `meeting.Meeting` is for several nodes."""
+class SingleNodeLink:
+    """The counterpart of `multi_node.MultiNodeLink` for one node."""
 
     def __init__(self, node: Node, limits: Limits, inbox: Inbox) -> None:
         self._node, self.number = node, node.number
@@ -21,26 +21,26 @@ class Solo:
 
     @property
     def pulse(self) -> float | None:
-        """Seconds until the next round starts, where it waits; the job is here, and nothing else takes time."""
+        """Seconds until the next call of `check`; None: the next round does not wait for a time."""
         return self._job.timeout(time.monotonic())
 
     def join(self) -> None:
-        """Take part."""
-        self._pass_on(self._job.joined(replace(self._node, port=self._listen()), time.monotonic()))
+        """Join the job."""
+        self._enqueue(self._job.joined(replace(self._node, port=self._listen()), time.monotonic()))
 
     def report(self, report: Report) -> None:
-        """Say how the workers of this node are. That it leaves, or is about to fail, there is nobody to tell."""
+        """Report the state of the workers. LEFT and FAILING only matter to other nodes."""
         if report.state in (State.LEFT, State.FAILING):
             return
         port = 0 if report.state is State.DONE else self._listen()
-        self._pass_on(self._job.reported(replace(report, port=port), time.monotonic()))
+        self._enqueue(self._job.reported(replace(report, port=port), time.monotonic()))
 
     def check(self) -> None:
-        """Start the round that was waiting, once it is time."""
+        """Start the next round when it is due."""
         if self.pulse == 0.0:
             now = time.monotonic()
             self._job.heard(self.number, now)
-            self._pass_on(self._job.tick(now))
+            self._enqueue(self._job.tick(now))
 
     def take_listening(self) -> socket.socket | None:
         """The socket for the workers' store of the next round."""
@@ -48,7 +48,7 @@ class Solo:
         return listening
 
     def close(self) -> None:
-        """Leave nothing open."""
+        """Close the socket."""
         if self._listening is not None:
             self._listening.close()
 
@@ -58,6 +58,6 @@ class Solo:
         port: int = self._listening.getsockname()[1]
         return port
 
-    def _pass_on(self, orders: list[Order]) -> None:
+    def _enqueue(self, orders: list[Order]) -> None:
         for order in orders:
-            self._inbox.put(Placed(order.assignments[self.number], order.why) if isinstance(order, Go) else order)
+            self._inbox.put(StartRound(order.assignments[self.number], order.why) if isinstance(order, Go) else order)
