@@ -191,7 +191,7 @@ def test_what_a_script_leaves_running_is_ended_with_the_job_and_named(script: Sc
     job = JobProcesses()
     run = launch("--nproc-per-node", 2, main, **job.env)
     assert run.returncode == 0
-    assert run.stderr.count("ended what a process of the job had left running: sleep 1001") == 2
+    assert run.stderr.count("ended a process that the job left running: sleep 1001") == 2
     assert job.alive() == {}
 
 

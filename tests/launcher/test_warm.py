@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from ddp_kit.launcher.warm import client, script
+from ddp_kit.launcher.warm.cleanup import Child
 from ddp_kit.launcher.warm.client import Process, WarmServer
-from ddp_kit.launcher.warm.dying import Child
 from ddp_kit.launcher.warm.messages import (
     Channel,
     Clear,
@@ -23,8 +23,8 @@ from ddp_kit.launcher.warm.messages import (
     Ended,
     Kill,
     Message,
-    Owns,
     Program,
+    RemoveAtEnd,
     Start,
     Started,
 )
@@ -41,7 +41,7 @@ def a_program(path: Path | str, *arguments: str, module: bool = False) -> Progra
         Start(1, ("bash",), {}),
         Kill(7),
         Clear(well=True),
-        Owns("/tmp/folder"),
+        RemoveAtEnd("/tmp/folder"),
         Started(2, 4711, "why cold", "why not at all"),
         Ended(3, -9),
     ],

@@ -33,12 +33,8 @@ def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) 
     if workers.lost(failure.local_rank):
         message = _SERVER_LOST
     timed_out = hints.is_timeout(said or message)
-    secondary = (
-        bool(extra.get(NOTE_SECONDARY))
-        or hints.is_secondary(said or message)
-        or timed_out
-        and bool(workers.hangs.found)
-    )
+    hung = workers.hangs.found
+    secondary = bool(extra.get(NOTE_SECONDARY)) or hints.is_secondary(said or message) or (timed_out and bool(hung))
     if terminated and code == -SIGTERM and message and not secondary:
         code = 1  # it was already ending with its own exception when SIGTERM arrived
     out_of_memory = code == -SIGKILL and not terminated and workers.killed_for_memory()
@@ -58,10 +54,9 @@ def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) 
         secondary=secondary,
         printed=bool(extra.get(NOTE_PRINTED)),
         out_of_memory=out_of_memory,
-        others=workers.hangs.others if timed_out and not workers.hangs.found else (),
+        others=workers.hangs.others if timed_out and not hung else (),
     )
-    hung = workers.hangs.found.get(failure.local_rank)
-    return found if hung is None else _hung(found, hung)
+    return _hung(found, hung[failure.local_rank]) if failure.local_rank in hung else found
 
 
 def _hung(found: Failure, hung: Hung) -> Failure:

@@ -23,7 +23,7 @@ from ddp_kit.launcher.agent.watch import (
 from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.streams import open_log
 from ddp_kit.launcher.verdict import in_words
-from ddp_kit.launcher.warm.dying import is_stopped
+from ddp_kit.launcher.warm.cleanup import is_stopped
 
 _LONGER = "if it only takes longer than usual: --hang-timeout SECONDS, 0 for no limit"
 _NO_STACK = ", but its stack cannot be read: py-spy is not installed, or the kernel does not permit it"

@@ -160,14 +160,13 @@ class MultiNodeLink:
             except socket.gaierror:
                 resolve(self._host)  # raises a LaunchError that says what is wrong
             except OSError as error:
-                waited = time.monotonic() - started
+                why, waited = error.strerror or str(error), time.monotonic() - started
                 if waited > self._limits.join:
                     raise LaunchError(
-                        f"no process answers at {self._host}:{self._port} after {waited:.0f} s: {error.strerror or error}",
+                        f"no process answers at {self._host}:{self._port} after {waited:.0f} s: {why}",
                         "start the node that hosts the rendezvous, and check that this node can reach its port",
                     ) from None
                 if self._reminder.due(time.monotonic()):
-                    why = error.strerror or str(error)
                     self._say(waiting_for_host(f"{self._host}:{self._port}", why, self._commands))
             self._inbox.wait(_RETRY_SECONDS)
             stopped = self._inbox.take_signal()

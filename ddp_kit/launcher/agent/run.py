@@ -179,7 +179,7 @@ def _run_folder(logs: Logs, warm: WarmServer | None, say: Say) -> Iterator[str]:
     else:
         with tempfile.TemporaryDirectory(prefix=RUN_FOLDER_PREFIX, ignore_cleanup_errors=True) as folder:
             if warm is not None:
-                warm.own(folder)
+                warm.remove_at_end(folder)
             yield folder
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ddp_kit.env import STACKS_SIGNAL
 from ddp_kit.heartbeat import Phase
-from ddp_kit.launcher.warm.dying import is_stopped
+from ddp_kit.launcher.warm.cleanup import is_stopped
 
 _LOOK_SECONDS = 3.0
 _POLL_SECONDS = 0.05

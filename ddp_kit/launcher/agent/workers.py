@@ -158,7 +158,7 @@ class Workers:
 
     def timeout(self) -> float | None:
         """Seconds after which to call `poll` even if no worker has ended; None: never."""
-        server = self._warm.silence_left() if self._warm is not None and not self._warm.gone else None
+        server = self._warm.next_check() if self._warm is not None and not self._warm.gone else None
         allowed = self._plan.uninterruptible_state_timeout
         asleep = min(_SLEEP_LOOK_SECONDS, allowed / 4) if allowed else None
         waits = (self._timeout_of_others(), self.hangs.due(), asleep, server)

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from ddp_kit.env import VISIBLE_GPUS
 from ddp_kit.launcher.devices.gpus import Gpu
-from ddp_kit.launcher.warm.dying import die_with_parent
+from ddp_kit.launcher.warm.cleanup import die_with_parent
 
 _LOOPBACK = "127.0.0.1"
 _PROBE = Path(__file__).parents[1] / "agent" / "probe.py"

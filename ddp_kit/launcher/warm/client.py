@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddp_kit.env import HIDDEN_FROM_WORKERS
-from ddp_kit.launcher.warm.dying import adopt_orphans, end_children, end_cleaners, is_stopped
+from ddp_kit.launcher.warm.cleanup import adopt_orphans, end_children, end_cleaners, is_stopped
 from ddp_kit.launcher.warm.messages import (
     Channel,
     Clear,
@@ -20,13 +20,13 @@ from ddp_kit.launcher.warm.messages import (
     Ended,
     Kill,
     Message,
-    Owns,
     Program,
+    RemoveAtEnd,
     Start,
     Started,
 )
 
-# The package's folder leads the path for this one import only: the current folder is the script's business.
+# The package's folder is first in sys.path for this import only; the current folder is not searched.
 _CODE = """\
 import sys
 path = sys.path[0 if sys.flags.safe_path else 1:]
@@ -35,14 +35,14 @@ from ddp_kit.launcher.warm import server
 sys.path[:] = path
 server.main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "warm", tuple(filter(None, sys.argv[5].split(","))))
 """
-_LAST_SECONDS = 10.0  # that the server may take to clear up
-# How often to look whether somebody has stopped the server. At one look alone it may be about to be continued, as
-# after the whole job was suspended.
+_CLOSE_SECONDS = 10.0  # that the server may take to clean up
+# How often to check whether a signal has stopped the server. It acts at the second check in a row, because a suspended
+# job may be about to continue.
 _LOOK_SECONDS = 5.0
 
 
 class WarmServer:
-    """A process that imports torch while the launcher does, starts workers from then on, and clears up after them."""
+    """A process that imports torch concurrently with the launcher, starts the workers, and cleans up after them."""
 
     def __init__(
         self,
@@ -51,15 +51,15 @@ class WarmServer:
         warm: bool = True,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Start it. `words`: the launch's command line, which gives `ps` room for those of the workers.
+        """Start it. `words`: the launch's command line, whose space in memory later holds the workers' command lines.
 
-        `warm`: whether it imports torch at all. `say`: tells the user that the server was found stopped.
+        `warm`: whether it imports torch. `say`: prints that the server was stopped by a signal.
         """
         ours, theirs = socket.socketpair()
         hidden = {name: value for name, value in HIDDEN_FROM_WORKERS.items() if name not in env} if warm else {}
         package = str(Path(__file__).parents[3])
         how = [package, str(theirs.fileno()), str(os.getpid()), "warm" if warm else "cold", ",".join(hidden)]
-        adopt_orphans()  # this process, too: should the server be killed, what it looked after comes here
+        adopt_orphans()  # if the server is killed, its children become children of this process
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-c", _CODE, *how, *words],
@@ -96,10 +96,10 @@ class WarmServer:
         counts_every: float = 0.0,
         stacks: str = "",
     ) -> "Process":
-        """Ask for a worker; `pump` until it is answered.
+        """Request a worker; call `pump` until it is answered.
 
-        `command`: what to execute where `program` is None or cannot be forked. `streams`: descriptors for its
-        standard output and error; none: those of this process. `counts_every`, `stacks`: see `Start`.
+        `command`: what to execute if `program` is None or cannot be forked. `streams`: descriptors for its stdout and
+        stderr; empty: those of this process. `counts_every`, `stacks`: see `Start`.
         """
         self._count += 1
         worker = self._workers[self._count] = Process(self, self._count)
@@ -109,21 +109,21 @@ class WarmServer:
         return worker
 
     def kill(self, worker: "Process") -> None:
-        """End a worker, and all that it started, at once; a server that is stopped is continued for that."""
+        """Kill a worker and the processes it started; continues a stopped server for that."""
         self._process.send_signal(signal.SIGCONT)
         self._send(Kill(worker.number))
 
     def clear(self, well: bool) -> None:
-        """End what the workers have left behind; before anything that is asked for later. `well`: see `Clear`."""
+        """End the processes that the workers left behind, before any later request. `well`: see `Clear`."""
         self._send(Clear(well))
 
-    def own(self, folder: str) -> None:
-        """Have a folder removed when this process is gone."""
-        self._send(Owns(folder))
+    def remove_at_end(self, folder: str) -> None:
+        """Let the server remove a folder when this process has ended."""
+        self._send(RemoveAtEnd(folder))
 
     def pump(self, timeout: float | None = 0) -> None:
-        """Note what the server says; wait for that at most `timeout` seconds, and no longer than `silence_left`."""
-        self._look_whether_stopped()
+        """Process the server's messages; wait for one at most `timeout` seconds, and at most 5 s."""
+        self._check_if_stopped()
         timeout = _LOOK_SECONDS if timeout is None else min(timeout, _LOOK_SECONDS)
         if self.gone or not select.select([self._channel], [], [], timeout)[0]:
             return
@@ -139,13 +139,13 @@ class WarmServer:
         except ClosedError:
             self._lose()
 
-    def silence_left(self) -> float:
-        """Seconds after which to `pump` though nothing was readable: a server that is stopped tells nothing."""
+    def next_check(self) -> float:
+        """Seconds after which to call `pump` even without a message: it checks whether the server is stopped."""
         return max(0.0, self._looked + _LOOK_SECONDS - time.monotonic())
 
-    def _look_whether_stopped(self) -> None:
-        """Continue a server that is stopped; kill one that is stopped again: its workers die with it."""
-        if self.gone or self.silence_left():
+    def _check_if_stopped(self) -> None:
+        """Continue a stopped server once; the next time kill it, and with it the workers."""
+        if self.gone or self.next_check():
             return
         self._looked = time.monotonic()
         was_stopped, self._was_stopped = self._was_stopped, is_stopped(self.pid)
@@ -154,36 +154,36 @@ class WarmServer:
         self._was_stopped = False
         found = f"the process that starts and watches the workers (pid {self.pid}) was stopped by a signal"
         if self._was_continued:
-            self._say(f"{found} again: it is killed, and the workers with it")
+            self._say(f"{found} again: it is now killed, and the workers with it")
             self._process.kill()
         else:
             self._was_continued = True
-            self._say(f"{found}: it is continued now (SIGCONT), once")
+            self._say(f"{found}: it is now continued (SIGCONT), but only once")
             self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """End every worker that is left, what they have left behind, and the server."""
+        """End all remaining workers, the processes they left behind, and the server."""
         self._channel.close()
-        self._process.send_signal(signal.SIGCONT)  # a server that is stopped could not clear up
-        if self._has_started:  # else it may still import torch
+        self._process.send_signal(signal.SIGCONT)  # a stopped server cannot clean up
+        if self._has_started:  # else it may still be importing torch
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_LAST_SECONDS)
+                self._process.wait(_CLOSE_SECONDS)
                 return
         self._process.kill()
         self._process.wait()
-        _end_what_is_left()
+        _end_leftovers()
 
     def _send(self, message: Message, streams: Sequence[int] = ()) -> None:
         try:
-            self._channel.send(message, streams, self._look_whether_stopped)
+            self._channel.send(message, streams, self._check_if_stopped)
         except ClosedError:
             self._lose()
 
     def _lose(self) -> None:
-        """The server died, and its workers with it; what these had started is now a child of this process."""
+        """The server died, and its workers with it; the processes they started are now children of this process."""
         self.gone = True
         self._process.wait()
-        _end_what_is_left()
+        _end_leftovers()
         for worker in self._workers.values():
             worker.answered, worker.lost = True, True
             worker.returncode, worker.ended_at = -signal.SIGKILL, time.monotonic()
@@ -191,29 +191,29 @@ class WarmServer:
 
 
 class Process:
-    """A worker that the server started; what torch needs to know of a process, as `subprocess.Popen` tells it."""
+    """A worker that the server started, with part of the interface of `subprocess.Popen`."""
 
     def __init__(self, server: WarmServer, number: int) -> None:
         self._server = server
         self.number = number
         self.answered = False
-        """Whether it is known if it runs."""
+        """Whether the server has started it, or failed to."""
         self.pid = 0
         self.cold = ""
-        """Why it was executed instead of forked."""
+        """Why it was executed instead of forked; see `Started`."""
         self.error = ""
         """Why it could not be started."""
         self.lost = False
         """Whether it died with the server."""
         self.returncode: int | None = None
         self.ended_at = 0.0
-        """When its end was noticed: seconds of this machine's monotonic clock."""
+        """When its end was noticed, by the monotonic clock."""
 
     def poll(self) -> int | None:
-        """The exit code, minus the signal's number, or None while none was noted.
+        """The exit code, or minus the signal's number; None: still running, as far as known.
 
-        Only `WarmServer.pump` takes news: here it would take those of other workers, too, and whoever has looked at
-        these already would wait forever for what has come already.
+        It does not call `WarmServer.pump`, which would also consume messages about other workers: a caller that has
+        already checked those would wait forever.
         """
         return self.returncode
 
@@ -228,7 +228,7 @@ class Process:
         return self.returncode
 
 
-def _end_what_is_left() -> None:
+def _end_leftovers() -> None:
     end_children(lambda _: True, _reap)
     end_cleaners(_reap)
 

@@ -1,6 +1,6 @@
-"""What the launcher and its warm server tell each other: frozen records, as JSON frames over a socketpair.
+"""The messages between the launcher and its warm server: frozen records, sent as JSON frames over a socketpair.
 
-A `Start` may carry two open descriptors, the worker's standard output and standard error.
+A `Start` may carry two open descriptors, the worker's stdout and stderr.
 """
 
 import array
@@ -14,24 +14,24 @@ from typing import Any
 
 _LENGTH_BYTES = 4
 _READ_BYTES = 1 << 16
-_FULL_LOOK_MILLISECONDS = 1000
-_MOST_DESCRIPTORS = 16  # that come with one read; a frame carries two
+_SEND_POLL_MILLISECONDS = 1000
+_MOST_DESCRIPTORS = 16  # per read; a frame carries at most two
 
 
 @dataclass(frozen=True)
 class Program:
-    """What a worker is to become: `python -u script.py arguments` or `python -u -m module arguments`."""
+    """The Python program of a worker: `python -u script.py arguments` or `python -u -m module arguments`."""
 
     python: str
-    """The interpreter's path, as `ps` is to show it."""
+    """The interpreter's path, as `ps` shows it."""
     name: str
-    """A script's path, or a module's name."""
+    """The path of a script, or the name of a module."""
     arguments: tuple[str, ...]
     module: bool = False
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The command line that does the same without a warm server."""
+        """The equivalent command line."""
         return (self.python, "-u", *(("-m",) if self.module else ()), self.name, *self.arguments)
 
 
@@ -40,41 +40,41 @@ class Start:
     """Launcher to server: start one worker."""
 
     number: int
-    """Names the worker in later messages."""
+    """Identifies the worker in later messages."""
     command: tuple[str, ...]
-    """What to execute where it cannot be forked."""
+    """What to execute if it cannot be forked."""
     env: Mapping[str, str]
     """The worker's whole environment."""
     program: Program | None = None
-    """What a fork of the server would become; None: it has to be executed."""
+    """What a fork of the server runs; None: execute `command`."""
     cpus: tuple[int, ...] = ()
-    """The CPU cores to run on; empty: all that the launcher may use."""
+    """The CPU cores to run on; empty: all cores that the launcher may use."""
     streams: bool = False
-    """Whether two descriptors come along; else the worker's streams are the launcher's own."""
+    """Whether two descriptors come with the message; else the worker inherits the launcher's streams."""
     counts_every: float = 0.0
-    """Seconds after which a forked worker counts the collectives that it has begun, again and again; 0: never."""
+    """Seconds between two counts of the collectives that a forked worker has begun; 0: no counts."""
     stacks: str = ""
-    """A file in which a forked worker answers the question where it stands; empty: others can see that."""
+    """A file in which a forked worker writes its stacks on STACKS_SIGNAL; empty: py-spy can read them."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """Launcher to server: end a worker and all that it started, at once."""
+    """Launcher to server: kill a worker and the processes it started."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Clear:
-    """Launcher to server: every worker of a round is gone; end what they have left behind."""
+    """Launcher to server: all workers of a round have ended; end the processes they left behind."""
 
     well: bool
-    """Whether they ended well: then what is ended was not expected to be there, and is named."""
+    """Whether all exited with code 0: then leftover processes are unexpected and are named."""
 
 
 @dataclass(frozen=True)
-class Owns:
-    """Launcher to server: a folder that is to go when the launcher does."""
+class RemoveAtEnd:
+    """Launcher to server: a folder to remove when the launcher has ended."""
 
     folder: str
 
@@ -87,26 +87,26 @@ class Started:
     pid: int
     """0: it could not be started."""
     cold: str = ""
-    """Why it was executed instead of forked; empty where it was forked, or never could have been."""
+    """Why it was executed although a fork was intended; empty: it was not."""
     error: str = ""
     """Why it could not be started."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Server to launcher: a worker is gone."""
+    """Server to launcher: a worker has ended."""
 
     number: int
     returncode: int
-    """Its exit code; below 0: minus the signal that ended it."""
+    """Its exit code; negative: minus the signal that killed it."""
 
 
-Message = Start | Kill | Clear | Owns | Started | Ended
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Start, Kill, Clear, Owns, Started, Ended)}
+Message = Start | Kill | Clear | RemoveAtEnd | Started | Ended
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Start, Kill, Clear, RemoveAtEnd, Started, Ended)}
 
 
 class ClosedError(Exception):
-    """The other end is gone."""
+    """The other end is closed."""
 
 
 class Channel:
@@ -118,15 +118,15 @@ class Channel:
         self._descriptors: deque[int] = deque()
 
     def fileno(self) -> int:
-        """For `select`: readable when a message may have come."""
+        """For `select`: readable when a message may have arrived."""
         return self._socket.fileno()
 
     def send(
         self, message: Message, descriptors: Sequence[int] = (), while_full: Callable[[], object] = lambda: None
     ) -> None:
-        """Send one message, whole, with copies of `descriptors`. Raises `ClosedError`.
+        """Send one whole message, with copies of `descriptors`. Raises `ClosedError`.
 
-        `while_full`: called every second while the other end takes nothing.
+        `while_full`: called every second while the other end does not read.
         """
         body = json.dumps([type(message).__name__, asdict(message)]).encode()
         frame = len(body).to_bytes(_LENGTH_BYTES, "big") + body
@@ -138,13 +138,13 @@ class Channel:
                 frame = frame[self._socket.sendmsg([frame], attached, socket.MSG_DONTWAIT) :]
                 attached = []
             except BlockingIOError:
-                if not poll.poll(_FULL_LOOK_MILLISECONDS):
+                if not poll.poll(_SEND_POLL_MILLISECONDS):
                     while_full()
             except OSError as error:
                 raise ClosedError from error
 
     def receive(self) -> Iterator[Message]:
-        """Wait until something comes, then give every whole message that is there. Raises `ClosedError`."""
+        """Wait for data, then yield every complete message. Raises `ClosedError`."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, _MOST_DESCRIPTORS)
         except OSError as error:
@@ -162,11 +162,11 @@ class Channel:
             yield _read(name, fields)
 
     def take_descriptors(self, count: int) -> list[int]:
-        """The next `count` that came along, in the order of the messages; they are the caller's to close."""
+        """The next `count` received descriptors, in the order of the messages; the caller closes them."""
         return [self._descriptors.popleft() for _ in range(count)]
 
     def close(self) -> None:
-        """Close this end; the other one sees an end of file."""
+        """Close this end; the other end reads an end of file."""
         self._socket.close()
 
 

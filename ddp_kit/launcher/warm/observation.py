@@ -1,4 +1,4 @@
-"""What a forked worker does, besides its script, so that the launcher can watch it."""
+"""What a forked worker does, in addition to its script, so that the launcher can monitor it."""
 
 import _thread
 import atexit
@@ -17,15 +17,15 @@ _LIBC = ctypes.CDLL(None)
 _LAST_COUNT_SECONDS = 1.0
 
 
-def may_be_seen_by(pid: int) -> None:
-    """Let a process and its descendants read this one's stack where the kernel lets only ancestors do so (Yama)."""
+def allow_inspection_by(pid: int) -> None:
+    """Let a process and its descendants read this one's stack, if the kernel permits only ancestors (Yama)."""
     _LIBC.prctl(_SET_PTRACER, pid)
 
 
-def answer_with_stacks(path: str) -> None:
-    """Write the stacks of all threads into a file whenever the signal for it comes, whoever has the interpreter lock.
+def write_stacks_on_signal(path: str) -> None:
+    """Write the stacks of all threads to a file at every STACKS_SIGNAL, even if the interpreter lock is held.
 
-    For where nobody else may look.
+    For machines where py-spy cannot read the stack.
     """
     with suppress(OSError, AttributeError, ValueError):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -33,16 +33,16 @@ def answer_with_stacks(path: str) -> None:
 
 
 def count_collectives(every: float) -> None:
-    """Note how many have been begun, every so many seconds, in a thread that nobody waits for."""
+    """Record every so many seconds how many collectives have been begun, in a daemon thread."""
     memory = heartbeat_memory()
     if memory is not None:
         counting = _thread.allocate_lock()
-        atexit.register(_count_last, memory, counting)  # before the script's exit handlers, so it runs after them
+        atexit.register(_count_last, memory, counting)  # registered before the script's handlers, it runs after them
         _thread.start_new_thread(_count, (memory, every, counting))
 
 
 def _count(memory: "memoryview[int]", every: float, counting: "_thread.LockType") -> None:
-    with suppress(BaseException):  # a count that fails must not be heard of in the script's output
+    with suppress(BaseException):  # an error here must not appear in the script's output
         while True:
             time.sleep(every)
             with counting:
@@ -50,9 +50,9 @@ def _count(memory: "memoryview[int]", every: float, counting: "_thread.LockType"
 
 
 def _count_last(memory: "memoryview[int]", counting: "_thread.LockType") -> None:
-    """Stop the thread: if the interpreter's end found it within torch's code, the process would abort.
+    """Stop the thread, because the process would abort if the interpreter ended while it runs torch's code.
 
-    The last count is exact: a rank that takes long to end must not look as if it were behind the others.
+    Record an exact last count, so that a rank that takes long to end does not seem to be behind the others.
     """
     if counting.acquire(timeout=_LAST_COUNT_SECONDS):
         with suppress(Exception):
@@ -60,18 +60,18 @@ def _count_last(memory: "memoryview[int]", counting: "_thread.LockType") -> None
 
 
 def _note(memory: "memoryview[int]") -> None:
-    """In a function of its own: between two counts nothing here keeps a group alive."""
+    """Record the counts. A separate function, so that no local variable keeps a group alive between two counts."""
     module = sys.modules["torch.distributed.distributed_c10d"]
     default, groups = module.GroupMember.WORLD, list(module._world.pg_map)
-    # Without a group again, all ranks have the same count: what they do then is not compared.
+    # Without a default group, all ranks have the same count and are not compared.
     memory[HeartbeatField.COLLECTIVES] = 0 if default is None else _begun(default)
     memory[HeartbeatField.ALL_COLLECTIVES] = sum(map(_begun, groups))
 
 
 def _begun(group: object) -> int:
-    """The collectives begun in a group, by whichever of its backends."""
+    """The collectives begun in a group, over all its backends."""
     total = 0
-    with suppress(RuntimeError, AttributeError):  # one that does not count, or is on its way out
+    with suppress(RuntimeError, AttributeError):  # a backend that does not count, or is being destroyed
         backends = {id(backend): backend for backend in map(group._get_backend, group._device_types)}  # type: ignore[attr-defined]
         for backend in backends.values():
             total += backend._get_sequence_number_for_group()

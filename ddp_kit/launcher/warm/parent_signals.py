@@ -1,7 +1,7 @@
-"""Signals that a rank sends to its parent process, as preemption handlers do: `os.kill(os.getppid(), SIGTERM)`.
+"""Forward signals that a rank sends to its parent, as preemption handlers do: `os.kill(os.getppid(), SIGTERM)`.
 
-The parent is the server, which blocks them; the rank means the launcher. A signal to the whole job, as `scancel` sends
-it, reaches the launcher by itself: passed on, it would count there as a second one, and end the ranks at once.
+The rank means the launcher, but its parent is the server, which blocks these signals. A signal to the whole job, as
+from `scancel`, also reaches the launcher; forwarded, it would count as a second one and kill the ranks.
 """
 
 import ctypes
@@ -15,12 +15,12 @@ _SIGSET_BYTES = 128  # sizeof(sigset_t) of glibc and musl
 
 
 class ParentSignals:
-    """Passes the first of these signals that comes from a descendant of this process on to the launcher."""
+    """Forwards the first of these signals that comes from a descendant of this process to the launcher."""
 
     def __init__(self, launcher: int) -> None:
-        """`launcher`: its process. The signals have to be blocked."""
+        """`launcher`: its process id. The signals must be blocked."""
         self._launcher = launcher
-        self._is_passed = False
+        self._has_forwarded = False
         signals = sum(1 << (number - 1) for number in _STOPPING).to_bytes(_SIGSET_BYTES, sys.byteorder)
         self._descriptor: int = ctypes.CDLL(None).signalfd(-1, signals, os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -28,16 +28,16 @@ class ParentSignals:
         """For `select`: readable when a signal is pending. A forked worker closes it."""
         return self._descriptor
 
-    def pass_on(self) -> None:
-        """Take all pending signals. Several ranks may send one each, and mean the same."""
+    def forward(self) -> None:
+        """Consume all pending signals. Several ranks may send one each; only the first is forwarded."""
         while (found := signal.sigtimedwait(_STOPPING, 0)) is not None:
-            if not self._is_passed and _is_descendant(found.si_pid) and os.getppid() == self._launcher:
-                self._is_passed = True
+            if not self._has_forwarded and _is_descendant(found.si_pid) and os.getppid() == self._launcher:
+                self._has_forwarded = True
                 os.kill(self._launcher, found.si_signo)
 
 
 def _is_descendant(pid: int) -> bool:
-    """Whether a process, which may be a zombie by now, was started by this one or by a descendant of it."""
+    """Whether a process, possibly a zombie, is a descendant of this one."""
     while pid > 1:
         try:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

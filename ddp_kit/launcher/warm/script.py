@@ -1,4 +1,4 @@
-"""Becoming the user's script: a forked process takes the shape that `python -u script.py` would have given it."""
+"""Run the user's script in a forked process as `python -u script.py` would."""
 
 import builtins
 import ctypes
@@ -20,29 +20,29 @@ from ddp_kit.launcher.warm.messages import Program
 from ddp_kit.launcher.warm.script_text import set_too_late
 from ddp_kit.uncaught import leave_note
 
-# Files of the frames in which a script runs: the `python -c` of client.py, and what that calls.
+# Files of the frames below the script's: the `python -c` of client.py, and what that calls.
 _BELOW_THE_SCRIPT = ("<string>", str(Path(__file__).with_name("server.py")), __file__)
 _NAMES_EXCEPTION = re.compile(r"[\w.]+(:|$)", re.MULTILINE)
 
 
 def obstacle(program: Program, env: Mapping[str, str], preloaded: frozenset[str]) -> str:
-    """Why this program has to be started by python itself; empty where it can be forked.
+    """Why this program needs a new interpreter; empty: it can be forked.
 
-    `env`: what it begins with. `preloaded`: the modules at the top level that it would find there.
+    `env`: its environment. `preloaded`: the top-level modules that the server has imported.
     """
     if not program.module and (not program.name.endswith(".py") or not Path(program.name).is_file()):
         return f"{program.name} is not a .py file"
     name = set_too_late(program, env)
     if name:
-        return f"{program.name} sets {name}, which torch reads as it is imported"
+        return f"{program.name} sets {name}, which torch reads when it is imported"
     folder = Path.cwd() if program.module else Path(program.name).resolve().parent
     if sys.flags.safe_path:
         return ""
     try:
-        there = list(folder.iterdir())
+        entries = list(folder.iterdir())
     except OSError as error:
         return f"{folder} cannot be listed ({error.strerror})"
-    for path in there:
+    for path in entries:
         name = path.name.removesuffix(".py")
         if name in preloaded and (path.suffix == ".py" or (path / "__init__.py").exists()):
             origin = getattr(sys.modules[name], "__file__", None) or ""
@@ -52,9 +52,9 @@ def obstacle(program: Program, env: Mapping[str, str], preloaded: frozenset[str]
 
 
 def set_title(program: Program) -> None:
-    """Show the program's own words in `ps`: the kernel reads them from the memory where this process's words were.
+    """Show the program's command line in `ps`: overwrite this process's in memory, where the kernel reads it.
 
-    A last byte that is not 0 tells it that they were replaced. Source: get_mm_cmdline in Linux's fs/proc/base.c.
+    A last byte other than 0 tells the kernel that it was replaced. Source: get_mm_cmdline in Linux's fs/proc/base.c.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5), counted after the name
@@ -64,11 +64,11 @@ def set_title(program: Program) -> None:
         ctypes.memmove(start, words.ljust(room - 1, b"\0") + b".", room)
 
 
-def become(program: Program) -> None:
+def run_as_main(program: Program) -> None:
     """Run `program` as the main program of this process.
 
-    It returns or raises as the program does. The caller lets each exception reach the top level of the interpreter,
-    which then shows it, finalises, and chooses the exit code, as for `python program`.
+    It returns or raises as the program does. The caller lets every exception propagate to the interpreter, which
+    prints it, finalises and sets the exit code as for `python program`.
     """
     sys.orig_argv[:] = program.words
     try:
@@ -79,7 +79,7 @@ def become(program: Program) -> None:
     except SystemExit:
         raise
     except BaseException as error:
-        if not isinstance(error, KeyboardInterrupt | DdpKitError):  # the hook of the latter leaves a note of its own
+        if not isinstance(error, KeyboardInterrupt | DdpKitError):  # a DdpKitError's hook writes a note
             _leave_note(error.with_traceback(_own_frames(error.__traceback__)))
         sys.excepthook = partial(_show, sys.excepthook)
         raise
@@ -112,26 +112,26 @@ def _run_module(program: Program) -> None:
 def _new_main() -> ModuleType:
     main = ModuleType("__main__")
     vars(main).update(__builtins__=builtins, __annotations__={})
-    # Where multiprocessing, imported by the server, has taken the server's own main module for the one to pickle by.
+    # multiprocessing, imported by the server, has set __mp_main__ to the server's main module.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     return main
 
 
 def _show(hook: Callable[..., object], kind: type, error: BaseException, trace: TracebackType | None) -> None:
-    """Call the script's hook with what it would have been given by `python program`."""
+    """Call the script's excepthook with the traceback that `python program` would give it."""
     own = _own_frames(trace)
     hook(kind, error.with_traceback(own), own)
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script's own first frame on."""
+    """The traceback from the script's first frame."""
     while trace is not None and trace.tb_frame.f_code.co_filename in _BELOW_THE_SCRIPT:
         trace = trace.tb_next
     return trace
 
 
 def _at_start(error: BaseException) -> bool:
-    """Whether an import at the script's top level failed, or its syntax is wrong: starting again would not help."""
+    """Whether an import at the top level or the syntax of the script failed, so that a restart cannot help."""
     if not isinstance(error, ImportError | SyntaxError):
         return False
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -139,6 +139,6 @@ def _at_start(error: BaseException) -> bool:
 
 
 def _leave_note(error: BaseException) -> None:
-    lines = traceback.format_exception_only(error)  # before it the place of a syntax error, behind it notes
+    lines = traceback.format_exception_only(error)  # may start with the place of a syntax error and end with notes
     text = next((line for line in lines if _NAMES_EXCEPTION.match(line)), lines[-1]).strip().partition("\n")[0]
     leave_note(text, {NOTE_AT_START: _at_start(error)}, "".join(traceback.format_exception(error)))

@@ -1,4 +1,4 @@
-"""What a script's text tells of it before it runs."""
+"""Read a script's source before it runs: what it imports later, and which variables it sets too late."""
 
 import ast
 import re
@@ -13,25 +13,25 @@ from ddp_kit.launcher.warm.messages import Program
 _IMPORTS_TORCH = re.compile(r"from torch\b|import (.*, )?torch\b")
 _SETTING = re.compile(r"environ(\['\w+'\] = | \|= .*|\.update\(.*|\.setdefault\('\w+')")
 _OPTIMIZER = re.compile(r"\boptim(izer)?\b")
-# By what `imported_later` names.
+# Beginnings of the variables that the modules of `imported_later` read.
 _READ_LATER = ("TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", "LOGURU_")
 
 
 def imported_later(program: Program) -> tuple[str, ...]:
-    """What `import torch` leaves out and the script imports in every worker: with its first optimizer, or a Trainer."""
+    """Modules that `import torch` does not import, but every worker will: for an optimizer or a Trainer."""
     return _imported_later(_text(program))
 
 
 def set_too_late(program: Program, env: Mapping[str, str]) -> str:
-    """The variable that the script, which begins with `env`, sets for an import that is done by then; empty for none.
+    """A variable that the script sets although a preloaded module has already read it; empty: none.
 
-    Only what its own text says: a module that it imports may do so unseen.
+    `env`: the environment at its start. Only the script's own source is checked, not the modules it imports.
     """
     return next((name for name, default in _sets(_text(program)) if not (default and name in env)), "")
 
 
 def _text(program: Program) -> str:
-    """Of its main file; empty where that is not found by the module's name alone."""
+    """The source of the main file; empty if it cannot be found from the module's name."""
     path = Path(program.name)
     if program.module:
         path = Path(program.name.replace(".", "/"))
@@ -50,12 +50,12 @@ def _imported_later(text: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def _sets(text: str) -> list[tuple[str, bool]]:
-    """Each variable that an import reads, and whether it is only set where it is not set yet."""
+    """The variables for imports that the script sets, each with whether it only sets a default."""
     if "environ" not in text:
         return []
     try:
         statements = list(map(ast.unparse, ast.parse(text).body))  # in one style, without comments
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # Python will show it
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # Python shows it when the script runs
         return []
     too_late = _READ_LATER if _imported_later(text) else ()
     before_torch = len(list(takewhile(lambda statement: not _IMPORTS_TORCH.match(statement), statements)))

@@ -1,4 +1,4 @@
-"""No process of a job outlives the job: what the kernel does for that, and what is left to do."""
+"""End all processes of a job with the job: settings of the kernel, and cleanup of leftovers."""
 
 import ctypes
 import os
@@ -15,23 +15,23 @@ _SET_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 _SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
 
-# Small processes that remove shared memory once their clients are gone: they end by themselves.
+# Helper processes that remove shared memory once their clients have ended, and then end by themselves.
 _CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
-# They alone know the names. torch_shm_manager goes two seconds after its last client, more on a busy machine.
+# Only they know the names. torch_shm_manager ends two seconds after its last client, or later on a busy machine.
 _CLEANERS_SECONDS = 5.0
 _TERM_SECONDS = 0.2
-_LOOK_SECONDS = 0.01
-# In the kernel's uninterruptible sleep a process outlives SIGKILL; nobody waits for it longer than this.
+_POLL_SECONDS = 0.01
+# A process in the kernel's uninterruptible sleep survives SIGKILL; nothing waits for it longer than this.
 _UNKILLABLE_SECONDS = 5.0
-# Shared memory whose names libraries make up, and the folders of the sockets of multiprocessing and torch_shm_manager.
+# Shared memory with names made by libraries, and the socket folders of multiprocessing and torch_shm_manager.
 _SHARED_MEMORY = re.compile(r"(/dev/shm/(?:torch_|nccl-)\S+)$", re.MULTILINE)
 _SOCKET_FOLDER = re.compile(r"/(pymp|torch-shm-dir)-[^/]+$")
 
 
 def die_with_parent(parent: int) -> None:
-    """From now on the kernel ends this process when the thread that forked it ends. Linux only.
+    """Let the kernel kill this process when the thread that forked it ends. Linux only.
 
-    `parent`: the process that forked this one; it may have died before this was set.
+    `parent`: the process that forked this one, which may have died before this call.
     """
     _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
@@ -39,20 +39,20 @@ def die_with_parent(parent: int) -> None:
 
 
 def outlive_parent() -> None:
-    """Undo `die_with_parent`. Should this process be stopped when its parent dies, the kernel continues it.
+    """Undo `die_with_parent`, so that this process can clean up after its parent.
 
-    It still has to end what the job leaves behind.
+    If this process is stopped by a signal when its parent dies, the kernel continues it.
     """
     _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)
 
 
 def adopt_orphans() -> None:
-    """Let every descendant whose parent dies become this process's child: so that none gets out of sight."""
+    """Let every orphaned descendant become a child of this process."""
     _LIBC.prctl(_SET_CHILD_SUBREAPER, 1)
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether SIGSTOP, or another signal of job control, has stopped a process."""
+    """Whether SIGSTOP or another job control signal has stopped a process."""
     return _read(f"/proc/{pid}/stat").rpartition(b") ")[2][:1] == b"T"
 
 
@@ -65,12 +65,12 @@ class Child:
 
     @property
     def command(self) -> bytes:
-        """Its words, with zero bytes between them; empty for a zombie."""
+        """Its command line, separated by zero bytes; empty for a zombie."""
         return _read(f"/proc/{self.pid}/cmdline")
 
     @property
     def name(self) -> str:
-        """Its command line, or else what the kernel calls it, in brackets as in `ps`; empty where it has ended."""
+        """Its command line, else its name in brackets as in `ps`; empty if it has ended."""
         words = self.command.replace(b"\0", b" ").decode(errors="replace").strip()
         before, _, after = _read(f"/proc/{self.pid}/stat").rpartition(b") ")
         if words or not after or after[:1] in b"ZX":
@@ -78,13 +78,13 @@ class Child:
         return f"[{before.partition(b'(')[2].decode(errors='replace')}]"
 
     @property
-    def cleans(self) -> bool:
-        """Whether it is one of the helpers that remove shared memory and then end by themselves."""
+    def is_cleaner(self) -> bool:
+        """Whether it is a helper that removes shared memory and then ends by itself."""
         return any(name in self.command for name in _CLEANERS)
 
 
 def children() -> list[Child]:
-    """The children of this process, zombies left out."""
+    """The children of this process without zombies."""
     own, found = str(os.getpid()).encode(), []
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
@@ -94,64 +94,64 @@ def children() -> list[Child]:
     return found
 
 
-def strike(which: Callable[[Child], bool], number: signal.Signals, traces: set[Path]) -> bool:
-    """Send a signal to the children that `which` picks, cleaners left out; whether there were any.
+def signal_children(which: Callable[[Child], bool], number: signal.Signals, leftovers: set[Path]) -> bool:
+    """Send a signal to the children that `which` selects, except cleaners. Returns whether there were any.
 
-    `traces` gets what they would leave behind.
+    Adds the files that they would leave behind to `leftovers`.
     """
-    there = [child for child in filter(which, children()) if not child.cleans]
-    for child in there:
-        traces |= traces_of(child.pid)
+    selected = [child for child in filter(which, children()) if not child.is_cleaner]
+    for child in selected:
+        leftovers |= leftovers_of(child.pid)
         with suppress(OSError):
             os.kill(child.pid, number)
-    return bool(there)
+    return bool(selected)
 
 
 def end_children(
-    which: Callable[[Child], bool], reap: Callable[[], None], gently: bool = False, traces: set[Path] | None = None
+    which: Callable[[Child], bool], reap: Callable[[], None], gently: bool = False, leftovers: set[Path] | None = None
 ) -> None:
-    """End the children that `which` picks, cleaners left out, then what becomes a child by that, until none is left.
+    """End the children that `which` selects, except cleaners, and then the orphans they leave, until none is left.
 
-    `reap` takes the zombies. `gently`: whether they hear SIGTERM a moment before. `traces`: of earlier strikes.
+    `reap` waits for zombies. `gently`: send SIGTERM first. `leftovers`: files found before, removed as well.
     """
-    traces = set() if traces is None else traces
-    if gently and strike(which, signal.SIGTERM, traces):
+    leftovers = set() if leftovers is None else leftovers
+    if gently and signal_children(which, signal.SIGTERM, leftovers):
         wait_for(which, _TERM_SECONDS, reap)
     deadline = time.monotonic() + _UNKILLABLE_SECONDS
-    while strike(which, signal.SIGKILL, traces) and time.monotonic() < deadline:
-        wait_for(which, _LOOK_SECONDS, reap)
+    while signal_children(which, signal.SIGKILL, leftovers) and time.monotonic() < deadline:
+        wait_for(which, _POLL_SECONDS, reap)
     reap()
-    _remove(traces)
+    _remove(leftovers)
 
 
 def end_cleaners(reap: Callable[[], None]) -> None:
-    """Let the cleaners end by themselves, once all others are gone; kill those that do not."""
-    _wait(lambda: [child for child in children() if child.cleans], _CLEANERS_SECONDS, reap)
-    traces: set[Path] = set()
+    """Wait for the cleaners, once all other children have ended; kill those that do not end."""
+    _wait(lambda: [child for child in children() if child.is_cleaner], _CLEANERS_SECONDS, reap)
+    leftovers: set[Path] = set()
     for child in children():
-        traces |= traces_of(child.pid)
+        leftovers |= leftovers_of(child.pid)
         with suppress(OSError):
             os.kill(child.pid, signal.SIGKILL)
     reap()
-    _remove(traces)
+    _remove(leftovers)
 
 
 def wait_for(which: Callable[[Child], bool], seconds: float, reap: Callable[[], None]) -> None:
-    """Return when the children that `which` picks, cleaners left out, are gone, or after `seconds`."""
-    _wait(lambda: [child for child in filter(which, children()) if not child.cleans], seconds, reap)
+    """Return when the children that `which` selects, except cleaners, have ended, or after `seconds`."""
+    _wait(lambda: [child for child in filter(which, children()) if not child.is_cleaner], seconds, reap)
 
 
-def _wait(there: Callable[[], list[Child]], seconds: float, reap: Callable[[], None]) -> None:
+def _wait(remaining: Callable[[], list[Child]], seconds: float, reap: Callable[[], None]) -> None:
     deadline = time.monotonic() + seconds
     while True:
         reap()
-        if not there() or time.monotonic() > deadline:
+        if not remaining() or time.monotonic() > deadline:
             return
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
-def traces_of(pid: int) -> set[Path]:
-    """What a process would leave behind if it were killed now: named shared memory, folders of its sockets."""
+def leftovers_of(pid: int) -> set[Path]:
+    """The files that a process would leave behind if it were killed now: shared memory and socket folders."""
     found = {Path(name) for name in _SHARED_MEMORY.findall(_read(f"/proc/{pid}/maps").decode(errors="replace"))}
     inodes = set()
     with suppress(OSError):
@@ -167,8 +167,8 @@ def traces_of(pid: int) -> set[Path]:
     return found
 
 
-def _remove(traces: Iterable[Path]) -> None:
-    for path in traces:
+def _remove(leftovers: Iterable[Path]) -> None:
+    for path in leftovers:
         if _SOCKET_FOLDER.search(str(path)):
             shutil.rmtree(path, ignore_errors=True)
         elif path.parent == Path("/dev/shm"):  # noqa: S108
@@ -179,5 +179,5 @@ def _remove(traces: Iterable[Path]) -> None:
 def _read(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
-    except OSError:  # it is gone, or another user's
+    except OSError:  # it has ended, or belongs to another user
         return b""
