@@ -47,9 +47,9 @@ def test_memory_load_node_and_who_computes_are_shown(ddpkit: Command, machine_of
         "GPU  name      memory used     load  NUMA  state",
         "0    Fake GPU  41.0 of 80 GiB  98 %  1     busy: 2 processes",
         f"      40.0 GiB, pid {other.pid} of {name}: cat -  [2J",
-        f"      1.0 GiB, pid {NOT_A_PROCESS}, not to be seen from here",
+        f"      1.0 GiB, pid {NOT_A_PROCESS}, not visible here",
         "1    Fake GPU  0.0 of 80 GiB   0 %   0     free",
-        "2    Fake GPU  9.0 of 80 GiB   ?     ?     busy: its memory is used by what cannot be seen from here",
+        "2    Fake GPU  9.0 of 80 GiB   ?     ?     busy: its memory is used by a process that is not visible here",
     ]
 
 
@@ -73,7 +73,7 @@ def test_links_are_those_of_nvidia_smi(ddpkit: Command, machine_of: Machine) -> 
         "  1: NV2 to 0, SYS to 2-3",
         "  2: SYS to 0-1, NV2 to 3",
         "  3: SYS to 0-1, NV2 to 2",
-        "  (NV: that many NVLinks; SYS: the connection between NUMA nodes)",
+        "  (NV: this many NVLinks; SYS: the connection between NUMA nodes)",
     ]
 
 
@@ -98,7 +98,7 @@ def test_positions_in_the_user_s_mask_are_shown(ddpkit: Command, machine_of: Mac
     environment = machine_of(gpu("a") + gpu("b") + gpu("c")) | {"CUDA_VISIBLE_DEVICES": "2,GPU-a"}
     lines = shown(ddpkit, environment)
     assert [line.split()[:2] for line in lines[:4]] == [["GPU", "--gpus"], ["0", "1"], ["1", "-"], ["2", "0"]]
-    assert lines[5] == "CUDA_VISIBLE_DEVICES=2,GPU-a: --gpus sees 2 of 3"
+    assert lines[5] == "CUDA_VISIBLE_DEVICES=2,GPU-a: --gpus can use 2 of 3"
 
 
 def test_a_word_behind_it_is_refused_and_help_is_there(ddpkit: Command) -> None:

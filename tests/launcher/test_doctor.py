@@ -19,7 +19,7 @@ import pytest
 
 from ddp_kit.launcher import doctor
 from ddp_kit.launcher.devices.gpus import Gpu
-from ddp_kit.launcher.doctor import gpu_checks, limits, surroundings, torch_checks, trials
+from ddp_kit.launcher.doctor import gpu_checks, limits, system_checks, torch_checks, trials
 from ddp_kit.launcher.doctor.driver import Card, Driver
 from ddp_kit.launcher.doctor.machine import GIB, Machine
 from ddp_kit.launcher.doctor.result import CheckResult, Status
@@ -92,7 +92,7 @@ def assert_result(result: CheckResult | None, status: Status, *words: str) -> No
 
 
 def test_on_a_good_machine_every_check_is_ok(healthy: Machine) -> None:
-    results = [check(healthy) for check in doctor.CHECKS if check is not surroundings.ports]
+    results = [check(healthy) for check in doctor.CHECKS if check is not system_checks.ports]
     assert [result for result in results if result is None or result.status != Status.OK] == []
 
 
@@ -115,7 +115,9 @@ def test_without_a_gpu_one_line_says_so(healthy: Machine) -> None:
 
 
 def test_an_old_python_is_broken(healthy: Machine) -> None:
-    assert_result(surroundings.python(replace(healthy, python=(3, 9, 2))), Status.FAIL, "Python 3.9.2", "python3.11 -m")
+    assert_result(
+        system_checks.python(replace(healthy, python=(3, 9, 2))), Status.FAIL, "Python 3.9.2", "python3.11 -m"
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,7 +207,7 @@ def test_shared_memory_is_to_be_there_and_large(healthy: Machine) -> None:
     full = replace(healthy, space=lambda _: (10 * GIB, 0))
     assert_result(limits.shared_memory(full), Status.WARN, "0 bytes of 10.0 GiB", "are free")
     (healthy.root / "dev/shm").rmdir()
-    assert_result(limits.shared_memory(healthy), Status.FAIL, "is not there", "mount -t tmpfs")
+    assert_result(limits.shared_memory(healthy), Status.FAIL, "does not exist", "mount -t tmpfs")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -215,38 +217,38 @@ def test_shared_memory_that_cannot_be_written_to_is_broken(healthy: Machine) -> 
 
 
 def test_checkpoints_need_a_folder_and_space(healthy: Machine) -> None:
-    assert_result(surroundings.checkpoints(healthy), Status.OK, "10.0 GiB free")
+    assert_result(system_checks.checkpoints(healthy), Status.OK, "10.0 GiB free")
     full = replace(healthy, space=lambda _: (500 * GIB, 3 * GIB))
-    assert_result(surroundings.checkpoints(full), Status.WARN, "3.0 GiB free", "--dir")
+    assert_result(system_checks.checkpoints(full), Status.WARN, "3.0 GiB free", "--dir")
     elsewhere = replace(healthy, checkpoints=healthy.checkpoints / "my run")
     assert_result(
-        surroundings.checkpoints(elsewhere), Status.FAIL, "No such file", f"mkdir -p '{elsewhere.checkpoints}'"
+        system_checks.checkpoints(elsewhere), Status.FAIL, "No such file", f"mkdir -p '{elsewhere.checkpoints}'"
     )
     assert list(healthy.checkpoints.iterdir()) == [], "what was written to try it is gone"
     file = replace(healthy, checkpoints=healthy.checkpoints / "model.pt")
     file.checkpoints.touch()
-    assert_result(surroundings.checkpoints(file), Status.FAIL, "Not a directory", "--dir DIR")
+    assert_result(system_checks.checkpoints(file), Status.FAIL, "Not a directory", "--dir DIR")
 
 
 def test_a_clock_that_nobody_sets_is_a_warning(healthy: Machine) -> None:
-    assert_result(surroundings.clock(replace(healthy, clock_synchronised=False)), Status.WARN, "set-ntp true")
-    assert_result(surroundings.clock(replace(healthy, clock_synchronised=None)), Status.OK, "does not tell")
+    assert_result(system_checks.clock(replace(healthy, clock_synchronised=False)), Status.WARN, "set-ntp true")
+    assert_result(system_checks.clock(replace(healthy, clock_synchronised=None)), Status.OK, "not known")
 
 
 def test_a_host_name_that_leads_nowhere_is_a_warning(healthy: Machine) -> None:
     lost = replace(healthy, trials=replace(ALL_WELL, host=said("gaierror: [Errno -2] Name or service not known")))
     fix = 'echo "127.0.1.1 node1" >> /etc/hosts'
-    assert_result(surroundings.host_name(lost), Status.WARN, "does not resolve", fix)
+    assert_result(system_checks.host_name(lost), Status.WARN, "does not resolve", fix)
     foreign = replace(healthy, trials=replace(ALL_WELL, host=said(addresses=["10.0.0.9"], own=False)))
-    assert_result(surroundings.host_name(foreign), Status.WARN, "10.0.0.9, which is not this machine", "getent hosts")
+    assert_result(system_checks.host_name(foreign), Status.WARN, "10.0.0.9, which is not this machine", "getent hosts")
 
 
 def test_who_holds_a_port_is_named(healthy: Machine) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        held = surroundings.ports(healthy, (port,))
+        held = system_checks.ports(healthy, (port,))
         assert_result(held, Status.WARN, f"port {port} is in use by pid {os.getpid()}", f"--master-port {port + 1}")
-    assert_result(surroundings.ports(healthy, (port,)), Status.OK, "free")
+    assert_result(system_checks.ports(healthy, (port,)), Status.OK, "free")
 
 
 @pytest.mark.parametrize(
@@ -257,8 +259,8 @@ def test_who_holds_a_port_is_named(healthy: Machine) -> None:
         (["dev/nvidia0"], "GPU is lost", "GPU is lost", "sudo reboot"),
         (["dev/nvidia3", "proc/driver/nvidia/version"], "NVML Shared Library Not Found", "/dev/nvidia3", "--gpus all"),
         (["sys/bus/pci/devices/0000:01:00.0"], "Driver Not Loaded", "0000:01:00.0 on the PCI bus", "sudo modprobe"),
-        ([], "GPU is lost", "NVML is there, but NVIDIA's driver does not work: GPU is lost", "sudo reboot"),
-        (["dev/nvidia0"], "", "it knows of no GPU", "sudo modprobe nvidia"),
+        ([], "GPU is lost", "NVML is installed, but NVIDIA's driver does not work: GPU is lost", "sudo reboot"),
+        (["dev/nvidia0"], "", "it reports no GPU", "sudo modprobe nvidia"),
     ],
 )
 def test_a_gpu_without_a_working_driver_is_broken(
@@ -341,10 +343,10 @@ def test_memory_errors_are_a_failure(healthy: Machine) -> None:
     ("facts", "cuda", "status", "words"),
     [
         ({"cuda": None}, (12, 8), Status.FAIL, ["built without CUDA", "--force-reinstall torch --index-url", "cu128"]),
-        ({"cuda": "13.0"}, (12, 4), Status.FAIL, ["built for CUDA 13.0, and the driver serves up to 12.4", "cu126"]),
+        ({"cuda": "13.0"}, (12, 4), Status.FAIL, ["built for CUDA 13.0, and the driver supports up to 12.4", "cu126"]),
         ({"cuda": "12.8"}, (12, 4), Status.OK, ["12.8"]),  # minor versions are compatible
         ({"cuda": "12.8"}, (13, 1), Status.OK, ["13.1"]),
-        ({"cuda": "12.8"}, None, Status.OK, ["does not tell"]),
+        ({"cuda": "12.8"}, None, Status.OK, ["does not report"]),
     ],
 )
 def test_torch_s_build_is_held_against_the_driver(
@@ -391,7 +393,7 @@ def test_several_gpus_need_nccl(healthy: Machine) -> None:
     assert_result(torch_checks.nccl(without), Status.FAIL, "without NCCL", "--force-reinstall")
     assert torch_checks.all_reduce_of_gpus(without) is None
     alone = replace(without, env={"CUDA_VISIBLE_DEVICES": "0"})
-    assert_result(torch_checks.nccl(alone), Status.OK, "a single GPU does without")
+    assert_result(torch_checks.nccl(alone), Status.OK, "a single GPU does not need")
 
 
 @pytest.mark.parametrize(
@@ -413,8 +415,8 @@ def test_a_gpu_that_computes_wrong_or_not_at_all_is_named(
 
 def test_processes_that_cannot_add_up_are_a_failure(healthy: Machine) -> None:
     broken = replace(healthy, trials=replace(ALL_WELL, gloo=said("no interface"), nccl=said("no NVLink")))
-    assert_result(torch_checks.all_reduce(broken), Status.FAIL, "gloo: no interface", "GLOO_SOCKET_IFNAME=lo")
-    assert_result(torch_checks.all_reduce_of_gpus(broken), Status.FAIL, "NCCL: no NVLink", "NCCL_P2P_DISABLE=1")
+    assert_result(torch_checks.all_reduce(broken), Status.FAIL, "gloo failed: no interface", "GLOO_SOCKET_IFNAME=lo")
+    assert_result(torch_checks.all_reduce_of_gpus(broken), Status.FAIL, "NCCL failed: no NVLink", "NCCL_P2P_DISABLE=1")
 
 
 def test_a_process_that_does_not_answer_is_not_waited_for_and_is_ended(tmp_path: Path) -> None:
@@ -483,7 +485,7 @@ def test_a_machine_that_can_train_is_exit_code_0_and_the_last_line_counts(ddpkit
     assert run.returncode == 0, run.stdout + run.stderr
     *lines, last = run.stdout.splitlines()
     assert lines[0] == f"ok    Python {sys.version.split()[0]}"
-    assert "ok    2 processes add up over gloo" in lines
+    assert "ok    all-reduce of 2 processes with gloo works" in lines
     assert all(re.match(r"(ok    |warn  |      -> )\S", line) for line in lines)
     ok, warnings = (sum(line.startswith(status) for line in lines) for status in ("ok", "warn"))
     assert last == f"{ok} ok, {warnings} warning{'' if warnings == 1 else 's'}, 0 failed"
@@ -529,7 +531,7 @@ def test_it_works_where_torch_does_not(ddpkit: Command, tmp_path: Path, text: st
     assert run.returncode == 1
     assert f"fail  {found}\n      -> {fix}\n" in run.stdout
     assert run.stdout.splitlines()[-1].endswith("1 failed"), "what cannot be tried without torch is no other failure"
-    assert "add up" not in run.stdout
+    assert "all-reduce" not in run.stdout
     assert run.stderr == ""
 
 
@@ -553,7 +555,7 @@ def test_gpus_that_torch_cannot_use_and_memory_errors_are_found(
         "ok    2 GPUs: Fake GPU; driver 570.1, up to CUDA 12.8",
         "ok    CUDA_VISIBLE_DEVICES=0,1: 2 of 2 visible",
         "fail  GPU 0: 3 uncorrected memory errors; GPU 1: 3 uncorrected memory errors",
-        "fail  torch was built for CUDA 13.0, and the driver serves up to 12.8",
+        "fail  torch was built for CUDA 13.0, and the driver supports up to 12.8",
         "fail  torch was built without NCCL: GPUs cannot train together",
     ):
         assert line in lines
@@ -580,7 +582,7 @@ def test_without_a_loopback_interface_it_says_so(tmp_path: Path) -> None:
     environment = os.environ | broken_torch(tmp_path, "raise ImportError('no')")
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 1
-    assert "fail  127.0.0.1 cannot be talked over" in run.stdout
+    assert "fail  127.0.0.1 does not work" in run.stdout
     assert "-> sudo ip link set lo up" in run.stdout
 
 
@@ -636,7 +638,7 @@ def test_a_machine_without_room_for_temporary_files_is_broken() -> None:
     run = subprocess.run(command, capture_output=True, text=True, preexec_fn=without_room)
     assert run.returncode == 1, run.stderr
     (only,) = json.loads(run.stdout)["checks"]
-    assert "no temporary file can be made: " in only["found"]
+    assert "cannot create a temporary file: " in only["found"]
     assert only["fix"] == "export TMPDIR=FOLDER"
 
 

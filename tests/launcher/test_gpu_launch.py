@@ -213,5 +213,5 @@ def test_the_doctor_finds_nothing_wrong_with_the_gpus(ddpkit: Run) -> None:
     wrong = [line for line in lines if line.startswith("fail")]
     assert not wrong, done.stdout
     good = "\n".join(line for line in lines if line.startswith("ok"))
-    for words in ("GPU", "up to CUDA", "torch has code for", "NCCL", "a matrix product is right on"):
+    for words in ("GPU", "up to CUDA", "torch has code for", "NCCL", "a matrix product is correct on"):
         assert words in good, done.stdout

@@ -112,7 +112,7 @@ def test_gpus_on_a_machine_with_none_says_what_to_type_instead() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [("0", "asks for no GPU"), ("two", "neither"), ("1,1", "different"), (",", "neither")]
+    ("words", "said"), [("0", "requests no GPU"), ("two", "neither"), ("1,1", "different"), (",", "neither")]
 )
 def test_other_words_after_gpus_are_refused(words: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
@@ -140,7 +140,7 @@ def test_free_gpus_are_those_without_processes_and_without_much_memory_in_use() 
     with pytest.raises(UsageError, match="--gpus free:3 is not available: 2 of 4 are free:") as caught:
         planned("--gpus free:3 train.py", gpus)
     assert "1: Fake GPU, 1.0 of 80 GiB used, busy: 1 process (pid 70 of ann: python other.py)" in caught.value.message
-    assert "2: Fake GPU, 9.0 of 80 GiB used, busy: its memory is used by what cannot be" in caught.value.message
+    assert "2: Fake GPU, 9.0 of 80 GiB used, busy: its memory is used by a process" in caught.value.message
     assert "--gpus free:2 train.py" in caught.value.hint
 
 
@@ -199,10 +199,10 @@ def test_uuids_may_be_shortened_and_stand_among_positions() -> None:
     ("words", "said"),
     [
         ("1,GPU-11", "names GPU 1 more than once"),
-        ("GPU-1", "GPU-1 is the beginning of the UUIDs of GPU 1, 10"),
+        ("GPU-1", "GPU-1 is a prefix of the UUIDs of GPUs 1, 10"),
         ("GPU-7,GPU-x", "is not available: found 11, none of them GPU-x:"),
         ("MIG-1", "is not available: found 11, none of them MIG-1:"),
-        ("free:0", "asks for no GPU"),
+        ("free:0", "requests no GPU"),
         ("free:x", "neither"),
         ("free:12", "is not available: found 11:"),
     ],
@@ -213,7 +213,7 @@ def test_words_that_mean_no_gpu_or_several_are_refused(words: str, said: str) ->
 
 
 def test_a_mask_that_names_a_gpu_twice_shows_none_as_in_cuda() -> None:
-    with pytest.raises(UsageError, match="none of these can be used .limited by CUDA_VISIBLE_DEVICES=1,GPU-11."):
+    with pytest.raises(UsageError, match="none of these is usable .limited by CUDA_VISIBLE_DEVICES=1,GPU-11."):
         planned("--gpus 1 train.py", machine(0, 0), {"CUDA_VISIBLE_DEVICES": "1,GPU-11"})
 
 
@@ -239,7 +239,7 @@ def test_mig_devices_are_chosen_like_gpus_and_each_process_sees_its_own_alone() 
 
 def test_a_gpu_in_mig_mode_is_its_first_mig_device_to_a_number_in_the_mask() -> None:
     assert gpus_of("--gpus all train.py", with_mig(), {"CUDA_VISIBLE_DEVICES": "1"}) == ("1", "1")
-    with pytest.raises(UsageError, match="none of these can be used"):
+    with pytest.raises(UsageError, match="none of these is usable"):
         planned("--gpus all train.py", with_mig(), {"CUDA_VISIBLE_DEVICES": "2"})
 
 

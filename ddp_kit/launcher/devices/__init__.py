@@ -1,11 +1,11 @@
-"""What a launch may run on: the GPUs of this machine, through NVML and without torch, and the cores near them.
+"""The GPUs of this machine, through NVML and without torch, and the CPU cores near them.
 
-gpus.py          which there are, and which a process would see
-links.py         how they reach each other
-processes.py     who computes on them
-reservations.py  which launch holds which
-choice.py        from the words after --gpus to some of them
-cpus.py          the cores near them, and the threads of each worker
+gpus.py          the GPUs, and which of them a process would see
+links.py         the connections between them
+processes.py     the processes that use them
+reservations.py  which launch holds which GPU
+choice.py        chooses the GPUs for --gpus
+cpus.py          the usable cores, and the number of threads per worker
 listing.py       `ddpkit devices`
-nvml.py          asks the driver
+nvml.py          queries the driver
 """

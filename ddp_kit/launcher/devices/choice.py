@@ -1,4 +1,4 @@
-"""Which GPUs a launch gets: those asked for, of those it sees, that no other launch holds."""
+"""Choose the GPUs of a launch: those requested, of the visible ones that no other launch holds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ from ddp_kit.errors import UsageError
 from ddp_kit.launcher.devices.gpus import Gpu, selects, visible
 
 Chosen = tuple[tuple[str, Gpu], ...]
-"""GPUs, each with the word that selects it in CUDA_VISIBLE_DEVICES."""
+"""GPUs, each with its number or UUID for CUDA_VISIBLE_DEVICES."""
 
 
 def choose(
     asked: str | None, command: str, machine: tuple[Gpu, ...], env: Mapping[str, str], held: Mapping[str, str]
 ) -> Chosen:
-    """The GPUs for the words after --gpus; all, or none where there is none, for None: no such words.
+    """The GPUs for the value of --gpus; None: not given: all visible GPUs, possibly none.
 
-    `held`: by UUID, the launch that holds a GPU. Raises `UsageError` where they are not there, held, or not free.
+    `held`: GPU UUID -> the launch that holds it. Raises `UsageError` if GPUs are missing, held or not free.
     """
     request = _Request(asked, command, machine, visible(machine, env), env.get(VISIBLE_GPUS), held)
     if asked is None:
@@ -35,7 +35,7 @@ def choose(
 class _Request:
     asked: str | None
     command: str
-    """The script as it was typed, for what to type instead."""
+    """The script as it was typed, for the hint."""
     machine: tuple[Gpu, ...]
     seen: Chosen
     mask: str | None
@@ -43,26 +43,26 @@ class _Request:
 
     def all(self) -> Chosen:
         if not self.seen:
-            raise self._not_there(2)
-        return self._not_held(self.seen)
+            raise self._not_found(2)
+        return self._check_not_held(self.seen)
 
     def number(self, wanted: int) -> Chosen:
         if wanted == 0:
-            raise UsageError("--gpus 0 asks for no GPU", "type --gpus 0, (with a comma) for GPU 0 alone")
+            raise UsageError("--gpus 0 requests no GPU", "type --gpus 0, (with a comma) for GPU 0 only")
         if wanted > len(self.seen):
-            raise self._not_there(wanted)
-        open_ = self._open()
-        if wanted > len(open_):
-            raise self._refusal(f"other launches hold {len(self.seen) - len(open_)} of {len(self.seen)}", wanted)
-        first = sorted(open_, key=lambda pair: (pair[1].busy, len(pair[1].processes), pair[1].memory_used))
+            raise self._not_found(wanted)
+        available = self._not_held()
+        if wanted > len(available):
+            raise self._refusal(f"other launches hold {len(self.seen) - len(available)} of {len(self.seen)}", wanted)
+        first = sorted(available, key=lambda pair: (pair[1].busy, len(pair[1].processes), pair[1].memory_used))
         return tuple(pair for pair in self.seen if pair in first[:wanted])
 
     def free(self, wanted: int) -> Chosen:
         if wanted == 0:
-            raise UsageError("--gpus free:0 asks for no GPU", "type at least free:1")
+            raise UsageError("--gpus free:0 requests no GPU", "type at least free:1")
         if wanted > len(self.seen):
-            raise self._not_there(wanted)
-        free = [pair for pair in self._open() if not pair[1].busy]
+            raise self._not_found(wanted)
+        free = [pair for pair in self._not_held() if not pair[1].busy]
         if wanted > len(free):
             raise self._refusal(f"{len(free)} of {len(self.seen)} are free", wanted)
         return tuple(free[:wanted])
@@ -79,9 +79,9 @@ class _Request:
         if twice:
             raise UsageError(
                 f"--gpus {self.asked} names GPU {twice[0]} more than once; the list is of different GPUs",
-                "name it once: there is one process per GPU",
+                "list it once: there is one process per GPU",
             )
-        return self._not_held(found)
+        return self._check_not_held(found)
 
     def _one(self, word: str, wanted: int) -> tuple[str, Gpu]:
         if word.isdecimal():
@@ -90,30 +90,30 @@ class _Request:
             found = tuple(pair for pair in self.seen if selects(word, pair[1]))
         if len(found) > 1:
             labels = ", ".join(gpu.label for _, gpu in found)
-            raise UsageError(f"--gpus {self.asked}: {word} is the beginning of the UUIDs of GPU {labels}", "write more")
+            raise UsageError(f"--gpus {self.asked}: {word} is a prefix of the UUIDs of GPUs {labels}", "write more")
         if not found:
-            raise self._not_there(wanted, "" if word.isdecimal() else f", none of them {word}")
+            raise self._not_found(wanted, "" if word.isdecimal() else f", none of them {word}")
         return found[0]
 
-    def _open(self) -> Chosen:
-        """Those that no other launch holds."""
+    def _not_held(self) -> Chosen:
+        """The visible GPUs that no other launch holds."""
         return tuple(pair for pair in self.seen if pair[1].uuid not in self.held)
 
-    def _not_held(self, wanted: Chosen) -> Chosen:
+    def _check_not_held(self, wanted: Chosen) -> Chosen:
         taken = [gpu.label for _, gpu in wanted if gpu.uuid in self.held]
         if taken:
             many = f"GPUs {', '.join(taken)} are" if len(taken) > 1 else f"GPU {taken[0]} is"
             raise self._refusal(f"{many} held by another launch", len(wanted))
         return wanted
 
-    def _not_there(self, wanted: int, which: str = "") -> UsageError:
+    def _not_found(self, wanted: int, which: str = "") -> UsageError:
         if not self.machine:
             return UsageError(
                 f"{self._what()} is not available: this machine has no NVIDIA GPU, or no driver for one",
                 f"type `ddpkit launch --nproc-per-node {wanted} {self.command}` for processes on the CPU",
             )
         limit = "" if self.mask is None else f" (limited by {VISIBLE_GPUS}={self.mask})"
-        found = f"found {len(self.seen)}" if self.seen else "none of these can be used"
+        found = f"found {len(self.seen)}" if self.seen else "none of these is usable"
         return self._refusal(f"{found}{limit}{which}", wanted)
 
     def _refusal(self, why: str, wanted: int) -> UsageError:
@@ -129,15 +129,15 @@ class _Request:
         return "one process per visible GPU" if self.asked is None else f"--gpus {self.asked}"
 
     def _hint(self, wanted: int) -> str:
-        open_ = self._open()
-        free = [pair for pair in open_ if not pair[1].busy]
-        insists = (self.asked or "").strip().startswith("free:")
-        if insists and free:
-            instead, why = f"--gpus free:{min(wanted, len(free))}", "for what is free"
-        elif open_:
-            instead, why = f"--gpus {min(wanted, len(open_))}", "for what there is, free ones first"
+        available = self._not_held()
+        free = [pair for pair in available if not pair[1].busy]
+        only_free = (self.asked or "").strip().startswith("free:")
+        if only_free and free:
+            instead, why = f"--gpus free:{min(wanted, len(free))}", "to use the free GPUs"
+        elif available:
+            instead, why = f"--gpus {min(wanted, len(available))}", "to use the available GPUs, free ones first"
         elif self.seen:
-            instead, why = f"--nproc-per-node {wanted}", "to share GPUs with those launches, or wait for them"
+            instead, why = f"--nproc-per-node {wanted}", "to share GPUs with those launches, or wait until they end"
         else:
             instead, why = f"--nproc-per-node {wanted}", "for processes on the CPU"
         return f"type `ddpkit launch {instead} {self.command}` {why}"

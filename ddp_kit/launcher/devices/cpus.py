@@ -15,21 +15,21 @@ class Cpus:
     """The CPU cores that this process may use."""
 
     core_of: Mapping[int, int]
-    """The physical core behind each of them: several have the same one where cores run several threads at a time."""
+    """Logical CPU -> physical core; with hyper-threading, several have the same one."""
     quota: float | None = None
-    """For how many of them at a time the control group pays; None: for all."""
+    """The CPU quota of the control group, in cores; None: no limit."""
 
 
 def here(root: Path = Path("/")) -> Cpus:
-    """Those of this process: its affinity, and the quota of its control group. `root`: where /proc and /sys are."""
+    """The affinity and the control group quota of this process. `root`: the folder of /proc and /sys."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return Cpus(MappingProxyType({cpu: _core(cpu, root) for cpu in sorted(usable)}), cpu_quota(root))
 
 
 def threads_each(cpus: Cpus, bound: Sequence[tuple[int, ...]]) -> int:
-    """How many threads each process may have, so that all together have one per physical core; at least 1.
+    """Threads per process, so that all processes together have one per physical core; at least 1.
 
-    `bound`: for each process the cores that it is bound to; empty: none in particular.
+    `bound`: for each process the cores that it is bound to; empty: not bound.
     """
     shares = [len({cpus.core_of[cpu] for cpu in place or cpus.core_of}) // bound.count(place) for place in set(bound)]
     if cpus.quota is not None:
@@ -38,7 +38,7 @@ def threads_each(cpus: Cpus, bound: Sequence[tuple[int, ...]]) -> int:
 
 
 def _core(cpu: int, root: Path) -> int:
-    """The first of the cores that share a physical one with `cpu`; itself where the machine does not tell."""
+    """The first of the logical CPUs that share a physical core with `cpu`; `cpu` itself if that is not known."""
     text = _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
     first = re.match(r"\d+", text)
     return int(first[0]) if first else cpu

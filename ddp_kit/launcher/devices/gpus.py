@@ -7,81 +7,81 @@ from typing import Any
 import pynvml
 
 from ddp_kit.env import VISIBLE_GPUS
-from ddp_kit.launcher.devices.nvml import asked, bits, handles
+from ddp_kit.launcher.devices.nvml import bits, handles, query
 from ddp_kit.launcher.devices.processes import Process, look_at
 
 GIB = 1024**3
 _MASK_WORDS = 32  # room for the numbers of 2048 CPU cores
 _SHOWN_PROCESSES = 3
-# The driver itself takes some memory. What is above is somebody's, whom a container may not see.
-_NOBODY_S_SHARE = 0.1
+# The driver itself uses some memory. More belongs to a process, which may be invisible in a container.
+_IDLE_MEMORY_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that computes on a GPU."""
+    """A process that uses a GPU."""
 
     process: Process
     memory: int | None = None
-    """Bytes of the GPU's memory; None: not told."""
+    """Bytes of the GPU's memory; None: not known."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A whole GPU or a MIG device: what one process can have for itself. Memory in bytes."""
+    """A whole GPU or a MIG device: the unit that one process uses. Memory in bytes."""
 
     index: int
     """NVML's number: the order on the PCI bus."""
     uuid: str
     name: str
     memory_total: int
-    """0: not told."""
+    """0: not known."""
     memory_used: int
     processes: tuple[GpuProcess, ...] = ()
     load: int | None = None
-    """Percent of the time that it computes; None: not told."""
+    """Utilisation in percent; None: not known."""
     numa_node: int | None = None
     near: tuple[int, ...] = ()
-    """The CPU cores near it; empty: not told."""
+    """The CPU cores near it; empty: not known."""
     mig: int | None = None
-    """Which MIG device of its GPU this is; None: none."""
+    """The number of the MIG device on its GPU; None: a whole GPU."""
     usable: bool = True
-    """Not so is a GPU in MIG mode on which no MIG device has been made."""
+    """False for a GPU in MIG mode without MIG devices."""
 
     @property
     def label(self) -> str:
-        """How it is called, as `2`, or `2:0` for the first MIG device on GPU 2."""
+        """Its name in output: `2`, or `2:0` for the first MIG device on GPU 2."""
         return str(self.index) if self.mig is None else f"{self.index}:{self.mig}"
 
     @property
     def is_mig(self) -> bool:
-        """Whether it is a MIG device, of which CUDA shows one to a process at most."""
+        """Whether it is a MIG device; CUDA shows a process at most one of these."""
         return self.uuid.startswith("MIG-")
 
     @property
     def busy(self) -> bool:
-        """Whether someone computes on it."""
-        return bool(self.processes) or self.memory_used > _NOBODY_S_SHARE * self.memory_total > 0
+        """Whether a process uses it."""
+        return bool(self.processes) or self.memory_used > _IDLE_MEMORY_SHARE * self.memory_total > 0
 
     @property
     def memory(self) -> str:
-        """As `1.5 of 80 GiB`; empty where it is not told."""
+        """`1.5 of 80 GiB`; empty: not known."""
         if not self.memory_total:
             return ""
         return f"{self.memory_used / GIB:.1f} of {self.memory_total / GIB:.0f} GiB"
 
     def state(self, holder: str = "") -> str:
-        """Held, busy or free, in a few words. `holder`: the launch that holds it, if any."""
+        """Held, busy or free. `holder`: the launch that holds it, if any."""
         if holder:
             return f"held by {holder}"
         if not self.usable:
             return "in MIG mode without MIG devices"
         if self.processes:
             return f"busy: {len(self.processes)} process{'es' if len(self.processes) > 1 else ''}"
-        return "busy: its memory is used by what cannot be seen from here" if self.busy else "free"
+        return "busy: its memory is used by a process that is not visible here" if self.busy else "free"
 
     def described(self, holder: str = "") -> str:
-        """One line on it and on those who use it."""
+        """One line about the GPU and the processes that use it."""
         used = f"{self.memory} used, " if self.memory else ""
         users = [] if holder else [str(user.process) for user in self.processes]
         shown = f" ({'; '.join(users[:_SHOWN_PROCESSES])}{'; ...' if len(users) > _SHOWN_PROCESSES else ''})"
@@ -89,7 +89,7 @@ class Gpu:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """All NVIDIA GPUs of this machine, in MIG mode their MIG devices; none where there is no driver."""
+    """All NVIDIA GPUs of this machine, in MIG mode their MIG devices; empty if there is no driver."""
     with handles() as found:
         return tuple(unit for index, handle in found for unit in _units(index, handle))
 
@@ -97,18 +97,18 @@ def gpus() -> tuple[Gpu, ...]:
 def visible(machine: tuple[Gpu, ...], env: Mapping[str, str]) -> tuple[tuple[str, Gpu], ...]:
     """The GPUs that a process with this environment would see, each with the word that selects it.
 
-    As CUDA reads CUDA_VISIBLE_DEVICES: numbers or (beginnings of) UUIDs; what follows an invalid or ambiguous one is
-    not seen, and nothing is where one stands twice. A MIG device of which NVML does not tell is taken at its word.
+    CUDA reads CUDA_VISIBLE_DEVICES as numbers or prefixes of UUIDs. It ignores all words from an invalid or ambiguous
+    one on, and shows no GPU if one is named twice. MIG devices unknown to NVML are assumed to exist.
     """
     words = env.get(VISIBLE_GPUS)
     if words is None:
         return tuple((gpu.uuid if gpu.is_mig else str(gpu.index), gpu) for gpu in machine if gpu.usable)
     seen: list[tuple[str, Gpu]] = []
     for word in (part.strip() for part in words.split(",")):
-        meant = [gpu for gpu in machine if gpu.usable and selects(word, gpu)]
-        if len(meant) > 1 and not word.isdecimal():
+        matches = [gpu for gpu in machine if gpu.usable and selects(word, gpu)]
+        if len(matches) > 1 and not word.isdecimal():
             break
-        found = meant[0] if meant else None
+        found = matches[0] if matches else None
         if found is None and word.startswith("MIG-"):
             found = Gpu(len(seen), word, "MIG device", memory_total=0, memory_used=0)
         if found is None:
@@ -120,7 +120,7 @@ def visible(machine: tuple[Gpu, ...], env: Mapping[str, str]) -> tuple[tuple[str
 
 
 def selects(word: str, gpu: Gpu) -> bool:
-    """Whether this word of CUDA_VISIBLE_DEVICES means this GPU; the number of one in MIG mode, its first MIG device."""
+    """Whether this word of CUDA_VISIBLE_DEVICES selects this GPU or MIG device."""
     return word == str(gpu.index) or (word.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(word))
 
 
@@ -129,42 +129,39 @@ def _units(index: int, handle: Any) -> tuple[Gpu, ...]:
     whole = _gpu(index, handle)
     if whole is None:
         return ()
-    mode = asked(pynvml.nvmlDeviceGetMigMode, handle)
+    mode = query(pynvml.nvmlDeviceGetMigMode, handle)
     if not mode or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
         return (whole,)
-    parts = (_mig_device(whole, handle, number) for number in range(_mig_places(handle)))
+    most = query(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0
+    parts = (_mig_device(whole, handle, number) for number in range(most))
     return tuple(part for part in parts if part is not None) or (replace(whole, usable=False),)
 
 
-def _mig_places(handle: Any) -> int:
-    return asked(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0
-
-
 def _mig_device(whole: Gpu, handle: Any, number: int) -> Gpu | None:
-    part = asked(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
+    part = query(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
     found = None if part is None else _gpu(whole.index, part)
     return found and replace(found, mig=number, numa_node=whole.numa_node, near=whole.near)
 
 
 def _gpu(index: int, handle: Any) -> Gpu | None:
-    """None: a GPU that cannot be named, as one that has failed."""
-    uuid = asked(pynvml.nvmlDeviceGetUUID, handle)
+    """None: a GPU without a readable UUID, for example a failed one."""
+    uuid = query(pynvml.nvmlDeviceGetUUID, handle)
     if uuid is None:
         return None
-    memory = asked(pynvml.nvmlDeviceGetMemoryInfo, handle)
-    load = asked(pynvml.nvmlDeviceGetUtilizationRates, handle)
-    users = asked(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
-    nodes = bits(asked(pynvml.nvmlDeviceGetMemoryAffinity, handle, _MASK_WORDS, pynvml.NVML_AFFINITY_SCOPE_NODE))
+    memory = query(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    load = query(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    users = query(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
+    nodes = bits(query(pynvml.nvmlDeviceGetMemoryAffinity, handle, _MASK_WORDS, pynvml.NVML_AFFINITY_SCOPE_NODE))
     return Gpu(
         index=index,
         uuid=_text(uuid),
-        name=_text(asked(pynvml.nvmlDeviceGetName, handle) or "GPU"),
+        name=_text(query(pynvml.nvmlDeviceGetName, handle) or "GPU"),
         memory_total=memory.total if memory else 0,
         memory_used=memory.used if memory else 0,
         processes=tuple(GpuProcess(look_at(user.pid), user.usedGpuMemory) for user in users),
         load=load.gpu if load else None,
         numa_node=nodes[0] if nodes else None,
-        near=bits(asked(pynvml.nvmlDeviceGetCpuAffinity, handle, _MASK_WORDS)),
+        near=bits(query(pynvml.nvmlDeviceGetCpuAffinity, handle, _MASK_WORDS)),
     )
 
 

@@ -1,14 +1,14 @@
-"""How the GPUs of this machine reach each other, through NVML; in the abbreviations of `nvidia-smi topo -m`."""
+"""The connections between the GPUs of this machine, in the abbreviations of `nvidia-smi topo -m`."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import pynvml
 
-from ddp_kit.launcher.devices.nvml import asked, handles
+from ddp_kit.launcher.devices.nvml import handles, query
 
 MEANING = {
-    "NV": "that many NVLinks",
+    "NV": "this many NVLinks",
     "PIX": "one PCIe switch",
     "PXB": "several PCIe switches",
     "PHB": "the CPU's PCIe host bridge",
@@ -29,13 +29,13 @@ _TO_SWITCH = pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
 
 
 def links() -> Mapping[int, Mapping[int, str]]:
-    """The link of each GPU to each other one, by their numbers, as `NV18` or `SYS`; none where NVML does not tell.
+    """GPU number -> other GPU's number -> `NV18`, `SYS` and so on; without pairs that NVML does not report.
 
-    Several NVLinks between two GPUs are counted together, those through NVSwitches among them.
+    NVLinks between two GPUs are added up, including those through NVSwitches.
     """
     with handles() as found:
         cables = {index: _nvlinks(handle) for index, handle in found}
-        addresses = {index: _address(asked(pynvml.nvmlDeviceGetPciInfo, handle)) for index, handle in found}
+        addresses = {index: _address(query(pynvml.nvmlDeviceGetPciInfo, handle)) for index, handle in found}
         table: dict[int, dict[int, str]] = {index: {} for index, _ in found}
         for one, handle in found:
             for other, neighbour in found:
@@ -43,7 +43,7 @@ def links() -> Mapping[int, Mapping[int, str]]:
                     continue
                 direct = cables[one].count(addresses[other])
                 switched = min(cables[one].count(_SWITCH), cables[other].count(_SWITCH))
-                level = asked(pynvml.nvmlDeviceGetTopologyCommonAncestor, handle, neighbour)
+                level = query(pynvml.nvmlDeviceGetTopologyCommonAncestor, handle, neighbour)
                 kind = f"NV{direct + switched}" if direct + switched else _LEVELS.get(level)
                 if kind:
                     table[one][other] = kind
@@ -51,16 +51,16 @@ def links() -> Mapping[int, Mapping[int, str]]:
 
 
 def _nvlinks(handle: Any) -> list[_Address | None]:
-    """Where each NVLink of a GPU leads: to the GPU at that address, or into a switch, which leads to all."""
+    """The other end of each NVLink of a GPU: the PCI address of a GPU, or a switch."""
     ends: list[_Address | None] = []
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
-        active = asked(pynvml.nvmlDeviceGetNvLinkState, handle, link)
+        active = query(pynvml.nvmlDeviceGetNvLinkState, handle, link)
         if active is None:  # there is no such link
             break
-        if active and asked(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link) == _TO_SWITCH:
+        if active and query(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link) == _TO_SWITCH:
             ends.append(_SWITCH)
         elif active:
-            ends.append(_address(asked(pynvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)))
+            ends.append(_address(query(pynvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)))
     return ends
 
 

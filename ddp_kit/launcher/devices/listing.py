@@ -1,4 +1,4 @@
-"""What `ddpkit devices` shows."""
+"""The output of `ddpkit devices`."""
 
 from collections.abc import Iterator, Mapping
 from itertools import groupby
@@ -9,25 +9,25 @@ from ddp_kit.launcher.devices.links import MEANING, links
 from ddp_kit.launcher.devices.processes import Process
 from ddp_kit.launcher.devices.reservations import holders
 
-_UUID_SHOWN = 12  # as many characters as --gpus needs of most
+_UUID_SHOWN = 12  # characters, usually enough for --gpus
 
 
 def text(env: Mapping[str, str]) -> str:
-    """The GPUs of this machine, who computes on them and who holds them, as seen with this environment."""
+    """The GPUs of this machine, the processes on them and the launches that hold them."""
     machine = gpus()
     if not machine:
         return "this machine has no NVIDIA GPU, or no driver for one"
     positions = {gpu.uuid: str(position) for position, (_, gpu) in enumerate(visible(machine, env))}
     lines = [*_table(machine, positions, holders())]
     if VISIBLE_GPUS in env:
-        lines += ["", f"{VISIBLE_GPUS}={env[VISIBLE_GPUS]}: --gpus sees {len(positions)} of {len(machine)}"]
+        lines += ["", f"{VISIBLE_GPUS}={env[VISIBLE_GPUS]}: --gpus can use {len(positions)} of {len(machine)}"]
     return "\n".join([*lines, *_links(links())])
 
 
 def _table(machine: tuple[Gpu, ...], positions: Mapping[str, str], held: Mapping[str, Process]) -> Iterator[str]:
     titles = ["GPU", "--gpus", "name", "memory used", "load", "NUMA", "UUID", "state"]
     rows = [titles, *(_row(gpu, positions.get(gpu.uuid, "-"), held.get(gpu.uuid)) for gpu in machine)]
-    if all(gpu.label == positions.get(gpu.uuid) for gpu in machine):  # else what to type is not what it is called
+    if all(gpu.label == positions.get(gpu.uuid) for gpu in machine):  # then the column --gpus repeats the first one
         rows = [[*row[:1], *row[2:]] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -56,7 +56,7 @@ def _process(user: GpuProcess) -> str:
 
 
 def _links(table: Mapping[int, Mapping[int, str]]) -> Iterator[str]:
-    """One line per GPU: each kind of link, and the numbers of the GPUs that it leads to."""
+    """One line per GPU: each kind of link with the numbers of the GPUs at its other end."""
     if not any(table.values()):
         return
     yield from ("", "links")
@@ -69,6 +69,6 @@ def _links(table: Mapping[int, Mapping[int, str]]) -> Iterator[str]:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """As `0, 2-7`."""
+    """Compact notation: `0, 2-7`."""
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,4 +1,4 @@
-"""Asking NVML, which may have no answer."""
+"""Query NVML; every query may fail."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,31 +9,30 @@ import pynvml
 
 @contextmanager
 def handles() -> Iterator[tuple[tuple[int, Any], ...]]:
-    """Number and handle of each GPU that answers; none where there is no driver."""
+    """Number and handle of each GPU that answers; empty if there is no driver."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         yield ()
         return
     try:
-        found = ((index, asked(pynvml.nvmlDeviceGetHandleByIndex, index)) for index in range(_count()))
+        found = (
+            (index, query(pynvml.nvmlDeviceGetHandleByIndex, index))
+            for index in range(query(pynvml.nvmlDeviceGetCount) or 0)
+        )
         yield tuple((index, handle) for index, handle in found if handle is not None)
     finally:
         pynvml.nvmlShutdown()
 
 
-def asked(question: Callable[..., Any], *arguments: Any) -> Any:
-    """NVML's answer, or None where it does not tell: some GPUs share the host's memory, some hide their processes."""
+def query(function: Callable[..., Any], *arguments: Any) -> Any:
+    """NVML's answer; None: not supported here, as some GPUs share the host's memory or hide their processes."""
     try:
-        return question(*arguments)
-    except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError):  # the second: a driver too old for the question
+        return function(*arguments)
+    except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError):  # the second: the driver is too old for the query
         return None
 
 
 def bits(words: Any) -> tuple[int, ...]:
-    """Which bits are set in a list of 64-bit words; none where there is no list."""
+    """The numbers of the bits set in a list of 64-bit words; empty without a list."""
     return tuple(64 * place + bit for place, word in enumerate(words or ()) for bit in range(64) if word >> bit & 1)
-
-
-def _count() -> int:
-    return asked(pynvml.nvmlDeviceGetCount) or 0

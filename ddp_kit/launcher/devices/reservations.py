@@ -1,9 +1,9 @@
-"""Which launch holds which GPU.
+"""Reservations: which launch holds which GPU.
 
-A launcher holds a GPU by an abstract Unix socket of the GPU's name (unix(7)): taken in one system call, seen by every
-user, gone with its process however that ends, and no file. A second socket tells whose the first is: it has the
-launcher's number in its own name, so that asking needs no answer from a launcher that is stopped or at work.
-Linux only, and within one network namespace: a container with a network of its own does not see the others.
+A launcher holds a GPU by binding an abstract Unix socket with the GPU's UUID in its name (unix(7)). That is one atomic
+system call, visible to all users, and the kernel removes the socket when the process ends. The name of a second socket
+contains the launcher's process id, so that others need not ask the launcher, which may be stopped.
+Linux only, and within one network namespace: containers with their own network do not see each other's reservations.
 """
 
 import os
@@ -25,15 +25,15 @@ _GPU = "ddpkit-gpu"
 _HOLDER = "ddpkit-gpu-holder"
 _CHOOSING = "ddpkit-choosing"
 _TIMEOUT_SECONDS = 10.0
-_AGAIN_SECONDS = 0.005
+_RETRY_SECONDS = 0.005
 
 
 @contextmanager
 def reserved(make: Callable[[Mapping[str, str]], Plan], *, hold: bool = True) -> Iterator[Plan]:
     """Make a plan, and hold its GPUs until the end of the block.
 
-    `make` is given what other launches hold: by the GPU's UUID, whose it is. Launches choose one after the other, so
-    that of two who want the same GPUs one gets all of them. `hold`: False where the plan is only to be shown.
+    `make` gets the GPUs that other launches hold: UUID -> holder. Only one launch chooses at a time, so that of two
+    launches that want the same GPUs, one gets all of them. `hold`: False if the plan is only printed.
     """
     if sys.platform != "linux":
         yield make({})
@@ -41,9 +41,9 @@ def reserved(make: Callable[[Mapping[str, str]], Plan], *, hold: bool = True) ->
     with ExitStack() as ours:
         with _one_at_a_time():
             found = holders()
-            # Of a launcher around this one: its GPUs are there for its workers, and this is one.
-            around = {parent.pid for parent in psutil.Process().parents()}
-            others = {uuid: str(holder) for uuid, holder in found.items() if holder.pid not in around}
+            # A launcher that started this one shares its GPUs, because this launcher is one of its workers.
+            parents = {parent.pid for parent in psutil.Process().parents()}
+            others = {uuid: str(holder) for uuid, holder in found.items() if holder.pid not in parents}
             plan = make(others)
             for gpu in dict.fromkeys(gpu for place in plan.places if hold for gpu in place.gpus):
                 if gpu.uuid not in found:
@@ -52,12 +52,12 @@ def reserved(make: Callable[[Mapping[str, str]], Plan], *, hold: bool = True) ->
 
 
 def holders() -> dict[str, Process]:
-    """Who holds which GPU, by UUID."""
+    """GPU UUID -> the process that holds it."""
     found = {}
     for name in _names():
         kind, _, rest = name.partition("/")
         parts = rest.split("/", 2)
-        if kind == _HOLDER and len(parts) == 3 and parts[1].isdecimal():  # anyone may take any name
+        if kind == _HOLDER and len(parts) == 3 and parts[1].isdecimal():  # other programs may use any name
             namespace, pid, uuid = parts
             found[uuid] = look_at(int(pid)) if namespace == _pid_namespace() else Process(0)
     return found
@@ -66,26 +66,26 @@ def holders() -> dict[str, Process]:
 def _hold(gpu: Gpu, ours: ExitStack) -> None:
     try:
         for name in (f"{_GPU}/{gpu.uuid}", f"{_HOLDER}/{_pid_namespace()}/{os.getpid()}/{gpu.uuid}"):
-            mark = ours.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))  # no worker inherits it
+            mark = ours.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))  # not inherited by workers
             mark.bind(f"\0{name}")
     except OSError as error:
         raise UsageError(
             f"GPU {gpu.label} cannot be reserved: {error.strerror or error}",
-            "where another launch has taken it this moment, `ddpkit devices` shows it; start again",
+            "if another launch has just reserved it, `ddpkit devices` shows that; start again",
         ) from None
 
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Bounded: one that is stopped in the middle of choosing does not stop the others. No GPU is taken twice anyway."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as turn:
+    """Wait for other launches to finish choosing, at most 10 s: one may be stopped. No GPU is reserved twice anyway."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lock:
         deadline = time.monotonic() + _TIMEOUT_SECONDS
         while time.monotonic() < deadline:
             try:
-                turn.bind(f"\0{_CHOOSING}")
+                lock.bind(f"\0{_CHOOSING}")
                 break
             except OSError:
-                time.sleep(_AGAIN_SECONDS)
+                time.sleep(_RETRY_SECONDS)
         yield
 
 
@@ -93,11 +93,11 @@ def _names() -> list[str]:
     """The abstract sockets of this network namespace."""
     try:
         lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return []
     return [name for line in lines if (name := line.partition(" @")[2])]
 
 
 def _pid_namespace() -> str:
-    """Where a process's number means what it says."""
+    """The PID namespace of this process."""
     return str(Path("/proc/self/ns/pid").stat().st_ino)

@@ -1,10 +1,10 @@
-"""`ddpkit doctor`: is this machine fit for training? A tuple of checks, each `Machine -> CheckResult`.
+"""`ddpkit doctor`: check this machine for training. A tuple of checks, each a function `Machine -> CheckResult`.
 
-    machine.py        what they look at; driver.py and trials.py find out what takes a driver or a process to know
-    limits.py  surroundings.py  gpu_checks.py  torch_checks.py      the checks
-    result.py         what they say
+    machine.py        the input of the checks; driver.py queries the driver, trials.py runs programs
+    limits.py  system_checks.py  gpu_checks.py  torch_checks.py      the checks
+    result.py         their results
 
-Nothing here imports torch, which may be what is broken.
+Nothing here imports torch, because a broken torch must not break the doctor.
 """
 
 import argparse
@@ -19,32 +19,32 @@ from pathlib import Path
 
 from ddp_kit.env import NO_COLOR
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher.doctor import driver, gpu_checks, limits, surroundings, torch_checks, trials
+from ddp_kit.launcher.doctor import driver, gpu_checks, limits, system_checks, torch_checks, trials
 from ddp_kit.launcher.doctor.machine import Machine
 from ddp_kit.launcher.doctor.result import CheckResult, Status, fail, warn
 from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.parser import Parser
 
 Check = Callable[[Machine], CheckResult | None]
-"""None: there is nothing to check on this machine."""
+"""Returns None if it does not apply to this machine."""
 
 CHECKS: tuple[Check, ...] = (
-    surroundings.python,
+    system_checks.python,
     limits.memory,
     limits.cpu,
     limits.open_files,
     limits.locked_memory,
     limits.shared_memory,
-    surroundings.checkpoints,
-    surroundings.clock,
-    surroundings.loopback,
-    surroundings.ports,
-    surroundings.host_name,
+    system_checks.checkpoints,
+    system_checks.clock,
+    system_checks.loopback,
+    system_checks.ports,
+    system_checks.host_name,
     gpu_checks.driver,
     gpu_checks.visible_gpus,
     gpu_checks.left_over,
     gpu_checks.ecc,
-    # These wait for torch.
+    # These wait for processes that import torch.
     torch_checks.torch,
     torch_checks.torch_and_driver,
     torch_checks.torch_and_gpus,
@@ -57,21 +57,21 @@ CHECKS: tuple[Check, ...] = (
 _COLOURS = {Status.OK: 32, Status.WARN: 33, Status.FAIL: 31}
 _EPILOG = f"""\
 exit codes:
-  {ExitCode.OK:<2d} nothing is broken; there may be warnings
-  {ExitCode.BROKEN:<2d} something is
+  {ExitCode.OK:<2d} no check failed; there may be warnings
+  {ExitCode.BROKEN:<2d} a check failed
 """
 
 
 def run(words: Sequence[str], env: Mapping[str, str]) -> int:
-    """Check this machine, print each finding as soon as it is there, and return the exit code."""
+    """Check this machine, print each result at once, and return the exit code."""
     parser = Parser(
         prog="ddpkit doctor",
-        description="Check this machine for training, and say how to fix what is wrong.",
+        description="Check this machine for training, and print how to fix what is wrong.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--dir", type=Path, default=Path(), help="the folder that checkpoints will be written to (default: this one)"
+        "--dir", type=Path, default=Path(), help="the folder for checkpoints (default: the current folder)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
     asked = parser.parse_args(words)
@@ -91,25 +91,25 @@ def run(words: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def examine(env: Mapping[str, str], checkpoints: Path) -> Iterator[CheckResult]:
-    """Every finding, as soon as it is there."""
+    """Yield each result as soon as it is known."""
     nvidia = driver.ask()
     try:
         tempfile.TemporaryFile().close()
-    except OSError as error:  # jobs need one too
-        yield fail("temporary files", f"no temporary file can be made: {error}", "export TMPDIR=FOLDER")
+    except OSError as error:  # jobs need them too
+        yield fail("temporary files", f"cannot create a temporary file: {error}", "export TMPDIR=FOLDER")
         return
     with trials.started(env, socket.gethostname(), nvidia.visible(env)) as asked:
         machine = Machine.this(env, checkpoints, nvidia, asked)
         for check in CHECKS:
             result = _checked(check, machine)
-            if result is not None:  # what a broken torch says may quote anything
+            if result is not None:  # error messages of torch may contain secrets
                 yield replace(result, found=masked(result.found, env), fix=masked(result.fix, env))
 
 
 def _checked(check: Check, machine: Machine) -> CheckResult | None:
     try:
         return check(machine)
-    except Exception as error:  # a check that raises is a finding too; the others run
+    except Exception as error:  # the other checks still run
         name = check.__name__.replace("_", " ")
         return warn(name, f"{name} could not be checked: {type(error).__name__}: {error}", "")
 
@@ -123,5 +123,5 @@ def _line(result: CheckResult, colour: bool) -> str:
 
 
 def _print(text: str) -> None:
-    with suppress(OSError, ValueError, AttributeError):  # nobody reads it; the exit code still counts
+    with suppress(OSError, ValueError, AttributeError):  # stdout is closed; the exit code still counts
         print(text, flush=True)

@@ -1,4 +1,4 @@
-"""The NVIDIA driver as NVML tells of it. Nothing here raises: a driver that does not work is a finding."""
+"""The NVIDIA driver as reported by NVML. Nothing here raises: a broken driver is a result."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,24 +7,24 @@ import pynvml
 
 from ddp_kit.launcher.devices import gpus as devices
 from ddp_kit.launcher.devices.gpus import Gpu
-from ddp_kit.launcher.devices.nvml import asked
+from ddp_kit.launcher.devices.nvml import query
 
 Version = tuple[int, int]
 
-_NO_ANSWER = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)  # the second: a driver too old for the question
+_NO_ANSWER = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)  # the second: the driver is too old for the query
 
 
 @dataclass(frozen=True)
 class Card:
-    """What the checks need to know about one GPU, besides what it is."""
+    """Further properties of one GPU for the checks."""
 
     gpu: Gpu
     ecc_errors: int | None = None
-    """Uncorrected memory errors since it was last reset; None where it does not count them."""
+    """Uncorrected memory errors since its last reset; None: it does not count them."""
     capability: Version | None = None
     """Its compute capability, such as (9, 0)."""
     processes: tuple[int, ...] = ()
-    """The ids of the processes that compute on it, those in other containers left aside."""
+    """The ids of the processes that use it, without those in other containers."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Driver:
     error: str = ""
     """Why NVML does not work."""
     absent: bool = False
-    """Whether that is because there is no driver."""
+    """Whether there is no driver."""
     version: str = "unknown"
     cuda: Version | None = None
-    """The newest CUDA that it serves."""
+    """The newest CUDA version that it supports."""
     cards: tuple[Card, ...] = ()
 
     def visible(self, env: Mapping[str, str]) -> tuple[Gpu, ...]:
@@ -46,7 +46,7 @@ class Driver:
 
 
 def ask() -> Driver:
-    """Ask NVML all at once."""
+    """Query NVML for everything the checks need."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -54,26 +54,26 @@ def ask() -> Driver:
         return Driver(error=str(error), absent=absent)
     try:
         for index in range(pynvml.nvmlDeviceGetCount()):
-            pynvml.nvmlDeviceGetHandleByIndex(index)  # raises where a GPU has fallen off the bus
-        cuda = asked(pynvml.nvmlSystemGetCudaDriverVersion)
+            pynvml.nvmlDeviceGetHandleByIndex(index)  # raises if a GPU has fallen off the bus
+        cuda = query(pynvml.nvmlSystemGetCudaDriverVersion)
         return Driver(
-            version=str(asked(pynvml.nvmlSystemGetDriverVersion) or "unknown"),
+            version=str(query(pynvml.nvmlSystemGetDriverVersion) or "unknown"),
             cuda=(cuda // 1000, cuda % 1000 // 10) if cuda else None,
             cards=tuple(_card(gpu) for gpu in devices.gpus()),
         )
     except _NO_ANSWER as error:
         return Driver(error=str(error))
     finally:
-        asked(pynvml.nvmlShutdown)
+        query(pynvml.nvmlShutdown)
 
 
 def _card(gpu: Gpu) -> Card:
     handle = pynvml.nvmlDeviceGetHandleByIndex(gpu.index)
     uncorrected, since_reset = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
-    processes = asked(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
+    processes = query(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
     return Card(
         gpu,
-        ecc_errors=asked(pynvml.nvmlDeviceGetTotalEccErrors, handle, uncorrected, since_reset),
-        capability=asked(pynvml.nvmlDeviceGetCudaComputeCapability, handle),
+        ecc_errors=query(pynvml.nvmlDeviceGetTotalEccErrors, handle, uncorrected, since_reset),
+        capability=query(pynvml.nvmlDeviceGetCudaComputeCapability, handle),
         processes=tuple(process.pid for process in processes if process.pid > 0),
     )

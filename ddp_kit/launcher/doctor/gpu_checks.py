@@ -1,4 +1,4 @@
-"""The GPUs, without torch. On a machine that has none, one line says so and the other checks are silent."""
+"""Checks of GPUs without torch. On a machine without GPUs, one line says so and the other checks do not apply."""
 
 import pwd
 from itertools import takewhile
@@ -11,29 +11,29 @@ from ddp_kit.launcher.masking import masked
 
 _NVIDIA = "0x10de"
 _DISPLAY_CLASS = "0x03"  # in PCI's list of classes; sound and bridges are other ones
-_INIT = 1
+_INIT_PID = 1
 
 
 def driver(machine: Machine) -> CheckResult:
     """The NVIDIA driver and its GPUs, or that there are none."""
-    told = machine.driver
-    if told.cards:
-        cuda = ".".join(map(str, told.cuda or ())) or "unknown"
-        count = len(told.cards)
-        names = ", ".join(dict.fromkeys(card.gpu.name for card in told.cards))
-        found = f"{count} GPU{'s' if count > 1 else ''}: {names}; driver {told.version}, up to CUDA {cuda}"
-        return ok("driver", found)
+    found = machine.driver
+    if found.cards:
+        cuda = ".".join(map(str, found.cuda or ())) or "unknown"
+        count = len(found.cards)
+        names = ", ".join(dict.fromkeys(card.gpu.name for card in found.cards))
+        summary = f"{count} GPU{'s' if count > 1 else ''}: {names}; driver {found.version}, up to CUDA {cuda}"
+        return ok("driver", summary)
     sign = _sign_of_gpu(machine)
-    if not sign and told.error and not told.absent:
-        sign = "NVML is there"
+    if not sign and found.error and not found.absent:
+        sign = "NVML is installed"
     if not sign:
         return ok("driver", "no NVIDIA GPU: training runs on the CPU")
-    why = told.error or "it knows of no GPU"
-    return fail("driver", f"{sign}, but NVIDIA's driver does not work: {why}", _driver_mend(machine))
+    why = found.error or "it reports no GPU"
+    return fail("driver", f"{sign}, but NVIDIA's driver does not work: {why}", _driver_fix(machine))
 
 
 def visible_gpus(machine: Machine) -> CheckResult | None:
-    """What CUDA_VISIBLE_DEVICES makes of the GPUs."""
+    """Which GPUs CUDA_VISIBLE_DEVICES shows."""
     cards, words = machine.driver.cards, machine.env.get(VISIBLE_GPUS)
     if not cards:
         return None
@@ -43,7 +43,7 @@ def visible_gpus(machine: Machine) -> CheckResult | None:
     asked = [word.strip() for word in words.split(",")]
     if asked in ([""], ["-1"]):
         return warn("visible GPUs", f"{VISIBLE_GPUS}={words!r} hides all GPUs: training runs on the CPU", fix)
-    # One by one: CUDA shows what stands before an unknown one, and nothing at all where one stands twice.
+    # One by one: CUDA shows the GPUs before an unknown one, and none at all if one is named twice.
     seen = list(takewhile(bool, (machine.driver.visible({VISIBLE_GPUS: word}) for word in asked)))
     setting = f"{VISIBLE_GPUS}={words}"
     if len(set(seen)) < len(seen):
@@ -57,7 +57,7 @@ def visible_gpus(machine: Machine) -> CheckResult | None:
 
 
 def left_over(machine: Machine) -> CheckResult | None:
-    """Processes that hold a GPU although nobody waits for them any more."""
+    """Orphaned processes that use a GPU."""
     if not machine.driver.cards:
         return None
     proc = machine.root / "proc"
@@ -69,15 +69,15 @@ def left_over(machine: Machine) -> CheckResult | None:
             lines.append(f"GPU {index}: pid {pid} of {_user(proc, pid)}, {_command(proc, pid)}")
             kills.append(str(pid))
     if not lines:
-        return ok("GPU processes", "no process without a parent is left on a GPU")
-    fix = "nvidia-smi  # on the host: they may run outside this container"
+        return ok("GPU processes", "no orphaned process uses a GPU")
+    fix = "nvidia-smi  # on the host, because they may run outside this container"
     if kills:
-        fix = f"kill {' '.join(dict.fromkeys(kills))}  # if nobody needs them"
-    return warn("GPU processes", f"left on a GPU without a parent: {'; '.join(lines)}", fix)
+        fix = f"kill {' '.join(dict.fromkeys(kills))}  # if they are not needed"
+    return warn("GPU processes", f"orphaned processes use a GPU: {'; '.join(lines)}", fix)
 
 
 def ecc(machine: Machine) -> CheckResult | None:
-    """Memory errors that the GPUs could not correct."""
+    """Uncorrected memory errors of the GPUs."""
     cards = machine.driver.cards
     if not cards:
         return None
@@ -85,14 +85,14 @@ def ecc(machine: Machine) -> CheckResult | None:
     if errors:
         found = "; ".join(f"GPU {index}: {number} uncorrected memory errors" for index, number in errors.items())
         reset = "; ".join(f"sudo nvidia-smi --gpu-reset -i {index}" for index in errors)
-        return fail("ECC", found, f"{reset}  # if they come back, the GPU is to be replaced")
+        return fail("ECC", found, f"{reset}  # if they come back, replace the GPU")
     if all(card.ecc_errors is None for card in cards):
         return ok("ECC", "these GPUs do not count memory errors (ECC)")
     return ok("ECC", "no uncorrected memory errors (ECC)")
 
 
 def _sign_of_gpu(machine: Machine) -> str:
-    """Where a GPU shows although the driver does not tell of it."""
+    """Evidence of a GPU that the driver does not report; empty: none."""
     node = next(iter(sorted((machine.root / "dev").glob("nvidia[0-9]*"))), None)
     if node is not None:
         return f"there is {node}"
@@ -102,19 +102,19 @@ def _sign_of_gpu(machine: Machine) -> str:
     return ""
 
 
-def _driver_mend(machine: Machine) -> str:
+def _driver_fix(machine: Machine) -> str:
     error = machine.driver.error.lower()
     if "mismatch" in error or "lost" in error or "restart" in error:
         return "sudo reboot"
-    if (machine.root / "proc/driver/nvidia/version").exists():  # the kernel has it: its libraries are missing
+    if (machine.root / "proc/driver/nvidia/version").exists():  # the kernel module is loaded: the libraries are missing
         return "docker run --gpus all ...  # outside a container: reinstall NVIDIA's driver"
-    return "sudo modprobe nvidia  # if there is no such module: install NVIDIA's driver"
+    return "sudo modprobe nvidia  # if there is no such module, install NVIDIA's driver"
 
 
 def _is_orphan(proc: Path, pid: int) -> bool:
-    """Whether its parent is init. In a container, process 1 may be the launcher itself: that is no orphan's parent."""
+    """Whether its parent is init. In a container, process 1 may be a launcher, whose children are not orphans."""
     after_name = _text(proc / str(pid) / "stat").rpartition(")")[2].split()
-    return after_name[1:2] == [str(_INIT)] and not any("python" in word for word in _words(proc, _INIT)[:1])
+    return after_name[1:2] == [str(_INIT_PID)] and not any("python" in word for word in _words(proc, _INIT_PID)[:1])
 
 
 def _user(proc: Path, pid: int) -> str:

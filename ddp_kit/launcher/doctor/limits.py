@@ -1,4 +1,4 @@
-"""What the system allows a process: memory, cores, descriptors, shared memory."""
+"""Checks of the system's limits for a process: memory, cores, open files, shared memory."""
 
 import os
 
@@ -6,34 +6,34 @@ from ddp_kit.launcher import cgroups
 from ddp_kit.launcher.doctor.machine import GIB, Machine, size
 from ddp_kit.launcher.doctor.result import CheckResult, fail, ok, warn
 
-_LITTLE_MEMORY = 2 * GIB
-_LITTLE_SHARED_MEMORY = GIB
-_FEW_OPEN_FILES = 4096
-_MANY_OPEN_FILES = 65536
-_LITTLE_LOCKED_MEMORY = 8 * 1024**2  # the kernel's own default
+_MIN_MEMORY = 2 * GIB
+_MIN_SHARED_MEMORY = GIB
+_MIN_OPEN_FILES = 4096
+_PROPOSED_OPEN_FILES = 65536
+_MIN_LOCKED_MEMORY = 8 * 1024**2  # the kernel's own default
 
 
 def memory(machine: Machine) -> CheckResult:
-    """The memory that the machine has, and that the control groups of a container or a job leave of it."""
+    """The memory of the machine, and the limit of the control groups."""
     total = _machine_memory(machine)
     limit = cgroups.memory_limit(machine.root)
     may_use = min(total, limit if limit is not None else total)
     found = f"memory: {size(total)}"
     if may_use < total:
         found = f"memory: {size(may_use)} of the machine's {size(total)}, by the limit of its cgroup"
-    if may_use < _LITTLE_MEMORY:
+    if may_use < _MIN_MEMORY:
         fix = "docker run --memory=16g ...  # Slurm: --mem=16G; Kubernetes: resources.limits.memory"
         return warn("memory", f"{found}: torch alone takes about 0.5 GiB per process", fix)
     return ok("memory", found)
 
 
 def cpu(machine: Machine) -> CheckResult:
-    """The cores that the machine has, and that affinity and the quota of control groups leave of them."""
+    """The cores of the machine, and the limits by affinity and by the quota of control groups."""
     quota = cgroups.cpu_quota(machine.root)
     may_use = min(machine.usable_cores, quota if quota is not None else machine.usable_cores)
     found = f"CPU cores: {machine.cores}"
     if quota is not None and may_use == quota < machine.cores:
-        found = f"CPU cores: a quota of {quota:g} of the machine's {machine.cores}, which programs still count"
+        found = f"CPU cores: a quota of {quota:g} of the machine's {machine.cores}; programs still see {machine.cores}"
     elif may_use < machine.cores:
         found = f"CPU cores: {machine.usable_cores} of the machine's {machine.cores} may be used"
     if may_use < 1:
@@ -43,45 +43,45 @@ def cpu(machine: Machine) -> CheckResult:
 
 
 def open_files(machine: Machine) -> CheckResult:
-    """Descriptors: DataLoader workers take one per tensor on its way, connections one per rank."""
+    """The limit of open files: DataLoader workers need one per tensor in transit, connections one per rank."""
     soft, hard = machine.open_files
-    if soft < 0 or soft >= _FEW_OPEN_FILES:
+    if soft < 0 or soft >= _MIN_OPEN_FILES:
         return ok("open files", f"open files: {'no limit' if soft < 0 else f'{soft:,}'}")
-    may_have = _MANY_OPEN_FILES if hard < 0 else min(hard, _MANY_OPEN_FILES)
+    may_have = _PROPOSED_OPEN_FILES if hard < 0 else min(hard, _PROPOSED_OPEN_FILES)
     fix = f"ulimit -n {may_have}"
-    if may_have < _FEW_OPEN_FILES:
-        fix = f"docker run --ulimit nofile={_MANY_OPEN_FILES} ...  # else: `nofile` in /etc/security/limits.conf"
+    if may_have < _MIN_OPEN_FILES:
+        fix = f"docker run --ulimit nofile={_PROPOSED_OPEN_FILES} ...  # else: `nofile` in /etc/security/limits.conf"
     return warn("open files", f"open files: {soft:,}; DataLoader workers may need more", fix)
 
 
 def locked_memory(machine: Machine) -> CheckResult:
-    """Memory that may be pinned: InfiniBand registers its buffers under this limit."""
+    """The limit of locked memory, which also applies to InfiniBand's buffers."""
     soft, _ = machine.locked_memory
     if soft < 0:
         return ok("locked memory", "locked memory: no limit")
     infiniband = machine.root / "sys/class/infiniband"
     needs_all = infiniband.is_dir() and any(infiniband.iterdir())
-    if needs_all or soft < _LITTLE_LOCKED_MEMORY:
-        for_whom = "InfiniBand needs no limit" if needs_all else "pinned buffers may need more"
+    if needs_all or soft < _MIN_LOCKED_MEMORY:
+        why = "InfiniBand needs no limit" if needs_all else "pinned buffers may need more"
         fix = "ulimit -l unlimited  # docker run --ulimit memlock=-1 ..."
-        return warn("locked memory", f"locked memory: {size(soft)}; {for_whom}", fix)
+        return warn("locked memory", f"locked memory: {size(soft)}; {why}", fix)
     return ok("locked memory", f"locked memory: {size(soft)}, and no InfiniBand, which would need more")
 
 
 def shared_memory(machine: Machine) -> CheckResult:
-    """Where DataLoader workers, and NCCL between GPUs without a direct line, pass their data."""
+    """The shared memory, which DataLoader workers and NCCL (between GPUs without peer access) use."""
     shm = machine.root / "dev/shm"
     larger = "docker run --shm-size=8g ...  # or --ipc=host; else: sudo mount -o remount,size=8G /dev/shm"
     if not shm.is_dir():
-        return fail("shared memory", f"{shm} is not there", "sudo mount -t tmpfs -o size=8G,mode=1777 tmpfs /dev/shm")
+        return fail("shared memory", f"{shm} does not exist", "sudo mount -t tmpfs -o size=8G,mode=1777 tmpfs /dev/shm")
     if not os.access(shm, os.W_OK | os.X_OK):
         return fail("shared memory", f"{shm} cannot be written to", f"sudo chmod 1777 {shm}")
     total, free = machine.space(shm)
-    if total < _LITTLE_SHARED_MEMORY:
+    if total < _MIN_SHARED_MEMORY:
         return warn("shared memory", f"shared memory: {size(total)} in {shm}; DataLoader workers need more", larger)
-    if free < _LITTLE_SHARED_MEMORY:
+    if free < _MIN_SHARED_MEMORY:
         found = f"shared memory: {size(free)} of {size(total)} in {shm} are free"
-        return warn("shared memory", found, f"ls -lS {shm}  # and remove what nobody uses")
+        return warn("shared memory", found, f"ls -lS {shm}  # then remove unused files")
     return ok("shared memory", f"shared memory: {size(total)} in {shm}")
 
 
@@ -89,4 +89,4 @@ def _machine_memory(machine: Machine) -> int:
     for line in (machine.root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemTotal:"):
             return int(line.split()[1]) * 1024
-    raise ValueError("/proc/meminfo does not tell how much memory there is")
+    raise ValueError("/proc/meminfo has no line MemTotal")

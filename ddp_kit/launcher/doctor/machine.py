@@ -1,4 +1,4 @@
-"""What the checks look at, in one record."""
+"""The input of the checks, in one record."""
 
 import ctypes
 import os
@@ -19,28 +19,28 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine, or the one that a test has made up."""
+    """This machine, or an invented one in a test."""
 
     env: Mapping[str, str]
     checkpoints: Path
-    """The folder that checkpoints would be written to."""
+    """The folder for checkpoints."""
     driver: Driver
     trials: Trials
     host: str
     python: tuple[int, ...]
     cores: int
     usable_cores: int
-    """Those that this process may run on."""
+    """The cores that this process may run on."""
     open_files: tuple[int, int]
-    """The soft and the hard limit; below 0: none."""
+    """The soft and the hard limit; negative: no limit."""
     locked_memory: tuple[int, int]
-    """The same, in bytes."""
+    """The soft and the hard limit in bytes; negative: no limit."""
     clock_synchronised: bool | None
-    """None where the kernel does not tell."""
+    """None: not known."""
     space: Callable[[Path], tuple[int, int]]
-    """All and free bytes of the file system that holds a folder."""
+    """Total and free bytes of the file system of a folder."""
     root: Path = Path("/")
-    """Where /proc, /sys and /dev are."""
+    """The folder of /proc, /sys and /dev."""
 
     @staticmethod
     def this(env: Mapping[str, str], checkpoints: Path, driver: Driver, trials: Trials) -> "Machine":
@@ -63,7 +63,7 @@ class Machine:
 
 
 def size(number: float) -> str:
-    """A number of bytes as people write it."""
+    """A number of bytes with a unit."""
     for unit in ("bytes", "KiB", "MiB"):
         if number < 1024:
             return f"{number:.0f} {unit}"
@@ -77,8 +77,8 @@ def _space(folder: Path) -> tuple[int, int]:
 
 
 def _clock_synchronised() -> bool | None:
-    """The kernel's own word, which any time service keeps up to date. Source: adjtimex(2)."""
-    timex = ctypes.create_string_buffer(512)  # all zero: nothing is to be changed
+    """Whether the kernel's clock is synchronised, as set by any time service. Source: adjtimex(2)."""
+    timex = ctypes.create_string_buffer(512)  # all zero: change nothing
     with suppress(AttributeError):
         state = ctypes.CDLL(None).adjtimex(timex)
         unsynchronised = 5  # TIME_ERROR

@@ -1,40 +1,40 @@
-"""What a check says."""
+"""The result of a check."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Status(StrEnum):
-    """How bad it is."""
+    """The severity of a result."""
 
     OK = "ok"
     WARN = "warn"
-    """Training works; something may still go wrong, or is slower than it could be."""
+    """Training works, but may fail later or be slow."""
     FAIL = "fail"
-    """Training does not work, or not as one thinks it does."""
+    """Training does not work, or not as intended."""
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check has found."""
+    """The result of one check."""
 
     name: str
     status: Status
     found: str
     fix: str = ""
-    """The command that fixes it; empty where nothing is to be fixed."""
+    """The command that fixes it; empty: nothing to fix."""
 
 
 def ok(name: str, found: str) -> CheckResult:
-    """All is well."""
+    """A check that passed."""
     return CheckResult(name, Status.OK, found)
 
 
 def warn(name: str, found: str, fix: str) -> CheckResult:
-    """Something that may go wrong."""
+    """A possible problem."""
     return CheckResult(name, Status.WARN, found, fix)
 
 
 def fail(name: str, found: str, fix: str) -> CheckResult:
-    """Something that is broken."""
+    """A check that failed."""
     return CheckResult(name, Status.FAIL, found, fix)

@@ -1,4 +1,4 @@
-"""torch, and whether it does on this machine what training asks of it."""
+"""Checks of torch: its build, NCCL, and small computations."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from ddp_kit.launcher.doctor.machine import Machine
 from ddp_kit.launcher.doctor.result import CheckResult, fail, ok, warn
 
 _PIP = f"{sys.executable} -m pip install"
-# The oldest driver (by the CUDA that it serves) for which PyTorch has packages, and their name; newest first.
+# CUDA version that the driver must support -> PyTorch's package index for it; newest first.
 _PACKAGES = (((13, 0), "cu130"), ((12, 8), "cu128"), ((12, 0), "cu126"))
 
 
@@ -25,24 +25,24 @@ def torch(machine: Machine) -> CheckResult:
 
 
 def torch_and_driver(machine: Machine) -> CheckResult | None:
-    """Whether torch was built for GPUs, and for a CUDA that the driver serves."""
+    """Whether torch was built for GPUs, and for a CUDA version that the driver supports."""
     facts, seen = _facts(machine), machine.driver.visible(machine.env)
     if facts is None or not seen:
         return None
-    built, served = facts["cuda"], machine.driver.cuda
-    fix = _reinstall(_package(served))
+    built, supported = facts["cuda"], machine.driver.cuda
+    fix = _reinstall(_package(supported))
     if built is None:
-        return fail("torch and driver", f"torch {facts['version']} was built without CUDA: it uses no GPU", fix)
-    if served is None:
-        return ok("torch and driver", "the driver does not tell which CUDA it serves")
-    words = f"torch was built for CUDA {built}, and the driver serves up to {served[0]}.{served[1]}"
-    if int(built.split(".")[0]) > served[0]:
+        return fail("torch and driver", f"torch {facts['version']} was built without CUDA and cannot use a GPU", fix)
+    if supported is None:
+        return ok("torch and driver", "the driver does not report which CUDA version it supports")
+    words = f"torch was built for CUDA {built}, and the driver supports up to {supported[0]}.{supported[1]}"
+    if int(built.split(".")[0]) > supported[0]:
         return fail("torch and driver", words, f"{fix}  # or update NVIDIA's driver")
     return ok("torch and driver", words)
 
 
 def torch_and_gpus(machine: Machine) -> CheckResult | None:
-    """Whether torch has code for the GPUs' architectures."""
+    """Whether torch was built for the GPUs' architectures."""
     facts = _facts(machine)
     seen = {gpu.uuid for gpu in machine.driver.visible(machine.env)}
     needed = {card.capability: card.gpu.name for card in machine.driver.cards if card.gpu.uuid in seen}
@@ -60,50 +60,50 @@ def torch_and_gpus(machine: Machine) -> CheckResult | None:
 
 
 def nccl(machine: Machine) -> CheckResult | None:
-    """Whether torch brings NCCL, which GPUs exchange gradients over."""
+    """Whether torch was built with NCCL, which GPUs use to exchange gradients."""
     facts, seen = _facts(machine), machine.driver.visible(machine.env)
     if facts is None or not facts["cuda"] or not seen:
         return None
     if facts["nccl"]:
         return ok("NCCL", f"NCCL {facts['nccl']}")
     if len(seen) == 1:
-        return ok("NCCL", "torch was built without NCCL, which a single GPU does without")
+        return ok("NCCL", "torch was built without NCCL, which a single GPU does not need")
     return fail(
         "NCCL", "torch was built without NCCL: GPUs cannot train together", _reinstall(_package(machine.driver.cuda))
     )
 
 
 def all_reduce(machine: Machine) -> CheckResult | None:
-    """Two processes add two tensors on the CPU."""
+    """An all-reduce of two processes on the CPU."""
     if _facts(machine) is None:
         return None
     answer = machine.trials.gloo()
     if answer.error:
-        fix = "GLOO_SOCKET_IFNAME=lo ddpkit doctor  # if that helps: the variable names the interface to use"
-        return fail("all-reduce", f"2 processes cannot add up over gloo: {answer.error}", fix)
-    return ok("all-reduce", "2 processes add up over gloo")
+        fix = "GLOO_SOCKET_IFNAME=lo ddpkit doctor  # if that helps, set it to the interface to use"
+        return fail("all-reduce", f"all-reduce of 2 processes with gloo failed: {answer.error}", fix)
+    return ok("all-reduce", "all-reduce of 2 processes with gloo works")
 
 
 def all_reduce_of_gpus(machine: Machine) -> CheckResult | None:
-    """The same on two GPUs."""
+    """An all-reduce of two GPUs with NCCL."""
     facts = _facts(machine)
     if machine.trials.nccl is None or facts is None or not facts["nccl"]:
         return None
     answer = machine.trials.nccl()
     if answer.error:
-        fix = "NCCL_P2P_DISABLE=1 ddpkit doctor  # if that helps: switch ACS or the IOMMU off in the BIOS"
-        return fail("all-reduce of GPUs", f"2 GPUs cannot add up over NCCL: {answer.error}", fix)
-    return ok("all-reduce of GPUs", "2 GPUs add up over NCCL")
+        fix = "NCCL_P2P_DISABLE=1 ddpkit doctor  # if that helps, disable ACS or the IOMMU in the BIOS"
+        return fail("all-reduce of GPUs", f"all-reduce of 2 GPUs with NCCL failed: {answer.error}", fix)
+    return ok("all-reduce of GPUs", "all-reduce of 2 GPUs with NCCL works")
 
 
 def product(machine: Machine) -> CheckResult | None:
-    """A matrix product on each GPU gives what the CPU gives."""
+    """Whether a matrix product on each GPU has the same result as on the CPU."""
     facts, seen = _facts(machine), machine.driver.visible(machine.env)
     if facts is None or not facts["cuda"] or not seen:
         return None
     errors = {gpu: error for gpu in seen if (error := machine.trials.products[gpu.uuid]().error)}
     if not errors:
-        return ok("matrix product", f"a matrix product is right on {len(seen)} GPU{'s' if len(seen) > 1 else ''}")
+        return ok("matrix product", f"a matrix product is correct on {len(seen)} GPU{'s' if len(seen) > 1 else ''}")
     found = "; ".join(f"GPU {gpu.index}: {error}" for gpu, error in errors.items())
     if all("out of memory" in error for error in errors.values()):
         return warn(
@@ -123,8 +123,8 @@ def _facts(machine: Machine) -> Mapping[str, Any] | None:
     return None if answer.error else answer.facts
 
 
-def _package(served: Version | None) -> str:
-    return next((name for oldest, name in _PACKAGES if served is not None and served >= oldest), _PACKAGES[0][1])
+def _package(supported: Version | None) -> str:
+    return next((name for oldest, name in _PACKAGES if supported is not None and supported >= oldest), _PACKAGES[0][1])
 
 
 def _reinstall(package: str) -> str:
@@ -132,7 +132,7 @@ def _reinstall(package: str) -> str:
 
 
 def _runs_on(built_for: Sequence[str], capability: Version) -> bool:
-    """Machine code runs on its own generation from its own number on, portable code on all that came later.
+    """Whether a build runs on a GPU: sm_ code on the same major version, compute_ code (PTX) on all later ones.
 
     Source: NVIDIA's CUDA C++ Programming Guide, "Binary compatibility" and "PTX compatibility".
     """

@@ -1,4 +1,4 @@
-"""What is asked in processes of their own: torch may be broken, and names may take long to resolve."""
+"""Run probe.py in separate processes: torch may be broken, and host names may take long to resolve."""
 
 import json
 import os
@@ -25,20 +25,20 @@ _PROBE = Path(__file__).parents[1] / "agent" / "probe.py"
 
 @dataclass(frozen=True)
 class Answer:
-    """What a trial has said."""
+    """The result of a trial."""
 
     facts: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""
-    """Why there is no answer: the last line of the process that failed first."""
+    """Why it failed: the last line of the process that failed first."""
 
 
 Ask = Callable[[], Answer]
-"""Waits for the answer."""
+"""Waits for a trial and returns its answer."""
 
 
 @dataclass(frozen=True)
 class Trials:
-    """All of them; they run at the same time, because each has to import torch."""
+    """All trials; they run concurrently, because each has to import torch."""
 
     host: Ask
     torch: Ask
@@ -51,11 +51,11 @@ class Trials:
 
 @contextmanager
 def started(env: Mapping[str, str], host: str, gpus: Sequence[Gpu], limit_seconds: float = 60) -> Iterator[Trials]:
-    """Start all trials; whatever still runs at the end is killed."""
+    """Start all trials; kill those that still run at the end of the block."""
     with ExitStack() as stack:
 
         def start(*commands: Sequence[str], env: Mapping[str, str] = env, inherited: Sequence[int] = ()) -> Ask:
-            # Files, because a pipe would block who writes much.
+            # Files, because a full pipe would block the process.
             outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]
             trial = _Trial(commands, env, inherited, outputs, limit_seconds)
             stack.callback(trial.end)
@@ -71,7 +71,7 @@ def started(env: Mapping[str, str], host: str, gpus: Sequence[Gpu], limit_second
                 ranks = [("reduce", backend, rank, str(port), str(store)) for rank in ("0", "1")]
                 return start(*ranks, env=env, inherited=[store])
 
-        whole = [gpu.uuid for gpu in gpus if not gpu.uuid.startswith("MIG-")]  # NCCL wants a GPU for each process
+        whole = [gpu.uuid for gpu in gpus if not gpu.uuid.startswith("MIG-")]  # NCCL needs one GPU per process
         yield Trials(
             host=start(("host", host)),
             torch=start(("facts",)),
@@ -82,7 +82,7 @@ def started(env: Mapping[str, str], host: str, gpus: Sequence[Gpu], limit_second
 
 
 class _Trial:
-    """Processes that are asked one thing together."""
+    """The processes of one trial."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class _Trial:
             for words, output in zip(commands, outputs, strict=True):
                 self._processes.append(_start(words, env, inherited, output))
         except OSError as error:  # too many processes, too little memory
-            self._answer = Answer(error=f"no process can be started: {error}")
+            self._answer = Answer(error=f"cannot start a process: {error}")
 
     def answer(self) -> Answer:
         """Wait for all processes, or for the first that fails."""
@@ -108,7 +108,7 @@ class _Trial:
             codes = [process.poll() for process in self._processes]
             failed = next((place for place, code in enumerate(codes) if code), None)
             if failed is not None:
-                self._answer = Answer(error=self._last_word(failed))
+                self._answer = Answer(error=self._reason(failed))
             elif None not in codes:
                 self._answer = Answer(facts=json.loads(self._lines(0)[-1]))
             elif time.monotonic() - self._start > self._limit:
@@ -121,10 +121,10 @@ class _Trial:
         """Kill what still runs."""
         for process in self._processes:
             process.kill()
-            with suppress(TimeoutExpired):  # not even a kill reaches a process inside a driver that hangs
+            with suppress(TimeoutExpired):  # SIGKILL does not end a process in a driver that hangs
                 process.wait(timeout=1)
 
-    def _last_word(self, place: int) -> str:
+    def _reason(self, place: int) -> str:
         code = self._processes[place].returncode
         if code < 0:
             return f"killed by {signal.strsignal(-code) or f'signal {-code}'}"
