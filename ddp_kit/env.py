@@ -1,7 +1,7 @@
-"""What the launcher and its workers agree on: environment variables and files. Exit codes: exit_codes.py.
+"""The contract between the launcher and its workers: environment variables and files. Exit codes: exit_codes.py.
 
-The only place that names them. The variables are torchrun's, so that any script written for it runs here,
-and a `Trainer` started by torchrun or by plain `python` finds what it needs.
+Only this module names them. The variables are torchrun's, so that scripts for torchrun run unchanged, and a `Trainer`
+also works under torchrun or plain `python`.
 """
 
 import os
@@ -17,7 +17,7 @@ RANK = "RANK"
 LOCAL_RANK = "LOCAL_RANK"
 WORLD_SIZE = "WORLD_SIZE"
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
-GROUP_RANK = "GROUP_RANK"  # the node's number
+GROUP_RANK = "GROUP_RANK"  # the rank of the node
 MASTER_ADDR = "MASTER_ADDR"
 MASTER_PORT = "MASTER_PORT"
 
@@ -32,29 +32,29 @@ USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-PYTHON = "PYTHON_EXEC"  # the interpreter for the workers, instead of the launcher's own
+PYTHON = "PYTHON_EXEC"  # the workers' interpreter, instead of the launcher's
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 GPU_ORDER = "CUDA_DEVICE_ORDER"
-# How many of the visible GPUs each process has for itself, 1 where it is not set: local rank r has those from r times
-# this number on. Of the launcher's --gpus-per-process; under torchrun, users set it themselves.
+# --gpus-per-process: the number of visible GPUs of each process, 1 if unset. Local rank r uses those from r times this
+# number on. Under torchrun, users set it themselves.
 GPUS_PER_PROCESS = "DDPKIT_GPUS_PER_PROCESS"
 THREADS = "OMP_NUM_THREADS"
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-ALLOCATOR = "PYTORCH_ALLOC_CONF"  # torch's allocator on a GPU, and the older names of the same variable:
+ALLOCATOR = "PYTORCH_ALLOC_CONF"  # of torch's CUDA allocator; its older names:
 ALLOCATOR_OLDER = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-NO_COLOR = "NO_COLOR"  # the custom of https://no-color.org
-# Where torchrun reads the defaults of --nproc-per-node and --master-port from.
+NO_COLOR = "NO_COLOR"  # see https://no-color.org
+# torchrun's variables for the defaults of flags: --nproc-per-node, --master-port,
 PROCESSES_DEFAULT = "PET_NPROC_PER_NODE"
 MASTER_PORT_DEFAULT = "PET_MASTER_PORT"
-GRACE_DEFAULT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # and that of --shutdown-timeout
-LINE_PREFIX_DEFAULT = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"  # and that of --log-line-prefix-template
-# Settings of torch's agent that have no flag.
+GRACE_DEFAULT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # --shutdown-timeout,
+LINE_PREFIX_DEFAULT = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"  # --log-line-prefix-template
+# Settings of torch's agent without a flag.
 UNINTERRUPTIBLE_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"  # seconds; not a number: no limit
-FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"  # 1: the workers' own timers, torch.distributed.elastic.timer, are served
+FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"  # 1: serve the workers' timers (torch.distributed.elastic.timer)
 FILE_TIMER_PATH = "TORCHELASTIC_TIMER_FILE"
 
-# Beginnings of the names of variables that libraries read when they are imported, and those read still earlier.
+# Prefixes of variables that libraries read at import, and of those that the interpreter or the loader reads at start.
 IMPORT_TIME_VARIABLES = (
     "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "BLIS_", "TORCH_CPP_LOG_LEVEL", "TORCH_LOGS", "TORCH_SHOW_CPP",
     "TORCH_DISTRIBUTED_DEBUG", "TORCH_TRACE", "TORCH_DEVICE_BACKEND_AUTOLOAD", "PYTORCH_JIT",
@@ -62,33 +62,33 @@ IMPORT_TIME_VARIABLES = (
 )  # fmt: skip
 START_TIME_VARIABLES = ("PYTHON", "LD_PRELOAD", "LD_LIBRARY_PATH", "MALLOC_", "GLIBC_TUNABLES")
 CHECKPOINT_WRITER = "ddp_kit.checkpoint.process"
-"""In the command line of the process that finishes a save after its rank has ended, and then goes."""
-# What the warm server's imports need: no thread of a BLAS, and no CUDA for the question whether there is any.
+"""In the command line of the process that finishes a save after its rank has ended."""
+# For the warm server's imports: BLAS must not start threads, and the check for GPUs must not initialise CUDA.
 HIDDEN_FROM_WORKERS = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
-# For the launcher's own import of torch: its stores write stack traces to the terminal when a peer is gone.
+# For the launcher's import of torch, whose stores write stack traces to the terminal when a peer is gone.
 QUIET_IMPORT = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 RUN_FOLDER_PREFIX = "ddpkit-"
-# In a run folder, besides the names that torch gives: each rank's, in its own folder, and the job's.
+# Files in a run folder, in addition to torch's: per rank, and VERDICT_FILE for the job.
 OUTPUT_LOG = "output.log"
 HEARTBEAT_FILE = "heartbeat"  # see heartbeat.py
-STACKS_FILE = "stacks.txt"  # where a rank stood when a hang was found
-# To a forked worker where py-spy cannot look at it: write down where you stand. Nobody else uses it.
+STACKS_FILE = "stacks.txt"  # the stack of a rank when a hang was detected
+# Makes a forked worker write its stacks, on machines where py-spy cannot read them.
 STACKS_SIGNAL = getattr(signal, "SIGRTMAX", 3) - 3
 VERDICT_FILE = "verdict.json"
 ERROR_SHOWN_FILE = "error-shown"  # in an attempt's folder: one of its ranks has printed the error that ends it
 
-# Marks in the `extraInfo` of an error file that was not left by the script itself.
+# Keys in the `extraInfo` of an error file that ddpkit wrote, and not the script.
 NOTE_MARK = "ddpkit"
 NOTE_AT_START = "at_start"
-NOTE_SECONDARY = "secondary"  # the cause is another rank's
+NOTE_SECONDARY = "secondary"  # the root cause is on another rank
 NOTE_PRINTED = "printed"  # a rank of this node prints the message
 
 
 @dataclass(frozen=True)
 class WorkerEnv:
-    """Where one worker stands in its job, as its environment says it."""
+    """The ranks of one worker, from its environment."""
 
     rank: int = 0
     local_rank: int = 0
@@ -96,18 +96,18 @@ class WorkerEnv:
     local_world_size: int = 1
     node_rank: int = 0
     gpus_per_process: int | None = None
-    """None: all visible ones, where it is the only process; else one."""
+    """None: all visible GPUs for a single process, else one."""
 
 
 def agent_serves_store(env: Mapping[str, str]) -> bool:
-    """Whether the launcher serves the workers' store; else the worker of rank 0 does. torchrun's own switch."""
+    """Whether the launcher serves the workers' store, else rank 0 does. The variable is torchrun's."""
     return env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
 
 def from_env(env: Mapping[str, str] | None = None) -> WorkerEnv:
-    """Read a worker's place from its environment; one process alone where RANK and WORLD_SIZE are not set.
+    """Read a worker's ranks from its environment; without RANK and WORLD_SIZE: a single process.
 
-    Raises `WorldError` where the variables are incomplete or contradict each other.
+    Raises `WorldError` if the variables are incomplete or contradict each other.
     """
     env = os.environ if env is None else env
     if RANK not in env and WORLD_SIZE not in env:
@@ -116,7 +116,7 @@ def from_env(env: Mapping[str, str] | None = None) -> WorkerEnv:
     if missing:
         names = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'}"
         raise WorldError(
-            f"this process has part of a launcher's environment, but {names} not set",
+            f"this process has an incomplete launcher environment: {names} not set",
             "start the script with `ddpkit launch`, or unset RANK and WORLD_SIZE to run it alone",
         )
     values = {name: _number(env, name) for name in (RANK, WORLD_SIZE)}
@@ -136,10 +136,10 @@ def from_env(env: Mapping[str, str] | None = None) -> WorkerEnv:
     return worker
 
 
-def job_began() -> float | None:
-    """When the launcher started this job's first workers on this node, in `time.time`; None where none has.
+def job_start_time() -> float | None:
+    """When the launcher started this job's first workers on this node, as `time.time`; None without a launcher.
 
-    By its folders of the attempts: a restart does not begin anew.
+    It is the age of the oldest attempt folder, so that restarts do not change it.
     """
     folder = attempt_folder()
     if folder is None:
@@ -150,43 +150,43 @@ def job_began() -> float | None:
 
 
 def error_file() -> Path | None:
-    """Where this worker tells its launcher of its failure; None where it has none, or that keeps no files."""
+    """The file in which this worker reports a failure to its launcher; None: no launcher, or it keeps no files."""
     path = os.environ.get(ERROR_FILE)
     return Path(path) if path and path != os.devnull else None
 
 
 def attempt_folder() -> Path | None:
-    """The launcher's folder of this attempt on this node; None where there is none in the form that torch gives it."""
+    """The launcher's folder of this attempt on this node; None: none, or not in torch's layout."""
     path = error_file()
     folder = path.parent.parent if path is not None else Path()  # run folder / attempt_0 / local rank / file
     return folder if folder.name.startswith("attempt_") else None
 
 
 def attempt(env: Mapping[str, str] | None = None) -> tuple[str, int]:
-    """The job's id, and how often its workers were started again; ("", 0) where no launcher has started this one."""
+    """The job's id and its number of restarts; ("", 0) without a launcher."""
     env = os.environ if env is None else env
     return env.get(RUN_ID, ""), _number(env, RESTART_COUNT, 0)
 
 
-def speaker_rank() -> int:
-    """This process's rank, to be named in its messages; never raises."""
+def rank_for_messages() -> int:
+    """This process's rank, for its messages; never raises."""
     text = os.environ.get(RANK, "0")
     return int(text) if text.isdecimal() else 0
 
 
-def make_cublas_repeatable() -> None:
-    """Ask cuBLAS for its repeatable workspaces; it reads this when CUDA starts.
+def make_cublas_deterministic() -> None:
+    """Make cuBLAS deterministic, unless the user set the variable; it is read when CUDA is initialised.
 
-    Source: NVIDIA cuBLAS documentation, "Results reproducibility". A value of the user's own stays.
+    Source: NVIDIA cuBLAS documentation, "Results reproducibility".
     """
     os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
 
 
 def allocator_defaults(env: Mapping[str, str]) -> dict[str, str]:
-    """What the launcher sets for torch's CUDA allocator: expandable segments, which fragment less.
+    """The launcher's setting of torch's CUDA allocator: expandable segments, which reduce fragmentation.
 
-    Empty where the user has set the variable, by any of its names, and where there is no NVIDIA driver. torch reads it
-    when its CUDA library is loaded, so the process that imports torch for forked workers needs it, too.
+    Empty if the user set the variable, by any of its names, or if there is no NVIDIA driver. torch reads it when its
+    CUDA library is loaded, so the warm server needs it too.
     """
     if not Path("/dev/nvidiactl").exists() or not env.keys().isdisjoint((ALLOCATOR, *ALLOCATOR_OLDER)):
         return {}
@@ -198,7 +198,7 @@ def _gpus_per_process(env: Mapping[str, str]) -> int | None:
         return None
     found = _number(env, GPUS_PER_PROCESS)
     if found < 1:
-        raise WorldError(f"{GPUS_PER_PROCESS}={found} is no number of GPUs", "set it to at least 1, or unset it")
+        raise WorldError(f"{GPUS_PER_PROCESS}={found} is not a number of GPUs", "set it to at least 1, or unset it")
     return found
 
 

@@ -1,15 +1,15 @@
-"""Every error that ddpkit raises on purpose. Each says what was asked, what was found, and what to do now.
+"""The exceptions of ddpkit. Each message says what was requested, what was found, and what to do.
 
-    DdpKitError
-    ├── ConfigError   a TrainerConfig (or a combination of its values) that cannot be used; also a ValueError
-    ├── WorldError    the processes and devices are not what was asked for
-    ├── DataError     the dataset or loader cannot be used
-    ├── LossError     what the user's loss, metric or optimizer gave back cannot be used
-    ├── CheckpointError  a checkpoint cannot be written, found or believed
-    ├── UsageError    a command line that cannot be used: exit code 2
-    └── LaunchError   the launcher could not bring the job up
+DdpKitError
+├── ConfigError   an invalid TrainerConfig or combination of settings; also a ValueError
+├── WorldError    the processes or devices are not as requested
+├── DataError     the dataset or loader cannot be used
+├── LossError     the user's loss, metric or optimizer returned an unusable value
+├── CheckpointError  a checkpoint cannot be written, found or trusted
+├── UsageError    an invalid command line: exit code 2
+└── LaunchError   the launcher could not start the job
 
-A mistake of the user is shown as its message, without a traceback: see uncaught.py.
+Uncaught, they are printed without a traceback: see uncaught.py.
 """
 
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ from difflib import get_close_matches
 
 
 class DdpKitError(Exception):
-    """The base of all errors raised on purpose.
+    """The base of ddpkit's exceptions.
 
-    `message` says what was asked and what was found; `hint` says what to do now.
+    `message` says what was requested and what was found; `hint` says what to do.
     """
 
-    another_speaks = False
-    """Whether another rank has found the mistake: then that one prints it, and the launcher's verdict names it."""
-    of_one_rank = False
-    """Whether only this rank can find it, as the end of a DataLoader worker of its own: then the verdict repeats it."""
+    reported_elsewhere = False
+    """Whether another rank reports the same error: then only that one prints it and is named by the verdict."""
+    only_this_rank = False
+    """Whether only this rank has the error, such as the end of its DataLoader worker: then the verdict repeats it."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message, hint)
-        # What is quoted from a file may hold lone surrogates, which cannot be printed.
+        # Text quoted from a file may contain lone surrogates, which cannot be printed.
         self.message = message.encode(errors="backslashreplace").decode()
         self.hint = hint
 
@@ -38,7 +38,7 @@ class DdpKitError(Exception):
 
 
 class ConfigError(DdpKitError, ValueError):
-    """A configuration that cannot be used; `problems` lists every mistake found, not only the first."""
+    """An invalid configuration; `problems` lists all mistakes, not only the first."""
 
     def __init__(self, message: str, hint: str, problems: tuple[str, ...] = ()) -> None:
         super().__init__(message, hint)
@@ -50,7 +50,7 @@ class ConfigError(DdpKitError, ValueError):
 
 
 class WorldError(DdpKitError):
-    """The processes or devices at hand are not what was asked for."""
+    """The processes or devices are not as requested."""
 
 
 class DataError(DdpKitError):
@@ -58,9 +58,9 @@ class DataError(DdpKitError):
 
 
 class LossError(DdpKitError):
-    """What the user's loss function, metric or optimizer gave back cannot be used.
+    """The user's loss function, metric or optimizer returned an unusable value.
 
-    `step`: the first optimizer step that it was so in, where that is found out later.
+    `step`: the first optimizer step with the problem, if it is detected later.
     """
 
     def __init__(self, message: str, hint: str, step: int | None = None) -> None:
@@ -69,9 +69,9 @@ class LossError(DdpKitError):
 
 
 class CheckpointError(DdpKitError):
-    """A checkpoint cannot be written, found or believed.
+    """A checkpoint cannot be written, found or trusted.
 
-    `may_pass`: whether it is transient, as a full disk: the run then continues and tries again with its next save.
+    `may_pass`: whether it is transient, such as a full disk: the run then continues and retries at its next save.
     """
 
     def __init__(self, message: str, hint: str, *, may_pass: bool = False) -> None:
@@ -80,19 +80,19 @@ class CheckpointError(DdpKitError):
 
 
 class UsageError(DdpKitError):
-    """A command line that cannot be used."""
+    """An invalid command line."""
 
 
 class LaunchError(DdpKitError):
-    """The launcher could not bring the job up."""
+    """The launcher could not start the job."""
 
 
 def nearest(name: str, known: list[str]) -> str | None:
-    """The known name closest in spelling, or None where nothing is close."""
+    """The known name closest in spelling; None: none is close."""
     found = get_close_matches(name, known, n=1, cutoff=0.6)
     return found[0] if found else None
 
 
 def some(names: Sequence[str]) -> str:
-    """The first five of many names, and how many more there are."""
+    """The first five of many names, and the number of the others."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,23 +1,23 @@
-"""The exit codes of `ddpkit`, a contract with schedulers and scripts."""
+"""The exit codes of `ddpkit`: a contract with schedulers and scripts."""
 
 from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes of `ddpkit`. A failed worker's own code, or 128 + signal, is passed on unchanged."""
+    """Exit codes of `ddpkit`, which otherwise returns the failed worker's own code, or 128 + signal."""
 
     OK = 0
     BROKEN = 1
-    """`ddpkit doctor` has found something that keeps this machine from training."""
+    """A check of `ddpkit doctor` failed."""
     USAGE = 2
     LAUNCH_FAILED = 3
     NODE_LOST = 4
     REQUEUE = 75
-    """A worker's own, too: it has saved, and wants to be started again. sysexits.h calls it EX_TEMPFAIL."""
+    """The workers saved a checkpoint and ask for another run; also a worker's code. EX_TEMPFAIL in sysexits.h."""
     HUNG = 124
-    """A worker did nothing any more, and the launcher has ended it. That of coreutils' `timeout`."""
+    """The launcher killed a worker that hung. Same as coreutils' `timeout`."""
 
     @staticmethod
     def of_signal(number: int) -> int:
-        """The shell's convention for a process that a signal ended."""
+        """The shell's convention for a process killed by a signal."""
         return 128 + number

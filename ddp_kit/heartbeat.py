@@ -1,4 +1,4 @@
-"""The heartbeat of a worker: numbers in a file that its launcher reads at any time."""
+"""The heartbeat of a worker: integers in a memory-mapped file that its launcher reads at any time."""
 
 import mmap
 import os
@@ -12,12 +12,12 @@ from ddp_kit.env import ERROR_FILE, HEARTBEAT_FILE
 
 
 class Phase(IntEnum):
-    """What a worker is doing, as its heartbeat says."""
+    """What a worker is doing."""
 
     OUTSIDE = 0
-    """Nothing that the Trainer knows of."""
+    """Outside of the Trainer."""
     BETWEEN_STEPS = 1
-    """In the script's own loop over `Trainer.steps`, or what `fit` does there."""
+    """In the script's loop over `Trainer.steps`, or between two steps of `fit`."""
     DATA = 2
     TRANSFER = 3
     FORWARD = 4
@@ -27,16 +27,16 @@ class Phase(IntEnum):
     EVALUATION = 8
     CHECKPOINT = 9
     FAILED = 10
-    """What the Trainer did ended with an exception; the script has it."""
+    """The Trainer raised an exception, which the script may handle."""
 
     @property
-    def is_script_s(self) -> bool:
-        """Whether it is the script's own affair, for as long as that may take."""
+    def in_user_code(self) -> bool:
+        """Whether the script's code runs, which may take any time."""
         return self in (Phase.OUTSIDE, Phase.BETWEEN_STEPS, Phase.FAILED)
 
     @property
-    def words(self) -> str:
-        """For a sentence: `in ...`."""
+    def description(self) -> str:
+        """A description to follow "in"."""
         return {
             Phase.OUTSIDE: "the script",
             Phase.FAILED: "the script, after an exception",
@@ -49,61 +49,60 @@ class Phase(IntEnum):
 
 
 class HeartbeatField(IntEnum):
-    """The numbers of a heartbeat file in their order: eight bytes each, this machine's own way round.
+    """The fields of a heartbeat file, in their order: 64-bit integers in this machine's byte order.
 
-    Each is written by itself, in one piece, and changes whenever there is progress: no reader can be misled by more
-    than one of them being old.
+    Each is written atomically, but not all at once: a reader may see a new value of one with an old value of another.
     """
 
     STEP = 0
-    """The last optimizer step done, and 1 more; 0: no Trainer is there."""
+    """The last completed optimizer step, plus 1; 0: there is no Trainer."""
     PHASE = 1
     BEATS = 2
-    """Counts whatever the Trainer does."""
+    """Incremented by every action of the Trainer."""
     STEPS = 3
-    """Optimizer steps done by this process."""
+    """Optimizer steps completed by this process."""
     COLLECTIVES = 4
-    """Begun in the default group, by any script; noted where the launcher asks for it."""
+    """Collectives begun in the default group; counted if the launcher asks for it."""
     ALL_COLLECTIVES = 5
-    """In all groups."""
+    """Collectives begun in all groups."""
     BEGAN = 6
-    """The step that the run continued after, 0 or that of a checkpoint, and 1 more; 0: it has not begun."""
+    """The step that the run started from, 0 or that of a checkpoint, plus 1; 0: it has not started."""
 
 
 @dataclass(frozen=True)
-class Signs:
-    """The signs of life in a heartbeat file."""
+class Heartbeat:
+    """The content of a heartbeat file."""
 
     step: int | None = None
-    """The last optimizer step done; None where there is no Trainer."""
+    """The last completed optimizer step; None: there is no Trainer."""
     phase: Phase = Phase.OUTSIDE
     beats: int = 0
     steps: int = 0
     collectives: int = 0
     all_collectives: int = 0
     began: int | None = None
-    """The step that the run continued after; None where it has not begun."""
+    """The step that the run started from; None: it has not started."""
 
 
 _heartbeats: "dict[str, memoryview[int]]" = {}
-"""What this process has mapped, by its error file: each mapping holds a descriptor."""
+"""The mappings of this process by error file, so that it maps each file once."""
 
 
 def heartbeat_memory(env: Mapping[str, str] | None = None) -> "memoryview[int] | None":
-    """The numbers of this worker's heartbeat file, shared with the launcher; None where none has started it."""
+    """This worker's heartbeat file as shared memory; None: no launcher started it."""
     error_file = (os.environ if env is None else env).get(ERROR_FILE)
     if not error_file or error_file == os.devnull:
         return None
     if error_file in _heartbeats:
         return _heartbeats[error_file]
-    with suppress(OSError, ValueError):  # the launcher then hears nothing of it
+    with suppress(OSError, ValueError):  # the launcher then sees no heartbeat
         size = 8 * len(HeartbeatField)
         descriptor = os.open(
             Path(error_file).with_name(HEARTBEAT_FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
         )
         try:
             if os.fstat(descriptor).st_size < size:
-                os.pwrite(descriptor, bytes(size), 0)  # a hole would be SIGBUS where the disk has no room for it
+                os.pwrite(descriptor, bytes(size), 0)  # a sparse file could raise SIGBUS on a full disk
             _heartbeats[error_file] = memoryview(mmap.mmap(descriptor, size)).cast("q")
             return _heartbeats[error_file]
         finally:
@@ -111,12 +110,12 @@ def heartbeat_memory(env: Mapping[str, str] | None = None) -> "memoryview[int] |
     return None
 
 
-def read_heartbeat(error_file: str) -> Signs:
-    """What the worker with this error file has noted next to it; no signs where there is nothing."""
+def read_heartbeat(error_file: str) -> Heartbeat:
+    """Read the heartbeat file next to this error file; the default `Heartbeat` if there is none."""
     with suppress(OSError, ValueError, TypeError, IndexError):
         found = memoryview(Path(error_file).with_name(HEARTBEAT_FILE).read_bytes()).cast("q").tolist()
         step, phase, beats, steps, collectives, all_collectives, began = found
-        return Signs(
+        return Heartbeat(
             step - 1 if step else None,
             Phase(phase),
             beats,
@@ -125,4 +124,4 @@ def read_heartbeat(error_file: str) -> Signs:
             all_collectives,
             began - 1 if began else None,
         )
-    return Signs()
+    return Heartbeat()

@@ -117,5 +117,5 @@ def _check_folder(folder: Path, *, speaks: bool) -> None:
             "choose a folder that this process may write to, or leave profile.steps out",
         )
         if speaks:
-            found.of_one_rank = True  # rank 0 may not record at all
+            found.only_this_rank = True  # rank 0 may not record at all
         raise found from None

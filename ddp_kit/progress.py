@@ -73,7 +73,7 @@ class Heartbeat:
     @property
     def where(self) -> str:
         """What this process is doing, in words."""
-        return f"{Phase(self._memory[_PHASE]).words}, after step {max(0, self._memory[_STEP] - 1)}"
+        return f"{Phase(self._memory[_PHASE]).description}, after step {max(0, self._memory[_STEP] - 1)}"
 
     def mark(self, phase: Phase) -> None:
         """From now on it is this."""

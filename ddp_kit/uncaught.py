@@ -1,10 +1,10 @@
-"""How a process ends with an uncaught `DdpKitError`: with its message instead of a traceback, printed once per node.
+"""Print the message of an uncaught `DdpKitError` instead of a traceback, once per node.
 
     the first rank of a node    creates a file in the launcher's folder of this attempt, and prints its message
-    each other one              prints nothing, as it has found the same
-    all                         leave a note in their error files, for the verdict of the launcher
+    the other ranks             print nothing, because they found the same error
+    all                         write their error files, for the launcher's verdict
 
-Where no launcher has made such a folder, each process prints its own.
+Without a launcher, each process prints its own message.
 """
 
 import json
@@ -20,15 +20,15 @@ from types import TracebackType
 from ddp_kit.env import ERROR_SHOWN_FILE, NOTE_MARK, NOTE_PRINTED, NOTE_SECONDARY, attempt_folder, error_file
 from ddp_kit.errors import DdpKitError
 
-_NOT_THE_USER_S = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")))
+_LIBRARY_FOLDERS = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")))
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 def show_without_traceback(rank: int | None = None) -> None:
-    """From now on an uncaught `DdpKitError` ends this process with its message instead of a traceback.
+    """Install an excepthook that prints only the message of a `DdpKitError`.
 
-    All other exceptions go to the hook that was there before. `rank`: named in the message, where it is not 0.
+    Other exceptions go to the previous hook. `rank`: printed with the message unless it is 0.
     """
     if not isinstance(sys.excepthook, _MessageHook):
         sys.excepthook = _MessageHook(sys.excepthook)
@@ -45,52 +45,52 @@ class _MessageHook:
         if not isinstance(error, DdpKitError):
             self._before(kind, error, trace)
             return
-        if _is_to_print(error):
-            speaker = f" (rank {self.rank})" if self.rank > 0 else ""
-            sys.stderr.write(f"ddpkit: error{speaker}{_place(trace)}: {error}\n")
+        if _should_print(error):
+            rank = f" (rank {self.rank})" if self.rank > 0 else ""
+            sys.stderr.write(f"ddpkit: error{rank}{_place(trace)}: {error}\n")
         message = f"{kind.__name__}: {error.message}".partition("\n")[0]
-        leave_note(message, {NOTE_SECONDARY: error.another_speaks, NOTE_PRINTED: not error.of_one_rank})
+        leave_note(message, {NOTE_SECONDARY: error.reported_elsewhere, NOTE_PRINTED: not error.only_this_rank})
 
 
 def leave_note(message: str, marks: Mapping[str, bool], callstack: str = "") -> None:
-    """Tell the launcher how this process fails, in the form of torch's own error files; one of the script's own stays.
+    """Report the failure to the launcher, in the format of torch's error files, unless the script wrote that file.
 
-    `message`: one line. `marks`: by names from env.py.
+    `message`: one line. `marks`: by the NOTE_ names of env.py.
     """
     path = error_file()
     if path is None:
         return
     extra = {"py_callstack": callstack, "timestamp": str(int(time.time())), NOTE_MARK: True, **marks}
-    whole = Path(f"{path}.{os.getpid()}")  # this process may be killed at any moment: all of the file or nothing
+    whole = Path(f"{path}.{os.getpid()}")  # written first and then linked: the process may be killed at any moment
     with suppress(OSError):
         whole.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
-        os.link(whole, path)  # fails where there is one
+        os.link(whole, path)  # fails if the file exists
     with suppress(OSError):
         whole.unlink()
 
 
-def _is_to_print(error: DdpKitError) -> bool:
-    """Whether no other rank of this node has printed an error in this attempt, or is to print this one."""
+def _should_print(error: DdpKitError) -> bool:
+    """Whether to print this error: no other rank reports it, and none of this node has printed one in this attempt."""
     folder = attempt_folder()
     if folder is None:
         return True
-    if error.another_speaks:
+    if error.reported_elsewhere:
         return False
     try:
         (folder / ERROR_SHOWN_FILE).touch(0o600, exist_ok=False)
     except FileExistsError:
         return False
-    except OSError:  # the folder is gone, or the disk is full
+    except OSError:  # the folder was removed, or the disk is full
         return True
     return True
 
 
 def _place(trace: TracebackType | None) -> str:
-    """The last line of the user's own code on the way to the error."""
+    """The innermost line of the user's code in the traceback."""
     place = ""
     while trace is not None:
         file = Path(trace.tb_frame.f_code.co_filename)
-        library = "site-packages" in file.parts or any(folder in file.parents for folder in _NOT_THE_USER_S)
+        library = "site-packages" in file.parts or any(folder in file.parents for folder in _LIBRARY_FOLDERS)
         if file.suffix == ".py" and not library:
             place = f" at {file.name}:{trace.tb_lineno}"
         trace = trace.tb_next

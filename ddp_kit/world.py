@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_kit.env import GPUS_PER_PROCESS, VISIBLE_GPUS, WorkerEnv, from_env, speaker_rank
+from ddp_kit.env import GPUS_PER_PROCESS, VISIBLE_GPUS, WorkerEnv, from_env, rank_for_messages
 from ddp_kit.errors import WorldError
 from ddp_kit.uncaught import show_without_traceback
 
@@ -56,7 +56,7 @@ def join(
     `share_gpus`: where this node has fewer GPUs than processes, they share them, and all ranks reduce over gloo: NCCL
     refuses a GPU that two ranks use. `starting`: gets rank and world size; entered while the ranks of a new group meet.
     """
-    show_without_traceback(speaker_rank())
+    show_without_traceback(rank_for_messages())
     place = from_env()
     if dist.is_initialized() and place.world_size != dist.get_world_size():
         device = _current_device()  # the script started its processes itself, and chose their devices
@@ -186,7 +186,7 @@ def _gpus(place: WorkerEnv, share_gpus: bool) -> tuple[torch.device, ...]:
             f"rank {place.rank} has no {each} GPUs of its own: {processes}",
             f"start at most {there // each} processes, or give each fewer GPUs ({GPUS_PER_PROCESS}={each})",
         )
-    error.of_one_rank = place.local_rank == there // each  # those after it only say the same
+    error.only_this_rank = place.local_rank == there // each  # those after it only say the same
     raise error
 
 

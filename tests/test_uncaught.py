@@ -72,10 +72,10 @@ def test_what_several_ranks_find_is_printed_by_one_in_each_attempt(tmp_path: Pat
 
 
 FOUND_BY_ANOTHER = """error = errors.LossError('rank 1 cannot continue', 'see there')
-error.another_speaks = True
+error.reported_elsewhere = True
 raise error"""
 OF_ONE_RANK = """error = errors.DataError('worker 2 has ended', 'see there')
-error.of_one_rank = True
+error.only_this_rank = True
 raise error"""
 
 

@@ -51,5 +51,5 @@ def _named(error: RuntimeError, batches: Iterator[Any]) -> DataError | None:
                     "signal 9 without anyone sending it means out of memory: fewer data.num_workers, smaller samples",
                 )
     if found is not None:
-        found.of_one_rank = True
+        found.only_this_rank = True
     return found

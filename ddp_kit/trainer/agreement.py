@@ -67,11 +67,11 @@ def first_losses(world: World, facts: tuple[int, int], problem: DdpKitError | No
     everyone = gathered(world, [*facts, problem is not None])
     troubled = [rank for rank, (*_, trouble) in enumerate(everyone) if trouble]
     if problem is not None:
-        problem.another_speaks = world.rank != troubled[0]
+        problem.reported_elsewhere = world.rank != troubled[0]
         raise problem
     if troubled:
         error = LossError(f"rank {troubled[0]} cannot continue: see what it says", "fix that first")
-        error.another_speaks = True
+        error.reported_elsewhere = True
         raise error
     return [(first, second) for first, second, _ in everyone]
 

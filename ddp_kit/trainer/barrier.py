@@ -278,7 +278,7 @@ class _Wait:
             _HINT,
         )
         if "ended" not in why:
-            error.of_one_rank = True  # the others know nothing of it
+            error.only_this_rank = True  # the others know nothing of it
         raise error
 
 

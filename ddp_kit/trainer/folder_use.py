@@ -58,5 +58,5 @@ class FolderUse:
                 self._lock.release()
             speaker = next(rank for rank, text in enumerate(said) if text)
             problem = CheckpointError(*said[speaker].decode().rsplit("\n", 1))
-            problem.another_speaks = self._world.rank != speaker
+            problem.reported_elsewhere = self._world.rank != speaker
             raise problem

@@ -44,7 +44,7 @@ class OutOfMemory(Exception):  # noqa: N818  # not shown to anybody: the loop ca
         if self.error is not None:
             return with_hint(self.error, config, rank)
         silent = LossError("another rank is out of memory with a micro-batch of 1", "see what it says")
-        silent.another_speaks = True
+        silent.reported_elsewhere = True
         return silent
 
 

@@ -13,7 +13,7 @@ import psutil
 import torch.distributed as dist
 
 from ddp_kit.config import TrainerConfig
-from ddp_kit.env import job_began
+from ddp_kit.env import job_start_time
 from ddp_kit.errors import DdpKitError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.log import logger
@@ -201,4 +201,4 @@ def _store(number: int, times: int) -> dist.Store:
 
 def _seconds_so_far() -> float:
     """Since the job began, restarts included."""
-    return time.time() - (job_began() or psutil.Process().create_time())
+    return time.time() - (job_start_time() or psutil.Process().create_time())

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ddp_kit.callbacks import Callback
 from ddp_kit.config import TrainerConfig
-from ddp_kit.env import make_cublas_repeatable
+from ddp_kit.env import make_cublas_deterministic
 from ddp_kit.errors import ConfigError, some
 from ddp_kit.metric_objects import MetricObject, is_metric_object
 from ddp_kit.parallel import Strategy
@@ -19,7 +19,7 @@ from ddp_kit.trainer.parts import MetricFunction
 
 
 def only_repeatable_algorithms() -> None:
-    make_cublas_repeatable()
+    make_cublas_deterministic()
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 

@@ -337,7 +337,7 @@ signal.pause()
     assert run.returncode == 137, run.stderr
     assert "rank 1 failed first: out of memory, killed by SIGKILL" in run.stderr
     assert "not restarted again: the same failure 6 times in a row" in run.stderr
-    assert "hint: the memory of this machine" in run.stderr
+    assert "hint: this machine, container or job is out of memory" in run.stderr
 
 
 @pytest.mark.parametrize(

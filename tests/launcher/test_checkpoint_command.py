@@ -60,7 +60,7 @@ def test_what_is_not_finished_is_named_and_is_no_damage(ddpkit: Command, folder:
     run = ddpkit("checkpoints", folder)
     assert run.returncode == 0
     assert ".writing-step-00000015-aa: not finished" in run.stdout
-    assert "set-aside-1: of a branch that was left" in run.stdout
+    assert "set-aside-1: an abandoned branch" in run.stdout
 
 
 def test_what_differs_between_two_is_shown(ddpkit: Command, folder: Path) -> None:

@@ -84,7 +84,7 @@ def test_a_mistake_is_exit_code_2_with_what_to_type_and_no_traceback(
 def test_a_pet_variable_that_cannot_be_read_is_a_usage_error(ddpkit: Command) -> None:
     run = ddpkit("launch", "train.py", env={"PET_STANDALONE": "yes"})
     assert run.returncode == 2
-    assert "a PET_ variable has a value that cannot be used" in run.stderr
+    assert "a PET_ variable has an invalid value" in run.stderr
 
 
 def test_gpus_are_taken_free_ones_first_and_named(

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from ddp_kit.heartbeat import Phase, Signs
+from ddp_kit.heartbeat import Heartbeat, Phase
 from ddp_kit.launcher.agent.stacks import Frame, Stack
 from ddp_kit.launcher.agent.watch import Quiet, Watch, all_wait, culprit, is_debugged
 
-TRAINS = Signs(step=10, phase=Phase.BACKWARD, beats=60, steps=10, collectives=20, all_collectives=20)
-PLAIN = Signs(collectives=20, all_collectives=20)
+TRAINS = Heartbeat(step=10, phase=Phase.BACKWARD, beats=60, steps=10, collectives=20, all_collectives=20)
+PLAIN = Heartbeat(collectives=20, all_collectives=20)
 FRESH = replace(TRAINS, step=0, steps=0)
 IN_ALL_REDUCE = Stack(frames=(Frame("all_reduce", "/lib/torch/distributed/distributed_c10d.py", 3252),))
 IN_BACKWARD = Stack(frames=(Frame("_engine_run_backward", "/lib/torch/autograd/graph.py", 979),))
@@ -19,7 +19,7 @@ IN_THE_SCRIPT = Stack(frames=(Frame("work", "/home/ann/train.py", 12),))
 class Course:
     """A watch with a floor of 8 seconds, which looks every second."""
 
-    def __init__(self, *ranks: Signs, any_script: bool = False) -> None:
+    def __init__(self, *ranks: Heartbeat, any_script: bool = False) -> None:
         self.signs = dict(enumerate(ranks))
         self.now = 100.0
         self.watch = Watch(8.0, any_script, self.now)
@@ -74,7 +74,7 @@ def test_the_first_steps_may_take_ten_times_as_long() -> None:
 
 
 def test_a_rank_that_is_stopped_has_no_good_reason_wherever_it_is() -> None:
-    course = Course(Signs(), FRESH)
+    course = Course(Heartbeat(), FRESH)
     course.quiet(30)
     assert [course.look(stopped=True) for _ in range(7)] == [None] * 7, "it may have been for a moment"
     assert course.look() is None
@@ -144,7 +144,7 @@ def test_after_a_good_reason_the_time_starts_again() -> None:
     ],
 )
 def test_the_culprit_is_stopped_or_in_no_collective_or_behind(
-    signs: tuple[Signs, ...], stacks: tuple[Stack, ...]
+    signs: tuple[Heartbeat, ...], stacks: tuple[Stack, ...]
 ) -> None:
     assert culprit(dict(enumerate(signs)), dict(enumerate(stacks))) == 1
 

@@ -240,7 +240,7 @@ def test_a_job_that_has_saved_is_queued_again(slurm: Slurm, report: Path, tmp_pa
     job = slurm.submit(tmp_path, report, "save-once")
     slurm.until(job, lambda shown: _field(shown, "Restarts") == "1" and _field(shown, "JobState") == "PENDING")
     slurm.ask("scancel", job)  # Slurm waits for two minutes before it starts such a job
-    assert "saved, to be started again" in unlabelled((tmp_path / "job.log").read_text())
+    assert "saved; start the job again" in unlabelled((tmp_path / "job.log").read_text())
 
 
 def test_of_a_job_array_the_task_that_has_saved_is_queued_again_alone(

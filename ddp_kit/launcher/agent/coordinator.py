@@ -29,7 +29,7 @@ class Coordinator:
 
     def __init__(self, store: Any, limits: Limits, beat_seconds: float) -> None:
         self._store = store
-        self._events, self._signs = store.clone(), store.clone()  # one connection per thread
+        self._events, self._heartbeats = store.clone(), store.clone()  # one connection per thread
         self._beat_seconds = beat_seconds
         self._job = Job(limits, time.monotonic())
         self._lock = threading.Lock()
@@ -87,7 +87,7 @@ class Coordinator:
         while not self._closed.wait(self._beat_seconds / 2):
             with self._lock:
                 alive = self._job.alive
-            beats = self._signs.multi_get([BEAT.format(node=number) for number in alive]) if alive else []
+            beats = self._heartbeats.multi_get([BEAT.format(node=number) for number in alive]) if alive else []
             now = time.monotonic()
             with self._lock:
                 for number, beat in zip(alive, beats, strict=True):

@@ -76,6 +76,6 @@ def _hung(found: Failure, hung: Hung) -> Failure:
 
 def steps_of(error_files: Iterable[str]) -> Steps | None:
     """The range of steps of the workers that have begun any; None: none has."""
-    signs = [read_heartbeat(error_file) for error_file in error_files]
-    found = [(each.began, each.step) for each in signs if each.began is not None and each.step is not None]
+    heartbeats = [read_heartbeat(error_file) for error_file in error_files]
+    found = [(each.began, each.step) for each in heartbeats if each.began is not None and each.step is not None]
     return Steps(max(began for began, _ in found), max(reached for _, reached in found)) if found else None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_kit.env import GROUP_WORLD_SIZE, RANK, STACKS_FILE
-from ddp_kit.heartbeat import Signs, read_heartbeat
+from ddp_kit.heartbeat import Heartbeat, read_heartbeat
 from ddp_kit.launcher.agent.stacks import Stack, state, take, wait_channel
 from ddp_kit.launcher.agent.watch import (
     DEFAULT_SECONDS,
@@ -61,7 +61,7 @@ class Hangs:
         self._ranks = {local_rank: int(env[RANK]) for local_rank, env in envs.items()}
         self._several_nodes = any(env.get(GROUP_WORLD_SIZE, "1") != "1" for env in envs.values())
         self._error_files = error_files
-        self._hurry = interrupted
+        self._interrupted = interrupted
         self._has_user_limit = hang_timeout is not None  # else doubtful cases are left to torch's own timeouts
         self._left_to_other_nodes = False
         floor = DEFAULT_SECONDS if hang_timeout is None else hang_timeout
@@ -83,8 +83,8 @@ class Hangs:
         """The local rank that hangs; None: none. `pids`: of the running workers."""
         if self._watch is None or self.due() != 0.0 or not pids:
             return None
-        signs = self._signs(pids)
-        quiet = self._watch.look(signs, time.monotonic(), stopped=any(map(is_stopped, pids.values())))
+        heartbeats = self._read_heartbeats(pids)
+        quiet = self._watch.look(heartbeats, time.monotonic(), stopped=any(map(is_stopped, pids.values())))
         self._left_to_other_nodes = self._left_to_other_nodes and quiet is not None
         if quiet is None or (self._left_to_other_nodes and not quiet.long):
             return None
@@ -92,7 +92,7 @@ class Hangs:
             self._watch.start_again()
             return None
         stacks = self._take(pids, max(_NATIVE_SECONDS / 5, min(_NATIVE_SECONDS, quiet.limit / 2)))
-        if self._hurry() or any(map(_has_ended, pids.values())) or self._signs(pids) != signs:
+        if self._interrupted() or any(map(_has_ended, pids.values())) or self._read_heartbeats(pids) != heartbeats:
             return None
         if is_debugged(stacks.values()):
             self._watch.start_again()
@@ -101,24 +101,24 @@ class Hangs:
         if waits and self._several_nodes and not (self._has_user_limit and quiet.long):
             self._left_to_other_nodes = True
             return None
-        local_rank = culprit(signs, stacks)
-        if not self._has_user_limit and may_take_long(signs[local_rank]) and not stacks[local_rank].stopped:
+        local_rank = culprit(heartbeats, stacks)
+        if not self._has_user_limit and may_take_long(heartbeats[local_rank]) and not stacks[local_rank].stopped:
             self._watch.start_again()
             return None
-        self._record(local_rank, signs, stacks, self._message(signs, quiet, waits), _LONGER, waits)
+        self._record(local_rank, heartbeats, stacks, self._message(heartbeats, quiet, waits), _LONGER, waits)
         return local_rank
 
     def after_timeout(self, pids: Mapping[int, int]) -> int | None:
         """After a collective timed out: the local rank that did not reach it; None: not known."""
-        signs, stacks = self._signs(pids), self._take(pids, _NATIVE_SECONDS)
+        heartbeats, stacks = self._read_heartbeats(pids), self._take(pids, _NATIVE_SECONDS)
         seen = {rank: stack for rank, stack in stacks.items() if stack.frames or stack.stopped}  # others have ended
-        self.others = self._locations(seen, signs, stacks)
+        self.others = self._locations(seen, heartbeats, stacks)
         self._write_stacks(stacks)
         late = [rank for rank, stack in seen.items() if stack.stopped or not stack.waits_for_ranks]
         if len(late) != 1 or _is_ending(pids[late[0]]):
             return None
         message = "it did not reach the collective that timed out on other ranks"
-        self._record(late[0], signs, stacks, message, "if it only needs longer: init_process_group(timeout=...)")
+        self._record(late[0], heartbeats, stacks, message, "if it only needs longer: init_process_group(timeout=...)")
         return late[0]
 
     def asleep(self, pids: Mapping[int, int]) -> int | None:
@@ -139,29 +139,29 @@ class Hangs:
         return found
 
     def _take(self, pids: Mapping[int, int], native_seconds: float) -> dict[int, Stack]:
-        return take(pids, native_seconds, {rank: self._stacks_file(rank) for rank in pids}, self._hurry)
+        return take(pids, native_seconds, {rank: self._stacks_file(rank) for rank in pids}, self._interrupted)
 
     def _stacks_file(self, local_rank: int) -> str:
         path = self._error_files[local_rank]
         return "" if path == os.devnull else str(Path(path).with_name(STACKS_FILE))
 
-    def _signs(self, pids: Mapping[int, int]) -> dict[int, Signs]:
+    def _read_heartbeats(self, pids: Mapping[int, int]) -> dict[int, Heartbeat]:
         return {local_rank: read_heartbeat(self._error_files[local_rank]) for local_rank in pids}
 
-    def _message(self, signs: Mapping[int, Signs], quiet: Quiet, waits: bool) -> str:
+    def _message(self, heartbeats: Mapping[int, Heartbeat], quiet: Quiet, waits: bool) -> str:
         words = f"no progress for more than {quiet.limit:.3g} s"
-        counts = sorted({each.collectives for each in signs.values()})
+        counts = sorted({each.collectives for each in heartbeats.values()})
         if waits:
             where = "the cause may be on another node" if self._several_nodes else "all ranks wait for each other"
             return f"{words}; {where}"
-        if len(counts) > 1 and all(each.step is None for each in signs.values()):
+        if len(counts) > 1 and all(each.step is None for each in heartbeats.values()):
             return f"{words}, {counts[0]} collectives begun, while others have begun {counts[-1]}"
         return words
 
     def _record(
         self,
         local_rank: int,
-        signs: Mapping[int, Signs],
+        heartbeats: Mapping[int, Heartbeat],
         stacks: Mapping[int, Stack],
         message: str,
         hint: str,
@@ -170,9 +170,9 @@ class Hangs:
         stack = stacks[local_rank]
         how = " and stopped by a signal" if stack.stopped else " with the interpreter lock held" * stack.holds_lock
         others = {rank: each for rank, each in stacks.items() if rank != local_rank}
-        self.others = self._locations(others, signs, stacks)
+        self.others = self._locations(others, heartbeats, stacks)
         self.found[local_rank] = Hung(
-            message=f"{message}; {stack.doing(signs[local_rank].phase)}{how}{'' if stack.frames else _NO_STACK}",
+            message=f"{message}; {stack.doing(heartbeats[local_rank].phase)}{how}{'' if stack.frames else _NO_STACK}",
             trace=_trace(self._ranks[local_rank], stack),
             others=self.others,
             hint=hint,
@@ -181,12 +181,12 @@ class Hangs:
         self._write_stacks(stacks)
 
     def _locations(
-        self, which: Mapping[int, object], signs: Mapping[int, Signs], stacks: Mapping[int, Stack]
+        self, which: Mapping[int, object], heartbeats: Mapping[int, Heartbeat], stacks: Mapping[int, Stack]
     ) -> tuple[str, ...]:
         """What the ranks are doing: one line for all ranks at the same place."""
         alike: dict[str, list[int]] = {}
         for local_rank in which:
-            doing = stacks[local_rank].doing(signs[local_rank].phase)
+            doing = stacks[local_rank].doing(heartbeats[local_rank].phase)
             alike.setdefault(doing, []).append(self._ranks[local_rank])
         return tuple(
             f"{in_words(ranks)} {'was' if len(ranks) == 1 else 'were'} {doing}" for doing, ranks in alike.items()

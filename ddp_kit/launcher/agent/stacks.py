@@ -111,7 +111,7 @@ class Stack:
         """`in all_reduce (train.py:10 in main)`. `phase`: from its heartbeat."""
         what = self.waits_for_ranks
         if not what:
-            what = "data" if self.waits_for_data and phase.is_script_s else phase.words
+            what = "data" if self.waits_for_data and phase.in_user_code else phase.description
         place = self.loader.place if self.loader is not None else self.place
         return f"in {what} ({place})" if place else f"in {what}"
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from ddp_kit.heartbeat import Phase, Signs
+from ddp_kit.heartbeat import Heartbeat, Phase
 from ddp_kit.launcher.agent.stacks import Stack
 
 DEFAULT_SECONDS = 300.0
@@ -39,7 +39,7 @@ class Quiet:
 
 @dataclass
 class _Rank:
-    signs: Signs
+    heartbeat: Heartbeat
     idle: float = 0.0
 
 
@@ -63,8 +63,8 @@ class Watch:
         """Seconds until the next look."""
         return max(0.0, self._last_look + self.period - now)
 
-    def look(self, signs: Mapping[int, Signs], now: float, *, stopped: bool = False) -> Quiet | None:
-        """Returns how long no rank has made progress, once that is too long. `signs`: of each rank that still runs.
+    def look(self, heartbeats: Mapping[int, Heartbeat], now: float, *, stopped: bool = False) -> Quiet | None:
+        """How long no rank has made progress; None: not too long yet. `heartbeats`: of the ranks that still run.
 
         `stopped`: whether a signal has stopped any of them, which needs no allowance for long operations. Time counts
         only up to two periods per look, so that a suspended machine or launcher is not taken for a hang.
@@ -72,7 +72,7 @@ class Watch:
         passed = min(now - self._last_look, 2 * self.period)
         self._last_look = now
         known = self._ranks
-        self._ranks = {rank: self._after(known.get(rank), found, passed) for rank, found in signs.items()}
+        self._ranks = {rank: self._after(known.get(rank), found, passed) for rank, found in heartbeats.items()}
         self._stopped = self._stopped + passed if stopped else 0.0
         quiet, limit = min(rank.idle for rank in self._ranks.values()), self.limit
         if stopped:
@@ -94,45 +94,45 @@ class Watch:
     @property
     def _settled(self) -> bool:
         """Whether the run is past its first steps; not while it saves, because a disk may be slow."""
-        signs = [rank.signs for rank in self._ranks.values()]
-        return all(map(self._has_settled, signs)) and all(each.phase is not Phase.CHECKPOINT for each in signs)
+        every = [rank.heartbeat for rank in self._ranks.values()]
+        return all(map(self._has_settled, every)) and all(each.phase is not Phase.CHECKPOINT for each in every)
 
-    def _has_settled(self, signs: Signs) -> bool:
-        if signs.step is None:
-            return self._any_script and signs.collectives >= _FIRST_COLLECTIVES
-        return signs.steps >= _FIRST_STEPS
+    def _has_settled(self, heartbeat: Heartbeat) -> bool:
+        if heartbeat.step is None:
+            return self._any_script and heartbeat.collectives >= _FIRST_COLLECTIVES
+        return heartbeat.steps >= _FIRST_STEPS
 
-    def _after(self, known: _Rank | None, found: Signs, passed: float) -> _Rank:
+    def _after(self, known: _Rank | None, found: Heartbeat, passed: float) -> _Rank:
         if known is None:
             return _Rank(found)
-        if known.signs == found:
+        if known.heartbeat == found:
             return _Rank(found, known.idle + passed)
-        if self._in_trainer(known.signs):  # else user code, whose pauses say nothing about the Trainer
+        if self._in_trainer(known.heartbeat):  # else user code, whose pauses say nothing about the Trainer
             self._pause = max(self._pause, known.idle)
         return _Rank(found)
 
     def _progress_expected(self) -> bool:
         """Whether any rank should make progress: it is in the Trainer, or in a collective that others did not reach."""
-        every = [rank.signs for rank in self._ranks.values()]
-        apart = self._any_script and len({signs.collectives for signs in every}) > 1
+        every = [rank.heartbeat for rank in self._ranks.values()]
+        apart = self._any_script and len({each.collectives for each in every}) > 1
         return apart or any(map(self._in_trainer, every))
 
     @staticmethod
-    def _in_trainer(signs: Signs) -> bool:
-        return not signs.phase.is_script_s
+    def _in_trainer(heartbeat: Heartbeat) -> bool:
+        return not heartbeat.phase.in_user_code
 
 
-def culprit(signs: Mapping[int, Signs], stacks: Mapping[int, Stack]) -> int:
+def culprit(heartbeats: Mapping[int, Heartbeat], stacks: Mapping[int, Stack]) -> int:
     """The rank that the others wait for: a stopped one, or one not in a collective, or the one furthest behind."""
 
     def order(rank: int) -> tuple[bool, bool, int, int, int, int, int]:
-        stack, own = stacks.get(rank, Stack()), signs[rank]
+        stack, own = stacks.get(rank, Stack()), heartbeats[rank]
         step = -1 if own.step is None else own.step
         within = (own.phase - Phase.CALLBACKS) % len(Phase)  # a step's end is noted just before its callbacks
         counts = own.collectives, step, own.all_collectives, within
         return (not stack.stopped, bool(stack.waits_for_ranks), *counts, rank)
 
-    return min(signs, key=order)
+    return min(heartbeats, key=order)
 
 
 def all_wait(stacks: Collection[Stack]) -> bool:
@@ -140,9 +140,9 @@ def all_wait(stacks: Collection[Stack]) -> bool:
     return bool(stacks) and all(stack.waits_for_ranks and not stack.stopped for stack in stacks)
 
 
-def may_take_long(signs: Signs) -> bool:
+def may_take_long(heartbeat: Heartbeat) -> bool:
     """Whether a rank is in the user's code, for which the others may have to wait."""
-    return signs.phase.is_script_s or signs.phase is Phase.CALLBACKS
+    return heartbeat.phase.in_user_code or heartbeat.phase is Phase.CALLBACKS
 
 
 def is_debugged(stacks: Iterable[Stack]) -> bool:
