@@ -247,7 +247,7 @@ def _requested_gpus(spec: LaunchSpec) -> str | None:
     if spec.gpus is None and spec.gpus_per_process is not None and spec.processes is not None:
         if not spec.processes.isdecimal():
             raise UsageError(
-                f"--gpus-per-process {spec.gpus_per_process} with --nproc-per-node {spec.processes} does not define how "
+                f"--gpus-per-process {spec.gpus_per_process} with --nproc-per-node {spec.processes} does not say how "
                 "many GPUs to use",
                 "type --gpus with the number of all GPUs, without --nproc-per-node",
             )

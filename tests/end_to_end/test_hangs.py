@@ -93,9 +93,7 @@ def test_a_rank_that_hangs_in_a_trainer_is_named_with_its_stack(
 ) -> None:
     run = launch("--hang-timeout", 2, "--log-dir", tmp_path / "logs", script(TRAINS), fault, workers)
     assert run.returncode == HUNG, run.stderr
-    assert re.search(rf"rank 1 failed first: hung \(.*, after step 9\): no progress .*; {told}", run.stderr), (
-        run.stderr
-    )
+    assert re.search(rf"rank 1 failed first: hung \(.*, after step 9\): no progress .*; {told}", run.stderr), run.stderr
     # The last form: on a loaded machine its native frames are not read within the time that they are given.
     waiting = r"(the gradients' all-reduce|the backward pass|the backward pass, which may wait for other ranks)"
     assert re.search(rf"^  rank 0 was in {waiting} \(script", run.stderr, re.MULTILINE), run.stderr

@@ -315,9 +315,9 @@ def test_each_process_gets_as_many_gpus_as_asked_for(words: str, expected: list[
         ("--gpus-per-process 2", 0, "this machine has no NVIDIA GPU", "`ddpkit launch train.py`"),
         ("--gpus 6 --gpus-per-process 2", 4, "--gpus 6 is not available", "--gpus 4 --gpus-per-process 2 train.py"),
         ("--gpus-per-process 2 --nproc-per-node 3", 4, "found 4:", "--gpus 4 --gpus-per-process 2 train.py"),
-        ("--gpus-per-process 2 --virtual-local-rank", 4, "with --virtual-local-rank a process sees one GPU", "leave"),
+        ("--gpus-per-process 2 --virtual-local-rank", 4, "with --virtual-local-rank a process sees one GPU", "remove"),
         ("--gpus-per-process 2 --nproc-per-node auto", 4, "does not say how many GPUs", "type --gpus"),
-        ("--gpus 4 --gpus-per-process 2 --nproc-per-node 4", 4, "one per 2 GPUs, but --nproc-per-node is 4", "leave"),
+        ("--gpus 4 --gpus-per-process 2 --nproc-per-node 4", 4, "one per 2 GPUs, but --nproc-per-node is 4", "remove"),
     ],
 )
 def test_gpus_that_processes_cannot_share_out_are_refused(words: str, gpus: int, said: str, hint: str) -> None:
@@ -328,7 +328,7 @@ def test_gpus_that_processes_cannot_share_out_are_refused(words: str, gpus: int,
 
 
 def test_a_process_cannot_have_two_mig_devices() -> None:
-    with pytest.raises(UsageError, match="a process can use one MIG device at most"):
+    with pytest.raises(UsageError, match="a process can use at most one MIG device"):
         planned("--gpus 1,2 --gpus-per-process 2 train.py", with_mig())
 
 
