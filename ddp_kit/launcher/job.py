@@ -182,7 +182,7 @@ class Job:
         self._limits = limits
         self._phase = _Phase.GATHERING
         self._nodes: dict[int, Node] = {}
-        self._heard: dict[int, float] = {}
+        self._last_heartbeat: dict[int, float] = {}
         self._by_rank: dict[int, int] = {}  # --node-rank -> the latest node with it
         self._began = self._now = now
         self._enough_since: float | None = None
@@ -220,7 +220,7 @@ class Job:
         if self._phase is _Phase.GATHERING and (problem := self._mismatch(node, predecessor)):
             return self._end(Outcome(lost=problem, started=False))
         self._nodes[node.number] = node
-        self._heard[node.number] = now
+        self._last_heartbeat[node.number] = now
         if node.rank is not None:
             self._by_rank[node.rank] = node.number
         if self._phase is _Phase.GATHERING:
@@ -235,17 +235,17 @@ class Job:
             return f"{other.host} was started with --nnodes {other.nnodes}, {node.host} with --nnodes {node.nnodes}"
         return ""
 
-    def heard(self, number: int, now: float) -> None:
+    def heartbeat(self, number: int, now: float) -> None:
         """A node sent a heartbeat."""
-        if number in self._heard:
-            self._heard[number] = now
+        if number in self._last_heartbeat:
+            self._last_heartbeat[number] = now
 
     def reported(self, report: Report, now: float) -> list[Order]:
         """A node reports the state of its workers. Reports on an earlier round are ignored."""
         self._now = now
         if report.node not in self._nodes:
             return []
-        self._heard[report.node] = now
+        self._last_heartbeat[report.node] = now
         if report.state is State.LEFT:
             self._left_by = report.signal
             why = f"{self._nodes[report.node].host} left the job"
@@ -267,14 +267,14 @@ class Job:
     def tick(self, now: float) -> list[Order]:
         """Time has passed."""
         self._now = now
-        for number, heard in list(self._heard.items()):
-            if now - heard > self._limits.silence:
+        for number, latest in list(self._last_heartbeat.items()):
+            if now - latest > self._limits.silence:
                 self._lose(number, f"no heartbeat from {self._nodes[number].host} for {self._limits.silence:g} s")
         return self._gather(now) if self._phase is _Phase.GATHERING else self._advance()
 
     def _lose(self, number: int, why: str) -> None:
         self._nodes.pop(number)
-        self._heard.pop(number)
+        self._last_heartbeat.pop(number)
         if number in self._round.members:
             self._round.lost.append(why)
         for among in (self._round.present, self._round.done, self._round.down):

@@ -311,7 +311,7 @@ def _places(processes: str, chosen: Chosen, each: int, cpus: Cpus, bind: bool) -
 
 
 def _near(gpus: tuple[Gpu, ...], cpus: Cpus) -> tuple[int, ...]:
-    """The usable cores near any of these GPUs; none where one of them does not tell."""
+    """The usable cores near any of these GPUs; empty if those of one GPU are not known."""
     if not all(gpu.near for gpu in gpus):
         return ()
     return tuple(sorted({cpu for gpu in gpus for cpu in gpu.near if cpu in cpus.core_of}))

@@ -93,7 +93,7 @@ def test_given_node_ranks_decide_whoever_comes_first() -> None:
 
 def test_it_waits_for_the_last_call_where_more_nodes_may_come() -> None:
     machine, orders = job(ELASTIC, node(0))
-    machine.heard(0, 29.0)
+    machine.heartbeat(0, 29.0)
     assert not orders
     assert not machine.tick(29.0)
     assert the_go(machine.tick(30.0)).assignments.keys() == {0}
@@ -101,7 +101,7 @@ def test_it_waits_for_the_last_call_where_more_nodes_may_come() -> None:
 
 def test_too_few_nodes_are_an_end_not_an_endless_wait() -> None:
     machine, _ = job(TWO, node(0))
-    machine.heard(0, 601.0)
+    machine.heartbeat(0, 601.0)
     assert the_end(machine.tick(601.0)).lost == "only 1 of 2 nodes joined within 600 s"
 
 
@@ -126,7 +126,7 @@ def test_without_restarts_left_all_failures_are_in_the_end_and_the_first_one_lea
 def test_a_dead_node_costs_no_restart_even_where_its_death_made_workers_fail(limits: Limits) -> None:
     machine, _ = job(limits, node(0), node(1))
     assert machine.reported(report(0, State.FAILED, failure(0)), 1.0) == [Stop(0)]
-    machine.heard(0, 3.5)
+    machine.heartbeat(0, 3.5)
     go = the_go(machine.tick(3.6))
     assert (go.assignments.keys(), go.assignments[0].restarts) == ({0}, 0)
     assert "no heartbeat from h1 for 3 s" in go.why
@@ -137,12 +137,12 @@ def short_of(limits: Limits, *nodes: Node) -> Job:
     machine, _ = job(limits, *nodes)
     living = [each.number for each in nodes if each.number != 1]
     for number in living:
-        machine.heard(number, 3.5)
+        machine.heartbeat(number, 3.5)
     assert machine.tick(3.6) == [Stop(0)]
     orders = [order for number in living for order in machine.reported(report(number, State.STOPPED), 4.0)]
     assert the_pause(orders) == "no heartbeat from h1 for 3 s; waiting 12 s for a replacement"
     for number in living:
-        machine.heard(number, 15.0)
+        machine.heartbeat(number, 15.0)
     return machine
 
 
@@ -167,7 +167,7 @@ def test_nobody_waits_for_a_replacement_once_a_node_has_left_on_purpose() -> Non
     outcome = the_end(machine.reported(Report(2, 0, State.LEFT, signal=signal.SIGTERM), 5.0))
     assert (outcome.lost.partition("; ")[2], outcome.stopped_by) == ("h2 left the job", signal.SIGTERM)
     machine, _ = job(Limits(min_nodes=2, max_nodes=2, replacement=0.0), node(0), node(1))
-    machine.heard(0, 3.5)
+    machine.heartbeat(0, 3.5)
     machine.tick(3.6)
     assert the_end(machine.reported(report(0, State.STOPPED), 3.7)).lost == "no heartbeat from h1 for 3 s"
 
@@ -176,7 +176,7 @@ def test_replacements_that_die_too_end_the_job_after_so_many() -> None:
     machine, now = job(TWO, node(0), node(1))[0], 0.0
     for number in range(2, 2 * LOST_NODES):
         now += 10.0
-        machine.heard(0, now)
+        machine.heartbeat(0, now)
         machine.tick(now)
         the_pause(machine.reported(report(0, State.STOPPED, round=number - 2), now))
         (order,) = machine.joined(node(number), now)
@@ -188,7 +188,7 @@ def test_replacements_that_die_too_end_the_job_after_so_many() -> None:
 
 def test_a_newcomer_is_let_in_where_there_is_room() -> None:
     machine, _ = job(ELASTIC, node(0))
-    machine.heard(0, 30.0)
+    machine.heartbeat(0, 30.0)
     machine.tick(30.0)
     assert machine.joined(node(1), 31.0) == [Stop(0, joined=True)]
     go = the_go(machine.reported(report(0, State.STOPPED, failure(0, terminated=True)), 31.1))
@@ -199,7 +199,7 @@ def test_a_newcomer_without_room_waits_until_somebody_dies() -> None:
     machine, _ = job(ELASTIC, node(0), node(1))
     assert not machine.joined(node(2), 1.0)
     for number in (0, 2):
-        machine.heard(number, 3.5)
+        machine.heartbeat(number, 3.5)
     assert machine.tick(3.6) == [Stop(0)]
     assert the_go(machine.reported(report(0, State.STOPPED), 3.7)).assignments.keys() == {0, 2}
 
@@ -207,7 +207,7 @@ def test_a_newcomer_without_room_waits_until_somebody_dies() -> None:
 def test_a_newcomer_does_not_disturb_a_job_that_is_about_to_end() -> None:
     machine, _ = job(Limits(min_nodes=1, max_nodes=3), node(0), node(1))
     for number in (0, 1):
-        machine.heard(number, 30.0)
+        machine.heartbeat(number, 30.0)
     machine.tick(30.0)
     machine.reported(report(0, State.DONE), 31.0)
     assert not machine.joined(node(2), 31.1)
@@ -342,7 +342,7 @@ def test_long_rounds_between_lost_nodes_are_no_loop() -> None:
 def test_what_fails_because_a_newcomer_was_let_in_is_no_failure() -> None:
     machine, _ = job(Limits(min_nodes=2, max_nodes=3), node(0), node(1))
     for number in (0, 1):
-        machine.heard(number, 30.0)
+        machine.heartbeat(number, 30.0)
     machine.tick(30.0)
     assert machine.joined(node(2), 31.0) == [Stop(0, joined=True)]
     assert not machine.reported(report(0, State.STOPPED, failure(0, terminated=True)), 31.1)
@@ -390,7 +390,7 @@ def test_a_signal_of_long_ago_does_not_colour_a_later_loss() -> None:
     machine.reported(Report(2, 0, State.LEFT, signal=signal.SIGTERM), 1.0)
     machine.reported(report(0, State.STOPPED), 1.1)
     machine.reported(report(1, State.STOPPED), 1.1)
-    machine.heard(0, 5.0)
+    machine.heartbeat(0, 5.0)
     machine.tick(5.0)
     assert the_end(machine.reported(report(0, State.STOPPED, round=1), 5.1)).stopped_by == 0
 
@@ -454,7 +454,7 @@ def test_whatever_happens_rounds_are_whole_and_the_job_ends_once(
 
     def beat() -> None:
         for number in living:
-            machine.heard(number, now)
+            machine.heartbeat(number, now)
 
     for kind, number in [*events, *[("tick", 0)] * 5]:
         now += 1.0

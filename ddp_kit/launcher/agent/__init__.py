@@ -11,13 +11,13 @@ The only launcher folder that imports torch.
     logs.py      where their output goes: torch's log settings and file names, and our streams
     file_timers.py, event_records.py   timers and event records, as in torch's agent
 
-    single_node.py      the link to a job of one node, whose state machine runs in this process
-    multi_node.py   the link to a job of several nodes, over a TCPStore
+    single_node.py   the link to a job of one node, whose state machine runs in this process
+    multi_node.py    the link to a job of several nodes, over a TCPStore
     coordinator.py   runs the state machine of such a job, on the node that hosts the store
     listening.py     listening sockets and local addresses
     waiting.py       messages while a node waits for others
 
-    torch_agent.py    runs torch's own agent instead, for etcd and rendezvous plug-ins
+    torch_agent.py     runs torch's own agent instead, for etcd and rendezvous plug-ins
     torch_versions.py  the uses of torch that are not public API or differ between versions
     probe.py           the program with which the doctor tests torch; not imported here
 """

@@ -93,7 +93,7 @@ class Coordinator:
                 for number, beat in zip(alive, beats, strict=True):
                     if self._beats.get(number) != beat:
                         self._beats[number] = beat
-                        self._job.heard(number, now)
+                        self._job.heartbeat(number, now)
                 self._publish(self._job.tick(now))
 
     def _publish(self, orders: list[Order]) -> None:

@@ -27,14 +27,14 @@ def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) 
     words, note = workers.final_output(failure.local_rank), note_of(failure)
     extra = note.get("extraInfo") or {}
     trace = words.trace or str(extra.get("py_callstack", "")).rstrip()
-    said = str(note.get("message", "")).strip()
-    message = said.partition("\n")[0] or tracebacks.message_of(trace)
-    trace = trace or (said if "\n" in said else "")
+    noted = str(note.get("message", "")).strip()
+    message = noted.partition("\n")[0] or tracebacks.message_of(trace)
+    trace = trace or (noted if "\n" in noted else "")
     if workers.lost(failure.local_rank):
         message = _SERVER_LOST
-    timed_out = hints.is_timeout(said or message)
+    timed_out = hints.is_timeout(noted or message)
     hung = workers.hangs.found
-    secondary = bool(extra.get(NOTE_SECONDARY)) or hints.is_secondary(said or message) or (timed_out and bool(hung))
+    secondary = bool(extra.get(NOTE_SECONDARY)) or hints.is_secondary(noted or message) or (timed_out and bool(hung))
     if terminated and code == -SIGTERM and message and not secondary:
         code = 1  # it was already ending with its own exception when SIGTERM arrived
     out_of_memory = code == -SIGKILL and not terminated and workers.killed_for_memory()

@@ -39,7 +39,7 @@ class SingleNodeLink:
         """Start the next round when it is due."""
         if self.pulse == 0.0:
             now = time.monotonic()
-            self._job.heard(self.number, now)
+            self._job.heartbeat(self.number, now)
             self._enqueue(self._job.tick(now))
 
     def take_listening(self) -> socket.socket | None:
