@@ -1,9 +1,10 @@
 """Run by test_resume.py: trains with everything random, is killed at one step if told so, and prints what it ends with.
 
-resumed.py FOLDER STEP_TO_DIE_AFTER WORKERS [WIDTH]
+resumed.py FOLDER STEP_TO_DIE_AFTER WORKERS [WIDTH [PARALLEL]]    PARALLEL: as JSON
 """
 
 import hashlib
+import json
 import os
 import random
 import signal
@@ -17,7 +18,9 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import Dataset
 
 from ddp_kit import EMA, Callback, Trainer, TrainerConfig
+from ddp_kit.pieces import Piece
 
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 FIRST_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
@@ -47,9 +50,10 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
 
-def main(folder: str, after: int, workers: int, width: int = 8) -> None:
+def main(folder: str, after: int, workers: int, width: int = 8, parallel: Any = None) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Linear(width, 1))
+    inner = nn.Sequential(nn.Linear(width, 4), nn.GELU(), nn.Linear(4, 1))
+    model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.2), inner)
     ema = EMA(0.9)
     trainer = Trainer(
         model,
@@ -58,23 +62,22 @@ def main(folder: str, after: int, workers: int, width: int = 8) -> None:
         TrainerConfig(
             epochs=3,
             global_batch_size=12,
-            accumulation_steps=2,
+            accumulation_steps=1 if RANKS == 4 else 2,  # BatchNorm needs two samples in each pass
             max_grad_norm=0.5,
             warmup_steps=3,
             data={"num_workers": workers},
             checkpoint={"dir": folder, "every_steps": 2},
-            parallel={"share_gpus": "RESUMED_SHARES_GPUS" in os.environ},
+            parallel=parallel or {"share_gpus": "RESUMED_SHARES_GPUS" in os.environ},
         ),
         scheduler=lambda optimizer: OneCycleLR(optimizer, 0.05, total_steps=60),
         callbacks=[ema, Dies(after)],
     )
     result = trainer.fit(Noisy())
-    if trainer.world.is_main:
-        bits = [
-            value.double().flatten() for state in (model.state_dict(), ema.model_state()) for value in state.values()
-        ]
-        print("ended", result.steps, result.samples, hashlib.sha256(torch.cat(bits).numpy()).hexdigest())
+    held = [*trainer.model_state().values(), *ema.model_state().values()]
+    bits = torch.cat([(each.tensor if isinstance(each, Piece) else each).double().flatten() for each in held])
+    digest = hashlib.sha256(bits.numpy()).hexdigest()
+    print(f"ended {trainer.world.rank} {result.steps} {result.samples} {digest}\n", end="", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(sys.argv[1], *map(int, sys.argv[2:5]), *map(json.loads, sys.argv[5:]))

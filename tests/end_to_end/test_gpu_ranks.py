@@ -1,6 +1,7 @@
 """Several ranks on GPUs: on one GPU together, over gloo, and on one each, over NCCL."""
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +52,8 @@ def test_a_run_whose_rank_is_killed_ends_bitwise_as_an_undisturbed_one(ddpkit: R
         done = ddpkit("launch", *words, env={"RESUMED_SHARES_GPUS": "1"} if ranks > 1 else {})
         assert done.returncode == 0, done.stderr
         assert ("resumed from" in done.stderr) == (after > 0)
-        (ended[after],) = [line for line in done.stdout.splitlines() if line.startswith("ended")]
+        ended[after] = sorted(re.findall(r"ended \d .*", done.stdout))
+        assert len(ended[after]) == ranks
     assert ended[0] == ended[11]
 
 

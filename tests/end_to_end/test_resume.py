@@ -1,5 +1,7 @@
 """A killed run goes on from its last checkpoint and ends as the undisturbed one would have, bit by bit."""
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,34 @@ Ddpkit = Callable[..., object]
 SCRIPT = Path(__file__).with_name("resumed.py")
 WITHOUT = 0  # a step that is never done
 WIDE = 600_000  # 50 MB of weights and optimizer state
+
+
+def ended_with(output: str) -> list[str]:
+    """What each rank ends with, by rank."""
+    return sorted(re.findall(r"ended \d .*", output))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [
+        (3, "zero1"),
+        (3, "fsdp"),
+        (4, {"replicate": 2, "shard": 2}),
+        (4, {"shard": 2, "tensor": 2, "tensor_plan": {"3.0": "column", "3.2": "row"}}),
+    ],
+    ids=str,
+)
+def test_so_it_does_under_every_strategy(ddpkit: Ddpkit, tmp_path: Path, ranks: int, parallel: object) -> None:
+    ended = {}
+    for after in (WITHOUT, 7):
+        words = (tmp_path / f"after-{after}", after, 0, 8, json.dumps(parallel))
+        run = ddpkit("launch", "--nproc-per-node", ranks, "--max-restarts", 1, SCRIPT, *words)
+        assert run.returncode == 0, run.stderr
+        assert ("resumed from" in run.stderr) == (after != WITHOUT)
+        ended[after] = ended_with(run.stdout)
+    assert len(ended[WITHOUT]) == ranks
+    assert ended[WITHOUT] == ended[7]
 
 
 @pytest.mark.slow
@@ -27,7 +57,8 @@ def test_a_killed_run_ends_as_an_undisturbed_one(
         run = ddpkit("launch", "--nproc-per-node", ranks, "--max-restarts", 1, SCRIPT, folder, after, workers, width)
         assert run.returncode == 0, run.stderr
         assert ("resumed from" in run.stderr) == (after != WITHOUT)
-        (ended[after],) = [line for line in run.stdout.splitlines() if line.startswith("ended")]
+        ended[after] = ended_with(run.stdout)
+        assert len(ended[after]) == ranks
         assert [found.step for found in checkpoints(folder, hashes=True) if found.whole] == [12, 10]
         files = [path.name for path in (folder / "step-00000012").iterdir()]
         assert ("model-00003-of-00003.safetensors" in files) == (width == WIDE), "all ranks write a large one"

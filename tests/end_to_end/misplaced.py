@@ -1,0 +1,97 @@
+"""Run by test_placements.py at 2 ranks: what cannot be placed, and what the Trainer says of it on rank 0."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_kit import DdpKitError, Trainer, TrainerConfig
+
+
+def model(width: int = 4, **more: nn.Module) -> nn.Sequential:
+    layers = {"up": nn.Linear(2, width), "act": nn.ReLU(), "down": nn.Linear(width, 1)}
+    return nn.Sequential(OrderedDict({**layers, **more}))
+
+
+class WithSpare(nn.Module):
+    """Has a layer that no pass uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(x)
+        return out
+
+
+class Scaled(nn.Module):
+    """Has a parameter without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Tied(nn.Module):
+    """A weight of one unit is also that of a module outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.other.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.other(self.one(x))
+        return out
+
+
+def mean(model: nn.Module, batch: Tensor) -> Tensor:
+    found: Tensor = model(batch).mean()
+    return found
+
+
+def with_penalty(model: nn.Module, batch: Tensor) -> Tensor:
+    return mean(model, batch) + sum(each.square().sum() for each in model.parameters())
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters)
+
+
+def tried(
+    name: str, model: nn.Module, parallel: Any, optimizer: Any = adam, loss_fn: Callable[..., Any] = mean
+) -> None:
+    try:
+        trainer = Trainer(model, optimizer, loss_fn, TrainerConfig(parallel=parallel, max_steps=1))
+        trainer.fit([torch.ones(2) for _ in range(8)])
+        found = "nothing was wrong"
+    except DdpKitError as error:
+        found = f"{error.message} | {error.hint}".replace("\n", " ")
+    if torch.distributed.get_rank() == 0:
+        print(f"{name}: {found}", flush=True)
+
+
+def main() -> None:
+    given = model()
+    tried("optimizer", given, "fsdp", torch.optim.Adam(given.parameters()))
+    tried("sizes", model(), {"shard": 3})
+    tried("static", model(), {"strategy": "fsdp", "static_graph": True})
+    tried("scalar", Scaled(), "fsdp")
+    tried("tied", Tied(), {"strategy": "fsdp", "units": ["one"]})
+    tried("width", model(3), {"tensor": 2, "tensor_plan": {"up": "column", "down": "row"}})
+    tried("pattern", model(), {"tensor": 2, "tensor_plan": {"upp": "column"}})
+    tried("plan", model(), {"tensor": 2})
+    tried("kind", model(), {"tensor": 2, "tensor_plan": {"act": "column"}})
+    tried("outside", model(), "fsdp", loss_fn=with_penalty)
+    tried("unused", WithSpare(), "fsdp")
+    tried("elementwise", model(), "zero1", torch.optim.Adafactor)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The same training at every placement, and from one placement to the next."""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+Ddpkit = Callable[..., object]
+ROOT = Path(__file__).parents[2]
+MOVED = Path(__file__).with_name("moved.py")
+PLAN = {"blocks.*.up": "column", "blocks.*.down": "row"}
+
+
+@pytest.fixture(scope="module")
+def table() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("exactness", ROOT / "benchmarks" / "exactness.py")
+    assert spec
+    assert spec.loader
+    module = sys.modules["exactness"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_rows_of_the_table_are_those_of_one_process(table: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = ["zero1, 3 ranks", "fsdp, 3 ranks", "hsdp 2x2", "fsdp x tensor 2x2"]
+    assert table.main(rows) == 0, capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_that_is_moved_from_placement_to_placement_ends_as_one_that_stays(ddpkit: Ddpkit, tmp_path: Path) -> None:
+    def train(ranks: int, parallel: object, steps: int, folder: str) -> dict[str, list[float]]:
+        words = (MOVED, json.dumps(parallel), steps, tmp_path / folder)
+        run = ddpkit("launch", "--nproc-per-node", ranks, *words)
+        assert run.returncode == 0, run.stderr
+        (line,) = [line for line in run.stdout.splitlines() if "weights" in line]
+        found: dict[str, list[float]] = json.loads(line[line.index("{") :])
+        return found
+
+    train(2, "ddp", 3, "moves")
+    train(3, "fsdp", 6, "moves")
+    train(3, "zero1", 8, "moves")
+    train(2, {"tensor": 2, "tensor_plan": PLAN}, 10, "moves")
+    train(4, {"replicate": 2, "shard": 2}, 12, "moves")
+    moved, stayed = train(1, "ddp", 14, "moves"), train(1, "ddp", 14, "stays")
+    assert moved["weights"] == pytest.approx(stayed["weights"], abs=1e-12)
+    assert moved["state"] == pytest.approx(stayed["state"], abs=1e-12)
+
+
+@pytest.mark.slow
+def test_what_cannot_be_placed_is_refused_in_words(ddpkit: Ddpkit, tmp_path: Path) -> None:
+    run = ddpkit("launch", "--nproc-per-node", 2, Path(__file__).with_name("misplaced.py"))
+    assert run.returncode == 0, run.stderr
+    found = dict(line.removeprefix("[rank 0] ").split(": ", 1) for line in run.stdout.splitlines() if ": " in line)
+    expected = {
+        "optimizer": "the Adam was made with the ones before | give a function",
+        "sizes": "shard 3 = 3, and there are 2 ranks",
+        "static": "parallel.static_graph is a setting of DDP",
+        "scalar": "without a dimension: scale",
+        "tied": "shares a parameter with the unit",
+        "width": "up has 3 outputs, which parallel.tensor=2 does not divide",
+        "pattern": "nearest: up",
+        "plan": "does not say which",
+        "kind": "is a ReLU",
+        "outside": "uses weights outside of the model's forward pass",
+        "unused": "spare.bias, spare.weight got no gradient",
+        "elementwise": "Adafactor cannot be sharded",
+    }
+    assert found.keys() == expected.keys()
+    for name, words in expected.items():
+        for part in words.split(" | "):
+            assert part in found[name], name
