@@ -3,17 +3,21 @@
 Read in torch 2.10, 2.13 and 2.15. What a version may lack is said where it is used.
 """
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = ["pytree"]
 
@@ -168,3 +172,78 @@ class DdpReducer:
 def version_of(tensor: Tensor) -> int:
     """How many operations have written to the memory of a tensor, as autograd counts them."""
     return tensor._version
+
+
+# --- tensors without memory, for the plan before the start (run with torch 2.13 alone) --------------------------------
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class FakeTensors:
+    """Makes tensors that have a shape, a type and a device, and no memory: what is computed of them has none either.
+
+    They may be mixed with others. An operation that needs a value, such as `.item()`, raises a `RuntimeError`.
+    """
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._prepared: set[tuple[Any, ...]] = set()
+
+    def parameter(self, like: Tensor) -> nn.Parameter:
+        """A parameter without memory."""
+        place = like.shape, like.stride(), like.device
+        with torch.no_grad():
+            if place not in self._prepared:
+                self._prepared.add(place)
+                self._prepare(like)
+            return nn.Parameter(self._empty(like, like.dtype), requires_grad=like.requires_grad)
+
+    def _empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        with self._mode:
+            return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=like.device)
+
+    def _prepare(self, like: Tensor) -> None:
+        """Let `Module.to` work later. It swaps fake tensors, which torch refuses where there is a weak reference; the
+        mode keeps one to the first result of each operation, and none to those that come from its cache."""
+        for dtype in dict.fromkeys((like.dtype, *_FLOATS)):
+            if dtype == like.dtype or like.is_floating_point():
+                empty = self._empty(like, dtype)
+                for each in (empty, nn.Parameter(empty, requires_grad=dtype.is_floating_point)):
+                    each.detach()
+                    each.detach()
+
+
+def is_fake(tensor: object) -> bool:
+    """Whether it has no memory."""
+    return isinstance(tensor, FakeTensor)
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the memory of the tensors that are made within, fake ones too, until nothing holds them."""
+
+    def __init__(self, given: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen = WeakIdKeyDictionary()
+        for tensor in given:
+            self._seen[tensor.untyped_storage()] = True
+        self.now = 0
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(found):
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+                self._note(leaf.untyped_storage())
+        return found
+
+    def _note(self, storage: Any) -> None:
+        if storage in self._seen:
+            return
+        self._seen[storage] = True
+        size = storage.nbytes()
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._freed, size)
+
+    def _freed(self, size: int) -> None:
+        self.now -= size

@@ -1,0 +1,398 @@
+"""Bytes per device before anything is allocated: pure arithmetic over what is known of a model and a placement.
+
+    weights, gradients, optimizer state    exact: they follow from shapes, types and the sizes of the placement
+    activations, temporaries               measured in a pass without data, see trainer/planning.py: an estimate
+    communication, fixed                   estimates
+
+The sum counts activations or the optimizer's temporary copies, whichever is more: they do not exist at the same time.
+Estimates were not verified on a GPU. Tensor and pipeline parallel are estimates throughout.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from ddp_kit.config import ParallelConfig
+from ddp_kit.errors import ConfigError
+from ddp_kit.parallel.mesh import Sizes, sizes_of
+
+GIB = 1024**3
+MIB = 1024**2
+CONTEXT_BYTES = GIB // 2
+"""What CUDA's context takes of a device, about; NCCL's buffers take as much again."""
+_WHOLE_GRADIENTS_SHARE = 8  # as in fsdp.py: gradients stay whole between passes where they take less than this part
+_WORTH_IT = 0.98  # of the bytes of a cheaper setting, at most
+_SPLIT_DIMENSIONS = 2  # tensor parallel splits matrices
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """One parameter of the model; tied ones count once."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    """Bytes of one value."""
+    trained: bool
+    unit: str = ""
+    """The repeated block that it is in; "": in none."""
+    state_per_value: int = 0
+    """Bytes of optimizer state for each value."""
+    state_besides: int = 0
+    """Bytes of optimizer state that do not grow with the parameter, such as a step count."""
+
+    @property
+    def numel(self) -> int:
+        """Values."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class BlockMemory:
+    """Bytes of one repeated block in one pass."""
+
+    kept: int
+    """For the backward pass."""
+    input: int
+    """Which is all that is kept of it with activation checkpointing, about."""
+
+
+@dataclass(frozen=True)
+class PassMemory:
+    """Bytes of one forward and backward pass of one micro-batch, without weights and gradients."""
+
+    batch: int
+    """The micro-batch itself, and those that are prefetched."""
+    kept: int
+    """Activations when the forward pass ends."""
+    peak: int
+    """The most at any time, activations included."""
+    blocks: tuple[BlockMemory, ...] = ()
+    casts: int = 0
+    """Copies of the blocks' weights in another type, which autocast keeps until the forward pass ends."""
+
+    def with_less(self, *, checkpointing: float, offload: bool) -> "PassMemory":
+        """What is expected with that fraction of the blocks recomputed, or activations kept in host memory."""
+        kept, temporary = self.kept, self.peak - self.kept
+        if not self.blocks or not (checkpointing or offload):
+            return self
+        largest = max(block.kept - block.input for block in self.blocks)
+        recomputed = round(checkpointing * len(self.blocks))
+        left = [block.input if n < recomputed else block.kept for n, block in enumerate(self.blocks)]
+        kept += sum(left) - sum(block.kept for block in self.blocks)
+        if offload:  # one block is computed while the next one travels
+            kept += 2 * max(left) - sum(left) if len(left) > 1 else 0
+        if recomputed:  # one block is there again in its backward pass; the casts, at the end of the forward pass
+            temporary = max(temporary + largest, self.casts)
+        return replace(self, kept=kept, peak=kept + temporary, blocks=())
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """What a plan is made from: a model, its optimizer, and one pass."""
+
+    rows: tuple[ParameterRow, ...]
+    buffers: int
+    """Bytes."""
+    passed: PassMemory
+    copies_weights: bool
+    """Whether `optimizer.step()` needs one more copy of the weights, as torch's foreach optimizers do."""
+    accumulates: bool
+    """Whether an optimizer step has several passes."""
+    problems: tuple[str, ...] = ()
+    """What could not be found out, and counts as nothing."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on the device with the most of them, by what they are for; see `ddp_kit.parallel.memory`."""
+
+    weights: int
+    """And buffers."""
+    gradients: int
+    optimizer_state: int
+    activations: int
+    """Kept for the backward pass, batches included. An estimate."""
+    temporaries: int
+    """Of the forward and backward pass, besides. An estimate."""
+    optimizer_temporaries: int
+    """Copies within `optimizer.step()`, when there are no activations."""
+    communication: int
+    """Gathered weights and buffers of reductions. An estimate."""
+    fixed: int
+    """The CUDA context, and NCCL. An estimate."""
+    problems: tuple[str, ...] = ()
+    """What could not be found out, and counts as nothing."""
+
+    @property
+    def exact(self) -> int:
+        """Weights, gradients and optimizer state: what follows from arithmetic alone."""
+        return self.weights + self.gradients + self.optimizer_state
+
+    @property
+    def total(self) -> int:
+        """The largest sum at any time."""
+        step = max(self.activations + self.temporaries, self.optimizer_temporaries)
+        return self.exact + step + self.communication + self.fixed
+
+    def __str__(self) -> str:
+        """A table in GiB."""
+        most = max(self.activations + self.temporaries, self.optimizer_temporaries)
+        step = "" if most == self.optimizer_temporaries else "not counted: less than activations"
+        passes = "" if most > self.optimizer_temporaries else "not counted: less than the optimizer's copies"
+        rows = [
+            ("weights", self.weights, "exact"),
+            ("gradients", self.gradients, "exact"),
+            ("optimizer state", self.optimizer_state, "exact"),
+            ("activations", self.activations, passes or "estimate"),
+            ("temporary tensors", self.temporaries, passes or "estimate"),
+            ("optimizer's copies", self.optimizer_temporaries, step or "estimate; fused=True needs none"),
+            ("communication", self.communication, "estimate"),
+            ("CUDA context, NCCL", self.fixed, "estimate"),
+            ("total", self.total, ""),
+        ]
+        return "\n".join(f"  {name:<20}{size / GIB:>8.1f} GiB  {note}".rstrip() for name, size, note in rows)
+
+
+def plan_memory(
+    model: ModelMemory,
+    parallel: ParallelConfig,
+    ranks: int,
+    *,
+    device_memory: int | None = None,
+    checkpointing: float = 0.0,
+    offload: bool = False,
+) -> MemoryPlan:
+    """The bytes of the device with the most of them. `device_memory`: bytes; it decides what FSDP keeps whole.
+
+    `checkpointing`: the fraction of the blocks that are recomputed. `offload`: activations travel to host memory.
+
+    Raises `ConfigError` where the sizes of `parallel` do not fit the number of ranks.
+    """
+    sizes = sizes_of(parallel, ranks)
+    rows = [_split(row, sizes.tensor) for row in _stage(model.rows, sizes.pipeline)]
+    local = [_shard(row, sizes.shard) for row in rows]
+    weights = sum(row.numel * row.itemsize for row in local)
+    gradients, whole = (sum(row.numel * row.itemsize for row in each if row.trained) for each in (local, rows))
+    state = sum(row.numel * row.state_per_value + row.state_besides for row in local)
+    copies = gradients if model.copies_weights else 0
+    if parallel.optimizer == "sharded" and ranks > 1:
+        state, padding = _flat_state(rows, sizes.data)
+        weights, copies = weights + padding, -(-copies // sizes.data)
+    keeps_whole = (
+        sizes.shard > 1
+        and model.accumulates
+        and (device_memory is None or whole * _WHOLE_GRADIENTS_SHARE <= device_memory)
+    )
+    passed = model.passed.with_less(checkpointing=checkpointing, offload=offload)
+    return MemoryPlan(
+        weights=weights + model.buffers,
+        gradients=whole if keeps_whole else gradients,
+        optimizer_state=state,
+        activations=passed.batch + passed.kept,
+        temporaries=passed.peak - passed.kept,
+        optimizer_temporaries=copies,
+        communication=_communication(rows, parallel, sizes, gradients),
+        fixed=CONTEXT_BYTES * (2 if ranks > 1 else 1),
+        problems=model.problems,
+    )
+
+
+def _stage(rows: Sequence[ParameterRow], stages: int) -> list[ParameterRow]:
+    """The parameters of the largest pipeline stage: an equal number of blocks, and the largest of what is in none.
+
+    With one forward, one backward (1F1B) the first stage keeps the activations of as many micro-batches as there are
+    stages, each of a part of the layers: as much as one device would for one micro-batch.
+    """
+    if stages == 1:
+        return list(rows)
+    units = [unit for unit in dict.fromkeys(row.unit for row in rows) if unit]
+    first = set(units[: -(-len(units) // stages)])
+    outside = sorted((row for row in rows if not row.unit), key=lambda row: row.numel * row.itemsize)
+    return [row for row in rows if row.unit in first] + outside[-1:]
+
+
+def _split(row: ParameterRow, tensor: int) -> ParameterRow:
+    """A rank's part of a matrix with tensor parallel."""
+    if tensor == 1 or len(row.shape) != _SPLIT_DIMENSIONS:
+        return row
+    return replace(row, shape=(-(-row.shape[0] // tensor), row.shape[1]))
+
+
+def _shard(row: ParameterRow, shard: int) -> ParameterRow:
+    """The first rank's shard: FSDP2 divides the first dimension, and the first ranks have the larger parts."""
+    if shard == 1 or not row.shape:
+        return row
+    return replace(row, shape=(-(-row.shape[0] // shard), *row.shape[1:]))
+
+
+def _flat_state(rows: Sequence[ParameterRow], ranks: int) -> tuple[int, int]:
+    """With ZeRO-1: the largest rank's optimizer state, and what pads the weights so that all ranges are equal."""
+    state, padding = [0] * ranks, 0
+    for itemsize in dict.fromkeys(row.itemsize for row in rows if row.trained):
+        flat = [row for row in rows if row.trained and row.itemsize == itemsize]
+        values = sum(row.numel for row in flat)
+        share = -(-values // ranks)
+        padding += (share * ranks - values) * itemsize
+        at = 0
+        for row in flat:
+            for rank in range(at // share, min(ranks, -(-(at + row.numel) // share))):
+                held = min(at + row.numel, (rank + 1) * share) - max(at, rank * share)
+                state[rank] += held * row.state_per_value
+            at += row.numel
+    return max(state) + sum(row.state_besides for row in rows), padding
+
+
+def _communication(rows: Sequence[ParameterRow], parallel: ParallelConfig, sizes: Sizes, gradients: int) -> int:
+    """DDP's buckets are the memory of the gradients; FSDP gathers one unit while it uses another."""
+    if sizes.shard == 1:
+        half = int(parallel.bucket_mb * MIB) if parallel.compression in ("bf16", "fp16") else 0
+        return gradients if parallel.compression == "powersgd" else half  # PowerSGD keeps what it has left out
+    weights, trained = {"": 0}, {"": 0}
+    for row in rows:
+        size = row.numel * row.itemsize
+        weights[row.unit] = weights.get(row.unit, 0) + size
+        trained[row.unit] = trained.get(row.unit, 0) + size * row.trained
+    root, blocks = weights.pop(""), sorted(weights.values())
+    gathered = root + (sum(blocks) if parallel.reshard is False else sum(blocks[-2:]))
+    return gathered + 2 * max(trained.values())  # whole gradients of one unit, and what is sent of them
+
+
+# What to change ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A change of the configuration, and what it leads to."""
+
+    text: str
+    """As it is written in a script."""
+    plan: MemoryPlan
+    fits: bool
+    note: str = ""
+
+    def __str__(self) -> str:
+        return f"  {self.text}: {self.plan.total / GIB:.1f} GiB" + (f" ({self.note})" if self.note else "")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The first setting that fits, and those before it that do not."""
+
+    setting: Setting | None
+    refused: tuple[Setting, ...] = field(default=())
+
+
+def settings(model: ModelMemory, ranks: int, device_memory: int, ranks_per_node: int = 8) -> Iterator[Setting]:
+    """Placements in the order of what they cost in time, with their bytes; those that differ from one another."""
+    fused = replace(model, copies_weights=False)
+    ddp, zero1, fsdp = (ParallelConfig(strategy=name) for name in ("ddp", "zero1", "fsdp"))
+    in_node = math.gcd(ranks, ranks_per_node)
+
+    def setting(
+        text: str, used: ModelMemory, parallel: ParallelConfig, note: str = "", *, ckpt: bool = False, off: bool = False
+    ) -> Setting:
+        plan = plan_memory(used, parallel, ranks, device_memory=device_memory, checkpointing=float(ckpt), offload=off)
+        return Setting(text, plan, plan.total <= device_memory, note)
+
+    yield setting('parallel="ddp"', model, ddp)
+    if model.copies_weights:
+        yield setting('parallel="ddp", and fused=True for the optimizer', fused, ddp)
+    if ranks > 1:
+        yield setting('parallel="zero1"', model, zero1)
+        yield setting('parallel="fsdp"', model, fsdp)
+    # From here on the optimizer's copies are no longer the reason.
+    blocks = 'memory={"checkpointing": "blocks"}'
+    placed, name = (fsdp, 'parallel="fsdp", ') if ranks > 1 else (ddp, "")
+    if model.passed.blocks:
+        recomputed = "blocks are computed twice: a third more time"
+        yield setting(name + blocks, model, placed, recomputed, ckpt=True)
+        both = 'memory={"checkpointing": "blocks", "offload_activations": True}'
+        yield setting(name + both, model, placed, "activations travel to host memory and back", ckpt=True, off=True)
+    yield setting(
+        f'{name}{blocks}, precision="bf16-true"' if model.passed.blocks else f'{name}precision="bf16-true"',
+        _in_half(model),
+        placed,
+        "weights are rounded to bfloat16 at each step: it trains differently",
+        ckpt=bool(model.passed.blocks),
+    )
+    if in_node > 1:
+        split = ParallelConfig(shard=-1, replicate=1, tensor=in_node) if ranks > in_node else None
+        split = split or ParallelConfig(tensor=in_node)
+        text = f'parallel={{"tensor": {in_node}' + (', "shard": -1}' if ranks > in_node else "}")
+        checkpointing = bool(model.passed.blocks)
+        yield setting(
+            f"{text}, {blocks}" if checkpointing else text,
+            model,
+            split,
+            "needs a tensor_plan; estimate",
+            ckpt=checkpointing,
+        )
+
+
+def _in_half(model: ModelMemory) -> ModelMemory:
+    """The same with weights of two bytes. Activations stay as they are measured, which is the most that they can be."""
+    rows = tuple(
+        replace(row, itemsize=2, state_per_value=row.state_per_value // 2) if row.itemsize == 4 else row
+        for row in model.rows
+    )
+    return replace(model, rows=rows, passed=replace(model.passed, casts=0))
+
+
+def choose(model: ModelMemory, ranks: int, device_memory: int, ranks_per_node: int = 8) -> Choice:
+    """The cheapest of `settings` that fits; for ``parallel="auto"``."""
+    refused: list[Setting] = []
+    for setting in settings(model, ranks, device_memory, ranks_per_node):
+        if setting.fits:
+            return Choice(setting, tuple(refused))
+        refused.append(setting)
+    return Choice(None, tuple(refused))
+
+
+def advice(
+    model: ModelMemory, current: MemoryPlan, ranks: int, device_memory: int, ranks_per_node: int = 8
+) -> tuple[Setting, ...]:
+    """The settings that fit, cheapest first, and need less than the current plan; each with its bytes."""
+    found: list[Setting] = []
+    least = float(current.total)
+    for setting in settings(model, ranks, device_memory, ranks_per_node):
+        if setting.fits and setting.plan.total < least * _WORTH_IT:
+            least = setting.plan.total
+            found.append(setting)
+    return tuple(found)
+
+
+def report(
+    model: ModelMemory, plan: MemoryPlan, ranks: int, device_memory: int, ranks_per_node: int = 8, title: str = ""
+) -> str:
+    """The table, whether it fits, and what to change where it does not. Plain text."""
+    devices = "on 1 device:" if ranks == 1 else f"on each of {ranks} devices:"
+    lines = [f"{title}; {devices}" if title else devices, str(plan)]
+    lines += [f"  not known: {problem}" for problem in plan.problems]
+    least = "at least " if plan.problems else ""
+    needs, has = f"{least}{plan.total / GIB:.1f} GiB", f"{device_memory / GIB:.1f} GiB"
+    if plan.total <= device_memory:
+        lines.append(f"fits: {needs} of {has}" + (", as far as is known" if plan.problems else ""))
+        return "\n".join(lines)
+    lines.append(f"does not fit: {needs}, and a device has {has}")
+    found = advice(model, plan, ranks, device_memory, ranks_per_node)
+    if found:
+        lines += ["what fits, cheapest first:", *map(str, found)]
+    else:
+        least_of = min(settings(model, ranks, device_memory, ranks_per_node), key=lambda each: each.plan.total)
+        least_needed = f"{least_of.plan.total / GIB:.1f} GiB with {least_of.text}"
+        lines.append(f"no setting of ddpkit makes it fit; the least is {least_needed}")
+        lines.append("use more devices, a smaller micro_batch_size, or a smaller model")
+    return "\n".join(lines)
+
+
+def refuse(plan: MemoryPlan, device_memory: int, more: str = "") -> None:
+    """Raise `ConfigError` where weights, gradients and optimizer state alone do not fit: no estimate decides this."""
+    if plan.exact <= device_memory:
+        return
+    parts = {"weights": plan.weights, "gradients": plan.gradients, "optimizer state": plan.optimizer_state}
+    shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+    raise ConfigError(
+        f"this cannot fit: {shown} GiB per device, and it has {device_memory / GIB:.1f} GiB",
+        more or '`ddpkit plan` says what fits; parallel="fsdp" divides all three by the number of ranks',
+    )

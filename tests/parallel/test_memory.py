@@ -1,0 +1,163 @@
+"""The arithmetic of a plan; that weights, gradients and state are what training really has: end_to_end/planned.py."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ddp_kit import ConfigError
+from ddp_kit.config import ParallelConfig
+from ddp_kit.parallel.memory import (
+    CONTEXT_BYTES,
+    GIB,
+    BlockMemory,
+    MemoryPlan,
+    ModelMemory,
+    ParameterRow,
+    PassMemory,
+    advice,
+    choose,
+    plan_memory,
+    refuse,
+    report,
+)
+
+ROWS = (  # float32 with AdamW: 8 bytes of state for each value, 4 for each parameter
+    ParameterRow("embedding", (10, 6), 4, True, "", 8, 4),
+    ParameterRow("blocks.0.weight", (7, 6), 4, True, "blocks.0", 8, 4),
+    ParameterRow("blocks.1.weight", (7, 6), 4, True, "blocks.1", 8, 4),
+    ParameterRow("frozen", (3,), 2, False),
+)
+PASS = PassMemory(batch=5, kept=1000, peak=1200, blocks=(BlockMemory(400, 50), BlockMemory(400, 50)))
+MODEL = ModelMemory(ROWS, buffers=16, passed=PASS, copies_weights=True, accumulates=False)
+VALUES = 60 + 42 + 42
+
+
+def plan(ranks: int = 2, model: ModelMemory = MODEL, **settings: Any) -> MemoryPlan:
+    return plan_memory(model, ParallelConfig(**settings), ranks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "weights", "gradients", "state"),
+    [
+        (1, {}, VALUES * 4 + 6, VALUES * 4, VALUES * 8 + 12),
+        (2, {"strategy": "ddp"}, VALUES * 4 + 6, VALUES * 4, VALUES * 8 + 12),
+        (5, {"strategy": "zero1"}, 145 * 4 + 6, VALUES * 4, 29 * 8 + 12),  # 144 values, padded to 5 x 29
+        # The first of 4 ranks has 3 of 10 rows, 2 of 7, and 1 of 3 values.
+        (4, {"strategy": "fsdp"}, (18 + 12 + 12) * 4 + 2, 42 * 4, 42 * 8 + 12),
+        (4, {"strategy": "fsdp", "replicate": 2}, (30 + 24 + 24) * 4 + 4, 78 * 4, 78 * 8 + 12),
+        (2, {"tensor": 2}, (30 + 24 + 24) * 4 + 6, 78 * 4, 78 * 8 + 12),
+        (2, {"pipeline": 2}, (60 + 42) * 4, 102 * 4, 102 * 8 + 8),
+    ],
+)
+def test_weights_gradients_and_state_follow_from_the_sizes(
+    ranks: int, settings: dict[str, Any], weights: int, gradients: int, state: int
+) -> None:
+    found = plan(ranks, **settings)
+    assert (found.weights, found.gradients, found.optimizer_state) == (weights + 16, gradients, state)
+
+
+def test_gradients_stay_whole_where_fsdp_accumulates_them() -> None:
+    accumulating = replace(MODEL, accumulates=True)
+    config = ParallelConfig(strategy="fsdp")
+    assert plan_memory(accumulating, config, 4).gradients == VALUES * 4
+    assert plan_memory(accumulating, config, 4, device_memory=VALUES * 4 * 8).gradients == VALUES * 4
+    assert plan_memory(accumulating, config, 4, device_memory=VALUES * 4 * 8 - 1).gradients == 42 * 4
+
+
+def test_communication_has_gathered_units_and_copies_of_gradients() -> None:
+    assert plan(strategy="ddp").communication == 0
+    assert plan(strategy="ddp", compression="powersgd").communication == VALUES * 4
+    root, block = 60 * 4 + 6, 42 * 4
+    assert plan(4, strategy="fsdp").communication == root + 2 * block + 2 * 60 * 4
+
+
+def test_the_total_has_activations_or_the_copies_of_the_optimizer() -> None:
+    found = plan()
+    assert found.activations + found.temporaries == 5 + 1200
+    assert found.optimizer_temporaries == VALUES * 4
+    assert found.total == found.exact + 1205 + 2 * CONTEXT_BYTES
+    small = plan(model=replace(MODEL, passed=PassMemory(0, 0, 0)))
+    assert small.total == small.exact + VALUES * 4 + 2 * CONTEXT_BYTES
+    assert plan(model=replace(MODEL, copies_weights=False)).optimizer_temporaries == 0
+
+
+def test_checkpointing_keeps_the_inputs_of_blocks_and_recomputes_one() -> None:
+    found = PASS.with_less(checkpointing=1.0, offload=False)
+    assert (found.kept, found.peak) == (1000 - 2 * 350, 1000 - 2 * 350 + 200 + 350)
+    half = PASS.with_less(checkpointing=0.5, offload=False)
+    assert (half.kept, half.peak) == (1000 - 350, 1000 - 350 + 200 + 350)
+    casts = replace(PASS, casts=900).with_less(checkpointing=1.0, offload=False)
+    assert casts.peak == 300 + 900  # autocast's copies of the weights outlive the blocks
+    assert PASS.with_less(checkpointing=0.0, offload=False) == PASS
+
+
+def large(gib: int) -> ModelMemory:
+    """A model whose weights have so many GiB, in 64 blocks, and half of that in activations."""
+    rows = tuple(ParameterRow(f"blocks.{n}", (gib * GIB // 256, 1), 4, True, f"blocks.{n}", 8, 4) for n in range(64))
+    blocks = (BlockMemory(gib * GIB // 128, 1024),) * 64
+    return ModelMemory(rows, 0, PassMemory(0, gib * GIB // 2, gib * GIB // 2, blocks), False, False)
+
+
+@pytest.mark.parametrize(
+    ("gib", "text"),
+    [
+        (4, 'parallel="ddp"'),
+        (20, 'parallel="zero1"'),
+        (40, 'parallel="fsdp"'),
+        (120, 'parallel="fsdp", memory={"checkpointing": "blocks"}'),
+    ],
+)
+def test_the_cheapest_that_fits_is_chosen(gib: int, text: str) -> None:
+    choice = choose(large(gib), 8, 80 * GIB)
+    assert choice.setting is not None
+    assert choice.setting.text == text
+    assert choice.setting.plan.total <= 80 * GIB
+    assert all(refused.plan.total > 80 * GIB for refused in choice.refused)
+
+
+def test_nothing_is_chosen_where_nothing_fits() -> None:
+    choice = choose(large(1000), 8, 80 * GIB)
+    assert choice.setting is None
+    assert len(choice.refused) > 4
+    text = report(large(1000), plan_memory(large(1000), ParallelConfig(), 8), 8, 80 * GIB)
+    assert "no setting of ddpkit makes it fit; the least is" in text
+
+
+def test_advice_names_settings_that_fit_and_need_less_than_those_before() -> None:
+    model = large(20)
+    found = advice(model, plan_memory(model, ParallelConfig(), 8), 8, 80 * GIB)
+    totals = [setting.plan.total for setting in found]
+    assert found[0].text == 'parallel="zero1"'
+    assert totals == sorted(totals, reverse=True)
+    assert all(setting.fits for setting in found)
+    copying = replace(large(17), copies_weights=True, passed=PassMemory(0, 0, 0))
+    first, *_ = advice(copying, plan_memory(copying, ParallelConfig(), 8), 8, 80 * GIB)
+    assert first.text == 'parallel="ddp", and fused=True for the optimizer'
+
+
+def test_the_report_is_a_table_a_verdict_and_what_to_change() -> None:
+    model = large(20)
+    text = report(model, plan_memory(model, ParallelConfig(), 8), 8, 80 * GIB)
+    assert "  weights                 20.0 GiB  exact\n" in text
+    assert "  total                   91.0 GiB\n" in text
+    assert "does not fit: 91.0 GiB, and a device has 80.0 GiB\nwhat fits, cheapest first:\n" in text
+    unknown = replace(large(4), problems=("activations: no",))
+    text = report(unknown, plan_memory(unknown, ParallelConfig(), 8), 8, 80 * GIB)
+    assert "not known: activations: no" in text
+    assert text.endswith("fits: at least 19.0 GiB of 80.0 GiB, as far as is known")
+
+
+def test_only_what_is_exact_refuses_a_start() -> None:
+    found = MemoryPlan(2 * GIB, GIB, 4 * GIB, 50 * GIB, 0, 0, 0, 0)
+    refuse(found, 7 * GIB)
+    with pytest.raises(ConfigError, match=r"weights 2\.0, gradients 1\.0, optimizer state 4\.0 GiB .* it has 6\.0 GiB"):
+        refuse(found, 6 * GIB)
+
+
+def test_weights_of_two_bytes_need_no_copies_of_autocast() -> None:
+    casting = replace(large(400), passed=replace(large(400).passed, casts=200 * GIB))
+    choice = choose(casting, 8, 160 * GIB)
+    assert choice.setting is not None
+    assert 'precision="bf16-true"' in choice.setting.text
+    assert choice.setting.plan.exact == 400 * GIB // 8 * 2 + 64 * 4
