@@ -30,6 +30,7 @@ _HOME = {
     "Loss": "metrics",
     "LossError": "errors",
     "MemoryConfig": "config",
+    "MemoryPlan": "parallel.memory",
     "ParallelConfig": "config",
     "ProfileConfig": "config",
     "Step": "records",
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from ddp_kit.errors import UsageError as UsageError
     from ddp_kit.errors import WorldError as WorldError
     from ddp_kit.metrics import Loss as Loss
+    from ddp_kit.parallel.memory import MemoryPlan as MemoryPlan
     from ddp_kit.records import FitResult as FitResult
     from ddp_kit.records import LearningRateSearch as LearningRateSearch
     from ddp_kit.records import LogRow as LogRow

@@ -54,6 +54,10 @@ UNINTERRUPTIBLE_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"  # second
 FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"  # 1: serve the workers' timers (torch.distributed.elastic.timer)
 FILE_TIMER_PATH = "TORCHELASTIC_TIMER_FILE"
 
+# From `ddpkit plan` to the Trainer of the script, which plans and does not train: the number of ranks, bytes of each.
+PLAN_RANKS = "DDPKIT_PLAN_RANKS"
+PLAN_MEMORY = "DDPKIT_PLAN_MEMORY"
+
 # Prefixes of variables that libraries read at import, and of those that the interpreter or the loader reads at start.
 IMPORT_TIME_VARIABLES = (
     "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "BLIS_", "TORCH_CPP_LOG_LEVEL", "TORCH_LOGS", "TORCH_SHOW_CPP",
@@ -97,6 +101,21 @@ class WorkerEnv:
     node_rank: int = 0
     gpus_per_process: int | None = None
     """None: all visible GPUs for a single process, else one."""
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What `ddpkit plan` asks of the Trainer in the script."""
+
+    ranks: int
+    memory: int
+    """Bytes of each device."""
+
+
+def plan_request(env: Mapping[str, str] | None = None) -> PlanRequest | None:
+    """What is to be planned; None in a process that is to train."""
+    env = os.environ if env is None else env
+    return PlanRequest(_number(env, PLAN_RANKS), _number(env, PLAN_MEMORY)) if PLAN_RANKS in env else None
 
 
 def agent_serves_store(env: Mapping[str, str]) -> bool:

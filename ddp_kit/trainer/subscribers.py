@@ -8,6 +8,7 @@ UserCallbacks        -                      -             on_step               
 StopTogether         -                      -             all ranks stop, or none   -
 GarbageCollection    collects between steps -             collects, once a second   -
 LogSchedule          -                      -             a row where it is due     leaves the body's time out
+PeakMemory           -                      -             compares with the plan    -
 CheckpointSchedule   one run per folder     -             -                         saves where it is due
 PreemptionWatch      handles signals        -             -                         saves and ends where asked to
 """
@@ -17,7 +18,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
+import torch
+
 from ddp_kit.heartbeat import Phase
+from ddp_kit.log import logger
+from ddp_kit.parallel.memory import GIB, MemoryPlan
 from ddp_kit.profile import Recorder
 from ddp_kit.progress import Heartbeat
 from ddp_kit.records import LogRow, Step
@@ -28,8 +33,11 @@ from ddp_kit.trainer.log_points import LogPoints
 from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.preemption import Preemption
 from ddp_kit.trainer.run_state import RunState
+from ddp_kit.world import World
 
 _COLLECT_SECONDS = 1.0
+_STEPS_TO_PEAK = 3
+"""The optimizer's state is there from the first step on, and buckets are in their order from the second."""
 
 Tell = Callable[..., None]
 """event, values -> the user's callbacks hear of it."""
@@ -192,6 +200,25 @@ class GarbageCollection(Subscriber):
         if self._on and time.perf_counter() - self._last > _COLLECT_SECONDS:
             gc.collect()
             self._last = time.perf_counter()
+
+
+class PeakMemory(Subscriber):
+    """Says once how the measured peak of a GPU's memory compares with what was planned, where something was."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._steps = 0
+        self.predicted: MemoryPlan | None = None
+
+    def after_update(self, step: Step) -> None:  # noqa: ARG002
+        if self.predicted is None or self._world.device.type != "cuda":
+            return
+        self._steps += 1
+        if self._steps == _STEPS_TO_PEAK:
+            peak = torch.cuda.max_memory_allocated(self._world.device)
+            predicted = self.predicted.total - self.predicted.fixed  # which torch's allocator does not count
+            logger.info("memory: planned {:.1f} GiB, measured peak {:.1f} GiB", predicted / GIB, peak / GIB)
+            self.predicted = None
 
 
 class CheckpointSchedule(Subscriber):

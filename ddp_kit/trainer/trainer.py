@@ -1,6 +1,7 @@
 """The training loop."""
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,15 +13,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_kit import log
-from ddp_kit.batch import plan_batches
+from ddp_kit.batch import BatchPlan, plan_batches
 from ddp_kit.callbacks import Callback
 from ddp_kit.compilation import compile_in_place
 from ddp_kit.config import TrainerConfig, absolute
+from ddp_kit.env import plan_request
+from ddp_kit.errors import ConfigError
 from ddp_kit.heartbeat import Phase
 from ddp_kit.loader import Data
 from ddp_kit.metric_objects import MetricObject
 from ddp_kit.parallel import strategy_for
 from ddp_kit.parallel.activations import Activations
+from ddp_kit.parallel.memory import MemoryPlan, ModelMemory
+from ddp_kit.parallel.mesh import sizes_of
 from ddp_kit.precision import Precision
 from ddp_kit.profile import Recorder
 from ddp_kit.progress import ProgressReport
@@ -43,6 +48,16 @@ from ddp_kit.trainer.micro_batch import (
     with_hint,
 )
 from ddp_kit.trainer.parts import LossFunction, MetricFunction, Parts
+from ddp_kit.trainer.planning import (
+    PlanPrinted,
+    config_to_plan,
+    described,
+    device_memory,
+    measured,
+    planned,
+    refuse_model,
+    refuse_start,
+)
 from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.prediction import PredictFunction, predict
 from ddp_kit.trainer.preemption import Preemption
@@ -66,12 +81,13 @@ from ddp_kit.trainer.subscribers import (
     GarbageCollection,
     HeartbeatMarks,
     LogSchedule,
+    PeakMemory,
     PreemptionWatch,
     ProfilerSteps,
     StopTogether,
     UserCallbacks,
 )
-from ddp_kit.world import seed_everything
+from ddp_kit.world import random_states_kept, seed_everything
 
 
 class Trainer:
@@ -114,12 +130,14 @@ class Trainer:
         if self.config.deterministic:
             only_repeatable_algorithms()
         self.world = barrier.joined("Trainer(...)", share_gpus=self.config.parallel.share_gpus)
-        settings = self.config
+        self._request = plan_request()
+        settings = self.config if self._request is None else config_to_plan(self.config)
         micro_batch = None if settings.micro_batch_size == "auto" else settings.micro_batch_size
         strategy = strategy_for(settings.parallel, self.world, recoverable=settings.micro_batch_size == "auto")
-        self.batch_plan = plan_batches(
-            settings.global_batch_size, micro_batch, settings.accumulation_steps, strategy.data_ranks
-        )
+        data_ranks = strategy.data_ranks
+        if self._request is not None:
+            data_ranks = sizes_of(self.config.parallel, self._request.ranks).data
+        self.batch_plan = plan_batches(settings.global_batch_size, micro_batch, settings.accumulation_steps, data_ranks)
         strategy.check(model)
         agreement.check_agreement(self.world, facts_of_model(model))
         precision = Precision(settings.precision, self.world.device, sharded=strategy.shards)
@@ -128,6 +146,7 @@ class Trainer:
         if settings.compile is not None:
             compile_in_place(model, settings.compile)
         activations = Activations(model, settings.memory, compiled=settings.compile is not None)
+        refuse_model(model, strategy)
         strategy.setup(model)
         self.optimizer = optimizer_for(model, optimizer, strategy)
         if (rule := settings.learning_rate_scaling) is not None and (reference := settings.reference_batch_size):
@@ -136,6 +155,7 @@ class Trainer:
         self._parts = Parts(
             model, strategy, self.optimizer, self.scheduler, loss_fn, precision, activations, self.world, settings
         )
+        refuse_start(self._parts)
         self._clock = step_clock(self.world.device)
         self._data = DataRoom(self._parts, self.batch_plan, self._clock)
         self._optimizer_step = new_step(self._parts, self._clock)
@@ -154,6 +174,7 @@ class Trainer:
         self._preemption = Preemption(self.world, self.config, self._checkpoints, self._position)
         self._samples = SampleComparison(self.world, settings.data, settings.seed)
         self._stops = StopTogether(self._state, self._complete, partial(self._wait_for_all, "stop()"))
+        self._peak = PeakMemory(self.world)
         self._log = LogSchedule(self._log_points, settings.log_every, self._finished, self._tell)
         self._events = Events(self._subscribers())
         barrier.watch(self.world, self._heart)
@@ -197,6 +218,7 @@ class Trainer:
         `train_data`, `eval_data`: a Dataset with a length, an IterableDataset, or a DataLoader over one of these.
         Returns a `FitResult`. A collective: all ranks call it.
         """
+        self._plan_only(train_data)
         self._agree("fit()", train_data=train_data, eval_data=eval_data)
         feed = self._feed(train_data)
         self._evaluator.watch(eval_data)
@@ -236,6 +258,7 @@ class Trainer:
         Stop whenever you like, on all ranks at the same step; a later call continues from there. A save that is due
         after a step is done when the loop's body is through with it, also where the body leaves the loop there.
         """
+        self._plan_only(train_data)
         self._agree("steps()", train_data=train_data)
         self._state.stopping = False
         steps = self._steps(train_data, self._feed(train_data), None)
@@ -246,11 +269,15 @@ class Trainer:
 
         In a callback or an evaluation: once the step is done.
         """
+        if self._request is not None:
+            return
         self._wait_for_all("save()")
         self._checkpoints.save_or_postpone()
 
     def resume(self, path: str | Path) -> None:
         """Resume from a checkpoint: weights, optimizer, random states, position. A collective: all ranks call it."""
+        if self._request is not None:
+            return
         self._wait_for_all("resume()")
         self._checkpoints.load(absolute(path))
         self._heart.stand(self.step)
@@ -266,6 +293,8 @@ class Trainer:
         `watched`: whether callbacks (`BestModel`, `EarlyStopping`, loggers) and `checkpoint.keep_best` get the values.
         None: unless `fit` was given other eval_data, so that a test set does not decide which weights are the best.
         """
+        if self._request is not None:  # before training: there are no values
+            return dict.fromkeys(("loss", *self._metrics), math.nan)
         self._agree("evaluate()", eval_data=data)
         watched = self._evaluator.watches(data) if watched is None else watched
         return self._evaluator.run(self._data.evaluation(data, "eval_data"), watched=watched) or {}
@@ -291,6 +320,7 @@ class Trainer:
         Raises `ConfigError` for a range that is none. A collective: all ranks call it.
         """
         rates = rates_between(start, end, steps)
+        self._plan_only(train_data)
         self._agree("find_learning_rate()", train_data=train_data)
         feed = self._feed(train_data)
         self._prepare(feed)
@@ -300,6 +330,43 @@ class Trainer:
                     return find(self._parts, self._optimizer_step, feed, self._clock, rates)
             except OutOfMemory as failed:
                 feed, _ = self._halved(failed, train_data)
+
+    def plan(self, data: Data) -> MemoryPlan:
+        """The bytes per device of training on `data`, as configured and at this number of ranks.
+
+        Nothing is allocated on the device or changed; one micro-batch is read. Once the first steps are done on a GPU,
+        a log line says how the measured peak compares. A collective: all ranks call it. Raises `ConfigError` where the
+        strategy has sharded the model already: `ddpkit plan` has the answer before.
+        """
+        strategy = self._parts.strategy
+        if strategy.shards:
+            raise ConfigError(
+                f"trainer.plan needs the whole model, and parallel={self.config.parallel.strategy!r} has sharded it",
+                "run `ddpkit plan --gpus N script.py`, which needs no GPU; or call trainer.plan in one process",
+            )
+        ranks = self.world.world_size if self._request is None else self._request.ranks
+        model, _ = self._measured(data)
+        self._peak.predicted = planned(model, self.config, ranks, device_memory(self.world.device))
+        return self._peak.predicted
+
+    def _measured(self, data: Data) -> tuple[ModelMemory, int]:
+        """What a plan is made from, and the samples of a micro-batch."""
+        ranks = self._parts.strategy.data_ranks
+        size = own_batch_size(data, self.config) or self.batch_plan.micro_batch
+        room = DataRoom(self._parts, BatchPlan(size * ranks, size, 1, ranks), self._clock)
+        with random_states_kept():
+            feed = room.train(data, 0)
+            feed.begin(self.epoch, 0)
+            feed.next()
+            batch = feed.batch()
+        return measured(self._parts, batch, accumulates=self.batch_plan.accumulation > 1), size
+
+    def _plan_only(self, train_data: Data) -> None:
+        """Where `ddpkit plan` runs the script: print the plan in place of training, and end the script."""
+        if self._request is not None:
+            model, size = self._measured(train_data)
+            sys.stdout.write(f"{described(model, self.config, self._request, size)}\n")
+            raise PlanPrinted(0)
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
@@ -349,6 +416,7 @@ class Trainer:
             self._stops,
             GarbageCollection(),
             self._log,
+            self._peak,
             CheckpointSchedule(self._checkpoints),
             PreemptionWatch(self._preemption, self._finished),
         ]
@@ -434,6 +502,11 @@ class Trainer:
 
     def _agree(self, call: str, **data: object) -> None:
         """Raise an error where the ranks would train apart, or wait for each other."""
+        if self._request is not None:
+            raise ConfigError(
+                f"trainer.{call} is called before training, and `ddpkit plan` has no weights for it",
+                "a plan is made where the script calls trainer.fit(...) or trainer.steps(...)",
+            )
         if self.world.world_size == 1:
             return
         self._wait_for_all(call)

@@ -29,6 +29,7 @@ PUBLIC = {
     "Loss",
     "LossError",
     "MemoryConfig",
+    "MemoryPlan",
     "ParallelConfig",
     "ProfileConfig",
     "Step",

@@ -1,0 +1,64 @@
+"""`python -m ddp_kit.trainer.plan_script script.py args`: runs a training script for `ddpkit plan`.
+
+Each parameter loses its memory as its module registers it, so at most one exists at a time; all other tensors are real.
+The Trainer in the script sees from its environment that it is only to plan, prints that, and ends the script.
+"""
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ddp_kit.errors import UsageError
+from ddp_kit.exit_codes import ExitCode
+from ddp_kit.torch_internals import FakeTensors, is_fake
+from ddp_kit.trainer.planning import PlanPrinted
+from ddp_kit.uncaught import show_without_traceback
+
+
+class _WithoutMemory:
+    """A hook of torch's: gives parameters without memory for those that modules register."""
+
+    def __init__(self) -> None:
+        self._fakes = FakeTensors()
+        self._made = WeakIdKeyDictionary()  # one parameter in two modules stays one
+
+    def __call__(self, _module: nn.Module, _name: str, parameter: Any) -> nn.Parameter | None:
+        if parameter is None or is_fake(parameter) or is_lazy(parameter):
+            return None
+        if parameter not in self._made:
+            self._made[parameter] = self._fakes.parameter(parameter)
+        made: nn.Parameter = self._made[parameter]
+        return made
+
+
+def main(words: list[str]) -> None:
+    """Run a script as the main program, with parameters that have no memory."""
+    script, sys.argv = words[0], words
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    show_without_traceback()
+    register_module_parameter_registration_hook(_WithoutMemory())  # type: ignore[arg-type]  # it may return one
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except PlanPrinted:
+        return
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise
+    raise UsageError(
+        f"{script} has ended, and no Trainer in it was to train: there is nothing to plan",
+        "a plan is made where the script calls trainer.fit(...) or trainer.steps(...)",
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UsageError as error:
+        sys.stderr.write(f"ddpkit: error: {error}\n")
+        sys.exit(ExitCode.USAGE)

@@ -1,0 +1,302 @@
+"""The memory of a run before it starts: what is measured without allocating it, for `ddp_kit.parallel.memory`.
+
+The model is copied into tensors that have no memory, or has been made of them: see `plan_script.py`. Then
+
+    optimizer.step() once, with gradients of the weights' shapes      -> optimizer state of each parameter
+    loss_fn(model, batch).backward() once, with a real first batch    -> activations, the peak, the share of each block
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddp_kit.blocks import repeated_blocks
+from ddp_kit.config import CheckpointConfig, ParallelConfig, TrainerConfig
+from ddp_kit.env import PlanRequest
+from ddp_kit.errors import ConfigError, DdpKitError
+from ddp_kit.metrics import Loss, checked
+from ddp_kit.parallel import Strategy
+from ddp_kit.parallel.activations import Activations
+from ddp_kit.parallel.memory import (
+    BlockMemory,
+    MemoryPlan,
+    ModelMemory,
+    ParameterRow,
+    PassMemory,
+    plan_memory,
+    refuse,
+    report,
+)
+from ddp_kit.torch_internals import FakeTensors, LiveBytes, is_fake, pytree
+from ddp_kit.trainer.parts import Parts
+
+_KERNELS = ("fused", "foreach", "capturable")  # settings that choose one, for some devices only
+_TRIED_VALUES = 8
+_EXACT = ("ddp", "zero1", "fsdp")  # of the others it is not known before how much one device holds
+
+
+class PlanPrinted(SystemExit):  # an exit of the script, and no error
+    """Ends a script in which `ddpkit plan` has found what it was asked for."""
+
+
+def config_to_plan(config: TrainerConfig) -> TrainerConfig:
+    """The same run in one process that reads and writes no file, compiles nothing, and searches for no micro-batch."""
+    alone: dict[str, Any] = {"parallel": ParallelConfig(), "checkpoint": CheckpointConfig(), "compile": None}
+    if config.micro_batch_size == "auto":
+        alone["micro_batch_size"] = 1
+    data = config.data.model_copy(update={"num_workers": 0, "seed_samples": False, "compare_items": 0})
+    return config.model_copy(update={**alone, "data": data})
+
+
+def measured(parts: Parts, batch: Any, *, accumulates: bool) -> ModelMemory:
+    """What a plan needs to know of this model, optimizer and micro-batch. Changes nothing, and allocates little."""
+    model, optimizer = parts.model, parts.optimizer
+    if not any(is_fake(each) for each in model.parameters()):
+        fakes = FakeTensors()
+        # What a copy takes in place of copying: parameters without memory, and an optimizer without state.
+        memo: dict[int, Any] = {id(each): fakes.parameter(each) for each in model.parameters()}
+        memo[id(optimizer.state)] = defaultdict(dict)
+        try:
+            model, optimizer = copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the model {type(model).__name__} cannot be copied, which a plan needs: {error}",
+                "run `ddpkit plan` on the script: it makes the model without memory from the beginning",
+            ) from None
+    blocks = repeated_blocks(model)
+    problems: list[str] = []
+    try:
+        states = _states(optimizer)
+    except (RuntimeError, TypeError, ValueError) as error:
+        states, problem = {}, f"optimizer state: {type(optimizer).__name__} cannot step without values: {error}"
+        problems.append(problem)
+    try:
+        # On the CPU offloaded activations stay where they are: `plan_memory` takes them away.
+        memory = parts.config.memory.model_copy(update={"offload_activations": False})
+        copied = replace(parts, model=model, activations=Activations(model, memory))
+        passed = _pass(copied, list(blocks.values()), batch)
+    except (RuntimeError, TypeError, ValueError, DdpKitError) as error:
+        passed = PassMemory(0, 0, 0)
+        problems.append(f"activations: the loss function cannot run without values: {_first_line(error)}")
+    return ModelMemory(
+        rows=tuple(_rows(model, blocks, states)),
+        buffers=sum(map(_bytes, model.buffers())),
+        passed=passed,
+        copies_weights=any(_is_foreach(group) for group in optimizer.param_groups),
+        accumulates=accumulates,
+        problems=tuple(problems),
+    )
+
+
+def planned(model: ModelMemory, config: TrainerConfig, ranks: int, device_memory: int | None) -> MemoryPlan:
+    """The plan of a configuration as it stands."""
+    offload = config.memory.offload_activations
+    plan = plan_memory(model, config.parallel, ranks, device_memory=device_memory, offload=offload)
+    if config.parallel.strategy == "device_map":
+        problem = "device_map: the plan is for the whole model on one device"
+        return replace(plan, problems=(*plan.problems, problem))
+    return plan
+
+
+def described(model: ModelMemory, config: TrainerConfig, asked: PlanRequest, micro_batch: int) -> str:
+    """The whole answer of `ddpkit plan`."""
+    plan = planned(model, config, asked.ranks, asked.memory)
+    values = sum(row.numel for row in model.rows)
+    auto = ' (micro_batch_size="auto": planned for one sample)' if config.micro_batch_size == "auto" else ""
+    title = (
+        f"{values:,} parameters, parallel={config.parallel.strategy!r}, "
+        f"precision={config.precision!r}, micro-batch {micro_batch}{auto}"
+    )
+    return report(model, plan, asked.ranks, asked.memory, title=title)
+
+
+def refuse_start(parts: Parts) -> None:
+    """Raise `ConfigError` where this rank's weights, gradients and optimizer state alone exceed its GPU's memory."""
+    memory = device_memory(parts.world.device)
+    if memory is None or parts.config.parallel.strategy not in _EXACT:
+        return
+    strategy, optimizer = parts.strategy, parts.optimizer
+    held = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    trained = held if strategy.replaces_parameters else strategy.parameters
+    weights = sum(map(_bytes, strategy.local_parameters())) + sum(map(_bytes, parts.model.buffers()))
+    refuse(MemoryPlan(weights, sum(map(_bytes, trained)), _state_to_come(optimizer), 0, 0, 0, 0, 0), memory)
+
+
+def refuse_model(model: nn.Module, strategy: Strategy) -> None:
+    """Before a whole model goes to a GPU: the same for its weights and gradients."""
+    memory = device_memory(strategy.world.device)
+    if memory is not None and strategy.config.strategy in _EXACT and not strategy.replaces_parameters:
+        trained = [each for each in model.parameters() if each.requires_grad]
+        refuse(MemoryPlan(sum(map(_bytes, model.parameters())), sum(map(_bytes, trained)), 0, 0, 0, 0, 0, 0), memory)
+
+
+def device_memory(device: torch.device) -> int | None:
+    """Bytes of a GPU; None for the CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def _state_to_come(optimizer: Optimizer) -> int:
+    """Bytes of the state that one of torch's own optimizers will have; 0 for others. Quick: every start asks."""
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return 0
+    total = 0
+    for group in optimizer.param_groups:
+        trained = [each for each in group["params"] if each.requires_grad]
+        for dtype in {each.dtype for each in trained}:
+            values = sum(each.numel() for each in trained if each.dtype == dtype)
+            with suppress(RuntimeError, TypeError, ValueError):  # this check is not to be what ends a run
+                total += values * _state_per_value(type(optimizer), group, dtype)
+    return total
+
+
+def _state_per_value(kind: Any, group: dict[str, Any], dtype: torch.dtype) -> int:
+    """Bytes, by a step of the same optimizer on the CPU with a few values."""
+    known = signature(kind).parameters
+    settings = {
+        name: value
+        for name, value in group.items()
+        if name in known and name not in ("params", *_KERNELS) and not isinstance(value, Tensor)
+    }
+    parameter = nn.Parameter(torch.ones(_TRIED_VALUES, dtype=dtype))
+    parameter.grad = torch.ones_like(parameter)
+    trial: Optimizer = kind([parameter], **settings)
+    trial.step()
+    state = [leaf for leaf in pytree.tree_leaves(trial.state[parameter]) if isinstance(leaf, Tensor)]
+    return sum(each.element_size() for each in state if each.shape == parameter.shape)
+
+
+# --- measuring ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Seen:
+    """What a pass has at the borders of a block."""
+
+    before: int = 0
+    after: int = 0
+    input: int = 0
+
+
+def _pass(parts: Parts, blocks: Sequence[nn.Module], batch: Any) -> PassMemory:
+    model = parts.model
+    arrived = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    ahead = parts.config.data.prefetch_batches if parts.world.device.type == "cuda" else 0
+    live = LiveBytes([*model.parameters(), *model.buffers(), *arrived])
+    with _left_as_it_was(model), _watched(blocks, live) as seen, _no_gradients(model), live:
+        with parts.precision.forward(), parts.activations.forward_context():
+            value = checked(parts.loss_fn(model, batch), "the loss function")
+        total = value.loss if isinstance(value, Loss) else value
+        kept = live.now
+        total.sum().backward()  # type: ignore[no-untyped-call]
+    passed = [each for each in seen.values() if each.after]
+    return PassMemory(
+        batch=sum(map(_bytes, arrived)) * (1 + ahead),
+        kept=kept,
+        peak=live.peak,
+        blocks=tuple(BlockMemory(max(0, each.after - each.before), each.input) for each in passed),
+        casts=_casts(blocks) if parts.config.precision in ("bf16", "fp16") else 0,
+    )
+
+
+def _casts(blocks: Sequence[nn.Module]) -> int:
+    """Bytes of the copies that autocast makes of matrices, in two bytes per value."""
+    found = {each for block in blocks for each in block.parameters() if each.ndim > 1 and each.dtype == torch.float32}
+    return sum(2 * each.numel() for each in found)
+
+
+@contextmanager
+def _watched(blocks: Sequence[nn.Module], live: LiveBytes) -> Iterator[dict[nn.Module, _Seen]]:
+    """What is there before and after the forward pass of each block."""
+    seen = {block: _Seen() for block in blocks}
+
+    def before(block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        seen[block].before = live.now
+        seen[block].input = sum(_bytes(leaf) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
+
+    def after(block: nn.Module, _inputs: Any, _output: Any) -> None:
+        seen[block].after = live.now
+
+    handles = [block.register_forward_pre_hook(before) for block in blocks]
+    handles += [block.register_forward_hook(after) for block in blocks]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _no_gradients(model: nn.Module) -> Iterator[None]:
+    """Gradients are dropped as they arrive: they are counted as a whole elsewhere."""
+
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    trained = [each for each in model.parameters() if each.requires_grad]
+    handles = [each.register_post_accumulate_grad_hook(drop) for each in trained]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Random states, and whether modules train."""
+    modes = {module: module.training for module in model.modules()}
+    model.train()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _states(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
+    """Bytes of optimizer state for each parameter, by a step without values: for each of its values, and besides."""
+    held = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    for parameter in held:
+        with torch.no_grad():
+            parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    found = {}
+    for parameter in held:
+        parameter.grad = None
+        state = [leaf for leaf in pytree.tree_leaves(optimizer.state.get(parameter, {})) if isinstance(leaf, Tensor)]
+        alike = [each.shape == parameter.shape for each in state]
+        per_value = sum(each.element_size() for each, same in zip(state, alike, strict=True) if same)
+        found[parameter] = per_value, sum(_bytes(each) for each, same in zip(state, alike, strict=True) if not same)
+    return found
+
+
+def _rows(
+    model: nn.Module, blocks: dict[str, nn.Module], states: dict[nn.Parameter, tuple[int, int]]
+) -> Iterator[ParameterRow]:
+    units = {parameter: name for name, block in blocks.items() for parameter in block.parameters()}
+    for name, each in model.named_parameters():
+        per_value, besides = states.get(each, (0, 0))
+        unit = units.get(each, "")
+        yield ParameterRow(name, tuple(each.shape), each.element_size(), each.requires_grad, unit, per_value, besides)
+
+
+def _is_foreach(group: dict[str, Any]) -> bool:
+    """Whether torch updates all parameters of a group in one kernel on a GPU, which is its default there."""
+    return "foreach" in group and group["foreach"] is not False and not group.get("fused")
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

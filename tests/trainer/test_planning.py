@@ -1,0 +1,192 @@
+"""What a plan measures of a model, an optimizer and a loss function, without memory; and starts that are refused."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from ddp_kit import ConfigError, Loss, Trainer, TrainerConfig
+from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS
+from ddp_kit.parallel.memory import ModelMemory
+from ddp_kit.torch_internals import FakeTensors, LiveBytes, is_fake
+from ddp_kit.trainer import planning
+from ddp_kit.trainer.planning import PlanPrinted
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 4 * WIDTH)
+        self.outer = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.outer(torch.tanh(self.inner(x)))
+        return found
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, WIDTH), nn.BatchNorm1d(WIDTH), Block(), Block(), nn.Linear(WIDTH, 1))
+
+
+def data(samples: int = 64) -> TensorDataset:
+    return TensorDataset(torch.randn(samples, 3), torch.randn(samples, 1))
+
+
+def squares(model: nn.Module, batch: Any) -> Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def trainer(loss_fn: Any = squares, model: nn.Module | None = None, **settings: Any) -> Trainer:
+    settings = {"global_batch_size": 16, "max_steps": 2} | settings
+    return Trainer(model or network(), lambda parameters: torch.optim.AdamW(parameters, lr=0.1), loss_fn,
+                   TrainerConfig(**settings))  # fmt: skip
+
+
+def of(planner: Trainer, data: Any) -> ModelMemory:
+    model, _ = planner._measured(data)
+    return model
+
+
+def test_what_is_measured_without_memory_is_what_real_tensors_have() -> None:
+    planner = trainer()
+    model = of(planner, data())
+    real = planning._pass(planner._parts, [planner.model[2], planner.model[3]], next(iter(DataLoader(data(), 16))))  # type: ignore[index]
+    assert model.problems == ()
+    assert model.passed == real
+    assert real.kept > 2 * 16 * 4 * WIDTH * 4
+    assert all(block.kept >= 16 * 4 * WIDTH * 4 and block.input == 16 * WIDTH * 4 for block in real.blocks)
+    assert real.batch == 16 * 4 * 4
+    found = {row.name: (row.shape, row.unit, row.state_per_value, row.state_besides) for row in model.rows}
+    assert found["2.inner.weight"] == ((4 * WIDTH, WIDTH), "2", 8, 4)
+    assert found["0.weight"] == ((WIDTH, 3), "", 8, 4)
+
+
+def test_memory_is_counted_until_nothing_holds_it() -> None:
+    given = torch.zeros(100)
+    live = LiveBytes([given])
+    with live:
+        kept = given + 1
+        view = kept[:3]
+        given.add_(1)
+        (given + kept).sum()
+    assert (live.now, live.peak) == (400, 804)
+    del kept
+    assert live.now == 400
+    del view
+    assert live.now == 0
+
+
+def test_a_plan_changes_nothing() -> None:
+    planner, other = trainer(), trainer()
+    other.model.load_state_dict(copy.deepcopy(planner.model.state_dict()))
+    samples = data()
+    before = torch.random.get_rng_state()
+    planned = planner.plan(samples)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert not any(is_fake(each) for each in (*planner.model.parameters(), *planner.model.buffers()))
+    for each in (planner, other):
+        each.fit(samples)
+    for mine, theirs in zip(planner.model.state_dict().values(), other.model.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert planner.plan(samples) == planned
+    states = (planner.optimizer.state_dict()["state"], other.optimizer.state_dict()["state"])
+    for mine, theirs in zip(*(state.values() for state in states), strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([*data()])
+
+
+class Own(Dataset[Any]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(3), torch.randn(1)
+
+
+@pytest.mark.parametrize("given", [Stream(), Own(), DataLoader(data(), batch_size=16)])
+def test_data_of_every_kind_gives_the_batch(given: Any) -> None:
+    assert of(trainer(global_batch_size=None if isinstance(given, DataLoader) else 16), given).passed.batch == 16 * 16
+
+
+def test_a_loss_function_may_read_values_of_its_data_but_not_of_the_model() -> None:
+    def counted(model: nn.Module, batch: Any) -> Loss:
+        chosen = batch[1][:, 0] > -9.0
+        return Loss((model(batch[0][chosen])).sum(), weight=int(chosen.sum()))
+
+    assert of(trainer(counted), data()).problems == ()
+
+    def peeking(model: nn.Module, batch: Any) -> Tensor:
+        loss = squares(model, batch)
+        return loss * (2.0 if loss.item() > 1 else 1.0)
+
+    (problem,) = of(trainer(peeking), data()).problems
+    assert problem.startswith("activations: the loss function cannot run without values: ")
+
+
+def test_autocast_and_half_weights_are_measured() -> None:
+    whole, half, cast = (of(trainer(precision=name), data()) for name in ("fp32", "bf16-true", "bf16"))
+    assert {row.itemsize for row in half.rows} == {2}
+    assert {row.state_per_value for row in half.rows} == {4}
+    assert half.passed.kept < whole.passed.kept
+    assert cast.passed.casts == 2 * 2 * 4 * WIDTH * WIDTH * 2
+    assert whole.passed.casts == 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_checkpointing_is_estimated_as_it_is_measured(precision: str) -> None:
+    plain = of(trainer(precision=precision, global_batch_size=256), data(256)).passed
+    less = of(trainer(precision=precision, global_batch_size=256, memory={"checkpointing": "blocks"}), data(256)).passed
+    estimated = plain.with_less(checkpointing=1.0, offload=False)
+    assert less.kept < 0.6 * plain.kept
+    assert estimated.kept == pytest.approx(less.kept, rel=0.01)
+    assert estimated.peak == pytest.approx(less.peak, rel=0.01)
+
+
+def test_a_module_without_memory_can_be_converted() -> None:
+    fakes = FakeTensors()
+    model = nn.Linear(3, 5)
+    model.weight, model.bias = fakes.parameter(model.weight), fakes.parameter(model.bias)
+    weight = model.weight
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        model.to("cpu").to(dtype)
+        assert model.weight is weight
+        assert weight.dtype == dtype
+        assert is_fake(weight)
+    assert isinstance(weight, nn.Parameter)
+
+
+def test_ddpkit_plan_makes_fit_a_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv(PLAN_RANKS, "4")
+    monkeypatch.setenv(PLAN_MEMORY, str(2 * 1024**3))
+    planner = trainer(parallel="fsdp", accumulation_steps=2, checkpoint={"dir": "nowhere"}, compile="model")
+    assert planner.batch_plan.micro_batch == 2
+    assert planner.evaluate(data()).keys() == {"loss"}
+    with pytest.raises(PlanPrinted) as ended:
+        planner.fit(data())
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    assert "parallel='fsdp', precision='fp32', micro-batch 2; on each of 4 devices:" in told
+    assert "fits: 1.0 GiB of 2.0 GiB" in told
+    with pytest.raises(ConfigError, match="the sizes of parallel do not fit"):
+        trainer(parallel={"shard": 3})
+
+
+def test_a_start_that_cannot_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = sum(each.numel() for each in network().parameters())
+    buffers = 2 * WIDTH * 4 + 8
+    for memory, fits in ((values * 16 + buffers, True), (values * 16 + buffers - 1, False), (values * 8 - 1, False)):
+        monkeypatch.setattr(planning, "device_memory", lambda _device, memory=memory: memory)
+        if fits:
+            trainer()
+        else:
+            with pytest.raises(ConfigError, match="this cannot fit: weights"):
+                trainer()
