@@ -26,6 +26,7 @@ _HELP = """\
 commands:
   launch        start one process per GPU and give each its rank: `ddpkit launch --help`
   devices       list the GPUs, the processes on them, and which are free
+  plan          memory per device before the start: does it fit, and what to change if not
   checkpoints   list the checkpoints in a folder, verify them, compare two of them
   export        write the weights of a checkpoint to safetensors files
   doctor        check this machine for training, and say how to fix what is wrong
@@ -35,6 +36,7 @@ examples:
   ddpkit launch --gpus 4 train.py --lr 0.1     four GPUs; arguments after the script go to the script
   ddpkit launch --nproc-per-node 2 train.py    two processes, with or without GPUs
   ddpkit devices                               show which GPUs are free
+  ddpkit plan --gpus 8 --memory 80GiB train.py   does it fit? needs no GPU
   ddpkit checkpoints runs/1 --verify           read every byte and compare hashes
   ddpkit export runs/1 model.safetensors       write the newest checkpoint's weights for other programs
   ddpkit doctor --dir /data/checkpoints        check this machine and that folder
@@ -147,6 +149,13 @@ def devices(words: Sequence[str]) -> int:
     return ExitCode.OK
 
 
+def plan(words: Sequence[str]) -> int:
+    """`ddpkit plan`: the memory that a script will need on each device."""
+    from ddp_kit.launcher.plan_command import run
+
+    return run(words, os.environ)
+
+
 def checkpoints(words: Sequence[str]) -> int:
     """`ddpkit checkpoints`: list the checkpoints in a folder and say which are damaged."""
     from ddp_kit.launcher.checkpoint_command import run
@@ -223,6 +232,7 @@ def _print(text: str) -> None:
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "launch": launch,
     "devices": devices,
+    "plan": plan,
     "checkpoints": checkpoints,
     "export": export,
     "doctor": doctor,

@@ -57,7 +57,10 @@ def mean(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def with_penalty(model: nn.Module, batch: Tensor) -> Tensor:
-    return mean(model, batch) + sum(each.square().sum() for each in model.parameters())
+    found = mean(model, batch)
+    for each in model.parameters():
+        found = found + each.square().sum()
+    return found
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
@@ -88,7 +91,7 @@ def main() -> None:
     tried("pattern", model(), {"tensor": 2, "tensor_plan": {"upp": "column"}})
     tried("plan", model(), {"tensor": 2})
     tried("kind", model(), {"tensor": 2, "tensor_plan": {"act": "column"}})
-    tried("outside", model(), "fsdp", loss_fn=with_penalty)
+    tried("outside", model(), {"strategy": "fsdp", "units": ["up"]}, loss_fn=with_penalty)
     tried("unused", WithSpare(), "fsdp")
     tried("elementwise", model(), "zero1", torch.optim.Adafactor)
 

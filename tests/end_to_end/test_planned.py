@@ -1,0 +1,102 @@
+"""`ddpkit plan` on real scripts, and its arithmetic against the bytes that ranks really have."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_kit.config import ParallelConfig
+from ddp_kit.parallel.memory import plan_memory
+
+SCRIPT = Path(__file__).with_name("planned.py")
+COMMAND = Path(sys.executable).with_name("ddpkit")
+RANKS = 3
+GPT = """\
+import sys
+sys.path.insert(0, {examples!r})
+import torch
+from torch.utils.data import TensorDataset
+from gpt import Gpt, loss_fn
+from ddp_kit import Trainer, TrainerConfig
+
+tokens = torch.randint(0, 32000, (64, 2049))
+model = Gpt(32000, 2048, width=4096, heads=32, layers=32).to("cpu")
+trainer = Trainer(
+    model,
+    torch.optim.AdamW(model.parameters(), lr=3e-4),
+    loss_fn,
+    TrainerConfig(max_steps=10, micro_batch_size=1, global_batch_size=64, precision="bf16"),
+)
+trainer.fit(TensorDataset(tokens[:, :-1], tokens[:, 1:]))
+print("trained")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_what_is_called_exact_is_what_the_ranks_have(strategy: str, start: Any) -> None:
+    run = start("ddpkit", RANKS, SCRIPT, strategy)
+    assert run.returncode == 0, run.stderr
+    ranks = [json.loads(line) for line in re.findall(r"\{.*\}", run.stdout)]
+    assert len(ranks) == RANKS
+    trainer, data = made("ddp")
+    model, _ = trainer._measured(data)
+    plan = plan_memory(model, ParallelConfig(strategy=strategy), RANKS)
+    for name in ("weights", "gradients", "optimizer_state"):
+        assert max(rank[name] for rank in ranks) == getattr(plan, name), (name, ranks)
+
+
+def made(strategy: str) -> Any:
+    spec = importlib.util.spec_from_file_location("planned", SCRIPT)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.made(strategy)
+
+
+@pytest.mark.slow
+def test_a_gpt_of_7_billion_parameters_is_planned_in_little_memory(script: Any, root: Path) -> None:
+    path = script(GPT.format(examples=str(root / "examples")))
+    command = [COMMAND, "plan", "--gpus", "8", "--memory", "80GiB", path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout
+        told = process.stdout.read()
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, told
+    assert "6,714,727,680 parameters" in told
+    assert re.search(r"weights +25\.0 GiB +exact\n +gradients +25\.0 GiB +exact\n +optimizer state +50\.0 GiB", told)
+    assert 'cheapest first:\n  parallel="zero1": 79.3 GiB\n  parallel="fsdp": ' in told
+    assert "trained" not in told
+    assert used.ru_maxrss < 4 * 1024**2  # KiB, of the script: the larger of the two processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["digits.py", "gpt.py"])
+def test_the_examples_can_be_planned(name: str, ddpkit: Any, root: Path) -> None:
+    run = ddpkit("plan", "--gpus", "2", "--memory", "8GiB", root / "examples" / name)
+    assert run.returncode == 0, run.stderr
+    assert "fits: 1.0 GiB of 8.0 GiB" in run.stdout
+    assert "not known" not in run.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("print('hello')", 2, "script.py has ended, and no Trainer in it was to train"),
+        ("raise ValueError('of my own')", 1, 'script.py", line 1, in <module>\n    raise ValueError'),
+        ("raise SystemExit(7)", 7, ""),
+    ],
+)
+def test_a_script_without_a_plan_says_why(text: str, code: int, said: str, ddpkit: Any, script: Any) -> None:
+    run = ddpkit("plan", "--gpus", "2", "--memory", "8GiB", script(text))
+    assert run.returncode == code
+    assert said in run.stderr

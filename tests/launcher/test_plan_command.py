@@ -1,0 +1,71 @@
+"""What is said to `ddpkit plan`; what it says: end_to_end/test_planned.py."""
+
+from pathlib import Path
+
+import pytest
+
+from ddp_kit.env import plan_request
+from ddp_kit.errors import UsageError
+from ddp_kit.launcher import plan_command
+from ddp_kit.launcher.devices.gpus import Gpu
+from ddp_kit.launcher.plan_command import run, size_of
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("80GiB", 80 * 1024**3),
+        ("80GB", 80 * 1000**3),
+        ("1.5 gib", 3 * 1024**3 // 2),
+        ("512MiB", 512 * 1024**2),
+        ("85899345920", 85899345920),
+        ("100B", 100),
+    ],
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert size_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["eighty", "80GiBs", "-1GiB", "0GiB", "GiB", "", "80G"])
+def test_other_words_are_no_sizes(text: str) -> None:
+    with pytest.raises(UsageError, match="--memory"):
+        size_of(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "0", "--memory", "1GiB", __file__], "--gpus 0: at least one is needed"),
+        (["--gpus", "2", "--memory", "much", __file__], "--memory much: that is no size"),
+        (["--gpus", "2", "--memory", "1GiB", "nowhere.py"], "there is no file nowhere.py"),
+        (["--gpus", "2", __file__], "no GPU here whose memory could be planned for"),
+        (["--memory", "1GiB", __file__], "there is no GPU here"),
+        ([], "the following arguments are required: SCRIPT"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        run(words, {"CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_the_gpus_of_this_node_are_planned_for_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    here = tuple(Gpu(n, f"GPU-{n}", "GPU", memory_total=size, memory_used=0) for n, size in enumerate((90, 80, 70)))
+    monkeypatch.setattr(plan_command.gpus, "gpus", lambda: here)
+    started = []
+
+    class Started:
+        def __init__(self, words: list[str], env: dict[str, str], **_: object) -> None:
+            started.append((words[-2:], plan_request(env)))
+
+        def wait(self) -> int:
+            return -9
+
+    monkeypatch.setattr(plan_command, "Popen", Started)
+    script = tmp_path / "train.py"
+    script.touch()
+    assert run([str(script), "--gpus=7"], {"CUDA_VISIBLE_DEVICES": "0,1"}) == 128 + 9
+    assert run(["--gpus", "3", str(script), "x"], {}) == 128 + 9
+    (first, asked), (_, other) = started
+    assert first == [str(script), "--gpus=7"]
+    assert (asked.ranks, asked.memory) == (2, 80)
+    assert (other.ranks, other.memory) == (3, 70)
