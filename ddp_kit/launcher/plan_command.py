@@ -14,7 +14,7 @@ from ddp_kit.errors import UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.devices import gpus
 from ddp_kit.launcher.parser import Parser
-from ddp_kit.launcher.warm.dying import die_with_parent
+from ddp_kit.launcher.warm.cleanup import die_with_parent
 
 _SCRIPT_RUNNER = "ddp_kit.trainer.plan_script"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)

@@ -256,7 +256,7 @@ def test_a_checkpoint_is_loaded_to_where_each_parameter_is() -> None:
     names = ("state.1.exp_avg", "state.2.exp_avg", "state.4.exp_avg", "param_groups.0.lr")
     assert [str(of_optimizer.device_of(name)) for name in names] == ["meta", "cpu", "None", "None"]
     fetch = _Fetch(
-        {"model": {"head.bias": torch.ones(4)}}, lambda _, name: of_model.device_of(name) or torch.device("cpu")
+        {("model", "head.bias"): torch.ones(4)}, lambda _, name: of_model.device_of(name) or torch.device("cpu")
     )
     assert str(fetch("model", "head.bias", True).device) == "meta"
     assert str(fetch("model", "head.bias", False).device) == "cpu"  # it was on the host when it was saved
