@@ -158,6 +158,15 @@ class ParallelConfig(_Part):
     shard: Size = Field(1, description="Ranks over which weights, gradients and optimizer state are sharded (FSDP2).")
     tensor: Count = Field(1, description="Ranks over which each layer of `tensor_plan` is split (tensor parallel).")
     pipeline: Count = Field(1, description="Stages that the model is cut into, each on a rank of its own.")
+    stages: Literal["auto"] | tuple[str, ...] = Field(
+        "auto",
+        description='Modules at which new stages begin, by name; "auto": the repeated blocks, divided by their bytes.',
+    )
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"] = Field(
+        "1f1b",
+        description="The order of a step's passes: gpipe: all forward, then all backward; 1f1b: backward as soon as "
+        "possible, which keeps fewer activations.",
+    )
     optimizer: Literal["whole", "sharded"] = Field(
         "whole", description="sharded: each rank holds and updates an equal share of the optimizer state (ZeRO-1)."
     )
@@ -225,6 +234,15 @@ class ParallelConfig(_Part):
         if self.device_map is not None and self.strategy != "device_map":
             raise ValueError(
                 f"device_map does not go with the other settings, which need {self.strategy!r}: leave one of them out"
+            )
+        if self.pipeline > 1 and (self.shard != 1 or self.tensor != 1 or self.optimizer != "whole"):
+            raise ValueError(
+                f"pipeline = {self.pipeline} goes with replicate alone, but shard = {self.shard}, tensor = "
+                f"{self.tensor} and optimizer = {self.optimizer!r} are set"
+            )
+        if self.schedule in ("interleaved", "zbv"):
+            raise ValueError(
+                f"schedule = {self.schedule!r} needs several stages per rank, and a rank has one: use '1f1b' or 'gpipe'"
             )
         return self
 
@@ -361,6 +379,11 @@ class TrainerConfig(_Part):
             raise ValueError(
                 f"max_seconds = {self.max_seconds:g} ends the run to resume later, which needs checkpoints: "
                 'set checkpoint={"dir": ...}'
+            )
+        if self.compile == "model" and self.parallel.pipeline > 1:
+            raise ValueError(
+                f"compile = 'model' compiles the whole model, and parallel.pipeline = {self.parallel.pipeline} runs a "
+                "part of it on each rank: use compile = 'blocks'"
             )
         if self.micro_batch_size == "auto" and self.accumulation_steps is not None:
             raise ValueError(

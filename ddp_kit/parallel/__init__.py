@@ -18,10 +18,10 @@ from importlib import import_module
 from ddp_kit.config import STRATEGIES, ParallelConfig
 from ddp_kit.parallel.mesh import sizes_of
 from ddp_kit.parallel.single import SingleRank
-from ddp_kit.parallel.strategy import Passes, Strategy
+from ddp_kit.parallel.strategy import PassedOn, Passes, Strategy
 from ddp_kit.world import World
 
-__all__ = ["Passes", "SingleRank", "Strategy", "strategy_for"]
+__all__ = ["PassedOn", "Passes", "SingleRank", "Strategy", "strategy_for"]
 
 _SINGLE = "ddp_kit.parallel.single:SingleRank"
 _OF_ONE_RANK = {"device_map": "ddp_kit.parallel.device_map:SingleRankDeviceMap"}

@@ -19,6 +19,17 @@ from ddp_kit.world import World
 T = TypeVar("T")
 
 
+class PassedOn(BaseException):
+    """Ends a call of the user's function on a rank where the model does not end: the next stage continues with
+    `tensor`. No `Exception`, so that no code of the model takes it for an error."""
+
+    def __init__(self, tensor: Tensor, items: int) -> None:
+        super().__init__()
+        self.tensor = tensor
+        self.items = items
+        """Of the tuple that the last block returned; -1: it returned the tensor itself."""
+
+
 class Passes(Protocol):
     """This rank's forward passes of an optimizer step, as a strategy runs them."""
 
@@ -30,7 +41,14 @@ class Passes(Protocol):
         """Those of the rank that has the most in the first step; known once the first pass was run forward."""
 
     def forward(self, number: int) -> Tensor:
-        """The loss of pass `number`, a scalar. Passes run in order, each once."""
+        """The loss of pass `number`, a scalar. Passes run in order, each once.
+
+        Raises `PassedOn` on a rank where the model does not end.
+        """
+
+    def without_loss(self) -> None:
+        """To be called on a rank that has passes but no losses, after its first pass of the first step: it takes part
+        in what the ranks agree on. A collective."""
 
     def rehearsal(self) -> AbstractContextManager[Callable[[], Tensor]]:
         """Gives a function that returns the loss of pass 0 as often as it is called. What these passes change in
@@ -193,6 +211,13 @@ class Strategy(ABC):
         """The context in which a compiled loss function runs. Not a collective."""
         return nullcontext()
 
+    def call(self, function: Callable[[nn.Module, T], Any], batch: T) -> Any:
+        """What a function of the model and a batch returns, such as the loss function.
+
+        Raises `PassedOn` on a rank where the model does not end.
+        """
+        return function(self.model, batch)
+
     # --- gradients, once they are reduced ---------------------------------------------------------------------------
 
     def scale_gradients(self, factor: Tensor) -> None:
@@ -243,6 +268,18 @@ class Strategy(ABC):
     def piece_of(self, parameter: Tensor) -> Piece | None:  # noqa: ARG002
         """Where a parameter that the optimizer holds belongs in the one of the model; None: it is the model's own."""
         return None
+
+    def optimizer_form(self, optimizer: Optimizer) -> Any:  # noqa: ARG002
+        """What other ranks have to know of this rank's part of an optimizer's state, to save theirs. JSON."""
+        return None
+
+    def optimizer_state(self, state: dict[int, Any], forms: Sequence[Any]) -> dict[int, Any]:  # noqa: ARG002
+        """An optimizer's state with entries for what other ranks hold. `forms`: of all ranks."""
+        return state
+
+    def own_optimizer_state(self, state: dict[int, Any]) -> dict[int, Any]:
+        """Those entries of a saved state that this rank needs."""
+        return state
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint has to hold so that gradients are reduced the same way after a resume. JSON."""

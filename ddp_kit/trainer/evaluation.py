@@ -15,6 +15,7 @@ from ddp_kit.heartbeat import Phase
 from ddp_kit.log import logger
 from ddp_kit.metric_objects import MetricObject
 from ddp_kit.metrics import Mean, checked, reduced
+from ddp_kit.parallel import PassedOn
 from ddp_kit.records import Step
 from ddp_kit.torch_internals import collectives_of_all_groups
 from ddp_kit.trainer.agreement import gathered
@@ -168,8 +169,11 @@ def evaluate(
             if stopped:
                 break
             parts.heart.mark(Phase.EVALUATION)
-            with parts.precision.forward():
-                value = checked(parts.loss_fn(parts.model, batch), "the loss function")
+            try:
+                with parts.precision.forward():
+                    value = checked(parts.strategy.call(parts.loss_fn, batch), "the loss function")
+            except PassedOn:  # the loss is on another rank
+                continue
             if not samples or not parts.strategy.contributes:
                 outputs.clear()
                 continue

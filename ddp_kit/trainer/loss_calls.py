@@ -68,10 +68,10 @@ class LossCalls:
     def _called(self, batch: object, step: int) -> "Tensor | Loss":
         parts = self._parts
         if parts.config.compile is None:
-            value = checked(parts.loss_fn(parts.model, batch), "the loss function")
+            value = checked(parts.strategy.call(parts.loss_fn, batch), "the loss function")
         else:
             with parts.strategy.forward_context():
-                value = checked(parts.loss_fn(parts.model, batch), "the loss function")
+                value = checked(parts.strategy.call(parts.loss_fn, batch), "the loss function")
         if not (value.loss if isinstance(value, Loss) else value).requires_grad:
             self._parameters.check_frozen()  # which would explain it
             raise LossError(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ddp_kit.errors import LossError
 from ddp_kit.heartbeat import Phase
+from ddp_kit.parallel import PassedOn
 from ddp_kit.torch_internals import pytree
 from ddp_kit.trainer.agreement import every_text, gathered
 from ddp_kit.trainer.data import Evaluation
@@ -30,8 +31,11 @@ def predict(parts: Parts, function: PredictFunction | None, data: Evaluation) ->
     with evaluating(parts.model) as outputs:
         for samples, batch in parts.strategy.evaluation(data.batches(), data.spare):
             parts.heart.mark(Phase.EVALUATION)
-            with parts.precision.forward():
-                found = _predicted(parts, function, batch, outputs)
+            try:
+                with parts.precision.forward():
+                    found = _predicted(parts, function, batch, outputs)
+            except PassedOn:  # the output is on another rank
+                continue
             if not samples or not parts.strategy.contributes:
                 outputs.clear()
                 continue
@@ -54,12 +58,12 @@ def predict(parts: Parts, function: PredictFunction | None, data: Evaluation) ->
 def _predicted(parts: Parts, function: PredictFunction | None, batch: Any, outputs: list[Any]) -> Any:
     """Without a function: the model's output for inputs alone, else its last output inside the loss function."""
     if function is not None:
-        return function(parts.model, batch)
+        return parts.strategy.call(function, batch)
     if isinstance(batch, list | tuple) and len(batch) == 1:
         batch = batch[0]
     if isinstance(batch, Tensor):
-        return parts.model(batch)
-    parts.loss_fn(parts.model, batch)
+        return parts.strategy.call(lambda model, inputs: model(inputs), batch)
+    parts.strategy.call(parts.loss_fn, batch)
     if not outputs:
         raise LossError(
             "the loss function did not call the model, so there is nothing to predict with",

@@ -150,10 +150,14 @@ class OptimizerPart(SavedPart):
         self._strategy = parts.strategy
         self._optimizer = parts.optimizer
 
-    def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
+    def rank_state(self) -> Any:
+        return self._strategy.optimizer_form(self._optimizer)
+
+    def state_dict(self, ranks: Sequence[Any]) -> Any:
         state = self._optimizer.state_dict()
         if self._strategy.shards:
             state["state"] = in_pieces(state["state"], self._optimizer, self._strategy)
+            state["state"] = self._strategy.optimizer_state(state["state"], ranks)
         return {**state, **self._own}
 
     def is_replicated(self, tensor: str) -> bool:  # noqa: ARG002
@@ -205,6 +209,7 @@ class OptimizerPart(SavedPart):
         types, devices = state.get("held", self._own["held"])
         saved = {name: value for name, value in state.items() if name in ("state", "param_groups")}
         if self._strategy.shards:
+            saved["state"] = self._strategy.own_optimizer_state(saved["state"])
             saved["state"] = of_pieces(saved["state"], self._optimizer, self._strategy)
         try:
             load_optimizer_state(

@@ -186,8 +186,10 @@ class StepPasses:
 
     def prepare(self) -> None:
         """What a rank without samples has to do before its strategy runs nothing."""
-        if self.count:
-            return
+        if not self.count:
+            self.without_loss()
+
+    def without_loss(self) -> None:
         parts = self._parts
         parts.heart.mark(Phase.BACKWARD)
         parts.precision.scaled(torch.zeros((), device=parts.world.device))  # fp16: unscaling needs a scale
@@ -200,10 +202,12 @@ class StepPasses:
         batch = self._rehearsed.pop() if self._rehearsed else self._batch()  # which marks its phases itself
         parts.heart.mark(Phase.FORWARD)
         before = None if samples else StepState(parts)
-        with parts.precision.forward(), parts.activations.forward_context():
-            value = self._losses.call(batch, self._interval.step, self.count)
-        self._clock.mark(FORWARD)
-        parts.heart.mark(Phase.BACKWARD)
+        try:
+            with parts.precision.forward(), parts.activations.forward_context():
+                value = self._losses.call(batch, self._interval.step, self.count)
+        finally:  # also where the next stage continues
+            self._clock.mark(FORWARD)
+            parts.heart.mark(Phase.BACKWARD)
         if before is not None:  # a pass with zero weight, for its collectives alone
             before.restore()
             return parts.precision.scaled((value.loss if isinstance(value, Loss) else value).reshape(()) * 0.0)

@@ -1,0 +1,505 @@
+"""Pipeline: the blocks of a model divided into consecutive stages, each on a rank of its own.
+
+Every rank of a pipeline reads the same samples and runs the user's own loss function and forward pass, in which the
+blocks of other stages are left out: stages.py. The passes of an optimizer step are the micro-batches that
+torch.distributed.pipelining's schedules put in order: stage_links.py.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from ddp_kit.config import ParallelConfig
+from ddp_kit.errors import ConfigError, LossError, some
+from ddp_kit.parallel.mesh import sizes_of
+from ddp_kit.parallel.replicas import broadcast, check_replicable
+from ddp_kit.parallel.stage_links import Links, Received, Stage, move
+from ddp_kit.parallel.stages import StageModel, chain_of
+from ddp_kit.parallel.strategy import PassedOn, Passes, Strategy
+from ddp_kit.pieces import Piece
+from ddp_kit.torch_internals import version_of
+from ddp_kit.world import World, host_group
+
+T = TypeVar("T")
+
+
+class PipelineStrategy(Strategy):
+    """`pipeline` stages, in `replicate` pipelines that each train on samples of their own.
+
+        the first pass of a run, alone: which weights outside of the blocks does each stage need? the rest is freed
+        the other passes, and all passes of later steps, as the schedule orders them
+        gradients: added up over the ranks that hold the same weights
+
+    What is needed of a model: blocks in one ModuleList or Sequential, called in their order, each with the tensor that
+    the one before returned (or with the first item of the tuple) as its first argument; a loss function that calls the
+    model once. Everything outside of the blocks runs on every stage that comes to it, those before the first block on
+    all, so these should be cheap, as embeddings are. Weights outside of the blocks may be used by several stages, and
+    tied; frozen ones are kept on all of them. A rank keeps NaN, which takes no memory, in place of other weights.
+    """
+
+    shards = True
+
+    def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
+        super().__init__(world, config, recoverable=recoverable)
+        self.sizes = sizes_of(config, world.world_size)
+        self._stage, self._replica, _, _ = self.sizes.coordinates(world.rank)
+        self._model: StageModel
+        self._links: Links
+        self._optimizer: Optimizer | None = None
+        self._holders: dict[nn.Parameter, tuple[int, ...]] = {}
+        """The stages that hold a parameter; the first of them writes it to checkpoints."""
+        self._outer: list[nn.Parameter] = []  # trained weights of which the first pass shows who needs them
+        self._owners: dict[str, int] = {}  # by the name of a buffer that passes change: the stage whose value counts
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._learned = False
+        self._schedules: dict[int, tuple[Stage, Any]] = {}
+        self._passes: Passes | None = None
+        self._came: Received | None = None
+        self._needed: set[Tensor] = set()  # weights
+        self._changed: set[str] = set()  # buffers
+        self._without_gradient: list[str] = []
+
+    # --- which ranks share what -----------------------------------------------------------------------------------
+
+    @property
+    def data_ranks(self) -> int:
+        return self.sizes.data
+
+    @property
+    def data_rank(self) -> int:
+        return self._replica
+
+    @property
+    def contributes(self) -> bool:
+        return self._is_last
+
+    @property
+    def replicas(self) -> tuple[Sequence[int], ...]:
+        return tuple(self._ranks((stage,)) for stage in range(self.sizes.pipeline))
+
+    @property
+    def _is_last(self) -> bool:
+        return self._stage == self.sizes.pipeline - 1
+
+    def _ranks(self, stages: Iterable[int]) -> list[int]:
+        """All ranks of these stages."""
+        return [stage * self.sizes.replicate + replica for stage in stages for replica in range(self.sizes.replicate)]
+
+    # --- set up ---------------------------------------------------------------------------------------------------
+
+    def check(self, model: nn.Module) -> None:
+        super().check(model)
+        check_replicable(model)
+        for name in ("static_graph", "find_unused_parameters", "compression"):
+            if getattr(self.config, name):
+                raise ConfigError(
+                    f"parallel.{name} is a setting of DDP, and parallel.strategy is 'pipeline'", f"leave out {name}"
+                )
+        if self.sizes.pipeline == 1:
+            raise ConfigError(
+                "parallel.strategy is 'pipeline', and parallel.pipeline is 1", "set pipeline to the number of stages"
+            )
+        chain_of(model, self.config)
+        norms = [name for name, each in model.named_modules() if isinstance(each, _BatchNorm)]
+        if norms:
+            raise ConfigError(
+                f"a pipeline does not train BatchNorm, whose statistics depend on the micro-batches: {some(norms)}",
+                "use LayerNorm, GroupNorm or RMSNorm, or parallel='ddp'",
+            )
+        sparse = [
+            name
+            for name, each in model.named_modules()
+            if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse
+        ]
+        if sparse:
+            raise ConfigError(
+                f"a pipeline does not reduce sparse gradients, which {some(sparse)} would have",
+                "leave out sparse=True, or use parallel='ddp'",
+            )
+
+    def check_recoverable(self) -> None:
+        raise ConfigError(
+            "micro_batch_size='auto' does not go together with parallel.pipeline: where one rank runs out of memory, "
+            "the others wait for what it sends",
+            "set micro_batch_size to a number",
+        )
+
+    def setup(self, model: nn.Module) -> None:
+        self.model = model
+        chain, stages = chain_of(model, self.config), range(self.sizes.pipeline)
+        blocks = chain.blocks(model)
+        inside: dict[nn.Parameter, set[int]] = {}
+        for stage in stages:
+            for number in chain.stages[stage]:
+                for each in blocks[number].parameters():
+                    inside.setdefault(each, set()).add(stage)
+        of_blocks = {module for block in blocks for module in block.modules()}
+        outside = {
+            each for module in model.modules() if module not in of_blocks for each in module.parameters(recurse=False)
+        }
+        shared = {each for each, held in inside.items() if len(held) > 1} | outside
+        for each in model.parameters():
+            self._holders[each] = tuple(stages) if each in shared else tuple(inside[each])
+        self._outer = [each for each in model.parameters() if each in shared and each.requires_grad]
+        # Block by block: no rank ever holds the whole model on its device.
+        for block in blocks:
+            self._place([each for each in block.parameters() if each not in shared])
+        self._place([each for each in model.parameters() if each in shared])
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(self.world.device)
+        broadcast(model.buffers())
+        self.parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
+        self._model = StageModel(model, chain, self._stage)
+        self._connect()
+
+    @torch.no_grad()
+    def _place(self, parameters: Sequence[nn.Parameter]) -> None:
+        """To the device, as rank 0 has them; what belongs to other stages is freed."""
+        for each in parameters:
+            each.data = each.data.to(self.world.device)
+        broadcast([each.detach() for each in parameters])
+        for each in parameters:
+            if self._stage not in self._holders[each]:
+                _free(each)
+
+    def _connect(self) -> None:
+        for replica in range(self.sizes.replicate):
+            ranks = [stage * self.sizes.replicate + replica for stage in range(self.sizes.pipeline)]
+            groups = dist.new_group(ranks), dist.new_group(ranks, backend="gloo")
+            if replica == self._replica:
+                self._links = Links(ranks, self._stage, *groups, self.world.device)
+        for stage in range(self.sizes.pipeline):
+            self._make_group((stage,))
+
+    def _make_group(self, stages: tuple[int, ...]) -> None:
+        ranks = self._ranks(stages)
+        if stages not in self._groups:
+            self._groups[stages] = dist.new_group(ranks) if len(ranks) > 1 else None
+
+    def setup_optimizer(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._forget_state()
+
+    def _forget_state(self) -> None:
+        """What an optimizer holds of other stages' weights."""
+        for parameter, stages in self._holders.items():
+            if self._optimizer is not None and self._stage not in stages:
+                self._optimizer.state.pop(parameter, None)
+
+    def local_parameters(self) -> list[Tensor]:
+        return [
+            each.detach() if self._stage in stages else each.detach().new_zeros(1)
+            for each, stages in self._holders.items()
+        ]
+
+    # --- an optimizer step ----------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        self.sync_buffers()
+
+    def sync_buffers(self) -> None:
+        for name, stage in self._owners.items():
+            dist.broadcast(self.model.get_buffer(name), src=self._ranks((stage,))[0])
+
+    def run_passes(self, passes: Passes) -> None:
+        self._passes, first = passes, 0
+        try:
+            if not self._learned:
+                first = min(1, passes.count)
+                if passes.count:
+                    self._run_alone(passes)
+                self._learn()
+            if passes.count > first:
+                self._run_schedule(passes.count - first, first)
+        finally:
+            self._passes = None
+        if not passes.count:
+            passes.before_reduction(torch.zeros((), device=self.world.device))
+        self._links.settle()
+        self._reduce(has_passes=passes.count > 0)
+
+    def _run_alone(self, passes: Passes) -> None:
+        """The first pass of a run: the ranks agree on the kind of loss after its forward pass."""
+        before = {name: (each, version_of(each)) for name, each in self.model.named_buffers()}
+        stage = self._new_stage()
+        move(stage.get_fwd_recv_ops(0))
+        self._needed = _leaves(stage.forward_one_chunk(0))
+        for name, each in self.model.named_buffers():
+            buffer, version = before.get(name, (None, 0))
+            if each is not buffer or version_of(each) != version:
+                self._changed.add(name)
+        move(stage.get_fwd_send_ops(0))
+        if not self._is_last:
+            passes.without_loss()
+        move(stage.get_bwd_recv_ops(0))
+        stage.backward_one_chunk(0)
+        move(stage.get_bwd_send_ops(0))
+
+    def _run_schedule(self, count: int, first: int) -> None:
+        if count not in self._schedules:
+            stage = self._new_stage()
+            kind = Schedule1F1B if self.config.schedule == "1f1b" and count >= self.sizes.pipeline else ScheduleGPipe
+            self._schedules[count] = stage, kind(stage, count, loss_fn=_the_loss_itself, scale_grads=False)
+        stage, schedule = self._schedules[count]
+        stage.first = first
+        schedule.step(target=torch.arange(count), return_outputs=False)
+
+    def _new_stage(self) -> Stage:
+        stage = Stage(self._links, self.sizes.pipeline, self.world.device)
+        stage.forward_pass, stage.backward_pass = self._forward, self._backward
+        return stage
+
+    def _forward(self, number: int, came: Received | None) -> tuple[Tensor, int]:
+        assert self._passes is not None, "called within `run_passes`"
+        self._came = came
+        try:
+            return self._passes.forward(number), -1
+        except PassedOn as passed:
+            return passed.tensor, passed.items
+        finally:
+            self._came = None
+
+    def _backward(self, number: int, tensor: Tensor, gradient: Tensor | None) -> None:
+        passes = self._passes
+        assert passes is not None, "called within `run_passes`"
+        if number == passes.count - 1:
+            passes.before_reduction(tensor)
+        if tensor.requires_grad:
+            torch.autograd.backward(tensor, gradient)
+        passes.after_backward()
+
+    def call(self, function: Callable[[nn.Module, T], Any], batch: T) -> Any:
+        if self._passes is not None:
+            came = self._came
+            return self._model.call(function, batch, *(() if came is None else (came.tensor, came.items)))
+        sent: PassedOn
+        came = None
+        if self._stage > 0:
+            came = self._links.arriving()
+            move([self._links.operation(dist.irecv, came.tensor.detach(), -1)])
+        try:
+            return self._model.call(function, batch, *(() if came is None else (came.tensor, came.items)))
+        except PassedOn as passed:
+            sent = PassedOn(passed.tensor.detach(), passed.items)
+        self._links.announce(sent.tensor, sent.items)
+        move([self._links.operation(dist.isend, sent.tensor.contiguous(), 1)])
+        self._links.settle()
+        raise sent
+
+    # --- which weights outside of the blocks each stage needs -----------------------------------------------------
+
+    def _learn(self) -> None:
+        """After the first pass: who needs which weights outside of the blocks, and who changes which buffers."""
+        buffers = [name for name, _ in self.model.named_buffers()]
+        own = [each in self._needed for each in self._outer] + [name in self._changed for name in buffers]
+        table = torch.zeros(self.sizes.pipeline, len(own), dtype=torch.int32)
+        table[self._stage] = torch.tensor(own, dtype=torch.int32)
+        dist.all_reduce(table, op=dist.ReduceOp.MAX, group=host_group(self.world))
+        self._learned, self._needed, self._changed = True, set(), set()
+        users = [tuple(stage for stage, uses in enumerate(column) if uses) for column in table.T.tolist()]
+        for parameter, stages in zip(self._outer, users, strict=False):
+            self._holders[parameter] = stages or (0,)
+            if self._stage not in self._holders[parameter]:
+                _free(parameter)
+        changed = zip(buffers, users[len(self._outer) :], strict=True)
+        self._owners = {name: stages[0] for name, stages in changed if stages}
+        self._forget_state()
+        for stages in sorted({self._holders[each] for each in self.parameters}):
+            self._make_group(stages)
+
+    # --- gradients ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _reduce(self, *, has_passes: bool) -> None:
+        """Add up gradients over the ranks that hold the same weights."""
+        self._check_foreign()
+        names = self.held_names()
+        self._without_gradient = []
+        by_group: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        for each in self.parameters:
+            if self._stage in self._holders[each]:
+                by_group.setdefault(self._holders[each], []).append(each)
+                if each.grad is None:
+                    self._without_gradient += [names[id(each)]] if has_passes else []
+                    each.grad = torch.zeros_like(each)
+        for stages in sorted(by_group):  # in one order on all ranks, whose groups overlap
+            if (group := self._groups[stages]) is not None:
+                for bucket in self._buckets(by_group[stages]):
+                    flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+                    dist.all_reduce(flat, group=group)
+                    for gradient, part in zip(
+                        bucket, torch.split(flat, [each.numel() for each in bucket]), strict=True
+                    ):
+                        gradient.copy_(part.view_as(gradient))
+
+    def _buckets(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor]]:
+        """Gradients of one type that together have `bucket_mb`."""
+        for dtype in dict.fromkeys(each.dtype for each in parameters):
+            bucket: list[Tensor] = []
+            for each in parameters:
+                if each.dtype == dtype and each.grad is not None:
+                    bucket.append(each.grad)
+                    if sum(gradient.nbytes for gradient in bucket) >= self.config.bucket_mb * 2**20:
+                        yield bucket
+                        bucket = []
+            if bucket:
+                yield bucket
+
+    def _check_foreign(self) -> None:
+        names = self.held_names()
+        used = [
+            names[id(each)]
+            for each in self.parameters
+            if each.grad is not None and self._stage not in self._holders[each]
+        ]
+        if used:
+            raise LossError(
+                f"stage {self._stage} of the pipeline has used {some(used)}, which it does not hold: weights of other "
+                "stages' blocks, or weights that it did not need in the first pass of the run",
+                "compute what needs weights inside the model's forward, and in every pass alike; parallel='fsdp' has "
+                "all weights on all ranks",
+            )
+
+    def check_gradients(self) -> None:
+        if self._without_gradient:
+            raise LossError(
+                f"{some(self._without_gradient)} got no gradient in a step, and a pipeline reduces those of all ranks",
+                "let them take part in the loss, or freeze them (requires_grad=False) before the Trainer is made",
+            )
+
+    def grad_norm(self) -> Tensor:
+        """Sums of squares, added up over the stages; each weight counts once, however many stages hold it."""
+        own = [each.grad for each in self.parameters if each.grad is not None and self._holders[each][0] == self._stage]
+        square = nn.utils.get_total_norm(own).square().to(self.world.device, self.parameters[0].dtype)
+        dist.all_reduce(square, group=self._links.group)
+        return square.sqrt()
+
+    # --- evaluation and prediction --------------------------------------------------------------------------------
+
+    def evaluation(self, batches: Iterable[tuple[int, T]], spare: Callable[[], T]) -> Iterator[tuple[int, T]]:  # noqa: ARG002
+        # A collective, by which it shows that an evaluation cannot be broken off on one rank alone.
+        dist.all_reduce(torch.zeros((), device=self.world.device), group=self._links.group)
+        yield from batches
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def model_state(self) -> dict[str, Any]:
+        state = self.model.state_dict(keep_vars=True)
+        pieces: dict[int, Piece] = {}
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                continue
+            if id(value) not in pieces and (stages := self._stages_of(name, value)) is not None:
+                pieces[id(value)] = self._piece(value.detach(), value.shape, stages)
+            state[name] = pieces.get(id(value), value.detach())  # tied weights are stored once
+        return state
+
+    def _stages_of(self, name: str, value: Tensor) -> tuple[int, ...] | None:
+        """The stages that hold it; None: all do, and rank 0's counts."""
+        if isinstance(value, nn.Parameter):
+            return self._holders[value]
+        return (self._owners[name],) if name in self._owners else None
+
+    def _piece(self, value: Tensor, shape: Sequence[int], stages: tuple[int, ...]) -> Piece:
+        """A whole tensor, on the stages that hold it; elsewhere nothing of it, of the same type."""
+        if self._stage not in stages:
+            value = value.new_empty((0, *shape[1:]) if len(shape) else ())
+        owned = self._stage == stages[0] and self._replica == 0
+        return Piece(value, tuple(shape), (0,) * len(shape), owned=owned)
+
+    @torch.no_grad()
+    def load_model_state(self, state: dict[str, Any]) -> None:
+        own = self.model.state_dict(keep_vars=True)
+        for name, value in state.items():
+            held = own.get(name)
+            if isinstance(held, nn.Parameter):
+                if self._stage in self._holders[held]:
+                    held.copy_(value)
+            elif isinstance(held, Tensor):
+                held.copy_(value)
+        others = {name: value for name, value in state.items() if not isinstance(own.get(name), Tensor)}
+        self.model.load_state_dict(others, strict=False)
+
+    def optimizer_form(self, optimizer: Optimizer) -> Any:
+        numbers = self._owned_numbers(optimizer)
+        return {
+            str(numbers[parameter]): {name: _form(value) for name, value in kept.items()}
+            for parameter, kept in optimizer.state.items()
+            if parameter in numbers and isinstance(kept, dict)
+        }
+
+    def _owned_numbers(self, optimizer: Optimizer) -> dict[Tensor, int]:
+        """The numbers, in an optimizer's state_dict, of the weights that this rank writes to checkpoints."""
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        return {
+            each: number
+            for number, each in enumerate(parameters)
+            if self._holders[each][0] == self._stage and self._replica == 0
+        }
+
+    def optimizer_state(self, state: dict[int, Any], forms: Sequence[Any]) -> dict[int, Any]:
+        assert self._optimizer is not None, "`setup_optimizer` was called"
+        parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
+        every = {int(number): form for one in forms if one for number, form in one.items()}
+        return {
+            number: {
+                name: self._state_piece(parameters[number], state, name, number, one) for name, one in form.items()
+            }
+            for number, form in sorted(every.items())
+        }
+
+    def _state_piece(self, parameter: nn.Parameter, state: dict[int, Any], name: str, number: int, form: Any) -> Any:
+        if "value" in form:
+            return form["value"]
+        stages = self._holders[parameter]
+        if self._stage in stages:
+            value = state[number][name]
+        else:
+            device = self.world.device if form["on_device"] else torch.device("cpu")
+            value = torch.empty(0, dtype=getattr(torch, form["dtype"]), device=device)
+        return self._piece(value, form["shape"], stages)
+
+    def own_optimizer_state(self, state: dict[int, Any]) -> dict[int, Any]:
+        assert self._optimizer is not None, "`setup_optimizer` was called"
+        parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
+        return {number: kept for number, kept in state.items() if self._stage in self._holders[parameters[number]]}
+
+
+def _the_loss_itself(output: Tensor, _target: Tensor) -> Tensor:
+    return output
+
+
+def _form(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Tensor):
+        return {"value": value}
+    dtype = str(value.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": list(value.shape), "on_device": not value.is_cpu}
+
+
+@torch.no_grad()
+def _free(parameter: nn.Parameter) -> None:
+    """Its memory; it keeps its shape, and is NaN throughout: what uses it by mistake shows."""
+    kind = torch.nan if parameter.is_floating_point() else 0
+    parameter.data = torch.full((), kind, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+
+
+def _leaves(root: Tensor) -> set[Tensor]:
+    """The leaves that a backward pass from `root` comes to."""
+    found: set[Tensor] = set()
+    seen: set[Any] = set()
+    ahead = [root.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(node.variable)
+        ahead += [following for following, _ in node.next_functions]
+    return found

@@ -1,0 +1,243 @@
+"""The stages of a pipeline: how a model is cut, and how its own forward pass runs on one of them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_kit.blocks import repeated_blocks
+from ddp_kit.config import ParallelConfig
+from ddp_kit.errors import ConfigError, LossError, nearest, some
+from ddp_kit.parallel.strategy import PassedOn
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The blocks that are called one after another, each with the output of the one before as its first argument."""
+
+    prefix: str
+    """The name of the ModuleList or Sequential that they are in; "" for the model itself."""
+    keys: tuple[str, ...]
+    """Their names in it."""
+    stages: tuple[range, ...]
+    """The numbers of the blocks of each stage."""
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """In their order."""
+        parent = model.get_submodule(self.prefix)
+        return [parent.get_submodule(key) for key in self.keys]
+
+
+def chain_of(model: nn.Module, config: ParallelConfig) -> Chain:
+    """How the model is cut into stages. Raises `ConfigError` where it cannot be."""
+    if config.stages != "auto":
+        return _named_chain(model, config.stages, config.pipeline)
+    names = [*repeated_blocks(model)]
+    prefixes = {name.rpartition(".")[0] for name in names}
+    if len(prefixes) != 1:
+        what = "no repeated blocks" if not prefixes else f"repeated blocks in several places: {some(sorted(prefixes))}"
+        raise ConfigError(
+            f"the model {type(model).__name__} cannot be cut into stages: it has {what}",
+            "put the layers that follow one another into one nn.ModuleList or nn.Sequential, or name in "
+            "parallel.stages the modules of one at which new stages begin",
+        )
+    (prefix,) = prefixes
+    parent = model.get_submodule(prefix)
+    keys, own = [key for key, _ in parent.named_children()], {name.rpartition(".")[2] for name in names}
+    places = [number for number, key in enumerate(keys) if key in own]
+    chosen = keys[places[0] : places[-1] + 1]
+    if len(chosen) < config.pipeline:
+        raise ConfigError(
+            f"parallel.pipeline = {config.pipeline}, and the model {type(model).__name__} has {len(chosen)} repeated "
+            f"blocks, in {prefix or 'its root'}",
+            f"set pipeline to {len(chosen)} at most",
+        )
+    sizes = [sum(each.nbytes for each in parent.get_submodule(key).parameters()) for key in chosen]
+    return Chain(prefix, tuple(chosen), even_split(sizes, config.pipeline))
+
+
+def _named_chain(model: nn.Module, names: Sequence[str], stages: int) -> Chain:
+    if len(names) != stages - 1:
+        raise ConfigError(
+            f"parallel.stages names {len(names)} modules, and pipeline = {stages} needs {stages - 1}",
+            "name one module for each stage but the first: the one at which it begins",
+        )
+    known = dict(model.named_modules())
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"parallel.stages names {name!r}, and the model {type(model).__name__} has no such module",
+                f"nearest: {nearest(name, [*known]) or some([*known])}",
+            )
+    prefixes = {name.rpartition(".")[0] for name in names}
+    parent = known.get(next(iter(prefixes)))
+    if len(prefixes) > 1 or not isinstance(parent, nn.ModuleList | nn.Sequential):
+        raise ConfigError(
+            f"parallel.stages = {tuple(names)} are not modules of one nn.ModuleList or nn.Sequential",
+            "name modules of the one that holds the layers which follow one another",
+        )
+    keys = [key for key, _ in parent.named_children()]
+    begins = [keys.index(name.rpartition(".")[2]) for name in names]
+    if sorted(set(begins)) != begins:
+        raise ConfigError(
+            f"parallel.stages = {tuple(names)} are not in the order in which the modules follow one another",
+            "name each once, in that order",
+        )
+    if begins[0] == 0:
+        raise ConfigError(
+            f"parallel.stages names {names[0]}, the first of its kind, with which the first stage begins anyhow",
+            "name the modules at which the stages after the first begin",
+        )
+    edges = [0, *begins, len(keys)]
+    return Chain(next(iter(prefixes)), tuple(keys), tuple(map(range, edges, edges[1:])))
+
+
+def even_split(sizes: Sequence[float], parts: int) -> tuple[range, ...]:
+    """Consecutive parts, none of them empty, of which the largest is as small as possible."""
+    until = [0, *accumulate(sizes)]
+    # By number of parts and end: the smallest largest part, and where the last part begins.
+    best = {(1, end): (until[end], 0) for end in range(1, len(sizes) + 1)}
+    for part in range(2, parts + 1):
+        for end in range(part, len(sizes) + 1):
+            best[part, end] = min(
+                (max(best[part - 1, begin][0], until[end] - until[begin]), begin) for begin in range(part - 1, end)
+            )
+    edges = [len(sizes)]
+    for part in range(parts, 0, -1):
+        edges.append(best[part, edges[-1]][1])
+    edges.reverse()
+    return tuple(map(range, edges, edges[1:]))
+
+
+class _StandIn(nn.Module):
+    """Takes the place of a block during a forward pass, and shows the block's own attributes."""
+
+    def __init__(self, block: nn.Module, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.__dict__["_block"] = block  # not registered: it is not a child
+        self.__dict__["_run"] = run
+        del self.__dict__["training"]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_block"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_run"](*args, **kwargs)
+
+
+class StageModel:
+    """The user's model, of whose blocks only those of one stage run.
+
+    everything outside of the blocks runs, on every stage: masks and positions are computed from the real batch
+    blocks of earlier stages         return NaN of the right shape, which nothing may use,
+                                     and the last of them what the stage before has sent
+    the first block of the next one  raises `PassedOn` with its first argument, which is what is sent
+    """
+
+    def __init__(self, model: nn.Module, chain: Chain, stage: int) -> None:
+        self.model = model
+        self._own, self._stage = chain.stages[stage], stage
+        self._parent = model.get_submodule(chain.prefix)
+        self._names = [f"{chain.prefix}.{key}" if chain.prefix else key for key in chain.keys]
+        self._blocks = dict(zip(chain.keys, chain.blocks(model), strict=True))
+        self._stand_ins = {
+            key: _StandIn(block, self._standing_in(number, block))
+            for number, (key, block) in enumerate(self._blocks.items())
+        }
+        self._active = False
+        self._next = 0  # number of the block that is to be called next
+        self._items = -1  # of the output of the last block that was called
+        self._received: Tensor | None = None
+        self._received_items = -1
+
+    def call(
+        self, function: Callable[[nn.Module, Any], Any], batch: Any, received: Tensor | None = None, items: int = -1
+    ) -> Any:
+        """What `function(model, batch)` returns on the last stage; the others raise `PassedOn`.
+
+        `received`: from the stage before; `items`: of the tuples that its blocks return, -1: they return tensors.
+        """
+        self._next, self._items, self._received, self._received_items = 0, -1, received, items
+        with self._standing():
+            value = function(self.model, batch)
+        if self._next != len(self._names):
+            raise LossError(
+                f"a call with the model has come to {self._next} of its {len(self._names)} blocks in a pipeline",
+                "let the loss function call model(...) once, each time; and the model call all of its blocks",
+            )
+        return value
+
+    @contextmanager
+    def _standing(self) -> Iterator[None]:
+        modules = self._parent._modules
+        modules.update(self._stand_ins)
+        self._active = True
+        try:
+            yield
+        finally:
+            self._active = False
+            modules.update(self._blocks)
+            self._received = None
+
+    def _standing_in(self, number: int, block: nn.Module) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not self._active:  # in a backward pass: what an activation checkpoint computes once more
+                return block(*args, **kwargs)
+            self._check(number, args)
+            if number == self._own.stop:
+                raise PassedOn(args[0], self._items)
+            self._next += 1
+            if number < self._own.start:
+                return self._returned(is_sent=number == self._own.start - 1)
+            output = block(*args, **kwargs)
+            self._items = len(output) if isinstance(output, tuple | list) else -1
+            return output
+
+        return run
+
+    def _check(self, number: int, args: tuple[Any, ...]) -> None:
+        name = self._names[number]
+        if number != self._next:
+            expected = self._names[self._next] if self._next < len(self._names) else "none"
+            raise LossError(
+                f"the model calls its blocks out of order: {name}, where the next one is {expected}",
+                "a pipeline needs a model that calls its blocks in their order, each once, and a loss function that "
+                "calls the model once; parallel='fsdp' needs neither",
+            )
+        if not args or not isinstance(args[0], Tensor):
+            raise LossError(
+                f"{name} gets {f'a {type(args[0]).__name__}' if args else 'nothing'} as its first argument, and the "
+                "stages of a pipeline send tensors",
+                "let each block get the output of the one before as its first positional argument",
+            )
+        if number == self._own.start and self._received is not None and args[0] is not self._received:
+            raise LossError(
+                f"the model changes what {self._names[number - 1]} returns before {name} gets it, where a new stage "
+                "begins",
+                "move that into one of the two blocks, or name in parallel.stages another block to begin with",
+            )
+
+    def _returned(self, *, is_sent: bool) -> Any:
+        """What a block of an earlier stage returns: NaN shows where it is used, and raises where it is trained."""
+        assert self._received is not None, "only the first stage receives nothing"
+        whole = self._received
+        if not is_sent:
+            real = whole.is_floating_point()
+            value = torch.full((), torch.nan if real else 0, dtype=whole.dtype, device=whole.device)
+            if real:
+                value.requires_grad_()
+                value.register_hook(_refuse)  # type: ignore[no-untyped-call]
+            whole = value.expand(whole.shape)
+        return whole if self._received_items < 0 else (whole, *[None] * (self._received_items - 1))
+
+
+def _refuse(_gradient: Tensor) -> None:
+    raise LossError(
+        "the loss depends on what a block of an earlier stage returned, past the block that follows it",
+        "a pipeline sends one tensor from each stage to the next: a model with connections that skip blocks, or whose "
+        "loss takes the outputs of all of them, needs another strategy, such as parallel='fsdp'",
+    )

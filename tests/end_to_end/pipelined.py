@@ -1,0 +1,138 @@
+"""Run by test_pipeline.py in 1, 2 and 4 processes: trains small transformers in float64 and prints what comes out.
+
+In one process the same cases run without a pipeline.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from ddp_kit import Loss, Trainer, TrainerConfig
+from ddp_kit.manifest import checkpoints
+
+VOCABULARY, WIDTH, LENGTH = 11, 8, 5
+
+
+class Block(nn.Module):
+    def __init__(self, tuples: bool) -> None:
+        super().__init__()
+        self.mix, self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.tuples = tuples
+
+    def forward(self, x: Tensor, mask: Tensor, *, tone: Tensor) -> Any:
+        weights = (self.mix(x) @ x.transpose(1, 2) + mask).softmax(-1)
+        x = x + weights @ x + tone
+        x = x + self.down(functional.gelu(self.up(x)))
+        return (x, None) if self.tuples else x
+
+
+class Transformer(nn.Module):
+    """Masks come from the batch, and `tone` from weights that every block needs: both are computed outside of them."""
+
+    def __init__(self, *, tied: bool = False, tuples: bool = False, checkpointed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.words, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Parameter(torch.randn(LENGTH, WIDTH))
+        self.tone = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(tuples) for _ in range(5))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.register_buffer("calls", torch.zeros(()))
+        self.checkpointed = checkpointed
+        if tied:
+            self.head.weight = self.words.weight
+        self.double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = torch.full((LENGTH, LENGTH), -torch.inf, dtype=torch.float64).triu(1)
+        mask = mask[: tokens.shape[1], : tokens.shape[1]].expand(len(tokens), -1, -1)
+        tone = self.tone(self.places.sum(0))
+        self.calls += 1
+        x = self.words(tokens) + self.places[: tokens.shape[1]]
+        for block in self.blocks:
+            if self.checkpointed:
+                x = torch.utils.checkpoint.checkpoint(block, x, mask, tone=tone, use_reentrant=False)
+            else:
+                x = block(x, mask, tone=tone)
+            x = x[0] if isinstance(x, tuple) else x
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def losses(model: nn.Module, batch: Any) -> Tensor:
+    tokens, targets, _ = batch
+    return functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="none")
+
+
+def plain(model: nn.Module, batch: Any) -> Tensor:
+    return losses(model, batch).mean()
+
+
+def weighted(model: nn.Module, batch: Any) -> Loss:
+    weights = batch[2].flatten()
+    return Loss((losses(model, batch) * weights).sum(), weight=weights.sum())
+
+
+def data_of(samples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(VOCABULARY, (samples, LENGTH), generator=generator)
+    targets = torch.randint(VOCABULARY, (samples, LENGTH), generator=generator)
+    weights = torch.randint(0, 3, (samples, LENGTH), generator=generator).double()
+    return TensorDataset(tokens, targets, weights)
+
+
+def accuracy(output: Tensor, batch: Any) -> Tensor:
+    return (output.argmax(-1) == batch[1]).double().mean()
+
+
+def made(case: dict[str, Any], parallel: Any, checkpoint: Any) -> Trainer:
+    model = Transformer(**case.get("model", {}))
+    for name in case.get("frozen", ()):
+        model.get_submodule(name).requires_grad_(False)
+    kind = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}[case.get("optimizer", "adam")]
+    return Trainer(
+        model,
+        kind(model.parameters(), lr=0.01),  # type: ignore[operator]
+        weighted if case.get("weighted") else plain,
+        TrainerConfig(
+            epochs=case.get("epochs", 2),
+            max_steps=case.get("max_steps"),
+            **case["sizes"],
+            max_grad_norm=case.get("max_grad_norm"),
+            log_every=1,
+            parallel=parallel,
+            checkpoint=checkpoint,
+        ),
+        metrics={"accuracy": accuracy},
+    )
+
+
+def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    checkpoint = {"dir": folder, "keep_last": 9, "resume": case.get("resume", "auto"), "every_steps": case.get("every")}
+    trainer = made(case, {} if alone else case["parallel"], checkpoint)
+    data = data_of(case["samples"])
+    result = trainer.fit(data, data)
+    predicted = trainer.predict(data, lambda model, batch: model(batch[0]))
+    newest = checkpoints(folder)[0]
+    return {
+        "losses": [row.loss for row in result.history],
+        "norms": [row.grad_norm for row in result.history],
+        "metrics": result.metrics,
+        "predicted": predicted.flatten().tolist(),
+        "steps": result.steps,
+        "saved": str(newest.path),
+        "held": sum(each.untyped_storage().nbytes() for each in trainer.model.parameters()),
+        "rank": trainer.world.rank,
+    }
+
+
+if __name__ == "__main__":
+    cases, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    results = [run(case, folder / case["name"]) for case in cases]
+    print("result " + json.dumps(results), flush=True)
