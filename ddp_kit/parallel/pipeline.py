@@ -214,7 +214,8 @@ class PipelineStrategy(Strategy):
                 first = min(1, passes.count)
                 if passes.count:
                     self._run_alone(passes)
-                self._learn()
+                else:
+                    self._learn()
             if passes.count > first:
                 self._run_schedule(passes.count - first, first)
         finally:
@@ -237,6 +238,7 @@ class PipelineStrategy(Strategy):
         move(stage.get_fwd_send_ops(0))
         if not self._is_last:
             passes.without_loss()
+        self._learn()  # before the backward pass, in which ranks with a single pass begin to add up weights
         move(stage.get_bwd_recv_ops(0))
         stage.backward_one_chunk(0)
         move(stage.get_bwd_send_ops(0))
