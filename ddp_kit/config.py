@@ -235,15 +235,6 @@ class ParallelConfig(_Part):
             raise ValueError(
                 f"device_map does not go with the other settings, which need {self.strategy!r}: leave one of them out"
             )
-        if self.pipeline > 1 and (self.shard != 1 or self.tensor != 1 or self.optimizer != "whole"):
-            raise ValueError(
-                f"pipeline = {self.pipeline} goes with replicate alone, but shard = {self.shard}, tensor = "
-                f"{self.tensor} and optimizer = {self.optimizer!r} are set"
-            )
-        if self.schedule in ("interleaved", "zbv"):
-            raise ValueError(
-                f"schedule = {self.schedule!r} needs several stages per rank, and a rank has one: use '1f1b' or 'gpipe'"
-            )
         return self
 
     @field_validator("device_map", mode="before")

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ddp_kit.config import ParallelConfig
@@ -27,6 +26,9 @@ from ddp_kit.torch_internals import version_of
 from ddp_kit.world import World, host_group
 
 T = TypeVar("T")
+
+_SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_BATCH_NORMS = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 
 
 class PipelineStrategy(Strategy):
@@ -96,31 +98,48 @@ class PipelineStrategy(Strategy):
     def check(self, model: nn.Module) -> None:
         super().check(model)
         check_replicable(model)
-        for name in ("static_graph", "find_unused_parameters", "compression"):
-            if getattr(self.config, name):
-                raise ConfigError(
-                    f"parallel.{name} is a setting of DDP, and parallel.strategy is 'pipeline'", f"leave out {name}"
-                )
-        if self.sizes.pipeline == 1:
-            raise ConfigError(
-                "parallel.strategy is 'pipeline', and parallel.pipeline is 1", "set pipeline to the number of stages"
-            )
+        self._check_settings()
         chain_of(model, self.config)
-        norms = [name for name, each in model.named_modules() if isinstance(each, _BatchNorm)]
+        norms = [name for name, each in model.named_modules() if isinstance(each, _BATCH_NORMS)]
         if norms:
             raise ConfigError(
                 f"a pipeline does not train BatchNorm, whose statistics depend on the micro-batches: {some(norms)}",
                 "use LayerNorm, GroupNorm or RMSNorm, or parallel='ddp'",
             )
-        sparse = [
-            name
-            for name, each in model.named_modules()
-            if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse
-        ]
+        embeddings = nn.Embedding | nn.EmbeddingBag
+        sparse = [name for name, each in model.named_modules() if isinstance(each, embeddings) and each.sparse]
         if sparse:
             raise ConfigError(
-                f"a pipeline does not reduce sparse gradients, which {some(sparse)} would have",
+                f"a pipeline does not reduce sparse gradients, such as those of {some(sparse)}",
                 "leave out sparse=True, or use parallel='ddp'",
+            )
+
+    def _check_settings(self) -> None:
+        config, sizes = self.config, self.sizes
+        for name in ("static_graph", "find_unused_parameters", "compression"):
+            if getattr(config, name):
+                raise ConfigError(
+                    f"parallel.{name} is a setting of DDP, and parallel.strategy is 'pipeline'", f"leave out {name}"
+                )
+        if sizes.pipeline == 1:
+            raise ConfigError(
+                "parallel.strategy is 'pipeline', and parallel.pipeline is 1", "set pipeline to the number of stages"
+            )
+        if sizes.shard > 1 or sizes.tensor > 1 or config.optimizer != "whole":
+            raise ConfigError(
+                f"a pipeline goes with replicate alone, but shard is {sizes.shard}, tensor is {sizes.tensor} and "
+                f"optimizer is {config.optimizer!r}",
+                "leave them out; replicate is then the ranks left over",
+            )
+        if config.schedule not in _SCHEDULES:
+            raise ConfigError(
+                f"parallel.schedule = {config.schedule!r} needs several stages on each rank, and a rank has one here",
+                "use '1f1b' or 'gpipe'",
+            )
+        if config.share_gpus and self.world.device.type == "cuda":
+            raise ConfigError(
+                "parallel.share_gpus does not go with a pipeline: gloo does not send from the memory of a GPU",
+                "start as many ranks as there are GPUs, or run on the CPU with CUDA_VISIBLE_DEVICES=''",
             )
 
     def check_recoverable(self) -> None:
@@ -246,7 +265,8 @@ class PipelineStrategy(Strategy):
     def _run_schedule(self, count: int, first: int) -> None:
         if count not in self._schedules:
             stage = self._new_stage()
-            kind = Schedule1F1B if self.config.schedule == "1f1b" and count >= self.sizes.pipeline else ScheduleGPipe
+            # torch's 1F1B wants a pass for each stage; with fewer, both orders are the same.
+            kind = ScheduleGPipe if count < self.sizes.pipeline else _SCHEDULES[self.config.schedule]
             self._schedules[count] = stage, kind(stage, count, loss_fn=_the_loss_itself, scale_grads=False)
         stage, schedule = self._schedules[count]
         stage.first = first

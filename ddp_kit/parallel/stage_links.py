@@ -9,11 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from ddp_kit.errors import LossError
+
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 _DIMENSIONS = 12
 
 
-@dataclass
+@dataclass(frozen=True)
 class Received:
     """What the stage before has sent for one pass."""
 
@@ -46,7 +48,12 @@ class Links:
         return Received(tensor.requires_grad_(bool(trained)), items)
 
     def announce(self, tensor: Tensor, items: int) -> None:
-        """Tell the stage after of an activation that is to be sent."""
+        """Tell the stage after of an activation that is to be sent. Raises `LossError`."""
+        if tensor.dtype not in _DTYPES or tensor.ndim > _DIMENSIONS:
+            raise LossError(
+                f"a stage of the pipeline would send a tensor of type {tensor.dtype} with {tensor.ndim} dimensions",
+                "let blocks return real numbers, such as float32 or bfloat16",
+            )
         header = torch.zeros(4 + _DIMENSIONS, dtype=torch.int64)
         facts = [items, int(tensor.requires_grad), _DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
         header[: len(facts)] = torch.tensor(facts)

@@ -1,4 +1,4 @@
-"""Run by test_pipeline.py in 1, 2 and 4 processes: trains small transformers in float64 and prints what comes out.
+"""Run by test_pipelined.py in 1, 2 and 4 processes: trains small transformers in float64 and prints what comes out.
 
 In one process the same cases run without a pipeline.
 """

@@ -1,0 +1,170 @@
+"""How a model is cut into stages, what its forward pass is on each, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddp_kit import ConfigError, LossError
+from ddp_kit.config import ParallelConfig
+from ddp_kit.parallel import PassedOn
+from ddp_kit.parallel.pipeline import PipelineStrategy
+from ddp_kit.parallel.stages import StageModel, chain_of, even_split
+from ddp_kit.world import World
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        self.kind = "full"
+
+    def forward(self, x: Tensor, scale: Any = 1.0) -> Tensor:
+        y: Tensor = torch.tanh(self.layer(x)) * scale
+        return y
+
+
+class Model(nn.Module):
+    """`order`: of the blocks; `between`, `after`: what is done with the outputs of blocks."""
+
+    def __init__(self, order: Any = range(4), between: Any = None, after: Any = None) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 3)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(3, 1)
+        self.order, self.between, self.after = order, between, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, outputs = x.mean(), [self.inner(x)]
+        for number in self.order:
+            assert self.blocks[number].kind == "full"
+            x = outputs[-1] if self.between is None else self.between(outputs[-1])
+            outputs.append(self.blocks[number](x, scale))
+        y: Tensor = self.head(outputs[-1] if self.after is None else self.after(outputs))
+        return y
+
+
+def mean(model: nn.Module, batch: Tensor) -> Tensor:
+    value: Tensor = model(batch).square().mean()
+    return value
+
+
+def config(**settings: Any) -> ParallelConfig:
+    return ParallelConfig(**{"pipeline": 2} | settings)
+
+
+def in_stages(model: nn.Module, function: Any = mean, **settings: Any) -> tuple[Tensor, Tensor]:
+    """The loss on the last of two stages, and what was sent to it."""
+    chain, batch = chain_of(model, config(**settings)), torch.linspace(-1, 2, 10).reshape(5, 2)
+    with pytest.raises(PassedOn) as passed:
+        StageModel(model, chain, 0).call(function, batch)
+    sent = passed.value.tensor
+    received = sent.detach().requires_grad_()
+    loss: Tensor = StageModel(model, chain, 1).call(function, batch, received, passed.value.items)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert received.grad is not None
+    sent.backward(received.grad)  # type: ignore[no-untyped-call]
+    return loss, sent
+
+
+def test_stages_compute_what_the_model_does_and_leave_it_as_it_was() -> None:
+    model, batch = Model(), torch.linspace(-1, 2, 10).reshape(5, 2)
+    names = [name for name, _ in model.named_modules()]
+    expected = mean(model, batch)
+    gradients = torch.autograd.grad(expected, [*model.parameters()])
+    loss, _ = in_stages(model)
+    assert loss.item() == expected.item()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-6, atol=1e-9)
+    assert [name for name, _ in model.named_modules()] == names
+    assert all(type(block) is Block for block in model.blocks)
+
+
+@pytest.mark.parametrize(
+    ("model", "function", "found"),
+    [
+        (Model(order=(0, 2, 1, 3)), mean, "out of order: blocks.2, where the next one is blocks.1"),
+        (Model(order=(0, 1, 2)), mean, "has come to 3 of its 4 blocks"),
+        (Model(between=torch.relu), mean, "changes what blocks.1 returns before blocks.2 gets it"),
+        (Model(after=lambda outputs: outputs[1] + outputs[-1]), mean, "past the block that follows it"),
+        (Model(), lambda model, batch: mean(model, batch) + mean(model, batch), "out of order: blocks.0, where"),
+    ],
+)
+def test_what_is_no_chain_is_an_error_and_not_another_gradient(model: nn.Module, function: Any, found: str) -> None:
+    with pytest.raises(LossError, match=found):
+        in_stages(model, function)
+    assert all(type(block) is Block for block in model.blocks)  # type: ignore[union-attr]
+
+
+def test_a_loss_that_does_not_call_the_model_is_an_error_on_each_stage() -> None:
+    model = Model()
+    with pytest.raises(LossError, match="has come to 0 of its 4 blocks"):
+        StageModel(model, chain_of(model, config()), 0).call(lambda model, batch: batch.sum(), torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts", "expected"),
+    [
+        ([1, 1, 1, 1], 2, [2, 2]),
+        ([1, 1, 1, 1, 1], 3, [1, 2, 2]),
+        ([9, 1, 1, 1], 2, [1, 3]),
+        ([1, 1, 1, 9], 2, [3, 1]),
+        ([0, 0, 0], 3, [1, 1, 1]),
+    ],
+)
+def test_the_largest_part_is_as_small_as_it_can_be(sizes: list[float], parts: int, expected: list[int]) -> None:
+    found = even_split(sizes, parts)
+    assert max(sum(sizes[number] for number in part) for part in found) == max(
+        sum(sizes[number] for number in part)
+        for part in (range(sum(expected[:n]), sum(expected[: n + 1])) for n in range(parts))
+    )
+    assert [number for part in found for number in part] == [*range(len(sizes))]
+    assert all(found)
+
+
+def test_stages_can_be_named() -> None:
+    assert chain_of(Model(), config(pipeline=3, stages=("blocks.1", "blocks.3"))).stages == (
+        range(1),
+        range(1, 3),
+        range(3, 4),
+    )
+    assert chain_of(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), config(stages=("1",))).prefix == ""
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "found"),
+    [
+        (nn.Linear(2, 2), {}, "no repeated blocks"),
+        (nn.ModuleDict({"a": Model(), "b": Model()}), {}, "several places: a.blocks, b.blocks"),
+        (Model(), {"pipeline": 5}, "has 4 repeated blocks, in blocks"),
+        (Model(), {"stages": ()}, "names 0 modules"),
+        (Model(), {"stages": ("blocks.9",)}, "no such module"),
+        (Model(), {"stages": ("head",)}, "not modules of one nn.ModuleList"),
+        (Model(), {"stages": ("blocks.0",)}, "with which the first stage begins"),
+        (Model(), {"pipeline": 3, "stages": ("blocks.2", "blocks.1")}, "not in the order"),
+        (nn.Sequential(Block(), Block(), nn.BatchNorm1d(3)), {}, "BatchNorm"),
+        (nn.Sequential(nn.Embedding(3, 3, sparse=True), Block(), Block()), {}, "sparse"),
+        (Model(), {"schedule": "zbv"}, "several stages on each rank"),
+        (Model(), {"compression": "bf16"}, "a setting of DDP"),
+        (Model(), {"strategy": "pipeline", "pipeline": 1}, "parallel.pipeline is 1"),
+        (Model(), {"shard": 2}, "goes with replicate alone"),
+    ],
+)
+def test_what_cannot_be_a_pipeline_is_refused(model: nn.Module, settings: dict[str, Any], found: str) -> None:
+    parallel = config(**settings)
+    ranks = parallel.pipeline * max(1, parallel.shard)
+    with pytest.raises(ConfigError, match=found):
+        PipelineStrategy(World(0, ranks, 0, ranks, 0, torch.device("cpu")), parallel).check(model)
+
+
+def test_all_ranks_of_a_pipeline_share_samples_and_the_last_one_has_the_losses() -> None:
+    ranks = [PipelineStrategy(World(rank, 4, rank, 4, 0, torch.device("cpu")), config()) for rank in range(4)]
+    assert [(each.data_rank, each.data_ranks, each.contributes) for each in ranks] == [
+        (0, 2, False),
+        (1, 2, False),
+        (0, 2, True),
+        (1, 2, True),
+    ]
+    assert ranks[0].replicas == ([0, 1], [2, 3])
