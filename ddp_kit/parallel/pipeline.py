@@ -299,7 +299,11 @@ class PipelineStrategy(Strategy):
     def call(self, function: Callable[[nn.Module, T], Any], batch: T) -> Any:
         if self._passes is not None:
             came = self._came
-            return self._model.call(function, batch, *(() if came is None else (came.tensor, came.items)))
+            value = self._model.call(function, batch, *(() if came is None else (came.tensor, came.items)))
+            if not self._learned:  # the other ranks wait for what this one finds wrong with its first loss
+                leaves = _leaves(getattr(value, "loss", value))
+                self._check_foreign(each for each in self.parameters if each in leaves)
+            return value
         sent: PassedOn
         came = None
         if self._stage > 0:
@@ -340,7 +344,7 @@ class PipelineStrategy(Strategy):
     @torch.no_grad()
     def _reduce(self, *, has_passes: bool) -> None:
         """Add up gradients over the ranks that hold the same weights."""
-        self._check_foreign()
+        self._check_foreign(each for each in self.parameters if each.grad is not None)
         names = self.held_names()
         self._without_gradient = []
         by_group: dict[tuple[int, ...], list[nn.Parameter]] = {}
@@ -373,18 +377,15 @@ class PipelineStrategy(Strategy):
             if bucket:
                 yield bucket
 
-    def _check_foreign(self) -> None:
+    def _check_foreign(self, used: Iterable[nn.Parameter]) -> None:
+        """Raise `LossError` for weights that this stage has used and does not hold."""
         names = self.held_names()
-        used = [
-            names[id(each)]
-            for each in self.parameters
-            if each.grad is not None and self._stage not in self._holders[each]
-        ]
-        if used:
+        foreign = [names[id(each)] for each in used if self._stage not in self._holders[each]]
+        if foreign:
             raise LossError(
-                f"stage {self._stage} of the pipeline has used {some(used)}, which it does not hold: weights of other "
-                "stages' blocks, or weights that it did not need in the first pass of the run",
-                "compute what needs weights inside the model's forward, and in every pass alike; parallel='fsdp' has "
+                f"stage {self._stage} of the pipeline has used {some(foreign)}, which it does not hold: weights of "
+                "other stages' blocks, or weights that it did not need in the first pass of the run",
+                "compute what needs weights inside the model's blocks, and in every pass alike; parallel='fsdp' has "
                 "all weights on all ranks",
             )
 
@@ -511,11 +512,11 @@ def _free(parameter: nn.Parameter) -> None:
     parameter.data = torch.full((), kind, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
-def _leaves(root: Tensor) -> set[Tensor]:
-    """The leaves that a backward pass from `root` comes to."""
+def _leaves(root: Any) -> set[Tensor]:
+    """The leaves that a backward pass from a tensor comes to."""
     found: set[Tensor] = set()
     seen: set[Any] = set()
-    ahead = [root.grad_fn]
+    ahead = [root.grad_fn] if isinstance(root, Tensor) else []
     while ahead:
         node = ahead.pop()
         if node is None or node in seen:

@@ -114,13 +114,16 @@ def even_split(sizes: Sequence[float], parts: int) -> tuple[range, ...]:
 
 
 class _StandIn(nn.Module):
-    """Takes the place of a block during a forward pass, and shows the block's own attributes."""
+    """Takes the place of a block during a forward pass, and shows the block's own weights and attributes: whoever
+    walks over the model's weights finds all of them, by their names."""
 
     def __init__(self, block: nn.Module, run: Callable[..., Any]) -> None:
         super().__init__()
         self.__dict__["_block"] = block  # not registered: it is not a child
         self.__dict__["_run"] = run
         del self.__dict__["training"]
+        for members in ("_parameters", "_buffers", "_modules"):
+            self.__dict__[members] = block.__dict__[members]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_block"], name)
