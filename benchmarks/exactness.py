@@ -56,6 +56,13 @@ PLACEMENTS = {
     "tensor 2, sequence": Placement(2, {"tensor": 2, "tensor_plan": SEQUENCE}, tied=False),
     "replicate x tensor 2x2": Placement(4, {"tensor": 2, "tensor_plan": PLAN}),
     "fsdp x tensor 2x2": Placement(4, {"shard": 2, "tensor": 2, "tensor_plan": PLAN}),
+    "pipeline 2, gpipe": Placement(2, {"pipeline": 2, "schedule": "gpipe"}, tied=False),
+    "pipeline 2, 1f1b": Placement(2, {"pipeline": 2, "schedule": "1f1b"}, tied=False),
+    "replicate x pipeline 2x2": Placement(4, {"pipeline": 2}, tied=False),
+    "device_map 2, 2 ranks": Placement(2, {"device_map": {"": 0, "blocks.2-3": 1}}),
+    "ddp, checkpointing": Placement(2, "ddp", {"memory": {"checkpointing": "blocks"}}),
+    "fsdp, checkpointing": Placement(2, "fsdp", {"memory": {"checkpointing": "blocks"}}),
+    "fsdp, checkpointed operations": Placement(2, "fsdp", {"memory": {"checkpointing": "ops"}}),
 }
 
 
