@@ -159,7 +159,11 @@ def _environment(plan: Plan, env: Mapping[str, str]) -> list[str]:
     differing = [*_RANKS, *([VISIBLE_GPUS] if plan.virtual_local_rank else [])]
     shown = {**masked_env(worker[0]), ERROR_FILE: ""}
     rows = {
-        name: [name, origin.get(name, "your environment"), known_later.get(name) or _one_line(value)]
+        name: [
+            name,
+            origin.get(name, "your environment"),
+            known_later.get(name) or (value if value.isprintable() else repr(value)),
+        ]
         for name, value in sorted(shown.items())
         if name not in differing
     }
@@ -277,8 +281,3 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
         "  " + "  ".join([*(word.ljust(width) for word, width in zip(row, widths, strict=False)), row[-1]])
         for row in rows
     )
-
-
-def _one_line(value: str) -> str:
-    """The value, escaped if it has characters that a terminal does not print."""
-    return value if value.isprintable() else repr(value)

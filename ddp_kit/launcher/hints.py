@@ -179,7 +179,8 @@ def hint(text: str, exit_code: int, out_of_memory: bool = False) -> str:
     if out_of_memory and (exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) or "DataLoader worker" in text):
         return _HOST_MEMORY
     crashed = exit_code < 0 and -exit_code != signal.SIGABRT  # no error message; C++ code prints one before it aborts
-    for part in () if crashed else _texts_to_search(text):
+    parts = [_last_exception(text), text] if _CHAIN.search(text) else [_last_exception(text)]
+    for part in () if crashed else parts:
         for cause in CAUSES:
             found = re.search(cause.pattern, part)
             if found:
@@ -196,11 +197,6 @@ def is_secondary(text: str) -> bool:
 def is_timeout(text: str) -> bool:
     """Whether a collective timed out because another rank did not reach it."""
     return any(re.search(cause.pattern, _last_exception(text)) for cause in CAUSES if cause.advice.endswith(_TIMEOUT))
-
-
-def _texts_to_search(text: str) -> tuple[str, ...]:
-    """The last exception, then the whole text if exceptions are chained."""
-    return (_last_exception(text), text) if _CHAIN.search(text) else (_last_exception(text),)
 
 
 def _last_exception(text: str) -> str:

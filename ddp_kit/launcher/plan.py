@@ -208,6 +208,7 @@ def make(
     if not 0 < settings["monitor_interval"] < math.inf:
         found = f"--monitor-interval {settings['monitor_interval']} is not a number of seconds above 0"
         raise UsageError(found, "for example: --monitor-interval 0.1")
+    names = settings["signals_to_handle"].split(",")
     plan = Plan(
         command=_command(settings, env),
         forked=None if spec.cold else _forked(settings, env),
@@ -217,7 +218,7 @@ def make(
         origin=MappingProxyType({name: why for name, (_, why) in variables.items()}),
         role=settings["role"],
         rendezvous=rendezvous.read(settings, env),
-        signals_to_handle=_signals(settings["signals_to_handle"], spec.ignored_signals),
+        signals_to_handle=tuple(name for name in names if name.strip() not in spec.ignored_signals),
         shutdown_timeout=_shutdown_timeout(settings["shutdown_timeout"], env),
         hang_timeout=spec.hang_timeout,
         uninterruptible_state_timeout=_uninterruptible_state_timeout(env),
@@ -399,11 +400,6 @@ def _forked(torchrun: Mapping[str, Any], env: Mapping[str, str]) -> Program | No
 
 def _fill_local_rank(local_rank: int, words: Iterable[str]) -> list[str]:
     return [Template(word).safe_substitute(local_rank=local_rank) for word in words]  # as torch does
-
-
-def _signals(names: str, ignored: frozenset[str]) -> tuple[str, ...]:
-    """The signals that stop the job, without those that were ignored at the start, as under nohup."""
-    return tuple(name for name in names.split(",") if name.strip() not in ignored)
 
 
 def _shutdown_timeout(given: int | None, env: Mapping[str, str]) -> int:

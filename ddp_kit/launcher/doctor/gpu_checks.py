@@ -66,7 +66,8 @@ def left_over(machine: Machine) -> CheckResult | None:
         if not (proc / str(pid)).exists():
             lines.append(f"GPU {index}: pid {pid}, which is not in {proc}")
         elif _is_orphan(proc, pid):
-            lines.append(f"GPU {index}: pid {pid} of {_user(proc, pid)}, {_command(proc, pid)}")
+            command = masked(" ".join(_words(proc, pid))) or _text(proc / str(pid) / "comm")
+            lines.append(f"GPU {index}: pid {pid} of {_user(proc, pid)}, {command}")
             kills.append(str(pid))
     if not lines:
         return ok("GPU processes", "no orphaned process uses a GPU")
@@ -123,10 +124,6 @@ def _user(proc: Path, pid: int) -> str:
         return pwd.getpwuid(number).pw_name
     except KeyError:
         return f"user {number}"
-
-
-def _command(proc: Path, pid: int) -> str:
-    return masked(" ".join(_words(proc, pid))) or _text(proc / str(pid) / "comm")
 
 
 def _words(proc: Path, pid: int) -> list[str]:
