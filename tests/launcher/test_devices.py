@@ -103,7 +103,7 @@ def test_positions_in_the_user_s_mask_are_shown(ddpkit: Command, machine_of: Mac
 
 def test_a_word_behind_it_is_refused_and_help_is_there(ddpkit: Command) -> None:
     assert "unrecognized arguments: all" in ddpkit("devices", "all").stderr
-    assert "who uses them" in ddpkit("devices", "--help").stdout
+    assert "links, processes" in ddpkit("devices", "--help").stdout
 
 
 def test_the_command_imports_neither_torch_nor_pydantic(machine_of: Machine) -> None:
