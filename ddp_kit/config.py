@@ -34,6 +34,10 @@ STRATEGIES = {
     "device_map": "ddp_kit.parallel.device_map:DeviceMapStrategy",
 }
 """By name: the module and the class, which is imported where it is used."""
+AUTO = "auto"
+"""The strategy that the Trainer replaces by the first of ddp, zero1 and fsdp that fits."""
+AUTO = "auto"
+"""The strategy that the Trainer replaces by the first of ddp, zero1 and fsdp that fits."""
 Compression = Literal["bf16", "fp16", "powersgd"]
 
 
@@ -151,8 +155,8 @@ class ParallelConfig(_Part):
     strategy: str = Field(
         "ddp",
         description="ddp: a whole replica on every rank; zero1: the same with the optimizer state sharded; fsdp: "
-        "weights, gradients and optimizer state sharded. The sizes below say the same in numbers; their product is the "
-        "number of ranks.",
+        "weights, gradients and optimizer state sharded; auto: the first of these that fits. The sizes below say the "
+        "same in numbers; their product is the number of ranks.",
     )
     replicate: Size = Field(-1, description="Groups of ranks that each hold the whole model; -1: the ranks left over.")
     shard: Size = Field(1, description="Ranks over which weights, gradients and optimizer state are sharded (FSDP2).")
@@ -251,8 +255,9 @@ class ParallelConfig(_Part):
     @classmethod
     def _known_strategy(cls, strategy: Any) -> Any:
         """As a Literal would check it: the error then names what is allowed and the nearest."""
-        if not isinstance(strategy, str) or strategy not in STRATEGIES:
-            raise PydanticCustomError("literal_error", "unknown", {"expected": " or ".join(map(repr, STRATEGIES))})
+        known = (*STRATEGIES, AUTO)
+        if not isinstance(strategy, str) or strategy not in known:
+            raise PydanticCustomError("literal_error", "unknown", {"expected": " or ".join(map(repr, known))})
         return strategy
 
 

@@ -1,6 +1,7 @@
 """A small GPT that learns to write Python, character by character, from the source of Python's own library.
 
 ddpkit launch --nproc-per-node 2 examples/gpt.py
+ddpkit launch --nproc-per-node 2 examples/gpt.py --parallel fsdp
 """
 
 import argparse
@@ -113,6 +114,7 @@ def warm_up_and_down(optimizer: torch.optim.Optimizer, steps: int, peak: float) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--parallel", default="ddp", choices=["ddp", "zero1", "fsdp"], help="how the model is spread")
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
@@ -125,6 +127,7 @@ def main() -> None:
         accumulation_steps=2,
         precision="bf16" if bf16 else "fp32",
         max_grad_norm=1.0,
+        parallel=arguments.parallel,
         log_every=25,
     )
     trainer = Trainer(

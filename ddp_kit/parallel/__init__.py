@@ -18,21 +18,24 @@ from importlib import import_module
 from ddp_kit.config import STRATEGIES, ParallelConfig
 from ddp_kit.parallel.mesh import sizes_of
 from ddp_kit.parallel.single import SingleRank
-from ddp_kit.parallel.strategy import PassedOn, Passes, Strategy
+from ddp_kit.parallel.strategy import Parallelize, PassedOn, Passes, Strategy
 from ddp_kit.world import World
 
-__all__ = ["PassedOn", "Passes", "SingleRank", "Strategy", "strategy_for"]
+__all__ = ["Parallelize", "PassedOn", "Passes", "SingleRank", "Strategy", "strategy_for"]
 
 _SINGLE = "ddp_kit.parallel.single:SingleRank"
 _OF_ONE_RANK = {"device_map": "ddp_kit.parallel.device_map:SingleRankDeviceMap"}
 """Strategies that one rank has a use for."""
 
 
-def strategy_for(config: ParallelConfig, world: World, *, recoverable: bool) -> Strategy:
+def strategy_for(
+    config: ParallelConfig, world: World, *, recoverable: bool, parallelize: Parallelize | None = None
+) -> Strategy:
     """The strategy that the configuration names; where there is one rank, `SingleRank` or what it is with a device map.
 
     Raises `ConfigError` where the sizes do not fit the number of ranks.
 
+    `parallelize`: the user's own function that spreads the model, in place of the strategy's.
     `recoverable`: steps have to survive that a rank runs out of memory, see `Strategy.finish_failed_passes`.
     """
     sizes_of(config, world.world_size)
@@ -40,4 +43,7 @@ def strategy_for(config: ParallelConfig, world: World, *, recoverable: bool) -> 
     path = _OF_ONE_RANK.get(config.strategy, _SINGLE) if alone else STRATEGIES[config.strategy]
     module, _, name = path.partition(":")
     kind: type[Strategy] = getattr(import_module(module), name)
-    return kind(world, config, recoverable=recoverable)
+    strategy = kind(world, config, recoverable=recoverable)
+    if parallelize is not None and not alone:
+        strategy.use(parallelize)
+    return strategy

@@ -9,7 +9,7 @@ import fnmatch
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from ddp_kit.errors import ConfigError, LossError, nearest, some
 from ddp_kit.parallel.mesh import sizes_of
 from ddp_kit.parallel.replicas import broadcast, check_replicable
 from ddp_kit.parallel.shards import Shards
-from ddp_kit.parallel.strategy import Passes, Strategy, scale_gradients
+from ddp_kit.parallel.strategy import Parallelize, Passes, Strategy, scale_gradients
 from ddp_kit.parallel.tensor import split_layers, tensor_plan
 from ddp_kit.pieces import Piece
 from ddp_kit.world import World, host_group
@@ -52,6 +52,7 @@ class FsdpStrategy(Strategy):
         self._units: list[FSDPModule] = []
         self._shards: Shards
         self._keeps_whole_gradients = False
+        self._parallelize: Parallelize | None = None
 
     # --- which ranks share what -----------------------------------------------------------------------------------
 
@@ -104,15 +105,13 @@ class FsdpStrategy(Strategy):
             device.type, (sizes.replicate, sizes.shard, sizes.tensor), mesh_dim_names=("replicate", "shard", "tensor")
         )
         names = [name for name, _ in model.named_parameters()]
-        # Unit by unit: no rank ever holds the whole model on its device.
-        units: dict[str, nn.Module] = {**self._chosen_units(model), "": model}
-        plan = tensor_plan(model, self.config) if sizes.tensor > 1 else {}
-        for name, unit in units.items():
-            self._place(unit)
-            if plan:
-                split_layers(model, unit, plan, self._mesh["tensor"])
-            if sizes.data > 1:
-                self._shard_unit(name, unit)
+        if self._parallelize is None:
+            self._spread(model)
+        else:
+            self._place(model)
+            self._parallelize(model, self._mesh)
+            self._units = [each for each in model.modules() if isinstance(each, FSDPModule)]
+            self._check_spread(model)
         self.parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
         self._keeps_whole_gradients = self._whole_gradients_fit()
         for sharded in self._units:
@@ -123,6 +122,35 @@ class FsdpStrategy(Strategy):
         held = [(each, self._shards.of.get(each, each)) for each in self.parameters]
         self._held = [shard for _, shard in held]
         self._split = [shard for whole, shard in held if _is_split(whole)]  # over the ranks of a tensor group
+
+    def _spread(self, model: nn.Module) -> None:
+        """Unit by unit: no rank ever holds the whole model on its device."""
+        units: dict[str, nn.Module] = {**self._chosen_units(model), "": model}
+        plan = tensor_plan(model, self.config) if self.sizes.tensor > 1 else {}
+        for name, unit in units.items():
+            self._place(unit)
+            if plan:
+                split_layers(model, unit, plan, self._mesh["tensor"])
+            if self.sizes.data > 1:
+                self._shard_unit(name, unit)
+
+    def use(self, parallelize: Parallelize) -> None:
+        self._parallelize = parallelize
+
+    def _check_spread(self, model: nn.Module) -> None:
+        """Raise `ConfigError` for parameters whose gradients nobody would reduce over the ranks."""
+        needed = {name for name in ("replicate", "shard") if getattr(self.sizes, name) > 1}
+        apart = [
+            name
+            for name, each in model.named_parameters()
+            if each.requires_grad and needed - set(each.device_mesh.mesh_dim_names or () if _is_dtensor(each) else ())
+        ]
+        if apart:
+            raise ConfigError(
+                f"after parallelize(model, mesh), {some(apart)} are not on the mesh dimensions {sorted(needed)}: each "
+                "rank would train them by itself",
+                "let the function end with fully_shard(model, mesh=mesh['shard']), or mesh['replicate', 'shard']",
+            )
 
     def _chosen_units(self, model: nn.Module) -> dict[str, nn.Module]:
         """The modules whose weights are gathered together, inner ones first; the rest belongs to the root."""
@@ -287,6 +315,10 @@ class FsdpStrategy(Strategy):
     def _written(self, piece: Piece, *, split: bool) -> Piece:
         """Of the ranks that hold the same piece, the first writes it."""
         return replace(piece, owned=self._replica == 0 and (split or self._tensor == 0))
+
+
+def _is_dtensor(value: Any) -> TypeGuard[DTensor]:
+    return isinstance(value, DTensor)
 
 
 def _reduced_part(gradient: Any, parameter: Any) -> Tensor:

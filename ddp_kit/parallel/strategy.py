@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -17,6 +18,9 @@ from ddp_kit.torch_internals import multiply_all
 from ddp_kit.world import World
 
 T = TypeVar("T")
+
+Parallelize = Callable[[nn.Module, DeviceMesh], None]
+"""Spreads a model in place over a mesh with the dimensions replicate, shard and tensor."""
 
 
 class PassedOn(BaseException):
@@ -146,6 +150,14 @@ class Strategy(ABC):
                 "micro_batch_size='auto' does not go together with SyncBatchNorm, a collective in every pass",
                 "set micro_batch_size to a number",
             )
+
+    def use(self, parallelize: Parallelize) -> None:  # noqa: ARG002
+        """Let the user's own function spread the model in `setup`. Not a collective."""
+        raise ConfigError(
+            f"parallelize=... is a function for FSDP and tensor parallel, and parallel.strategy is "
+            f"{self.config.strategy!r}",
+            "set the sizes of the mesh that it gets, such as parallel={'shard': 4, 'tensor': 2}",
+        )
 
     def setup(self, model: nn.Module) -> None:
         """Move the model to where it trains, the same on all ranks. Called again after `release`."""

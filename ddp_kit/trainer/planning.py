@@ -14,18 +14,21 @@ from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_kit.blocks import repeated_blocks
-from ddp_kit.config import CheckpointConfig, ParallelConfig, TrainerConfig
+from ddp_kit.config import AUTO, CheckpointConfig, ParallelConfig, TrainerConfig
 from ddp_kit.env import PlanRequest
 from ddp_kit.errors import ConfigError, DdpKitError
+from ddp_kit.log import logger
 from ddp_kit.metrics import Loss, checked
 from ddp_kit.parallel import Strategy
 from ddp_kit.parallel.activations import Activations
 from ddp_kit.parallel.memory import (
+    GIB,
     BlockMemory,
     MemoryPlan,
     ModelMemory,
@@ -36,10 +39,13 @@ from ddp_kit.parallel.memory import (
     report,
 )
 from ddp_kit.torch_internals import FakeTensors, LiveBytes, is_fake, pytree
+from ddp_kit.trainer.agreement import gathered
 from ddp_kit.trainer.parts import Parts
+from ddp_kit.world import World
 
 _KERNELS = ("fused", "foreach", "capturable")  # settings that choose one, for some devices only
 _TRIED_VALUES = 8
+_FOR_STATE = 0.7  # of a device's memory; the rest is for activations
 _EXACT = ("ddp", "zero1", "fsdp")  # of the others it is not known before how much one device holds
 
 
@@ -54,6 +60,48 @@ def config_to_plan(config: TrainerConfig) -> TrainerConfig:
         alone["micro_batch_size"] = 1
     data = config.data.model_copy(update={"num_workers": 0, "seed_samples": False, "compare_items": 0})
     return config.model_copy(update={**alone, "data": data})
+
+
+def named(parallel: ParallelConfig, name: str) -> ParallelConfig:
+    """The same settings with the sizes of this strategy."""
+    sizes = ParallelConfig(strategy=name)
+    fields = ("strategy", "replicate", "shard", "optimizer")
+    return parallel.model_copy(update={field: getattr(sizes, field) for field in fields})
+
+
+def first_that_fits(parallel: ParallelConfig, model: nn.Module, world: World) -> ParallelConfig:
+    """The configuration; for "auto" that of the first of ddp, zero1 and fsdp that fits. A collective.
+
+    What fits is decided by weights, gradients and two values of state for each weight, as Adam keeps them; activations
+    are not known before there is a batch, so a part of the memory is left to them. Raises `ConfigError` for none.
+    """
+    if parallel.strategy != AUTO:
+        return parallel
+    memory = device_memory(world.device) or psutil.virtual_memory().total // world.local_world_size
+    least = min(memory for (memory,) in gathered(world, [memory]))
+    rows = [
+        replace(row, state_per_value=2 * row.itemsize) if row.trained else row
+        for row in _rows(model, repeated_blocks(model), {})
+    ]
+    whole = ModelMemory(tuple(rows), sum(map(_bytes, model.buffers())), PassMemory(0, 0, 0), False, False)
+    refused: list[str] = []
+    for name in _EXACT:
+        found = named(parallel, name)
+        need = plan_memory(whole, found, world.world_size).exact / GIB
+        if need <= least / GIB * _FOR_STATE:
+            logger.info(
+                'parallel="auto": {}, with {:.2f} GiB of weights, gradients and optimizer state on each rank{}',
+                name,
+                need,
+                "".join(f"; {each}" for each in refused),
+            )
+            return found
+        refused.append(f"{name} needs {need:.1f} GiB")
+    raise ConfigError(
+        f"parallel='auto' found nothing that fits: {'; '.join(refused)}; of the {least / GIB:.1f} GiB of a rank, "
+        f"{_FOR_STATE:.0%} are for weights, gradients and optimizer state",
+        "use more ranks, precision='bf16-true', or split layers with parallel.tensor",
+    )
 
 
 def measured(parts: Parts, batch: Any, *, accumulates: bool) -> ModelMemory:
@@ -99,7 +147,14 @@ def measured(parts: Parts, batch: Any, *, accumulates: bool) -> ModelMemory:
 def planned(model: ModelMemory, config: TrainerConfig, ranks: int, device_memory: int | None) -> MemoryPlan:
     """The plan of a configuration as it stands."""
     offload = config.memory.offload_activations
-    plan = plan_memory(model, config.parallel, ranks, device_memory=device_memory, offload=offload)
+
+    def plan_of(parallel: ParallelConfig) -> MemoryPlan:
+        return plan_memory(model, parallel, ranks, device_memory=device_memory, offload=offload)
+
+    if config.parallel.strategy == AUTO:
+        plans = [plan_of(named(config.parallel, name)) for name in _EXACT]
+        return next((plan for plan in plans if device_memory is None or plan.total <= device_memory), plans[-1])
+    plan = plan_of(config.parallel)
     if config.parallel.strategy == "device_map":
         problem = "device_map: the plan is for the whole model on one device"
         return replace(plan, problems=(*plan.problems, problem))

@@ -22,7 +22,7 @@ from ddp_kit.errors import ConfigError
 from ddp_kit.heartbeat import Phase
 from ddp_kit.loader import Data
 from ddp_kit.metric_objects import MetricObject
-from ddp_kit.parallel import strategy_for
+from ddp_kit.parallel import Parallelize, strategy_for
 from ddp_kit.parallel.activations import Activations
 from ddp_kit.parallel.memory import MemoryPlan, ModelMemory
 from ddp_kit.parallel.mesh import sizes_of
@@ -53,6 +53,7 @@ from ddp_kit.trainer.planning import (
     config_to_plan,
     described,
     device_memory,
+    first_that_fits,
     measured,
     planned,
     refuse_model,
@@ -107,6 +108,8 @@ class Trainer:
     returns what a loss function may return, and is exact over all ranks. Or name -> an object with update, compute
     and reset, such as torchmetrics' (it gets the output and the second part of the batch), or a pair of one and
     `fn(output, batch)` -> the arguments of its update.
+    `parallelize(model, mesh)`: spreads the model in place of the strategy, with torch's own calls, over a DeviceMesh
+    of the dimensions replicate, shard and tensor; the sizes are those of `config.parallel`.
     Creating a Trainer is a collective: all ranks do it.
     Raises `ConfigError`, `WorldError`, and later `DataError` and `LossError`.
     """
@@ -121,6 +124,7 @@ class Trainer:
         scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
         metrics: Mapping[str, MetricFunction | Any] | None = None,
         callbacks: Sequence[Callback] = (),
+        parallelize: Parallelize | None = None,
     ) -> None:
         self.config = checked_config(config)
         checked_function(loss_fn, "loss_fn")
@@ -133,7 +137,9 @@ class Trainer:
         self._request = plan_request()
         settings = self.config if self._request is None else config_to_plan(self.config)
         micro_batch = None if settings.micro_batch_size == "auto" else settings.micro_batch_size
-        strategy = strategy_for(settings.parallel, self.world, recoverable=settings.micro_batch_size == "auto")
+        settings = settings.model_copy(update={"parallel": first_that_fits(settings.parallel, model, self.world)})
+        automatic = settings.micro_batch_size == "auto"
+        strategy = strategy_for(settings.parallel, self.world, recoverable=automatic, parallelize=parallelize)
         data_ranks = strategy.data_ranks
         if self._request is not None:
             data_ranks = sizes_of(self.config.parallel, self._request.ranks).data

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +53,19 @@ def test_a_run_that_is_moved_from_placement_to_placement_ends_as_one_that_stays(
 
 
 @pytest.mark.slow
+def test_a_model_can_be_spread_by_a_function_of_the_user(ddpkit: Ddpkit) -> None:
+    script, losses = Path(__file__).with_name("spread_by_hand.py"), {}
+    for ranks in (1, 4):
+        run = ddpkit("launch", "--nproc-per-node", ranks, script)
+        assert run.returncode == 0, run.stderr
+        (line,) = re.findall(r"losses (.*)", run.stdout)
+        losses[ranks] = [float(each) for each in line.split()]
+    assert len(losses[1]) == 6
+    assert losses[4] == pytest.approx(losses[1], abs=1e-12)
+    assert "0.weight, 0.bias, 2.weight, 2.bias are not on the mesh dimensions ['shard']" in run.stdout
+
+
+@pytest.mark.slow
 def test_what_cannot_be_placed_is_refused_in_words(ddpkit: Ddpkit, tmp_path: Path) -> None:
     run = ddpkit("launch", "--nproc-per-node", 2, Path(__file__).with_name("misplaced.py"))
     assert run.returncode == 0, run.stderr
@@ -67,7 +81,7 @@ def test_what_cannot_be_placed_is_refused_in_words(ddpkit: Ddpkit, tmp_path: Pat
         "plan": "does not say which",
         "kind": "is a ReLU",
         "outside": "uses weights outside of the model's forward pass",
-        "unused": "spare.bias, spare.weight got no gradient",
+        "unused": "spare.weight, spare.bias got no gradient",
         "elementwise": "Adafactor cannot be sharded",
     }
     assert found.keys() == expected.keys()
