@@ -399,7 +399,8 @@ class PipelineStrategy(Strategy):
     def grad_norm(self) -> Tensor:
         """Sums of squares, added up over the stages; each weight counts once, however many stages hold it."""
         own = [each.grad for each in self.parameters if each.grad is not None and self._holders[each][0] == self._stage]
-        square = nn.utils.get_total_norm(own).square().to(self.world.device, self.parameters[0].dtype)
+        exact = torch.promote_types(self.parameters[0].dtype, torch.float32)
+        square = nn.utils.get_total_norm(own).to(self.world.device, exact).square()
         dist.all_reduce(square, group=self._links.group)
         return square.sqrt()
 
