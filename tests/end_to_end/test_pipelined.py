@@ -30,6 +30,20 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "fewer samples than pipelines": {"samples": 5, "sizes": {"global_batch_size": 1, "micro_batch_size": 2}},
 }
+FOUR_STAGES: dict[str, dict[str, Any]] = {
+    "four stages, more passes than stages": {
+        "samples": 25,
+        "sizes": {"global_batch_size": 12, "micro_batch_size": 2},
+        "parallel": {"pipeline": 4},
+        "weighted": True,
+    },
+    "four stages, fewer passes than stages": {
+        "samples": 15,
+        "sizes": {"global_batch_size": 6, "micro_batch_size": 2},
+        "parallel": {"pipeline": 4},
+        "model": {"tied": True},
+    },
+}
 FULL: dict[str, Any] = {"samples": 13, "weighted": True, "epochs": 3, "model": {"tied": True}}
 
 
@@ -60,9 +74,9 @@ def farthest(one: list[float], other: list[float]) -> float:
 
 @pytest.mark.slow
 def test_a_pipeline_trains_as_one_process_does(start: Start, tmp_path: Path) -> None:
-    alone = run(start, 1, tmp_path / "1", CASES)
-    for ranks in (2, 4):
-        for name, results in run(start, ranks, tmp_path / str(ranks), CASES).items():
+    alone = run(start, 1, tmp_path / "1", CASES | FOUR_STAGES)
+    for ranks, cases in ((2, CASES), (4, CASES | FOUR_STAGES)):
+        for name, results in run(start, ranks, tmp_path / str(ranks), cases).items():
             (expected,) = alone[name]
             for found in results:
                 place = f"{name}, rank {found['rank']} of {ranks}"
