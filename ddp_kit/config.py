@@ -169,7 +169,8 @@ class ParallelConfig(_Part):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"] = Field(
         "1f1b",
         description="The order of a step's passes: gpipe: all forward, then all backward; 1f1b: backward as soon as "
-        "possible, which keeps fewer activations.",
+        "possible, which keeps fewer activations; interleaved: 1f1b with two stages per rank, which idles less and "
+        "sends more.",
     )
     optimizer: Literal["whole", "sharded"] = Field(
         "whole", description="sharded: each rank holds and updates an equal share of the optimizer state (ZeRO-1)."

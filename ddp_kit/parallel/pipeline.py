@@ -5,13 +5,14 @@ blocks of other stages are left out: stages.py. The passes of an optimizer step 
 torch.distributed.pipelining's schedules put in order: stage_links.py.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleLoopedBFS
 from torch.optim import Optimizer
 
 from ddp_kit.config import ParallelConfig
@@ -19,7 +20,7 @@ from ddp_kit.errors import ConfigError, LossError, some
 from ddp_kit.parallel.mesh import sizes_of
 from ddp_kit.parallel.replicas import broadcast, check_replicable
 from ddp_kit.parallel.stage_links import Links, Received, Stage, move
-from ddp_kit.parallel.stages import StageModel, chain_of
+from ddp_kit.parallel.stages import StageModel, chain_of, stages_per_rank
 from ddp_kit.parallel.strategy import PassedOn, Passes, Strategy
 from ddp_kit.pieces import Piece
 from ddp_kit.torch_internals import version_of
@@ -27,7 +28,6 @@ from ddp_kit.world import World, host_group
 
 T = TypeVar("T")
 
-_SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _BATCH_NORMS = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 
 
@@ -50,18 +50,24 @@ class PipelineStrategy(Strategy):
     def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
         super().__init__(world, config, recoverable=recoverable)
         self.sizes = sizes_of(config, world.world_size)
-        self._stage, self._replica, _, _ = self.sizes.coordinates(world.rank)
-        self._model: StageModel
-        self._links: Links
+        self._place, self._replica, _, _ = self.sizes.coordinates(world.rank)
+        places = self.sizes.pipeline
+        self._stages = range(self._place, places * stages_per_rank(config), places)  # of this rank
+        self._count = places * len(self._stages)  # of all stages
+        self._models: dict[int, StageModel] = {}
+        self._links: dict[int, Links] = {}
         self._optimizer: Optimizer | None = None
         self._holders: dict[nn.Parameter, tuple[int, ...]] = {}
-        """The stages that hold a parameter; the first of them writes it to checkpoints."""
+        """The places in the pipeline that hold a parameter; the first of them writes it to checkpoints."""
         self._outer: list[nn.Parameter] = []  # trained weights of which the first pass shows who needs them
         self._owners: dict[str, int] = {}  # by the name of a buffer that passes change: the stage whose value counts
+        self._group: Any = None  # of this pipeline
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._learned = False
-        self._schedules: dict[int, tuple[Stage, Any]] = {}
+        self._schedules: dict[int, tuple[list[Stage], Any]] = {}
         self._passes: Passes | None = None
+        self._backwards_left = 0
+        self._running = 0  # the stage that runs forward
         self._came: Received | None = None
         self._needed: set[Tensor] = set()  # weights
         self._changed: set[str] = set()  # buffers
@@ -86,8 +92,12 @@ class PipelineStrategy(Strategy):
         return tuple(self._ranks((stage,)) for stage in range(self.sizes.pipeline))
 
     @property
+    def calls_per_pass(self) -> int:
+        return len(self._stages)
+
+    @property
     def _is_last(self) -> bool:
-        return self._stage == self.sizes.pipeline - 1
+        return self._place == self.sizes.pipeline - 1
 
     def _ranks(self, stages: Iterable[int]) -> list[int]:
         """All ranks of these stages."""
@@ -131,10 +141,10 @@ class PipelineStrategy(Strategy):
                 f"optimizer is {config.optimizer!r}",
                 "leave them out; replicate is then the ranks left over",
             )
-        if config.schedule not in _SCHEDULES:
+        if config.schedule == "zbv":
             raise ConfigError(
-                f"parallel.schedule = {config.schedule!r} needs several stages on each rank, and a rank has one here",
-                "use '1f1b' or 'gpipe'",
+                "parallel.schedule = 'zbv' needs backward passes in two parts, for which torch has no public function",
+                "use '1f1b' or 'interleaved'",
             )
         if config.share_gpus and self.world.device.type == "cuda":
             raise ConfigError(
@@ -151,40 +161,40 @@ class PipelineStrategy(Strategy):
 
     def setup(self, model: nn.Module) -> None:
         self.model = model
-        chain, stages = chain_of(model, self.config), range(self.sizes.pipeline)
+        chain, places = chain_of(model, self.config), range(self.sizes.pipeline)
         blocks = chain.blocks(model)
         inside: dict[nn.Parameter, set[int]] = {}
-        for stage in stages:
-            for number in chain.stages[stage]:
+        for stage, numbers in enumerate(chain.stages):
+            for number in numbers:
                 for each in blocks[number].parameters():
-                    inside.setdefault(each, set()).add(stage)
+                    inside.setdefault(each, set()).add(stage % len(places))
         of_blocks = {module for block in blocks for module in block.modules()}
         outside = {
             each for module in model.modules() if module not in of_blocks for each in module.parameters(recurse=False)
         }
         shared = {each for each, held in inside.items() if len(held) > 1} | outside
         for each in model.parameters():
-            self._holders[each] = tuple(stages) if each in shared else tuple(inside[each])
+            self._holders[each] = tuple(places) if each in shared else tuple(inside[each])
         self._outer = [each for each in model.parameters() if each in shared and each.requires_grad]
         # Block by block: no rank ever holds the whole model on its device.
         for block in blocks:
-            self._place([each for each in block.parameters() if each not in shared])
-        self._place([each for each in model.parameters() if each in shared])
+            self._put_on_device([each for each in block.parameters() if each not in shared])
+        self._put_on_device([each for each in model.parameters() if each in shared])
         for buffer in model.buffers():
             buffer.data = buffer.data.to(self.world.device)
         broadcast(model.buffers())
         self.parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
-        self._model = StageModel(model, chain, self._stage)
+        self._models = {stage: StageModel(model, chain, stage) for stage in self._stages}
         self._connect()
 
     @torch.no_grad()
-    def _place(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _put_on_device(self, parameters: Sequence[nn.Parameter]) -> None:
         """To the device, as rank 0 has them; what belongs to other stages is freed."""
         for each in parameters:
             each.data = each.data.to(self.world.device)
         broadcast([each.detach() for each in parameters])
         for each in parameters:
-            if self._stage not in self._holders[each]:
+            if self._place not in self._holders[each]:
                 _free(each)
 
     def _connect(self) -> None:
@@ -192,7 +202,8 @@ class PipelineStrategy(Strategy):
             ranks = [stage * self.sizes.replicate + replica for stage in range(self.sizes.pipeline)]
             groups = dist.new_group(ranks), dist.new_group(ranks, backend="gloo")
             if replica == self._replica:
-                self._links = Links(ranks, self._stage, *groups, self.world.device)
+                self._group = groups[0]
+                self._links = {stage: Links(ranks, stage, *groups, self.world.device) for stage in self._stages}
         for stage in range(self.sizes.pipeline):
             self._make_group((stage,))
 
@@ -208,12 +219,12 @@ class PipelineStrategy(Strategy):
     def _forget_state(self) -> None:
         """What an optimizer holds of other stages' weights."""
         for parameter, stages in self._holders.items():
-            if self._optimizer is not None and self._stage not in stages:
+            if self._optimizer is not None and self._place not in stages:
                 self._optimizer.state.pop(parameter, None)
 
     def local_parameters(self) -> list[Tensor]:
         return [
-            each.detach() if self._stage in stages else each.detach().new_zeros(1)
+            each.detach() if self._place in stages else each.detach().new_zeros(1)
             for each, stages in self._holders.items()
         ]
 
@@ -228,6 +239,7 @@ class PipelineStrategy(Strategy):
 
     def run_passes(self, passes: Passes) -> None:
         self._passes, first = passes, 0
+        self._backwards_left = passes.count * len(self._stages)
         try:
             if not self._learned:
                 first = min(1, passes.count)
@@ -241,45 +253,53 @@ class PipelineStrategy(Strategy):
             self._passes = None
         if not passes.count:
             passes.before_reduction(torch.zeros((), device=self.world.device))
-        self._links.settle()
+        self._settle()
         self._reduce(has_passes=passes.count > 0)
 
     def _run_alone(self, passes: Passes) -> None:
         """The first pass of a run: the ranks agree on the kind of loss after its forward pass."""
         before = {name: (each, version_of(each)) for name, each in self.model.named_buffers()}
-        stage = self._new_stage()
-        move(stage.get_fwd_recv_ops(0))
-        self._needed = _leaves(stage.forward_one_chunk(0))
+        stages = self._new_stages()
+        for stage in stages:
+            move(stage.get_fwd_recv_ops(0))
+            self._needed |= _leaves(stage.forward_one_chunk(0))
+            move(stage.get_fwd_send_ops(0))
         for name, each in self.model.named_buffers():
             buffer, version = before.get(name, (None, 0))
             if each is not buffer or version_of(each) != version:
                 self._changed.add(name)
-        move(stage.get_fwd_send_ops(0))
         if not self._is_last:
             passes.without_loss()
         self._learn()  # before the backward pass, in which ranks with a single pass begin to add up weights
-        move(stage.get_bwd_recv_ops(0))
-        stage.backward_one_chunk(0)
-        move(stage.get_bwd_send_ops(0))
+        for stage in reversed(stages):
+            move(stage.get_bwd_recv_ops(0))
+            stage.backward_one_chunk(0)
+            move(stage.get_bwd_send_ops(0))
 
     def _run_schedule(self, count: int, first: int) -> None:
         if count not in self._schedules:
-            stage = self._new_stage()
-            # torch's 1F1B wants a pass for each stage; with fewer, both orders are the same.
-            kind = ScheduleGPipe if count < self.sizes.pipeline else _SCHEDULES[self.config.schedule]
-            self._schedules[count] = stage, kind(stage, count, loss_fn=_the_loss_itself, scale_grads=False)
-        stage, schedule = self._schedules[count]
-        stage.first = first
+            stages = self._new_stages()
+            kind = _schedule_for(self.config.schedule, count, self.sizes.pipeline)
+            given = stages if len(stages) > 1 else stages[0]
+            self._schedules[count] = stages, kind(given, count, loss_fn=_the_loss_itself, scale_grads=False)
+        stages, schedule = self._schedules[count]
+        for stage in stages:
+            stage.first = first
         schedule.step(target=torch.arange(count), return_outputs=False)
 
-    def _new_stage(self) -> Stage:
-        stage = Stage(self._links, self.sizes.pipeline, self.world.device)
-        stage.forward_pass, stage.backward_pass = self._forward, self._backward
-        return stage
+    def _new_stages(self) -> list[Stage]:
+        made = [Stage(self._links[number], self._count, self.world.device) for number in self._stages]
+        for stage in made:
+            stage.forward_pass, stage.backward_pass = self._forward, self._backward
+        return made
 
-    def _forward(self, number: int, came: Received | None) -> tuple[Tensor, int]:
+    def _settle(self) -> None:
+        for links in self._links.values():
+            links.settle()
+
+    def _forward(self, stage: int, number: int, came: Received | None) -> tuple[Tensor, int]:
         assert self._passes is not None, "called within `run_passes`"
-        self._came = came
+        self._running, self._came = stage, came
         try:
             return self._passes.forward(number), -1
         except PassedOn as passed:
@@ -287,35 +307,40 @@ class PipelineStrategy(Strategy):
         finally:
             self._came = None
 
-    def _backward(self, number: int, tensor: Tensor, gradient: Tensor | None) -> None:
+    def _backward(self, tensor: Tensor, gradient: Tensor | None) -> None:
         passes = self._passes
         assert passes is not None, "called within `run_passes`"
-        if number == passes.count - 1:
+        self._backwards_left -= 1
+        if not self._backwards_left:
             passes.before_reduction(tensor)
         if tensor.requires_grad:
             torch.autograd.backward(tensor, gradient)
         passes.after_backward()
 
     def call(self, function: Callable[[nn.Module, T], Any], batch: T) -> Any:
-        if self._passes is not None:
-            came = self._came
-            value = self._model.call(function, batch, *(() if came is None else (came.tensor, came.items)))
-            if not self._learned:  # the other ranks wait for what this one finds wrong with its first loss
-                leaves = _leaves(getattr(value, "loss", value))
-                self._check_foreign(each for each in self.parameters if each in leaves)
-            return value
-        sent: PassedOn
-        came = None
-        if self._stage > 0:
-            came = self._links.arriving()
-            move([self._links.operation(dist.irecv, came.tensor.detach(), -1)])
-        try:
-            return self._model.call(function, batch, *(() if came is None else (came.tensor, came.items)))
-        except PassedOn as passed:
-            sent = PassedOn(passed.tensor.detach(), passed.items)
-        self._links.announce(sent.tensor, sent.items)
-        move([self._links.operation(dist.isend, sent.tensor.contiguous(), 1)])
-        self._links.settle()
+        if self._passes is None:
+            return self._call_alone(function, batch)
+        value = self._models[self._running].call(function, batch, self._came)
+        if not self._learned:  # the other ranks wait for what this one finds wrong with its first loss
+            leaves = _leaves(getattr(value, "loss", value))
+            self._check_foreign(each for each in self.parameters if each in leaves)
+        return value
+
+    def _call_alone(self, function: Callable[[nn.Module, T], Any], batch: T) -> Any:
+        """Outside of optimizer steps: through this rank's stages, one after another."""
+        for stage in self._stages:
+            links, came = self._links[stage], None
+            if stage > 0:
+                came = links.arriving()
+                move([links.operation(dist.irecv, came.tensor.detach(), -1)])
+            try:
+                own = batch if stage == self._stages[-1] else copy.deepcopy(batch)  # functions may take batches apart
+                return self._models[stage].call(function, own, came)
+            except PassedOn as passed:
+                sent = PassedOn(passed.tensor.detach(), passed.items)
+            links.announce(sent.tensor, sent.items)
+            move([links.operation(dist.isend, sent.tensor.contiguous(), 1)])
+            links.settle()
         raise sent
 
     # --- which weights outside of the blocks each stage needs -----------------------------------------------------
@@ -325,13 +350,13 @@ class PipelineStrategy(Strategy):
         buffers = [name for name, _ in self.model.named_buffers()]
         own = [each in self._needed for each in self._outer] + [name in self._changed for name in buffers]
         table = torch.zeros(self.sizes.pipeline, len(own), dtype=torch.int32)
-        table[self._stage] = torch.tensor(own, dtype=torch.int32)
+        table[self._place] = torch.tensor(own, dtype=torch.int32)
         dist.all_reduce(table, op=dist.ReduceOp.MAX, group=host_group(self.world))
         self._learned, self._needed, self._changed = True, set(), set()
         users = [tuple(stage for stage, uses in enumerate(column) if uses) for column in table.T.tolist()]
         for parameter, stages in zip(self._outer, users, strict=False):
             self._holders[parameter] = stages or (0,)
-            if self._stage not in self._holders[parameter]:
+            if self._place not in self._holders[parameter]:
                 _free(parameter)
         changed = zip(buffers, users[len(self._outer) :], strict=True)
         self._owners = {name: stages[0] for name, stages in changed if stages}
@@ -349,7 +374,7 @@ class PipelineStrategy(Strategy):
         self._without_gradient = []
         by_group: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for each in self.parameters:
-            if self._stage in self._holders[each]:
+            if self._place in self._holders[each]:
                 by_group.setdefault(self._holders[each], []).append(each)
                 if each.grad is None:
                     self._without_gradient += [names[id(each)]] if has_passes else []
@@ -380,10 +405,10 @@ class PipelineStrategy(Strategy):
     def _check_foreign(self, used: Iterable[nn.Parameter]) -> None:
         """Raise `LossError` for weights that this stage has used and does not hold."""
         names = self.held_names()
-        foreign = [names[id(each)] for each in used if self._stage not in self._holders[each]]
+        foreign = [names[id(each)] for each in used if self._place not in self._holders[each]]
         if foreign:
             raise LossError(
-                f"stage {self._stage} of the pipeline has used {some(foreign)}, which it does not hold: weights of "
+                f"rank {self._place} of the pipeline has used {some(foreign)}, which it does not hold: weights of "
                 "other stages' blocks, or weights that it did not need in the first pass of the run",
                 "compute what needs weights inside the model's blocks, and in every pass alike; parallel='fsdp' has "
                 "all weights on all ranks",
@@ -398,17 +423,17 @@ class PipelineStrategy(Strategy):
 
     def grad_norm(self) -> Tensor:
         """Sums of squares, added up over the stages; each weight counts once, however many stages hold it."""
-        own = [each.grad for each in self.parameters if each.grad is not None and self._holders[each][0] == self._stage]
+        own = [each.grad for each in self.parameters if each.grad is not None and self._holders[each][0] == self._place]
         exact = torch.promote_types(self.parameters[0].dtype, torch.float32)
         square = nn.utils.get_total_norm(own).to(self.world.device, exact).square()
-        dist.all_reduce(square, group=self._links.group)
+        dist.all_reduce(square, group=self._group)
         return square.sqrt()
 
     # --- evaluation and prediction --------------------------------------------------------------------------------
 
     def evaluation(self, batches: Iterable[tuple[int, T]], spare: Callable[[], T]) -> Iterator[tuple[int, T]]:  # noqa: ARG002
         # A collective, by which it shows that an evaluation cannot be broken off on one rank alone.
-        dist.all_reduce(torch.zeros((), device=self.world.device), group=self._links.group)
+        dist.all_reduce(torch.zeros((), device=self.world.device), group=self._group)
         yield from batches
 
     # --- state ------------------------------------------------------------------------------------------------------
@@ -432,9 +457,9 @@ class PipelineStrategy(Strategy):
 
     def _piece(self, value: Tensor, shape: Sequence[int], stages: tuple[int, ...]) -> Piece:
         """A whole tensor, on the stages that hold it; elsewhere nothing of it, of the same type."""
-        if self._stage not in stages:
+        if self._place not in stages:
             value = value.new_empty((0, *shape[1:]) if len(shape) else ())
-        owned = self._stage == stages[0] and self._replica == 0
+        owned = self._place == stages[0] and self._replica == 0
         return Piece(value, tuple(shape), (0,) * len(shape), owned=owned)
 
     @torch.no_grad()
@@ -443,7 +468,7 @@ class PipelineStrategy(Strategy):
         for name, value in state.items():
             held = own.get(name)
             if isinstance(held, nn.Parameter):
-                if self._stage in self._holders[held]:
+                if self._place in self._holders[held]:
                     held.copy_(value)
             elif isinstance(held, Tensor):
                 held.copy_(value)
@@ -464,7 +489,7 @@ class PipelineStrategy(Strategy):
         return {
             each: number
             for number, each in enumerate(parameters)
-            if self._holders[each][0] == self._stage and self._replica == 0
+            if self._holders[each][0] == self._place and self._replica == 0
         }
 
     def optimizer_state(self, state: dict[int, Any], forms: Sequence[Any]) -> dict[int, Any]:
@@ -482,7 +507,7 @@ class PipelineStrategy(Strategy):
         if "value" in form:
             return form["value"]
         stages = self._holders[parameter]
-        if self._stage in stages:
+        if self._place in stages:
             value = state[number][name]
         else:
             device = self.world.device if form["on_device"] else torch.device("cpu")
@@ -492,7 +517,15 @@ class PipelineStrategy(Strategy):
     def own_optimizer_state(self, state: dict[int, Any]) -> dict[int, Any]:
         assert self._optimizer is not None, "`setup_optimizer` was called"
         parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
-        return {number: kept for number, kept in state.items() if self._stage in self._holders[parameters[number]]}
+        return {number: kept for number, kept in state.items() if self._place in self._holders[parameters[number]]}
+
+
+def _schedule_for(name: str, passes: int, places: int) -> Any:
+    """torch's class. 1F1B wants a pass for each stage, and its interleaved form the same number in each round; for
+    other numbers, all forward passes come before all backward passes."""
+    if name == "interleaved":
+        return ScheduleLoopedBFS if passes % max(1, passes // places) else ScheduleInterleaved1F1B
+    return Schedule1F1B if name == "1f1b" and passes >= places else ScheduleGPipe
 
 
 def _the_loss_itself(output: Tensor, _target: Tensor) -> Tensor:

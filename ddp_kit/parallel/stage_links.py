@@ -25,7 +25,7 @@ class Received:
 
 
 class Links:
-    """One rank's connections to the stages before and after its own.
+    """The connections of one stage to those before and after it. `ranks`: of the pipeline, which take turns.
 
     Before each activation goes a header with its shape, through host memory: so passes may differ in shape, and no
     device is waited for. Gradients go back in the shapes that came.
@@ -42,7 +42,7 @@ class Links:
     def arriving(self) -> Received:
         """Memory for the next activation of the stage before; waits until that stage has computed it."""
         header = torch.zeros(4 + _DIMENSIONS, dtype=torch.int64)
-        dist.recv(header, src=self.ranks[self.stage - 1], group=self._host_group)
+        dist.recv(header, src=self._rank(self.stage - 1), group=self._host_group, tag=self.stage)
         items, trained, kind, dimensions, *sizes = header.tolist()
         tensor = torch.empty(sizes[:dimensions], dtype=_DTYPES[kind], device=self._device)
         return Received(tensor.requires_grad_(bool(trained)), items)
@@ -57,12 +57,17 @@ class Links:
         header = torch.zeros(4 + _DIMENSIONS, dtype=torch.int64)
         facts = [items, int(tensor.requires_grad), _DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
         header[: len(facts)] = torch.tensor(facts)
-        work = dist.isend(header, dst=self.ranks[self.stage + 1], group=self._host_group)
+        after = self.stage + 1
+        work = dist.isend(header, dst=self._rank(after), group=self._host_group, tag=after)
         self._on_their_way.append((work, header))
 
     def operation(self, kind: Callable[..., Any], tensor: Tensor, apart: int) -> dist.P2POp:
         """To send or to receive; `apart`: -1, the stage before, or 1, the one after."""
-        return dist.P2POp(kind, tensor, self.ranks[self.stage + apart], self.group)
+        # Gloo matches by tag what goes between the same two ranks; NCCL by the order, which is the schedule's.
+        return dist.P2POp(kind, tensor, self._rank(self.stage + apart), self.group, max(self.stage, self.stage + apart))
+
+    def _rank(self, stage: int) -> int:
+        return self.ranks[stage % len(self.ranks)]
 
     def settle(self) -> None:
         """Wait until the headers have left."""
@@ -71,10 +76,10 @@ class Links:
         self._on_their_way.clear()
 
 
-Forward = Callable[[int, Received | None], tuple[Tensor, int]]
-"""Number of a pass, what has come for it -> its loss on the last stage, else what is sent, and `Received.items`."""
-Backward = Callable[[int, Tensor, Tensor | None], None]
-"""Number of a pass, what `Forward` gave, its gradient (None: it is a loss)."""
+Forward = Callable[[int, int, Received | None], tuple[Tensor, int]]
+"""Numbers of a stage and a pass, what has come -> the loss on the last stage, else what is sent; `Received.items`."""
+Backward = Callable[[Tensor, Tensor | None], None]
+"""What `Forward` gave, its gradient (None: it is a loss)."""
 
 
 class Stage(PipelineStage):
@@ -113,7 +118,7 @@ class Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_args: Any, **_kwargs: Any) -> Tensor:
         """The loss on the last stage; else what is sent."""
-        gave = self.forward_pass(fwd_chunk_id + self.first, self._came.get(fwd_chunk_id))
+        gave = self.forward_pass(self._links.stage, fwd_chunk_id + self.first, self._came.get(fwd_chunk_id))
         self._gave[fwd_chunk_id] = gave
         return gave[0]
 
@@ -138,7 +143,7 @@ class Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *_args: Any, **_kwargs: Any) -> None:
         """Adds to the gradients of this stage's weights."""
         tensor, _ = self._gave.pop(bwd_chunk_id)
-        self.backward_pass(bwd_chunk_id + self.first, tensor, self._gradients.pop(bwd_chunk_id, None))
+        self.backward_pass(tensor, self._gradients.pop(bwd_chunk_id, None))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """The gradient of what has come; zeros where the loss does not depend on it."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ddp_kit.blocks import repeated_blocks
 from ddp_kit.config import ParallelConfig
 from ddp_kit.errors import ConfigError, LossError, nearest, some
+from ddp_kit.parallel.stage_links import Received
 from ddp_kit.parallel.strategy import PassedOn
 
 
@@ -34,8 +35,9 @@ class Chain:
 
 def chain_of(model: nn.Module, config: ParallelConfig) -> Chain:
     """How the model is cut into stages. Raises `ConfigError` where it cannot be."""
+    stages = config.pipeline * stages_per_rank(config)
     if config.stages != "auto":
-        return _named_chain(model, config.stages, config.pipeline)
+        return _named_chain(model, config.stages, stages)
     names = [*repeated_blocks(model)]
     prefixes = {name.rpartition(".")[0] for name in names}
     if len(prefixes) != 1:
@@ -50,20 +52,27 @@ def chain_of(model: nn.Module, config: ParallelConfig) -> Chain:
     keys, own = [key for key, _ in parent.named_children()], {name.rpartition(".")[2] for name in names}
     places = [number for number, key in enumerate(keys) if key in own]
     chosen = keys[places[0] : places[-1] + 1]
-    if len(chosen) < config.pipeline:
+    if len(chosen) < stages:
         raise ConfigError(
-            f"parallel.pipeline = {config.pipeline}, and the model {type(model).__name__} has {len(chosen)} repeated "
-            f"blocks, in {prefix or 'its root'}",
-            f"set pipeline to {len(chosen)} at most",
+            f"parallel.pipeline = {config.pipeline} with schedule = {config.schedule!r} makes {stages} stages, and the "
+            f"model {type(model).__name__} has {len(chosen)} repeated blocks, in {prefix or 'its root'}",
+            "set pipeline to fewer stages than that" if stages == config.pipeline else "use the schedule '1f1b'",
         )
     sizes = [sum(each.nbytes for each in parent.get_submodule(key).parameters()) for key in chosen]
-    return Chain(prefix, tuple(chosen), even_split(sizes, config.pipeline))
+    return Chain(prefix, tuple(chosen), even_split(sizes, stages))
+
+
+def stages_per_rank(config: ParallelConfig) -> int:
+    """Several where the schedule interleaves them: a rank then has one from each part of the model."""
+    if config.schedule != "interleaved":
+        return 1
+    return 2 if config.stages == "auto" else max(1, (len(config.stages) + 1) // config.pipeline)
 
 
 def _named_chain(model: nn.Module, names: Sequence[str], stages: int) -> Chain:
     if len(names) != stages - 1:
         raise ConfigError(
-            f"parallel.stages names {len(names)} modules, and pipeline = {stages} needs {stages - 1}",
+            f"parallel.stages names {len(names)} modules, and {stages} stages need {stages - 1}",
             "name one module for each stage but the first: the one at which it begins",
         )
     known = dict(model.named_modules())
@@ -157,14 +166,13 @@ class StageModel:
         self._received: Tensor | None = None
         self._received_items = -1
 
-    def call(
-        self, function: Callable[[nn.Module, Any], Any], batch: Any, received: Tensor | None = None, items: int = -1
-    ) -> Any:
+    def call(self, function: Callable[[nn.Module, Any], Any], batch: Any, came: Received | None = None) -> Any:
         """What `function(model, batch)` returns on the last stage; the others raise `PassedOn`.
 
-        `received`: from the stage before; `items`: of the tuples that its blocks return, -1: they return tensors.
+        `came`: from the stage before; None on the first.
         """
-        self._next, self._items, self._received, self._received_items = 0, -1, received, items
+        self._next, self._items = 0, -1
+        self._received, self._received_items = (None, -1) if came is None else (came.tensor, came.items)
         with self._standing():
             value = function(self.model, batch)
         if self._next != len(self._names):

@@ -45,7 +45,7 @@ class Passes(Protocol):
         """Those of the rank that has the most in the first step; known once the first pass was run forward."""
 
     def forward(self, number: int) -> Tensor:
-        """The loss of pass `number`, a scalar. Passes run in order, each once.
+        """The loss of pass `number`, a scalar. Passes begin in order, and each is called `calls_per_pass` times.
 
         Raises `PassedOn` on a rank where the model does not end.
         """
@@ -120,6 +120,11 @@ class Strategy(ABC):
     def contributes(self) -> bool:
         """Whether this rank's losses, weights, metrics and predictions count: of ranks that share samples, one's do."""
         return True
+
+    @property
+    def calls_per_pass(self) -> int:
+        """How often the strategy calls the loss function for a batch: once for each part of the model on this rank."""
+        return 1
 
     equal_passes: ClassVar[bool] = False
     """Whether each pass has collectives, so that all ranks run the same number: those that have fewer samples repeat

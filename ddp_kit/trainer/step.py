@@ -165,6 +165,7 @@ class StepPasses:
         self._batch = batch
         self._interval = interval
         self._rehearsed: list[Any] = []  # the first batch, where it was used already
+        self._kept: dict[int, tuple[Any, int]] = {}  # batches that are used again, and how often they were
         self._own_weight: Tensor | float = 0.0
         self._total: Callable[[], Tensor] | None = None
         self._phase = BACKWARD
@@ -199,7 +200,7 @@ class StepPasses:
     def forward(self, number: int) -> Tensor:
         parts, samples = self._parts, self._share.passes[number]
         parts.heart.mark(Phase.DATA)
-        batch = self._rehearsed.pop() if self._rehearsed else self._batch()  # which marks its phases itself
+        batch = self._batch_of(number)
         parts.heart.mark(Phase.FORWARD)
         before = None if samples else StepState(parts)
         try:
@@ -217,6 +218,14 @@ class StepPasses:
         if isinstance(value, Loss):
             self._own_weight = self._own_weight + exact_weight(value.weight)
         return self._objective(value, samples)
+
+    def _batch_of(self, number: int) -> Any:
+        batch, calls = self._kept.pop(number, (None, 0))
+        if not calls:
+            batch = self._rehearsed.pop() if self._rehearsed else self._batch()  # which marks its phases itself
+        if calls + 1 < self._parts.strategy.calls_per_pass:
+            self._kept[number] = copy.deepcopy(batch), calls + 1  # loss functions may take batches apart
+        return batch
 
     @contextmanager
     def rehearsal(self) -> Iterator[Callable[[], Tensor]]:

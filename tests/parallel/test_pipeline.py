@@ -10,6 +10,7 @@ from ddp_kit import ConfigError, LossError
 from ddp_kit.config import ParallelConfig
 from ddp_kit.parallel import PassedOn
 from ddp_kit.parallel.pipeline import PipelineStrategy
+from ddp_kit.parallel.stage_links import Received
 from ddp_kit.parallel.stages import StageModel, chain_of, even_split
 from ddp_kit.world import World
 
@@ -61,7 +62,7 @@ def in_stages(model: nn.Module, function: Any = mean, **settings: Any) -> tuple[
         StageModel(model, chain, 0).call(function, batch)
     sent = passed.value.tensor
     received = sent.detach().requires_grad_()
-    loss: Tensor = StageModel(model, chain, 1).call(function, batch, received, passed.value.items)
+    loss: Tensor = StageModel(model, chain, 1).call(function, batch, Received(received, passed.value.items))
     loss.backward()  # type: ignore[no-untyped-call]
     assert received.grad is not None
     sent.backward(received.grad)  # type: ignore[no-untyped-call]
@@ -138,7 +139,7 @@ def test_stages_can_be_named() -> None:
     [
         (nn.Linear(2, 2), {}, "no repeated blocks"),
         (nn.ModuleDict({"a": Model(), "b": Model()}), {}, "several places: a.blocks, b.blocks"),
-        (Model(), {"pipeline": 5}, "has 4 repeated blocks, in blocks"),
+        (Model(), {"pipeline": 5}, "makes 5 stages, and the model Model has 4 repeated"),
         (Model(), {"stages": ()}, "names 0 modules"),
         (Model(), {"stages": ("blocks.9",)}, "no such module"),
         (Model(), {"stages": ("head",)}, "not modules of one nn.ModuleList"),
@@ -146,7 +147,7 @@ def test_stages_can_be_named() -> None:
         (Model(), {"pipeline": 3, "stages": ("blocks.2", "blocks.1")}, "not in the order"),
         (nn.Sequential(Block(), Block(), nn.BatchNorm1d(3)), {}, "BatchNorm"),
         (nn.Sequential(nn.Embedding(3, 3, sparse=True), Block(), Block()), {}, "sparse"),
-        (Model(), {"schedule": "zbv"}, "several stages on each rank"),
+        (Model(), {"schedule": "zbv"}, "in two parts"),
         (Model(), {"compression": "bf16"}, "a setting of DDP"),
         (Model(), {"strategy": "pipeline", "pipeline": 1}, "parallel.pipeline is 1"),
         (Model(), {"shard": 2}, "goes with replicate alone"),
