@@ -13,7 +13,7 @@ STAMP := $(VENV)/.installed
 # Each process takes the next part of the tests, and then of what the others have left.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
-.PHONY: help demo test thorough check unit docs recording versions fuzz chaos format bench gpu wheels clean
+.PHONY: help demo test thorough check unit docs placement recording versions fuzz chaos format bench gpu wheels clean
 
 help:            ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 12
@@ -45,6 +45,9 @@ unit: $(STAMP)   ## the quick tests alone, in JOBS (2) processes: under a minute
 docs: $(STAMP)   ## the documentation site, in build/site; a broken link or an undocumented name is an error
 	$(BIN)/python docs/tools/settings.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+placement: $(STAMP) ## every placement against one process, in float64: the table of docs/placement.md
+	$(BIN)/python benchmarks/exactness.py
 
 recording: $(STAMP) ## docs/images/launch.svg, from a real run
 	$(BIN)/python docs/tools/recording.py

@@ -24,7 +24,7 @@ from ddp_kit import Loss, Trainer, TrainerConfig
 from ddp_kit.checkpoint.loading import load
 
 LIMIT = 1e-9
-WORDS, WIDTH, HEADS, LENGTH, BLOCKS, STEPS = 12, 8, 4, 6, 4, 20
+WORDS, WIDTH, HEADS, LENGTH, BLOCKS, STEPS = 14, 8, 4, 6, 4, 20
 PLAN = {
     **dict.fromkeys(("blocks.*.query", "blocks.*.key", "blocks.*.value", "blocks.*.up"), "column"),
     **dict.fromkeys(("blocks.*.out", "blocks.*.down"), "row"),
@@ -58,6 +58,7 @@ PLACEMENTS = {
     "fsdp x tensor 2x2": Placement(4, {"shard": 2, "tensor": 2, "tensor_plan": PLAN}),
     "pipeline 2, gpipe": Placement(2, {"pipeline": 2, "schedule": "gpipe"}, tied=False),
     "pipeline 2, 1f1b": Placement(2, {"pipeline": 2, "schedule": "1f1b"}, tied=False),
+    "pipeline 2, interleaved": Placement(2, {"pipeline": 2, "schedule": "interleaved"}, tied=False),
     "replicate x pipeline 2x2": Placement(4, {"pipeline": 2}, tied=False),
     "device_map 2, 2 ranks": Placement(2, {"device_map": {"": 0, "blocks.2-3": 1}}),
     "ddp, checkpointing": Placement(2, "ddp", {"memory": {"checkpointing": "blocks"}}),

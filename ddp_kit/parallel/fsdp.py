@@ -25,7 +25,7 @@ from ddp_kit.errors import ConfigError, LossError, nearest, some
 from ddp_kit.parallel.mesh import sizes_of
 from ddp_kit.parallel.replicas import broadcast, check_replicable
 from ddp_kit.parallel.shards import Shards
-from ddp_kit.parallel.strategy import Parallelize, Passes, Strategy, scale_gradients
+from ddp_kit.parallel.strategy import Parallelize, Passes, Strategy
 from ddp_kit.parallel.tensor import split_layers, tensor_plan
 from ddp_kit.pieces import Piece
 from ddp_kit.world import World, host_group
@@ -247,8 +247,9 @@ class FsdpStrategy(Strategy):
 
     # --- gradients ------------------------------------------------------------------------------------------------
 
-    def scale_gradients(self, factor: Tensor) -> None:
-        scale_gradients(self._held, factor)
+    @property
+    def updated(self) -> list[nn.Parameter]:
+        return self._held
 
     def grad_norm(self) -> Tensor:
         """Local sums of squares, added up over the ranks that hold different parts."""
@@ -260,12 +261,6 @@ class FsdpStrategy(Strategy):
         if self.sizes.tensor > 1:  # what is not split is the same on all ranks of the group
             dist.all_reduce(squares[1], group=self._mesh.get_group("tensor"))
         return squares.sum().sqrt()
-
-    def clip_grad_norm(self, limit: float, norm: Tensor) -> None:
-        nn.utils.clip_grads_with_norm_(self._held, limit, norm)
-
-    def clip_grad_value(self, limit: float) -> None:
-        nn.utils.clip_grad_value_(self._held, limit)
 
     # --- evaluation and prediction ----------------------------------------------------------------------------------
 

@@ -237,22 +237,27 @@ class Strategy(ABC):
 
     # --- gradients, once they are reduced ---------------------------------------------------------------------------
 
+    @property
+    def updated(self) -> Sequence[nn.Parameter]:
+        """What the optimizer of this rank updates; the methods below are about the gradients of these."""
+        return self.parameters
+
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply all gradients by a scalar on the device. Nothing waits for its value."""
-        scale_gradients(self.parameters, factor)
+        scale_gradients(self.updated, factor)
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of all gradients together, the same scalar on all ranks."""
-        norm = nn.utils.get_total_norm([_values(each.grad) for each in self.parameters if each.grad is not None])
+        norm = nn.utils.get_total_norm([_values(each.grad) for each in self.updated if each.grad is not None])
         return norm.to(self.world.device)  # it is where the first gradient is
 
     def clip_grad_norm(self, limit: float, norm: Tensor) -> None:
         """Scale the gradients down to the norm `limit`. `norm`: what `grad_norm` gave."""
-        nn.utils.clip_grads_with_norm_(self.parameters, limit, norm)
+        nn.utils.clip_grads_with_norm_(self.updated, limit, norm)
 
     def clip_grad_value(self, limit: float) -> None:
         """Limit each value of the gradients to -limit ... limit."""
-        nn.utils.clip_grad_value_(self.parameters, limit)
+        nn.utils.clip_grad_value_(self.updated, limit)
 
     # --- evaluation and prediction ----------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ gather what the others have updated. Source of the idea: Rajbhandari et al. 2020
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -75,6 +76,15 @@ class Zero1Strategy(DdpStrategy):
             piece = self._shards.pieces[id(shard)]
             begin = piece.offsets[0]
             shard.grad = None if whole.grad is None else whole.grad.view(-1)[begin : begin + shard.numel()]
+
+    @property
+    def updated(self) -> list[nn.Parameter]:
+        return [shard for _, shard in self._shards.trained]
+
+    def grad_norm(self) -> Tensor:
+        square = super().grad_norm().square()
+        dist.all_reduce(square)
+        return square.sqrt()
 
     def end_step(self) -> None:
         super().end_step()

@@ -66,6 +66,17 @@ def test_a_model_can_be_spread_by_a_function_of_the_user(ddpkit: Ddpkit) -> None
 
 
 @pytest.mark.slow
+def test_an_overflow_of_fp16_is_left_out_on_all_ranks_of_every_strategy(ddpkit: Ddpkit) -> None:
+    run = ddpkit("launch", "--nproc-per-node", 2, Path(__file__).with_name("scaled.py"))
+    assert run.returncode == 0, run.stderr
+    found = {name: list(map(float, rest.split())) for name, rest in re.findall(r"found (\w+) (.*)", run.stdout)}
+    assert found.keys() == {"ddp", "zero1", "fsdp"}
+    assert found["ddp"][0] == 1, "one step was left out"
+    assert found["zero1"] == pytest.approx(found["ddp"], rel=1e-3)
+    assert found["fsdp"] == pytest.approx(found["ddp"], rel=1e-3)
+
+
+@pytest.mark.slow
 def test_what_cannot_be_placed_is_refused_in_words(ddpkit: Ddpkit, tmp_path: Path) -> None:
     run = ddpkit("launch", "--nproc-per-node", 2, Path(__file__).with_name("misplaced.py"))
     assert run.returncode == 0, run.stderr
