@@ -42,6 +42,7 @@ class FsdpStrategy(Strategy):
 
     equal_passes = True
     shards = True
+    divides_weights = True
     replaces_parameters = True
 
     def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:

@@ -20,7 +20,7 @@ from ddp_kit.errors import ConfigError, LossError, some
 from ddp_kit.parallel.mesh import sizes_of
 from ddp_kit.parallel.replicas import broadcast, check_replicable
 from ddp_kit.parallel.stage_links import Links, Received, Stage, move
-from ddp_kit.parallel.stages import StageModel, chain_of, stages_per_rank
+from ddp_kit.parallel.stages import Chain, StageModel, chain_of, stages_per_rank
 from ddp_kit.parallel.strategy import PassedOn, Passes, Strategy
 from ddp_kit.pieces import Piece
 from ddp_kit.torch_internals import version_of
@@ -46,6 +46,7 @@ class PipelineStrategy(Strategy):
     """
 
     shards = True
+    divides_weights = True
 
     def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
         super().__init__(world, config, recoverable=recoverable)
@@ -54,12 +55,14 @@ class PipelineStrategy(Strategy):
         places = self.sizes.pipeline
         self._stages = range(self._place, places * stages_per_rank(config), places)  # of this rank
         self._count = places * len(self._stages)  # of all stages
+        self._chain: Chain
         self._models: dict[int, StageModel] = {}
         self._links: dict[int, Links] = {}
         self._optimizer: Optimizer | None = None
         self._holders: dict[nn.Parameter, tuple[int, ...]] = {}
         """The places in the pipeline that hold a parameter; the first of them writes it to checkpoints."""
         self._outer: list[nn.Parameter] = []  # trained weights of which the first pass shows who needs them
+        self._known: set[nn.Parameter] = set()  # those of which that is known, from the first pass or a checkpoint
         self._owners: dict[str, int] = {}  # by the name of a buffer that passes change: the stage whose value counts
         self._group: Any = None  # of this pipeline
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
@@ -161,7 +164,8 @@ class PipelineStrategy(Strategy):
 
     def setup(self, model: nn.Module) -> None:
         self.model = model
-        chain, places = chain_of(model, self.config), range(self.sizes.pipeline)
+        self._chain, places = chain_of(model, self.config), range(self.sizes.pipeline)
+        chain = self._chain
         blocks = chain.blocks(model)
         inside: dict[nn.Parameter, set[int]] = {}
         for stage, numbers in enumerate(chain.stages):
@@ -355,14 +359,20 @@ class PipelineStrategy(Strategy):
         self._learned, self._needed, self._changed = True, set(), set()
         users = [tuple(stage for stage, uses in enumerate(column) if uses) for column in table.T.tolist()]
         for parameter, stages in zip(self._outer, users, strict=False):
-            self._holders[parameter] = stages or (0,)
-            if self._place not in self._holders[parameter]:
-                _free(parameter)
+            if parameter not in self._known:
+                self._hold(parameter, stages or (0,))
         changed = zip(buffers, users[len(self._outer) :], strict=True)
         self._owners = {name: stages[0] for name, stages in changed if stages}
         self._forget_state()
         for stages in sorted({self._holders[each] for each in self.parameters}):
             self._make_group(stages)
+
+    def _hold(self, parameter: nn.Parameter, places: tuple[int, ...]) -> None:
+        """From now on, a weight outside of the blocks is held there."""
+        self._holders[parameter] = places
+        self._known.add(parameter)
+        if self._place not in places:
+            _free(parameter)
 
     # --- gradients ------------------------------------------------------------------------------------------------
 
@@ -467,13 +477,33 @@ class PipelineStrategy(Strategy):
         own = self.model.state_dict(keep_vars=True)
         for name, value in state.items():
             held = own.get(name)
-            if isinstance(held, nn.Parameter):
-                if self._place in self._holders[held]:
-                    held.copy_(value)
-            elif isinstance(held, Tensor):
-                held.copy_(value)
+            stages = self._stages_of(name, held) if isinstance(held, Tensor) else None
+            if isinstance(held, Tensor) and (stages is None or self._place in stages):
+                held.copy_(value.tensor if isinstance(value, Piece) else value)
         others = {name: value for name, value in state.items() if not isinstance(own.get(name), Tensor)}
         self.model.load_state_dict(others, strict=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Who needs which weights outside of the blocks, and the division that this belongs to."""
+        if not self._learned:
+            return {}
+        names = self.held_names()
+        users = {names[id(each)]: list(self._holders[each]) for each in self._outer}
+        return {"pipeline": {"stages": [*map(len, self._chain.stages)], "places": self.sizes.pipeline, "users": users}}
+
+    def load_state_dict(self, state: dict[str, Any], steps: int) -> None:  # noqa: ARG002
+        saved = state.get("pipeline") or {}
+        division = [saved.get("stages"), saved.get("places")]
+        if self._learned or division != [[*map(len, self._chain.stages)], self.sizes.pipeline]:
+            return
+        names = self.held_names()
+        for each in self._outer:
+            users = saved["users"].get(names[id(each)])
+            if users is not None:
+                if not users or not set(users) <= set(range(self.sizes.pipeline)):
+                    raise ValueError("weights that no stage of the pipeline holds")
+                self._hold(each, tuple(users))
+        self._forget_state()
 
     def optimizer_form(self, optimizer: Optimizer) -> Any:
         numbers = self._owned_numbers(optimizer)

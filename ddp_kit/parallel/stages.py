@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from math import inf
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ddp_kit.blocks import repeated_blocks
 from ddp_kit.config import ParallelConfig
 from ddp_kit.errors import ConfigError, LossError, nearest, some
+from ddp_kit.parallel.split import split_chain
 from ddp_kit.parallel.stage_links import Received
 from ddp_kit.parallel.strategy import PassedOn
 
@@ -59,7 +60,7 @@ def chain_of(model: nn.Module, config: ParallelConfig) -> Chain:
             "set pipeline to fewer stages than that" if stages == config.pipeline else "use the schedule '1f1b'",
         )
     sizes = [sum(each.nbytes for each in parent.get_submodule(key).parameters()) for key in chosen]
-    return Chain(prefix, tuple(chosen), even_split(sizes, stages))
+    return Chain(prefix, tuple(chosen), split_chain(sizes, sizes, [inf] * stages))
 
 
 def stages_per_rank(config: ParallelConfig) -> int:
@@ -103,23 +104,6 @@ def _named_chain(model: nn.Module, names: Sequence[str], stages: int) -> Chain:
         )
     edges = [0, *begins, len(keys)]
     return Chain(next(iter(prefixes)), tuple(keys), tuple(map(range, edges, edges[1:])))
-
-
-def even_split(sizes: Sequence[float], parts: int) -> tuple[range, ...]:
-    """Consecutive parts, none of them empty, of which the largest is as small as possible."""
-    until = [0, *accumulate(sizes)]
-    # By number of parts and end: the smallest largest part, and where the last part begins.
-    best = {(1, end): (until[end], 0) for end in range(1, len(sizes) + 1)}
-    for part in range(2, parts + 1):
-        for end in range(part, len(sizes) + 1):
-            best[part, end] = min(
-                (max(best[part - 1, begin][0], until[end] - until[begin]), begin) for begin in range(part - 1, end)
-            )
-    edges = [len(sizes)]
-    for part in range(parts, 0, -1):
-        edges.append(best[part, edges[-1]][1])
-    edges.reverse()
-    return tuple(map(range, edges, edges[1:]))
 
 
 class _StandIn(nn.Module):

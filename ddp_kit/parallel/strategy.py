@@ -131,6 +131,8 @@ class Strategy(ABC):
     a batch with zero weight."""
     shards: ClassVar[bool] = False
     """Whether the optimizer of each rank holds a part of what is trained, rather than all of it."""
+    divides_weights: ClassVar[bool] = False
+    """Whether each rank holds a part of the weights, so that `model_state` gives pieces."""
     replaces_parameters: ClassVar[bool] = False
     """Whether `setup` puts other parameters into the model, so that the optimizer has to be made after it."""
 

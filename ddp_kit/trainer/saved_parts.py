@@ -387,7 +387,7 @@ class CallbacksPart(SavedPart):
     def __init__(self, parts: Parts, callbacks: Sequence[Callback]) -> None:
         self._world = parts.world
         self._callbacks = callbacks
-        self.replicated = parts.strategy.replaces_parameters  # callbacks may hold pieces of sharded weights
+        self.replicated = parts.strategy.divides_weights  # callbacks may hold pieces of weights
 
     def is_replicated(self, tensor: str) -> bool:  # noqa: ARG002
         return False

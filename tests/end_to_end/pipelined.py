@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from ddp_kit import Loss, Trainer, TrainerConfig
+from ddp_kit import EMA, BestModel, Loss, Trainer, TrainerConfig
 from ddp_kit.manifest import checkpoints
 
 VOCABULARY, WIDTH, LENGTH = 11, 8, 5
@@ -94,10 +94,13 @@ def made(case: dict[str, Any], parallel: Any, checkpoint: Any) -> Trainer:
     model = Transformer(**case.get("model", {}))
     for name in case.get("frozen", ()):
         model.get_submodule(name).requires_grad_(False)
-    kind = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}[case.get("optimizer", "adam")]
+    make = {
+        "adam": lambda: torch.optim.AdamW(model.parameters(), lr=0.01),
+        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9),
+    }[case.get("optimizer", "sgd")]
     return Trainer(
         model,
-        kind(model.parameters(), lr=0.01),  # type: ignore[operator]
+        make(),
         weighted if case.get("weighted") else plain,
         TrainerConfig(
             epochs=case.get("epochs", 2),
@@ -109,6 +112,7 @@ def made(case: dict[str, Any], parallel: Any, checkpoint: Any) -> Trainer:
             checkpoint=checkpoint,
         ),
         metrics={"accuracy": accuracy},
+        callbacks=[EMA(0.5), BestModel()] if case.get("averaged") else [],
     )
 
 

@@ -21,7 +21,20 @@ CASES: dict[str, dict[str, Any]] = {
         "max_grad_norm": 0.2,
     },
     "tied weights on the first and the last stage": {"samples": 13, "model": {"tied": True}, "max_grad_norm": 0.2},
-    "blocks that return tuples": {"samples": 9, "model": {"tuples": True}, "optimizer": "sgd"},
+    "blocks that return tuples": {"samples": 9, "model": {"tuples": True}, "optimizer": "adam"},
+    "two stages per rank, interleaved": {
+        "samples": 25,
+        "sizes": {"global_batch_size": 12, "micro_batch_size": 2},
+        "parallel": {"schedule": "interleaved"},
+        "weighted": True,
+        "model": {"tied": True},
+    },
+    "two stages per rank, uneven passes": {
+        "samples": 15,
+        "sizes": {"global_batch_size": 13, "micro_batch_size": 2},
+        "parallel": {"schedule": "interleaved", "stages": ["blocks.1", "blocks.2", "blocks.4"]},
+        "model": {"checkpointed": True},
+    },
     "activation checkpoints": {"samples": 9, "model": {"checkpointed": True}, "weighted": True},
     "nothing is trained on the first stage": {
         "samples": 9,
@@ -44,7 +57,14 @@ FOUR_STAGES: dict[str, dict[str, Any]] = {
         "model": {"tied": True},
     },
 }
-FULL: dict[str, Any] = {"samples": 13, "weighted": True, "epochs": 3, "model": {"tied": True}}
+FULL: dict[str, Any] = {
+    "samples": 13,
+    "weighted": True,
+    "epochs": 3,
+    "model": {"tied": True},
+    "optimizer": "adam",
+    "averaged": True,
+}
 
 
 def run(start: Start, ranks: int, folder: Path, cases: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -97,10 +117,12 @@ def test_a_pipeline_resumes_bitwise_and_its_checkpoints_fit_other_placements(sta
     again = resumed(4, "again", whole)
     assert again["losses"] == whole["losses"][3:]
     assert again["predicted"] == whole["predicted"]
+    assert again["metrics"] == whole["metrics"]
     alone = run(start, 1, tmp_path / "alone", {"alone": {**FULL, "every": 1}})["alone"][0]
     for other in (resumed(1, "one", whole), resumed(2, "back", alone)):
         assert farthest(other["losses"], alone["losses"][3:]) < 1e-9
         assert farthest(other["predicted"], alone["predicted"]) < 1e-8
+        assert other["metrics"] == pytest.approx(alone["metrics"], abs=1e-9)
 
 
 REFUSED = """
