@@ -43,6 +43,9 @@ class PipelineStrategy(Strategy):
     model once. Everything outside of the blocks runs on every stage that comes to it, those before the first block on
     all, so these should be cheap, as embeddings are. Weights outside of the blocks may be used by several stages, and
     tied; frozen ones are kept on all of them. A rank keeps NaN, which takes no memory, in place of other weights.
+
+    What is not seen: an attribute that a block sets for the loss function to read, such as the auxiliary loss of a
+    mixture of experts; and statistics that an optimizer takes over all weights at once, which are those of one rank.
     """
 
     shards = True
