@@ -39,6 +39,7 @@ END_TO_END = (
     "tests/end_to_end/test_exact.py",  # gradients and metrics at several ranks
     "tests/end_to_end/test_resume.py",
     "tests/end_to_end/test_same_script.py",  # warm against cold
+    "tests/end_to_end/test_placements.py",
     "tests/launcher/test_contract_flags.py",  # torchrun's flags
 )
 SUITES = (("-m", "not slow"), ("-m", "slow and not thorough", *END_TO_END))
