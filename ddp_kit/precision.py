@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from ddp_kit.errors import ConfigError
@@ -37,8 +36,7 @@ class Precision:
         self.scales = name == "fp16"
         """Whether steps with gradients that are not finite are left out as a matter of course."""
         self._device = device
-        scaler = ShardedGradScaler if sharded else torch.amp.GradScaler
-        self._scaler = scaler(device.type) if name == "fp16" else None
+        self._scaler = _scaler(device, sharded=sharded) if name == "fp16" else None
         self._left_out: Tensor | None = None  # on the device: the steps that nobody has been told of
         self.overflowed: Tensor | None = None
         """With fp16: whether the last step overflowed, as a boolean scalar on the device."""
@@ -100,6 +98,14 @@ class Precision:
         """How many steps `apply` has left out without telling, since this was last asked. Waits for the device."""
         left_out, self._left_out = self._left_out, None
         return 0 if left_out is None else int(left_out)
+
+
+def _scaler(device: torch.device, *, sharded: bool) -> torch.amp.GradScaler:
+    if not sharded:
+        return torch.amp.GradScaler(device.type)
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # which imports all of FSDP
+
+    return ShardedGradScaler(device.type)
 
 
 def _check(name: str, device: torch.device) -> None:

@@ -1,0 +1,19 @@
+"""What is imported before it is needed delays every start and restart."""
+
+import subprocess
+import sys
+
+import pytest
+
+LOADED = """
+import sys, torch, torch.distributed, torch.nn.parallel, torch.utils.data
+before = set(sys.modules)
+from ddp_kit import Trainer
+print(*(name for name in sys.modules if name.startswith("torch.") and name not in before))
+"""
+
+
+@pytest.mark.slow
+def test_the_trainer_imports_nothing_of_torch_that_the_warm_server_has_not() -> None:
+    done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
