@@ -85,6 +85,12 @@ class FsdpStrategy(Strategy):
                     f"parallel.{name} is a setting of DDP, and parallel.strategy is {self.config.strategy!r}",
                     f"leave out {name}, or use parallel='ddp'",
                 )
+        if self.config.share_gpus and self.world.device.type == "cuda":
+            raise ConfigError(
+                "parallel.share_gpus does not go with FSDP and tensor parallel, whose collectives gloo does not have for "
+                "the memory of a GPU",
+                "start as many ranks as there are GPUs, or run on the CPU with CUDA_VISIBLE_DEVICES=''",
+            )
         scalars = [name for name, each in model.named_parameters() if each.ndim == 0]
         if scalars:
             raise ConfigError(

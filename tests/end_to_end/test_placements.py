@@ -32,6 +32,13 @@ def test_rows_of_the_table_are_those_of_one_process(table: ModuleType, capsys: p
     assert table.main(rows) == 0, capsys.readouterr().out
 
 
+@pytest.mark.gpu(2)
+@pytest.mark.slow
+def test_on_gpus_they_are_those_of_one_process_too(table: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = ["zero1", "fsdp", "tensor 2", "pipeline 2, 1f1b", "fsdp, checkpointing"]
+    assert table.main(rows) == 0, capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_run_that_is_moved_from_placement_to_placement_ends_as_one_that_stays(ddpkit: Ddpkit, tmp_path: Path) -> None:
     def train(ranks: int, parallel: object, steps: int, folder: str) -> dict[str, list[float]]:
