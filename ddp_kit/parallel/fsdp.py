@@ -87,8 +87,8 @@ class FsdpStrategy(Strategy):
                 )
         if self.config.share_gpus and self.world.device.type == "cuda":
             raise ConfigError(
-                "parallel.share_gpus does not go with FSDP and tensor parallel, whose collectives gloo does not have for "
-                "the memory of a GPU",
+                "parallel.share_gpus does not go with FSDP and tensor parallel: gloo does not have their collectives "
+                "for the memory of a GPU",
                 "start as many ranks as there are GPUs, or run on the CPU with CUDA_VISIBLE_DEVICES=''",
             )
         scalars = [name for name, each in model.named_parameters() if each.ndim == 0]

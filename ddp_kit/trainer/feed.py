@@ -181,7 +181,7 @@ class StreamFeed:
         self.place = self._reached
         fetched = self._fetch()
         passes, batches = tuple(samples for samples, _ in fetched), [batch for _, batch in fetched]
-        samples = self._over_all_ranks(sum(passes))
+        samples = self._over_all_ranks(sum(passes) if self._strategy.contributes else 0, dist.ReduceOp.SUM)
         if self._strategy.equal_passes and samples:
             passes, batches = self._filled_up(passes, batches)
         self._waiting = iter(batches)
@@ -198,7 +198,7 @@ class StreamFeed:
 
     def _filled_up(self, passes: tuple[int, ...], batches: list[Any]) -> tuple[tuple[int, ...], list[Any]]:
         """With passes of zero weight, to as many as the rank with the most has."""
-        missing = max(count for (count,) in gathered(self._world, [len(passes)])) - len(passes)
+        missing = self._over_all_ranks(len(passes), dist.ReduceOp.MAX) - len(passes)
         self._last = batches[-1:] or self._last
         if missing and not self._last:
             raise DataError(
@@ -244,11 +244,11 @@ class StreamFeed:
                 self._world.world_size,
             )
 
-    def _over_all_ranks(self, samples: int) -> int:
+    def _over_all_ranks(self, number: int, operation: Any) -> int:
         if self._world.world_size == 1:
-            return samples
-        total = torch.tensor(samples if self._strategy.contributes else 0)
-        dist.all_reduce(total, group=host_group(self._world))
+            return number
+        total = torch.tensor(number)
+        dist.all_reduce(total, operation, group=host_group(self._world))
         return int(total)
 
 

@@ -1,11 +1,12 @@
 """Run by test_placements.py at 2 ranks: what cannot be placed, and what the Trainer says of it on rank 0."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from ddp_kit import DdpKitError, Trainer, TrainerConfig
 
@@ -51,6 +52,13 @@ class Tied(nn.Module):
         return out
 
 
+class Stream(IterableDataset[Tensor]):
+    """Divided by the rank of the process."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.full((2,), float(torch.distributed.get_rank())) for _ in range(8))
+
+
 def mean(model: nn.Module, batch: Tensor) -> Tensor:
     found: Tensor = model(batch).mean()
     return found
@@ -68,11 +76,16 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def tried(
-    name: str, model: nn.Module, parallel: Any, optimizer: Any = adam, loss_fn: Callable[..., Any] = mean
+    name: str,
+    model: nn.Module,
+    parallel: Any,
+    optimizer: Any = adam,
+    loss_fn: Callable[..., Any] = mean,
+    data: Any = None,
 ) -> None:
     try:
         trainer = Trainer(model, optimizer, loss_fn, TrainerConfig(parallel=parallel, max_steps=1))
-        trainer.fit([torch.ones(2) for _ in range(8)])
+        trainer.fit([torch.ones(2) for _ in range(8)] if data is None else data)
         found = "nothing was wrong"
     except DdpKitError as error:
         found = f"{error.message} | {error.hint}".replace("\n", " ")
@@ -93,6 +106,8 @@ def main() -> None:
     tried("kind", model(), {"tensor": 2, "tensor_plan": {"act": "column"}})
     tried("outside", model(), {"strategy": "fsdp", "units": ["up"]}, loss_fn=with_penalty)
     tried("unused", WithSpare(), "fsdp")
+    plan = {"tensor": 2, "tensor_plan": {"up": "column", "down": "row"}}
+    tried("streams", model(), plan, data=Stream())
     tried("elementwise", model(), "zero1", torch.optim.Adafactor)
 
 

@@ -100,6 +100,7 @@ def test_what_cannot_be_placed_is_refused_in_words(ddpkit: Ddpkit, tmp_path: Pat
         "kind": "is a ReLU",
         "outside": "uses weights outside of the model's forward pass",
         "unused": "spare.weight, spare.bias got no gradient",
+        "streams": "ranks that share one model read other samples | trainer.data_rank",
         "elementwise": "Adafactor cannot be sharded",
     }
     assert found.keys() == expected.keys()
