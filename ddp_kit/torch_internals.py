@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 from torch.optim.lr_scheduler import LRScheduler
@@ -215,7 +215,7 @@ class FakeTensors:
 
 def is_fake(tensor: object) -> bool:
     """Whether it has no memory."""
-    return isinstance(tensor, FakeTensor)
+    return getattr(tensor, "fake_mode", None) is not None
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -115,7 +115,7 @@ def test_strategies_are_known_in_their_folder_alone() -> None:
 PRIVATE_USES = {  # of torch, by module: what a new torch may take away
     # Three of them for tensors without memory, and a count of what is live: torch has no public API for either, and
     # without them a plan of the memory would need the memory.
-    "torch_internals": 19,
+    "torch_internals": 18,
     "launcher.agent.torch_versions": 1,
 }
 
