@@ -1,4 +1,4 @@
-"""The third floor: the loop over the parts."""
+"""The Trainer: the training loop and what it calls."""
 
 from ddp_kit.trainer.trainer import Trainer
 

@@ -1,7 +1,7 @@
-"""What the ranks have to agree on before they train or evaluate together, and the check that they do.
+"""Checks that all ranks use the same data and settings before they train or evaluate together.
 
-Every rank runs the whole script. Where one builds other data, or other settings, the ranks would train apart silently,
-or wait for each other forever.
+Every rank runs the whole script. If one rank built different data or settings, the replicas would silently diverge, or
+the ranks would wait for each other forever.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,9 +22,9 @@ _MAY_DIFFER = {"num_workers", "pin_memory", "prefetch_batches"}  # how batches a
 
 
 def check_agreement(world: World, facts: Facts, groups: Sequence[Sequence[int]] = ()) -> None:
-    """Raise `DataError` where the ranks do not agree. A collective: all ranks call it, with facts of the same names.
+    """Raise `DataError` if the ranks do not agree. A collective: all ranks call it with the same fact names.
 
-    Facts travel as numbers; text as a digest. `groups`: see `first_difference`.
+    Integers are exchanged as they are, text as a digest. `groups`: see `first_difference`.
     """
     found = first_difference(world, facts, groups)
     if found is not None:
@@ -36,9 +36,9 @@ def check_agreement(world: World, facts: Facts, groups: Sequence[Sequence[int]] 
 
 
 def first_difference(world: World, facts: Facts, groups: Sequence[Sequence[int]] = ()) -> str | None:
-    """The first fact that is not the same on all ranks, and on which ranks. A collective, as `check_agreement` is.
+    """The first fact that differs between ranks, and the ranks; None if none does. A collective.
 
-    `groups`: of ranks that have to agree with each other alone; none: all with all.
+    `groups`: ranks are compared only within their group; empty: one group of all ranks.
     """
     numbers = [fact if isinstance(fact, int) else digest_of(fact.encode()) for fact in facts.values()]
     table = zip(*gathered(world, numbers), strict=True)
@@ -60,9 +60,9 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def first_losses(world: World, facts: tuple[int, int], problem: DdpKitError | None) -> list[tuple[int, int]]:
-    """What every rank has to say of its first loss. A collective: all ranks call it, once.
+    """Every rank's facts about its first loss. A collective: all ranks call it once.
 
-    Where ranks have a problem, the lowest of them raises its own at once; the others wait for it to have spoken.
+    If any rank has a problem, all ranks raise; only the lowest rank with a problem reports its error.
     """
     everyone = gathered(world, [*facts, problem is not None])
     troubled = [rank for rank, (*_, trouble) in enumerate(everyone) if trouble]
@@ -77,7 +77,7 @@ def first_losses(world: World, facts: tuple[int, int], problem: DdpKitError | No
 
 
 def facts_of_run(config: TrainerConfig, optimizer: Optimizer, metrics: Iterable[str]) -> Facts:
-    """What must be the same whatever the data."""
+    """Facts that must be the same on all ranks, except those about the data."""
     settings = config.model_dump(mode="json", exclude={"data": _MAY_DIFFER})
     facts: Facts = {f"the setting {name}": repr(value) for name, value in settings.items()}
     return facts | {
@@ -87,7 +87,7 @@ def facts_of_run(config: TrainerConfig, optimizer: Optimizer, metrics: Iterable[
 
 
 def gathered(world: World, numbers: list[int]) -> list[list[int]]:
-    """Every rank's numbers, one rank after the other."""
+    """Every rank's numbers, in rank order. A collective."""
     own = torch.tensor(numbers, dtype=torch.int64, device=world.device)
     everyone = [own]
     if world.world_size > 1:
@@ -109,5 +109,5 @@ def every_text(own: bytes, world: World) -> list[bytes]:
 
 
 def digest_of(content: bytes) -> int:
-    """A number that stands for it, below 2**63."""
+    """A hash of `content`, below 2**63."""
     return int.from_bytes(blake2b(content, digest_size=7).digest())

@@ -1,17 +1,17 @@
-"""A monitored barrier before the Trainer's collectives: it says which ranks have not come, and where they are.
+"""A monitored barrier before the Trainer's collectives: it reports which ranks are missing, and where they are.
 
-It works in the store of the process group and is no collective: where one rank is here and another in a reduction of
-gradients, two collectives that do not belong together would hang, crash, or give wrong numbers silently.
+It uses the process group's store instead of a collective: if another rank is in a gradient reduction, two mismatched
+collectives would hang, crash, or silently give wrong numbers.
 
     wait_for_all(world, "trainer.fit() after step 0"):
-        write into the store that this rank is here
-        until all ranks are:
+        write to the store that this rank has arrived
+        until all ranks have:
             a rank's process has ended                       -> WorldError
-            a rank has begun collectives of a later place    -> WorldError: it has passed this one
-            a few seconds are over                           -> one line: which ranks are missing, and where they are
-            the barrier timeout is over                      -> WorldError
+            a rank has started later collectives             -> WorldError: it skipped this barrier
+            a few seconds have passed                        -> one line: which ranks are missing, and where they are
+            the barrier timeout has passed                   -> WorldError
 
-A thread of each process answers in the store when it is asked where its rank is.
+A thread in each process writes its rank's place to the store when another rank asks for it.
 """
 
 import atexit
@@ -33,15 +33,15 @@ from ddp_kit.torch_internals import collectives_of_default_group, default_store
 from ddp_kit.world import World, join
 
 TIMEOUT_SECONDS = 600.0
-"""As long as a collective's: until then a rank may still prepare something that the others wait for."""
+"""The barrier timeout, as long as a collective's: a missing rank may still be preparing something."""
 ANSWER_SECONDS = 1.0
-"""Between two looks at whether anyone asks where this rank is, and between two questions."""
+"""The poll interval for questions from other ranks, and the interval between two questions."""
 SILENT_SECONDS = 5.0
-"""Without a line about the ranks that are missing; and how long one must have been past this place."""
+"""The wait before the first line about missing ranks, and how long a rank must be past the barrier to be an error."""
 REPEAT_SECONDS = 60.0
-_LONGEST_PAUSE = 0.25  # between two looks for those who have not come
+_LONGEST_PAUSE = 0.25  # between two polls for missing ranks
 _FAREWELL_SECONDS = 5.0
-_LOOKS_PER_SECOND = 500  # into the store, at most, of all ranks together
+_LOOKS_PER_SECOND = 500  # the maximum of store polls, summed over all ranks
 
 _PREFIX = "ddp_kit/barrier"
 _HINT = (
@@ -56,7 +56,7 @@ class Place:
     """Where a rank is."""
 
     collectives: int
-    """Begun by it in the default group."""
+    """How many collectives it has started in the default group."""
     words: str
 
     @staticmethod
@@ -70,17 +70,17 @@ class Place:
 
 @dataclass
 class _Barriers:
-    """What this process knows of the barriers that it has passed."""
+    """This process's state between barriers."""
 
     group_store: Any
     store: Any
-    """A connection of its own to the same."""
+    """A separate connection to the same store."""
     rank: int
     passed: int = 0
     collectives: list[int] = field(default_factory=list)
-    """Begun by each rank when it came to the last barrier."""
+    """How many collectives each rank had started at the last barrier."""
     heart: Heartbeat | None = None
-    """Of the Trainer made last."""
+    """The heartbeat of the newest Trainer."""
     owner: int = field(default_factory=os.getpid)
     closed: threading.Event = field(default_factory=threading.Event)
 
@@ -89,9 +89,9 @@ class _Barriers:
         return self.heart.where if self.heart is not None else "the script"
 
     def serve(self, store: Any, pause: float) -> None:
-        """Answer where this rank is, when asked."""
+        """Write where this rank is whenever another rank asks."""
         asked = "0"
-        with suppress(RuntimeError, ValueError):  # the store is gone, and with it the job
+        with suppress(RuntimeError, ValueError):  # the store has closed: the job is over
             while not self.closed.wait(pause):
                 latest = str(store.add(f"{_PREFIX}/asked", 0))
                 if latest != asked:
@@ -102,24 +102,24 @@ class _Barriers:
                     )
 
     def end(self) -> None:
-        """Say that this rank's process ends."""
-        if os.getpid() != self.owner or self.closed.is_set():  # a forked child has inherited this
+        """Announce that this rank's process is ending."""
+        if os.getpid() != self.owner or self.closed.is_set():  # a forked child inherits this object
             return
         self.closed.set()
-        with suppress(RuntimeError, ValueError):  # the store may have ended before
+        with suppress(RuntimeError, ValueError):  # the store may have closed before
             self.store.set(f"{_PREFIX}/ended/{self.rank}", "")
         # A thread that the interpreter stops inside torch's store would abort the process.
         self.thread.join(_FAREWELL_SECONDS)
 
     def start(self, store: Any, pause: float) -> None:
-        """Begin to answer. `store`: another connection, for the thread."""
+        """Start the answering thread. `store`: its own connection."""
         self.thread = threading.Thread(target=self.serve, args=[store, pause], name="barrier", daemon=True)
         self.thread.start()
         atexit.register(self.end)
-        Finalize(None, self.end, exitpriority=0)  # a child of multiprocessing leaves atexit's functions out
+        Finalize(None, self.end, exitpriority=0)  # multiprocessing children skip atexit handlers
 
 
-_current: list[_Barriers] = []  # of the process group that there is
+_current: list[_Barriers] = []  # at most one, for the current process group
 
 
 def _barriers(world: World) -> _Barriers:
@@ -133,9 +133,9 @@ def _barriers(world: World) -> _Barriers:
 
 
 def joined(place: str, *, share_gpus: bool) -> World:
-    """Join the process group, once all ranks are at this place: `world.join`.
+    """Join the process group (`world.join`) and wait until all ranks have.
 
-    Where that takes long, rank 0 says what it waits for, and then rank 1.
+    If this takes long, rank 0 logs what it waits for, then rank 1.
     """
     world = join(share_gpus=share_gpus, starting=partial(_warned_when_late, place))
     log.start(world.rank, world.world_size)
@@ -145,7 +145,7 @@ def joined(place: str, *, share_gpus: bool) -> World:
 
 @contextmanager
 def _warned_when_late(place: str, rank: int, world_size: int) -> Iterator[None]:
-    """While the ranks of the group meet. There is no store yet that could say which of them are missing."""
+    """Warn if forming the process group takes long. There is no store yet that could tell which ranks are missing."""
 
     def warn() -> None:
         log.start(rank, world_size)
@@ -169,13 +169,13 @@ def _warned_when_late(place: str, rank: int, world_size: int) -> Iterator[None]:
 
 
 def watch(world: World, heart: Heartbeat) -> None:
-    """From now on the other ranks can find out where this rank is, and when its process has ended."""
+    """Let the other ranks find out where this rank is, and when its process has ended."""
     if world.world_size > 1:
         _barriers(world).heart = heart
 
 
 def wait_for_all(world: World, place: str) -> None:
-    """Return when all ranks are at the same place. Raises `WorldError` where they are not, or do not come."""
+    """Wait until all ranks are at the same place. Raises `WorldError` if one is elsewhere or does not arrive."""
     if world.world_size == 1:
         return
     barriers = _barriers(world)
@@ -192,7 +192,7 @@ def wait_for_all(world: World, place: str) -> None:
 
 
 def all_come(world: World, place: str, name: str, seconds: float) -> bool:
-    """Whether all ranks come to a place that some may leave out. `name`: of it, used once by each process."""
+    """Whether all ranks arrive in time at a place that a rank may skip. `name`: its key, used once per process."""
     if world.world_size == 1:
         return True
     barriers = _barriers(world)
@@ -204,7 +204,7 @@ def all_come(world: World, place: str, name: str, seconds: float) -> bool:
 
 
 def _all_here(world: World, barriers: _Barriers, keys: Sequence[str], words: str, seconds: float) -> list[Place]:
-    """What each rank has said at this place. Raises `WorldError` where a rank does not come."""
+    """The place that each rank wrote on arrival. Raises `WorldError` if a rank does not arrive."""
     own = Place(collectives_of_default_group(), words)
     try:
         barriers.store.set(keys[world.rank], str(own))
@@ -215,7 +215,7 @@ def _all_here(world: World, barriers: _Barriers, keys: Sequence[str], words: str
 
 
 class _Wait:
-    """One rank's waiting for the others."""
+    """One rank's wait for the others at a barrier."""
 
     def __init__(self, world: World, barriers: _Barriers, keys: Sequence[str], own: Place, deadline: float) -> None:
         self._world = world
@@ -231,7 +231,7 @@ class _Wait:
 
     def until_all_are_here(self) -> None:
         pause = 0.001
-        while not self._store.check(list(self._keys)):  # not store.wait: torch writes lines of its own if that fails
+        while not self._store.check(list(self._keys)):  # not store.wait: torch logs its own lines if that fails
             ended = [rank for rank in range(self._world.world_size) if self._store.check([_ended(rank)])]
             self._missing = [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
             self._refuse([rank for rank in self._missing if rank in ended], "its process has ended")
@@ -254,7 +254,7 @@ class _Wait:
             shown = "; ".join(f"rank {rank} {_shown(place)}" for rank, place in places.items())
             logger.warning("rank {} is at {} and waits: {}", self._world.rank, self._own.words, shown)
         for rank, place in places.items():
-            # An answer from before the rank came here says less than that it is here.
+            # The answer is stale if the rank has arrived since.
             if place is None or not self._is_past(rank, place) or self._store.check([self._keys[rank]]):
                 self._past_since.pop(rank, None)
             elif now - self._past_since.setdefault(rank, now) >= SILENT_SECONDS:
@@ -265,7 +265,7 @@ class _Wait:
         return Place.parse(self._store.get(key).decode()) if self._store.check([key]) else None
 
     def _is_past(self, rank: int, place: Place) -> bool:
-        """All ranks begin the same collectives in the same order, and come to a barrier between the same two."""
+        """Whether a rank has skipped the barrier: all ranks must arrive between the same two collectives."""
         before = self._barriers.collectives or [0] * self._world.world_size
         return place.collectives - before[rank] > self._own.collectives - before[self._world.rank]
 
@@ -278,7 +278,7 @@ class _Wait:
             _HINT,
         )
         if "ended" not in why:
-            error.only_this_rank = True  # the others know nothing of it
+            error.only_this_rank = True  # other ranks do not raise it
         raise error
 
 

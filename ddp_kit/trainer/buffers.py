@@ -1,4 +1,4 @@
-"""Copies of a model's buffers, to go back to."""
+"""Copies of a model's buffers, to restore them."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from ddp_kit.parallel.replicas import stored
 
 
 class BufferCopies:
-    """A model's buffers as they are now. They are looked up by name: a module may put another tensor in a place."""
+    """A copy of a model's current buffers, looked up by name: a module may replace a buffer with another tensor."""
 
     def __init__(self, model: nn.Module, copied: Callable[[Tensor], Tensor] = Tensor.clone) -> None:
         self._kept = [
@@ -20,7 +20,7 @@ class BufferCopies:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put them back: the same tensors with the same contents."""
+        """Restore the same tensors with the same contents."""
         for module, name, buffer, before in self._kept:
             if buffer is not None and before is not None:
                 stored(buffer).copy_(before)
@@ -28,7 +28,7 @@ class BufferCopies:
 
     @torch.no_grad()
     def restore_where(self, left_out: Tensor) -> None:
-        """Put their contents back where `left_out`, a boolean scalar on the device, is true; waits for nothing."""
+        """Restore the contents if `left_out`, a boolean scalar on the device, is true. Does not wait for the device."""
         for module, name, _, before in self._kept:
             buffer = module._buffers[name]
             if buffer is not None and before is not None:

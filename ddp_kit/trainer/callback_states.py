@@ -1,4 +1,4 @@
-"""The states of callbacks in a checkpoint: that of rank 0, or of every rank where a callback says so."""
+"""The states of callbacks in a checkpoint: rank 0's, or every rank's if a callback sets `state_per_rank`."""
 
 import base64
 import json
@@ -23,12 +23,12 @@ _EVERY_RANK = "every_rank"
 
 
 def own_states(callbacks: Sequence[Callback]) -> list[str | None]:
-    """What this rank adds: the state, as text, of each callback that has one per rank; None for the others."""
+    """For each callback: this rank's state as text if it has a state per rank, else None."""
     return [as_text(callback.state_dict()) if callback.state_per_rank else None for callback in callbacks]
 
 
 def callback_states(callbacks: Sequence[Callback], of_ranks: Sequence[Sequence[str | None]]) -> list[Any]:
-    """By class and order: a run may resume with others. `of_ranks`: every rank's `own_states`."""
+    """For each callback: its class name and state. `of_ranks`: every rank's `own_states`."""
     states: list[Any] = []
     for number, callback in enumerate(callbacks):
         everyone = [own[number] for own in of_ranks]
@@ -38,7 +38,7 @@ def callback_states(callbacks: Sequence[Callback], of_ranks: Sequence[Sequence[s
 
 
 def load_callbacks(path: Path, callbacks: Sequence[Callback], saved: list[Any], rank: int, ranks: int) -> None:
-    """Give each callback what one of its class had, the first what the first had; warn of those that remain."""
+    """Load the saved states into callbacks of the same class, in order; warn about those without a counterpart."""
     there: dict[str, deque[Any]] = defaultdict(deque)
     with fitting(path):
         for name, state in saved:
@@ -47,7 +47,7 @@ def load_callbacks(path: Path, callbacks: Sequence[Callback], saved: list[Any], 
     for callback in callbacks:
         name = type(callback).__name__
         if there[name]:
-            own = type(callback).__module__.startswith(_OWN)  # an error of the user's code is shown as it is
+            own = type(callback).__module__.startswith(_OWN)  # errors in the user's callbacks are shown unchanged
             with fitting(path):
                 state = (
                     _of_rank(there[name].popleft(), name, rank, ranks)
@@ -67,7 +67,7 @@ def load_callbacks(path: Path, callbacks: Sequence[Callback], saved: list[Any], 
 
 def _of_rank(saved: Any, name: str, rank: int, ranks: int) -> Any:
     if not isinstance(saved, dict) or [*saved] != [_EVERY_RANK]:
-        return saved  # by a version in which all had rank 0's
+        return saved  # from an older version, which saved rank 0's only
     everyone = saved[_EVERY_RANK]
     if len(everyone) != ranks:
         logger.warning(
@@ -81,7 +81,7 @@ def _of_rank(saved: Any, name: str, rank: int, ranks: int) -> Any:
 
 
 def as_text(state: Any) -> str:
-    """What a checkpoint can hold: JSON, and the tensors as the base64 of a safetensors file."""
+    """`state` as JSON, with its tensors as a base64-encoded safetensors file."""
     packed = pack({"state": state})
     tensors = {f"{number}": each.tensor.detach().contiguous().cpu() for number, each in enumerate(packed.tensors)}
     names = {each.name: f"{number}" for number, each in enumerate(packed.tensors)}
@@ -90,7 +90,7 @@ def as_text(state: Any) -> str:
 
 
 def from_text(text: str) -> Any:
-    """The inverse of `as_text`. Raises an error of any kind for what it has not given."""
+    """The inverse of `as_text`. May raise any error for other text."""
     saved = json.loads(text)
     tensors = safetensors.torch.load(base64.b64decode(saved["tensors"]))
     if not all(tensor.dtype in DTYPES and not _is_odd(tensor) for tensor in tensors.values()):
@@ -99,5 +99,5 @@ def from_text(text: str) -> Any:
 
 
 def _is_odd(tensor: torch.Tensor) -> bool:
-    """Whether truth values are neither 0 nor 1."""
+    """Whether a bool tensor has bytes other than 0 and 1."""
     return tensor.dtype == torch.bool and bool(tensor.numel()) and bool(tensor.view(torch.uint8).max() > 1)

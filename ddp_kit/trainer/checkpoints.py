@@ -1,4 +1,4 @@
-"""A run's checkpoints: when one is written, and from which one a run resumes."""
+"""A run's checkpoints: when to write one, and which one to resume from."""
 
 import json
 import secrets
@@ -50,17 +50,17 @@ from ddp_kit.trainer.saved_parts import (
 )
 from ddp_kit.trainer.step import OptimizerStep
 
-_COMPARED = 32  # of the newest checkpoints, among which nodes with folders of their own look for one that all have
+_COMPARED = 32  # newest checkpoints in which nodes with separate folders look for one that all of them have
 
-_WRITER_SECONDS = 30.0  # for the save that a run before has in hand: its writer outlives it
-_MARK = ".mark-"  # a file by which nodes find out whether they see the same folder
+_WRITER_SECONDS = 30.0  # to wait for a save of the previous run: its writer process outlives it
+_MARK = ".mark-"  # a file that shows whether two nodes see the same folder
 
 Lineage = dict[str, str | None]
-"""What checkpoints have in common that follow from each other: see `_lineage`."""
+"""Identifies the run that a series of checkpoints belongs to: see `_lineage`."""
 
 
 class LineagePart(SavedPart):
-    """Which job has begun the run, and from which checkpoint."""
+    """The job that started the run, and the checkpoint that it started from."""
 
     name = "lineage"
     required = False
@@ -76,7 +76,7 @@ class LineagePart(SavedPart):
 
 
 class Checkpoints:
-    """Saves and resumes a run, as `config.checkpoint` says. Every method is a collective."""
+    """Saves and resumes a run, as `config.checkpoint` says. Methods are collectives unless they say otherwise."""
 
     def __init__(
         self,
@@ -112,13 +112,13 @@ class Checkpoints:
             StrategyPart(parts.strategy, position),
             CallbacksPart(parts, callbacks),
         ]
-        self._kept: int | None = None  # what is of later steps is set aside before the next save; None: nothing
+        self._kept: int | None = None  # the next save sets checkpoints of later steps aside; None: none
         self.saved_at = time.monotonic()
-        """When the latest save began, or this run."""
+        """When the latest save started; before the first one, when this run started."""
         self.wanted = False
-        """Whether to save once the step is done: before, its state is half that of the next."""
+        """Whether to save once the step is done: the state is inconsistent until then."""
         self._reserved = self._storable = False
-        self._writers: list[int] = []  # the ranks that write each checkpoint together with this one
+        self._writers: list[int] = []  # the ranks that write each checkpoint with this one, itself included
         lock: FolderLock | None = None
         if self._folder is not None:
             self._writers = self._together(self._folder)
@@ -144,21 +144,21 @@ class Checkpoints:
     # --- saving -------------------------------------------------------------------------------------------------
 
     def after_step(self) -> None:
-        """Save where it is due or wanted; an error of a save before comes out here."""
+        """Save if due or requested. Raises the error of an earlier background save."""
         if self.is_due:
             self.save()
         elif self._saver is not None:
             if not self._reserved:
-                self._reserved = True  # once the optimizer has its state
+                self._reserved = True  # after the first step, when the optimizer has its state
                 self._saver.reserve(_size(self._parts))
             self._saver.check()
         if not self._storable and self._folder is not None:
-            self._storable = True  # found out after the first step, not after hours
+            self._storable = True  # check after the first step that the state can be saved, not hours later
             pack(self._state(self._saved, [[part.rank_state() for part in self._saved]]))
 
     @property
     def is_saved(self) -> bool:
-        """Whether this step is."""
+        """Whether this step is saved."""
         return self._saved_step == self._position.step
 
     @property
@@ -168,47 +168,47 @@ class Checkpoints:
         return self.wanted or (every is not None and self._position.step % every == 0)
 
     def save_once(self) -> None:
-        """Save, where this step is not saved yet."""
+        """Save unless this step is saved already."""
         if not self.is_saved:
             self.save()
 
     def save_again(self) -> None:
-        """Save this step, whether or not it is saved: its evaluation came later."""
+        """Save this step even if it is saved already: its evaluation came after that save."""
         if self._folder is not None:
             self.save()
 
     def finish(self) -> None:
-        """Save what the run came to, wait until all is on the disk, and hold nothing more that writes."""
+        """Save the final state, wait until it is on disk, and release the writer."""
         self.save_wanted()
         if self._folder is not None:
             self.save_once()
         self.settle()
 
     def settle(self) -> None:
-        """Wait until what is being saved is on the disk, and hold nothing more that writes. Not a collective."""
+        """Wait until pending saves are on disk, and release the writer. Not a collective."""
         if self._saver is not None:
             self._saver.settle()
             self._saver.release()
             self._reserved = False
 
     def end(self) -> None:
-        """Save what the run came to, where its loop stands; no step follows."""
+        """Save the final state and unlock the folder, although the loop has not been left; no step follows."""
         self.finish()
         self._use.end()
 
     def after_evaluation(self, metrics: dict[str, float]) -> None:
-        """Save the best so far, which all ranks know to be that."""
+        """Save if this evaluation is the best so far; all ranks have the same metrics."""
         if self._best.improved(metrics):
             self.wanted = self.wanted or self._folder is not None
         self.save_wanted()
 
     def save_wanted(self) -> None:
-        """Save if that is wanted, and nothing is half done."""
+        """Save if requested, unless a loop, callback or evaluation is running."""
         if self.wanted and self._run_state.may_save:
             self.save()
 
     def save_or_postpone(self) -> None:
-        """Save now; where something is under way, when that is done."""
+        """Save now; in a callback or an evaluation, once the step is done."""
         if self._run_state.half_done and self._folder is not None:
             self.wanted = True
         else:
@@ -216,12 +216,12 @@ class Checkpoints:
 
     @contextmanager
     def in_loop(self) -> Iterator[None]:
-        """Steps are done within; `after_step` follows each."""
+        """The context in which steps are done; `after_step` follows each."""
         with self._use.exclusive(), self._run_state.in_loop():
             yield
 
     def save(self) -> None:
-        """Write a checkpoint of this step. Raises `CheckpointError`; what is transient is a warning."""
+        """Write a checkpoint of this step. Raises `CheckpointError`; transient errors are logged as warnings."""
         if self._folder is None:
             raise CheckpointError("there is no folder to save in", 'set checkpoint={"dir": ...} in the TrainerConfig')
         with self._use.exclusive():
@@ -235,7 +235,7 @@ class Checkpoints:
         self._log_points.refuse_weights(step, weights)
         self.restore_random()
         assert self._saver is not None, "there is a folder"
-        self._saver.check(wait=True)  # by all ranks, before any of them begins to write the next one
+        self._saver.check(wait=True)  # on all ranks, before any of them starts the next save
         own = [secrets.token_hex(4), *(part.rank_state() for part in self._saved)]
         everyone = [json.loads(text) for text in every_text(json.dumps(own).encode(), self._parts.world)]
         first = self._writers[0]
@@ -259,7 +259,7 @@ class Checkpoints:
         return part is not None and part.replicated and part.is_replicated(tensor)
 
     def _set_aside(self, folder: Path) -> None:
-        """Once a run has gone back: what it had come to before would be taken for newer than what it comes to now."""
+        """After resuming from an earlier step, move later checkpoints away: they would be taken for the newest."""
         if self._kept is None:
             return
         moved = set_aside(folder, self._kept)
@@ -274,7 +274,7 @@ class Checkpoints:
             )
 
     def _state(self, parts: Sequence[SavedPart], everyone: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        """Of these parts. `everyone`: for each rank, the `rank_state` of each part of the run."""
+        """The state of `parts`. `everyone`: for each rank, the `rank_state` of each part of the run."""
         state: dict[str, Any] = {VERSIONS: {part.name: part.version for part in parts}}
         for number, part in enumerate(self._saved):
             if part in parts:
@@ -282,17 +282,17 @@ class Checkpoints:
         return state
 
     def _together(self, folder: Path) -> list[int]:
-        """The ranks that see the same folder as this one: those that see rank 0's, or else those of this node."""
+        """The ranks that see the same folder as this one: those that see rank 0's folder, else those of this node."""
         world = self._parts.world
         names = every_text(uuid.uuid4().hex.encode() if world.rank == 0 else b"", world)
         mark = folder / f"{_MARK}{names[0].decode()}"
         if world.rank == 0:
-            for old in folder.glob(f"{_MARK}*"):  # of a run that was killed here
+            for old in folder.glob(f"{_MARK}*"):  # left behind by a run that was killed here
                 old.unlink(missing_ok=True)
             _make_mark(mark)
-        gathered(world, [0])  # the mark is there
+        gathered(world, [0])  # a barrier: the mark exists
         first = 0 if mark.exists() else world.rank - world.local_rank
-        firsts = [row[0] for row in gathered(world, [first])]  # all have looked
+        firsts = [row[0] for row in gathered(world, [first])]  # also a barrier: all ranks have looked
         if world.rank == 0:
             mark.unlink(missing_ok=True)
         return [rank for rank, other in enumerate(firsts) if other == first]
@@ -300,7 +300,7 @@ class Checkpoints:
     # --- resuming -----------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Resume from where the configuration says, if there is anything."""
+        """Resume from the checkpoint that the configuration names, if any."""
         with self._use.exclusive(resuming=True):
             self._resume()
 
@@ -311,7 +311,7 @@ class Checkpoints:
         path = None if wanted in (None, "auto") else absolute(str(wanted))
         job, restarts = attempt()
         lineage = _lineage(path, job)
-        # Begun by this job before its workers were started again: what they have done since is not done once more.
+        # After a worker restart, resume from this job's own newest checkpoint instead of repeating its steps.
         if folder is not None and wanted != "auto" and restarts and self._load_newest(folder, lineage):
             return
         if path is not None:
@@ -320,7 +320,7 @@ class Checkpoints:
             self._begin_lineage(lineage, kept=-1)
 
     def load(self, path: Path) -> None:
-        """Resume from this checkpoint. Raises `CheckpointError` where it is damaged or of something else."""
+        """Resume from this checkpoint. Raises `CheckpointError` if it is damaged or from a different run."""
         with self._use.exclusive(resuming=True):
             self._load(path)
 
@@ -334,16 +334,16 @@ class Checkpoints:
         return next((each.piece_of(tensor) for each in self._saved if each.name == part), None)
 
     def _device_of(self, part: str, tensor: str) -> torch.device:
-        """Where a tensor is loaded to: each of a model on several devices to its own."""
+        """The device to load a tensor to; a model may be on several devices."""
         found = next((each.device_of(tensor) for each in self._saved if each.name == part), None)
         return self._parts.world.device if found is None else found
 
     def _begin_lineage(self, lineage: Lineage, kept: int) -> None:
-        """From now on: before the next save, checkpoints of later steps than `kept` are set aside."""
+        """Start a lineage; the next save first sets checkpoints of later steps than `kept` aside."""
         self._lineage.lineage, self._kept = lineage, kept
 
     def _take_up(self, path: Path, state: dict[str, Any]) -> None:
-        """Load all parts, once each of them fits. A collective: the strategy's reduces once."""
+        """Load all parts, after checking that each of them fits. A collective: the strategy's part reduces once."""
         if self._saver is not None:
             self._saver.finish_copy()
         with fitting(path):
@@ -359,11 +359,11 @@ class Checkpoints:
         logger.info("resumed from {} after step {}", path, self._position.step)
 
     def restore_random(self) -> bool:
-        """Restore the random states of a checkpoint; False where this run did not resume from any step."""
+        """Restore a checkpoint's random states; False if this run did not resume from any step."""
         return self._random.restore()
 
     def _load_newest(self, folder: Path, lineage: Lineage | None = None) -> bool:
-        """Resume from the newest one that is whole on every node, if any. `lineage`: only if it belongs to that."""
+        """Resume from the newest checkpoint that is complete on every node; if `lineage` is given, it must match."""
         if folder.is_dir():
             wait_for_writers(folder, _WRITER_SECONDS)
         there = checkpoints(folder) if folder.is_dir() else ()
@@ -382,7 +382,7 @@ class Checkpoints:
         return False
 
     def _common(self, folder: Path, own: list[int]) -> list[int]:
-        """The steps, newest first, of which every rank sees a checkpoint. Raises `CheckpointError` for none."""
+        """The steps whose checkpoint every rank sees, newest first. Raises `CheckpointError` if ranks share none."""
         table = gathered(self._parts.world, own + [-1] * (_COMPARED - len(own)))
         common = set.intersection(*({step for step in row if step >= 0} for row in table))
         if not common and any(step >= 0 for row in table for step in row):
@@ -397,7 +397,7 @@ class Checkpoints:
         return sorted(common, reverse=True)
 
     def _read(self, path: Path) -> dict[str, Any] | None:
-        """Its state; None, said aloud, where it is not what was written, on whichever rank."""
+        """Its state; None, with a warning, if it is damaged on any rank. A collective."""
         state, problem = None, ""
         try:
             state = load(path, device=self._device_of, wanted=self._piece_of)
@@ -413,12 +413,12 @@ class Checkpoints:
 
 
 def _lineage(path: Path | None, job: str) -> Lineage:
-    """From which checkpoint (None: afresh) which job has begun."""
+    """The lineage of a run that `job` started from the checkpoint `path`; None: from scratch."""
     return {"from": None if path is None else str(path.resolve()), "job": job}
 
 
 def _size(parts: Parts) -> int:
-    """Bytes of a run's weights and optimizer state, which are most of its checkpoint."""
+    """Bytes of weights and optimizer state, which make most of a checkpoint."""
     states = chain(*(state.values() for state in parts.optimizer.state.values() if isinstance(state, dict)))
     held = [each for each in states if isinstance(each, Tensor) and each.layout is torch.strided]
     return sum(each.nbytes for each in (*parts.strategy.local_parameters(), *held))
