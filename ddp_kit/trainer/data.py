@@ -1,4 +1,4 @@
-"""From the user's data to what the loop and the evaluation take in."""
+"""Turns the user's data into feeds for the loop and batches for evaluation."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -28,9 +28,9 @@ class Evaluation:
     """Data to evaluate or predict for."""
 
     batches: Callable[[], Iterable[tuple[int, Any]]]
-    """Gives them once, on the device, each with the number of its samples."""
+    """Iterates once over (number of samples, batch on the device)."""
     spare: Callable[[], Any]
-    """Gives a batch for a rank that has none. Raises `DataError` where there is none to be had."""
+    """Returns a batch for a rank that has none. Raises `DataError` if there is none."""
 
 
 def _no_spare() -> Any:
@@ -41,7 +41,7 @@ def _no_spare() -> Any:
 
 
 def own_batch_size(data: Data, config: TrainerConfig) -> int | None:
-    """The samples of a micro-batch, where nothing but the user's own DataLoader says it."""
+    """Samples per micro-batch from the user's DataLoader; None if the configuration sets a batch size."""
     if config.global_batch_size or config.micro_batch_size or config.reference_batch_size:
         return None
     return data.batch_size if isinstance(data, DataLoader) else None
@@ -49,7 +49,7 @@ def own_batch_size(data: Data, config: TrainerConfig) -> int | None:
 
 @dataclass(frozen=True)
 class DataRoom:
-    """Opens data for one Trainer: `plan` says how its steps are divided, `clock` is told what is waited for."""
+    """Opens data for one Trainer: `plan` divides its steps, `clock` measures the time spent waiting for data."""
 
     parts: Parts
     plan: BatchPlan
@@ -57,7 +57,7 @@ class DataRoom:
 
     @property
     def _reader(self) -> World:
-        """This rank as the data sees it: ranks that share samples draw the same random numbers for them."""
+        """This rank as a data rank: ranks that share samples draw the same random numbers for them."""
         return replace(self.parts.world, rank=self._rank, world_size=self._ranks)
 
     @property
@@ -66,7 +66,7 @@ class DataRoom:
 
     @property
     def _ranks(self) -> int:
-        """Into how many parts the data is divided."""
+        """The number of parts that the data is divided into."""
         return self.parts.strategy.data_ranks
 
     def train(self, data: Data, step: int) -> Feed:
@@ -113,7 +113,7 @@ class DataRoom:
         return facts | {"the sampler": kind, "the global batch": self.plan.global_batch}
 
     def _stream_facts(self, template: DataLoader[Any] | None) -> Facts:
-        """The same on all ranks: a checkpoint holds those of one."""
+        """Must be the same on all ranks: a checkpoint holds one rank's facts."""
         config = self.parts.config
         workers = config.data.num_workers if template is None else template.num_workers
         facts: Facts = {
@@ -128,8 +128,9 @@ class DataRoom:
         return facts
 
     def trial(self, data: Data, samples: int) -> list[Any]:
-        """A batch of the first samples on the device, and those that are copied ahead of their use: they take memory,
-        too. For trying how many fit. Draws from nothing that lasts.
+        """A batch of the first samples on the device, and as many more as are prefetched, for measuring memory.
+
+        Consumes no state of the run. Raises `ConfigError` if the data makes its own batches.
         """
         dataset, template = open_data(data, "train_data")
         if template is not None or isinstance(dataset, IterableDataset):
@@ -139,14 +140,14 @@ class DataRoom:
             )
         keys = [number % len(dataset) for number in range(samples)]
         config, world = self.parts.config.data, self.parts.world
-        # In a process of its own where training has such: what a dataset opens is then not inherited by those.
+        # In a DataLoader worker if training uses workers: they must not inherit what the dataset opens here.
         settings = config.model_copy(update={"num_workers": 1 if config.num_workers else 0, "seed_samples": False})
         ahead = config.prefetch_batches if world.device.type == "cuda" else 0
         batches = [keys] * (1 + ahead)
         return list(self._on_device(build_loader(dataset, batches, settings, world, self.parts.config.seed)))
 
     def evaluation(self, data: Data, role: str) -> Evaluation:
-        """What is evaluated or predicted for: each sample once, in the dataset's order."""
+        """Batches to evaluate or predict: each sample once, in the dataset's order."""
         dataset, template = open_data(data, role)
         own, config = batching(template), self.parts.config
         size = own.size if own and own.size else self.plan.micro_batch
@@ -165,7 +166,7 @@ class DataRoom:
         )
 
     def _spare(self, dataset: Any, batches: Any, template: DataLoader[Any] | None) -> Any:
-        """A batch of the first sample, for a rank that has none of its own and runs passes with zero weight."""
+        """A batch of the first sample, for a rank without batches that runs passes with zero weight."""
         first = batches.spare()
         settings = self.parts.config.data.model_copy(update={"num_workers": 0, "seed_samples": False})
         loader = build_loader(dataset, [first], settings, self.parts.world, self.parts.config.seed, template)
@@ -185,7 +186,7 @@ class DataRoom:
         return ExactDistributedSampler(dataset, self._rank, self._ranks, shuffle=shuffle, seed=seed, own=order)
 
     def _check_stream(self) -> None:
-        """Raise `ConfigError` for what needs to know beforehand who takes which samples."""
+        """Raise `ConfigError` for settings that need to know the division of samples in advance."""
         if self.plan.global_batch < self._ranks:
             raise ConfigError(
                 f"the global batch is {self.plan.global_batch} samples, fewer than the {self._ranks} ranks, each "
@@ -195,7 +196,7 @@ class DataRoom:
         check_sync_batch_norm(self.parts.model, None, self._ranks)
 
     def _move(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """For the steps; an evaluation's waiting does not count as theirs."""
+        """Batches on the device for training, with the waiting time measured; evaluation does not count."""
 
         def fetched() -> None:
             self.clock.mark(DATA)

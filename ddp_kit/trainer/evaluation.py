@@ -1,4 +1,4 @@
-"""Evaluation: every sample once, whatever the number of ranks."""
+"""Evaluation: each sample counts once, for any number of ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -37,7 +37,7 @@ def evaluation_due(config: TrainerConfig, step: Step) -> bool:
 
 
 class Evaluator:
-    """Evaluates for a Trainer. `tell`: event, values -> the callbacks hear of it."""
+    """Evaluates for a Trainer. `tell(event, *values)` calls the callbacks."""
 
     def __init__(
         self,
@@ -57,20 +57,20 @@ class Evaluator:
         self._tell = tell
 
     def watch(self, eval_data: object) -> None:
-        """`fit` evaluates this: its values, and not those of other data, say which weights are the best."""
+        """Set the eval_data of `fit`: only its metrics decide which weights are the best."""
         if eval_data is not None:
             self._watched_data = _dataset(eval_data)
 
     def watches(self, data: object) -> bool:
-        """Whether the values of `data` are for callbacks and `checkpoint.keep_best`."""
+        """Whether callbacks and `checkpoint.keep_best` get the metrics of `data`."""
         return self._watched_data is None or _dataset(data) is self._watched_data
 
     def run(
         self, data: Evaluation, stops: Callable[[], bool] | None = None, *, watched: bool = True
     ) -> dict[str, float] | None:
-        """All values after this step; None where `stops` has broken it off: then the random states are as before it.
+        """All metrics after this step; None if `stops` interrupted it, which restores the random states.
 
-        `watched`: whether callbacks get the values.
+        `watched`: whether callbacks get the metrics.
         """
         parts, step = self._parts, self._position.step
         random = None if stops is None else random_states(parts.world)
@@ -84,7 +84,7 @@ class Evaluator:
                     logger.info("evaluation at step {}: {}", step, _shown(values))
                     if watched:
                         self._tell("on_evaluate", values)
-            finally:  # also after an error: what callbacks changed for the evaluation is put back
+            finally:  # also after an error: callbacks undo what they changed for the evaluation
                 self._tell("on_evaluate_end")
         if values is not None:
             if watched:
@@ -95,17 +95,17 @@ class Evaluator:
 
 
 def _shown(values: Mapping[str, float]) -> str:
-    """For a line; a curve has many values."""
+    """One line of text, truncated: a curve has many values."""
     shown = [f"{name} {value:.4g}" for name, value in islice(values.items(), _SHOWN)]
     more = [f"and {len(values) - _SHOWN} more"] if len(values) > _SHOWN else []
     return "  ".join([*shown, *more])
 
 
 class Evaluations:
-    """Those of one call of `fit`.
+    """The evaluations of one call of `fit`.
 
-    `data`: what is evaluated; `stopping`: whether the run ends with this step; `stops`: whether an
-    evaluation is to be broken off.
+    `data`: the batches to evaluate; `stopping`: whether the run ends with this step; `stops`: whether to interrupt a
+    running evaluation.
     """
 
     def __init__(
@@ -122,15 +122,15 @@ class Evaluations:
         self._stopping = stopping
         self._stops = stops
         self.metrics: dict[str, float] = {}
-        """Of the last one."""
+        """The metrics of the last evaluation."""
         self.step = -1
-        """After which that was."""
+        """The step of the last evaluation."""
 
     def run(self, *, whole: bool = False) -> None:
-        """Evaluate after this step. `whole`: never break it off.
+        """Evaluate after this step. `whole`: do not interrupt it.
 
-        A run that had been evaluated here before it was started again computes the values once more, without telling
-        the callbacks again.
+        If the run was evaluated at this step before a restart, the metrics are computed again, but callbacks do not
+        get them a second time.
         """
         position = self._position
         told_before = position.evaluated == position.step
@@ -154,7 +154,7 @@ def evaluate(
 ) -> dict[str, float] | None:
     """The mean loss and all metrics over all ranks' samples. A collective.
 
-    `stops`: asked between batches whether to break off; where any rank has, there are no values.
+    `stops`: called between batches, whether to interrupt; returns None if any rank was interrupted.
     """
     device = parts.world.device
     means = {name: Mean(device) for name in ("loss", *metrics) if not isinstance(metrics.get(name), MetricObject)}
@@ -164,7 +164,7 @@ def evaluate(
     stopped, begun = False, collectives_of_all_groups()
     with evaluating(parts.model) as outputs:
         for number, (samples, batch) in enumerate(parts.strategy.evaluation(data.batches(), data.spare)):
-            # Where each batch has a collective, all ranks have to stop after the same one: there it runs to its end.
+            # If batches run collectives, ranks may not stop after different ones: then it runs to the end.
             stopped = number > 0 and stops is not None and stops() and collectives_of_all_groups() == begun
             if stopped:
                 break
@@ -200,7 +200,7 @@ def evaluate(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[list[Any]]:
-    """The model in evaluation mode, its last output noted; every module's own mode comes back afterwards."""
+    """Put the model in evaluation mode and record its last output; each module's mode is restored on exit."""
     modes = {module: module.training for module in model.modules()}
     outputs: list[Any] = []
 

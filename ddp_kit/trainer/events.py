@@ -1,4 +1,4 @@
-"""The events of the loop, and the order in which its subscribers hear of them."""
+"""The events of the loop, and their delivery to subscribers in order."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -7,7 +7,7 @@ from ddp_kit.records import Step
 
 
 class Subscriber:
-    """Hears of the loop's events, on the loop's thread. Override what is needed.
+    """Receives the loop's events, on the loop's thread. Override what is needed.
 
     with subscriber.loop():
         for each optimizer step:
@@ -19,21 +19,21 @@ class Subscriber:
     """
 
     def loop(self) -> AbstractContextManager[object]:
-        """Entered before the first step, left after the last one, also by an error."""
+        """A context entered before the first step and exited after the last one or on an error."""
         return nullcontext()
 
     def before_step(self, number: int) -> None:
-        """Optimizer step `number`, counted from 1, is next."""
+        """Optimizer step `number`, counted from 1, is about to start."""
 
     def after_update(self, step: Step) -> None:
-        """The optimizer has stepped, and the position is the one after it."""
+        """The optimizer has stepped and the position has advanced."""
 
     def after_step(self, step: Step) -> None:
-        """The body of the loop has run; nothing of this step is left to do."""
+        """The body of the loop has run; the step is complete."""
 
 
 class Events:
-    """Publishes events to subscribers, in their order. Contexts are entered in it and left in reverse."""
+    """Publishes events to subscribers in their order. Contexts are entered in that order and exited in reverse."""
 
     def __init__(self, subscribers: Sequence[Subscriber]) -> None:
         self._subscribers = subscribers
@@ -44,7 +44,7 @@ class Events:
 
     @contextmanager
     def loop(self) -> Iterator[None]:
-        """The steps of one call are done within."""
+        """The context in which the steps of one call are done."""
         with ExitStack() as entered:
             for subscriber in self._subscribers:
                 entered.enter_context(subscriber.loop())

@@ -1,4 +1,4 @@
-"""What the loop trains on, optimizer step by optimizer step: from a dataset with a length, or from a stream."""
+"""Training data, one optimizer step at a time, from a dataset with a length or from a stream."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -21,43 +21,43 @@ from ddp_kit.world import World, host_group
 Mover = Callable[[Iterable[Any]], Iterator[Any]]
 """Brings a loader's batches to the device."""
 Place = tuple[Mark, ...]
-"""Where the processes are that read a rank's stream, the one that was read last in the end; () for other data."""
+"""The positions of the processes that read a rank's stream, the most recent last; () for other data."""
 
 
 class Share(NamedTuple):
-    """An optimizer step, as far as this rank is concerned."""
+    """This rank's share of an optimizer step."""
 
     samples: int
-    """Of the whole step, over all ranks."""
+    """Samples of the whole step, over all ranks."""
     passes: tuple[int, ...]
-    """Samples of each of this rank's passes; empty where it has none. A pass of 0 samples has zero weight."""
+    """Samples of each of this rank's passes; empty if it has none. A pass of 0 samples has zero weight."""
 
 
 class Feed(Protocol):
-    """Gives the steps of an epoch: `begin`, then `next` and as many `batch` as it says, until `next` gives None."""
+    """The steps of an epoch: call `begin`, then `next` and `batch` once per pass, until `next` returns None."""
 
     steps: int | None
-    """Optimizer steps of an epoch; None where only its end will tell."""
+    """Optimizer steps per epoch; None if unknown before its end."""
     division: str
-    """How a step is made up, for the line that announces a run; "" where the batch plan says it."""
+    """How a step divides into batches, for the log line at the start of a run; "" if the batch plan says it."""
     place: Place
-    """Of this rank, before the batches that `next` spoke of last."""
+    """This rank's place before the batches that `next` returned last."""
 
     def facts(self, epoch: int) -> Facts:
-        """What decides which samples each step of the epoch has."""
+        """Facts that determine the samples of each step of the epoch."""
 
     def begin(self, epoch: int, first_step: int, place: Place = ()) -> None:
-        """Go to a position. `place`: what this rank's feed stood at there, if that is known."""
+        """Move to a position. `place`: this rank's `place` at that position, if known."""
 
     def next(self) -> Share | None:
-        """The step to come; None after the last one. Every rank asks as often as the others."""
+        """The next step; None after the last one. All ranks must call it equally often."""
 
     def batch(self) -> Any:
         """The next pass's batch, on the device."""
 
 
 def counted(stream: Iterable[tuple[int, Any]], move: Mover) -> Iterator[tuple[int, Any]]:
-    """A stream's batches on the device, each with the number of its samples: some are copied ahead of their use."""
+    """(number of samples, batch on the device) for each batch of a stream; `move` may prefetch batches."""
     counts: deque[int] = deque()
 
     def batches() -> Iterator[Any]:
@@ -69,7 +69,7 @@ def counted(stream: Iterable[tuple[int, Any]], move: Mover) -> Iterator[tuple[in
 
 
 class MapFeed:
-    """Of a dataset with a length: who takes which samples is settled beforehand."""
+    """The feed of a dataset with a length: the division of samples among ranks is known in advance."""
 
     place: Place = ()
 
@@ -83,8 +83,8 @@ class MapFeed:
     ) -> None:
         self.steps: int | None = batches.steps
         self._spare = spare
-        self._left = 0  # passes of the step that have samples
-        self._last: Any = None  # batch, where passes with zero weight repeat it
+        self._left = 0  # remaining passes of the step that have samples
+        self._last: Any = None  # the batch that passes with zero weight repeat
         self.division = batches.division
         self._facts = facts
         self._loader = loader
@@ -125,12 +125,12 @@ class MapFeed:
 
 
 class StreamFeed:
-    """Of an iterable dataset, of which every rank reads its own part: nobody knows how long it is.
+    """The feed of an iterable dataset of unknown length, of which every rank reads its own part.
 
-    Each rank looks one step ahead and tells the others how many samples it has for it. So the weights of a step are
-    known before it, and all ranks end together: when nobody has a sample left. One that has none earlier stands in.
-    `at_least`: the samples without which a step is left out, and ends the epoch.
-    The counts travel between the hosts, whose devices still work on the step before; nothing waits for a device.
+    Each rank fetches one step ahead, and the ranks add up how many samples they have for it. So a step's weights are
+    known in advance, and the epoch ends on all ranks together, when no rank has samples left. A rank that runs out
+    earlier takes part without samples. `at_least`: a step with fewer samples is skipped and ends the epoch.
+    The counts are reduced between hosts while devices run the previous step. Does not wait for the device.
     """
 
     steps: int | None = None
@@ -154,10 +154,10 @@ class StreamFeed:
         self._passes = passes
         self._world = world
         self._move = move
-        self._compared = False  # the ranks' first samples
+        self._compared = False  # whether the ranks' first samples were compared
         self.place = self._reached = Place()
 
-    def facts(self, epoch: int) -> Facts:  # noqa: ARG002 - what a stream gives is not known before
+    def facts(self, epoch: int) -> Facts:  # noqa: ARG002 - a stream's samples are not known in advance
         return self._facts
 
     def begin(self, epoch: int, first_step: int, place: Place = ()) -> None:
@@ -197,7 +197,7 @@ class StreamFeed:
         return next(self._waiting)
 
     def _filled_up(self, passes: tuple[int, ...], batches: list[Any]) -> tuple[tuple[int, ...], list[Any]]:
-        """With passes of zero weight, to as many as the rank with the most has."""
+        """Pad with zero-weight passes to the largest number of passes on any rank. A collective."""
         missing = self._over_all_ranks(len(passes), dist.ReduceOp.MAX) - len(passes)
         self._last = batches[-1:] or self._last
         if missing and not self._last:
@@ -208,7 +208,7 @@ class StreamFeed:
         return passes + (0,) * missing, batches + self._last * missing
 
     def _nothing(self, samples: int, first_step: int) -> DataError:
-        """What to say where an epoch would have no step: the next one would have none either."""
+        """The error for an epoch without steps: the next epoch would have none either."""
         if first_step:
             return DataError(
                 f"train_data ended before step {first_step + 1} of an epoch that was left after {first_step} steps",
@@ -227,7 +227,7 @@ class StreamFeed:
         )
 
     def _look_for_copies(self, batches: list[Any]) -> None:
-        """Warn where all ranks begin with the same samples: then nothing divides them."""
+        """Warn if all ranks start with the same samples: then the stream is not divided among ranks. A collective."""
         bits = b"".join(leaf.cpu().numpy().tobytes() for leaf in pytree.tree_leaves(batches) if _readable(leaf))
         digests: dict[int, set[int]] = {}
         for data_rank, digest in gathered(self._world, [self._strategy.data_rank, digest_of(bits)]):
@@ -253,5 +253,5 @@ class StreamFeed:
 
 
 def _readable(leaf: Any) -> bool:
-    """Whether numpy knows its kind of numbers."""
+    """Whether numpy can represent it."""
     return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.dtype != torch.bfloat16

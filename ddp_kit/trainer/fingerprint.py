@@ -1,4 +1,4 @@
-"""Numbers that stand for what every rank holds: equal on all ranks where what they hold is bitwise identical."""
+"""Checksums of weights and optimizer state, equal on all ranks if the tensors are bitwise identical."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
@@ -15,14 +15,14 @@ from ddp_kit.torch_internals import pytree
 from ddp_kit.trainer.parts import Parts
 
 _SMALL = 1 << 14
-"""Tensors with fewer elements are joined before they are added up: each addition takes a kernel of its own."""
+"""Tensors with fewer elements are concatenated before they are summed, to launch fewer kernels."""
 _RATES = ("lr", "initial_lr", "momentum", "betas", "weight_decay")
 
 
 def bits(tensors: Iterable[Tensor]) -> Tensor:
-    """The contents of tensors as one int64 number on the device of the first. Nothing waits for a device.
+    """A checksum of tensors, as an int64 scalar on the device of the first. Does not wait for the device.
 
-    The bits are read as whole numbers, so no rounding depends on the order of a sum.
+    The bits are read as integers, so the order of summation does not matter.
     """
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     sums: list[Tensor] = []
@@ -42,7 +42,7 @@ def _stacked(scalars: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _spread(numbers: Tensor) -> Tensor:
-    """A sum in which each place has another factor: what has changed places makes another number."""
+    """A sum with a different factor per position, so that a permutation changes it."""
     return (numbers * torch.arange(1, 2 * len(numbers), 2, device=numbers.device)).sum()
 
 
@@ -56,7 +56,7 @@ def _dense(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _whole(flat: Tensor) -> list[Tensor]:
-    """The same bytes as int64 numbers, filled up with zeros: eight bytes at a time are added up fastest."""
+    """The same bytes as int64 numbers, padded with zeros: summing eight bytes at a time is fastest."""
     flat, size = flat.contiguous(), flat.element_size()
     rest = flat.numel() * size % 8 // size
     head, parts = flat[: flat.numel() - rest], []
@@ -68,7 +68,7 @@ def _whole(flat: Tensor) -> list[Tensor]:
 
 
 def facts_of_model(model: nn.Module) -> dict[str, int | str]:
-    """What must be the same before the model is placed: which tensors there are, not what they hold."""
+    """Facts that must be the same before the model is placed: names, shapes and types, not values."""
     sparse = [each for each in model.buffers() if each.layout != torch.strided]
     return {
         "the parameters of the model (names, shapes, types, which require gradients)": repr(
@@ -86,7 +86,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def facts_of_weights(parts: Parts) -> dict[str, int | str]:
-    """What must be the same before a step on ranks that hold the same weights. Waits for the device."""
+    """Facts that must be the same before a step on ranks that hold the same weights. Waits for the device."""
     names = [name for name, _ in parts.model.named_parameters()]
     numbers = _stacked([bits([each]) for each in parts.strategy.local_parameters()], parts.world.device).tolist()
     return {
@@ -95,7 +95,7 @@ def facts_of_weights(parts: Parts) -> dict[str, int | str]:
 
 
 def facts_of_optimizer(parts: Parts) -> dict[str, int | str]:
-    """What must be the same before a step on ranks that hold the same optimizer state. Waits for the device."""
+    """Facts that must be the same before a step on ranks with the same optimizer state. Waits for the device."""
     names_held = parts.strategy.held_names()
     held = {
         names_held[id(each)]: (each, parts.optimizer.state.get(each, {}))
@@ -110,7 +110,7 @@ def facts_of_optimizer(parts: Parts) -> dict[str, int | str]:
 
 
 def facts_of_progress(parts: Parts) -> dict[str, int | str]:
-    """What all ranks must have the same before a step: scheduler and gradient scaling."""
+    """Facts that must be the same on all ranks before a step: scheduler and gradient scaling."""
     return {
         "the scheduler and its state": schedule(parts.scheduler),
         "the state of the gradient scaling": repr(parts.precision.state()),
@@ -124,7 +124,7 @@ def _state_bits(parameter: Tensor, state: Any) -> Tensor:
 
 
 def _plain(value: Any) -> str:
-    """Text that is the same in every process: without addresses, with all digits."""
+    """Text that is the same in every process: no addresses, full precision."""
     if isinstance(value, Tensor):
         return f"tensor {tuple(value.shape)} {value.dtype}"
     if isinstance(value, Mapping):
@@ -150,14 +150,14 @@ def _number(value: Any) -> Any:
 
 
 def schedule(scheduler: LRScheduler | None) -> str:
-    """The type and state of a scheduler, and of those within it."""
+    """The type and state of a scheduler and of the schedulers inside it."""
     if scheduler is None:
         return "none"
     return f"{type(scheduler).__name__} {_plain(scheduler.state_dict())}"
 
 
 def rates(optimizer: Optimizer) -> int:
-    """The learning rates and what else schedulers move, below 2**56. Tensors on a device are left out."""
+    """A hash of learning rates and other values that schedulers change, below 2**56. Device tensors are skipped."""
     values = [
         tuple(
             value.item() if isinstance(value, Tensor) else value for value in map(group.get, _RATES) if _on_host(value)
@@ -172,7 +172,7 @@ def _on_host(value: Any) -> bool:
 
 
 def row(parts: Parts) -> Tensor:
-    """What the ranks compare at a log point, as float64 numbers on the device: see `differing`. Nothing waits."""
+    """What ranks compare at a log point, as float64 [n] on the device; see `differing`. Does not wait for it."""
     device = parts.world.device
     own = [torch.tensor(rates(parts.optimizer), device=device)]
     if parts.config.verify_ranks != "off":
@@ -185,7 +185,7 @@ def row(parts: Parts) -> Tensor:
 
 
 def differing(rows: Sequence[Sequence[float]], strategy: Strategy) -> str | None:
-    """What is not the same on the ranks that have to have it the same, by their rows."""
+    """The name of the first value that differs within a group of ranks that must agree; None if none does."""
     names = {
         "the learning rates": [range(len(rows))],
         "the weights of the model": strategy.replicas,

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of this run, and what is wrong where it is not."""
+"""Errors for checkpoints that do not fit this run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,19 +10,19 @@ _LONGEST_TEXT = 300
 
 
 class DoesNotFitError(Exception):
-    """The saved state of a part is of another run."""
+    """The saved state of a part is from a different run."""
 
 
 @contextmanager
 def fitting(path: Path) -> Iterator[None]:
-    """Within: what the checkpoint says is put to use. What is wrong with it is a `CheckpointError`."""
+    """Turn any error raised while using a checkpoint's contents into a `CheckpointError`."""
     try:
         yield
     except DdpKitError:
         raise
     except DoesNotFitError as error:
         raise of_another_run(path, str(error)) from None
-    except Exception as error:  # the content of a file may be anything, and fail anywhere
+    except Exception as error:  # a file may contain anything and fail anywhere
         raise CheckpointError(
             f"the checkpoint {path} cannot be used: {type(error).__name__}: {str(error)[:_LONGEST_TEXT]!r}",
             "was it written by another version of ddpkit, or changed since? take another checkpoint",
@@ -30,7 +30,7 @@ def fitting(path: Path) -> Iterator[None]:
 
 
 def of_another_run(path: Path, what: str) -> CheckpointError:
-    """The error of a checkpoint that does not fit."""
+    """The error for a checkpoint that does not fit."""
     return CheckpointError(
         f"the checkpoint {path} is of another model, optimizer or scheduler: {what}",
         "give the folder of this run, or another one to start afresh (or checkpoint.resume=None); the weights alone "

@@ -11,7 +11,7 @@ from ddp_kit.world import World
 
 
 class FolderUse:
-    """Locks the folder on the ranks that write to it; every rank fails where one of them cannot."""
+    """Locks the folder on the ranks that write to it; if one of them cannot, all ranks raise."""
 
     def __init__(self, world: World, folder: Path | None, lock: FolderLock | None) -> None:
         self._world = world
@@ -21,9 +21,10 @@ class FolderUse:
 
     @contextmanager
     def exclusive(self, *, resuming: bool = False) -> Iterator[None]:
-        """Within, no other run writes to the folder. Entering the outermost one is a collective.
+        """A context in which no other run writes to the folder. Entering the outermost one is a collective.
 
-        `resuming`: the run resumes from what is in the folder, whoever wrote it. Raises `CheckpointError`.
+        `resuming`: the run resumes from the folder's checkpoints, no matter which run wrote them.
+        Raises `CheckpointError`.
         """
         if self._depth == 0 and self._folder is not None:
             self._acquire(resuming)
@@ -36,12 +37,12 @@ class FolderUse:
                 self._lock.release()
 
     def end(self) -> None:
-        """Let other runs use the folder, although this one's loop over its steps has not been left."""
+        """Unlock the folder for other runs, although this run's loop has not been left."""
         if self._lock is not None:
             self._lock.release()
 
     def note_save(self) -> None:
-        """From now on the newest checkpoint is of this run."""
+        """Note that the newest checkpoint is now from this run."""
         assert self._lock is not None, "only a rank that writes saves"
         self._lock.note_save()
 

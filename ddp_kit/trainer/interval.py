@@ -1,4 +1,4 @@
-"""What gathers between two log points, and what becomes of it there: one reduction, one row, one look for NaN."""
+"""Losses and times between two log points, and their reduction: one collective and one NaN check per interval."""
 
 import time
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from ddp_kit.timing import COLUMNS, StepClock, by_rank, table_of
 from ddp_kit.trainer.agreement import gathered
 from ddp_kit.world import World
 
-_LOSS, WEIGHT = 0, 1  # the columns of the pairs that an interval keeps
+_LOSS, WEIGHT = 0, 1  # the columns of an interval's [n, 2] tensors
 _FOLD = 256
-"""Losses that are kept as tensors of their own before they become one: on a GPU each takes 512 bytes."""
+"""How many separate loss tensors are kept before they are stacked: on a GPU each takes 512 bytes."""
 
 
 class Interval:
-    """The losses since the last log point. Adding one waits for nothing and computes nothing.
+    """The losses since the last log point. Adding one computes nothing and does not wait for the device.
 
     `first_step`: the number of its first optimizer step.
     """
@@ -30,7 +30,7 @@ class Interval:
         self._sums: list[Tensor] = []
         self._weights: list[Tensor | float] = []
         self._step_of: list[int] = []  # of each loss
-        self._folded: list[Tensor] = []  # sums and weights, many in one tensor [n, 2]
+        self._folded: list[Tensor] = []  # stacked sums and weights, each [n, 2]
         self._before_step = 0
         self._plain = True
         self._norm: Tensor | None = None
@@ -40,11 +40,11 @@ class Interval:
 
     @property
     def step(self) -> int:
-        """The number of the optimizer step that is being done."""
+        """The number of the current optimizer step."""
         return self._first_step + self.steps
 
     def add(self, value: Tensor | Loss, samples: int) -> None:
-        """Note the loss of one pass: a mean over `samples` samples, or a `Loss`."""
+        """Record the loss of one pass: a mean over `samples` samples, or a `Loss`."""
         if isinstance(value, Loss):
             self._plain = False
             self._sums.append(value.loss.detach())
@@ -55,16 +55,16 @@ class Interval:
         self._step_of.append(self.step)
 
     def note_norm(self, norm: Tensor) -> None:
-        """Note the global norm of the step's gradient, before clipping."""
+        """Record the global norm of the step's gradient, before clipping."""
         self._norm = norm
 
     def drop_step(self) -> None:
-        """Forget the losses of the current step."""
+        """Discard the losses of the current step."""
         for noted in (self._step_of, self._weights, self._sums):
             del noted[len(noted) - (len(self._sums) - self._before_step) :]
 
     def end_step(self, samples: int) -> None:
-        """A step is done, of so many samples over all ranks."""
+        """Record that a step is done. `samples`: over all ranks."""
         self.steps += 1
         self.samples += samples
         if len(self._sums) >= _FOLD:
@@ -72,9 +72,9 @@ class Interval:
         self._before_step = len(self._sums)
 
     def close(self, clock: StepClock, facts: Tensor | None = None) -> "Reading":
-        """What it came to over all ranks, on its way to the host. A collective.
+        """The sums over all ranks, being copied to the host. A collective.
 
-        `facts`: float64 numbers on the device, as many on each rank, for all ranks to see.
+        `facts`: float64 [n] on the device, the same n on each rank; all ranks get every rank's.
         """
         self._fold()
         world = self.world
@@ -94,7 +94,7 @@ class Interval:
         return Reading(self, seconds, table, pairs, self._step_of)
 
     def first_non_finite(self, column: int = _LOSS) -> tuple[int, int] | None:
-        """As `Reading` has it, for the steps so far. Waits for the device. A collective."""
+        """`Reading.first_non_finite` for the steps so far. Waits for the device. A collective."""
         self._fold()
         pairs = torch.cat(self._folded) if self._folded else torch.zeros(0, 2)
         return _first_non_finite(self.world, pairs[:, column], self._step_of)
@@ -112,7 +112,7 @@ class Interval:
 
 
 def _on_device(weight: Tensor | float, device: torch.device) -> Tensor:
-    """As float64. A number, or a tensor in host memory, is filled in there: to copy it, the host would wait."""
+    """As float64. A number or host tensor is filled in on the device: copying it would make the host wait."""
     if isinstance(weight, Tensor) and weight.device == device:
         return weight.detach().double().sum()
     number = float(weight.detach().double().sum()) if isinstance(weight, Tensor) else weight
@@ -124,14 +124,14 @@ class Values:
     """An interval's figures over all ranks."""
 
     loss: float
-    """The sum."""
+    """The weighted sum."""
     weight: float
     norm: float
-    """Of the gradient at the last step that measured it; 0 where none did."""
+    """The gradient norm at the last step that measured it; 0 if none did."""
     times: tuple[StepTimes, ...]
-    """Of each rank."""
+    """Per rank."""
     facts: tuple[tuple[float, ...], ...]
-    """Of each rank; empty where none were given."""
+    """Per rank; empty if none were given."""
 
 
 class Reading:
@@ -155,7 +155,7 @@ class Reading:
             self._arrived.record()
 
     def values(self) -> "Values":
-        """The figures; waits until they have arrived."""
+        """The figures. Waits for the copy to the host."""
         if self._arrived is not None:
             self._arrived.synchronize()
         loss, weight, norm, *rest = self._table.tolist()
@@ -167,7 +167,7 @@ class Reading:
         )
 
     def first_non_finite(self, column: int = _LOSS) -> tuple[int, int] | None:
-        """The first optimizer step with a loss (or weight) that was not finite, and the lowest rank. A collective."""
+        """The first optimizer step with a non-finite loss (or weight), and the lowest such rank. A collective."""
         return _first_non_finite(self._world, self._own_pairs[:, column], self._step_of)
 
 

@@ -1,4 +1,4 @@
-"""Log points: where an interval's figures become a row, and where a loss that is not finite ends the run."""
+"""Log points: turn an interval's figures into a row, and end the run if a loss is not finite."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ _HINT = (
 
 @dataclass(frozen=True)
 class _Point:
-    """What was true at a log point."""
+    """The state at a log point."""
 
     step: int
     epoch: int
@@ -38,9 +38,9 @@ class _Point:
 
 
 class LogPoints:
-    """The current interval, and the rows of those before.
+    """The current interval, and the rows of earlier ones.
 
-    On a GPU a row is read at the next log point: its figures have long arrived by then, and nobody waits.
+    On a GPU a row is read one log point late: the copy to the host is done by then, so the host does not wait.
     """
 
     def __init__(self, parts: Parts, clock: StepClock) -> None:
@@ -56,13 +56,13 @@ class LogPoints:
         self.begin(first_step=1)
 
     def begin(self, first_step: int) -> None:
-        """A new interval, from this optimizer step on."""
+        """Start a new interval at this optimizer step."""
         self.interval = Interval(self._parts.world, first_step)
 
     def close(self, step: int, epoch: int, *, last: bool) -> list[LogRow]:
         """End the interval after this step. Returns the rows that are ready. A collective.
 
-        Raises `LossError` where a loss or the gradient was not finite, on all ranks together.
+        Raises `LossError` on all ranks if a loss or the gradient was not finite.
         """
         rate = float(self._parts.optimizer.param_groups[0].get("lr", float("nan")))
         facts = fingerprint.row(self._parts) if self._parts.world.world_size > 1 else None
@@ -73,7 +73,7 @@ class LogPoints:
         return [self._row(point) for point in ready]
 
     def rest(self) -> list[LogRow]:
-        """The rows that are still to be read, at the end of a run that was stopped right after a log point."""
+        """The rows that are not read yet, at the end of a run that was stopped right after a log point."""
         late, self._late = self._late, []
         return [self._row(point) for point in late]
 
@@ -99,7 +99,7 @@ class LogPoints:
         )
 
     def refuse_non_finite(self) -> None:
-        """Raise the `LossError` that the next log point would: for a save. A collective."""
+        """Before a save, raise the `LossError` that the next log point would raise. A collective."""
         if self._parts.config.non_finite == "skip":
             return
         for point in self._late:
@@ -108,15 +108,15 @@ class LogPoints:
         self._refuse(self.interval.first_non_finite())
 
     def refuse_weights(self, step: int, weights: Sequence[Tensor]) -> None:
-        """Raise a `LossError` where these, as they are after `step`, are not finite."""
+        """Raise a `LossError` if `weights`, as of after `step`, are not finite. Waits for the device."""
         if self._parts.config.non_finite == "skip" or not weights:
             return
-        # Sums, not norms: what is not finite spreads, and they take an eighth of the time of the largest value.
+        # Sums propagate NaN and infinity, and take an eighth of the time of a maximum.
         if not torch.isfinite(torch.stack([each.sum(dtype=torch.float32) for each in weights])).all():
             raise LossError(f"the weights are not finite after step {step}, although the losses are", _HINT, step)
 
     def _check(self, point: _Point, values: Values) -> None:
-        """All ranks see the same figures, so that all of them stop here, or none."""
+        """Raise `LossError` for non-finite figures. All ranks have the same figures, so all raise or none does."""
         if not isfinite(values.weight):
             self._refuse_weight(point.reading.first_non_finite(WEIGHT))
         if self._parts.config.non_finite == "skip" or (isfinite(values.loss) and isfinite(values.norm)):
@@ -128,7 +128,7 @@ class LogPoints:
             )
 
     def _compare(self, step: int, values: Values) -> None:
-        """All ranks see the same figures, so that all of them stop here, or none."""
+        """Raise `DataError` if ranks differ. All ranks have the same figures, so all raise or none does."""
         parts = self._parts
         what = fingerprint.differing(values.facts, parts.strategy)
         if what is None:
@@ -158,9 +158,9 @@ class LogPoints:
 def announce(
     world: World, plan: BatchPlan, config: TrainerConfig, done: int, total: int | None, division: str = ""
 ) -> None:
-    """Say what is about to be trained: from step `done` to step `total`, None where only the data will tell.
+    """Log what is about to be trained: from step `done` to step `total`, None if the data determines the end.
 
-    `division`: how a step is made up, where that is not as `plan` says it.
+    `division`: how a step divides into batches, if not as `plan` says.
     """
     if total == done:
         logger.warning("nothing left to train: all {} steps are done; raise epochs or max_steps", total)

@@ -1,4 +1,4 @@
-"""Leaving a loop over `Trainer.steps` before its end: what is due after that step is done first."""
+"""Leaving a loop over `Trainer.steps` early: a save that is due after that step is still done."""
 
 from collections.abc import Generator, Iterator
 from itertools import count
@@ -12,7 +12,7 @@ from ddp_kit.trainer.run_state import RunState
 from ddp_kit.world import World
 
 _SECONDS = 10.0
-"""For all ranks to leave the loop: they are at most in the same body of it."""
+"""The timeout for all ranks to leave the loop: they are at most one loop body apart."""
 _loops = count()
 
 
@@ -20,11 +20,10 @@ Loop = Generator[Step, None, None]
 
 
 def saved_when_left(steps: Loop, world: World, checkpoints: Checkpoints, run_state: RunState) -> Iterator[Step]:
-    """The same steps; where the loop over them is left at one whose save is due, it is saved then. What is being saved
-    is on the disk afterwards: a Trainer that is made next finds it.
+    """The same steps; if the loop is left at a step whose save is due, save it. Waits until all saves are on disk, so
+    that a Trainer made next finds them.
 
-    An exception that leaves the loop cannot be told from a `break` here. Where it leaves it on one rank alone, nothing
-    is saved.
+    A `break` and an exception look the same here. If only one rank leaves the loop, nothing is saved.
     """
     number = next(_loops)
     for step in steps:
@@ -38,6 +37,6 @@ def saved_when_left(steps: Loop, world: World, checkpoints: Checkpoints, run_sta
             steps.close()
             try:
                 (checkpoints.finish if due else checkpoints.settle)()
-            except DdpKitError as error:  # what is raised while a generator is closed does not reach the script
+            except DdpKitError as error:  # an error raised while a generator is closed may not reach the script
                 logger.error("a save was due or being written after step {}, and failed: {}", step.number, error)
             raise

@@ -1,4 +1,4 @@
-"""Calls of the user's loss function, with what it returns checked and agreed on by all ranks."""
+"""Calls the user's loss function, checks what it returns, and has all ranks agree on its kind."""
 
 import torch
 from torch import Tensor
@@ -15,16 +15,16 @@ _UNKNOWN, _PLAIN, _WEIGHTED = range(3)
 class LossCalls:
     """Calls the loss function for the passes of one Trainer.
 
-    Before the first backward pass the ranks tell each other what kind of loss they have, or what is wrong with it: the
-    reductions of a step depend on it. That is where the host waits, once.
+    Before the first backward pass the ranks exchange which kind of loss they have, or what is wrong with it: a step's
+    reductions depend on it. The host waits for the device once, there.
     """
 
     def __init__(self, parts: Parts, parameters: RunParameters) -> None:
         self._parts = parts
         self._parameters = parameters
-        self._kind = _UNKNOWN  # of what the loss function returns
+        self._kind = _UNKNOWN  # the kind of loss
         self.most_passes = 0
-        """Of any rank, in the first step."""
+        """The largest number of passes on any rank in the first step."""
 
     @property
     def agreed(self) -> bool:
@@ -33,11 +33,11 @@ class LossCalls:
 
     @property
     def weighted(self) -> bool:
-        """Whether it returns a `Loss`, whose weight is known after the passes only."""
+        """Whether it returns a `Loss`, whose weight is known only after the passes."""
         return self._kind == _WEIGHTED
 
     def call(self, batch: object, step: int, passes: int) -> "Tensor | Loss":
-        """What the loss function returns for a batch, in a step of so many passes on this rank. Raises `LossError`."""
+        """The loss of a batch. `passes`: this rank's passes in the step. Raises `LossError`."""
         if not self.agreed:
             return self._first(batch, step, passes)
         value = self._called(batch, step)
@@ -49,9 +49,9 @@ class LossCalls:
         return value
 
     def agree(self, found: "Tensor | Loss | LossError | None" = None, passes: int = 0) -> None:
-        """Tell the others of this rank's first loss, or what is wrong with it; None: it has no samples. A collective.
+        """Send this rank's first loss, or its error, to the other ranks; None: it has no samples. A collective.
 
-        Once in a process, before the first reduction.
+        Called once per process, before the first reduction.
         """
         own = _UNKNOWN if found is None else _WEIGHTED if isinstance(found, Loss) else _PLAIN
         problem = found if isinstance(found, LossError) else None
@@ -73,7 +73,7 @@ class LossCalls:
             with parts.strategy.forward_context():
                 value = checked(parts.strategy.call(parts.loss_fn, batch), "the loss function")
         if not (value.loss if isinstance(value, Loss) else value).requires_grad:
-            self._parameters.check_frozen()  # which would explain it
+            self._parameters.check_frozen()  # a likely cause
             raise LossError(
                 f"the loss function returned a tensor without a gradient at step {step} on rank {parts.world.rank}",
                 "compute it from the model's output, without .item(), .detach(), torch.no_grad() or argmax on the way",

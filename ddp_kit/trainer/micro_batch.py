@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits: searched before the first step, halved where a later one runs out of memory."""
+"""The largest micro-batch that fits: searched before the first step, halved if a later step runs out of memory."""
 
 import gc
 from collections.abc import Callable
@@ -22,25 +22,25 @@ from ddp_kit.trainer.step import OptimizerStep, StepPasses
 from ddp_kit.world import host_group
 
 _SIGNS = (
-    "can't allocate memory",  # of the CPU's allocator
+    "can't allocate memory",  # torch's CPU allocator
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's word for a convolution whose workspace does not fit
+    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN reports it if a convolution's workspace does not fit
     "out of memory",
 )
-_FITS, _TOO_SMALL, _TOO_LARGE = range(3)  # the worst last
+_FITS, _TOO_SMALL, _TOO_LARGE = range(3)  # in order of severity
 
 
-class OutOfMemory(Exception):  # noqa: N818  # not shown to anybody: the loop catches it
-    """A step ran out of memory on some rank, and has left no trace on any."""
+class OutOfMemory(Exception):  # noqa: N818  # never shown: the loop catches it
+    """A step ran out of memory on some rank, and was rolled back on all ranks."""
 
     def __init__(self, error: BaseException | None) -> None:
         super().__init__(error)
         self.error = error
-        """This rank's own; None where it was another rank's."""
+        """This rank's error; None if another rank ran out of memory."""
 
     def own_or_silent(self, config: TrainerConfig, rank: int) -> BaseException:
-        """What to end with, where nothing smaller is left to try."""
+        """The error to raise if no smaller micro-batch is left to try."""
         if self.error is not None:
             return with_hint(self.error, config, rank)
         silent = LossError("another rank is out of memory with a micro-batch of 1", "see what it says")
@@ -56,7 +56,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def with_hint(error: BaseException, config: TrainerConfig, rank: int) -> BaseException:
-    """The error that ends a run; of memory, with what to do about it and where the memory's contents are written."""
+    """The same error; if it is out of memory, with a hint and the path of a memory snapshot."""
     if not is_out_of_memory(error):
         return error
     path = save_memory_snapshot(config.profile.dir, rank)
@@ -81,9 +81,9 @@ def with_hint(error: BaseException, config: TrainerConfig, rank: int) -> BaseExc
 def largest_micro_batch(parts: Parts, batches_of: Callable[[int], list[Any]], plan: BatchPlan) -> int:
     """The largest of 1, 2, 4, ... and a rank's whole share for which a step fits on every rank. A collective.
 
-    A trial is two passes and an optimizer step, whose state takes memory from then on; all of it is taken back.
-    `batches_of(n)`: a batch of n samples on the device, and those that are prefetched. Raises the out-of-memory error
-    where not even the smallest fits.
+    A trial runs two passes with an optimizer step between them, to allocate optimizer state; then it is rolled back.
+    `batches_of(n)`: a batch of n samples on the device, and the prefetched ones. Raises the out-of-memory error if not
+    even the smallest fits.
     """
     share = -(-plan.global_batch // plan.world_size)
     before, found, failed = RunState(parts), 0, None
@@ -99,7 +99,7 @@ def largest_micro_batch(parts: Parts, batches_of: Callable[[int], list[Any]], pl
             found = size
     if not found and failed is not None:
         raise failed.own_or_silent(parts.config, parts.world.rank) from None
-    found = found or share  # too few samples for BatchNorm, whatever fits: training says so
+    found = found or share  # too few samples for BatchNorm at any size: training reports it
     logger.info("micro_batch_size: {} of at most {} samples fit", found, share)
     return found
 
@@ -107,7 +107,7 @@ def largest_micro_batch(parts: Parts, batches_of: Callable[[int], list[Any]], pl
 def _tried(
     parts: Parts, batches_of: Callable[[int], list[Any]], size: int, *, last: bool
 ) -> tuple[int, BaseException | None]:
-    """How it went, and what was wrong. `last`: the whole share, which leaves no gradients for a second pass to meet."""
+    """The outcome and its error, if any. `last`: the size is the whole share, so gradients do not accumulate."""
     outcome, kept = _FITS, None
     modes = {module: module.training for module in parts.model.modules()}
     parts.model.train()
@@ -116,7 +116,7 @@ def _tried(
         _pass(parts, batch)
         for parameter in parts.strategy.parameters:
             if parameter.grad is not None:
-                parameter.grad.zero_()  # the step is to make the optimizer's state, and no numbers that are not finite
+                parameter.grad.zero_()  # the step only allocates optimizer state; avoid non-finite values
         parts.optimizer.step()
         if last:
             _forget(parts.model)
@@ -124,7 +124,7 @@ def _tried(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        outcome, kept = _TOO_LARGE, error.with_traceback(None)  # whose frames hold tensors
+        outcome, kept = _TOO_LARGE, error.with_traceback(None)  # traceback frames keep tensors alive
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
@@ -140,7 +140,7 @@ def _pass(parts: Parts, batch: Any) -> None:
     with parts.precision.forward(), parts.activations.forward_context():
         value = checked(parts.loss_fn(parts.model, batch), "the loss function")
     total = value.loss if isinstance(value, Loss) else value
-    if total.requires_grad:  # else the first step of training says what is wrong
+    if total.requires_grad:  # otherwise the first step of training raises the error
         total.sum().backward()  # type: ignore[no-untyped-call]
 
 
@@ -159,16 +159,16 @@ def _free() -> None:
 
 
 class RescuedStep(OptimizerStep):
-    """An optimizer step that is given up by all ranks together where one runs out of memory.
+    """An optimizer step that all ranks abandon together if one runs out of memory.
 
-    passes of all ranks
-    where memory ran out: take part in the step's remaining collectives, with zeros     # the others are in them
-    one number over the hosts: did anyone run out?                                      # no device is waited for
-    if so: buffers and random states go back, everyone raises OutOfMemory
+    run the passes
+    if out of memory: join the step's remaining collectives, with zeros       # the other ranks wait in them
+    all-reduce one flag between hosts: did any rank run out?                  # does not wait for the device
+    if so: restore buffers and random states; all ranks raise OutOfMemory
     """
 
     def release(self) -> None:
-        """Give up what the strategy has built: what a reduction that broke off has left of it is unknown."""
+        """Discard the strategy's buffers: an interrupted reduction leaves them in an unknown state."""
         self._strategy.release()
         _free()
 
@@ -179,7 +179,7 @@ class RescuedStep(OptimizerStep):
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            failed = error.with_traceback(None)  # whose frames hold tensors
+            failed = error.with_traceback(None)  # traceback frames keep tensors alive
         if failed is not None:
             self.clear()
             _free()
@@ -191,7 +191,7 @@ class RescuedStep(OptimizerStep):
             raise OutOfMemory(failed)
 
     def _take_part(self, passes: StepPasses) -> None:
-        """In those collectives of the step that this rank has not come to, in their order."""
+        """Join the step's collectives that this rank has not reached, in their order."""
         if self._parts.world.world_size == 1:
             return
         if not self._losses.agreed:
@@ -210,5 +210,5 @@ class RescuedStep(OptimizerStep):
 
 
 def new_step(parts: Parts, clock: StepClock) -> OptimizerStep:
-    """What does the steps; with a strategy that is recoverable, those that can be given up."""
+    """The object that does the steps; with a recoverable strategy it can abandon a step."""
     return RescuedStep(parts, clock) if parts.strategy.recoverable else OptimizerStep(parts, clock)

@@ -1,4 +1,4 @@
-"""Loading an optimizer's state exactly: torch's own `load_state_dict` casts it to the type of the weights."""
+"""Loads an optimizer's state with its dtypes: torch's own `load_state_dict` casts it to the dtype of the weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,11 +14,11 @@ from ddp_kit.pieces import Piece, whole_shape
 def load_optimizer_state(
     optimizer: Optimizer, saved: dict[str, Any], *, keep_types: bool = True, keep_devices: bool = True
 ) -> None:
-    """Load `saved`, what the `state_dict()` of an optimizer of the same parameters gave.
+    """Load `saved`, the `state_dict()` of an optimizer with the same parameters.
 
-    `keep_types`, `keep_devices`: each tensor has the type it was saved with, and is on the device that it is on: an
-    optimizer may hold float32 copies of bfloat16 weights, or single numbers on the CPU. Otherwise both are torch's
-    choice, that of the parameter. Strides are those of the parameter where the shape is.
+    `keep_types`, `keep_devices`: each tensor keeps the dtype and device that it has in `saved`: an optimizer may hold
+    float32 copies of bfloat16 weights, or scalars on the CPU. Otherwise torch uses those of the parameter. A state with
+    the shape of its parameter also gets its strides.
     Raises `ValueError`, and whatever the optimizer raises.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -36,7 +36,7 @@ def load_optimizer_state(
 
 
 def in_pieces(state: Mapping[int, Any], optimizer: Optimizer, strategy: Strategy) -> dict[int, Any]:
-    """What an optimizer holds of shards, each tensor of a shard's shape as the piece of the whole that it is."""
+    """Optimizer state with each tensor of a shard's shape as a `Piece` of the whole tensor."""
 
     def piece(parameter: nn.Parameter, value: Any) -> Any:
         place = strategy.piece_of(parameter)
@@ -48,7 +48,7 @@ def in_pieces(state: Mapping[int, Any], optimizer: Optimizer, strategy: Strategy
 
 
 def of_pieces(state: Mapping[int, Any], optimizer: Optimizer, strategy: Strategy) -> dict[int, Any]:
-    """The inverse of `in_pieces`: what this rank holds of saved tensors, which are whole or such pieces.
+    """The inverse of `in_pieces`: this rank's shards of saved tensors, which are whole tensors or pieces.
 
     Raises `ValueError` for other shapes.
     """
@@ -75,7 +75,7 @@ def _mapped(
 
 
 def _check_fused(states: Sequence[tuple[nn.Parameter, Any]]) -> None:
-    """Fused kernels take for granted that states have their parameter's shape, and read past the end of others."""
+    """Fused kernels assume that states have their parameter's shape, and read past the end of smaller ones."""
     for parameter, state in states:
         for name, value in state.items() if isinstance(state, dict) else ():
             shape = torch.Size() if name == "step" else parameter.shape
@@ -84,7 +84,7 @@ def _check_fused(states: Sequence[tuple[nn.Parameter, Any]]) -> None:
 
 
 def _lay_out_as_parameters(optimizer: Optimizer) -> None:
-    """Files keep no strides, and fused kernels take for granted that a state has those of its parameter."""
+    """Files do not store strides, and fused kernels assume that a state has those of its parameter."""
     for parameter, kept in optimizer.state.items():
         for name, value in kept.items() if isinstance(kept, dict) else ():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():

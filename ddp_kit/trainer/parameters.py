@@ -1,4 +1,4 @@
-"""The parameters of a run: which they are and which of them learn is settled when the Trainer is made."""
+"""The parameters of a run: the set, and which of them require gradients, are fixed when the Trainer is made."""
 
 from torch import nn
 from torch.optim import Optimizer
@@ -7,10 +7,10 @@ from ddp_kit.errors import ConfigError, some
 
 
 class RunParameters:
-    """The parameters of the model and of the optimizer, as they were when this was made.
+    """The parameters of the model and of the optimizer at construction.
 
-    Strategies reduce the gradients of the parameters that they were given. One that learns from some step on would be
-    trained by each rank alone.
+    Strategies reduce only the gradients of the parameters that they were given. A parameter unfrozen later would be
+    trained on each rank separately.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -22,12 +22,12 @@ class RunParameters:
         self._all = tuple(dict.fromkeys(self._own + self._held))
 
     def clear_gradients(self) -> None:
-        """Set all gradients to None, whoever computed them."""
+        """Set the gradients of all parameters of the model and the optimizer to None."""
         for parameter in self._all:
             parameter.grad = None
 
     def check_frozen(self) -> None:
-        """Raise `ConfigError` where `requires_grad` has changed. Costs some 30 nanoseconds per parameter."""
+        """Raise `ConfigError` if any `requires_grad` has changed. Takes about 30 nanoseconds per parameter."""
         if [parameter.requires_grad for parameter in self._own] == self._learns:
             return
         changed = [
@@ -41,7 +41,7 @@ class RunParameters:
         )
 
     def check(self) -> None:
-        """As `check_frozen`, and where the model or the optimizer has got other parameters. Walks over all modules."""
+        """`check_frozen`, and raise `ConfigError` if parameters were added or replaced. Walks over all modules."""
         self.check_frozen()
         held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         for what, now, before in (

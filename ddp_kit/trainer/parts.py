@@ -1,4 +1,4 @@
-"""What a Trainer trains with."""
+"""The objects that a Trainer trains with."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,10 +22,10 @@ MetricFunction = Callable[[Any, Any], "Tensor | Loss"]
 
 @dataclass(frozen=True)
 class Parts:
-    """What a Trainer trains with, all of which is settled when it is made."""
+    """The objects that a Trainer trains with, fixed when it is made."""
 
     model: nn.Module
-    """The user's own."""
+    """The user's model."""
     strategy: Strategy
     optimizer: Optimizer
     scheduler: LRScheduler | None

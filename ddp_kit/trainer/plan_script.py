@@ -1,7 +1,7 @@
 """`python -m ddp_kit.trainer.plan_script script.py args`: runs a training script for `ddpkit plan`.
 
-Each parameter loses its memory as its module registers it, so at most one exists at a time; all other tensors are real.
-The Trainer in the script sees from its environment that it is only to plan, prints that, and ends the script.
+Each parameter is replaced by a fake tensor when its module registers it, so at most one is in memory at a time; other
+tensors are real. The script's Trainer reads from its environment that it should only plan, prints the plan, and exits.
 """
 
 import runpy
@@ -22,11 +22,11 @@ from ddp_kit.uncaught import show_without_traceback
 
 
 class _WithoutMemory:
-    """A hook of torch's: gives parameters without memory for those that modules register."""
+    """A parameter registration hook: replaces parameters by fake ones without memory."""
 
     def __init__(self) -> None:
         self._fakes = FakeTensors()
-        self._made = WeakIdKeyDictionary()  # one parameter in two modules stays one
+        self._made = WeakIdKeyDictionary()  # keeps a parameter shared by two modules shared
 
     def __call__(self, _module: nn.Module, _name: str, parameter: Any) -> nn.Parameter | None:
         if parameter is None or is_fake(parameter) or is_lazy(parameter):
@@ -38,7 +38,7 @@ class _WithoutMemory:
 
 
 def main(words: list[str]) -> None:
-    """Run a script as the main program, with parameters that have no memory."""
+    """Run a script as the main program, with fake parameters."""
     script, sys.argv = words[0], words
     sys.path.insert(0, str(Path(script).resolve().parent))
     show_without_traceback()

@@ -1,6 +1,6 @@
-"""The memory of a run before it starts: what is measured without allocating it, for `ddp_kit.parallel.memory`.
+"""Measures the memory of a run without allocating it, for `ddp_kit.parallel.memory`.
 
-The model is copied into tensors that have no memory, or has been made of them: see `plan_script.py`. Then
+The model is copied to fake tensors, or was built from them: see `plan_script.py`. Then
 
     optimizer.step() once, with gradients of the weights' shapes      -> optimizer state of each parameter
     loss_fn(model, batch).backward() once, with a real first batch    -> activations, the peak, the share of each block
@@ -43,18 +43,18 @@ from ddp_kit.trainer.agreement import gathered
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.world import World
 
-_KERNELS = ("fused", "foreach", "capturable")  # settings that choose one, for some devices only
+_KERNELS = ("fused", "foreach", "capturable")  # settings that choose a kernel that not every device has
 _TRIED_VALUES = 8
 _FOR_STATE = 0.7  # of a device's memory; the rest is for activations
-_EXACT = ("ddp", "zero1", "fsdp")  # of the others it is not known before how much one device holds
+_EXACT = ("ddp", "zero1", "fsdp")  # for other strategies the memory per device is not known in advance
 
 
-class PlanPrinted(SystemExit):  # an exit of the script, and no error
-    """Ends a script in which `ddpkit plan` has found what it was asked for."""
+class PlanPrinted(SystemExit):  # a normal exit of the script, not an error
+    """Ends the script after `ddpkit plan` has printed the plan."""
 
 
 def config_to_plan(config: TrainerConfig) -> TrainerConfig:
-    """The same run in one process that reads and writes no file, compiles nothing, and searches for no micro-batch."""
+    """The same run in one process, without checkpoints, compilation, or a search for the micro-batch size."""
     alone: dict[str, Any] = {"parallel": ParallelConfig(), "checkpoint": CheckpointConfig(), "compile": None}
     if config.micro_batch_size == "auto":
         alone["micro_batch_size"] = 1
@@ -63,7 +63,7 @@ def config_to_plan(config: TrainerConfig) -> TrainerConfig:
 
 
 def named(parallel: ParallelConfig, name: str) -> ParallelConfig:
-    """The same settings with the sizes of this strategy."""
+    """The same settings for the strategy `name`, with its mesh sizes."""
     sizes = ParallelConfig(strategy=name)
     fields = ("strategy", "replicate", "shard", "optimizer")
     return parallel.model_copy(update={field: getattr(sizes, field) for field in fields})
@@ -72,8 +72,8 @@ def named(parallel: ParallelConfig, name: str) -> ParallelConfig:
 def first_that_fits(parallel: ParallelConfig, model: nn.Module, world: World) -> ParallelConfig:
     """The configuration; for "auto" that of the first of ddp, zero1 and fsdp that fits. A collective.
 
-    What fits is decided by weights, gradients and two values of state for each weight, as Adam keeps them; activations
-    are not known before there is a batch, so a part of the memory is left to them. Raises `ConfigError` for none.
+    Counts weights, gradients and two values of state per weight, as in Adam; activations are unknown before the first
+    batch, so part of the memory is reserved for them. Raises `ConfigError` if none fits.
     """
     if parallel.strategy != AUTO:
         return parallel
@@ -105,11 +105,11 @@ def first_that_fits(parallel: ParallelConfig, model: nn.Module, world: World) ->
 
 
 def measured(parts: Parts, batch: Any, *, accumulates: bool) -> ModelMemory:
-    """What a plan needs to know of this model, optimizer and micro-batch. Changes nothing, and allocates little."""
+    """Measure this model, optimizer and micro-batch for a plan. Changes nothing, and allocates little."""
     model, optimizer = parts.model, parts.optimizer
     if not any(is_fake(each) for each in model.parameters()):
         fakes = FakeTensors()
-        # What a copy takes in place of copying: parameters without memory, and an optimizer without state.
+        # deepcopy takes these from the memo instead of copying: fake parameters, and empty optimizer state.
         memo: dict[int, Any] = {id(each): fakes.parameter(each) for each in model.parameters()}
         memo[id(optimizer.state)] = defaultdict(dict)
         try:
@@ -127,7 +127,7 @@ def measured(parts: Parts, batch: Any, *, accumulates: bool) -> ModelMemory:
         states, problem = {}, f"optimizer state: {type(optimizer).__name__} cannot step without values: {error}"
         problems.append(problem)
     try:
-        # On the CPU offloaded activations stay where they are: `plan_memory` takes them away.
+        # Offloading has no effect on the CPU: `plan_memory` subtracts offloaded activations.
         memory = parts.config.memory.model_copy(update={"offload_activations": False})
         copied = replace(parts, model=model, activations=Activations(model, memory))
         passed = _pass(copied, list(blocks.values()), batch)
@@ -145,7 +145,7 @@ def measured(parts: Parts, batch: Any, *, accumulates: bool) -> ModelMemory:
 
 
 def planned(model: ModelMemory, config: TrainerConfig, ranks: int, device_memory: int | None) -> MemoryPlan:
-    """The plan of a configuration as it stands."""
+    """The plan of a configuration; for "auto", of the first strategy that fits."""
     offload = config.memory.offload_activations
 
     def plan_of(parallel: ParallelConfig) -> MemoryPlan:
@@ -162,7 +162,7 @@ def planned(model: ModelMemory, config: TrainerConfig, ranks: int, device_memory
 
 
 def described(model: ModelMemory, config: TrainerConfig, asked: PlanRequest, micro_batch: int) -> str:
-    """The whole answer of `ddpkit plan`."""
+    """The full output of `ddpkit plan`."""
     plan = planned(model, config, asked.ranks, asked.memory)
     values = sum(row.numel for row in model.rows)
     auto = ' (micro_batch_size="auto": planned for one sample)' if config.micro_batch_size == "auto" else ""
@@ -174,7 +174,7 @@ def described(model: ModelMemory, config: TrainerConfig, asked: PlanRequest, mic
 
 
 def refuse_start(parts: Parts) -> None:
-    """Raise `ConfigError` where this rank's weights, gradients and optimizer state alone exceed its GPU's memory."""
+    """Raise `ConfigError` if this rank's weights, gradients and optimizer state alone exceed its GPU's memory."""
     memory = device_memory(parts.world.device)
     if memory is None or parts.config.parallel.strategy not in _EXACT:
         return
@@ -186,7 +186,7 @@ def refuse_start(parts: Parts) -> None:
 
 
 def refuse_model(model: nn.Module, strategy: Strategy) -> None:
-    """Before a whole model goes to a GPU: the same for its weights and gradients."""
+    """Before a whole model is moved to a GPU, raise `ConfigError` if weights and gradients exceed its memory."""
     memory = device_memory(strategy.world.device)
     if memory is not None and strategy.config.strategy in _EXACT and not strategy.replaces_parameters:
         trained = [each for each in model.parameters() if each.requires_grad]
@@ -199,7 +199,7 @@ def device_memory(device: torch.device) -> int | None:
 
 
 def _state_to_come(optimizer: Optimizer) -> int:
-    """Bytes of the state that one of torch's own optimizers will have; 0 for others. Quick: every start asks."""
+    """Bytes of the state that a torch.optim optimizer will have; 0 for others. Fast: runs at every start."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         return 0
     total = 0
@@ -207,13 +207,13 @@ def _state_to_come(optimizer: Optimizer) -> int:
         trained = [each for each in group["params"] if each.requires_grad]
         for dtype in {each.dtype for each in trained}:
             values = sum(each.numel() for each in trained if each.dtype == dtype)
-            with suppress(RuntimeError, TypeError, ValueError):  # this check is not to be what ends a run
+            with suppress(RuntimeError, TypeError, ValueError):  # this check must not end a run by its own error
                 total += values * _state_per_value(type(optimizer), group, dtype)
     return total
 
 
 def _state_per_value(kind: Any, group: dict[str, Any], dtype: torch.dtype) -> int:
-    """Bytes, by a step of the same optimizer on the CPU with a few values."""
+    """Bytes of state per value, measured by a step of the same optimizer on the CPU with a few values."""
     known = signature(kind).parameters
     settings = {
         name: value
@@ -233,7 +233,7 @@ def _state_per_value(kind: Any, group: dict[str, Any], dtype: torch.dtype) -> in
 
 @dataclass
 class _Seen:
-    """What a pass has at the borders of a block."""
+    """Bytes alive before and after a block's forward pass, and bytes of its input."""
 
     before: int = 0
     after: int = 0
@@ -262,14 +262,14 @@ def _pass(parts: Parts, blocks: Sequence[nn.Module], batch: Any) -> PassMemory:
 
 
 def _casts(blocks: Sequence[nn.Module]) -> int:
-    """Bytes of the copies that autocast makes of matrices, in two bytes per value."""
+    """Bytes of the 16-bit copies of matrices that autocast makes."""
     found = {each for block in blocks for each in block.parameters() if each.ndim > 1 and each.dtype == torch.float32}
     return sum(2 * each.numel() for each in found)
 
 
 @contextmanager
 def _watched(blocks: Sequence[nn.Module], live: LiveBytes) -> Iterator[dict[nn.Module, _Seen]]:
-    """What is there before and after the forward pass of each block."""
+    """Record the live bytes before and after the forward pass of each block."""
     seen = {block: _Seen() for block in blocks}
 
     def before(block: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -290,7 +290,7 @@ def _watched(blocks: Sequence[nn.Module], live: LiveBytes) -> Iterator[dict[nn.M
 
 @contextmanager
 def _no_gradients(model: nn.Module) -> Iterator[None]:
-    """Gradients are dropped as they arrive: they are counted as a whole elsewhere."""
+    """Drop gradients as they are computed: they are counted elsewhere."""
 
     def drop(parameter: Tensor) -> None:
         parameter.grad = None
@@ -306,7 +306,7 @@ def _no_gradients(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Random states, and whether modules train."""
+    """Set training mode; restore random states and each module's mode on exit."""
     modes = {module: module.training for module in model.modules()}
     model.train()
     try:
@@ -318,7 +318,7 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 def _states(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
-    """Bytes of optimizer state for each parameter, by a step without values: for each of its values, and besides."""
+    """Optimizer state of each parameter, measured by a step on fake tensors: bytes per value, and other bytes."""
     held = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
     for parameter in held:
         with torch.no_grad():

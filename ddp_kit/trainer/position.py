@@ -1,4 +1,4 @@
-"""How far a run is."""
+"""The position of a run: steps, epochs and samples done."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from ddp_kit.log import logger
 
 Facts = dict[str, int | str]
 RANKS = "the number of ranks"
-"""Among an epoch's facts where the data is divided by the ranks themselves: then it may differ, with a warning."""
+"""An epoch fact for data that ranks divide themselves; if it changes, that is a warning instead of an error."""
 PER_RANK = ("the micro-batch", "data.num_workers")
-"""Facts of such data that another number of ranks changes anyway."""
+"""Facts of such data that are ignored if the number of ranks changes."""
 
 
 class Position:
-    """What was consumed by optimizer steps: a checkpoint holds it, and the data continues from there."""
+    """What optimizer steps have consumed: a checkpoint stores it, and the data resumes from there."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -23,26 +23,26 @@ class Position:
         self.epoch = 0
         """Epochs done."""
         self.steps_in_epoch = 0
-        """Of the epoch that is begun."""
+        """Steps done in the current epoch."""
         self.epoch_length: int | None = None
-        """In steps, of an epoch that is begun and not done, where it is known."""
+        """Steps of an unfinished epoch, if known."""
         self.epoch_facts: Facts = {}
-        """What decides which samples each step of the epoch that is begun has."""
+        """Facts that determine the samples of each step of the current epoch."""
         self.samples = 0
-        """Trained on over all ranks."""
+        """Samples trained on, over all ranks."""
         self.micro_batches: dict[str, int] = {}
-        """What a search for the largest micro-batch came to, by the number of ranks: a resumed run uses the same."""
+        """The largest micro-batch that fits, by the number of ranks: a resumed run uses the same."""
         self.owes_evaluation = False
-        """Whether the evaluation after this step was interrupted: a resumed run begins with it."""
+        """Whether the evaluation after this step was interrupted: a resumed run starts with it."""
         self.was_stopping = False
-        """Whether it was to end with that one."""
+        """Whether the run was going to end after that evaluation."""
         self.place: tuple[Mark, ...] = ()
-        """Where this rank's stream stands in the epoch that is begun; a checkpoint holds it per rank."""
+        """The position of this rank's stream in the current epoch; a checkpoint stores it per rank."""
         self.evaluated = -1
-        """The step whose evaluation the callbacks have heard of last."""
+        """The last step whose evaluation was passed to the callbacks."""
 
     def begin_epoch(self, facts: Facts) -> None:
-        """Steps of this epoch follow, of the data with these facts."""
+        """Start or continue an epoch of data with these facts."""
         self.epoch_facts = facts
 
     def advance(
@@ -63,7 +63,7 @@ class Position:
             self.epoch_facts = {}
 
     def check(self, steps_per_epoch: int | None, facts: Facts) -> None:
-        """Raise `DataError` where an epoch that is begun would continue with other samples than it was begun with."""
+        """Raise `DataError` if an unfinished epoch would continue with different samples."""
         if not self.steps_in_epoch:
             return
         found: list[tuple[str, object, object]] = [("the number of its steps", self.epoch_length, steps_per_epoch)]
@@ -88,18 +88,18 @@ class Position:
             )
 
     def owe_evaluation(self, owes: bool, stopping: bool) -> None:
-        """Note whether the evaluation after this step is still to be done. `stopping`: whether the run ends with it."""
+        """Record whether the evaluation after this step is still to be done. `stopping`: whether the run then ends."""
         self.owes_evaluation = owes
         self.was_stopping = self.was_stopping or (owes and stopping)
 
     def ends_evaluated(self) -> bool:
-        """Whether the run was to end here, now that what it owed may be done."""
+        """Whether the run was going to end here and its interrupted evaluation is now done."""
         ends = self.was_stopping and not self.owes_evaluation
         self.was_stopping = self.was_stopping and self.owes_evaluation
         return ends
 
     def last_step(self, config: TrainerConfig, steps_per_epoch: int | None) -> int | None:
-        """The optimizer step that ends the run; None where only the data will tell."""
+        """The optimizer step that ends the run; None if the data determines it."""
         by_steps, epochs = config.max_steps, config.last_epoch
         if epochs is None or steps_per_epoch is None:
             return by_steps
@@ -107,9 +107,9 @@ class Position:
         return by_epochs if by_steps is None else min(by_steps, by_epochs)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: what is the same on all ranks."""
+        """The values that are the same on all ranks, for a checkpoint."""
         return {name: value for name, value in vars(self).items() if name != "place"}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """What `state` gave."""
+        """Restore the values that `state` returned."""
         vars(self).update(state)
