@@ -25,7 +25,7 @@ PredictFunction = Callable[[nn.Module, Any], Any]
 
 @torch.no_grad()
 def predict(parts: Parts, function: PredictFunction | None, data: Evaluation) -> Any:
-    """What `function(model, batch)` gives for all samples, joined in order, on the CPU of every rank. A collective."""
+    """The results of `function(model, batch)` for all samples, joined in order, on every rank's CPU. A collective."""
     columns: dict[str, list[Tensor]] = {}
     spec = None
     with evaluating(parts.model) as outputs:
@@ -56,7 +56,7 @@ def predict(parts: Parts, function: PredictFunction | None, data: Evaluation) ->
 
 
 def _predicted(parts: Parts, function: PredictFunction | None, batch: Any, outputs: list[Any]) -> Any:
-    """Without a function: the model's output for inputs alone, else its last output inside the loss function."""
+    """Without a function: the model's output if the batch is one tensor, else its last output in the loss function."""
     if function is not None:
         return parts.strategy.call(function, batch)
     if isinstance(batch, list | tuple) and len(batch) == 1:
@@ -73,14 +73,14 @@ def _predicted(parts: Parts, function: PredictFunction | None, batch: Any, outpu
 
 
 def _leaves(found: Any, samples: int) -> tuple[dict[str, Tensor], Any]:
-    """The tensors of a prediction by their places in it, and how it is put together."""
+    """A prediction's tensors by their path in it, and its tree spec."""
     recorded = _recorded(found)
     leaves, spec = pytree.tree_flatten(recorded)
     for leaf in leaves:
         _check_prediction(leaf, samples)
     try:
         names = [pytree.keystr(place) for place, _ in pytree.tree_flatten_with_path(recorded)[0]]
-    except ValueError:  # a class that was registered with torch without names for its parts
+    except ValueError:  # a class registered with torch without key names
         names = [f"{spec}[{number}]" for number in range(len(leaves))]
     return dict(zip(names, leaves, strict=True)), spec
 
@@ -119,7 +119,7 @@ def _other_names(first: Iterable[str], other: Iterable[str]) -> LossError:
 
 
 def _gather(own: dict[str, Tensor], spec: Any, world: World) -> tuple[dict[str, Tensor], Any]:
-    """Every rank's leaves, one rank after the other. Bytes and JSON travel; nothing is unpickled."""
+    """Every rank's leaves, concatenated in rank order. Exchanges bytes and JSON, no pickles. A collective."""
     counts = [count for (count,) in gathered(world, [len(next(iter(own.values()))) if own else 0])]
     speaker = next((rank for rank, count in enumerate(counts) if count), None)
     if speaker is None:
@@ -132,7 +132,7 @@ def _gather(own: dict[str, Tensor], spec: Any, world: World) -> tuple[dict[str, 
             raise _other_names(forms[speaker], other)
         if other != forms[speaker]:
             raise _different({_shown(forms[speaker]), _shown(other)})
-    if 0 in counts:  # a rank without samples does not know how a prediction is put together
+    if 0 in counts:  # a rank without samples has no tree spec
         spec = _spec_of(speaker, spec, world)
     joined = {}
     for name, (kind, shape) in forms[speaker].items():
@@ -146,7 +146,7 @@ def _gather(own: dict[str, Tensor], spec: Any, world: World) -> tuple[dict[str, 
                 dist.broadcast(piece.view(-1).view(torch.uint8), src=rank)
             start += count
         joined[name] = whole
-    # In this rank's own order of names, which a dict filled otherwise on another rank does not share.
+    # In this rank's own order of names: dicts on other ranks may have a different order.
     return {name: joined[name] for name in own or joined}, spec
 
 
@@ -155,7 +155,7 @@ def _shown(form: Mapping[str, Any]) -> str:
 
 
 def _spec_of(speaker: int, own: Any, world: World) -> Any:
-    """This rank's, or that of `speaker` where it has none. A collective."""
+    """This rank's tree spec, or that of `speaker` if it has none. A collective."""
     text, problem = "", ""
     if world.rank == speaker:
         try:
@@ -184,11 +184,11 @@ def _spec_of(speaker: int, own: Any, world: World) -> Any:
 
 @dataclass(frozen=True)
 class _Record:
-    """A named tuple or a dataclass, as torch's tree functions are to see it."""
+    """A named tuple or a dataclass, as a pytree node."""
 
     kind: type
     values: dict[str, Any]
-    """Of the fields; None stays what it is."""
+    """The fields' values, None included."""
 
 
 def _is_record(value: Any) -> bool:
@@ -199,7 +199,7 @@ def _is_record(value: Any) -> bool:
 
 
 def _recorded(value: Any) -> Any:
-    """The same, with a `_Record` for each named tuple and dataclass."""
+    """The value with each named tuple and dataclass replaced by a `_Record`."""
 
     def record(leaf: Any) -> Any:
         if not _is_record(leaf):
@@ -211,7 +211,7 @@ def _recorded(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """The same, with what each `_Record` was made of."""
+    """The inverse of `_recorded`."""
 
     def plain(leaf: Any) -> Any:
         if not isinstance(leaf, _Record):
@@ -219,7 +219,7 @@ def _plain(value: Any) -> Any:
         values = {name: _plain(each) for name, each in leaf.values.items()}
         if issubclass(leaf.kind, tuple):
             return leaf.kind(**values)
-        made = object.__new__(leaf.kind)  # as copying does it: what __post_init__ would make of it is in the fields
+        made = object.__new__(leaf.kind)  # as copy does: the fields already hold what __post_init__ computes
         for name, each in values.items():
             object.__setattr__(made, name, each)
         return made
@@ -228,7 +228,7 @@ def _plain(value: Any) -> Any:
 
 
 _Context = tuple[type, tuple[str, ...], tuple[str, ...]]
-"""The class, the fields that hold something, and those that are None."""
+"""The class, the names of fields that are not None, and of those that are."""
 
 
 def _flatten(record: _Record) -> tuple[list[Any], _Context]:
@@ -252,7 +252,7 @@ def _dumped(context: Any) -> Any:
 
 
 def _loaded(context: Any) -> _Context:
-    """The class is looked up in a module that this process has imported itself, and has to be a record."""
+    """Looks the class up only in modules that this process has imported already; it must be a record type."""
     module, name, held, empty = context
     kind: Any = sys.modules.get(module)
     for part in name.split("."):

@@ -1,4 +1,4 @@
-"""What ends a run early, or has it saved, from outside: signals and the clock."""
+"""Signals and time limits that stop or save a run."""
 
 import json
 import signal
@@ -24,17 +24,17 @@ from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.step_consensus import Purpose, Request, StepConsensus
 from ddp_kit.world import World
 
-_ASK_FOR_A_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: what schedulers send as a warning
+_ASK_FOR_A_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # schedulers send SIGUSR1 as a warning
 _LOOK_SECONDS = 0.01
 _numbers = count()
 _UNTOUCHED = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class StopSignals:
-    """Within this context SIGTERM, SIGUSR1 and Ctrl-C are noted instead of ending the process.
+    """In this context SIGTERM, SIGUSR1 and Ctrl-C set a flag instead of ending the process.
 
-    A second Ctrl-C interrupts as usual. A handler of the user's own stays; outside the main thread nothing is changed.
-    It may be entered several times, by several Trainers: the last one that leaves it restores the handlers.
+    A second Ctrl-C interrupts as usual. User handlers are kept; outside the main thread nothing is changed. Several
+    Trainers may enter it: the last one that exits restores the handlers.
     """
 
     def __init__(self) -> None:
@@ -65,11 +65,11 @@ class StopSignals:
         self.heard = signal.Signals(number)
 
 
-_signals = StopSignals()  # those of the process: they ask all its Trainers to stop
+_signals = StopSignals()  # one per process: signals stop all its Trainers
 
 
 class Requests:
-    """What this rank requests: to stop at a signal or in the end of its time, and to save every so often."""
+    """This rank's requests: stop at a signal or after max_seconds, and save every `checkpoint.every_seconds`."""
 
     def __init__(self, world: World, config: TrainerConfig, checkpoints: Checkpoints) -> None:
         limit = config.max_seconds
@@ -77,11 +77,11 @@ class Requests:
         self._save_every = config.checkpoint.every_seconds
         self._tells_time = world.rank == 0  # one clock is enough
         self.saves = True
-        """Whether to request for saves, too: one that is agreed on has to be done before anything else can be."""
-        self._checkpoints = weakref.ref(checkpoints)  # a thread asks for requests, for as long as the process lives
+        """Whether to request saves too: a granted save blocks later requests until it is done."""
+        self._checkpoints = weakref.ref(checkpoints)  # the thread that polls must not keep them alive
 
     def latest(self) -> Request | None:
-        """What is due now."""
+        """The request that is due now, if any."""
         heard, now = _signals.heard, time.monotonic()
         if heard is not None:
             return Request(Purpose.STOP, heard.name)
@@ -98,10 +98,10 @@ class Requests:
 
 
 class Preemption:
-    """Saves by the clock, and ends the run with `ExitCode.REQUEUE` once it has been told to stop and has saved.
+    """Saves at time intervals, and on a stop request saves and ends the run with `ExitCode.REQUEUE`.
 
-    A context manager, for as long as steps are done. Without a folder for checkpoints it does nothing, and signals end
-    the process as usual. Where a process has several Trainers with a folder, the one that stops has all of them saved.
+    A context manager, active while steps are done. Without a checkpoint folder it does nothing, and signals end the
+    process as usual. If a process has several Trainers with a folder, the one that stops saves all of them.
     """
 
     def __init__(self, world: World, config: TrainerConfig, checkpoints: Checkpoints, position: Position) -> None:
@@ -124,32 +124,32 @@ class Preemption:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._folder is not None:
-            if kind not in (None, GeneratorExit):  # the error may have come in the middle of a step
+            if kind not in (None, GeneratorExit):  # an error may have interrupted a step
                 _saved_at_a_stop.pop(self._number, None)
             self._consensus.close()
             _signals.__exit__()
 
     def begin(self) -> None:
-        """Steps follow."""
+        """Start listening for requests, before the first step."""
         if self._folder is not None:
             self._consensus.begin()
 
     def stops(self) -> bool:
-        """Whether a stop waits for the evaluation that is running. Waits for nobody; the ranks may differ."""
+        """Whether a stop request is pending during an evaluation. Does not wait for other ranks; ranks may differ."""
         self._requests.saves = False
         return self._folder is not None and self._consensus.stops()
 
     def after_step(self, finished: bool) -> None:
-        """Save, or save and end, where the ranks have agreed on that. Raises `SystemExit`.
+        """Save, or save and end the run, if the ranks have agreed to. Raises `SystemExit`.
 
-        `finished`: whether that was the last one: then the run ends by itself, once it is evaluated.
+        `finished`: whether this was the last step: then the run ends anyway, after its evaluation.
         """
         position = self._position
         if self._folder is None or (finished and not position.owes_evaluation):
             return
         request, stops = self._consensus.due(), position.owes_evaluation
         while stops and self._consensus.hears and (request is None or request.purpose is not Purpose.STOP):
-            time.sleep(_LOOK_SECONDS)  # some rank requests it, or has
+            time.sleep(_LOOK_SECONDS)  # some rank has requested a stop or is about to
             request = self._consensus.due()
         self._requests.saves = True
         if request is None:
@@ -162,7 +162,7 @@ class Preemption:
             self._checkpoints.finish()
             _save_others(self, self._world)
         finally:
-            _signals.heard = None  # until here a second Ctrl-C interrupts
+            _signals.heard = None  # up to here, a second Ctrl-C interrupts
         again = "the same command" if self._auto else 'with checkpoint.resume="auto" the command'
         logger.warning(
             "stopped by {} after step {}: saved in {}; {} continues from there",
@@ -175,11 +175,11 @@ class Preemption:
 
 
 _saved_at_a_stop: "weakref.WeakValueDictionary[int, Preemption]" = weakref.WeakValueDictionary()
-"""The Trainers of this process that have a folder and have trained without an error, by their number."""
+"""This process's Trainers that have a folder and have trained without an error, by number."""
 
 
 def _save_others(stopping: Preemption, world: World) -> None:
-    """Save every other Trainer that has trained, where it stands. A collective: all ranks are at the same place."""
+    """Save every other Trainer that has trained, at its current step. A collective."""
     alive = {number: other for number, other in sorted(_saved_at_a_stop.items()) if other is not stopping}
     seen = [json.loads(text) for text in every_text(json.dumps([*alive]).encode(), world)]
     for number in [number for number in alive if all(number in each for each in seen)]:
@@ -187,18 +187,18 @@ def _save_others(stopping: Preemption, world: World) -> None:
         if other._position.step and not other._checkpoints.is_saved:
             try:
                 other._checkpoints.end()
-            except DdpKitError as error:  # the Trainer that stops is saved and says so
+            except DdpKitError as error:  # the stopping Trainer is saved already and still exits
                 logger.error("another Trainer could not be saved in {}: {}", other._folder, error)
             else:
                 logger.warning("saved another Trainer after step {} in {}", other._position.step, other._folder)
 
 
 def _store(number: int, times: int) -> dist.Store:
-    """A part of the group's store, of its own for each Trainer and each time that it trains; for a thread."""
+    """A separate namespace of the group's store per Trainer and call, on its own connection, for a thread."""
     whole: Any = default_store()
     return dist.PrefixStore(f"ddp_kit/preemption/{number}/{times}", whole.clone())
 
 
 def _seconds_so_far() -> float:
-    """Since the job began, restarts included."""
+    """Seconds since the job started, restarts included."""
     return time.time() - (job_start_time() or psutil.Process().create_time())

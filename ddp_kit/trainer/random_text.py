@@ -12,7 +12,7 @@ _MT19937_NUMBERS = 624
 
 
 def encoded(states: RandomStates) -> str:
-    """A line of JSON, then a line for each generator's thousands of numbers: base64, which is fast."""
+    """A line of JSON, then one line of base64 per generator state: base64 is fast."""
     version, numbers, gauss = states.python
     blocks = {"python": array("I", numbers).tobytes(), "torch": states.torch.numpy().tobytes()}
     numpy = states.numpy
@@ -29,7 +29,7 @@ def encoded(states: RandomStates) -> str:
 
 
 def decoded(text: str) -> RandomStates:
-    """The inverse of `encoded`. Raises `ValueError`, `KeyError` or `TypeError` for what it has not given."""
+    """The inverse of `encoded`. Raises `ValueError`, `KeyError` or `TypeError` for other text."""
     line, *lines = text.split("\n")
     first = json.loads(line)
     blocks = {name: bytearray(b64decode(block)) for name, block in zip(first["lines"], lines, strict=True)}
@@ -40,7 +40,7 @@ def decoded(text: str) -> RandomStates:
 
         key = np.frombuffer(blocks["numpy"], dtype=np.uint32)
         if numpy[0] != "MT19937" or len(key) != _MT19937_NUMBERS or not 0 <= numpy[1] <= len(key):
-            raise ValueError("no state of numpy's generator")  # which would read beyond its numbers
+            raise ValueError("no state of numpy's generator")  # it would read out of bounds
         numpy = (numpy[0], key, int(numpy[1]), int(numpy[2]), numpy[3])
     return RandomStates(
         (version, tuple(array("I", bytes(blocks["python"]))), gauss),

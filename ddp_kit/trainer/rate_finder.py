@@ -1,4 +1,4 @@
-"""The learning-rate range test: which rate makes the loss fall fastest."""
+"""The learning-rate range test: finds the rate at which the loss falls fastest."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,20 +13,20 @@ from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.rollback import RunState
 from ddp_kit.trainer.step import OptimizerStep
 
-_SMOOTHING = 0.9  # of the exponential mean of the losses, which is corrected for its start
+_SMOOTHING = 0.9  # of the exponential moving average of the losses, which is bias-corrected
 _DIVERGED = 4.0  # times the best smoothed loss
 
 
 @dataclass
 class _Curve:
-    """Rates and smoothed losses, as far as they go."""
+    """The rates tried so far, and their smoothed losses."""
 
     rates: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     mean: float = 0.0
 
     def add(self, rate: float, loss: float) -> bool:
-        """Note a step. False where the loss has left the ground."""
+        """Record a step. Returns False if the loss has diverged."""
         if not math.isfinite(loss):
             return False
         self.mean = _SMOOTHING * self.mean + (1 - _SMOOTHING) * loss
@@ -36,7 +36,7 @@ class _Curve:
 
 
 def rates_between(start: float, end: float, steps: int) -> list[float]:
-    """The learning rates to try, each the same multiple of the one before. Raises `ConfigError`."""
+    """The learning rates to try, spaced geometrically. Raises `ConfigError`."""
     if not 0 < start < end or steps < 2:
         raise ConfigError(
             f"find_learning_rate got start={start}, end={end}, steps={steps}",
@@ -46,11 +46,11 @@ def rates_between(start: float, end: float, steps: int) -> list[float]:
 
 
 def find(parts: Parts, step: OptimizerStep, feed: Feed, clock: StepClock, rates: Sequence[float]) -> LearningRateSearch:
-    """Train a step with each of `rates`, rising, until the loss diverges; then go back to before. A collective.
+    """Train one step with each of the ascending `rates` until the loss diverges, then roll back. A collective.
 
-    Smith 2015, "Cyclical Learning Rates for Training Neural Networks" (arXiv:1506.01186). Every parameter group gets
-    the rate in proportion to its own. What is suggested is the rate at which the smoothed loss falls most steeply over
-    the logarithm of the rate, as far as its lowest point.
+    Smith 2015, "Cyclical Learning Rates for Training Neural Networks" (arXiv:1506.01186). Parameter groups keep the
+    ratio of their rates. The suggestion is the rate with the steepest fall of the smoothed loss over the logarithm of
+    the rate, before the loss's minimum.
     """
     before, skipped = RunState(parts), step.skipped
     own = [float(group["lr"]) for group in parts.optimizer.param_groups]
@@ -74,7 +74,7 @@ def find(parts: Parts, step: OptimizerStep, feed: Feed, clock: StepClock, rates:
 
 
 def _shares(feed: Feed) -> Iterator[Share]:
-    """One epoch's steps after the other's."""
+    """The steps of one epoch after another, without end."""
     epoch = 0
     while True:
         feed.begin(epoch, 0)
@@ -88,7 +88,7 @@ def _shares(feed: Feed) -> Iterator[Share]:
 
 
 def _steepest(curve: _Curve) -> float | None:
-    """None where the loss never fell. Slopes are taken over a tenth of the curve on either side: batches differ."""
+    """The rate with the steepest fall; None if the loss never fell. Slopes span a tenth of the curve on either side."""
     losses, rates = curve.losses, curve.rates
     lowest = losses.index(min(losses)) if losses else 0
     reach = max(1, len(losses) // 10)

@@ -1,4 +1,4 @@
-"""Learning rates that follow the batch and rise at the start."""
+"""Learning-rate scaling with the batch size, and warm-up."""
 
 import math
 from bisect import bisect_right
@@ -26,9 +26,9 @@ def scale_learning_rate(
     Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (arXiv:2205.10287), who
     scale betas and epsilon too; here only the rate is.
 
-    Batches are in samples. `scheduler`: what the user gave. A function `optimizer -> LRScheduler` is called after
-    this and starts from the scaled rates; numbers that it brings itself, such as OneCycleLR's max_lr, stay as they
-    are. Raises `ConfigError` for a scheduler that is made already: it has noted the rates from before.
+    Batches are in samples. `scheduler`: the user's argument. A function `optimizer -> LRScheduler` is called later and
+    starts from the scaled rates; its own settings, such as OneCycleLR's max_lr, are not scaled. Raises `ConfigError`
+    for a scheduler instance: it was built from the unscaled rates.
     """
     if isinstance(scheduler, LRScheduler):
         raise ConfigError(
@@ -39,16 +39,16 @@ def scale_learning_rate(
     ratio = global_batch / reference
     factor = ratio if rule == "linear" else math.sqrt(ratio)
     for group in optimizer.param_groups:
-        for name in ("lr", "initial_lr"):  # initial_lr: where a scheduler begins that is made with last_epoch
+        for name in ("lr", "initial_lr"):  # schedulers made with last_epoch start from initial_lr
             if name in group:
                 _put(group, name, group[name] * factor)
 
 
 def warmed_up(optimizer: Optimizer, scheduler: LRScheduler | None, steps: int) -> LRScheduler | None:
-    """A scheduler that rises for `steps` ticks to where `scheduler` stands, and then goes that one's own way.
+    """A scheduler that warms up linearly for `steps` ticks to the current rates of `scheduler`, then ticks that one.
 
-    Step k, counted from 0, has (k + 1) / (steps + 1) of the rate: no step is made with a rate of 0, and none twice
-    with the full one. `scheduler` None: the rate then stays as it is. `steps` 0: `scheduler` as it was given.
+    Step k, counted from 0, uses (k + 1) / (steps + 1) of the rate, so no step has a rate of 0 and the warm-up has none
+    with the full rate. `scheduler` None: constant after the warm-up. `steps` 0: returns `scheduler`.
     """
     return scheduler if steps == 0 else WarmUp(optimizer, scheduler, steps)
 
@@ -57,12 +57,12 @@ class WarmUp(LRScheduler):
     """The rates rise linearly for `steps` ticks, then `scheduler` ticks.
 
     tick < steps:   rate = (tick + 1) / (steps + 1) * what the scheduler had set
-    tick == steps:  rate = what the scheduler had set, bit for bit
+    tick == steps:  rate = what the scheduler had set, bitwise identical
     afterwards:     scheduler.step()
 
-    Not torch's SequentialLR of a LinearLR: that one rises to the optimizer's rate, wherever the scheduler starts, and
-    takes the scheduler back to a beginning that it computes itself: it fails at nested ones (SequentialLR,
-    ChainedScheduler), starts MultiplicativeLR short of the full rate, and starts one that has ticked all over again.
+    torch's SequentialLR with a LinearLR is no replacement: it rises to the optimizer's rate, not the scheduler's, and
+    resets the scheduler to an initial state of its own. That fails for nested ones (SequentialLR, ChainedScheduler),
+    starts MultiplicativeLR below the full rate, and restarts a scheduler that has already ticked.
     """
 
     def __init__(self, optimizer: Optimizer, scheduler: LRScheduler | None, steps: int) -> None:
@@ -72,12 +72,12 @@ class WarmUp(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | Tensor]:
-        """The rates of the warm-up's present tick."""
+        """The learning rates at the warm-up's current tick."""
         if self.last_epoch < self.steps:
             return [rate * ((self.last_epoch + 1) / (self.steps + 1)) for rate in self._full]
         if self.last_epoch == self.steps:
             return [_copy(rate) for rate in self._full]
-        return [_copy(group["lr"]) for group in self.optimizer.param_groups]  # there is no scheduler; others may act
+        return [_copy(group["lr"]) for group in self.optimizer.param_groups]  # no scheduler: keep the rates
 
     def step(self, epoch: int | None = None) -> None:
         """One tick."""
@@ -94,16 +94,16 @@ class WarmUp(LRScheduler):
         return own | {"scheduler": None if self.scheduler is None else self.scheduler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what `state_dict` gave."""
+        """Load what `state_dict` returned."""
         vars(self).update({name: value for name, value in state_dict.items() if name != "scheduler"})
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state_dict["scheduler"])
 
 
 def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int) -> None:
-    """Raise `ConfigError` where a scheduler ends before the run: OneCycleLR refuses to tick once more than it was told.
+    """Raise `ConfigError` if a scheduler ends before the run: OneCycleLR raises after its total_steps.
 
-    `total`: the step that the run ends with, None where only the data will tell; `done`: steps done.
+    `total`: the step that ends the run, None if the data determines it; `done`: steps done.
     """
     if scheduler is None or total is None:
         return
@@ -117,7 +117,7 @@ def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int) -> 
 
 
 def _ticks_left(scheduler: LRScheduler) -> float:
-    """How often it can tick; infinity for most. Of torch's own, OneCycleLR alone ends (torch 2.10 to 2.15)."""
+    """How often it can still tick; infinity for most. In torch 2.10 to 2.15, only OneCycleLR ends."""
     if isinstance(scheduler, WarmUp):
         within = math.inf if scheduler.scheduler is None else _ticks_left(scheduler.scheduler)
         return max(0, scheduler.steps - scheduler.last_epoch) + within
@@ -126,7 +126,7 @@ def _ticks_left(scheduler: LRScheduler) -> float:
     if isinstance(scheduler, ChainedScheduler):
         return min(map(_ticks_left, inner_schedulers(scheduler)))
     if isinstance(scheduler, SequentialLR):
-        # One after the other: each but the last is left at its milestone. None before the present one ticks again.
+        # Each scheduler but the last is replaced at its milestone. Those before the current one never tick again.
         stones = [*milestones(scheduler), math.inf]
         present = bisect_right(milestones(scheduler), scheduler.last_epoch)
         begun, ends = float(scheduler.last_epoch), math.inf
@@ -142,7 +142,7 @@ def _copy(rate: "float | Tensor") -> "float | Tensor":
 
 
 def _put(group: dict[str, Any], name: str, rate: "float | Tensor") -> None:
-    """Set a rate; a tensor is written in place, for others may hold it."""
+    """Set a rate; a tensor is updated in place, because other objects may refer to it."""
     if isinstance(group[name], Tensor):
         group[name].copy_(rate)
     else:

@@ -1,4 +1,4 @@
-"""A Saver for long runs: what is transient does not end them."""
+"""A Saver for long runs: transient errors do not end them."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ class RetryingSaver(Saver):
     """A Saver that warns of transient errors, such as a full disk, and tries again with the next save."""
 
     unsaved: CheckpointError | None = None
-    """Why the last save came to nothing; None where it did not, as far as is known."""
+    """Why the last save failed; None if it is not known to have failed."""
 
     def save(self, step: int, state: Mapping[str, Any], **options: Any) -> None:
         self.check(wait=True)
@@ -34,7 +34,7 @@ class RetryingSaver(Saver):
             super().finish_copy()
 
     def settle(self) -> None:
-        """Return when the last checkpoint is whole. Raises why it will not be."""
+        """Wait until the last checkpoint is complete. Raises the error of a failed save."""
         self.wait()
         if self.unsaved is not None:
             raise self.unsaved
@@ -46,13 +46,13 @@ class RetryingSaver(Saver):
         except CheckpointError as error:
             if not error.may_pass:
                 raise
-            self.unsaved = error.with_traceback(None)  # whose frames hold tensors
+            self.unsaved = error.with_traceback(None)  # traceback frames keep tensors alive
             logger.warning("{}; the run continues, and its next save tries again", error.message)
 
 
 def finishes_copy(saver: Saver) -> Callable[..., None]:
-    """A hook for an optimizer: what is still copied of its state is copied before it steps."""
-    held = weakref.ref(saver)  # a hook must not keep a Trainer's memory once that is gone
+    """An optimizer step pre-hook that finishes an overlapped copy of the state before the optimizer changes it."""
+    held = weakref.ref(saver)  # the hook must not keep a deleted Trainer's memory alive
 
     def before_optimizer_step(*_: Any) -> None:
         saver = held()

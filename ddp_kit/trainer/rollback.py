@@ -1,4 +1,4 @@
-"""Going back to where a run was: for what is only tried."""
+"""Snapshots of a run's state, to roll back trial steps."""
 
 import copy
 from typing import Any
@@ -14,22 +14,22 @@ from ddp_kit.world import random_states, set_random_states
 
 
 class StepState:
-    """What the passes of an optimizer step change besides gradients: buffers and random states."""
+    """A snapshot of what a step's passes change besides gradients: buffers and random states."""
 
     def __init__(self, parts: Parts) -> None:
         self._buffers = BufferCopies(parts.model, Tensor.clone)
         self._random = random_states(parts.world)
 
     def restore(self) -> None:
-        """Put it back."""
+        """Restore buffers and random states."""
         self._buffers.restore()
         set_random_states(self._random)
 
 
 class RunState:
-    """All that optimizer steps change: weights, buffers, optimizer, scheduler, scaler, random states.
+    """A snapshot of all that optimizer steps change: weights, buffers, optimizer, scheduler, scaler, random states.
 
-    It is kept in the host's memory, so that the device has room for what is tried.
+    It is kept in host memory, to leave device memory to the trial.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -43,7 +43,7 @@ class RunState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put it back, into the same tensors."""
+        """Restore the state, with weights and buffers in the same tensors."""
         for each, before in self._weights:
             each.copy_(before)
         self._buffers.restore()

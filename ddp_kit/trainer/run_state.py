@@ -1,4 +1,4 @@
-"""What a Trainer is doing, which decides what a call of the user's means at that moment."""
+"""The state of a Trainer's loop, which decides what a user's call does."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,52 +13,52 @@ class RunState:
     save()        saves                saves                 saves once the step is over
     stop()        does nothing         no further step       no further step
     evaluate()    evaluates            evaluates             evaluates; its callbacks are called within these
-    fit, steps    trains               overtakes that loop   overtakes that loop
+    fit, steps    trains               replaces that loop    replaces that loop
     """
 
     def __init__(self) -> None:
         self.stopping = False
-        """Whether no further step is to be done."""
+        """Whether the run ends after the current step."""
         self.seeded = False
-        """Whether the random states are those of the run."""
-        self._loop: object = None  # stands for the loop that trains; an older one is overtaken
+        """Whether the run's random states have been set."""
+        self._loop: object = None  # identifies the current loop; older ones may not continue
         self._in_loop = False
         self._half_done = 0
 
     @property
     def loop(self) -> object:
-        """Stands for the loop that began last."""
+        """Identifies the loop that started last."""
         return self._loop
 
     @property
     def may_save(self) -> bool:
-        """Whether the state is that after a whole step, and the loop does not save by itself."""
+        """Whether the state is that after a complete step, and no loop is running that would save it."""
         return not self._in_loop and not self._half_done
 
     @property
     def half_done(self) -> bool:
-        """Whether callbacks or an evaluation are running: a checkpoint would hold half of what they change."""
+        """Whether callbacks or an evaluation are running: a checkpoint would contain half of their changes."""
         return self._half_done > 0
 
     def begin_loop(self) -> object:
-        """A new loop trains from here on. Returns what stands for it."""
+        """Make a new loop the current one. Returns its identity."""
         self._loop = object()
         return self._loop
 
     def check_current(self, loop: object) -> None:
-        """Raise `DataError` where another loop has begun since."""
+        """Raise `DataError` if another loop has started since."""
         if self._loop is not loop:
             raise DataError(
                 "this loop over steps() was overtaken by a later one", "finish or leave one before the next begins"
             )
 
     def resumed(self) -> None:
-        """Another state was loaded: a loop that is open does not continue with it."""
+        """Note that a checkpoint was loaded: an open loop may not continue."""
         self.seeded, self._loop = False, None
 
     @contextmanager
     def in_loop(self) -> Iterator[None]:
-        """Within, steps are done, and saves that were asked for come after them."""
+        """A context in which steps are done; requested saves are done after a step."""
         self._in_loop = True
         try:
             yield
@@ -67,7 +67,7 @@ class RunState:
 
     @contextmanager
     def in_callbacks(self) -> Iterator[None]:
-        """Within, callbacks or an evaluation run; may be nested."""
+        """A context in which callbacks or an evaluation run; may be nested."""
         self._half_done += 1
         try:
             yield

@@ -1,7 +1,7 @@
-"""Whether all ranks have built the same data: what it says of itself, and a few of its samples.
+"""Checks that all ranks have built the same data: its length, type and batching, and a few of its samples.
 
-Each rank takes its share of the same positions. Where the datasets are in another order, or divided otherwise between
-training and evaluation, samples would be left out, trained on twice, or evaluated on after training, silently.
+Each rank takes its share of the same indices. If datasets differ in their order or in the split between training and
+evaluation, samples would silently be skipped, trained on twice, or used for both training and evaluation.
 """
 
 import time
@@ -24,16 +24,16 @@ from ddp_kit.trainer.agreement import Facts, gathered
 from ddp_kit.world import World, mixed_seed, random_states, seed_generators, set_random_states
 
 _PLAIN_SAMPLES = 16
-"""Compared of tensors and lists in memory, which cost nothing to look at."""
+"""How many samples of tensors and lists in memory are compared: reading them is cheap."""
 _ENOUGH_SECONDS = 2.0
-"""Of fetching a dataset's samples: then no further one is compared."""
+"""The time limit for fetching a dataset's samples; the rest is not compared."""
 _UNKNOWN = -1
 _AGAIN = 2
-"""Times that a sample which differs is fetched once more: one that differs from itself says nothing."""
+"""How often a sample that differs is fetched again: a nondeterministic sample is no evidence."""
 
 
 def facts_of_data(data: Mapping[str, object]) -> Facts:
-    """What must be the same of each of the data, by the name of its part: how many samples, and how batched."""
+    """Facts about data that must be the same on all ranks. `data`: by role, such as train_data."""
     facts: Facts = {}
     for role, given in data.items():
         loader = given if isinstance(given, DataLoader) else None
@@ -49,7 +49,7 @@ def facts_of_data(data: Mapping[str, object]) -> Facts:
 
 
 def subset_indices(dataset: object) -> list[list[Any]]:
-    """Those of a Subset, and of what that is a subset of."""
+    """The indices of a Subset and of the subsets inside it, outermost first; empty for other datasets."""
     found = []
     while isinstance(dataset, Subset):
         found.append([*dataset.indices])
@@ -58,21 +58,21 @@ def subset_indices(dataset: object) -> list[list[Any]]:
 
 
 class SampleComparison:
-    """Compares a few samples of a Trainer's data over the ranks, as `data.compare_items` says.
+    """Compares a few samples of a Trainer's data between ranks, as `data.compare_items` says.
 
     for each of the samples, spread over the dataset:
-        digest = hash of what the dataset gives for it, with random states of its own
-    gather the digests; where ranks differ: fetch these again, and raise `DataError` where each rank gets what it got
+        digest = hash of the sample, fetched with its own random seed
+    gather the digests; if ranks differ, fetch these again, and raise `DataError` if each rank gets the same as before
     """
 
     def __init__(self, world: World, config: DataConfig, seed: int) -> None:
         self._world = world
         self._config = config
         self._seed = seed
-        self._known: dict[int, tuple[Any, list[int]]] = {}  # by the dataset's id: a weak reference, its digests
+        self._known: dict[int, tuple[Any, list[int]]] = {}  # dataset id -> (weak reference, digests)
 
     def compare(self, data: Mapping[str, object]) -> None:
-        """Raise `DataError` where the ranks' samples differ. A collective: all ranks call it with the same roles."""
+        """Raise `DataError` if the ranks' samples differ. A collective: all ranks call it with the same roles."""
         for role, given in data.items():
             loader = given if isinstance(given, DataLoader) else None
             dataset = given if loader is None else loader.dataset
@@ -91,7 +91,7 @@ class SampleComparison:
                 )
 
     def _keys(self, dataset: object) -> list[int]:
-        """Spread over the dataset, the first and the last one among them."""
+        """Indices spread over the dataset, including the first and the last."""
         asked = self._config.compare_items
         wanted = _PLAIN_SAMPLES if asked and _in_memory(dataset) else asked
         length = _length(dataset)
@@ -103,7 +103,7 @@ class SampleComparison:
         if reference is not None and reference() is dataset and len(digests) == len(keys):
             return digests
         digests = self._fetch(dataset, keys, loader)
-        with suppress(TypeError):  # a list has no weak references, and is soon looked at again
+        with suppress(TypeError):  # a list has no weak references, and is cheap to read again
             self._known[id(dataset)] = (weakref.ref(dataset), digests)
         return digests
 
@@ -115,14 +115,14 @@ class SampleComparison:
         numbers: Sequence[int],
         loader: "DataLoader[Any] | None",
     ) -> bool:
-        """Whether every rank gets the same as before when it fetches these once more. A collective."""
+        """Whether every rank gets the same samples when it fetches them again. A collective."""
         own = [table[self._world.rank][number] for number in numbers]
-        again = self._fetch(dataset, [*keys] * _AGAIN, loader)  # in one process: a new one may draw the same once more
+        again = self._fetch(dataset, [*keys] * _AGAIN, loader)  # one process: a new one may repeat random numbers
         steady = all(one in (_UNKNOWN, other) for one, other in zip(again, own * _AGAIN, strict=True))
         return all(each for (each,) in gathered(self._world, [steady]))
 
     def _fetch(self, dataset: Any, keys: Sequence[int], loader: "DataLoader[Any] | None") -> list[int]:
-        """A digest of each sample; `_UNKNOWN` for those that have none, and for all once it takes too long."""
+        """A digest of each sample; `_UNKNOWN` for samples that have none, and after the time limit."""
         digests = [_UNKNOWN] * len(keys)
         began = time.perf_counter()
         for number, digest in enumerate(self._arriving(_Digests(dataset, self._seed), keys, loader)):
@@ -137,14 +137,14 @@ class SampleComparison:
             with _states_kept(self._world):
                 yield from map(digests.__getitem__, keys)
             return
-        # In a process of its own, as in training: what a dataset opens is then not inherited by those.
+        # In a DataLoader worker, as in training: its workers must not inherit what the dataset opens here.
         options |= {"num_workers": 1, "pin_memory": False, "persistent_workers": False, "generator": torch.Generator()}
         options["worker_init_fn"] = ShowsOwnDataset(options.get("worker_init_fn"))
         yield from DataLoader(digests, sampler=keys, batch_size=None, collate_fn=_as_it_is, **options)
 
 
 class _Digests(Dataset[int]):
-    """A dataset whose samples are hashed where they are fetched, with random states of (seed, sample) alone."""
+    """A dataset of sample hashes, with random states that depend only on the seed and the sample."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
@@ -155,7 +155,7 @@ class _Digests(Dataset[int]):
         try:
             several = getattr(self.dataset, "__getitems__", None)
             return digest_of_sample(several([key])[0] if callable(several) else self.dataset[key])
-        except Exception:  # it has other keys; or what is wrong with it comes out in training
+        except Exception:  # it has other keys, or training will raise the same error
             return _UNKNOWN
 
 
@@ -170,7 +170,7 @@ def _states_kept(world: World) -> Iterator[None]:
 
 
 def digest_of_sample(sample: object) -> int:
-    """A number that stands for its tensors, arrays, numbers and texts; `_UNKNOWN` where it has none of them."""
+    """A hash of its tensors, arrays, numbers and strings; `_UNKNOWN` if it has none of them."""
     found = blake2b(digest_size=7)
     known = 0
     for piece in _pieces(sample):
@@ -205,7 +205,7 @@ def _array(value: Any) -> Iterator[bytes]:
     import numpy as np
 
     array = np.asarray(value)
-    if not array.dtype.hasobject:  # the bytes of others are addresses
+    if not array.dtype.hasobject:  # object arrays contain addresses
         yield f"{array.dtype} {array.shape}".encode()
         yield array.tobytes()
 
@@ -219,7 +219,7 @@ def _differ(digests: Iterator[int]) -> bool:
 
 
 def _in_memory(dataset: Any) -> bool:
-    """Whether no code of the user's own gives its samples."""
+    """Whether samples come from memory, without running user code."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return type(dataset) in (TensorDataset, Tensor, list, tuple)
@@ -231,5 +231,5 @@ def _kind(dataset: object) -> str:
 
 
 def _length(dataset: object) -> int:
-    """0 for a stream: each rank has its own, of whatever length."""
+    """The length; 0 for a stream: ranks may have streams of different lengths."""
     return len(dataset) if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset) else 0

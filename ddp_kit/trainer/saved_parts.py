@@ -1,7 +1,7 @@
-"""The parts of a run's state: what a checkpoint holds of each, and how it is loaded again.
+"""The parts of a run's state: what a checkpoint stores of each, and how it is loaded.
 
-A new part is a subclass of `SavedPart` and one line in the list of `Checkpoints`, which has one loop that saves all
-parts and one that loads them.
+To add a part, write a subclass of `SavedPart` and add it to the list in `Checkpoints`, which saves and loads all parts
+in one loop each.
 """
 
 from abc import ABC, abstractmethod
@@ -38,54 +38,54 @@ _LONGEST_TEXT = 300
 class SavedPart(ABC):
     """A named part of a run's state.
 
-    saving:   rank_state() on every rank -> state_dict(those of all ranks), on the first of the ranks that write;
-              if `replicated`, on all of them, and each writes some of the tensors
+    saving:   rank_state() on every rank -> state_dict(rank states of all ranks) on the first writer rank;
+              if `replicated`, on all ranks, and each writes some of the tensors
     loading:  migrate(state, its version) -> check(state) of all parts -> load_state_dict(state)
     """
 
     name: ClassVar[str]
-    """In the checkpoint; of a file, where the part has tensors."""
+    """The part's key in the checkpoint, and the name of its file if it has tensors."""
     version: ClassVar[int] = 1
-    """Counts up when what `state_dict` returns is no longer what the version before can load."""
+    """Increased when the previous version cannot load what `state_dict` returns."""
     required: ClassVar[bool] = True
-    """Whether a checkpoint without this part is refused; otherwise the part stays as it is."""
+    """Whether a checkpoint without this part is refused; otherwise the part keeps its state."""
     shows_own_errors: ClassVar[bool] = False
-    """Whether errors of `load_state_dict` are shown as they are; otherwise they are the checkpoint's fault."""
+    """Whether errors of `load_state_dict` are raised unchanged; otherwise they become a `CheckpointError`."""
 
     replicated: bool = False
-    """Whether every rank gives it, so that ranks may divide the writing; see `is_replicated`."""
+    """Whether every rank calls `state_dict`, so that ranks can divide the writing; see `is_replicated`."""
 
     def rank_state(self) -> Any:
-        """What this rank adds of its own: JSON."""
+        """This rank's own state, as JSON values."""
         return None
 
     @abstractmethod
     def state_dict(self, ranks: Sequence[Any]) -> Any:
-        """What the checkpoint holds, as `checkpoint.packing.pack` can store it. `ranks`: every rank's `rank_state`."""
+        """The part's state, in a form that `checkpoint.packing.pack` can store. `ranks`: every rank's `rank_state`."""
 
     def is_replicated(self, tensor: str) -> bool:  # noqa: ARG002
-        """Whether every rank has the same of a tensor, by its name in the part's file."""
+        """Whether every rank has the same tensor of this name in the part's file."""
         return True
 
     def device_of(self, tensor: str) -> torch.device | None:  # noqa: ARG002
-        """Where a tensor is to be when it is loaded, by its name in the part's file; None: on the rank's device."""
+        """The device to load a tensor to, by its name in the part's file; None: the rank's device."""
         return None
 
     def piece_of(self, tensor: str) -> Piece | None:  # noqa: ARG002
-        """The place that this rank holds of a tensor, by its name in the part's file; None: all of it."""
+        """The piece of a tensor that this rank holds, by its name in the part's file; None: all of it."""
         return None
 
     def migrate(self, state: Any, version: int) -> Any:  # noqa: ARG002 - the first version has none before it
-        """The state of an older version, as the present one has it."""
+        """Convert the state of an older version to the current one."""
         return state
 
     def check(self, state: Any) -> str | None:  # noqa: ARG002 - most parts fit any run
-        """Why the state does not fit this run; None where it does. Nothing is loaded before all parts were asked."""
+        """Why the state does not fit this run; None if it does. All parts are checked before any is loaded."""
         return None
 
     @abstractmethod
     def load_state_dict(self, state: Any, path: Path) -> None:
-        """Restore what `state_dict` gave. `path`: of the checkpoint, for messages. May raise any error."""
+        """Restore what `state_dict` returned. `path`: the checkpoint's, for messages. May raise any error."""
 
 
 class ModelPart(SavedPart):
@@ -102,7 +102,7 @@ class ModelPart(SavedPart):
         return self._strategy.model_state()
 
     def is_replicated(self, tensor: str) -> bool:
-        return tensor in self._parameters  # buffers are not: those of rank 0 count
+        return tensor in self._parameters  # buffers may differ: rank 0's are saved
 
     def device_of(self, tensor: str) -> torch.device | None:
         return self._devices.get(tensor)
@@ -140,7 +140,7 @@ class ModelPart(SavedPart):
 
 
 class OptimizerPart(SavedPart):
-    """The optimizer's state, with the types it had: torch's own `load_state_dict` casts it to those of the weights."""
+    """The optimizer's state with its dtypes: torch's own `load_state_dict` casts it to the dtype of the weights."""
 
     name = "optimizer"
     replicated = True
@@ -161,7 +161,7 @@ class OptimizerPart(SavedPart):
         return {**state, **self._own}
 
     def is_replicated(self, tensor: str) -> bool:  # noqa: ARG002
-        return not self._strategy.shards  # what is whole there are numbers, such as Adam's step
+        return not self._strategy.shards  # only scalars are unsharded, such as Adam's step
 
     def device_of(self, tensor: str) -> torch.device | None:
         parameter = self._parameter_of(tensor)
@@ -172,7 +172,7 @@ class OptimizerPart(SavedPart):
         return None if parameter is None else self._strategy.piece_of(parameter)
 
     def _parameter_of(self, tensor: str) -> Tensor | None:
-        """Whose state a tensor is, such as state.0.exp_avg: of the first parameter of all groups."""
+        """The parameter that a state tensor belongs to: state.0.exp_avg to the first parameter of the first group."""
         head, number, *_ = [*tensor.split("."), "", ""]
         known = head == "state" and number.isdecimal() and int(number) < len(self._parameters)
         return self._parameters[int(number)] if known else None
@@ -183,7 +183,7 @@ class OptimizerPart(SavedPart):
 
     @cached_property
     def _own(self) -> dict[str, Any]:
-        """Settled when the Trainer is made: each save has the same objects, whose text is then not made anew."""
+        """Constant after the Trainer is made: saves reuse the same objects, so their text is not built again."""
         names = self._strategy.held_names()
         return {
             "kind": type(self._optimizer).__name__,
@@ -220,12 +220,12 @@ class OptimizerPart(SavedPart):
 
 
 def held(parameters: Sequence[Tensor]) -> list[list[str]]:
-    """The types of parameters, and the kinds of devices they are on."""
+    """The dtypes of parameters, and their device types."""
     return [[str(each.dtype) for each in parameters], [each.device.type for each in parameters]]
 
 
 class SchedulerPart(SavedPart):
-    """The learning-rate scheduler, with those within it."""
+    """The learning-rate scheduler, with the schedulers inside it."""
 
     name = "scheduler"
     version = 2  # 1: without its kind
@@ -248,7 +248,7 @@ class SchedulerPart(SavedPart):
 
 
 def _kind(scheduler: LRScheduler) -> str:
-    """Its class, with those of the schedulers in it."""
+    """Its class name, with those of the schedulers inside it."""
     inner = ", ".join(map(_kind, _inner(scheduler)))
     return type(scheduler).__name__ + (f"({inner})" if inner else "")
 
@@ -260,7 +260,7 @@ def _inner(scheduler: LRScheduler) -> Iterator[LRScheduler]:
 
 
 class PrecisionPart(SavedPart):
-    """The scale of fp16's losses, and how many steps were left out."""
+    """The loss scale of fp16, and the number of skipped steps."""
 
     name = "precision"
 
@@ -277,7 +277,7 @@ class PrecisionPart(SavedPart):
 
 
 class ProgressPart(SavedPart):
-    """How far the run is."""
+    """The run's position."""
 
     name = "progress"
 
@@ -293,7 +293,7 @@ class ProgressPart(SavedPart):
 
 
 class StreamPart(SavedPart):
-    """Where each rank's stream is in the epoch that has begun."""
+    """The position of each rank's stream in the current epoch."""
 
     name = "streams"
     required = False
@@ -315,8 +315,8 @@ class StreamPart(SavedPart):
 class RandomPart(SavedPart):
     """The random states of every rank.
 
-    They are not restored when they are loaded, but before the next step or save: what a script draws before its first
-    step is the same in a run that begins.
+    They are restored before the next step or save, not on load: random numbers that a script draws before its first
+    step are the same as in a new run.
     """
 
     name = "random"
@@ -339,7 +339,7 @@ class RandomPart(SavedPart):
         self._loaded, self._known = [decoded(text) for text in state], False
 
     def restore(self) -> bool:
-        """Restore what was loaded; False where this run did not resume from any step."""
+        """Restore the loaded states; returns False if this run did not resume from any step."""
         if self._loaded is not None:
             self._known = self._position.step > 0
             if self._known:
@@ -362,7 +362,7 @@ class RandomPart(SavedPart):
 
 
 class StrategyPart(SavedPart):
-    """What the strategy needs to reduce gradients as before."""
+    """The strategy's state, so that it reduces gradients as before."""
 
     name = "strategy"
     required = False
@@ -379,7 +379,7 @@ class StrategyPart(SavedPart):
 
 
 class CallbacksPart(SavedPart):
-    """The states of callbacks: rank 0's, or every rank's where a callback says so."""
+    """The states of callbacks: rank 0's, or every rank's if a callback sets `state_per_rank`."""
 
     name = "callbacks"
     shows_own_errors = True  # those of the user's callbacks
@@ -403,7 +403,7 @@ class CallbacksPart(SavedPart):
 
 
 class BestPart(SavedPart):
-    """The best evaluation so far, where `checkpoint.keep_best` names what is watched."""
+    """The best evaluation so far, by the metric that `checkpoint.keep_best` names."""
 
     name = "best"
     required = False
@@ -420,7 +420,7 @@ class BestPart(SavedPart):
         return self._step == self._position.step
 
     def improved(self, metrics: dict[str, float]) -> bool:
-        """Note an evaluation after this step; whether it is the best so far."""
+        """Record an evaluation after this step; returns whether it is the best so far."""
         if self._watched is None or not self._watched.improved(metrics):
             return False
         self._step = self._position.step
@@ -435,7 +435,7 @@ class BestPart(SavedPart):
 
 
 class ConfigPart(SavedPart):
-    """The configuration, for whoever reads the checkpoint; a run has its own."""
+    """The configuration, for readers of the checkpoint; a resumed run keeps its own."""
 
     name = "config"
     required = False
@@ -457,9 +457,9 @@ VERSIONS = "versions"
 
 
 def as_parts(path: Path, state: Mapping[str, Any], parts: Sequence[SavedPart]) -> dict[str, Any]:
-    """The saved state of each part, in its present version.
+    """The saved state of each part, converted to its current version.
 
-    Raises `CheckpointError` for a newer version, and `ValueError` where a part is missing that a run needs.
+    Raises `CheckpointError` for a newer version, and `ValueError` if a required part is missing.
     """
     if VERSIONS not in state:
         state = _from_format_1(state)
@@ -485,7 +485,7 @@ def as_parts(path: Path, state: Mapping[str, Any], parts: Sequence[SavedPart]) -
 
 
 def _from_format_1(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint's state of format 1, which knew no parts, as parts with versions."""
+    """Convert a checkpoint of format 1, which had no parts, to parts with versions."""
     own = {name: value for name, value in state.items() if name in ("model", "random", "callbacks", "best", "config")}
     kinds = state.get("kinds")
     optimizer = {**state["optimizer"]}

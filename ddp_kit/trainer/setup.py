@@ -1,4 +1,4 @@
-"""What the Trainer is given, brought into the shape that the loop needs, or refused."""
+"""Checks the Trainer's arguments and converts them to what the loop needs."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -43,7 +43,7 @@ def checked_function(value: Any, name: str) -> Any:
 
 
 def checked_model(model: object) -> None:
-    """Raise `ConfigError` for what is no Module, and for one that has no weights yet."""
+    """Raise `ConfigError` if it is not a Module, or is on the meta device."""
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise ConfigError(f"model is {what}", "give a torch.nn.Module that is made: Trainer(MyModel(), ...)")
@@ -61,7 +61,7 @@ def optimizer_for(
     optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer],
     strategy: Strategy,
 ) -> Optimizer:
-    """The optimizer, made if need be, once it is sure to train this model and nothing else."""
+    """The optimizer, created if a function was given. Raises `ConfigError` unless it trains exactly this model."""
     made: object = optimizer
     if strategy.replaces_parameters and isinstance(optimizer, Optimizer):
         kind, name = type(optimizer).__name__, strategy.config.strategy
@@ -108,7 +108,7 @@ def _check_complete(model: nn.Module, optimizer: Optimizer) -> None:
 def scheduler_for(
     optimizer: Optimizer, scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None
 ) -> LRScheduler | None:
-    """The scheduler, made if need be, once it is sure to move this optimizer's learning rate at every tick."""
+    """The scheduler, created if a function was given. Raises `ConfigError` unless it ticks this optimizer by itself."""
     made: object = scheduler
     if scheduler is not None and not isinstance(scheduler, LRScheduler) and callable(scheduler):
         made = scheduler(optimizer)
@@ -128,9 +128,9 @@ def scheduler_for(
 
 
 def check_sync_batch_norm(model: nn.Module, batches: TrainBatches | OwnTrainBatches | None, world_size: int) -> None:
-    """Raise `ConfigError` where ranks would run SyncBatchNorm, a collective in every pass, another number of times.
+    """Raise `ConfigError` if ranks would run SyncBatchNorm, a collective in every pass, unequally often.
 
-    `batches`: None for a stream, whose length nobody knows.
+    `batches`: None for a stream of unknown length.
     """
     uneven = batches is None or any(batches.samples(step) % world_size for step in (0, batches.steps - 1))
     if world_size > 1 and uneven and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
@@ -161,7 +161,7 @@ def _checked_metric(name: str, metric: Any) -> MetricFunction | MetricObject:
 
 
 def checked_callbacks(callbacks: object) -> tuple[Callback, ...]:
-    """The callbacks, each of which hears every event."""
+    """The callbacks as a tuple. Raises `ConfigError` if one is not a `Callback`."""
     given = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
     for callback in given:
         if not isinstance(callback, Callback):

@@ -27,13 +27,13 @@ from ddp_kit.world import World
 class OptimizerStep:
     """Does one optimizer step after another.
 
-    gradients to None, rank 0's buffers to all ranks
+    set gradients to None, broadcast rank 0's buffers
     for each of this rank's passes:
         loss_fn(model, batch), times its share of the global batch, backward     # the strategy reduces the gradients
     unscale (fp16), divide by the step's weight (Loss), clip
-    optimizer.step(), scheduler.step()      # or, where the step is left out, buffers as they were before it
+    optimizer.step(), scheduler.step()      # or, if the step is skipped, restore the buffers
 
-    The first step is looked at more closely: what can be wrong with a loss function shows there.
+    The first step has more checks: most mistakes in a loss function show there.
     """
 
     def __init__(self, parts: Parts, clock: StepClock) -> None:
@@ -47,10 +47,10 @@ class OptimizerStep:
         self._skipped = 0
 
     def run(self, share: Share, batch: Callable[[], Any], interval: Interval, *, measure_norm: bool) -> None:
-        """One step. `batch` gives the next pass's; `measure_norm`: note the gradient's norm in the interval."""
+        """Do one step. `batch()`: the next pass's batch; `measure_norm`: record the gradient norm in the interval."""
         parts, strategy = self._parts, self._strategy
         parts.heart.mark(Phase.DATA)
-        self.clear()  # of what another Trainer, or the user's own code, has left
+        self.clear()  # another Trainer or user code may have left gradients
         strategy.begin_step()
         before = BufferCopies(parts.model) if self._keeps_buffers else None
         passes = StepPasses(parts, self._losses, self._clock, share, batch, interval)
@@ -64,7 +64,7 @@ class OptimizerStep:
         parts.precision.unscale(parts.optimizer)
         if self._losses.weighted:
             strategy.scale_gradients(_ratio(share.samples, passes.weight()))
-        # The host has to know whether the step was left out only where something on the host depends on it.
+        # The host needs to know whether the step was skipped only if something on the host depends on it.
         tell = parts.scheduler is not None or parts.config.non_finite == "skip"
         if self._clip(interval, measure_norm) and parts.precision.apply(parts.optimizer, tell=tell):
             if before is not None and parts.precision.overflowed is not None:
@@ -82,7 +82,7 @@ class OptimizerStep:
 
     @property
     def skipped(self) -> int:
-        """Steps left out, because a gradient was not finite. With fp16, reading it waits for the device."""
+        """Steps skipped because a gradient was not finite. With fp16, reading it waits for the device."""
         self._skipped += self._parts.precision.steps_left_out()
         return self._skipped
 
@@ -93,7 +93,7 @@ class OptimizerStep:
 
     @contextmanager
     def without_scheduler(self) -> Iterator[None]:
-        """Steps within do not make it tick: it may have a last tick, and what is only tried is not to come to it."""
+        """A context in which steps do not tick the scheduler: trial steps must not use up limited ticks."""
         parts, self._parts = self._parts, replace(self._parts, scheduler=None)
         try:
             yield
@@ -105,11 +105,11 @@ class OptimizerStep:
         self._parameters.clear_gradients()
 
     def check_parameters(self) -> None:
-        """Raise `ConfigError` where others learn now than when the Trainer was made."""
+        """Raise `ConfigError` if the parameters have changed since the Trainer was made."""
         self._parameters.check()
 
     def _clip(self, interval: Interval, measure_norm: bool) -> bool:
-        """Clip by the global norm, then by value. False where the step is to be left out."""
+        """Clip by the global norm, then by value. Returns False if the step must be skipped."""
         config = self._parts.config
         skipping = config.non_finite == "skip" and not self._parts.precision.scales  # fp16 does it by itself
         if config.max_grad_norm is not None or measure_norm or skipping:
@@ -136,7 +136,7 @@ class OptimizerStep:
                 ) from error
 
     def _leave_out(self, interval: Interval, before: BufferCopies | None, passes: "StepPasses") -> None:
-        """The gradient is not finite. What the passes have changed goes back."""
+        """Skip a step with a non-finite gradient: restore what its passes have changed."""
         if self._parts.config.non_finite == "skip":
             if self._losses.weighted and not bool(torch.isfinite(passes.weight())):
                 raise bad_weight(interval.step)
@@ -164,8 +164,8 @@ class StepPasses:
         self._share = share
         self._batch = batch
         self._interval = interval
-        self._rehearsed: list[Any] = []  # the first batch, where it was used already
-        self._kept: dict[int, tuple[Any, int]] = {}  # batches that are used again, and how often they were
+        self._rehearsed: list[Any] = []  # the first batch, if a rehearsal used it
+        self._kept: dict[int, tuple[Any, int]] = {}  # batches that are used again, and how often they were used
         self._own_weight: Tensor | float = 0.0
         self._total: Callable[[], Tensor] | None = None
         self._phase = BACKWARD
@@ -177,16 +177,16 @@ class StepPasses:
 
     @property
     def weighed(self) -> bool:
-        """Whether the ranks add up their weights, or have."""
+        """Whether the reduction of the ranks' weights has started."""
         return self._total is not None
 
     def weight(self) -> Tensor:
-        """Of the whole step, in float64 on the device; for losses that have one."""
+        """The whole step's weight, a float64 scalar on the device; only for `Loss`."""
         assert self._total is not None, "the reduction has begun"
         return self._total()
 
     def prepare(self) -> None:
-        """What a rank without samples has to do before its strategy runs nothing."""
+        """On a rank without passes, do what other ranks expect of a first pass."""
         if not self.count:
             self.without_loss()
 
@@ -206,7 +206,7 @@ class StepPasses:
         try:
             with parts.precision.forward(), parts.activations.forward_context():
                 value = self._losses.call(batch, self._interval.step, self.count)
-        finally:  # also where the next stage continues
+        finally:  # also if the pass continues on the next pipeline stage
             self._clock.mark(FORWARD)
             parts.heart.mark(Phase.BACKWARD)
         if before is not None:  # a pass with zero weight, for its collectives alone
@@ -253,18 +253,18 @@ class StepPasses:
         self._clock.mark(self._phase)
 
     def drop(self) -> None:
-        """Forget what the passes have noted: the step is repeated."""
+        """Discard what the passes recorded: the step is repeated."""
         self._interval.drop_step()
 
     def add_up_weights(self) -> None:
-        """Start adding up the ranks' weights, while the backward pass runs."""
+        """Start the reduction of the ranks' weights, overlapped with the backward pass."""
         self._total = _over_all_ranks(self._own_weight, self._parts.world)
 
     def _objective(self, value: Tensor | Loss, samples: int) -> Tensor:
-        """What this pass adds to the loss of the global batch, times what the strategy's reduction divides by.
+        """This pass's term of the global batch's loss, times the strategy's divisor.
 
-        A plain mean counts by its samples, so that its weight is known beforehand and nothing is exchanged. A
-        Loss counts by the samples for now; `run` puts the true weight in its place once all are known.
+        A plain mean is weighted by its samples, so its weight is known in advance without communication. A `Loss` is
+        also weighted by samples at first; `run` corrects the gradients once all weights are known.
         """
         divisor, all_samples = self._parts.strategy.divisor, self._share.samples
         if isinstance(value, Loss):
@@ -277,7 +277,7 @@ class StepPasses:
 
 
 def _over_all_ranks(weight: Tensor | float, world: World) -> Callable[[], Tensor]:
-    """Start adding up a number over the ranks; the sum is there when what this returns is called."""
+    """Start an all-reduce of a number; the returned function waits for the sum."""
     own = torch.zeros((), dtype=torch.float64, device=world.device)
     own += weight  # filled in place: no copy from the host
     work = dist.all_reduce(own, async_op=True) if world.world_size > 1 else None
@@ -291,6 +291,6 @@ def _over_all_ranks(weight: Tensor | float, world: World) -> Callable[[], Tensor
 
 
 def _ratio(samples: int, weight: Tensor) -> Tensor:
-    """samples / weight, 0 where nothing had a weight, NaN where one was not valid; decided on the device."""
+    """samples / weight; 0 if the weight is 0, NaN if it is not finite. Does not wait for the device."""
     ratio = torch.where(weight == 0, torch.zeros_like(weight), samples / weight)
     return torch.where(weight.isfinite(), ratio, torch.nan)

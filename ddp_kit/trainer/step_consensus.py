@@ -1,7 +1,7 @@
 """Agreement of all ranks on the step after which to save or stop, without a collective at every step.
 
-A signal reaches one rank before another, or one alone; the clock of one is a little ahead. But all have to save after
-the same step, and a host that asks the others at every step makes its GPU wait.
+Signals reach ranks at different times, or only one rank, and clocks differ. But all ranks have to save after the same
+step, and a collective at every step would make GPUs wait for the host.
 """
 
 import atexit
@@ -13,14 +13,14 @@ from enum import Enum
 
 from torch.distributed import Store
 
-_LOOK_SECONDS = 0.1  # between two looks into the store, and
-_LOOKS_PER_SECOND = 2000  # at most, of all ranks together
+_LOOK_SECONDS = 0.1  # the minimum interval between polls of the store
+_LOOKS_PER_SECOND = 2000  # the maximum of polls, summed over all ranks
 _ANSWER_SECONDS = 0.01
 _FAREWELL_SECONDS = 5.0
 
 
 class Purpose(Enum):
-    """What for."""
+    """What a request asks for."""
 
     SAVE = "save"
     STOP = "stop"
@@ -28,25 +28,24 @@ class Purpose(Enum):
 
 @dataclass(frozen=True)
 class Request:
-    """What one rank would like to be done soon."""
+    """One rank's request to save or stop."""
 
     purpose: Purpose
     why: str
 
 
 class StepConsensus:
-    """What all ranks do after the same step.
+    """Grants a request on all ranks after the same step.
 
-    a rank has a request          its thread writes it into the group's store
-    each rank's thread reads it   and answers with the step that its loop is in; the loop stays there until all answered
+    a rank has a request          its thread writes it to the group's store
+    each rank's thread reads it   and answers with its loop's current step; the loop waits there until all have answered
     it is granted after           the largest of these steps, on all ranks
     due()                         called between two steps: returns the request that is granted now, if any
 
-    Steps are counted by the calls of `due`: all ranks make the same, and the count never goes back.
+    Steps are counted by calls of `due`: all ranks make the same calls, and the count never decreases.
 
-    `open_store`: how often they have begun -> where the ranks find each other, for this purpose alone; None: there is
-    one rank.
-    `poll`: returns this rank's own request, if it has one; called from a thread where there are several ranks.
+    `open_store`: number of earlier `begin` calls -> a store for this purpose alone; None: there is one rank.
+    `poll`: returns this rank's own request, if any; with several ranks it is called from a thread.
     """
 
     def __init__(
@@ -59,8 +58,8 @@ class StepConsensus:
         self.hears = True
         """Whether the ranks can still agree on anything."""
         self._known = threading.Condition()
-        self._begun = 1  # the step that the loop is in
-        self._hold: int | None = None  # the step that it will not go beyond
+        self._begun = 1  # the loop's current step
+        self._hold: int | None = None  # the step at which the loop waits
         self._agreed: tuple[int, Request] | None = None
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -97,7 +96,7 @@ class StepConsensus:
             return request
 
     def stops(self) -> bool:
-        """Whether this rank requests a stop, or all have agreed on one after this step. Waits for nobody."""
+        """Whether this rank requests a stop, or one is granted after this step. Does not wait for other ranks."""
         agreed, requests = self._agreed, [self._poll()]
         if agreed is not None and self._begun >= agreed[0]:
             requests.append(agreed[1])
@@ -114,7 +113,7 @@ class StepConsensus:
         atexit.unregister(self.close)
 
     def _serve(self, store: Store, closed: threading.Event) -> None:
-        with suppress(RuntimeError, ValueError):  # the store is gone, and with it the job
+        with suppress(RuntimeError, ValueError):  # the store has closed: the job is over
             number, pause = 0, max(_LOOK_SECONDS, self._ranks / _LOOKS_PER_SECOND)
             while not closed.wait(pause):
                 request = self._proposed(store, str(number))
@@ -127,7 +126,7 @@ class StepConsensus:
             self._known.notify_all()
 
     def _proposed(self, store: Store, key: str) -> Request | None:
-        """This rank's request, or that of the rank which was first."""
+        """The first request that any rank wrote; this rank's own if it was first."""
         request = self._poll()
         if request is not None:
             found = store.compare_set(key, "", f"{request.purpose.value} {request.why}")
@@ -143,7 +142,7 @@ class StepConsensus:
             self._hold = self._begun
         answers = [f"{key}/{rank}" for rank in range(self._ranks)]
         store.set(answers[self._rank], str(self._hold))
-        while not store.check(answers):  # not store.wait: torch writes lines of its own where that does not succeed
+        while not store.check(answers):  # not store.wait: torch logs its own lines if that fails
             if closed.wait(_ANSWER_SECONDS):
                 return
         last = max(int(answer) for answer in store.multi_get(answers))

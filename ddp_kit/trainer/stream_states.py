@@ -1,4 +1,4 @@
-"""Where each rank's stream stands, in a checkpoint."""
+"""The position of each rank's stream, as stored in a checkpoint."""
 
 import json
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from ddp_kit.trainer.random_text import decoded, encoded
 
 
 def place_as_text(place: Sequence[Mark]) -> str | None:
-    """None where the data is no stream with a state, or no epoch is begun."""
+    """The place as JSON; None if the data is not a stream with a state, or no epoch has started."""
     if not place:
         return None
     return json.dumps([[mark.reader, mark.number, encoded(mark.random), as_text(mark.dataset)] for mark in place])
 
 
 def place_of(texts: Sequence[str | None], rank: int, ranks: int) -> tuple[Mark, ...]:
-    """Of this rank; empty where there are not as many ranks as in the checkpoint. Raises an error for other texts."""
+    """This rank's place; empty if the number of ranks has changed. May raise any error for other text."""
     text = texts[rank] if len(texts) == ranks else None
     if text is None:
         return ()

@@ -1,4 +1,4 @@
-"""Who hears of the loop's events, one small class each. `Trainer` lists them in their order:
+"""The subscribers to the loop's events, one small class each, in the order in which `Trainer` lists them:
 
 subscriber           loop                   before_step   after_update              after_step
 HeartbeatMarks       follows the step       -             counts the step           phase: checkpoint
@@ -37,14 +37,14 @@ from ddp_kit.world import World
 
 _COLLECT_SECONDS = 1.0
 _STEPS_TO_PEAK = 3
-"""The optimizer's state is there from the first step on, and buckets are in their order from the second."""
+"""The optimizer has its state after the first step, and buckets have their final order from the second."""
 
 Tell = Callable[..., None]
-"""event, values -> the user's callbacks hear of it."""
+"""Called with an event and its values; calls the user's callbacks."""
 
 
 class HeartbeatMarks(Subscriber):
-    """Keeps up to date what the launcher sees of this rank."""
+    """Updates the heartbeat that the launcher reads."""
 
     def __init__(self, heart: Heartbeat, position: Position) -> None:
         self._heart = heart
@@ -80,7 +80,7 @@ class ProfilerSteps(Subscriber):
 
 
 class ClockStart(Subscriber):
-    """A step's time begins here; the step itself says where it goes."""
+    """Starts the clock of a step; the step itself marks its phases."""
 
     def __init__(self, clock: StepClock) -> None:
         self._clock = clock
@@ -100,7 +100,7 @@ class UserCallbacks(Subscriber):
 
 
 class StopTogether(Subscriber):
-    """Before the collectives that end a run: has every rank called `stop`? `meet`: raises where one has not."""
+    """Checks that all ranks have called `stop` before the collectives that end a run. `meet`: raises if one has not."""
 
     def __init__(self, state: RunState, ends_anyway: Callable[[], bool], meet: Callable[[], None]) -> None:
         self._state = state
@@ -117,7 +117,7 @@ class StopTogether(Subscriber):
         self.check()
 
     def check(self) -> None:
-        """Once in a loop, as soon as this rank is told to stop."""
+        """Run the check once per loop, when this rank is asked to stop."""
         if self._state.stopping and not self._met:
             self._met = True
             if not self._ends_anyway():
@@ -134,12 +134,12 @@ class LogSchedule(Subscriber):
         self._tell = tell
         self._body_began = 0.0
         self.rows: list[LogRow] = []
-        """Of this call of `fit` or `steps`."""
+        """The rows of this call of `fit` or `steps`."""
         self.row: LogRow | None = None
-        """What became ready at the last step."""
+        """The row that became ready at the last step, if any."""
 
     def begin(self, first_step: int) -> None:
-        """A call of `fit` or `steps` begins."""
+        """Reset at the start of a call of `fit` or `steps`."""
         self._points.begin(first_step)
         self.rows, self.row = [], None
 
@@ -155,7 +155,7 @@ class LogSchedule(Subscriber):
         self._points.interval.started += time.perf_counter() - self._body_began  # evaluations are not training
 
     def end(self, step: int, epoch: int) -> None:
-        """The rows that are still to come once the last step is done."""
+        """Add the remaining rows after the last step."""
         if self._points.interval.steps:  # stopped between log points
             self._note(self._points.close(step, epoch, last=True))
         else:
@@ -171,7 +171,7 @@ class LogSchedule(Subscriber):
 class GarbageCollection(Subscriber):
     """Collects garbage between steps, about once a second, and never within one.
 
-    Objects that exist as the loop begins are left out of it.
+    Objects that exist when the loop starts are frozen (`gc.freeze`).
     """
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class GarbageCollection(Subscriber):
 
 
 class PeakMemory(Subscriber):
-    """Says once how the measured peak of a GPU's memory compares with what was planned, where something was."""
+    """Logs once how the measured peak of GPU memory compares with the plan, if there is one."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -222,7 +222,7 @@ class PeakMemory(Subscriber):
 
 
 class CheckpointSchedule(Subscriber):
-    """Saves after the steps whose checkpoint is due; what the body of the loop has changed belongs into it."""
+    """Saves after the steps whose checkpoint is due, including changes made by the body of the loop."""
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
@@ -235,7 +235,7 @@ class CheckpointSchedule(Subscriber):
 
 
 class PreemptionWatch(Subscriber):
-    """Saves and ends the run where a signal or the clock asks for it. `finished`: whether no step follows."""
+    """Saves and ends the run on a signal or at a time limit. `finished`: whether no step follows."""
 
     def __init__(self, preemption: Preemption, finished: Callable[[], bool]) -> None:
         self._preemption = preemption

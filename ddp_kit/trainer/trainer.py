@@ -199,13 +199,13 @@ class Trainer:
 
     @property
     def data_rank(self) -> int:
-        """Which of the `data_ranks` parts of each global batch this rank trains on; ranks that share one model share
-        a part. Streams are divided by it."""
+        """The index of this rank's part of each global batch, below `data_ranks`; ranks that share one model share a
+        part. Divide streams by it."""
         return self._parts.strategy.data_rank
 
     @property
     def data_ranks(self) -> int:
-        """Into how many parts a global batch is divided."""
+        """The number of parts that a global batch is divided into."""
         return self._parts.strategy.data_ranks
 
     def model_state(self) -> dict[str, Any]:
@@ -213,7 +213,7 @@ class Trainer:
         return self._parts.strategy.model_state()
 
     def load_model_state(self, state: dict[str, Any]) -> None:
-        """Load what `model_state` gave, or whole tensors. No collective."""
+        """Load what `model_state` returned, or whole tensors. Not a collective."""
         self._parts.strategy.load_model_state(state)
 
     # --- what users call ----------------------------------------------------------------------------------------
@@ -259,10 +259,10 @@ class Trainer:
         return result
 
     def steps(self, train_data: Data) -> Iterator[Step]:
-        """The loop in your hands: each iteration does one optimizer step and says what it was.
+        """Iterate over optimizer steps: each iteration does one step and yields its `Step`.
 
-        Stop whenever you like, on all ranks at the same step; a later call continues from there. A save that is due
-        after a step is done when the loop's body is through with it, also where the body leaves the loop there.
+        The loop may be left at any step, the same on all ranks; a later call continues from there. A save that is due
+        after a step is done after the loop's body, even if the body leaves the loop.
         """
         self._plan_only(train_data)
         self._agree("steps()", train_data=train_data)
@@ -306,11 +306,11 @@ class Trainer:
         return self._evaluator.run(self._data.evaluation(data, "eval_data"), watched=watched) or {}
 
     def predict(self, data: Data, predict_fn: PredictFunction | None = None) -> Any:
-        """What the model gives for every sample of `data`, in the dataset's order, on the CPU of every rank.
+        """The model's output for every sample of `data`, in the dataset's order, on the CPU of every rank.
 
         `predict_fn(model, batch)`: tensors whose first dimension is the samples, in any nesting. Without it: the
-        model's output for the batch, where that is a tensor alone; else its last output inside the loss function.
-        A collective: all ranks call it. Raises `LossError` for what cannot be joined.
+        model's output if the batch is one tensor, else its last output inside the loss function.
+        A collective: all ranks call it. Raises `LossError` for outputs that cannot be concatenated.
         """
         self._agree("predict()", data=data)
         self._parts.strategy.sync_buffers()
@@ -320,10 +320,10 @@ class Trainer:
     def find_learning_rate(
         self, train_data: Data, *, start: float = 1e-7, end: float = 10.0, steps: int = 100
     ) -> LearningRateSearch:
-        """Try `steps` learning rates from `start` to `end`, one optimizer step each, and take everything back.
+        """Try `steps` learning rates from `start` to `end`, one optimizer step each, and roll everything back.
 
-        Ends early where the loss diverges. Nothing is set: give the suggestion to the optimizer of a new Trainer.
-        Raises `ConfigError` for a range that is none. A collective: all ranks call it.
+        Ends early if the loss diverges. Does not set the rate: give the suggestion to the optimizer of a new Trainer.
+        Raises `ConfigError` for an invalid range. A collective: all ranks call it.
         """
         rates = rates_between(start, end, steps)
         self._plan_only(train_data)
@@ -338,11 +338,11 @@ class Trainer:
                 feed, _ = self._halved(failed, train_data)
 
     def plan(self, data: Data) -> MemoryPlan:
-        """The bytes per device of training on `data`, as configured and at this number of ranks.
+        """The bytes per device that training on `data` needs, as configured, on this number of ranks.
 
-        Nothing is allocated on the device or changed; one micro-batch is read. Once the first steps are done on a GPU,
-        a log line says how the measured peak compares. A collective: all ranks call it. Raises `ConfigError` where the
-        strategy has sharded the model already: `ddpkit plan` has the answer before.
+        Allocates nothing on the device and changes nothing; reads one micro-batch. After the first steps on a GPU, a
+        log line compares the measured peak. A collective: all ranks call it. Raises `ConfigError` if the strategy has
+        already sharded the model: use `ddpkit plan` instead.
         """
         strategy = self._parts.strategy
         if strategy.shards:
@@ -356,7 +356,7 @@ class Trainer:
         return self._peak.predicted
 
     def _measured(self, data: Data) -> tuple[ModelMemory, int]:
-        """What a plan is made from, and the samples of a micro-batch."""
+        """The measurements for a plan, and the samples per micro-batch."""
         ranks = self._parts.strategy.data_ranks
         size = own_batch_size(data, self.config) or self.batch_plan.micro_batch
         room = DataRoom(self._parts, BatchPlan(size * ranks, size, 1, ranks), self._clock)
@@ -368,7 +368,7 @@ class Trainer:
         return measured(self._parts, batch, accumulates=self.batch_plan.accumulation > 1), size
 
     def _plan_only(self, train_data: Data) -> None:
-        """Where `ddpkit plan` runs the script: print the plan in place of training, and end the script."""
+        """Under `ddpkit plan`, print the plan instead of training, and end the script."""
         if self._request is not None:
             model, size = self._measured(train_data)
             sys.stdout.write(f"{described(model, self.config, self._request, size)}\n")
@@ -391,7 +391,7 @@ class Trainer:
                     try:
                         self._optimizer_step.run(share, feed.batch, self._log_points.interval, measure_norm=logged)
                     except OutOfMemory as failed:
-                        feed, share = self._halved(failed, train_data)  # the same step once more
+                        feed, share = self._halved(failed, train_data)  # retry the same step
                         continue
                     except (RuntimeError, MemoryError) as error:
                         with_hint(error, self.config, self.world.rank)
@@ -407,13 +407,13 @@ class Trainer:
                     yield step if self._log.row is None else replace(step, log=self._log.row)
                     self._state.check_current(loop)
                     self._events.after_step(step)
-            self._stops.check()  # what heard of the log point or the evaluation may have stopped
+            self._stops.check()  # a callback of a log point or evaluation may have called stop
             self._log.end(self.step, self.epoch)
             with self._heart.during(Phase.CHECKPOINT):
                 self._checkpoints.finish()
 
     def _subscribers(self) -> list[Subscriber]:
-        """In their order; subscribers.py has it as a table."""
+        """The subscribers in order; see the table in subscribers.py."""
         return [
             HeartbeatMarks(self._heart, self._position),
             ProfilerSteps(Recorder(self.config.profile, self.world.rank)),
@@ -428,7 +428,7 @@ class Trainer:
         ]
 
     def _first_share(self, feed: Feed) -> Share | None:
-        """Of what is left of the epoch."""
+        """The first share of the rest of the epoch."""
         self._heart.mark(Phase.DATA)
         self._clock.skip()
         self._position.begin_epoch(feed.facts(self.epoch))
@@ -436,7 +436,7 @@ class Trainer:
         return feed.next()
 
     def _catch_up(self, evaluations: Evaluations | None) -> None:
-        """Do what a run that was stopped in the midst of its evaluation has left."""
+        """Redo the evaluation during which the run was stopped, if any."""
         if evaluations is not None and self._position.owes_evaluation:
             evaluations.run()
             self._state.stopping |= self._position.ends_evaluated()
@@ -444,7 +444,7 @@ class Trainer:
             self._preemption.after_step(self._finished())
 
     def _feed(self, train_data: Data) -> Feed:
-        """What the loop trains on: in micro-batches of the configured size, of the DataLoader's, or the largest."""
+        """Training data in micro-batches of the configured size, the DataLoader's, or the largest that fits."""
         config = self.config
         if (own := own_batch_size(train_data, config)) is not None:
             self._divide(None, own, config.accumulation_steps)
@@ -457,14 +457,14 @@ class Trainer:
         return self._data.train(train_data, self.step)
 
     def _divide(self, global_batch: int | None, micro_batch: int, accumulation: int | None = None) -> None:
-        """From now on, steps consist of such micro-batches."""
+        """Set the batch plan for the following steps."""
         self.batch_plan = plan_batches(global_batch, micro_batch, accumulation, self._parts.strategy.data_ranks)
         self._data = DataRoom(self._parts, self.batch_plan, self._clock)
         if self.config.micro_batch_size == "auto":
             self._position.micro_batches[str(self.world.world_size)] = micro_batch
 
     def _halved(self, failed: OutOfMemory, train_data: Data) -> tuple[Feed, Share | None]:
-        """The step that ran out of memory, once more and in halves. A collective."""
+        """Halve the micro-batch, to retry the step that ran out of memory. A collective."""
         micro_batch = self.batch_plan.micro_batch
         if micro_batch == 1:
             raise failed.own_or_silent(self.config, self.world.rank) from None
@@ -477,21 +477,21 @@ class Trainer:
         return feed, self._first_share(feed)
 
     def _prepare(self, feed: Feed, scheduler: LRScheduler | None = None) -> None:
-        """What has to hold before the first step of a call. `scheduler`: what is to tick."""
+        """Check and set what the first step of a call needs. `scheduler`: the one that will tick."""
         self._position.check(feed.steps, feed.facts(self.epoch))
         self._optimizer_step.check_parameters()
         check_ticks(scheduler, self._position.last_step(self.config, feed.steps), self.step)
-        if not self._state.seeded:  # once: a run that is left and taken up again continues its random streams
+        if not self._state.seeded:  # once: a later call continues the random streams
             if not self._checkpoints.restore_random():
                 seed_everything(self.config.seed, self._parts.strategy.data_rank)
             self._state.seeded = True
         if not self.model.training:
             self.model.train()
-        self._optimizer_step.clear()  # of a step that was not finished, or of the user's own
+        self._optimizer_step.clear()  # gradients of an unfinished step, or from user code
         self._log.begin(self.step + 1)
 
     def _finished(self) -> bool:
-        """Whether the run has come to what ends it first: `stop`, max_steps or the last epoch."""
+        """Whether the run is over: `stop`, max_steps or the last epoch, whichever came first."""
         return self._state.stopping or self._complete()
 
     def _complete(self) -> bool:
@@ -503,11 +503,11 @@ class Trainer:
                 getattr(callback, event)(self, *values)
 
     def _wait_for_all(self, call: str) -> None:
-        """Before collectives: are all ranks at the same call?"""
+        """Wait, before collectives, until all ranks are at the same call."""
         barrier.wait_for_all(self.world, f"trainer.{call} after step {self.step}")
 
     def _agree(self, call: str, **data: object) -> None:
-        """Raise an error where the ranks would train apart, or wait for each other."""
+        """Raise an error if the ranks would diverge or wait for each other forever."""
         if self._request is not None:
             raise ConfigError(
                 f"trainer.{call} is called before training, and `ddpkit plan` has no weights for it",
