@@ -1,4 +1,4 @@
-"""The process that writes checkpoints, as the trainer's process sees it."""
+"""The trainer's handle to the process that writes checkpoints."""
 
 import json
 import os
@@ -20,21 +20,21 @@ from ddp_kit.checkpoint.process import ENOUGH, LONGEST_PACKET
 from ddp_kit.env import CHECKPOINT_WRITER
 from ddp_kit.errors import CheckpointError
 
-# Without site.py, for .pth files may import anything; the folders of what it needs come last on the path.
+# Without site.py, because .pth files may import anything; the folders that it needs are last on sys.path.
 _CODE = (
     f"import sys; sys.path += sys.argv[4:]; from {CHECKPOINT_WRITER} import main; "
     "main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))"
 )
 _NOT_FOR_IT = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT}
 _LAST_WORDS = 2000
-_LOOK_SECONDS = 0.5  # a signal that arrives just before a wait does not end it: its handler runs between two waits
+_LOOK_SECONDS = 0.5  # a signal just before a wait does not interrupt it: its handler runs between two waits
 
 
 class WriterProcess:
-    """Writes what lies in the shared memory `memory`, a descriptor; one checkpoint at a time.
+    """Writes the content of the shared memory `memory`, a file descriptor; one checkpoint at a time.
 
-    Jobs and answers are numbered packets. A job is sent again where it is not known whether it was, and an answer stays
-    in the socket until the next job: an exception that a signal handler raises, at whichever line, loses neither.
+    Jobs and answers are numbered packets. A job is sent again if it may not have been sent, and an answer stays in the
+    socket until the next job: an exception raised by a signal handler, at any line, loses neither.
     """
 
     def __init__(self, memory: int) -> None:
@@ -43,7 +43,7 @@ class WriterProcess:
         numbers = os.getpid(), memory, theirs.fileno()
         folders = (Path(str(package.__file__)).parents[1] for package in (ddp_kit, xxhash))
         command = [sys.executable, "-I", "-S", "-c", _CODE, *map(str, (*numbers, *folders))]
-        # Blocked before it exists, so that there is no moment in which a signal to the whole job ends it.
+        # Block signals before the process starts, so that a signal to the whole job can never terminate it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_IT)
         try:
             self._process = subprocess.Popen(
@@ -58,24 +58,24 @@ class WriterProcess:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
-        self._number = 0  # of the last job
-        self._job: bytes | None = None  # without an answer yet
+        self._number = 0  # number of the last job
+        self._job: bytes | None = None  # not answered yet
         self._sent = False
-        # Also at the interpreter's end: a save in hand is finished first.
+        # Also at interpreter exit: a save in progress finishes first.
         self._finish = weakref.finalize(self, _end, self._process, self._line, self._said, os.getpid())
 
     @property
     def gone(self) -> bool:
-        """Whether it has ended, which it does not by itself."""
+        """Whether the process has ended."""
         return not self._finish.alive
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process id of the writer."""
         return self._process.pid
 
     def start(self, job: Job) -> None:
-        """Let it write a checkpoint, once the one before is finished. Raises `CheckpointError` where it is gone."""
+        """Write a checkpoint after the previous one is finished. Raises `CheckpointError` if the process is gone."""
         assert self._job is None, "one at a time: the memory is that of the job before"
         self._number += 1
         self._sent = False
@@ -83,10 +83,10 @@ class WriterProcess:
         self._send()
 
     def finished(self, *, wait: bool) -> bool:
-        """Whether the checkpoint is whole; `wait` until it is. Raises its `CheckpointError`."""
+        """Whether the checkpoint is complete; `wait` until it is. Raises its `CheckpointError`."""
         while self._job is not None:
             self._send()
-            ended = self._process.poll() is not None  # before the look: its last answer counts
+            ended = self._process.poll() is not None  # checked before reading: its last answer counts
             problem = self._answer()
             if problem is not None:
                 self._job = None
@@ -102,23 +102,23 @@ class WriterProcess:
         return True
 
     def close(self) -> None:
-        """Let it finish, and end it."""
+        """Let the process finish its checkpoint, then stop it."""
         self._finish()
 
     def _send(self) -> None:
         if self._job is not None and not self._sent:
-            with suppress(OSError):  # it is gone, which `finished` says
+            with suppress(OSError):  # it is gone; `finished` reports it
                 self._line.send(self._job)
             self._sent = True
 
     def _answer(self) -> dict[str, str | bool] | None:
-        """To the last job: what went wrong, if anything; None: it is not there yet."""
-        with suppress(OSError):  # nothing there, or it is gone
+        """The answer to the last job: the error, or an empty dict; None: not answered yet."""
+        with suppress(OSError):  # no answer yet, or the process is gone
             while packet := self._line.recv(LONGEST_PACKET, socket.MSG_PEEK | socket.MSG_DONTWAIT):
                 number, problem = json.loads(packet)
                 if number == self._number:
                     return dict(problem)
-                self._line.recv(1)  # to the job before: the whole packet goes
+                self._line.recv(1)  # answer to an earlier job: drops the whole packet
         return None
 
     def _gone(self) -> CheckpointError:
@@ -137,19 +137,19 @@ class WriterProcess:
 
 
 def _continue(process: "subprocess.Popen[bytes]") -> None:
-    """Whoever waits for it does not wait for somebody who has stopped it (SIGSTOP)."""
+    """Send SIGCONT, so that nobody waits for a process that someone has stopped with SIGSTOP."""
     process.send_signal(signal.SIGCONT)
 
 
 def _end(process: "subprocess.Popen[bytes]", line: socket.socket, said: IO[bytes], owner: int) -> None:
-    if os.getpid() != owner:  # a forked child has inherited this, and nothing in it is its own
+    if os.getpid() != owner:  # a forked child has inherited this; it owns none of it
         return
     with suppress(OSError):  # it is gone
-        line.send(ENOUGH)  # closing it would not do: forked DataLoader workers hold this end, too
+        line.send(ENOUGH)  # closing is not enough: forked DataLoader workers also hold this end open
     while process.poll() is None:
         with suppress(OSError):
             _continue(process)
             if select.select([line], [], [], _LOOK_SECONDS)[0] and not line.recv(1):
-                process.wait()  # it has closed its end, and exits
+                process.wait()  # it has closed its end and exits
     line.close()
     said.close()

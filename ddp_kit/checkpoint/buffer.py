@@ -1,4 +1,4 @@
-"""Host memory that the trainer and the writing process share; its pages are used again by each save."""
+"""Host memory shared by the trainer and the writer process; each save reuses its pages."""
 
 import mmap
 import os
@@ -13,20 +13,20 @@ from torch import Tensor
 from ddp_kit.checkpoint.layout import Layout
 
 _PAGE = mmap.PAGESIZE
-_ROOM_TO_GROW = 1 << 20  # for buffers, headers and the next state.json, which may be a little longer
+_ROOM_TO_GROW = 1 << 20  # for buffers, headers and a slightly longer state.json next time
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14
 _PIECE = 16 << 20
 _LIBC = CDLL(None)
 
 
 class SharedBuffer:
-    """Memory without a name: it ends with the last process that has it open. /dev/shm's size does not limit it."""
+    """Anonymous memory: freed when the last process closes it. The size of /dev/shm does not limit it."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("ddpkit-checkpoint", os.MFD_CLOEXEC)
         self._memory: mmap.mmap | None = None
         self._bytes: Tensor | None = None
-        self._pinned: bool | None = False  # None: the driver has refused
+        self._pinned: bool | None = False  # None: the driver refused
         self._layout: Layout | None = None
         self._filling: Thread | None = None
         self.targets: list[Tensor] = []
@@ -39,17 +39,17 @@ class SharedBuffer:
         return memoryview(self._memory)
 
     def reserve(self, size: int) -> None:
-        """Get memory of this size; its pages are provided in the background."""
+        """Allocate `size` bytes; a background thread faults in the pages."""
         if self._grow(size):
-            filling = Thread(target=_fill_in, args=(self._bytes,), daemon=True)  # at the end nobody waits for it
-            with suppress(RuntimeError):  # no more threads: pages come as they are written to
+            filling = Thread(target=_fill_in, args=(self._bytes,), daemon=True)  # daemon: exit does not wait for it
+            with suppress(RuntimeError):  # no more threads: pages are faulted in on first write
                 filling.start()
                 self._filling = filling
 
     def prepare(self, layout: Layout, tensors: Sequence[Tensor], text: bytes) -> None:
-        """Make room for `tensors`, which are in the order of the layout's places, and write everything but them.
+        """Make room for `tensors`, in the order of the layout's places, and write everything but them.
 
-        Where the layout is that of the time before, that is `text` alone.
+        If the layout has not changed, that is only `text`.
         """
         if self._filling is not None:
             self._filling.join()
@@ -71,21 +71,21 @@ class SharedBuffer:
             self._pin()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._release()
         with suppress(OSError):
             os.close(self.descriptor)
         self.descriptor = -1
 
     def _grow(self, size: int) -> bool:
-        """Have at least so much memory, which has to be filled in where this returns True."""
+        """Grow to at least `size` bytes; returns whether the pages still have to be faulted in."""
         if self._memory is not None and len(self._memory) >= size:
             return False
         self._release()
         size = -(-(size + _ROOM_TO_GROW) // _PAGE) * _PAGE
         os.ftruncate(self.descriptor, size)
         self._memory = mmap.mmap(self.descriptor, size)
-        with suppress(OSError):  # a forked DataLoader worker shall not keep it
+        with suppress(OSError):  # forked DataLoader workers must not keep it
             self._memory.madvise(mmap.MADV_DONTFORK)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         return True
@@ -97,21 +97,21 @@ class SharedBuffer:
         self._bytes = self._memory = None
 
     def _pin(self) -> None:
-        """So that GPUs copy into it at full speed; where that is refused, they do it more slowly."""
+        """Pin the memory, for GPU copies at full speed; if the driver refuses, copies are slower."""
         if self._pinned is not False or self._bytes is None:
             return
         error = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0)  # type: ignore[no-untyped-call]
         self._pinned = True if int(error) == 0 else None
         if self._pinned is None:
-            # CUDA keeps the error for whoever asks next: torch, after its next kernel, would take it for that one's.
+            # CUDA keeps the error until the next query: torch would attribute it to its next kernel.
             with suppress(RuntimeError):
                 torch.zeros(1, device="cuda")
 
 
 def _fill_in(memory: Tensor) -> None:
-    """Have the kernel provide its pages now, not one by one as they are written to: about a second for each GB.
+    """Fault in the pages now, not one by one as they are written: about a second per GB.
 
-    In pieces: while one is provided, whoever else asks the kernel for memory waits. And without the interpreter lock.
+    In pieces, because other memory requests wait while the kernel provides one. Releases the GIL.
     """
     begin, size = memory.data_ptr(), memory.numel()
     for done in range(0, size, _PIECE):

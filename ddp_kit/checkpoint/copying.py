@@ -1,4 +1,4 @@
-"""Copies of many tensors at once, in the time of one copy of their size."""
+"""Copies many tensors at once, in the time of one copy of their total size."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -9,24 +9,24 @@ import torch
 from torch import Tensor
 
 _PIECE = 4 << 20
-_PIECES_PER_THREAD = 4  # fewer are done before another thread has started
+_PIECES_PER_THREAD = 4  # with fewer, the copy ends before another thread has started
 
 Pair = tuple[Tensor, Tensor]
 """A contiguous target in host memory, and the tensor that is copied to it."""
-_Piece = list[tuple[int, int, int]]  # to which address, from which, how many bytes
+_Piece = list[tuple[int, int, int]]  # target address, source address, bytes
 
 
 def copy(pairs: Iterable[Pair]) -> None:
-    """Copy each tensor to its target; return when all of them are there.
+    """Copy each tensor to its target; return when all copies are done.
 
-    What is on a GPU is copied as it is when the work already queued there is done.
+    GPU tensors are copied after the work already queued on their device.
     """
     begin_copy(pairs)()
 
 
 @torch.no_grad()
 def begin_copy(pairs: Iterable[Pair]) -> Callable[[], None]:
-    """Begin to copy, as `copy` does; what is returned does the rest, in any thread."""
+    """Begin to copy, as `copy` does; the returned function finishes the copy, in any thread."""
     streams: dict[torch.device, torch.cuda.Stream] = {}
     pairs = [*pairs]
     for target, tensor in pairs:
@@ -53,14 +53,14 @@ def begin_copy(pairs: Iterable[Pair]) -> Callable[[], None]:
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream that begins when the work already queued on `device` is done."""
+    """A stream that waits for the work already queued on `device`."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     return stream
 
 
 def _pieces(moves: _Piece) -> list[_Piece]:
-    """The same moves in pieces of about the same size."""
+    """The moves, split into pieces of about equal size."""
     pieces: list[_Piece] = [[]]
     room = _PIECE
     for target, source, size in moves:
@@ -76,11 +76,11 @@ def _pieces(moves: _Piece) -> list[_Piece]:
 
 
 def _move_all(moves: _Piece, owners: Sequence[Pair]) -> None:
-    """In as many threads as torch has, each of which takes the next piece.
+    """Do the moves in as many threads as torch has; each thread takes the next piece.
 
-    `owners`: the tensors, which no thread may outlive: an exception from a signal handler may come at any line.
+    `owners`: the tensors; each thread keeps them alive, because a signal handler may raise at any line.
 
-    torch's own copies wait for the slowest thread at every tensor: on a busy machine that takes several times as long.
+    torch's copies wait for the slowest thread at every tensor, which is several times slower on a busy machine.
     """
     alone = sum(size for _, _, size in moves) <= _PIECE * _PIECES_PER_THREAD
     pieces = [moves] if alone else _pieces(moves)
@@ -88,14 +88,14 @@ def _move_all(moves: _Piece, owners: Sequence[Pair]) -> None:
     more = min(torch.get_num_threads(), -(-len(pieces) // _PIECES_PER_THREAD)) - 1
     threads: list[Thread] = []
     try:
-        with suppress(RuntimeError):  # no more of them: those that are there do it
+        with suppress(RuntimeError):  # no more threads: the existing ones do the work
             for _ in range(more):
                 thread = Thread(target=_move, args=(left, owners))
                 thread.start()
                 threads.append(thread)
         _move(left, owners)
     finally:
-        for _ in left:  # interrupted: nobody takes another piece
+        for _ in left:  # interrupted: no thread takes another piece
             pass
         for thread in threads:
             thread.join()
@@ -104,5 +104,5 @@ def _move_all(moves: _Piece, owners: Sequence[Pair]) -> None:
 def _move(left: Iterator[_Piece], owners: Sequence[Pair]) -> None:
     for piece in left:
         for target, source, size in piece:
-            memmove(target, source, size)  # releases the interpreter lock
+            memmove(target, source, size)  # releases the GIL
     del owners

@@ -1,4 +1,4 @@
-"""From host memory to files on the disk, with their hashes."""
+"""Writes host memory to files on the disk and hashes them."""
 
 import errno
 import fcntl
@@ -14,13 +14,13 @@ from ddp_kit.checkpoint.system import System
 from ddp_kit.manifest import FileRecord, Hasher
 
 _CHUNK = 64 << 20
-_LARGE = 4 << 20  # smaller files are read again soon, and the disk is not their time
-_BLOCK = 4096  # that of any disk, or a multiple of it
+_LARGE = 4 << 20  # smaller files are soon read again, and disk bandwidth does not dominate their time
+_BLOCK = 4096  # the block size of any disk, or a multiple of it
 
 
 @dataclass(frozen=True)
 class Region:
-    """A file, and where its content lies in the memory."""
+    """A file, and where its content is in memory."""
 
     name: str
     offset: int
@@ -29,24 +29,24 @@ class Region:
 
 @dataclass(frozen=True)
 class Job:
-    """What one process writes of one checkpoint."""
+    """The part of one checkpoint that one process writes."""
 
     folder: str
-    """That of all checkpoints."""
+    """The folder of all checkpoints."""
     step: int
     best: bool
     keep_last: int
     versions: Mapping[str, str]
     files: tuple[Region, ...]
     token: str = ""
-    """Names the folder in which the checkpoint is made; the same in all processes that write it."""
+    """Names the temporary folder of the checkpoint; the same in all writers."""
     writer: int = 0
-    """Which of them this is. 0 waits for the others, and finishes the checkpoint."""
+    """This writer's number. Writer 0 waits for the others and finishes the checkpoint."""
     writers: int = 1
     total: int = 0
-    """Bytes of what all of them write; 0: of what this one does."""
+    """Bytes that all writers write together; 0: the bytes of this writer."""
     tensors: str = ""
-    """A hash of the names, types and shapes of all tensors that the writers divide among themselves."""
+    """A hash of the names, types and shapes of all tensors that are divided among the writers."""
 
     @property
     def size(self) -> int:
@@ -65,18 +65,18 @@ class Job:
 
 
 def write_files(files: Sequence[Region], memory: memoryview, folder: Path, system: System) -> list[FileRecord]:
-    """Write files that are not there yet, and sync them. Raises `OSError`."""
+    """Write new files and fsync them. Raises `OSError`."""
     return [_write_file(folder / file.name, memory[file.offset : file.offset + file.bytes], system) for file in files]
 
 
 def write_text(path: Path, text: str, system: System) -> FileRecord:
-    """Write a file that is not there yet, and sync it. Raises `OSError`."""
+    """Write a new file and fsync it. Raises `OSError`."""
     return _write_file(path, memoryview(text.encode()), system)
 
 
 def _write_file(path: Path, content: memoryview, system: System) -> FileRecord:
     hasher = Hasher()
-    thread = Thread(target=hasher.update, args=(content,))  # hashing and writing release the interpreter lock
+    thread = Thread(target=hasher.update, args=(content,))  # hashing and writing release the GIL
     file = system.create(path)
     try:
         thread.start()
@@ -95,7 +95,7 @@ def _write_file(path: Path, content: memoryview, system: System) -> FileRecord:
 
 
 def _write_past_the_cache(file: int, content: memoryview, system: System) -> int:
-    """Write as much as goes to the disk directly, and return how much: no copy in the kernel's memory is made."""
+    """Write as many bytes as direct I/O can, bypassing the page cache; returns how many."""
     flags, done = fcntl.fcntl(file, fcntl.F_GETFL), 0
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -104,19 +104,19 @@ def _write_past_the_cache(file: int, content: memoryview, system: System) -> int
             if done % _BLOCK:
                 break
     except OSError as error:
-        if error.errno != errno.EINVAL:  # the file system cannot, or wants other blocks
+        if error.errno != errno.EINVAL:  # the file system has no direct I/O, or needs another block size
             raise
     fcntl.fcntl(file, fcntl.F_SETFL, flags)
     return done
 
 
 def fsync_folder(folder: Path, system: System) -> None:
-    """Make the names in a folder durable. Raises `OSError`."""
+    """Make a folder's entries durable. Raises `OSError`."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         system.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some file systems of networks: their names are durable at once, or never
+        if error.errno != errno.EINVAL:  # some network file systems: entries are durable at once, or never
             raise
     finally:
         os.close(descriptor)
