@@ -1,4 +1,4 @@
-"""What to do about where the time goes: at most one line, and none where nothing stands out."""
+"""Advice about the slowest part of a step: at most one line, none if nothing stands out."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -58,7 +58,7 @@ class Adviser:
 def advice(
     times: Sequence[StepTimes], num_workers: int | str, *, compressed: bool = False, fused: bool = False
 ) -> str | None:
-    """One line on the biggest thing out of order, or None; a pure function.
+    """One line about the largest problem, or None; a pure function.
 
     `times`: by rank. `num_workers`, `compressed`, `fused`: what is set already.
     """

@@ -1,4 +1,4 @@
-"""Log lines through loguru: from rank 0, with the time, without tearing a progress bar."""
+"""Log lines through loguru: from rank 0, with the time, without breaking a progress bar."""
 
 import inspect
 import sys

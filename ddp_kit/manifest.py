@@ -1,4 +1,4 @@
-"""The files of a checkpoint: their names, what makes one whole, which one is the newest. Reads only.
+"""The files of a checkpoint: their names, whether it is complete, which one is the newest. Read-only.
 
     <dir>/step-00000012/            gets this name by one rename, when all of it is on the disk
         manifest.json               what is here: each file with its size and hash
@@ -87,7 +87,7 @@ class Hasher:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """The content of a checkpoint's manifest.json."""
 
     step: int
     created: str
@@ -136,7 +136,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Choice:
-    """The newest whole checkpoint, and what was passed over on the way to it."""
+    """The newest complete checkpoint, and the damaged ones that were skipped."""
 
     found: Found | None
     passed_over: tuple[Found, ...]
@@ -269,7 +269,7 @@ def _found(path: Path, step: int | None) -> Found | None:
         with open_file(path / MANIFEST) as file:
             text = file.read(_LONGEST_MANIFEST + 1)
     except FileNotFoundError:
-        if not path.exists():  # a save has just removed it
+        if not path.exists():  # a concurrent save removed it
             return None
         problem = f"half written: {MANIFEST} is missing"
         if step is None:

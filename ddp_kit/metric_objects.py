@@ -1,4 +1,4 @@
-"""Metrics that keep a state of their own and join it over the ranks themselves, such as torchmetrics'."""
+"""Metrics that keep their own state and reduce it over the ranks themselves, such as torchmetrics'."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping

@@ -37,7 +37,7 @@ class Precision:
         """Whether steps with gradients that are not finite are left out as a matter of course."""
         self._device = device
         self._scaler = _scaler(device, sharded=sharded) if name == "fp16" else None
-        self._left_out: Tensor | None = None  # on the device: the steps that nobody has been told of
+        self._left_out: Tensor | None = None  # on the device: skipped steps not yet reported
         self.overflowed: Tensor | None = None
         """With fp16: whether the last step overflowed, as a boolean scalar on the device."""
         if device.type == "cuda":
@@ -73,11 +73,10 @@ class Precision:
             self._scaler.load_state_dict(state)
 
     def apply(self, optimizer: Optimizer, *, tell: bool = True) -> bool:
-        """One optimizer step. False where fp16 overflowed: the step is left out and the scale lowered.
+        """One optimizer step. False if fp16 overflowed: the step is skipped and the scale lowered.
 
-        Whether it overflowed is known on the device only, so telling makes the host wait. Without `tell` this returns
-        True, waits for nothing where the optimizer is fused (its kernel itself leaves the step out), and
-        `steps_left_out` has the number.
+        Only the device knows whether it overflowed, so `tell` makes the host wait. Without `tell` this returns True,
+        does not wait if the optimizer is fused (its kernel skips the step), and `steps_left_out` counts skipped steps.
         """
         if self._scaler is None:
             optimizer.step()
@@ -95,7 +94,7 @@ class Precision:
         return True
 
     def steps_left_out(self) -> int:
-        """How many steps `apply` has left out without telling, since this was last asked. Waits for the device."""
+        """How many steps `apply` has skipped unreported since the last call. Waits for the device."""
         left_out, self._left_out = self._left_out, None
         return 0 if left_out is None else int(left_out)
 

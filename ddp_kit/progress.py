@@ -1,4 +1,4 @@
-"""Showing how far a run is: a bar on a terminal, plain lines elsewhere, a heartbeat for the launcher."""
+"""Shows a run's progress: a bar on a terminal, plain lines elsewhere, a heartbeat for the launcher."""
 
 import sys
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ class ProgressReport:
             self._bar.update(self._task, completed=done)
 
     def log(self, done: int, values: str) -> None:
-        """At each log point, with what there is to read."""
+        """Show the values of a log point."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, description=values)
         elif self._shown:
@@ -76,13 +76,13 @@ class Heartbeat:
         return f"{Phase(self._memory[_PHASE]).description}, after step {max(0, self._memory[_STEP] - 1)}"
 
     def mark(self, phase: Phase) -> None:
-        """From now on it is this."""
+        """Set the phase."""
         self._memory[_PHASE] = phase
         self._beats += 1
         self._memory[_BEATS] = self._beats
 
     def stand(self, step: int) -> None:
-        """So many optimizer steps are done, before any that this process does."""
+        """Set the number of optimizer steps done before this process started."""
         self._memory[_STEP] = step + 1
 
     def step(self, step: int) -> None:
@@ -92,7 +92,7 @@ class Heartbeat:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """It is this inside, and afterwards what it was before; an exception is told of when it comes out of all."""
+        """Set the phase inside the context and restore it afterwards; the outermost context records an exception."""
         before = Phase(self._memory[_PHASE])
         outermost = before in (Phase.OUTSIDE, Phase.FAILED)
         after = Phase.OUTSIDE if outermost else before

@@ -20,7 +20,7 @@ class LogRow:
     samples_per_second: float
     """Over all ranks."""
     step_seconds: float
-    """Wall time per optimizer step, evaluations left out."""
+    """Wall time per optimizer step, without evaluations."""
     times: "StepTimes"
     """Where the wall time of this rank went."""
     slowest_rank: int
@@ -56,7 +56,7 @@ class StepTimes:
     optimizer: float
     """Clipping, the optimizer's step, and what goes with them."""
     other: float
-    """What is left of the wall time: callbacks, logging, the loop itself."""
+    """The rest of the wall time: callbacks, logging, the loop itself."""
 
     @property
     def figures(self) -> tuple[float, ...]:
@@ -99,7 +99,7 @@ class Step:
 
 @dataclass(frozen=True)
 class FitResult:
-    """What a run came to; the same on every rank, apart from times."""
+    """The result of a run; the same on every rank, apart from times."""
 
     steps: int
     """Optimizer steps done."""
@@ -110,7 +110,7 @@ class FitResult:
     history: tuple[LogRow, ...]
     """One row per log point."""
     skipped: int
-    """Steps left out because a gradient was not finite: of fp16's scaling, or by `non_finite="skip"`."""
+    """Steps skipped because a gradient was not finite: by fp16's scaling, or by `non_finite="skip"`."""
     metrics: dict[str, float]
     """Of the last evaluation; empty without one."""
 

@@ -1,4 +1,4 @@
-"""Where a step's time goes: always on, and read without waiting for the device."""
+"""Measures the phases of a step: always on, without waiting for the device."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -100,10 +100,10 @@ class Event(Protocol):
     """What the clock needs of torch.cuda.Event."""
 
     def record(self) -> None:
-        """Note the moment in which the device gets here."""
+        """Record the event on the device."""
 
     def query(self) -> bool:
-        """Whether it has."""
+        """Whether the device has reached the event."""
 
     def elapsed_time(self, end_event: Self) -> float:
         """Milliseconds from this event to another one; both have happened."""

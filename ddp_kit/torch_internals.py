@@ -1,4 +1,4 @@
-"""What a worker uses of torch without being public API, all in one place: read here first when torch changes.
+"""All private torch APIs that a worker uses: read this first when torch changes.
 
 Read in torch 2.10, 2.13 and 2.15. What a version may lack is said where it is used.
 """

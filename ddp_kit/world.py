@@ -1,4 +1,4 @@
-"""This process among the others: its rank, its device, and the process group that joins them."""
+"""This process's rank and device, and the process group of the job."""
 
 import atexit
 import random
@@ -42,7 +42,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """True on the one rank that speaks for all."""
+        """True on rank 0, which logs and writes for all ranks."""
         return self.rank == 0
 
 
@@ -108,7 +108,7 @@ def seed_generators(seed: int) -> None:
 
 @dataclass(frozen=True)
 class RandomStates:
-    """Where the generators of this process are."""
+    """The states of this process's random generators."""
 
     python: Any
     torch: Tensor
@@ -131,7 +131,7 @@ def random_states(world: World | None = None) -> RandomStates:
 
 
 def set_random_states(states: RandomStates) -> None:
-    """Put the generators where they were."""
+    """Restore the generators' states."""
     random.setstate(states.python)
     torch.default_generator.set_state(states.torch)
     if states.numpy is not None:
@@ -145,7 +145,7 @@ def set_random_states(states: RandomStates) -> None:
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Whatever is drawn from the CPU's generators within, or seeded: afterwards they are where they were before."""
+    """Restore the states of the CPU generators afterwards, whatever is drawn or seeded inside."""
     before = random_states()
     try:
         yield

@@ -41,7 +41,7 @@ class BestModel(Callback):
         self._state: dict[str, Any] = {}
         self.step: int | None = None
         """The optimizer steps that had been done at the best evaluation."""
-        self._taken_up = False  # from a checkpoint: the file may hold what came after it
+        self._taken_up = False  # a checkpoint was loaded: the file may be from a later step
 
     @property
     def value(self) -> float | None:
@@ -59,7 +59,7 @@ class BestModel(Callback):
             self._taken_up = True
 
     def on_fit_start(self, trainer: Any) -> None:
-        """After a checkpoint was taken up, let the file hold what was the best by then."""
+        """After a resume, rewrite the file with the checkpoint's best weights."""
         self._take_up(trainer)
 
     def on_step(self, trainer: Any) -> None:
@@ -123,7 +123,7 @@ def _copied(value: Any) -> Any:
 
 
 def _write(model: nn.Module, path: Path) -> None:
-    """Write to a file next to it, then rename: whoever reads `path` finds a whole file."""
+    """Write a temporary file, then rename it: readers of `path` always find a complete file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")  # always the same: what a killed run has left is overwritten
     save_model(model, str(part))

@@ -8,7 +8,7 @@ from ddp_kit.records import FitResult, LogRow
 class Callback:
     """Override what is needed. Every rank calls every event, in the same order.
 
-    `trainer` is the `Trainer` that tells; `trainer.stop()`, called on all ranks, ends the run after this step.
+    `trainer` is the `Trainer` that calls; `trainer.stop()`, called on all ranks, ends the run after this step.
 
         on_fit_start -> (on_step -> [on_log] -> [on_evaluate_start -> on_evaluate -> on_evaluate_end])* -> on_fit_end
     """
@@ -17,11 +17,11 @@ class Callback:
     """Whether a checkpoint holds every rank's state; otherwise it holds rank 0's, and all ranks resume with that."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint is to hold of it: numbers, texts, tensors, in any nesting."""
+        """State to save in a checkpoint: numbers, strings and tensors, nested in any way."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what `state_dict` gave; before the first step."""
+        """Restore what `state_dict` returned; called before the first step."""
 
     def on_fit_start(self, trainer: Any) -> None:
         """Before the first optimizer step."""
@@ -39,9 +39,9 @@ class Callback:
         """After each evaluation, with the mean loss and the metrics, the same on all ranks."""
 
     def on_evaluate_end(self, trainer: Any) -> None:
-        """After every callback has heard of the evaluation: what was changed for it is put back here.
+        """After every callback's `on_evaluate`: undo here what `on_evaluate_start` changed.
 
-        Also called where the evaluation has failed, maybe on this rank alone: no collectives here.
+        Also called if the evaluation failed, possibly on this rank only: no collectives here.
         """
 
     def on_fit_end(self, trainer: Any, result: FitResult) -> None:

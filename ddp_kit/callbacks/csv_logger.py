@@ -20,7 +20,7 @@ class CSVLogger(FileLogger):
 
     An existing file is continued. Where a row has columns that the file does not have, they are added on the right,
     and the file is replaced atomically by one with the longer header. A run that resumes from a checkpoint
-    takes its rows of later steps out of it. Raises `ConfigError` for a file that is no such log.
+    removes its rows of later steps. Raises `ConfigError` for a file that is no such log.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -45,7 +45,7 @@ class CSVLogger(FileLogger):
         return int(line.split(",", 2)[1])
 
     def _go_on(self) -> list[str]:
-        """The columns of the file as the run finds it."""
+        """The columns of the existing file."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self.begin()
         return _read_columns(self._path)

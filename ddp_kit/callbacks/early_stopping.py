@@ -1,4 +1,4 @@
-"""Ending a run that no longer gets better."""
+"""Stops a run that no longer improves."""
 
 from typing import Any, Literal
 
@@ -13,8 +13,8 @@ class EarlyStopping(Callback):
 
     `metric`: "loss" or the name of one of the Trainer's metrics. `mode`: "min" or "max", what better means.
     `min_delta`: by how much a value has to be better than the best to count. NaN is no improvement.
-    All ranks see the same values, and so decide the same. A new call of `fit` starts its patience anew; one that
-    resumes from a checkpoint has what was left of it, and ends at once where nothing was.
+    All ranks see the same values, so they decide the same. A new call of `fit` resets the count; one that resumes from
+    a checkpoint restores it, and stops at once if it had reached `patience`.
     Raises `ConfigError`; for an unknown metric at the first evaluation.
     """
 
@@ -44,14 +44,14 @@ class EarlyStopping(Callback):
             self.waited, self._taken_up = state["waited"], True
 
     def on_fit_start(self, trainer: Any) -> None:
-        """Begin to wait anew, except where a checkpoint was taken up."""
+        """Reset the count, unless a checkpoint was loaded."""
         if not self._taken_up:
             self.waited = 0
         self._taken_up = False
         self._stop_where_due(trainer)
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
-        """Stop the run where it has not got better for long enough."""
+        """Stop the run after `patience` evaluations without improvement."""
         self.waited = 0 if self._watched.improved(metrics) else self.waited + 1
         self._stop_where_due(trainer)
 

@@ -49,7 +49,7 @@ class EMA(Callback):
         self._loaded = state["average"]
 
     def on_fit_start(self, trainer: Any) -> None:
-        """Put a checkpoint's average to use."""
+        """Restore the average of a checkpoint, if one was loaded."""
         self._take_up(trainer)
 
     @torch.no_grad()
@@ -71,11 +71,11 @@ class EMA(Callback):
             copy_all(self._parameters, self._average)
 
     def on_evaluate_end(self, trainer: Any) -> None:
-        """Take back the trained weights."""
+        """Restore the trained weights."""
         self._swap_back()
 
     def on_fit_end(self, trainer: Any, result: Any) -> None:
-        """Take back the trained weights, whatever has happened."""
+        """Restore the trained weights, even after an error."""
         self._swap_back()
 
     def model_state(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class RowLogger(Callback):
         self._taken_up = True
 
     def take_back(self, step: int) -> None:
-        """Let go of the rows of later steps, before the first row of a run that resumes after `step`."""
+        """Remove the rows of later steps, before the first row of a run that resumes after `step`."""
 
     def on_fit_start(self, trainer: Any) -> None:
         """Take back what came after the checkpoint, if one was taken up."""
@@ -88,7 +88,7 @@ class FileLogger(RowLogger):
         raise NotImplementedError
 
     def take_back(self, step: int) -> None:
-        """Take this run's rows of later steps away: a file without them takes the place of this one."""
+        """Remove this run's rows of later steps; the file is replaced atomically."""
         if not self._path.exists():
             return
         drop_torn_row(self._path)
@@ -128,7 +128,7 @@ def require(package: str, owner: str) -> None:
 
 
 def drop_torn_row(path: Path) -> None:
-    """Take away a last line without its end: what a run was writing when it was killed."""
+    """Remove an incomplete last line, left by a run that was killed while writing."""
     with path.open("r+b") as file:
         content = file.read()
         whole = content.rfind(b"\n") + 1

@@ -17,10 +17,10 @@ from ddp_kit.tensor_files import ITEM_BYTES
 from ddp_kit.tensor_reading import Key, Place, TensorFiles, Whole
 
 Wanted = Callable[[str, str], Piece | None]
-"""Part and name of a tensor -> a piece whose place is to be read, whatever it holds; None: the whole tensor."""
+"""Part and name of a tensor -> a piece that gives the region to read (its values are ignored); None: all of it."""
 
 DeviceOf = Callable[[str, str], torch.device]
-"""Part and name of a tensor -> where it is to be."""
+"""Part and name of a tensor -> its target device."""
 
 
 def load(
@@ -50,7 +50,7 @@ def load(
         text = read_state(found)
     except OSError as error:
         raise _damaged(found, f"a file cannot be read: {error.strerror or error}") from None
-    except (ValueError, RuntimeError) as error:  # RuntimeError: of a shape that torch cannot have
+    except (ValueError, RuntimeError) as error:  # RuntimeError: for a shape that torch cannot represent
         raise _damaged(found, str(error)) from None
     device_of = device if callable(device) else _always(torch.device(device))
     state: dict[str, Any] = unpack(text, _Fetch(values, device_of))

@@ -24,10 +24,10 @@ from typing import Any
 from ddp_kit.errors import CheckpointError
 
 NAME = ".lock"
-_OTHER_RUN_SECONDS = 5.0  # for a run that is just ending
+_OTHER_RUN_SECONDS = 5.0  # for a run that is about to exit
 _SAME_JOB_SECONDS = 30.0  # for the attempt before: an NFS server takes some time to notice that its host is gone
 _LOOK_SECONDS = 0.1
-_LONGEST = 4096  # bytes of what a lock says
+_LONGEST = 4096  # bytes of a lock file
 _HELD_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EACCES)
 _open: set[int] = set()
 
@@ -40,15 +40,15 @@ class FolderLock:
         self._job = job
         self._run = uuid.uuid4().hex
         self._descriptor: int | None = None
-        self._seen: Any = None  # which run wrote last, as far as this one knows
+        self._seen: Any = None  # the last run known to have written
         self._finish: Callable[[], Any] = lambda: None
 
     def acquire(self, *, resuming: bool) -> None:
-        """Hold the folder. `resuming`: the run resumes from what is there, whoever wrote it.
+        """Lock the folder. `resuming`: the run resumes from its checkpoints, whichever run wrote them.
 
         Raises `CheckpointError`: another run holds it, or has written to it since this one resumed.
         """
-        with suppress(OSError):  # there cannot be locks here
+        with suppress(OSError):  # the file system has no locks
             self._descriptor = os.open(
                 self._folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666
             )
@@ -71,12 +71,12 @@ class FolderLock:
             raise
 
     def release(self) -> None:
-        """Let others hold it."""
+        """Release the lock."""
         self._finish()
         self._descriptor = None
 
     def note_save(self) -> None:
-        """From now on the newest checkpoint is of this run."""
+        """Record that this run wrote the newest checkpoint."""
         if self._seen != self._run:
             self._seen = self._run
             self._sign(self._run)
@@ -103,7 +103,7 @@ class FolderLock:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            return error.errno not in _HELD_BY_ANOTHER  # there are no locks here
+            return error.errno not in _HELD_BY_ANOTHER  # the file system has no locks
         return True
 
     def _sign(self, wrote: Any) -> None:

@@ -1,4 +1,4 @@
-"""The process that writes checkpoints: starts in some 50 ms, for it imports the standard library alone.
+"""The process that writes checkpoints: starts in about 50 ms, because it imports only the standard library.
 
 loop:
     a packet with a number and a `Job`: write it from the shared memory, answer with the number and what went wrong
@@ -26,7 +26,7 @@ _LONGEST_TEXT = 10_000
 def main(parent: int, memory: int, line: int) -> None:
     """Serve the trainer's process `parent`; `memory` and `line` are the descriptors of what the two share.
 
-    Signals are blocked from the start on: what is sent to the whole job is not for a save in hand.
+    Signals are blocked from the start: a signal to the whole job must not interrupt a save in progress.
     """
     waits: list[int] = [line]
     with suppress(OSError):  # a forked DataLoader worker of the trainer may keep the other end open for a moment

@@ -39,7 +39,7 @@ class Saver:
     """Writes checkpoints into `folder`; a context manager, which ends with `close`.
 
     `keep_last`: how many whole checkpoints are kept, the new one included; the best one is kept in addition.
-    `background`: whether a process of its own writes, hashes and waits for the disk.
+    `background`: whether a separate process writes, hashes and waits for the disk.
     `writer`, `writers`: which of how many Savers, in as many processes, that write each checkpoint together.
 
         saver.save(12, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": {"epoch": 3}})
@@ -77,7 +77,7 @@ class Saver:
         replicated: Replicated = _nothing,
         overlap: bool = False,
     ) -> None:
-        """Begin a checkpoint. When this returns, all that this writer saves is copied and may change.
+        """Begin a checkpoint. When this returns, the state of this writer is copied and may change.
 
         One at a time: while the one before is still being written, this waits for it. Where that one has failed, its
         `CheckpointError` is raised here, unless `check` or `wait` has raised it before, and nothing is begun.
@@ -120,7 +120,7 @@ class Saver:
             self._begin(job)
 
     def finish_copy(self) -> None:
-        """Return when all of the state is copied. Raises `CheckpointError` where it has changed meanwhile."""
+        """Return when the whole state is copied. Raises `CheckpointError` if it changed during the copy."""
         if self._copying is None:
             return
         self._copying.done.result()
@@ -163,7 +163,7 @@ class Saver:
             self.release()
 
     def release(self) -> None:
-        """End the writing process and give the memory back; a later save gets both again.
+        """Stop the writer process and free the memory; a later save recreates both.
 
         Only once `wait` has returned.
         """
@@ -173,7 +173,7 @@ class Saver:
         self._release()
 
     def _open(self) -> None:
-        """Get what a save needs, where it is not there."""
+        """Create the buffer and start the writer process if needed."""
         if not self._release.alive:
             self._buffer = SharedBuffer()
             self._release = weakref.finalize(self, self._buffer.close)
@@ -197,7 +197,7 @@ class Saver:
 
     @contextmanager
     def _replaced_if_gone(self) -> Iterator[None]:
-        """The next save starts another process where this one has ended."""
+        """Let the next save start another process if this one is gone."""
         try:
             yield
         except CheckpointError:
@@ -207,7 +207,7 @@ class Saver:
 
 
 class _Copying:
-    """Copies tensors in a thread, and knows whether they have changed meanwhile."""
+    """Copies tensors in a thread and detects whether they change during the copy."""
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Stored]], job: Job) -> None:
         self.job = job

@@ -1,4 +1,4 @@
-"""One checkpoint from several processes, each of which writes its share into the same unfinished folder.
+"""One checkpoint from several processes; each writes its share into the same unfinished folder.
 
     writer 1, 2, ...      lock .writer-N; write the files of its share; rename its record to .writer-N.json
     writer 0              write its own share; wait for the record of each other writer; then finish the checkpoint
@@ -30,7 +30,7 @@ _LONGEST_RECORD = 1 << 20
 
 
 def write_share(job: Job, memory: memoryview, half: Path, system: System) -> None:
-    """What a writer other than 0 does. Its errors are reported by writer 0, unless that cannot hear of them."""
+    """Write the share of a writer other than 0. Writer 0 reports its errors if it can read them."""
     lock = os.open(half / _name(job.writer), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         with suppress(OSError):  # there are no locks here
@@ -113,7 +113,7 @@ def _allowed(abandoned: Callable[[], bool]) -> float:
 
 
 def _names(half: Path) -> set[str]:
-    """Listed, not tried: a network file system remembers for a minute that a name was not there."""
+    """List the folder instead of testing each name: NFS caches a negative lookup for a minute."""
     return {path.name for path in _entries(half)}
 
 

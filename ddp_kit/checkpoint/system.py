@@ -1,4 +1,4 @@
-"""The operations on files that a save is made of, one by one: a test can fail at each, or be killed."""
+"""The file operations of a save, one by one: tests can make each fail, or kill the process there."""
 
 import ctypes
 import os
@@ -25,7 +25,7 @@ class System:
         return os.write(file, content)
 
     def fsync(self, file: int) -> None:
-        """Return when it is on the disk; a folder's names, too."""
+        """Flush a file, or a folder's entries, to the disk."""
         os.fsync(file)
 
     def rename(self, old: Path, new: Path) -> None:
@@ -33,7 +33,7 @@ class System:
         old.rename(new)
 
     def exchange(self, one: Path, other: Path) -> None:
-        """Let two folders swap their names at once. Raises `OSError` where the file system cannot."""
+        """Swap the names of two folders atomically. Raises `OSError` if the file system cannot."""
         libc = ctypes.CDLL(None, use_errno=True)
         try:
             renameat2 = libc.renameat2
@@ -43,7 +43,7 @@ class System:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def remove(self, path: Path) -> None:
-        """Remove a folder with all that is in it; what cannot be removed yet is left for the next time."""
+        """Remove a folder and its content; entries that cannot be removed yet stay for the next save."""
         shutil.rmtree(path, ignore_errors=True)
 
     def free(self, folder: Path) -> int:

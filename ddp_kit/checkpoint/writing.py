@@ -37,7 +37,7 @@ from ddp_kit.manifest import (
 )
 
 _LOOK_SECONDS = 0.02
-_LONG_AGO = 3600.0  # without locks, what nobody has written to for so long has no writer
+_LONG_AGO = 3600.0  # without locks, a folder that has not changed for so long has no writer
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _HELD_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EACCES)
 
@@ -148,13 +148,13 @@ def _put_in_place(half: Path, place: Path, system: System) -> None:
 
 
 def _prune(job: Job, folder: Path, system: System) -> None:
-    """Let go of older checkpoints. What is of a later step belongs to another run, and is left alone."""
+    """Remove older checkpoints. Those of later steps belong to another run and are kept."""
     there = [found for found in checkpoints(folder) if found.step <= job.step]
     kept = _kept(there, job.keep_last)
     for found in there:
         if found.step not in kept and _is_ours(found):
             away = _removed(found.path)
-            with suppress(FileNotFoundError):  # another writer has done it
+            with suppress(FileNotFoundError):  # another writer removed it
                 system.rename(found.path, away)
                 system.remove(away)
 
@@ -195,7 +195,7 @@ def _alone(folder: Path) -> Iterator[bool | None]:
 
 
 def wait_for_writers(folder: Path, seconds: float) -> None:
-    """Return when nobody writes a checkpoint into `folder`, or after so many seconds."""
+    """Wait until no process writes a checkpoint into `folder`, at most `seconds`."""
     deadline = time.monotonic() + seconds
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:

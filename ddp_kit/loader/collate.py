@@ -16,7 +16,7 @@ class Uncollated:
     """In the place of a batch whose samples do not fit together: it comes from a DataLoader worker like a batch."""
 
     said: str
-    """torch's own words."""
+    """torch's message."""
     where: str
     """The part of a sample that differs, such as `[0]` or `['image']`; empty for the sample itself."""
     kinds: tuple[str, ...]
@@ -35,7 +35,7 @@ def put_together(samples: Any) -> Any:
 
 
 def as_it_is(batch: Any) -> Any:
-    """For what is a batch already."""
+    """Collate function for batches that are already complete."""
     return batch
 
 

@@ -58,12 +58,12 @@ def on_device(
 
 
 def _is_plain(batch: Any) -> bool:
-    """Whether it is what most batches are, and on the CPU."""
+    """Whether a batch is a plain list or tuple of CPU tensors."""
     return type(batch) in (list, tuple) and all(type(leaf) is Tensor and leaf.is_cpu for leaf in batch)
 
 
 def _ahead(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """What can be copied on a stream of its own, without waiting for the computation.
+    """Copy on the side stream what does not have to wait for the computation.
 
     Not tensors that are on a GPU already: the computation's stream may still be writing them. Nor objects that move
     themselves: what they allocate cannot be seen. Nor sparse and nested tensors: torch cannot record their streams.

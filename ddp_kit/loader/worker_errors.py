@@ -1,4 +1,4 @@
-"""What goes wrong on the way to a batch, by name."""
+"""Errors of DataLoader workers and collation, with the samples at fault."""
 
 from collections.abc import Iterable, Iterator
 from itertools import count, islice

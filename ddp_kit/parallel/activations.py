@@ -1,4 +1,4 @@
-"""Less memory for activations, which the forward pass keeps for the backward pass: `MemoryConfig`.
+"""Reduces the memory of activations, which the forward pass saves for the backward pass: `MemoryConfig`.
 
     checkpointing          blocks do not keep them; the backward pass calls the block's forward once more
     offload_activations    they are copied to the host, and back when the backward pass needs them
@@ -37,9 +37,9 @@ Forward = Callable[..., Any]
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 OFFLOADED_BYTES = 1 << 20
-"""Smaller activations stay on the device: there are many of them, and each copy costs a call."""
+"""Smaller activations stay on the device: there are many, and each copy costs a call."""
 COMPRESSED_BYTES = 1 << 16
-"""Smaller ones stay as they are, such as the statistics of normalisation layers."""
+"""Smaller activations are not compressed, such as the statistics of normalization layers."""
 
 
 class Activations:

@@ -33,7 +33,7 @@ class DdpStrategy(Strategy):
         super().__init__(world, config, recoverable=recoverable)
         self._wrapper: DdpReducer | None = None
         self._begun: list[torch.futures.Future[Any]] = []  # this step's reductions, where recoverable
-        self._complete = False  # every parameter has had a gradient
+        self._complete = False  # every parameter has received a gradient
         self._order: list[int] | None = None  # in which parameters are reduced, once it is settled
         # Of a static graph:
         self._learns_graph = config.static_graph
@@ -65,7 +65,7 @@ class DdpStrategy(Strategy):
         self._wrap()
 
     def release(self) -> None:
-        self._wrapper = None  # which takes its hooks off the parameters
+        self._wrapper = None  # its destructor removes the hooks from the parameters
 
     def _wrap(self) -> None:
         config = self.config
@@ -142,7 +142,7 @@ class DdpStrategy(Strategy):
             future.wait()
 
     def check_gradients(self) -> None:
-        """After the first step: DDP itself would complain in the second one, or never, and give numbers for names."""
+        """Check after the first step: DDP raises in the second step or never, with numbers instead of names."""
         if self._complete or self.config.find_unused_parameters or self.config.static_graph:
             return
         missing = [

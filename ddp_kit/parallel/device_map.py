@@ -85,7 +85,7 @@ class DeviceMapStrategy(_DeviceMapped, DdpStrategy):
 
 
 def device_at(index: int, world: World) -> torch.device:
-    """The device that a number in a map stands for: the rank's own GPU of that number.
+    """The device for an index in a map: the rank's own GPU with that index.
 
     Without GPUs each number is the CPU: a run there shows that a map is complete, and that training, reductions and
     checkpoints are bitwise those of the model without a map. It cannot show that tensors move wherever they have to,

@@ -224,7 +224,7 @@ class PipelineStrategy(Strategy):
         self._forget_state()
 
     def _forget_state(self) -> None:
-        """What an optimizer holds of other stages' weights."""
+        """Drop the optimizer state of other stages' weights."""
         for parameter, stages in self._holders.items():
             if self._optimizer is not None and self._place not in stages:
                 self._optimizer.state.pop(parameter, None)
@@ -574,7 +574,7 @@ def _form(value: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def _free(parameter: nn.Parameter) -> None:
-    """Its memory; it keeps its shape, and is NaN throughout: what uses it by mistake shows."""
+    """Free its memory; it keeps its shape and reads as NaN everywhere, so that accidental use shows."""
     kind = torch.nan if parameter.is_floating_point() else 0
     parameter.data = torch.full((), kind, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 

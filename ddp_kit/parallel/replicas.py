@@ -1,4 +1,4 @@
-"""What strategies share that keep a whole model on every rank."""
+"""Shared by strategies that keep a whole model on every rank."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from ddp_kit.errors import ConfigError, some
 from ddp_kit.torch_internals import broadcast_coalesced
 
 _BROADCAST_BYTES = 250 * 1024 * 1024
-# Types that gloo and NCCL take as they are. Others travel as whole numbers of the same size.
+# Types that gloo and NCCL support. Others are sent as integers of the same size.
 _SENT = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.int8}
 _SAME_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 

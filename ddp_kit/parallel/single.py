@@ -1,4 +1,4 @@
-"""One rank: nothing is shared with others."""
+"""One rank: no communication."""
 
 from ddp_kit.parallel.strategy import Passes, Strategy
 

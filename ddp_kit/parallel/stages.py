@@ -29,7 +29,7 @@ class Chain:
     """The numbers of the blocks of each stage."""
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """In their order."""
+        """The blocks, in call order."""
         parent = model.get_submodule(self.prefix)
         return [parent.get_submodule(key) for key in self.keys]
 

@@ -1,4 +1,4 @@
-"""The interface of a strategy: everything that the trainer and the checkpoints know of how a model is spread."""
+"""The interface of a strategy: all that the trainer and the checkpoints know about how a model is distributed."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -113,7 +113,7 @@ class Strategy(ABC):
 
     @property
     def divisor(self) -> int:
-        """What the reduction divides the sum of the ranks' gradients by."""
+        """The number by which the reduction divides the sum of the ranks' gradients."""
         return 1
 
     @property
@@ -167,7 +167,7 @@ class Strategy(ABC):
         )
 
     def setup(self, model: nn.Module) -> None:
-        """Move the model to where it trains, the same on all ranks. Called again after `release`."""
+        """Move the model to its devices, with the same values on all ranks. Called again after `release`."""
         self.model = model
         self.parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
         self.place(model)
@@ -177,7 +177,7 @@ class Strategy(ABC):
         model.to(self.world.device)
 
     def release(self) -> None:
-        """Give up what `setup` built around the model, after a step that failed. Not a collective."""
+        """Undo what `setup` built around the model, after a failed step. Not a collective."""
 
     def setup_optimizer(self, optimizer: Optimizer) -> None:
         """Let the optimizer hold what this rank updates. After `setup`, before the optimizer has any state."""
@@ -221,7 +221,7 @@ class Strategy(ABC):
         """
 
     def check_gradients(self) -> None:
-        """Raise `LossError` where a step has left out parameters that the strategy needs. Not a collective."""
+        """Raise `LossError` if a step did not use parameters that the strategy needs. Not a collective."""
 
     def end_step(self) -> None:
         """After the update; gradients are None. Raises `LossError` for what the reduction found out late."""
@@ -306,7 +306,7 @@ class Strategy(ABC):
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint has to hold so that gradients are reduced the same way after a resume. JSON."""
+        """State to save so that gradients are reduced the same way after a resume. JSON."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any], steps: int) -> None:
