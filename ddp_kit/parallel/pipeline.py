@@ -288,7 +288,14 @@ class PipelineStrategy(Strategy):
             stages = self._new_stages()
             kind = _schedule_for(self.config.schedule, count, self.sizes.pipeline)
             given = stages if len(stages) > 1 else stages[0]
-            self._schedules[count] = stages, kind(given, count, loss_fn=_the_loss_itself, scale_grads=False)
+            try:
+                schedule = kind(given, count, loss_fn=_the_loss_itself, scale_grads=False)
+            except ValueError as error:  # older versions of torch want a micro-batch for each stage
+                raise ConfigError(
+                    f"the pipeline schedules of torch {torch.__version__} do not take {count} micro-batches: {error}",
+                    "use torch 2.13 or later, which takes any number",
+                ) from None
+            self._schedules[count] = stages, schedule
         stages, schedule = self._schedules[count]
         for stage in stages:
             stage.first = first

@@ -28,8 +28,14 @@ def table() -> ModuleType:
 
 @pytest.mark.slow
 def test_rows_of_the_table_are_those_of_one_process(table: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = ["zero1, 3 ranks", "fsdp, 3 ranks", "hsdp 2x2", "fsdp x tensor 2x2"]
-    assert table.main(rows) == 0, capsys.readouterr().out
+    assert table.main(["fsdp, 3 ranks", "fsdp x tensor 2x2"]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_all_rows_are(table: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert table.main([]) == 0, capsys.readouterr().out
 
 
 @pytest.mark.gpu(2)

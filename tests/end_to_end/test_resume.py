@@ -26,7 +26,7 @@ def ended_with(output: str) -> list[str]:
     [
         (3, "zero1"),
         (3, "fsdp"),
-        (4, {"replicate": 2, "shard": 2}),
+        pytest.param(4, {"replicate": 2, "shard": 2}, marks=pytest.mark.thorough),
         (4, {"shard": 2, "tensor": 2, "tensor_plan": {"3.0": "column", "3.2": "row"}}),
     ],
     ids=str,
