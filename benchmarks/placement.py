@@ -2,8 +2,8 @@
 
     python benchmarks/placement.py --rounds 5          # on the CPU with gloo, or on two GPUs
 
-A small GPT at 2 ranks, without clipping and accumulation. Each round starts both ways of each placement; the figures
-are medians over the rounds of each run's median step.
+A small GPT at 2 ranks, without clipping and accumulation. Both ways train in the same processes, a few steps in turn;
+the figures are medians over the rounds of each round's median step.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count, islice
 from typing import Any
 
@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_kit import Trainer, TrainerConfig
 
-RANKS, STEPS, WARM_UP = 2, 40, 10
+RANKS, TURNS, TURN = 2, 9, 6
+STEPS = TURNS * TURN
 WORDS, WIDTH, HEADS, LENGTH, BLOCKS, SAMPLES = 1000, 192, 4, 64, 4, 8
 PLACEMENTS: dict[str, Any] = {
     "ddp": "ddp",
@@ -98,6 +99,7 @@ def by_hand(name: str) -> Iterator[None]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     from torch.nn.parallel import DistributedDataParallel
 
@@ -119,6 +121,9 @@ def by_hand(name: str) -> Iterator[None]:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if name == "zero1":
         optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, foreach=True)
+    elif name == "tensor 2":  # one call of a foreach kernel takes either whole or split parameters
+        split = {each: isinstance(each, DTensor) for each in model.parameters()}
+        optimizer = adamw([{"params": [each for each in split if split[each] is kind]} for kind in (True, False)])
     else:
         optimizer = adamw(model.parameters())
     samples: Any = data()
@@ -129,46 +134,52 @@ def by_hand(name: str) -> Iterator[None]:
         by_samples(model, [each.to(device) for each in batch]).backward()
         optimizer.step()
         yield
-    dist.destroy_process_group()
 
 
-def worker(way: str, name: str) -> None:
-    """Print the median of the steps, in milliseconds, on rank 0."""
+def worker(name: str) -> None:
+    """Print the medians of both ways' steps in milliseconds, measured in turns of TURN steps in the same processes."""
     torch.manual_seed(0)
-    ways: dict[str, Callable[[str], Iterator[None]]] = {"ddpkit": with_trainer, "by hand": by_hand}
-    times, last = [], time.perf_counter()
-    for _ in ways[way](name):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        times.append(now - last)
-        last = now
-    print("median", json.dumps(1000 * statistics.median(times[WARM_UP:])), flush=True)
+    ways = {"by hand": by_hand(name), "ddpkit": with_trainer(name)}
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(TURNS):
+        for way, steps in ways.items():
+            last = time.perf_counter()
+            for _ in islice(steps, TURN):
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                now = time.perf_counter()
+                if turn:  # the first turn warms up
+                    times[way].append(now - last)
+                last = now
+    print("medians", json.dumps({way: 1000 * statistics.median(each) for way, each in times.items()}), flush=True)
 
 
-def measured(way: str, name: str) -> float:
-    command = [sys.executable, "-m", "ddp_kit", "launch", "--nproc-per-node", str(RANKS), __file__, "--worker"]
-    job = subprocess.run([*command, way, name], capture_output=True, text=True, check=True)
-    return max(float(line.rpartition("median ")[2]) for line in job.stdout.splitlines() if "median " in line)
+def measured(name: str) -> dict[str, float]:
+    """The medians of the slower rank."""
+    command = [sys.executable, "-m", "ddp_kit", "launch", "--nproc-per-node", str(RANKS), __file__, "--worker", name]
+    job = subprocess.run(command, capture_output=True, text=True, check=True)
+    ranks = [json.loads(line.partition("medians ")[2]) for line in job.stdout.splitlines() if "medians " in line]
+    return {way: max(rank[way] for rank in ranks) for way in ranks[0]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--worker", nargs=2)
+    parser.add_argument("--worker")
     asked = parser.parse_args()
     if asked.worker:
-        worker(*asked.worker)
+        worker(asked.worker)
         return
-    found: dict[tuple[str, str], list[float]] = {}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in PLACEMENTS}
     for _ in range(asked.rounds):
-        for name in PLACEMENTS:
-            for way in ("by hand", "ddpkit"):
-                found.setdefault((name, way), []).append(measured(way, name))
+        for name, rounds in found.items():
+            rounds.append(measured(name))
     rows = []
-    for name in PLACEMENTS:
-        hand, ours = (statistics.median(found[name, way]) for way in ("by hand", "ddpkit"))
-        rows.append((name, f"{hand:.2f}", f"{ours:.2f}", f"{ours / hand:.3f}"))
+    for name, rounds in found.items():
+        hand, ours = (statistics.median(each[way] for each in rounds) for way in ("by hand", "ddpkit"))
+        ratios = [each["ddpkit"] / each["by hand"] for each in rounds]
+        spread = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        rows.append((name, f"{hand:.2f}", f"{ours:.2f}", spread))
     shown = table(("placement", "by hand, ms", "ddpkit, ms", "ddpkit / by hand"), rows)
     header = f"`python benchmarks/placement.py --rounds {asked.rounds}` on {machine(('torch', 'ddpkit'))}. Medians."
     print(shown)
