@@ -73,7 +73,7 @@ class Mean:
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
         self._weight: Tensor | float = 0.0
 
-    def add(self, value: "Tensor | Loss", samples: int) -> None:
+    def add(self, value: "Tensor | Loss", samples: float) -> None:
         """Add a mean over `samples` samples, or a `Loss`; waits for nothing."""
         if isinstance(value, Loss):
             self._sum.add_(value.loss.detach().reshape(()))

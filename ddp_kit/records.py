@@ -1,6 +1,6 @@
 """What a run reports: log points, steps, the result. Read-only."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,10 @@ class LogRow:
     """The one that needed the most time for itself; the others wait for it."""
     slowest_factor: float
     """How many times the median of the others that is."""
+    values: dict[str, float] = field(default_factory=dict)
+    """What was given to `trainer.log`: means over the interval on all ranks."""
+    learning_rates: tuple[float, ...] = ()
+    """Of all parameter groups."""
 
     @property
     def data_seconds(self) -> float:
@@ -34,8 +38,9 @@ class LogRow:
         return self.times.data
 
     def __str__(self) -> str:
+        own = "".join(f"  {name} {value:.4g}" for name, value in self.values.items())
         return (
-            f"epoch {self.epoch}  loss {self.loss:.4g}  lr {self.learning_rate:.3g}  "
+            f"epoch {self.epoch}  loss {self.loss:.4g}{own}  lr {self.learning_rate:.3g}  "
             f"{self.samples_per_second:,.0f} samples/s  data {self.data_seconds / self.step_seconds:.0%}"
         )
 

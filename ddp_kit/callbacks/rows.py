@@ -40,7 +40,7 @@ class RowLogger(Callback):
     def on_log(self, trainer: Any, row: LogRow) -> None:
         """A row for the log point."""
         if trainer.world.is_main:
-            values = dict(_flat(asdict(row)))
+            values = dict(_columns(row))
             self.write(trainer, "train", values.pop("step"), values)
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
@@ -135,6 +135,16 @@ def drop_torn_row(path: Path) -> None:
         if whole < len(content):
             logger.warning("{} ends in the middle of a row, which is taken away", path)
             file.truncate(whole)
+
+
+def _columns(row: LogRow) -> Iterator[tuple[str, Any]]:
+    """The fields of a row, with a column per parameter group if there are several, and one per logged value."""
+    fields = asdict(row)
+    logged, rates = fields.pop("values", {}), fields.pop("learning_rates", ())
+    yield from _flat(fields)
+    if len(rates) > 1:
+        yield from ((f"learning_rate.{number}", rate) for number, rate in enumerate(rates))
+    yield from logged.items()
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

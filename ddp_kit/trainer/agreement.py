@@ -7,12 +7,11 @@ the ranks would wait for each other forever.
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
-import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ddp_kit.config import TrainerConfig
 from ddp_kit.errors import DataError, DdpKitError, LossError
+from ddp_kit.trainer.exchange import gathered
 from ddp_kit.trainer.fingerprint import settings_of
 from ddp_kit.world import World
 
@@ -84,28 +83,6 @@ def facts_of_run(config: TrainerConfig, optimizer: Optimizer, metrics: Iterable[
         "the optimizer and its settings": settings_of(optimizer),
         "the names of the metrics": repr(list(metrics)),
     }
-
-
-def gathered(world: World, numbers: list[int]) -> list[list[int]]:
-    """Every rank's numbers, in rank order. A collective."""
-    own = torch.tensor(numbers, dtype=torch.int64, device=world.device)
-    everyone = [own]
-    if world.world_size > 1:
-        everyone = [torch.empty_like(own) for _ in range(world.world_size)]
-        dist.all_gather(everyone, own)
-    return [one.tolist() for one in everyone]
-
-
-def every_text(own: bytes, world: World) -> list[bytes]:
-    """Every rank's text. A collective."""
-    if world.world_size == 1:
-        return [own]
-    lengths = [length for (length,) in gathered(world, [len(own)])]
-    mine = torch.zeros(max(lengths), dtype=torch.uint8)
-    mine[: len(own)] = torch.frombuffer(bytearray(own or b" "), dtype=torch.uint8)[: len(own)]
-    everyone = [torch.empty_like(mine, device=world.device) for _ in lengths]
-    dist.all_gather(everyone, mine.to(world.device))
-    return [text[:length].cpu().numpy().tobytes() for text, length in zip(everyone, lengths, strict=True)]
 
 
 def digest_of(content: bytes) -> int:

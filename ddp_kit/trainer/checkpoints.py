@@ -24,7 +24,7 @@ from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.manifest import checkpoints, name_of
 from ddp_kit.pieces import Piece
-from ddp_kit.trainer.agreement import every_text, gathered
+from ddp_kit.trainer.exchange import every_text, gathered
 from ddp_kit.trainer.fitting import fitting, of_another_run
 from ddp_kit.trainer.folder_use import FolderUse
 from ddp_kit.trainer.log_points import LogPoints

@@ -18,9 +18,10 @@ from ddp_kit.metrics import Mean, checked, reduced
 from ddp_kit.parallel import PassedOn
 from ddp_kit.records import Step
 from ddp_kit.torch_internals import collectives_of_all_groups
-from ddp_kit.trainer.agreement import gathered
 from ddp_kit.trainer.checkpoints import Checkpoints
 from ddp_kit.trainer.data import Evaluation
+from ddp_kit.trainer.exchange import gathered
+from ddp_kit.trainer.logged_values import as_table, over_all_ranks
 from ddp_kit.trainer.parts import MetricFunction, Parts
 from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.run_state import RunState
@@ -162,7 +163,7 @@ def evaluate(
     for counting in objects.values():
         counting.start(device)
     stopped, begun = False, collectives_of_all_groups()
-    with evaluating(parts.model) as outputs:
+    with evaluating(parts.model) as outputs, parts.logged.apart():
         for number, (samples, batch) in enumerate(parts.strategy.evaluation(data.batches(), data.spare)):
             # If batches run collectives, ranks may not stop after different ones: then it runs to the end.
             stopped = number > 0 and stops is not None and stops() and collectives_of_all_groups() == begun
@@ -170,7 +171,8 @@ def evaluate(
                 break
             parts.heart.mark(Phase.EVALUATION)
             try:
-                with parts.precision.forward():
+                counted = samples if parts.strategy.contributes else 0
+                with parts.precision.forward(), parts.logged.batch(counted):
                     value = checked(parts.strategy.call(parts.loss_fn, batch), "the loss function")
             except PassedOn:  # the loss is on another rank
                 continue
@@ -189,12 +191,20 @@ def evaluate(
                 else:
                     means[name].add(checked(metric(outputs[0], batch), f"metric {name!r}"), samples)
             outputs.clear()
+            parts.logged.end_step()
+        logged = parts.logged.take()
     if stops is not None and any(each for (each,) in gathered(parts.world, [stopped])):
         return None
-    found = dict(zip(means, reduced(list(means.values())), strict=True))
+    anything = Mean(device)  # whether a rank has logged values of its own
+    anything.add(torch.tensor(float(bool(logged))), 1)
+    *averages, any_logged = reduced([*means.values(), anything])
+    found = dict(zip(means, averages, strict=True))
     values: dict[str, float] = {}
     for name in ("loss", *metrics):
         values |= objects[name].values() if name in objects else {name: found[name]}
+    if any_logged:
+        of_all = over_all_ranks(parts.world, [*logged], as_table(logged, device).tolist())
+        values |= {name: value for name, value in of_all.items() if name not in values}
     return values
 
 

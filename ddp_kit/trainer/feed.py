@@ -14,7 +14,8 @@ from ddp_kit.log import logger
 from ddp_kit.parallel import Strategy
 from ddp_kit.sampler import OwnTrainBatches, TrainBatches
 from ddp_kit.torch_internals import pytree
-from ddp_kit.trainer.agreement import digest_of, gathered
+from ddp_kit.trainer.agreement import digest_of
+from ddp_kit.trainer.exchange import gathered
 from ddp_kit.trainer.position import Facts
 from ddp_kit.world import World, host_group
 

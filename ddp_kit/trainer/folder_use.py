@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ddp_kit.checkpoint.lock import FolderLock
 from ddp_kit.errors import CheckpointError
-from ddp_kit.trainer.agreement import every_text
+from ddp_kit.trainer.exchange import every_text
 from ddp_kit.world import World
 
 

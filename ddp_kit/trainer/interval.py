@@ -10,7 +10,8 @@ from torch import Tensor
 from ddp_kit.metrics import Loss, exact_weight
 from ddp_kit.records import StepTimes
 from ddp_kit.timing import COLUMNS, StepClock, by_rank, table_of
-from ddp_kit.trainer.agreement import gathered
+from ddp_kit.trainer.exchange import gathered
+from ddp_kit.trainer.logged_values import LoggedValues, as_table, over_all_ranks
 from ddp_kit.world import World
 
 _LOSS, WEIGHT = 0, 1  # the columns of an interval's [n, 2] tensors
@@ -21,11 +22,12 @@ _FOLD = 256
 class Interval:
     """The losses since the last log point. Adding one computes nothing and does not wait for the device.
 
-    `first_step`: the number of its first optimizer step.
+    `first_step`: the number of its first optimizer step. `logged`: collects what user code logs.
     """
 
-    def __init__(self, world: World, first_step: int) -> None:
+    def __init__(self, world: World, first_step: int, logged: LoggedValues | None = None) -> None:
         self.world = world
+        self._logged = LoggedValues(world.device) if logged is None else logged
         self._first_step = first_step
         self._sums: list[Tensor] = []
         self._weights: list[Tensor | float] = []
@@ -62,6 +64,7 @@ class Interval:
         """Discard the losses of the current step."""
         for noted in (self._step_of, self._weights, self._sums):
             del noted[len(noted) - (len(self._sums) - self._before_step) :]
+        self._logged.drop_step()
 
     def end_step(self, samples: int) -> None:
         """Record that a step is done. `samples`: over all ranks."""
@@ -70,6 +73,7 @@ class Interval:
         if len(self._sums) >= _FOLD:
             self._fold()
         self._before_step = len(self._sums)
+        self._logged.end_step()
 
     def close(self, clock: StepClock, facts: Tensor | None = None) -> "Reading":
         """The sums over all ranks, being copied to the host. A collective.
@@ -83,7 +87,9 @@ class Interval:
         pairs = torch.cat(self._folded) if self._folded else torch.zeros(0, 2, device=world.device)
         norm = torch.zeros((), device=world.device) if self._norm is None else self._norm
         own = norm.detach().double() / world.world_size  # the same on all ranks
-        seen = [pairs.sum(dim=0).double(), own.reshape(1), times]
+        means = self._logged.take()
+        anything = torch.full((1,), float(bool(means)), dtype=torch.float64, device=world.device)
+        seen = [pairs.sum(dim=0).double(), own.reshape(1), anything, times]
         if facts is not None:
             every = facts.new_zeros(world.world_size, len(facts))
             every[world.rank] = facts
@@ -91,7 +97,8 @@ class Interval:
         table = torch.cat(seen)
         if world.world_size > 1:
             dist.all_reduce(table)
-        return Reading(self, seconds, table, pairs, self._step_of)
+        logged = as_table(means, world.device)
+        return Reading(self, seconds, table, pairs, self._step_of, [*means], logged)
 
     def first_non_finite(self, column: int = _LOSS) -> tuple[int, int] | None:
         """`Reading.first_non_finite` for the steps so far. Waits for the device. A collective."""
@@ -128,6 +135,8 @@ class Values:
     weight: float
     norm: float
     """The gradient norm at the last step that measured it; 0 if none did."""
+    logged: dict[str, float]
+    """What user code logged."""
     times: tuple[StepTimes, ...]
     """Per rank."""
     facts: tuple[tuple[float, ...], ...]
@@ -138,7 +147,14 @@ class Reading:
     """An interval's sums over all ranks. On a GPU they are copied to pinned memory while the next steps run."""
 
     def __init__(
-        self, interval: Interval, seconds: float, table: Tensor, own_pairs: Tensor, step_of: list[int]
+        self,
+        interval: Interval,
+        seconds: float,
+        table: Tensor,
+        own_pairs: Tensor,
+        step_of: list[int],
+        names: list[str],
+        logged: Tensor,
     ) -> None:
         self.steps = interval.steps
         self.samples = interval.samples
@@ -147,28 +163,39 @@ class Reading:
         self._step_of = step_of
         self._world = interval.world
         self._arrived: torch.cuda.Event | None = None
-        self._table = table
+        self._table, self._names, self._logged = table, names, logged
         if table.is_cuda:
-            self._table = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
-            self._table.copy_(table, non_blocking=True)
+            self._table, self._logged = _to_pinned(table), _to_pinned(logged)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record()
 
     def values(self) -> "Values":
-        """The figures. Waits for the copy to the host."""
+        """The figures. Waits for the copy to the host. A collective between hosts if any rank has logged values."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        loss, weight, norm, *rest = self._table.tolist()
+        loss, weight, norm, anything, *rest = self._table.tolist()
+        logged = over_all_ranks(self._world, self._names, self._logged.tolist()) if anything else {}
         ranks = self._world.world_size
         times, facts = rest[: ranks * COLUMNS], rest[ranks * COLUMNS :]
         size = len(facts) // ranks
         return Values(
-            loss, weight, norm, by_rank(times), tuple(tuple(facts[n * size : (n + 1) * size]) for n in range(ranks))
+            loss,
+            weight,
+            norm,
+            logged,
+            by_rank(times),
+            tuple(tuple(facts[n * size : (n + 1) * size]) for n in range(ranks)),
         )
 
     def first_non_finite(self, column: int = _LOSS) -> tuple[int, int] | None:
         """The first optimizer step with a non-finite loss (or weight), and the lowest such rank. A collective."""
         return _first_non_finite(self._world, self._own_pairs[:, column], self._step_of)
+
+
+def _to_pinned(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory, complete once the device has come to it."""
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copied.copy_(tensor, non_blocking=True)
 
 
 def _first_non_finite(world: World, own: Tensor, step_of: list[int]) -> tuple[int, int] | None:

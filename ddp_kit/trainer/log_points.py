@@ -33,7 +33,7 @@ class _Point:
 
     step: int
     epoch: int
-    learning_rate: float
+    learning_rates: tuple[float, ...]
     reading: Reading
 
 
@@ -57,16 +57,16 @@ class LogPoints:
 
     def begin(self, first_step: int) -> None:
         """Start a new interval at this optimizer step."""
-        self.interval = Interval(self._parts.world, first_step)
+        self.interval = Interval(self._parts.world, first_step, self._parts.logged)
 
     def close(self, step: int, epoch: int, *, last: bool) -> list[LogRow]:
         """End the interval after this step. Returns the rows that are ready. A collective.
 
         Raises `LossError` on all ranks if a loss or the gradient was not finite.
         """
-        rate = float(self._parts.optimizer.param_groups[0].get("lr", float("nan")))
+        rates = tuple(float(group.get("lr", float("nan"))) for group in self._parts.optimizer.param_groups)
         facts = fingerprint.row(self._parts) if self._parts.world.world_size > 1 else None
-        self._late.append(_Point(step, epoch, rate, self.interval.close(self._clock, facts)))
+        self._late.append(_Point(step, epoch, rates, self.interval.close(self._clock, facts)))
         self.begin(step + 1)
         ready = self._late[:-1] if self._reads_late and not last else self._late
         self._late = self._late[len(ready) :]
@@ -89,7 +89,9 @@ class LogPoints:
             step=point.step,
             epoch=point.epoch,
             loss=values.loss / values.weight if values.weight else float("nan"),
-            learning_rate=point.learning_rate,
+            learning_rate=point.learning_rates[0],
+            learning_rates=point.learning_rates,
+            values=values.logged,
             grad_norm=values.norm,
             samples_per_second=reading.samples / reading.seconds,
             step_seconds=reading.seconds / reading.steps,

@@ -15,7 +15,7 @@ from ddp_kit.log import logger
 from ddp_kit.metrics import Loss, checked
 from ddp_kit.profile import save_memory_snapshot
 from ddp_kit.timing import StepClock
-from ddp_kit.trainer.agreement import gathered
+from ddp_kit.trainer.exchange import gathered
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.rollback import RunState, StepState
 from ddp_kit.trainer.step import OptimizerStep, StepPasses
@@ -137,7 +137,7 @@ def _tried(
 
 
 def _pass(parts: Parts, batch: Any) -> None:
-    with parts.precision.forward(), parts.activations.forward_context():
+    with parts.precision.forward(), parts.activations.forward_context(), parts.logged.batch(0):
         value = checked(parts.loss_fn(parts.model, batch), "the loss function")
     total = value.loss if isinstance(value, Loss) else value
     if total.requires_grad:  # otherwise the first step of training raises the error

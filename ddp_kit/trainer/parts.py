@@ -14,6 +14,7 @@ from ddp_kit.parallel import Strategy
 from ddp_kit.parallel.activations import Activations
 from ddp_kit.precision import Precision
 from ddp_kit.progress import Heartbeat
+from ddp_kit.trainer.logged_values import LoggedValues
 from ddp_kit.world import World
 
 LossFunction = Callable[[nn.Module, Any], "Tensor | Loss"]
@@ -34,4 +35,5 @@ class Parts:
     activations: Activations
     world: World
     config: TrainerConfig
+    logged: LoggedValues
     heart: Heartbeat = field(default_factory=Heartbeat)

@@ -39,7 +39,7 @@ from ddp_kit.parallel.memory import (
     report,
 )
 from ddp_kit.torch_internals import FakeTensors, LiveBytes, is_fake, pytree
-from ddp_kit.trainer.agreement import gathered
+from ddp_kit.trainer.exchange import gathered
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.world import World
 

@@ -14,9 +14,9 @@ from ddp_kit.errors import LossError
 from ddp_kit.heartbeat import Phase
 from ddp_kit.parallel import PassedOn
 from ddp_kit.torch_internals import pytree
-from ddp_kit.trainer.agreement import every_text, gathered
 from ddp_kit.trainer.data import Evaluation
 from ddp_kit.trainer.evaluation import evaluating
+from ddp_kit.trainer.exchange import every_text, gathered
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.world import World
 
@@ -28,7 +28,7 @@ def predict(parts: Parts, function: PredictFunction | None, data: Evaluation) ->
     """The results of `function(model, batch)` for all samples, joined in order, on every rank's CPU. A collective."""
     columns: dict[str, list[Tensor]] = {}
     spec = None
-    with evaluating(parts.model) as outputs:
+    with evaluating(parts.model) as outputs, parts.logged.apart():
         for samples, batch in parts.strategy.evaluation(data.batches(), data.spare):
             parts.heart.mark(Phase.EVALUATION)
             try:

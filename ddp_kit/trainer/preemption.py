@@ -18,8 +18,8 @@ from ddp_kit.errors import DdpKitError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.log import logger
 from ddp_kit.torch_internals import default_store
-from ddp_kit.trainer.agreement import every_text
 from ddp_kit.trainer.checkpoints import Checkpoints
+from ddp_kit.trainer.exchange import every_text
 from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.step_consensus import Purpose, Request, StepConsensus
 from ddp_kit.world import World

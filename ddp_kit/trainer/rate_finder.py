@@ -61,7 +61,7 @@ def find(parts: Parts, step: OptimizerStep, feed: Feed, clock: StepClock, rates:
                 group["lr"] = rate * (at_first / own[0] if own[0] else 1.0)
             interval = Interval(parts.world, 1)
             clock.start()
-            with step.without_scheduler():
+            with step.without_scheduler(), parts.logged.apart():
                 step.run(share, feed.batch, interval, measure_norm=False)
             interval.end_step(share.samples)
             values = interval.close(clock).values()

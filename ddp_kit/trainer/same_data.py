@@ -20,7 +20,8 @@ from ddp_kit.config import DataConfig
 from ddp_kit.errors import DataError
 from ddp_kit.loader.build import loader_options
 from ddp_kit.loader.fetch import ShowsOwnDataset
-from ddp_kit.trainer.agreement import Facts, gathered
+from ddp_kit.trainer.agreement import Facts
+from ddp_kit.trainer.exchange import gathered
 from ddp_kit.world import World, mixed_seed, random_states, seed_generators, set_random_states
 
 _PLAIN_SAMPLES = 16

@@ -204,7 +204,8 @@ class StepPasses:
         parts.heart.mark(Phase.FORWARD)
         before = None if samples else StepState(parts)
         try:
-            with parts.precision.forward(), parts.activations.forward_context():
+            counted = samples if parts.strategy.contributes else 0
+            with parts.precision.forward(), parts.activations.forward_context(), parts.logged.batch(counted):
                 value = self._losses.call(batch, self._interval.step, self.count)
         finally:  # also if the pass continues on the next pipeline stage
             self._clock.mark(FORWARD)
@@ -234,7 +235,8 @@ class StepPasses:
 
         def forward() -> Tensor:
             parts = self._parts
-            with parts.precision.forward(), parts.activations.forward_context():  # loss functions may change batches
+            with parts.precision.forward(), parts.activations.forward_context(), parts.logged.batch(0):
+                # loss functions may change batches
                 value = self._losses.call(copy.deepcopy(batch), self._interval.step, self.count)
             return self._objective(value, self._share.passes[0])
 

@@ -39,6 +39,7 @@ from ddp_kit.trainer.events import Events, Subscriber
 from ddp_kit.trainer.feed import Feed, Share
 from ddp_kit.trainer.fingerprint import facts_of_model, facts_of_optimizer, facts_of_progress, facts_of_weights
 from ddp_kit.trainer.log_points import LogPoints, announce
+from ddp_kit.trainer.logged_values import Logged, LoggedValues
 from ddp_kit.trainer.loop_exit import Loop, saved_when_left
 from ddp_kit.trainer.micro_batch import (
     OutOfMemory,
@@ -159,7 +160,16 @@ class Trainer:
             scale_learning_rate(self.optimizer, rule, self.batch_plan.global_batch, reference, scheduler)
         self.scheduler = warmed_up(self.optimizer, scheduler_for(self.optimizer, scheduler), settings.warmup_steps)
         self._parts = Parts(
-            model, strategy, self.optimizer, self.scheduler, loss_fn, precision, activations, self.world, settings
+            model,
+            strategy,
+            self.optimizer,
+            self.scheduler,
+            loss_fn,
+            precision,
+            activations,
+            self.world,
+            settings,
+            LoggedValues(self.world.device),
         )
         refuse_start(self._parts)
         self._clock = step_clock(self.world.device)
@@ -289,6 +299,16 @@ class Trainer:
         self._heart.stand(self.step)
         self._state.resumed()
 
+    def log(self, values: Mapping[str, Logged]) -> None:
+        """Add values of your own, by name, to the next log row, or to the metrics of the evaluation that is running.
+
+        `values`: numbers or tensors of one element; they are averaged over ranks, micro-batches and the steps since
+        the last row. In the loss function each counts with the samples of its batch, or, as `Loss(sum, weight)`, with
+        its own weight; elsewhere, such as in a callback, each call counts once. Nothing waits for the device, and
+        the ranks communicate at log points alone. Ranks may log different names. Raises `ConfigError`.
+        """
+        self._parts.logged.add(values)
+
     def stop(self) -> None:
         """End the run after the current step. All ranks call it at the same step."""
         self._state.stopping = True
@@ -360,12 +380,12 @@ class Trainer:
         ranks = self._parts.strategy.data_ranks
         size = own_batch_size(data, self.config) or self.batch_plan.micro_batch
         room = DataRoom(self._parts, BatchPlan(size * ranks, size, 1, ranks), self._clock)
-        with random_states_kept():
+        with random_states_kept(), self._parts.logged.apart():
             feed = room.train(data, 0)
             feed.begin(self.epoch, 0)
             feed.next()
             batch = feed.batch()
-        return measured(self._parts, batch, accumulates=self.batch_plan.accumulation > 1), size
+            return measured(self._parts, batch, accumulates=self.batch_plan.accumulation > 1), size
 
     def _plan_only(self, train_data: Data) -> None:
         """Under `ddpkit plan`, print the plan instead of training, and end the script."""

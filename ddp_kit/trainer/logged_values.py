@@ -1,0 +1,135 @@
+"""Values that user code logs: means over ranks, accumulation and steps, exact and without waiting for the device."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from ddp_kit.errors import ConfigError
+from ddp_kit.metrics import Loss, Mean
+from ddp_kit.records import LogRow
+from ddp_kit.trainer.exchange import every_text
+from ddp_kit.world import World, host_group
+
+Logged = Tensor | float | Loss
+
+_RESERVED = frozenset(field.name for field in fields(LogRow))
+
+
+class LoggedValues:
+    """Collects what `trainer.log` gets, until a log point or the end of an evaluation takes it.
+
+    Values from a loss function count with the samples of their batch, and are dropped with their step if it is
+    repeated. Values from elsewhere count 1 per call and rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._means: dict[str, Mean] = {}
+        self._pending: list[tuple[str, Tensor | Loss, float]] = []  # of the current step's passes
+        self._samples: float | None = None  # of the batch that a loss function works on
+
+    def add(self, values: Mapping[str, Logged]) -> None:
+        """Add values by name. Raises `ConfigError` for values that are no numbers."""
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"trainer.log got a {type(values).__name__}", 'give a dict of names: trainer.log({"accuracy": value})'
+            )
+        for name, value in values.items():
+            _check_name(name)
+            entry = name, _detached(name, value), 1.0 if self._samples is None else self._samples
+            if self._samples is None:
+                self._put(*entry)
+            elif self._samples > 0:
+                self._pending.append(entry)
+
+    def note(self, name: str, value: Tensor | Loss, samples: int) -> None:
+        """Add a value of the current step's passes under a name of our own."""
+        self._pending.append((name, _detached(name, value), samples))
+
+    @contextmanager
+    def batch(self, samples: int) -> Iterator[None]:
+        """While a loss function works on a batch of so many samples; 0: its values do not count."""
+        before, self._samples = self._samples, float(samples)
+        try:
+            yield
+        finally:
+            self._samples = before
+
+    def end_step(self) -> None:
+        """Keep the values of the step that is done."""
+        if self._pending:
+            for entry in self._pending:
+                self._put(*entry)
+            self._pending = []
+
+    def drop_step(self) -> None:
+        """Discard the values of the current step's passes."""
+        self._pending = []
+
+    def take(self) -> "dict[str, Mean]":
+        """All values since the last call, as this rank's means."""
+        means, self._means = self._means, {}
+        return means
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """While values are for something else than training: what is collected before and after is kept apart."""
+        before = self._means, self._pending
+        self._means, self._pending = {}, []
+        try:
+            yield
+        finally:
+            self._means, self._pending = before
+
+    def _put(self, name: str, value: Tensor | Loss, samples: float) -> None:
+        if name not in self._means:
+            self._means[name] = Mean(self._device)
+        self._means[name].add(value, samples)
+
+
+def as_table(means: Mapping[str, Mean], device: torch.device) -> Tensor:
+    """(sum, weight) of each, as float64 [n, 2] on the device."""
+    return torch.stack([mean.pair() for mean in means.values()]) if means else torch.zeros(0, 2, device=device)
+
+
+def over_all_ranks(world: World, names: "list[str]", table: "list[list[float]]") -> dict[str, float]:
+    """The means over all ranks, which may have different names. A collective between hosts.
+
+    `table`: this rank's (sum, weight) of each name. Names are in the order of the first rank that has them.
+    """
+    own = json.dumps(dict(zip(names, table, strict=True)))
+    sums: dict[str, list[float]] = {}
+    for text in every_text(own.encode(), world, host_group(world)):
+        for name, (total, weight) in json.loads(text).items():
+            so_far = sums.setdefault(name, [0.0, 0.0])
+            so_far[0] += total
+            so_far[1] += weight
+    return {name: total / weight if weight else float("nan") for name, (total, weight) in sums.items()}
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"trainer.log got the name {name!r}", "give names as text, such as 'accuracy'")
+    if name in _RESERVED:
+        raise ConfigError(
+            f"trainer.log got {name!r}, which every row has already", f"choose another name, such as 'my_{name}'"
+        )
+
+
+def _detached(name: str, value: object) -> Tensor | Loss:
+    if isinstance(value, Loss):
+        return Loss(value.loss.detach(), value.weight)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach()
+    if isinstance(value, Real) and not isinstance(value, Tensor):
+        return torch.tensor(float(value), dtype=torch.float64)
+    found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise ConfigError(
+        f"trainer.log got {found} for {name!r}, where one number is needed",
+        "give a number, a tensor of one element, or Loss(sum, weight)",
+    )

@@ -1,0 +1,99 @@
+"""Values that user code logs: exact means in rows and metrics, and none of what does not count."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ddp_kit import Callback, ConfigError, LogRow, Loss, Trainer, TrainerConfig
+
+X = torch.arange(10.0, dtype=torch.float64).reshape(10, 1)
+
+
+def made(log: Any, **settings: Any) -> Trainer:
+    """Steps of 4, 4 and 2 samples in micro-batches of 2, in order; a row after each epoch."""
+    model = nn.Linear(1, 1).double()
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+        log(trainer, batch[0])
+        loss: Tensor = model(batch[0]).mean()
+        return loss
+
+    config = TrainerConfig(
+        **{"epochs": 2, "global_batch_size": 4, "micro_batch_size": 2, "log_every": 3, "data": {"shuffle": False}}
+        | settings
+    )
+    trainer = Trainer(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss_fn, config)
+    return trainer
+
+
+def test_rows_hold_means_over_samples_and_weights_over_their_sum() -> None:
+    def log(trainer: Trainer, x: Tensor) -> None:
+        trainer.log({"mean": x.mean(), "weighted": Loss((x * x).sum(), x.sum()), "number": float(x.max())})
+
+    result = made(log).fit(TensorDataset(X))
+    for row in result.history:
+        assert row.values == pytest.approx(
+            {"mean": 4.5, "weighted": float((X * X).sum() / X.sum()), "number": (1 + 3 + 5 + 7 + 9) / 5}
+        )
+    assert "  mean 4.5" in str(result.history[0])
+
+
+def test_elsewhere_each_call_counts_once_and_evaluations_have_their_own() -> None:
+    class Logs(Callback):
+        def on_step(self, trainer: Any) -> None:
+            trainer.log({"reward": trainer.step})
+
+    trainer = made(lambda trainer, x: trainer.log({"mean": x.mean()}))
+    trainer._callbacks = (Logs(),)
+    result = trainer.fit(TensorDataset(X), TensorDataset(X[:6] + 100))
+    assert [row.values["reward"] for row in result.history] == [2, 5]
+    assert [row.values["mean"] for row in result.history] == [4.5, 4.5]
+    assert result.metrics["mean"] == 102.5
+    assert trainer.evaluate(TensorDataset(X))["mean"] == 4.5
+    trainer.predict(TensorDataset(X))
+    assert not trainer._parts.logged.take()
+
+
+def test_a_repeated_or_skipped_step_does_not_count() -> None:
+    def log(trainer: Trainer, x: Tensor) -> None:
+        trainer.log({"mean": x.mean()})
+
+    data = X.clone()
+    data[5] = float("nan")
+    rows = made(log, non_finite="skip").fit(TensorDataset(data)).history
+    assert [row.values["mean"] for row in rows] == pytest.approx([(0 + 1 + 2 + 3 + 8 + 9) / 6] * 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (3.0, "trainer.log got a float"),
+        ({"loss": 1.0}, "every row has already"),
+        ({"": 1.0}, "got the name ''"),
+        ({"two": torch.ones(2)}, "a tensor of shape (2,) for 'two', where one number is needed"),
+        ({"text": "high"}, "a str for 'text'"),
+    ],
+)
+def test_what_is_no_number_by_name_is_refused(values: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        made(lambda *_: None).log(values)
+    assert words in str(caught.value)
+
+
+def test_the_rates_of_all_groups() -> None:
+    rows: list[LogRow] = []
+
+    class Keeps(Callback):
+        def on_log(self, trainer: Any, row: LogRow) -> None:
+            rows.append(row)
+
+    model = nn.Linear(1, 1).double()
+    optimizer = torch.optim.SGD([{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.2}])
+    config = TrainerConfig(max_steps=1, log_every=1)
+    Trainer(model, optimizer, lambda model, batch: model(batch[0]).mean(), config, callbacks=[Keeps()]).fit(
+        TensorDataset(X)
+    )
+    assert (rows[0].learning_rate, rows[0].learning_rates) == (0.1, (0.1, 0.2))
