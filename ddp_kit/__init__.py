@@ -37,6 +37,7 @@ _HOME = {
     "TensorBoardLogger": "callbacks",
     "Trainer": "trainer",
     "TrainerConfig": "config",
+    "Update": "trainer",
     "UsageError": "errors",
     "WandbLogger": "callbacks",
     "World": "world",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from ddp_kit.records import LogRow as LogRow
     from ddp_kit.records import Step as Step
     from ddp_kit.trainer import Trainer as Trainer
+    from ddp_kit.trainer import Update as Update
     from ddp_kit.world import World as World
 
 

@@ -12,7 +12,9 @@ def compile_in_place(model: nn.Module, what: str) -> None:
     Blocks are compiled once for all of a kind, so it takes less time, and graphs end where DDP's hooks have to run.
     """
     if what == "model":
-        model.compile()
+        whole = [*model.children()] if isinstance(model, nn.ModuleDict | nn.ModuleList) else [model]  # has no forward
+        for each in whole:
+            each.compile()
         return
     blocks = repeated_blocks(model)
     if not blocks:

@@ -305,7 +305,6 @@ def test_bf16_true_converts_the_batch_too() -> None:
         ({"scheduler": LambdaLR(sgd([nn.Parameter(torch.ones(1))]), lambda tick: 1.0)}, ConfigError, "of another opt"),
         ({"scheduler": 0.1}, ConfigError, "scheduler is a float"),
         ({"optimizer": "adam"}, ConfigError, "optimizer is a str"),
-        ({"optimizer": lambda p: torch.optim.LBFGS(p)}, ConfigError, "LBFGS"),
         ({"callbacks": [print]}, ConfigError, "callbacks holds a builtin_function_or_method"),
         ({"loss": None}, ConfigError, "loss_fn is a NoneType"),
         ({"metrics": {"loss": mean_loss}}, ConfigError, "a metric is called 'loss'"),

@@ -8,7 +8,7 @@ tensor adds to the gradients of its own rank, which is how gradients accumulate 
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ class DdpStrategy(Strategy):
         self._learns_graph = config.static_graph
         self._rehearses_after = 0  # steps done before a resume, until the first step after it
         self._unused: frozenset[nn.Parameter] = frozenset()  # by every pass
+        self._updates: list[Self] = []  # see `divided`
 
     @property
     def divisor(self) -> int:
@@ -64,13 +65,22 @@ class DdpStrategy(Strategy):
         broadcast([each.detach() for each in (*model.parameters(), *model.buffers())])
         self._wrap()
 
+    def divided(self, parameters: Sequence[Sequence[nn.Parameter]]) -> list[Self]:
+        """Each reduces with a DistributedDataParallel of its own, around its parameters alone."""
+        self.release()
+        self._updates = [self._of_update(each) for each in parameters]
+        for update in self._updates:
+            update._updates = []
+            update._wrap()
+        return self._updates
+
     def release(self) -> None:
         self._wrapper = None  # its destructor removes the hooks from the parameters
 
     def _wrap(self) -> None:
         config = self.config
         wrapper = DistributedDataParallel(
-            self.model,
+            self.model if self._trains is None else nn.ParameterList(self._trains),
             init_sync=False,  # which does not take every kind of buffer
             # Gradients are views into the buckets: no copy into them, and one gradient's worth of memory less.
             gradient_as_bucket_view=True,
@@ -145,11 +155,7 @@ class DdpStrategy(Strategy):
         """Check after the first step: DDP raises in the second step or never, with numbers instead of names."""
         if self._complete or self.config.find_unused_parameters or self.config.static_graph:
             return
-        missing = [
-            name
-            for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad and parameter.grad is None
-        ]
+        missing = [name for name, parameter in self._named() if parameter.grad is None]
         if missing:
             raise _unused(missing)
         self._complete = True
@@ -165,8 +171,13 @@ class DdpStrategy(Strategy):
             if "find_unused_parameters" not in str(error):
                 raise
             numbers = re.findall(r"did not receive grad for rank \d+:([ \d]+)", str(error))
-            names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+            names = [name for name, _ in self._named()]
             raise _unused([names[int(number)] for number in " ".join(numbers).split()]) from error
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        """What this strategy trains, with names."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        return [(names[id(parameter)], parameter) for parameter in self.parameters]
 
     def forward_context(self) -> AbstractContextManager[object]:
         """Where torch.compile cuts graphs at DDP's buckets, so that reductions overlap with the backward pass."""
@@ -176,13 +187,15 @@ class DdpStrategy(Strategy):
         """`reduces`: for the last time in this step."""
         if reduces:
             passes.before_reduction(loss)
-        loss.backward()  # type: ignore[no-untyped-call]
+        self.backward(loss)
         passes.after_backward()
 
     # --- the order of reductions ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The order in which parameters are reduced; None where that is not settled, or never changes."""
+        if self._updates:
+            return {"updates": [each.state_dict() for each in self._updates]}
         changes = not self.config.static_graph and not self.config.find_unused_parameters
         if self._order is None and changes and (order := self._ddp.settled_order()) is not None:
             numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
@@ -191,6 +204,8 @@ class DdpStrategy(Strategy):
 
     def load_state_dict(self, state: dict[str, Any], steps: int) -> None:
         """From three ranks on the order decides how sums are rounded, and DDP settles it by its first backward pass."""
+        for update, saved in zip(self._updates, state.get("updates", []), strict=False):
+            update.load_state_dict(saved, steps)
         order = state.get("reduction_order")
         if order is not None and sorted(order) != [*range(len(order))]:
             raise ValueError("reduction_order is no order")

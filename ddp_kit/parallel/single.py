@@ -1,10 +1,18 @@
 """One rank: no communication."""
 
+from collections.abc import Sequence
+from typing import Self
+
+from torch import nn
+
 from ddp_kit.parallel.strategy import Passes, Strategy
 
 
 class SingleRank(Strategy):
     """The whole model on one device, in one process."""
+
+    def divided(self, parameters: Sequence[Sequence[nn.Parameter]]) -> list[Self]:
+        return [self._of_update(each) for each in parameters]
 
     def begin_step(self) -> None:
         pass

@@ -3,7 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Protocol, TypeVar
+from copy import copy
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +89,7 @@ class Strategy(ABC):
         """The user's own module, which loss functions get."""
         self.parameters: tuple[nn.Parameter, ...] = ()
         """Those that require a gradient."""
+        self._trains: list[nn.Parameter] | None = None  # of several updates per step: what this one's gradients go to
 
     # --- which ranks share samples --------------------------------------------------------------------------------
 
@@ -182,6 +184,26 @@ class Strategy(ABC):
     def setup_optimizer(self, optimizer: Optimizer) -> None:
         """Let the optimizer hold what this rank updates. After `setup`, before the optimizer has any state."""
 
+    def divided(self, parameters: Sequence[Sequence[nn.Parameter]]) -> "list[Self]":  # noqa: ARG002
+        """For several updates per step, with a loss each: one strategy per update, of the parameters that it trains.
+
+        To be used instead of this one for the steps. After `setup`.
+        """
+        raise ConfigError(
+            f"several updates per step do not go together with parallel.strategy={self.config.strategy!r}",
+            "use parallel='ddp'",
+        )
+
+    def _of_update(self, parameters: Sequence[nn.Parameter]) -> "Self":
+        own = copy(self)
+        own.parameters = tuple(each for each in parameters if each.requires_grad)
+        own._trains = list(own.parameters)
+        return own
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a loss to those of the parameters. Not a collective."""
+        loss.backward(inputs=self._trains)  # type: ignore[no-untyped-call]
+
     def local_parameters(self) -> list[Tensor]:
         """The memory of the parameters that this rank holds, trained or not, detached."""
         return [each.detach() for each in self.model.parameters()]
@@ -210,7 +232,7 @@ class Strategy(ABC):
             if number == passes.count - 1:
                 loss = loss if prepare is None else prepare(loss)
                 passes.before_reduction(loss)
-            loss.backward()  # type: ignore[no-untyped-call]
+            self.backward(loss)
             passes.after_backward()
 
     def finish_failed_passes(self) -> None:

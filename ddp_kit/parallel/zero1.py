@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ddp_kit.parallel.ddp import DdpStrategy
 from ddp_kit.parallel.shards import Shards
-from ddp_kit.parallel.strategy import Passes
+from ddp_kit.parallel.strategy import Passes, Strategy
 from ddp_kit.pieces import Piece
 from ddp_kit.torch_internals import gather_ranges
 
@@ -32,6 +32,7 @@ class Zero1Strategy(DdpStrategy):
     """Whole weights and gradients on each rank, 1/N of the optimizer state."""
 
     shards = True
+    divided = Strategy.divided  # refused: shards are of one optimizer
 
     @property
     def optimizer_replicas(self) -> tuple[range, ...]:

@@ -1,5 +1,6 @@
 """The Trainer: the training loop and what it calls."""
 
 from ddp_kit.trainer.trainer import Trainer
+from ddp_kit.trainer.updates import Update
 
-__all__ = ["Trainer"]
+__all__ = ["Trainer", "Update"]

@@ -67,9 +67,14 @@ class LoggedValues:
                 self._put(*entry)
             self._pending = []
 
-    def drop_step(self) -> None:
-        """Discard the values of the current step's passes."""
-        self._pending = []
+    @property
+    def of_step(self) -> int:
+        """How many values the current step's passes have added so far."""
+        return len(self._pending)
+
+    def drop_step(self, keep: int = 0) -> None:
+        """Discard the values of the current step's passes, apart from the first `keep`."""
+        del self._pending[keep:]
 
     def take(self) -> "dict[str, Mean]":
         """All values since the last call, as this rank's means."""

@@ -23,6 +23,7 @@ from ddp_kit.parallel import Strategy
 from ddp_kit.pieces import Piece, whole_shape
 from ddp_kit.trainer.callback_states import callback_states, load_callbacks, own_states
 from ddp_kit.trainer.fitting import DoesNotFitError
+from ddp_kit.trainer.joint_optimizer import kind_of
 from ddp_kit.trainer.optimizer_state import in_pieces, load_optimizer_state, of_pieces
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.position import Position
@@ -186,7 +187,7 @@ class OptimizerPart(SavedPart):
         """Constant after the Trainer is made: saves reuse the same objects, so their text is not built again."""
         names = self._strategy.held_names()
         return {
-            "kind": type(self._optimizer).__name__,
+            "kind": kind_of(self._optimizer),
             "names": [[names[id(each)] for each in group["params"]] for group in self._optimizer.param_groups],
             "held": held([each for group in self._optimizer.param_groups for each in group["params"]]),
         }

@@ -58,7 +58,7 @@ def checked_model(model: object) -> None:
 
 def optimizer_for(
     model: nn.Module,
-    optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer],
+    optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] | None,
     strategy: Strategy,
 ) -> Optimizer:
     """The optimizer, created if a function was given. Raises `ConfigError` unless it trains exactly this model."""
@@ -74,10 +74,6 @@ def optimizer_for(
     if not isinstance(made, Optimizer):
         raise ConfigError(
             f"optimizer is a {type(made).__name__}", "give a torch Optimizer, or a function parameters -> Optimizer"
-        )
-    if isinstance(made, torch.optim.LBFGS):
-        raise ConfigError(
-            "LBFGS evaluates the loss several times within a step, which the loop cannot do", "use another optimizer"
         )
     own = set(model.parameters())
     unknown = sum(parameter not in own for group in made.param_groups for parameter in group["params"])

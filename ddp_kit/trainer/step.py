@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,28 @@ from ddp_kit.metrics import Loss, bad_weight, exact_weight
 from ddp_kit.timing import BACKWARD, FORWARD, OPTIMIZER, StepClock
 from ddp_kit.trainer.buffers import BufferCopies
 from ddp_kit.trainer.feed import Share
-from ddp_kit.trainer.interval import Interval
 from ddp_kit.trainer.loss_calls import LossCalls
 from ddp_kit.trainer.parameters import RunParameters
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.rollback import StepState
 from ddp_kit.world import World
+
+
+class StepRecord(Protocol):
+    """What a step records: an `Interval`, or a part of one."""
+
+    @property
+    def step(self) -> int:
+        """The number of the current optimizer step."""
+
+    def add(self, value: Tensor | Loss, samples: int) -> None:
+        """Record the loss of one pass."""
+
+    def note_norm(self, norm: Tensor) -> None:
+        """Record the norm of the step's gradient."""
+
+    def drop_step(self) -> None:
+        """Discard the losses of the current step."""
 
 
 class OptimizerStep:
@@ -46,24 +62,13 @@ class OptimizerStep:
         self._keeps_buffers = may_skip and any(True for _ in parts.model.buffers())
         self._skipped = 0
 
-    def run(self, share: Share, batch: Callable[[], Any], interval: Interval, *, measure_norm: bool) -> None:
+    def run(self, share: Share, batch: Callable[[], Any], interval: StepRecord, *, measure_norm: bool) -> None:
         """Do one step. `batch()`: the next pass's batch; `measure_norm`: record the gradient norm in the interval."""
         parts, strategy = self._parts, self._strategy
-        parts.heart.mark(Phase.DATA)
-        self.clear()  # another Trainer or user code may have left gradients
-        strategy.begin_step()
+        self._begin()
         before = BufferCopies(parts.model) if self._keeps_buffers else None
         passes = StepPasses(parts, self._losses, self._clock, share, batch, interval)
-        self._run_passes(passes)
-        if measure_norm:  # at log points: it walks over the modules
-            self._parameters.check()
-        else:
-            self._parameters.check_frozen()
-        parts.heart.mark(Phase.OPTIMIZER)
-        strategy.check_gradients()
-        parts.precision.unscale(parts.optimizer)
-        if self._losses.weighted:
-            strategy.scale_gradients(_ratio(share.samples, passes.weight()))
+        self._gradient(passes, measure_norm=measure_norm)
         # The host needs to know whether the step was skipped only if something on the host depends on it.
         tell = parts.scheduler is not None or parts.config.non_finite == "skip"
         if self._clip(interval, measure_norm) and parts.precision.apply(parts.optimizer, tell=tell):
@@ -75,6 +80,25 @@ class OptimizerStep:
         self.clear()
         strategy.end_step()
         self._clock.mark(OPTIMIZER)
+
+    def _begin(self) -> None:
+        self._parts.heart.mark(Phase.DATA)
+        self.clear()  # another Trainer or user code may have left gradients
+        self._strategy.begin_step()
+
+    def _gradient(self, passes: "StepPasses", *, measure_norm: bool) -> None:
+        """Leave the gradient of the global batch in the parameters, before clipping."""
+        parts, strategy = self._parts, self._strategy
+        self._run_passes(passes)
+        if measure_norm:  # at log points: it walks over the modules
+            self._parameters.check()
+        else:
+            self._parameters.check_frozen()
+        parts.heart.mark(Phase.OPTIMIZER)
+        strategy.check_gradients()
+        parts.precision.unscale(parts.optimizer)
+        if self._losses.weighted:
+            strategy.scale_gradients(_ratio(passes.samples, passes.weight()))
 
     def _run_passes(self, passes: "StepPasses") -> None:
         passes.prepare()
@@ -108,7 +132,7 @@ class OptimizerStep:
         """Raise `ConfigError` if the parameters have changed since the Trainer was made."""
         self._parameters.check()
 
-    def _clip(self, interval: Interval, measure_norm: bool) -> bool:
+    def _clip(self, interval: StepRecord, measure_norm: bool) -> bool:
         """Clip by the global norm, then by value. Returns False if the step must be skipped."""
         config = self._parts.config
         skipping = config.non_finite == "skip" and not self._parts.precision.scales  # fp16 does it by itself
@@ -135,7 +159,7 @@ class OptimizerStep:
                     "make it for as many ticks as the run has steps",
                 ) from error
 
-    def _leave_out(self, interval: Interval, before: BufferCopies | None, passes: "StepPasses") -> None:
+    def _leave_out(self, interval: StepRecord, before: BufferCopies | None, passes: "StepPasses") -> None:
         """Skip a step with a non-finite gradient: restore what its passes have changed."""
         if self._parts.config.non_finite == "skip":
             if self._losses.weighted and not bool(torch.isfinite(passes.weight())):
@@ -156,7 +180,7 @@ class StepPasses:
         clock: StepClock,
         share: Share,
         batch: Callable[[], Any],
-        interval: Interval,
+        interval: StepRecord,
     ) -> None:
         self._parts = parts
         self._losses = losses
@@ -174,6 +198,11 @@ class StepPasses:
     @property
     def most(self) -> int:
         return self._losses.most_passes
+
+    @property
+    def samples(self) -> int:
+        """Of the whole step, over all ranks."""
+        return self._share.samples
 
     @property
     def weighed(self) -> bool:

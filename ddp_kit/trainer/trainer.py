@@ -38,6 +38,7 @@ from ddp_kit.trainer.evaluation import Evaluations, Evaluator, evaluation_due
 from ddp_kit.trainer.events import Events, Subscriber
 from ddp_kit.trainer.feed import Feed, Share
 from ddp_kit.trainer.fingerprint import facts_of_model, facts_of_optimizer, facts_of_progress, facts_of_weights
+from ddp_kit.trainer.joint_optimizer import JointOptimizer, joint_scheduler
 from ddp_kit.trainer.log_points import LogPoints, announce
 from ddp_kit.trainer.logged_values import Logged, LoggedValues
 from ddp_kit.trainer.loop_exit import Loop, saved_when_left
@@ -45,7 +46,6 @@ from ddp_kit.trainer.micro_batch import (
     OutOfMemory,
     RescuedStep,
     largest_micro_batch,
-    new_step,
     with_hint,
 )
 from ddp_kit.trainer.parts import LossFunction, MetricFunction, Parts
@@ -77,6 +77,7 @@ from ddp_kit.trainer.setup import (
     optimizer_for,
     scheduler_for,
 )
+from ddp_kit.trainer.step import OptimizerStep
 from ddp_kit.trainer.subscribers import (
     CheckpointSchedule,
     ClockStart,
@@ -89,6 +90,7 @@ from ddp_kit.trainer.subscribers import (
     StopTogether,
     UserCallbacks,
 )
+from ddp_kit.trainer.updates import Update, checked_updates, joined, loss_to_evaluate, step_of
 from ddp_kit.world import random_states_kept, seed_everything
 
 
@@ -104,6 +106,7 @@ class Trainer:
 
     `model`: any Module. `optimizer`: an Optimizer, or a callable `parameters -> Optimizer`.
     `loss_fn(model, batch)`: the mean over the batch's samples as a scalar tensor, or `Loss(sum, weight)`.
+    `updates`: in place of `optimizer`, `loss_fn` and `scheduler`, several `Update`s with their own, such as a GAN's.
     `scheduler`: an LRScheduler or a callable `optimizer -> LRScheduler`; one tick per applied optimizer step.
     `metrics`: name -> `fn(output, batch)`, where `output` is what the model last returned inside `loss_fn`; it
     returns what a loss function may return, and is exact over all ranks. Or name -> an object with update, compute
@@ -118,18 +121,19 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer],
-        loss_fn: LossFunction,
+        optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+        loss_fn: LossFunction | None = None,
         config: TrainerConfig | None = None,
         *,
+        updates: Sequence[Update] = (),
         scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
         metrics: Mapping[str, MetricFunction | Any] | None = None,
         callbacks: Sequence[Callback] = (),
         parallelize: Parallelize | None = None,
     ) -> None:
         self.config = checked_config(config)
-        checked_function(loss_fn, "loss_fn")
         checked_model(model)
+        self._updates = checked_updates(model, updates, (optimizer, loss_fn, scheduler), self.config)
         self._metrics: dict[str, MetricFunction | MetricObject] = checked_metrics(metrics or {})
         self._callbacks = checked_callbacks(callbacks)
         if self.config.deterministic:
@@ -155,26 +159,33 @@ class Trainer:
         activations = Activations(model, settings.memory, compiled=settings.compile is not None)
         refuse_model(model, strategy)
         strategy.setup(model)
+        logged = LoggedValues(self.world.device)
+        if self._updates:
+            optimizer = JointOptimizer({update.name: update.optimizer for update in self._updates})
+            loss_fn = loss_to_evaluate(self._updates, logged)
         self.optimizer = optimizer_for(model, optimizer, strategy)
-        if (rule := settings.learning_rate_scaling) is not None and (reference := settings.reference_batch_size):
-            scale_learning_rate(self.optimizer, rule, self.batch_plan.global_batch, reference, scheduler)
-        self.scheduler = warmed_up(self.optimizer, scheduler_for(self.optimizer, scheduler), settings.warmup_steps)
+        schedulers = self._schedulers(settings, scheduler)
+        self.scheduler = joint_scheduler(schedulers) if self._updates else schedulers.get("")
+        self._ticking = [(schedulers.get(each.name), each.every) for each in self._updates] or [(self.scheduler, 1)]
         self._parts = Parts(
             model,
             strategy,
             self.optimizer,
             self.scheduler,
-            loss_fn,
+            checked_function(loss_fn, "loss_fn"),
             precision,
             activations,
             self.world,
             settings,
-            LoggedValues(self.world.device),
+            logged,
         )
         refuse_start(self._parts)
         self._clock = step_clock(self.world.device)
         self._data = DataRoom(self._parts, self.batch_plan, self._clock)
-        self._optimizer_step = new_step(self._parts, self._clock)
+        if self._updates:
+            self._optimizer_step: OptimizerStep = joined(self._parts, self._clock, self._updates, schedulers)
+        else:
+            self._optimizer_step = step_of(self._parts, self._clock)
         self._log_points = LogPoints(self._parts, self._clock)
         self._position = Position()
         self._state = RunState()
@@ -225,6 +236,18 @@ class Trainer:
     def load_model_state(self, state: dict[str, Any]) -> None:
         """Load what `model_state` returned, or whole tensors. Not a collective."""
         self._parts.strategy.load_model_state(state)
+
+    def _schedulers(self, settings: TrainerConfig, scheduler: Any) -> dict[str, LRScheduler]:
+        """Of each update by its name, or under "" that of the only optimizer; with warm-up, and rates scaled before."""
+        found = {}
+        given = [(update.name, update.optimizer, update.scheduler) for update in self._updates]
+        for name, optimizer, own in given or [("", self.optimizer, scheduler)]:
+            if (rule := settings.learning_rate_scaling) is not None and (reference := settings.reference_batch_size):
+                scale_learning_rate(optimizer, rule, self.batch_plan.global_batch, reference, own)
+            made = warmed_up(optimizer, scheduler_for(optimizer, own), settings.warmup_steps)
+            if made is not None:
+                found[name] = made
+        return found
 
     # --- what users call ----------------------------------------------------------------------------------------
 
@@ -345,6 +368,8 @@ class Trainer:
         Ends early if the loss diverges. Does not set the rate: give the suggestion to the optimizer of a new Trainer.
         Raises `ConfigError` for an invalid range. A collective: all ranks call it.
         """
+        if self._updates:
+            raise ConfigError("find_learning_rate tries the rates of one optimizer", "make a Trainer of one update")
         rates = rates_between(start, end, steps)
         self._plan_only(train_data)
         self._agree("find_learning_rate()", train_data=train_data)
@@ -397,7 +422,7 @@ class Trainer:
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def _steps(self, train_data: Data, feed: Feed, evaluations: Evaluations | None) -> Loop:
-        self._prepare(feed, self.scheduler)
+        self._prepare(feed, ticks=True)
         loop = self._state.begin_loop()
         total = self._position.last_step(self.config, feed.steps)
         with self._events.loop():
@@ -496,11 +521,13 @@ class Trainer:
         feed = self._data.train(train_data, self.step)
         return feed, self._first_share(feed)
 
-    def _prepare(self, feed: Feed, scheduler: LRScheduler | None = None) -> None:
-        """Check and set what the first step of a call needs. `scheduler`: the one that will tick."""
+    def _prepare(self, feed: Feed, *, ticks: bool = False) -> None:
+        """Check and set what the first step of a call needs. `ticks`: whether the schedulers will tick."""
         self._position.check(feed.steps, feed.facts(self.epoch))
         self._optimizer_step.check_parameters()
-        check_ticks(scheduler, self._position.last_step(self.config, feed.steps), self.step)
+        last = self._position.last_step(self.config, feed.steps)
+        for scheduler, every in self._ticking if ticks else ():
+            check_ticks(scheduler, None if last is None else last // every, self.step // every)
         if not self._state.seeded:  # once: a later call continues the random streams
             if not self._checkpoints.restore_random():
                 seed_everything(self.config.seed, self._parts.strategy.data_rank)

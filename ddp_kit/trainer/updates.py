@@ -1,0 +1,235 @@
+"""Several updates per step: models with optimizers and losses of their own, such as a GAN's, in one Trainer."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ddp_kit.config import TrainerConfig
+from ddp_kit.errors import ConfigError
+from ddp_kit.metrics import Loss
+from ddp_kit.timing import StepClock
+from ddp_kit.trainer.closure_step import ClosureStep
+from ddp_kit.trainer.feed import Share
+from ddp_kit.trainer.logged_values import LoggedValues
+from ddp_kit.trainer.micro_batch import new_step
+from ddp_kit.trainer.parts import LossFunction, Parts
+from ddp_kit.trainer.setup import checked_function
+from ddp_kit.trainer.step import OptimizerStep, StepRecord
+from ddp_kit.trainer.step_batches import StepBatches, own_containers
+
+
+@dataclass(frozen=True)
+class Update:
+    """One of several updates of a step: a loss, and the optimizer of the parameters that it trains.
+
+        Trainer(
+            nn.ModuleDict({"generator": generator, "discriminator": discriminator}),
+            updates=[
+                Update("discriminator", discriminator_loss, torch.optim.Adam(discriminator.parameters(), lr=2e-4)),
+                Update("generator", generator_loss, torch.optim.Adam(generator.parameters(), lr=2e-4), every=2),
+            ],
+            config=TrainerConfig(...),
+        )
+
+    Each step does its updates in their order, on the same batch; each sees the weights that those before it have left.
+    Gradients go to the parameters that the update's optimizer holds, and to no others.
+    """
+
+    name: str
+    loss_fn: LossFunction
+    """`loss_fn(model, batch)`, with the whole model that the Trainer was given."""
+    optimizer: Optimizer
+    scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None
+    """One tick per applied update."""
+    every: int = 1
+    """Do this update in each `every`-th step alone."""
+    max_grad_norm: float | None = None
+    """Clip this update's gradients to this norm; None: as the configuration says."""
+    closure: bool = False
+    """The optimizer's `step` takes a function that evaluates the loss, and calls it several times, as LBFGS does."""
+
+
+def checked_updates(
+    model: nn.Module, updates: Sequence[Update], others: Sequence[object], config: TrainerConfig
+) -> tuple[Update, ...]:
+    """The updates. Raises `ConfigError` unless each has parameters of its own.
+
+    `others`: what a Trainer of one update has instead, optimizer, loss function and scheduler.
+    """
+    if not updates:
+        checked_function(others[1], "loss_fn")
+        return ()
+    if any(each is not None for each in others):
+        raise ConfigError(
+            "a Trainer got updates, and an optimizer, loss function or scheduler besides",
+            "give those of each update in Update(name, loss_fn, optimizer, scheduler=...)",
+        )
+    _check_settings(config)
+    if not isinstance(updates, Sequence) or not all(isinstance(each, Update) for each in updates):
+        raise ConfigError("updates is no list of Update(...)", "give updates=[Update(name, loss_fn, optimizer), ...]")
+    names = [each.name for each in updates]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"two updates have the same name: {', '.join(names)}", "give each a name of its own")
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    holder: dict[int, str] = {}
+    for update in updates:
+        if not isinstance(update.optimizer, Optimizer):
+            raise ConfigError(
+                f"update {update.name!r} has a {type(update.optimizer).__name__} as its optimizer",
+                "give a torch Optimizer that holds the parameters that this update trains",
+            )
+        checked_function(update.loss_fn, f"loss_fn of update {update.name!r}")
+        if update.every < 1:
+            raise ConfigError(f"update {update.name!r} has every={update.every}", "give a number of steps from 1 on")
+        for group in update.optimizer.param_groups:
+            for parameter in group["params"]:
+                first = holder.setdefault(id(parameter), update.name)
+                if first != update.name:
+                    raise ConfigError(
+                        f"{name_of.get(id(parameter), 'a parameter')} is held by the optimizers of {first!r} and "
+                        f"{update.name!r}",
+                        "let one optimizer hold it; add up the losses if it learns from both",
+                    )
+    if all(each.every > 1 for each in updates):
+        raise ConfigError("no update is done in every step", "leave out `every` for one of them")
+    return tuple(updates)
+
+
+def _check_settings(config: TrainerConfig) -> None:
+    """Raise `ConfigError` for settings that do not go together with several updates."""
+    problems = {
+        "precision='fp16'": (
+            config.precision == "fp16",
+            "use precision='bf16': one loss scale would serve all updates",
+        ),
+        "micro_batch_size='auto'": (config.micro_batch_size == "auto", "set micro_batch_size to a number"),
+        "parallel.static_graph": (config.parallel.static_graph, "leave it out"),
+    }
+    for setting, (asked, hint) in problems.items():
+        if asked:
+            raise ConfigError(f"{setting} does not go together with several updates", hint)
+
+
+def loss_to_evaluate(updates: Sequence[Update], logged: LoggedValues) -> LossFunction:
+    """The first update's loss; those of all are logged by their names."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor | Loss:
+        values = [update.loss_fn(model, own_containers(batch)) for update in updates]
+        logged.add({f"loss/{update.name}": value for update, value in zip(updates, values, strict=True)})
+        return values[0]
+
+    return loss_fn
+
+
+class JointStep(OptimizerStep):
+    """Does one step of several updates after another.
+
+    for each update that is due, in order:
+        an `OptimizerStep` with its loss, its optimizer and its parameters, on the step's batches
+    """
+
+    def __init__(self, parts: Parts, clock: StepClock, steps: Mapping[str, tuple[int, OptimizerStep]]) -> None:
+        super().__init__(parts, clock)
+        self._steps = dict(steps)
+
+    def run(self, share: Share, batch: Callable[[], Any], interval: StepRecord, *, measure_norm: bool) -> None:
+        batches, norms = StepBatches(batch), []
+        for number, (name, (every, step)) in enumerate(self._steps.items()):
+            if interval.step % every == 0:
+                record = _UpdateRecord(interval, self._parts.logged, name, first=number == 0)
+                step.run(share, batches.again(), record, measure_norm=measure_norm)
+                norms += record.norms
+        if norms:
+            interval.note_norm(torch.linalg.vector_norm(torch.stack(norms)))
+
+    @property
+    def skipped(self) -> int:
+        return sum(step.skipped for _, step in self._steps.values())
+
+    @skipped.setter
+    def skipped(self, steps: int) -> None:
+        first, *others = (step for _, step in self._steps.values())
+        first.skipped = steps
+        for step in others:
+            step.skipped = 0
+
+
+class _UpdateRecord:
+    """What one update records. The loss of the first update is that of the row."""
+
+    def __init__(self, step: StepRecord, logged: LoggedValues, name: str, *, first: bool) -> None:
+        self._step = step
+        self._logged = logged
+        self._name = name
+        self._first = first
+        self._before = logged.of_step
+        self.norms: list[Tensor] = []
+
+    @property
+    def step(self) -> int:
+        return self._step.step
+
+    def add(self, value: Tensor | Loss, samples: int) -> None:
+        if self._first:
+            self._step.add(value, samples)
+        self._logged.note(f"loss/{self._name}", value, samples)
+
+    def note_norm(self, norm: Tensor) -> None:
+        self.norms.append(norm)
+
+    def drop_step(self) -> None:
+        if self._first:
+            self._step.drop_step()
+        self._logged.drop_step(keep=self._before)
+
+
+def step_of(parts: Parts, clock: StepClock, *, closure: bool = False) -> OptimizerStep:
+    """The object that does the steps of one optimizer."""
+    if closure or isinstance(parts.optimizer, torch.optim.LBFGS):
+        check_closure(parts)
+        return ClosureStep(parts, clock)
+    return new_step(parts, clock)
+
+
+def check_closure(parts: Parts) -> None:
+    """Raise `ConfigError` for settings with which a step cannot evaluate its loss several times."""
+    optimizer, config = type(parts.optimizer).__name__, parts.config
+    for setting, asked in {
+        "precision='fp16'": config.precision == "fp16",
+        "non_finite='skip'": config.non_finite == "skip",
+        "micro_batch_size='auto'": config.micro_batch_size == "auto",
+        f"parallel.strategy={config.parallel.strategy!r}": config.parallel.strategy != "ddp",
+    }.items():
+        if asked:
+            raise ConfigError(
+                f"{optimizer} evaluates the loss several times within a step, "
+                f"which does not go together with {setting}",
+                "use the default of that setting, or another optimizer",
+            )
+
+
+def joined(
+    parts: Parts, clock: StepClock, updates: Sequence[Update], schedulers: Mapping[str, LRScheduler]
+) -> JointStep:
+    """The object that does the steps of several updates. A collective: the strategy sets up their reductions."""
+    own = [[p for group in update.optimizer.param_groups for p in group["params"]] for update in updates]
+    steps = {}
+    for update, strategy in zip(updates, parts.strategy.divided(own), strict=True):
+        config = parts.config
+        if update.max_grad_norm is not None:
+            config = config.model_copy(update={"max_grad_norm": update.max_grad_norm})
+        of_update = replace(
+            parts,
+            strategy=strategy,
+            optimizer=update.optimizer,
+            scheduler=schedulers.get(update.name),
+            loss_fn=update.loss_fn,
+            config=config,
+        )
+        steps[update.name] = update.every, step_of(of_update, clock, closure=update.closure)
+    return JointStep(parts, clock, steps)
