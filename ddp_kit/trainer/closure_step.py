@@ -41,7 +41,7 @@ class ClosureStep(OptimizerStep):
                 passes = StepPasses(parts, self._losses, self._clock, share, batches.again(), record)
                 self._gradient(passes, measure_norm=measure_norm)
             self._clip(record, measure_norm)
-            return torch.tensor(reduced([record.mean])[0], device=parts.world.device)
+            return torch.tensor(reduced([record.mean])[0], dtype=torch.float64)  # on the host, where its value is used
 
         parts.optimizer.step(closure)  # type: ignore[arg-type] # torch calls float() on what it returns
         self._tick(interval.step)
