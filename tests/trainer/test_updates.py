@@ -1,0 +1,96 @@
+"""Several updates per step: what each trains, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ddp_kit import ConfigError, Trainer, TrainerConfig, Update
+
+DATA = TensorDataset(torch.arange(8.0).reshape(8, 1))
+
+
+def pair() -> nn.ModuleDict:
+    torch.manual_seed(0)
+    return nn.ModuleDict({"first": nn.Linear(1, 1), "second": nn.Linear(1, 1)})
+
+
+def both(model: Any, batch: tuple[Tensor]) -> Tensor:
+    loss: Tensor = (model["first"](batch[0]) * model["second"](batch[0])).mean()
+    return loss
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.01)
+
+
+def test_a_loss_reaches_the_parameters_of_its_update_alone_in_its_steps_alone() -> None:
+    model = pair()
+    seen = []
+
+    def watched(model: Any, batch: Any) -> Tensor:
+        seen.append([each.detach().clone() for each in model.parameters()])
+        return both(model, batch)
+
+    updates = [Update("a", watched, sgd(model["first"])), Update("b", watched, sgd(model["second"]), every=2)]
+    Trainer(model, updates=updates, config=TrainerConfig(max_steps=2, global_batch_size=4)).fit(DATA)
+    moved = [
+        [not torch.equal(one, other) for one, other in zip(before, after, strict=True)]
+        for before, after in zip(seen, [*seen[1:], [each.detach() for each in model.parameters()]], strict=True)
+    ]
+    assert moved == [[True, True, False, False]] * 2 + [[False, False, True, True]]
+    assert all(each.grad is None for each in model.parameters())
+
+
+def test_a_step_that_one_update_skips_counts_for_the_others() -> None:
+    model = pair()
+
+    def bad(model: Any, batch: Any) -> Tensor:
+        return both(model, batch) * float("nan")
+
+    updates = [Update("a", both, sgd(model["first"])), Update("b", bad, sgd(model["second"]))]
+    config = TrainerConfig(max_steps=2, global_batch_size=4, log_every=2, non_finite="skip")
+    before = [each.detach().clone() for each in model.parameters()]
+    result = Trainer(model, updates=updates, config=config).fit(DATA)
+    changed = [not torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True)]
+    assert changed == [True, True, False, False]
+    assert result.skipped == 2
+    assert "loss/a" in result.history[0].values
+    assert "loss/b" not in result.history[0].values
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: {"updates": [Update("a", both, sgd(m["first"]))]}, "does not hold second.weight, second.bias"),
+        (lambda m: {"updates": [Update("a", both, sgd(m)), Update("b", both, sgd(m))]}, "'a' and 'b'"),
+        (lambda m: {"updates": [Update("a", both, sgd(m)), Update("a", both, sgd(m))]}, "same name: a, a"),
+        (lambda m: {"updates": [Update("a", both, sgd(m), every=2)]}, "no update is done in every step"),
+        (lambda m: {"updates": [Update("a", both, sgd(m), every=0)]}, "has every=0"),
+        (lambda m: {"updates": [Update("a", both, "adam")]}, "has a str as its optimizer"),  # type: ignore[arg-type]
+        (lambda m: {"updates": [Update("a", 3, sgd(m))]}, "loss_fn of update 'a' is a int"),  # type: ignore[arg-type]
+        (lambda m: {"updates": [sgd(m)]}, "updates is no list of Update"),
+        (lambda m: {"updates": [Update("a", both, sgd(m))], "loss_fn": both}, "besides"),
+        (lambda m: {"updates": [Update("a", both, sgd(m))], "config": TrainerConfig(precision="fp16")}, "'fp16'"),
+        (
+            lambda m: {
+                "updates": [Update("a", both, torch.optim.LBFGS(m.parameters()))],
+                "config": TrainerConfig(non_finite="skip"),
+            },
+            "LBFGS evaluates the loss several times within a step, which does not go together with non_finite='skip'",
+        ),
+    ],
+)
+def test_what_cannot_be_exact_is_refused(change: Any, words: str) -> None:
+    model = pair()
+    with pytest.raises(ConfigError) as caught:
+        Trainer(model, **change(model))
+    assert words in str(caught.value)
+
+
+def test_the_learning_rate_of_one_optimizer_is_searched_for() -> None:
+    model = pair()
+    with pytest.raises(ConfigError, match="one optimizer"):
+        Trainer(model, updates=[Update("a", both, sgd(model))]).find_learning_rate(DATA)
