@@ -36,6 +36,7 @@ PUBLIC = {
     "TensorBoardLogger",
     "Trainer",
     "TrainerConfig",
+    "Update",
     "UsageError",
     "WandbLogger",
     "World",
