@@ -349,6 +349,11 @@ class TrainerConfig(_Part):
     log_every: Count = Field(10, description="Optimizer steps between log points, where the host waits for the device.")
     eval_every: Count | None = Field(None, description="Optimizer steps between evaluations; None: after each epoch.")
     eval_every_epochs: Count | None = Field(None, description="Epochs between evaluations, instead of eval_every.")
+    sanity: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: before the first step, evaluate one batch of a dataset with a length, so that a mistake in "
+        "the loss, the metrics or the name of a metric shows at once.",
+    )
     verify_ranks: Literal["weights", "all", "off"] = Field(
         "weights",
         description="Compare over the ranks at log points: the weights, or all of weights and optimizer state; a pass "

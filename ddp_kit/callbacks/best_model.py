@@ -35,6 +35,7 @@ class BestModel(Callback):
         restore_at_end: bool = False,
     ) -> None:
         self._watched = Watched("BestModel", metric, mode)
+        self.metrics_needed = (metric,)
         self._path = None if path is None else absolute(path)
         self._restore_at_end = restore_at_end
         self._load: Callable[[dict[str, Any]], None] | None = None  # into the model

@@ -1,10 +1,22 @@
 """Whether an evaluation is better than the best before."""
 
 import math
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from ddp_kit.errors import ConfigError, nearest
 from ddp_kit.log import logger
+
+
+def check_metric(owner: str, metric: str, metrics: Iterable[str]) -> None:
+    """Raise `ConfigError` if an evaluation, which gives `metrics`, does not give this one."""
+    names = list(metrics)
+    if metric not in names:
+        likely = nearest(metric, names)
+        raise ConfigError(
+            f"{owner} watches {metric!r}, but an evaluation gives {', '.join(names)}",
+            f"did you mean {likely!r}?" if likely else "give one of these, or add it to the Trainer's metrics",
+        )
 
 
 class Watched:
@@ -24,12 +36,7 @@ class Watched:
 
     def improved(self, metrics: dict[str, float]) -> bool:
         """Note the value if it is the best so far. NaN is no improvement. Raises `ConfigError` for an unknown name."""
-        if self.metric not in metrics:
-            likely = nearest(self.metric, list(metrics))
-            raise ConfigError(
-                f"{self._owner} watches {self.metric!r}, but an evaluation gives {', '.join(metrics)}",
-                f"did you mean {likely!r}?" if likely else "give one of these, or add it to the Trainer's metrics",
-            )
+        check_metric(self._owner, self.metric, metrics)
         value = metrics[self.metric]
         if math.isnan(value):
             return False

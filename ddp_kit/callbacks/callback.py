@@ -16,6 +16,9 @@ class Callback:
     state_per_rank = False
     """Whether a checkpoint holds every rank's state; otherwise it holds rank 0's, and all ranks resume with that."""
 
+    metrics_needed: tuple[str, ...] = ()
+    """The names of metrics that it reads from evaluations; `fit` checks before the first step that there are such."""
+
     def state_dict(self) -> dict[str, Any]:
         """State to save in a checkpoint: numbers, strings and tensors, nested in any way."""
         return {}

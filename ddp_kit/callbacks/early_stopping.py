@@ -24,6 +24,7 @@ class EarlyStopping(Callback):
         if patience < 1:
             raise ConfigError(f"EarlyStopping got patience={patience!r}", "give a number of evaluations, at least 1")
         self._watched = Watched("EarlyStopping", metric, mode, min_delta)
+        self.metrics_needed = (metric,)
         self._patience = patience
         self.waited = 0
         """Evaluations since the best one."""

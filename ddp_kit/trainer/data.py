@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -31,6 +32,8 @@ class Evaluation:
     """Iterates once over (number of samples, batch on the device)."""
     spare: Callable[[], Any]
     """Returns a batch for a rank that has none. Raises `DataError` if there is none."""
+    first: Callable[[], list[tuple[int, Any]]] | None = None
+    """Returns this rank's first batch, if it has any, read without DataLoader workers; None for a stream."""
 
 
 def _no_spare() -> Any:
@@ -163,13 +166,17 @@ class DataRoom:
         return Evaluation(
             lambda: zip(batches.sizes(), self._on_device(loader), strict=True),
             partial(self._spare, dataset, batches, template),
+            lambda: [(len(batch), self._read(dataset, batch, template)) for batch in islice(batches, 1)],
         )
 
     def _spare(self, dataset: Any, batches: Any, template: DataLoader[Any] | None) -> Any:
-        """A batch of the first sample, for a rank without batches that runs passes with zero weight."""
-        first = batches.spare()
+        """A batch for a rank without batches that runs passes with zero weight."""
+        return self._read(dataset, batches.spare(), template)
+
+    def _read(self, dataset: Any, indices: list[Any], template: DataLoader[Any] | None) -> Any:
+        """One batch of these samples, without DataLoader workers."""
         settings = self.parts.config.data.model_copy(update={"num_workers": 0, "seed_samples": False})
-        loader = build_loader(dataset, [first], settings, self.parts.world, self.parts.config.seed, template)
+        loader = build_loader(dataset, [indices], settings, self.parts.world, self.parts.config.seed, template)
         return next(iter(self._on_device(loader)))
 
     def _train_batches(self, dataset: Any, own: Batching | None) -> TrainBatches | OwnTrainBatches:

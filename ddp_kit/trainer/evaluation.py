@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ddp_kit.config import TrainerConfig
-from ddp_kit.errors import LossError
+from ddp_kit.errors import DdpKitError, LossError
 from ddp_kit.heartbeat import Phase
 from ddp_kit.log import logger
 from ddp_kit.metric_objects import MetricObject
@@ -65,6 +65,23 @@ class Evaluator:
     def watches(self, data: object) -> bool:
         """Whether callbacks and `checkpoint.keep_best` get the metrics of `data`."""
         return self._watched_data is None or _dataset(data) is self._watched_data
+
+    def rehearse(self, data: Evaluation) -> dict[str, float]:
+        """Evaluate one batch before training, so that mistakes show at once. Callbacks get nothing; random states stay.
+
+        Returns the metrics. A collective.
+        """
+        parts, first = self._parts, data.first
+        assert first is not None, "only datasets with a length are rehearsed"
+        before = random_states(parts.world)
+        try:
+            with parts.heart.during(Phase.EVALUATION):
+                return evaluate(parts, self._metrics, Evaluation(first, data.spare)) or {}
+        except DdpKitError as error:
+            error.add_note('found in one batch of eval_data, before training; sanity="off" leaves that out')
+            raise
+        finally:
+            set_random_states(before)
 
     def run(
         self, data: Evaluation, stops: Callable[[], bool] | None = None, *, watched: bool = True

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ddp_kit.callbacks import Callback
 from ddp_kit.config import TrainerConfig
 from ddp_kit.env import make_cublas_deterministic
-from ddp_kit.errors import ConfigError, some
+from ddp_kit.errors import ConfigError, nearest, some
 from ddp_kit.metric_objects import MetricObject, is_metric_object
 from ddp_kit.parallel import Strategy
 from ddp_kit.sampler import OwnTrainBatches, TrainBatches
@@ -160,9 +160,24 @@ def checked_callbacks(callbacks: object) -> tuple[Callback, ...]:
     """The callbacks as a tuple. Raises `ConfigError` if one is not a `Callback`."""
     given = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
     for callback in given:
+        if isinstance(callback, type) and issubclass(callback, Callback):
+            raise ConfigError(f"callbacks holds the class {callback.__name__}", f"make one: {callback.__name__}(...)")
         if not isinstance(callback, Callback):
             raise ConfigError(
                 f"callbacks holds a {type(callback).__name__}",
                 "derive it from ddp_kit.Callback and give a list of them",
             )
+        _check_events(callback)
     return tuple(given)
+
+
+def _check_events(callback: Callback) -> None:
+    """Raise `ConfigError` for a method that looks like an event and is none: nothing would call it."""
+    events = [name for name in vars(Callback) if name.startswith("on_")]
+    unknown = [name for name in dir(type(callback)) if name.startswith("on_") and name not in events]
+    for name in unknown:
+        if (likely := nearest(name, events)) is not None:
+            raise ConfigError(
+                f"{type(callback).__name__} has a method {name}, and there is no such event",
+                f"did you mean {likely}? The events are {', '.join(events)}",
+            )

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ddp_kit import log
 from ddp_kit.batch import BatchPlan, plan_batches
 from ddp_kit.callbacks import Callback
+from ddp_kit.callbacks.best_value import check_metric
 from ddp_kit.compilation import compile_in_place
 from ddp_kit.config import TrainerConfig, absolute
 from ddp_kit.env import plan_request
@@ -265,6 +266,10 @@ class Trainer:
         if eval_data is not None:
             batches, stopping = self._data.evaluation(eval_data, "eval_data"), lambda: self._state.stopping
             evaluations = Evaluations(self._evaluator, self._position, batches, stopping, self._preemption.stops)
+            if self.config.sanity == "auto" and self.step == 0 and batches.first is not None:
+                self._check_metrics(self._evaluator.rehearse(batches))
+        elif self.step == 0:
+            self._warn_of_metrics()
         total = self._position.last_step(self.config, feed.steps)
         announce(self.world, self.batch_plan, self.config, self.step, total, feed.division)
         self._state.stopping = False
@@ -418,6 +423,21 @@ class Trainer:
             model, size = self._measured(train_data)
             sys.stdout.write(f"{described(model, self.config, self._request, size)}\n")
             raise PlanPrinted(0)
+
+    def _metrics_needed(self) -> list[tuple[str, str]]:
+        """Who needs which metric of an evaluation."""
+        needed = [(type(each).__name__, name) for each in self._callbacks for name in each.metrics_needed]
+        best = self.config.checkpoint.keep_best
+        return needed if best is None else [*needed, ("checkpoint.keep_best", best)]
+
+    def _check_metrics(self, metrics: Mapping[str, float]) -> None:
+        for owner, name in self._metrics_needed():
+            check_metric(owner, name, metrics)
+
+    def _warn_of_metrics(self) -> None:
+        if (needed := self._metrics_needed()) and self.world.is_main:
+            owners = ", ".join(dict.fromkeys(owner for owner, _ in needed))
+            log.logger.warning("fit has no eval_data: {} will act only on your own calls of trainer.evaluate", owners)
 
     # --- the loop -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,98 @@
+"""What is checked before the first step: an evaluation of one batch, the names of metrics, callbacks."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from ddp_kit import BestModel, Callback, ConfigError, DdpKitError, EarlyStopping, LossError, Trainer, TrainerConfig
+
+X = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+
+
+class Counting(Dataset[tuple[Tensor]]):
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor]:
+        self.read += 1
+        return (X[index] + torch.rand(3),)
+
+
+def trained(metric: Any = None, callbacks: Any = (), **settings: Any) -> tuple[Trainer, Counting]:
+    """A run of two steps with evaluation data of 40 samples in batches of 4."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 1))
+    trainer = Trainer(
+        model,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        lambda model, batch: model(batch[0]).square().mean(),
+        TrainerConfig(max_steps=2, global_batch_size=4, **settings),
+        metrics={} if metric is None else {"error": metric},
+        callbacks=callbacks,
+    )
+    data = Counting()
+    trainer.fit(TensorDataset(X), data)
+    return trainer, data
+
+
+def test_a_mistake_in_a_metric_shows_before_the_first_step() -> None:
+    steps = []
+
+    class Counts(Callback):
+        def on_step(self, trainer: Any) -> None:
+            steps.append(trainer.step)
+
+    with pytest.raises(LossError) as caught:
+        trained(lambda output, batch: output, [Counts()])
+    assert "metric 'error' returned a tensor of shape (4, 1)" in str(caught.value)
+    assert 'sanity="off" leaves that out' in caught.value.__notes__[0]
+    assert not steps
+    with pytest.raises(DdpKitError):
+        trained(lambda output, batch: output, [Counts()], sanity="off")
+    assert steps == [1, 2]
+
+
+def test_it_reads_one_batch_and_leaves_the_run_as_it_is() -> None:
+    (with_check, data), (without, other) = trained(), trained(sanity="off")
+    assert (data.read, other.read) == (44, 40)
+    for one, two in zip(with_check.model.parameters(), without.model.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"callbacks": [EarlyStopping("eror")]}, "EarlyStopping watches 'eror'"),
+        ({"callbacks": [BestModel("eror")]}, "BestModel watches 'eror'"),
+        ({"checkpoint": {"keep_best": "eror"}}, "checkpoint.keep_best watches 'eror'"),
+    ],
+)
+def test_a_metric_that_there_is_not_is_named_before_the_first_step(settings: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        trained(lambda output, batch: output.mean(), **settings)
+    assert words in str(caught.value)
+    assert "did you mean 'error'?" in str(caught.value)
+
+
+class Misspelt(Callback):
+    def on_evaluation(self, trainer: Any) -> None:
+        """Not an event."""
+
+
+@pytest.mark.parametrize(
+    ("callback", "words"),
+    [
+        (EarlyStopping, "callbacks holds the class EarlyStopping"),
+        (Misspelt(), "Misspelt has a method on_evaluation, and there is no such event"),
+    ],
+)
+def test_callbacks_that_nothing_would_call_are_refused(callback: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        trained(callbacks=[callback])
+    assert words in str(caught.value)
