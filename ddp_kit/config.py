@@ -3,11 +3,15 @@
 Every mistake is listed in one `ConfigError`, each with the field, the value found and the nearest one that works.
 """
 
+import inspect
 import json
+import sys
+import textwrap
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Unpack
 
 import yaml
 from pydantic import (
@@ -19,10 +23,22 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from ddp_kit import __version__
 from ddp_kit.errors import ConfigError, nearest
 from ddp_kit.uncaught import show_without_traceback
+
+if TYPE_CHECKING:
+    from ddp_kit.config_types import (
+        CheckpointSettings,
+        DataSettings,
+        MemorySettings,
+        ParallelSettings,
+        ProfileSettings,
+        TrainerSettings,
+    )
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-true"]
 STRATEGIES = {
@@ -36,8 +52,8 @@ STRATEGIES = {
 """By name: the module and the class, which is imported where it is used."""
 AUTO = "auto"
 """The strategy that the Trainer replaces by the first of ddp, zero1 and fsdp that fits."""
-AUTO = "auto"
-"""The strategy that the Trainer replaces by the first of ddp, zero1 and fsdp that fits."""
+StrategyName = Literal["ddp", "zero1", "fsdp", "tensor", "pipeline", "device_map", "auto"]
+"""For type checkers and JSON schemas; a test compares it with STRATEGIES and AUTO."""
 Compression = Literal["bf16", "fp16", "powersgd"]
 
 
@@ -59,12 +75,45 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, BeforeValidator(_no_truth_value_as_fraction), Field(ge=0, le=1)]
 
 
+_SETTINGS = "\n\nSettings, with their defaults:\n"
+
+
+def _is_part(field: FieldInfo) -> bool:
+    return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+
+
+def _help_lines(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Name, default and description of each setting, those of parts with dots."""
+    for name, field in model.model_fields.items():
+        if _is_part(field):
+            yield from _help_lines(field.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+        else:
+            yield f"  {prefix}{name} = {field.default!r}"
+            yield textwrap.fill(field.description or "", 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+
+
+def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    """In a JSON schema each setting has its own description already."""
+    schema["description"] = (model.__doc__ or "").partition(_SETTINGS)[0]
+
+
 class _Part(BaseModel):
     """A frozen piece of configuration whose mistakes come as one `ConfigError`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=_describe)
 
-    # Hidden from type checkers, so that they keep checking the fields' own names and types.
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        """Give the class a docstring and a signature for `help()`; pydantic's shows its own validators."""
+        super().__pydantic_init_subclass__(**options)
+        defaults = {name: {} if _is_part(field) else field.default for name, field in cls.model_fields.items()}
+        cls.__signature__ = inspect.Signature(
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=each) for name, each in defaults.items()]
+        )
+        lines = "\n".join(_help_lines(cls))
+        cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}{_SETTINGS}{lines}\n"
+
+    # Type checkers see the `__init__` of each class instead, with the types that may be given for each setting.
     if not TYPE_CHECKING:
 
         def __init__(self, **values: Any) -> None:
@@ -79,51 +128,65 @@ class _Part(BaseModel):
 class DataConfig(_Part):
     """How samples reach the model."""
 
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Unpack[DataSettings]) -> None: ...
+
     num_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
-        0, description='DataLoader workers per rank; "auto": the CPU cores this rank has to itself, at most 8.'
+        default=0, description='DataLoader workers per rank; "auto": the CPU cores this rank has to itself, at most 8.'
     )
     pin_memory: bool | Literal["auto"] = Field(
-        "auto", description='Page-locked host memory, for copies that overlap with computation; "auto": on a GPU.'
+        default="auto",
+        description='Page-locked host memory, for copies that overlap with computation; "auto": on a GPU.',
     )
     prefetch_batches: Annotated[int, Field(ge=0)] = Field(
-        2, description="Micro-batches copied to the device ahead of their use (GPU only)."
+        default=2, description="Micro-batches copied to the device ahead of their use (GPU only)."
     )
     timeout: PositiveFloat | None = Field(
-        None,
+        default=None,
         description="Seconds to wait for a DataLoader worker's batch; then the run ends and names it. None: no limit.",
     )
-    shuffle: bool = Field(True, description="A new order each epoch, a pure function of (seed, epoch).")
+    shuffle: bool = Field(default=True, description="A new order each epoch, a pure function of (seed, epoch).")
     drop_last: bool = Field(
-        False, description="Leave out the short last global batch; False trains on it, exactly weighted."
+        default=False, description="Leave out the short last global batch; False trains on it, exactly weighted."
     )
     compare_items: Annotated[int, Field(ge=0)] = Field(
-        8, description="Samples that each rank fetches of a dataset when it is first used, to compare them; 0: none."
+        default=8,
+        description="Samples that each rank fetches of a dataset when it is first used, to compare them; 0: none.",
     )
     seed_samples: bool = Field(
-        False, description="Random augmentation depends on (seed, epoch, sample) alone: not on ranks, workers, resume."
+        default=False,
+        description="Random augmentation depends on (seed, epoch, sample) alone: not on ranks, workers, resume.",
     )
 
 
 class CheckpointConfig(_Part):
     """When and where the state of a run is saved; off where `dir` is None."""
 
-    dir: Path | None = Field(None, description="Folder of the checkpoints; None: off.")
-    every_steps: Count | None = Field(None, description="Optimizer steps between saves.")
-    every_seconds: PositiveFloat | None = Field(None, description="Seconds between saves, by the clock of rank 0.")
-    keep_last: Count = Field(2, description="How many whole checkpoints are kept.")
-    keep_best: str | None = Field(
-        None, description='Save after the best evaluation so far, by "loss" or this metric, and keep that one too.'
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Unpack[CheckpointSettings]) -> None: ...
+
+    dir: Path | None = Field(default=None, description="Folder of the checkpoints; None: off.")
+    every_steps: Count | None = Field(default=None, description="Optimizer steps between saves.")
+    every_seconds: PositiveFloat | None = Field(
+        default=None, description="Seconds between saves, by the clock of rank 0."
     )
-    best_mode: Literal["min", "max"] = Field("min", description="What is better for keep_best: less or more.")
-    background: bool = Field(True, description="Write in a separate process while training continues.")
+    keep_last: Count = Field(default=2, description="How many whole checkpoints are kept.")
+    keep_best: str | None = Field(
+        default=None,
+        description='Save after the best evaluation so far, by "loss" or this metric, and keep that one too.',
+    )
+    best_mode: Literal["min", "max"] = Field(default="min", description="What is better for keep_best: less or more.")
+    background: bool = Field(default=True, description="Write in a separate process while training continues.")
     overlap: bool = Field(
-        False,
+        default=False,
         description="Copy weights and optimizer state during the next forward and backward pass, not before it. Only "
         "for runs in which nothing but `optimizer.step()` writes to them; an error says so where torch sees another "
         "write, but `.data`, numpy views and custom kernels it does not see.",
     )
     resume: Literal["auto"] | Path | None = Field(
-        "auto", description='"auto": the newest whole checkpoint in `dir`, if any; a path; None: start afresh.'
+        default="auto", description='"auto": the newest whole checkpoint in `dir`, if any; a path; None: start afresh.'
     )
 
     @model_validator(mode="after")
@@ -152,57 +215,74 @@ _IMPLIED: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
 class ParallelConfig(_Part):
     """How the model is spread over the ranks."""
 
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Unpack[ParallelSettings]) -> None: ...
+
     strategy: str = Field(
-        "ddp",
+        default="ddp",
         description="ddp: a whole replica on every rank; zero1: the same with the optimizer state sharded; fsdp: "
         "weights, gradients and optimizer state sharded; auto: the first of these that fits. The sizes below say the "
         "same in numbers; their product is the number of ranks.",
     )
-    replicate: Size = Field(-1, description="Groups of ranks that each hold the whole model; -1: the ranks left over.")
-    shard: Size = Field(1, description="Ranks over which weights, gradients and optimizer state are sharded (FSDP2).")
-    tensor: Count = Field(1, description="Ranks over which each layer of `tensor_plan` is split (tensor parallel).")
-    pipeline: Count = Field(1, description="Stages that the model is cut into, each on a rank of its own.")
+    replicate: Size = Field(
+        default=-1, description="Groups of ranks that each hold the whole model; -1: the ranks left over."
+    )
+    shard: Size = Field(
+        default=1, description="Ranks over which weights, gradients and optimizer state are sharded (FSDP2)."
+    )
+    tensor: Count = Field(
+        default=1, description="Ranks over which each layer of `tensor_plan` is split (tensor parallel)."
+    )
+    pipeline: Count = Field(default=1, description="Stages that the model is cut into, each on a rank of its own.")
     stages: Literal["auto"] | tuple[str, ...] = Field(
-        "auto",
+        default="auto",
         description='Modules at which new stages begin, by name; "auto": the repeated blocks, divided by their bytes.',
     )
     schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"] = Field(
-        "1f1b",
+        default="1f1b",
         description="The order of a step's passes: gpipe: all forward, then all backward; 1f1b: backward as soon as "
         "possible, which keeps fewer activations; interleaved: 1f1b with two stages per rank, which idles less and "
         "sends more.",
     )
     optimizer: Literal["whole", "sharded"] = Field(
-        "whole", description="sharded: each rank holds and updates an equal share of the optimizer state (ZeRO-1)."
+        default="whole",
+        description="sharded: each rank holds and updates an equal share of the optimizer state (ZeRO-1).",
     )
     units: Literal["auto"] | tuple[str, ...] = Field(
-        "auto", description='Modules whose weights are gathered together, by name; "auto": the repeated blocks.'
+        default="auto", description='Modules whose weights are gathered together, by name; "auto": the repeated blocks.'
     )
     tensor_plan: Literal["auto"] | dict[str, Literal["column", "row", "sequence"]] = Field(
-        "auto",
+        default="auto",
         description='How layers are split for `tensor`: names or patterns such as {"blocks.*.up": "column", '
         '"blocks.*.down": "row"}; "auto": the plan that the model brings along.',
     )
     reshard: Literal["auto"] | bool = Field(
-        "auto", description='Give up gathered weights after the forward pass; "auto": yes, except those of the root.'
+        default="auto",
+        description='Give up gathered weights after the forward pass; "auto": yes, except those of the root.',
     )
     device_map: Literal["auto"] | dict[str, int] | None = Field(
-        None,
+        default=None,
         description="Devices for the layers of one model: module names, or ranges as `blocks.0-11`, each with a number "
         'among the devices of its rank; "auto": repeated blocks, balanced by bytes; None: off.',
     )
     find_unused_parameters: bool = Field(
-        False, description="For models that leave some parameters out of some steps; costs a graph walk per step."
+        default=False,
+        description="For models that leave some parameters out of some steps; costs a graph walk per step.",
     )
     static_graph: bool = Field(
-        False, description="The same parameters take part in every pass: DDP then needs no search for unused ones."
+        default=False,
+        description="The same parameters take part in every pass: DDP then needs no search for unused ones.",
     )
-    bucket_mb: PositiveFloat = Field(25.0, description="Size of the gradient buckets that are reduced together, MiB.")
+    bucket_mb: PositiveFloat = Field(
+        default=25.0, description="Size of the gradient buckets that are reduced together, MiB."
+    )
     compression: Compression | None = Field(
-        None, description="What gradients travel as: bf16, fp16 (half the bytes) or powersgd (low rank); None: whole."
+        default=None,
+        description="What gradients travel as: bf16, fp16 (half the bytes) or powersgd (low rank); None: whole.",
     )
     share_gpus: bool = Field(
-        False,
+        default=False,
         description="Several ranks may use one GPU: reductions then go through host memory (gloo, not NCCL), which is "
         "slow. For trying several ranks where there are fewer GPUs.",
     )
@@ -252,7 +332,12 @@ class ParallelConfig(_Part):
             raise ValueError('give module names with numbers of devices from 0 on: {"embed": 0, "blocks.0-11": 1}')
         return found
 
-    @field_validator("strategy", mode="before")
+    @field_validator("tensor_plan", mode="before")
+    @classmethod
+    def _plan_of_modules(cls, value: Any) -> Any:
+        return dict(_flat(value)) if isinstance(value, Mapping) else value
+
+    @field_validator("strategy", mode="before", json_schema_input_type=StrategyName)
     @classmethod
     def _known_strategy(cls, strategy: Any) -> Any:
         """As a Literal would check it: the error then names what is allowed and the nearest."""
@@ -265,19 +350,23 @@ class ParallelConfig(_Part):
 class MemoryConfig(_Part):
     """How activations, which are kept from the forward pass for the backward pass, take less memory."""
 
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Unpack[MemorySettings]) -> None: ...
+
     checkpointing: Literal["blocks", "ops"] | Fraction | None = Field(
-        None,
+        default=None,
         description="Activation checkpointing, with the same result: blocks: the backward pass recomputes each "
         "repeated block from its input; a number from 0 to 1: that fraction of the blocks; ops: every second matrix "
         "product of a block and attention are kept, all else is recomputed; None: off.",
     )
     offload_activations: bool = Field(
-        False,
+        default=False,
         description="Keep activations of 1 MiB or more in page-locked host memory until the backward pass; the same "
         "result. On the CPU they are only copied.",
     )
     activation_bits: Literal[8] | None = Field(
-        None,
+        default=None,
         description="8: keep floating-point activations of 64 KiB or more as 8-bit integers. The loss is the same; "
         "gradients are approximate. None: as they are.",
     )
@@ -286,12 +375,19 @@ class MemoryConfig(_Part):
 class ProfileConfig(_Part):
     """Which optimizer steps torch.profiler records, on which ranks."""
 
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Unpack[ProfileSettings]) -> None: ...
+
     steps: tuple[Count, Count] | None = Field(
-        None, description="The first and the last optimizer step to record, counted from 1; None: off."
+        default=None, description="The first and the last optimizer step to record, counted from 1; None: off."
     )
-    ranks: tuple[Annotated[int, Field(ge=0)], ...] | None = Field((0,), description="The ranks that record; None: all.")
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        default=(0,), description="The ranks that record; None: all."
+    )
     dir: Path = Field(
-        Path("profile"), description="Folder of the traces, and of memory snapshots when a GPU runs out of memory."
+        default=Path("profile"),
+        description="Folder of the traces, and of memory snapshots when a GPU runs out of memory.",
     )
 
     @field_validator("steps")
@@ -309,53 +405,73 @@ class TrainerConfig(_Part):
     None given: a global batch of 32. All three: they must agree with the number of ranks.
     """
 
-    epochs: Count | None = Field(None, description="Passes over the data; 1 where max_steps is not given either.")
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Unpack[TrainerSettings]) -> None: ...
+
+    epochs: Count | None = Field(
+        default=None, description="Passes over the data; 1 where max_steps is not given either."
+    )
     max_steps: Count | None = Field(
-        None, description="Optimizer steps; with epochs too, what comes first ends the run."
+        default=None, description="Optimizer steps; with epochs too, what comes first ends the run."
     )
     max_seconds: PositiveFloat | None = Field(
-        None,
+        default=None,
         description="Seconds since the job's start after which it saves and ends with exit code 75.",
     )
-    global_batch_size: Count | None = Field(None, description="Samples per optimizer step over all ranks.")
+    global_batch_size: Count | None = Field(default=None, description="Samples per optimizer step over all ranks.")
     micro_batch_size: Count | Literal["auto"] | None = Field(
-        None, description='Samples per forward pass of one rank, at most; "auto": the most that the memory takes.'
+        default=None,
+        description='Samples per forward pass of one rank, at most; "auto": the most that the memory takes.',
     )
-    accumulation_steps: Count | None = Field(None, description="Forward and backward passes per optimizer step.")
-    precision: Precision = Field("fp32", description="Arithmetic of the forward and backward passes.")
-    max_grad_norm: PositiveFloat | None = Field(None, description="Clip the global gradient norm to this; None: off.")
+    accumulation_steps: Count | None = Field(
+        default=None, description="Forward and backward passes per optimizer step."
+    )
+    precision: Precision = Field(default="fp32", description="Arithmetic of the forward and backward passes.")
+    max_grad_norm: PositiveFloat | None = Field(
+        default=None, description="Clip the global gradient norm to this; None: off."
+    )
     max_grad_value: PositiveFloat | None = Field(
-        None, description="Clip each gradient value to at most this size; None: off."
+        default=None, description="Clip each gradient value to at most this size; None: off."
     )
     non_finite: Literal["stop", "skip"] = Field(
-        "stop", description="On a loss or gradient that is NaN or infinite: end the run, or leave that step out."
+        default="stop",
+        description="On a loss or gradient that is NaN or infinite: end the run, or leave that step out.",
     )
     warmup_steps: Annotated[int, BeforeValidator(_no_truth_value), Field(ge=0)] = Field(
-        0, description="Optimizer steps in which the learning rate rises linearly to where the scheduler starts."
+        default=0,
+        description="Optimizer steps in which the learning rate rises linearly to where the scheduler starts.",
     )
     learning_rate_scaling: Literal["linear", "sqrt"] | None = Field(
-        None, description="Multiply the learning rate by global_batch_size / reference_batch_size, or its square root."
+        default=None,
+        description="Multiply the learning rate by global_batch_size / reference_batch_size, or its square root.",
     )
     reference_batch_size: Count | None = Field(
-        None, description="The global batch that the optimizer's learning rate was chosen for."
+        default=None, description="The global batch that the optimizer's learning rate was chosen for."
     )
     compile: Literal["model", "blocks"] | None = Field(
-        None, description="torch.compile: the whole model, or each of its repeated blocks; None: off."
+        default=None, description="torch.compile: the whole model, or each of its repeated blocks; None: off."
     )
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(0, description="Data order and every random state.")
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(default=0, description="Data order and every random state.")
     deterministic: bool = Field(
-        False, description="Only algorithms whose results are bitwise reproducible; may be slower."
+        default=False, description="Only algorithms whose results are bitwise reproducible; may be slower."
     )
-    log_every: Count = Field(10, description="Optimizer steps between log points, where the host waits for the device.")
-    eval_every: Count | None = Field(None, description="Optimizer steps between evaluations; None: after each epoch.")
-    eval_every_epochs: Count | None = Field(None, description="Epochs between evaluations, instead of eval_every.")
+    log_every: Count = Field(
+        default=10, description="Optimizer steps between log points, where the host waits for the device."
+    )
+    eval_every: Count | None = Field(
+        default=None, description="Optimizer steps between evaluations; None: after each epoch."
+    )
+    eval_every_epochs: Count | None = Field(
+        default=None, description="Epochs between evaluations, instead of eval_every."
+    )
     sanity: Literal["auto", "off"] = Field(
-        "auto",
+        default="auto",
         description="auto: before the first step, evaluate one batch of a dataset with a length, so that a mistake in "
         "the loss, the metrics or the name of a metric shows at once.",
     )
     verify_ranks: Literal["weights", "all", "off"] = Field(
-        "weights",
+        default="weights",
         description="Compare over the ranks at log points: the weights, or all of weights and optimizer state; a pass "
         "over that memory each time, and no collective of its own. Learning rates are always compared.",
     )
@@ -398,7 +514,12 @@ class TrainerConfig(_Part):
     def _empty_part(cls, value: Any) -> Any:
         return {} if value is None else value  # `data:` with nothing below it, in a YAML file
 
-    @field_validator("parallel", mode="before")
+    @field_validator("verify_ranks", mode="before")
+    @classmethod
+    def _off_in_yaml(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads `off` as false
+
+    @field_validator("parallel", mode="before", json_schema_input_type=ParallelConfig | StrategyName)
     @classmethod
     def _strategy_by_name(cls, value: Any) -> Any:
         return {"strategy": value} if isinstance(value, str) else value
@@ -414,10 +535,35 @@ class TrainerConfig(_Part):
 
         Raises `ConfigError` for a file that is missing or unreadable, and for every mistake in the values.
         """
-        values = _read(absolute(path))
+        values: dict[str, Any] = {}
+        _read_into(values, path)
         for name, value in (overrides or {}).items():
             _put(values, name, value)
         return cls(**values)
+
+    @classmethod
+    def from_command_line(cls, words: Sequence[str] | None = None, **defaults: "Unpack[TrainerSettings]") -> Self:
+        """Read `--config FILE` and settings such as `data.num_workers=4`, whose values are written as in YAML.
+
+        `words`: None: this process's command line. A script with options of its own gives the rest that
+        `argparse.ArgumentParser.parse_known_args` returns. Settings win over the file, the file over `defaults`.
+        Raises `ConfigError` for words that are neither, a file that cannot be read, and every mistake in the values.
+        """
+        files, settings, problems = _sorted_words(sys.argv[1:] if words is None else words)
+        if problems:
+            show_without_traceback()
+            raise _config_error("the command line", tuple(problems))
+        values: dict[str, Any] = dict(defaults)
+        for file in files:
+            _read_into(values, file)
+        for name, value in settings:
+            _put(values, name, value)
+        return cls(**values)
+
+    def save(self, path: str | Path) -> None:
+        """Write all settings to a YAML file that `load` reads. Raises `OSError`."""
+        settings = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        absolute(path).write_text(f"# TrainerConfig of ddpkit {__version__}\n{settings}", encoding="utf-8")
 
 
 def absolute(path: str | Path) -> Path:
@@ -462,10 +608,53 @@ def _put(values: dict[str, Any], name: str, value: Any) -> None:
         return
     *parts, last = name.split(".")
     for part in parts:
-        table = values.get(part)
-        values[part] = dict(table) if isinstance(table, dict) else {}
+        values[part] = _as_table(part, values.get(part))
         values = values[part]
     values[last] = value
+
+
+def _as_table(name: str, value: Any) -> dict[str, Any]:
+    """A copy of the part `name`, in any form that a user may give it; empty for other values."""
+    if name == "parallel" and isinstance(value, str):
+        return {"strategy": value}
+    if isinstance(value, BaseModel):
+        return value.model_dump(exclude_unset=True)
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def _read_into(values: dict[str, Any], path: str | Path) -> None:
+    for name, value in _read(absolute(path)).items():
+        _put(values, name, value)
+
+
+def _sorted_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, Any]], list[str]]:
+    """The files, the settings and the problems of a command line."""
+    files: list[str] = []
+    settings: list[tuple[str, Any]] = []
+    problems: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        name, given, text = word.partition("=")
+        if name == "--config":
+            file = text if given else next(rest, "")
+            files.append(file)
+            if not file:
+                problems.append("--config needs a file, such as --config run.yaml")
+        elif not given or not name or name.startswith("-"):
+            right = f"{name.lstrip('-')}={text}" if given and name.lstrip("-") else "data.num_workers=4"
+            problems.append(f"{word}: a setting is given as name=value; nearest: {right}")
+        else:
+            settings.append((name, _parsed(text)))
+    return files, settings, problems
+
+
+def _parsed(text: str) -> Any:
+    """The value that the text has in YAML. Dates stay text; `None` is null, as in Python."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return text if isinstance(value, date) else None if value == "None" else value
 
 
 def _flat(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

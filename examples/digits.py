@@ -7,19 +7,20 @@ import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset, random_split
+from torch.utils.data import Subset, TensorDataset, random_split
 
 from ddp_kit import Loss, Trainer, TrainerConfig
 
 Batch = tuple[Tensor, Tensor]
 
 
-def load() -> tuple[TensorDataset, TensorDataset]:
+def load() -> tuple[Subset[tuple[Tensor, ...]], Subset[tuple[Tensor, ...]]]:
     """8 x 8 images with values from 0 to 1; a fifth of them, always the same, for the test."""
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-    data = TensorDataset(images, torch.tensor(digits.target))
-    return random_split(data, [0.8, 0.2], generator=torch.Generator().manual_seed(0))
+    pixels, labels = load_digits(return_X_y=True)
+    images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    data = TensorDataset(images, torch.tensor(labels))
+    train_data, test_data = random_split(data, [0.8, 0.2], generator=torch.Generator().manual_seed(0))
+    return train_data, test_data
 
 
 def build() -> nn.Module:

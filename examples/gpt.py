@@ -82,7 +82,8 @@ class Block(nn.Module):
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.output(attended.transpose(1, 2).reshape(samples, length, width))
-        return x + self.network(self.norm2(x))
+        result: Tensor = x + self.network(self.norm2(x))
+        return result
 
 
 class Gpt(nn.Module):
@@ -96,7 +97,8 @@ class Gpt(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
-        return self.logits(self.norm(self.blocks(x)))
+        logits: Tensor = self.logits(self.norm(self.blocks(x)))
+        return logits
 
 
 def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:

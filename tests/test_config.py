@@ -2,6 +2,8 @@
 
 import json
 from pathlib import Path
+from pydoc import plain, render_doc
+from typing import get_args
 
 import pytest
 from hypothesis import example, given
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ddp_kit import ConfigError, DataConfig, ParallelConfig, TrainerConfig
+from ddp_kit.config import AUTO, STRATEGIES, StrategyName
 
 
 def problems_of(**values: object) -> tuple[str, ...]:
@@ -164,3 +167,89 @@ def test_whatever_is_given_it_is_accepted_or_every_problem_is_said(values: dict[
 def test_overlap_without_a_writer_in_the_background_is_refused() -> None:
     with pytest.raises(ConfigError, match="overlap = True needs background = True"):
         TrainerConfig(checkpoint={"dir": "run", "overlap": True, "background": False})
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_script(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("epochs: 3\nlog_every: 7\ndata:\n  num_workers: 2\n")
+    words = ["data.num_workers=4", "--config", str(file), "epochs=5", "max_grad_norm=1e-4"]
+    config = TrainerConfig.from_command_line(
+        words, data=DataConfig(num_workers=1, shuffle=False), epochs=1, log_every=1, seed=8
+    )
+    assert config == TrainerConfig(
+        epochs=5, log_every=7, seed=8, max_grad_norm=1e-4, data=DataConfig(num_workers=4, shuffle=False)
+    )
+
+
+def test_without_words_the_command_line_of_the_process_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "epochs=5"])
+    assert TrainerConfig.from_command_line(seed=3) == TrainerConfig(epochs=5, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("word", "name", "value"),
+    [
+        ("checkpoint.dir=2026-01-02", "checkpoint", Path("2026-01-02")),
+        ("checkpoint.dir=None", "checkpoint", None),
+        ("verify_ranks=off", "verify_ranks", "off"),
+        ("parallel.units=[encoder, decoder]", "parallel", ("encoder", "decoder")),
+        ("parallel.tensor_plan={blocks.*.up: column}", "parallel", {"blocks.*.up": "column"}),
+    ],
+)
+def test_a_value_on_the_command_line_is_what_it_looks_like(word: str, name: str, value: object) -> None:
+    found = getattr(TrainerConfig.from_command_line([word]), name)
+    inner = word.partition("=")[0].partition(".")[2]
+    assert (getattr(found, inner) if inner else found) == value
+
+
+def test_a_strategy_by_name_keeps_its_name_when_the_command_line_adds_to_it() -> None:
+    config = TrainerConfig.from_command_line(["parallel.shard=2"], parallel="fsdp")
+    assert config == TrainerConfig(parallel={"strategy": "fsdp", "shard": 2})
+
+
+def test_mistakes_on_the_command_line_are_listed_with_what_works() -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainerConfig.from_command_line(["--epochs=3", "fast", "epochs=2", "--config"])
+    assert caught.value.problems == (
+        "--epochs=3: a setting is given as name=value; nearest: epochs=3",
+        "fast: a setting is given as name=value; nearest: data.num_workers=4",
+        "--config needs a file, such as --config run.yaml",
+    )
+    with pytest.raises(ConfigError, match=r"data.num_worker = 3: .*nearest: data.num_workers"):
+        TrainerConfig.from_command_line(["data.num_worker=3"])
+
+
+@given(
+    config=st.builds(
+        TrainerConfig,
+        max_steps=st.none() | st.integers(1, 1 << 60),
+        max_grad_norm=st.none() | st.floats(1e-300, 1e300),
+        parallel=st.sampled_from(
+            ["ddp", "zero1", "fsdp", "auto", {"tensor": 2, "tensor_plan": {"a.*": "row"}}, {"device_map": {"a.0-1": 0}}]
+        ),
+        checkpoint=st.fixed_dictionaries({"dir": st.none() | st.text("ab\N{SNOWMAN}:# '-", min_size=1).map(Path)}),
+    )
+)
+def test_what_is_saved_is_what_is_loaded(config: TrainerConfig, tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.getbasetemp() / "saved.yaml"
+    config.save(file)
+    assert TrainerConfig.load(file) == config
+
+
+def test_help_has_every_setting_with_its_description() -> None:
+    text = " ".join(plain(render_doc(TrainerConfig)).replace("|", " ").split())
+    for name, field in TrainerConfig.model_fields.items():
+        parts = field.annotation.model_fields.items() if hasattr(field.annotation, "model_fields") else [(name, field)]
+        for inner, setting in parts:
+            full = name if inner == name else f"{name}.{inner}"
+            described = " ".join((setting.description or "").replace("|", " ").split())
+            assert described
+            assert f"{full} = {setting.default!r} {described}" in text
+
+
+def test_the_schema_for_editors_knows_the_short_forms() -> None:
+    schema = TrainerConfig.model_json_schema()
+    assert schema["additionalProperties"] is False
+    assert "Settings, with" not in json.dumps(schema)
+    named = next(kind for kind in schema["properties"]["parallel"]["anyOf"] if "enum" in kind)
+    assert named["enum"] == [*STRATEGIES, AUTO] == list(get_args(StrategyName))

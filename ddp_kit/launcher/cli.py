@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import json
 import logging
 import os
 import signal
@@ -30,6 +31,7 @@ commands:
   checkpoints   list the checkpoints in a folder, verify them, compare two of them
   export        write the weights of a checkpoint to safetensors files
   doctor        check this machine for training, and say how to fix what is wrong
+  schema        print the JSON schema of TrainerConfig, with which editors check YAML files
 
 examples:
   ddpkit launch train.py                       one process per visible GPU (one process without any)
@@ -180,6 +182,20 @@ def doctor(words: Sequence[str]) -> int:
     return run(words, os.environ)
 
 
+def schema(words: Sequence[str]) -> int:
+    """`ddpkit schema`: the JSON schema of TrainerConfig."""
+    from ddp_kit.config import TrainerConfig
+
+    parser = Parser(
+        prog="ddpkit schema",
+        description="The JSON schema of TrainerConfig, with which editors complete and check YAML files: save it, and "
+        "begin such a file with `# yaml-language-server: $schema=trainer-config.schema.json`.",
+    )
+    parser.parse_args(words)
+    _print(json.dumps(TrainerConfig.model_json_schema(), indent=2))
+    return ExitCode.OK
+
+
 def _open_standard_streams() -> None:
     """Open closed standard streams on /dev/null, so that no socket gets descriptor 0, 1 or 2."""
     for descriptor in range(3):
@@ -236,6 +252,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "checkpoints": checkpoints,
     "export": export,
     "doctor": doctor,
+    "schema": schema,
 }
 
 

@@ -1,6 +1,6 @@
 """What the user gives as data, and what their own DataLoader says of its batches."""
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,7 +10,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ddp_kit.errors import DataError
 
-Data = Dataset[Any] | DataLoader[Any]
+Data = Dataset[Any] | DataLoader[Any] | Sequence[Any]
 
 _NEST = 5  # samplers within samplers
 

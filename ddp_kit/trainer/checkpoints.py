@@ -53,6 +53,7 @@ from ddp_kit.trainer.step import OptimizerStep
 _COMPARED = 32  # newest checkpoints in which nodes with separate folders look for one that all of them have
 
 _WRITER_SECONDS = 30.0  # to wait for a save of the previous run: its writer process outlives it
+_CONFIG = "trainer-config.yaml"  # of a name that is hardly a file of the user's own
 _MARK = ".mark-"  # a file that shows whether two nodes see the same folder
 
 Lineage = dict[str, str | None]
@@ -218,7 +219,17 @@ class Checkpoints:
     def in_loop(self) -> Iterator[None]:
         """The context in which steps are done; `after_step` follows each."""
         with self._use.exclusive(), self._run_state.in_loop():
+            self._write_config()
             yield
+
+    def _write_config(self) -> None:
+        """Write the configuration next to the checkpoints, for people; a resume does not read it."""
+        if self._folder is None or self._writers[0] != self._parts.world.rank:
+            return
+        try:
+            self._parts.config.save(self._folder / _CONFIG)
+        except OSError as error:
+            logger.warning("the configuration could not be written to {}: {}", self._folder / _CONFIG, error)
 
     def save(self) -> None:
         """Write a checkpoint of this step. Raises `CheckpointError`; transient errors are logged as warnings."""

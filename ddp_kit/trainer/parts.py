@@ -17,7 +17,8 @@ from ddp_kit.progress import Heartbeat
 from ddp_kit.trainer.logged_values import LoggedValues
 from ddp_kit.world import World
 
-LossFunction = Callable[[nn.Module, Any], "Tensor | Loss"]
+LossFunction = Callable[[Any, Any], "Tensor | Loss"]
+"""Its first argument is the model; a function may ask for a class of its own there, which `nn.Module` would refuse."""
 MetricFunction = Callable[[Any, Any], "Tensor | Loss"]
 
 

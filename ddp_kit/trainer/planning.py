@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_kit.blocks import repeated_blocks
-from ddp_kit.config import AUTO, CheckpointConfig, ParallelConfig, TrainerConfig
+from ddp_kit.config import AUTO, CheckpointConfig, ParallelConfig, StrategyName, TrainerConfig
 from ddp_kit.env import PlanRequest
 from ddp_kit.errors import ConfigError, DdpKitError
 from ddp_kit.log import logger
@@ -46,7 +46,8 @@ from ddp_kit.world import World
 _KERNELS = ("fused", "foreach", "capturable")  # settings that choose a kernel that not every device has
 _TRIED_VALUES = 8
 _FOR_STATE = 0.7  # of a device's memory; the rest is for activations
-_EXACT = ("ddp", "zero1", "fsdp")  # for other strategies the memory per device is not known in advance
+# For other strategies the memory per device is not known in advance.
+_EXACT: tuple[StrategyName, ...] = ("ddp", "zero1", "fsdp")
 
 
 class PlanPrinted(SystemExit):  # a normal exit of the script, not an error
@@ -62,7 +63,7 @@ def config_to_plan(config: TrainerConfig) -> TrainerConfig:
     return config.model_copy(update={**alone, "data": data})
 
 
-def named(parallel: ParallelConfig, name: str) -> ParallelConfig:
+def named(parallel: ParallelConfig, name: StrategyName) -> ParallelConfig:
     """The same settings for the strategy `name`, with its mesh sizes."""
     sizes = ParallelConfig(strategy=name)
     fields = ("strategy", "replicate", "shard", "optimizer")

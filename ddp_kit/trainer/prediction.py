@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddp_kit.errors import LossError
 from ddp_kit.heartbeat import Phase
@@ -20,7 +20,7 @@ from ddp_kit.trainer.exchange import every_text, gathered
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.world import World
 
-PredictFunction = Callable[[nn.Module, Any], Any]
+PredictFunction = Callable[[Any, Any], Any]
 
 
 @torch.no_grad()

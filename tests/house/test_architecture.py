@@ -12,7 +12,8 @@ PACKAGE = Path(__file__).parents[2] / "ddp_kit"
 STANDARD_LIBRARY_ONLY = {"errors", "env", "exit_codes", "heartbeat", "uncaught", "config", "manifest", "tensor_files"}
 
 FLOOR = {
-    "errors": 0, "env": 0, "exit_codes": 0, "heartbeat": 0, "uncaught": 0, "config": 0, "manifest": 0,
+    "errors": 0, "env": 0, "exit_codes": 0, "heartbeat": 0, "uncaught": 0, "config": 0, "config_types": 0,
+    "manifest": 0,
     "tensor_files": 0, "tensor_reading": 0,
     "torch_internals": 0.5, "log": 1, "world": 1, "batch": 1, "records": 1, "blocks": 1, "pieces": 1,
     "sampler": 2, "loader": 2, "precision": 2, "parallel": 2, "compilation": 2, "metrics": 2, "metric_objects": 2,

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
@@ -58,6 +59,11 @@ def test_every_public_name_is_there_and_documented(name: str) -> None:
 def test_another_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'Trainr'"):
         ddp_kit.Trainr  # noqa: B018
+
+
+def test_importing_the_name_of_the_command_says_what_to_import() -> None:
+    with pytest.raises(ImportError, match="from ddp_kit import Trainer"):
+        import_module("ddpkit")
 
 
 @pytest.mark.slow

@@ -37,6 +37,11 @@ def test_the_tables_of_settings_are_those_of_the_configuration() -> None:
     assert tool("settings").updated(text) == text, "run `make docs`, which writes the tables"
 
 
+def test_the_types_of_settings_are_those_of_the_configuration() -> None:
+    text = (ROOT / "ddp_kit" / "config_types.py").read_text()
+    assert tool("settings").types() == text, "run `make docs`, which writes config_types.py"
+
+
 def test_the_exit_codes_are_those_of_the_code() -> None:
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", (DOCS / "reference" / "exit-codes.md").read_text(), re.MULTILINE)
     (broken,) = re.findall(r"\| (\d+) \(`BROKEN`\) \|", (DOCS / "reference" / "exit-codes.md").read_text())

@@ -18,9 +18,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(built)
 
 
-def test_its_top_level_is_the_package_alone(wheel: zipfile.ZipFile) -> None:
+def test_its_top_level_is_the_package_and_what_names_it(wheel: zipfile.ZipFile) -> None:
     tops = {name.split("/")[0] for name in wheel.namelist()}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"ddp_kit"}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"ddp_kit", "ddpkit.py"}
 
 
 def test_it_holds_every_module_the_types_and_the_licence(wheel: zipfile.ZipFile) -> None:

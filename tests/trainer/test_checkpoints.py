@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ddp_kit import Callback, CheckpointError, LossError, Trainer, TrainerConfig
+from ddp_kit import Callback, CheckpointError, LossError, ParallelConfig, Trainer, TrainerConfig
 from ddp_kit.manifest import checkpoints
 
 
@@ -52,6 +52,15 @@ def test_the_end_of_a_run_is_saved_and_a_longer_one_goes_on_from_it(tmp_path: Pa
     longer = trainer_for(tmp_path, epochs=3)
     assert longer.step == 8
     assert longer.fit(data()).steps == 12
+
+
+def test_the_configuration_of_the_latest_start_is_in_the_folder(tmp_path: Path) -> None:
+    for epochs in (1, 2):
+        trainer = trainer_for(tmp_path, epochs=epochs, parallel="auto")
+        trainer.fit(data())
+        written = TrainerConfig.load(tmp_path / "trainer-config.yaml")
+        assert written == trainer.config.model_copy(update={"parallel": ParallelConfig(strategy="ddp")})
+    assert [found.problem for found in checkpoints(tmp_path)] == [None, None]
 
 
 def test_save_and_resume_by_hand(tmp_path: Path) -> None:

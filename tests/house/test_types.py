@@ -1,0 +1,112 @@
+"""Type checkers accept every example of the documents without a plugin, and find mistakes in settings."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```(python|py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CHECKERS = {
+    # Some packages of the examples have no types.
+    "mypy": ["--strict", "--config-file=", "--ignore-missing-imports", "--python-executable", sys.executable],
+    "pyright": ["--pythonpath", sys.executable],
+    "basedpyright": ["--level", "error", "--pythonpath", sys.executable],
+}
+# Before a part of a script, which the documents show alone.
+CONTEXT = """\
+from typing import Any
+
+import torch
+
+from ddp_kit import Trainer, TrainerConfig
+
+model: Any = None
+loss_fn: Any = None
+"""
+SETTINGS = """\
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_kit import DataConfig, ParallelConfig, Trainer, TrainerConfig
+
+config = TrainerConfig(parallel="fsdp", checkpoint={"dir": "run"}, data={"num_workers": 4}, max_grad_norm=1)
+folder: Path | None = config.checkpoint.dir
+workers: int | str = config.data.num_workers
+config = TrainerConfig(data=DataConfig(num_workers="auto"), parallel=ParallelConfig(tensor=2))
+config = TrainerConfig.from_command_line(epochs=3, checkpoint={"dir": Path("run")})
+values: dict[str, Any] = {"epochs": 3}
+config = TrainerConfig(**values)
+
+
+class Own(TrainerConfig):
+    rate: float = 0.1
+
+
+class Net(nn.Module):
+    def cost(self, batch: Tensor) -> Tensor:
+        return batch.sum()
+
+
+def loss_fn(model: Net, batch: Tensor) -> Tensor:
+    return model.cost(batch)
+
+
+own = Own(rate=0.3, epochs=3)
+trainer = Trainer(Net(), lambda parameters: torch.optim.SGD(parameters, lr=own.rate), loss_fn, own)
+trainer.fit([torch.zeros(1)])
+
+TrainerConfig(data={"num_worker": 4})  # mistake
+TrainerConfig(data={"num_workers": "four"})  # mistake
+TrainerConfig(parallel={"shard": "2"})  # mistake
+TrainerConfig(parallel="fdsp")  # mistake
+TrainerConfig(precision="bf15")  # mistake
+TrainerConfig(epoch=3)  # mistake
+TrainerConfig.from_command_line(epoch=3)  # mistake
+DataConfig(num_worker=3)  # mistake
+print(config.checkpoint.dirs)  # mistake
+number: int = config.checkpoint.dir  # mistake
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every example, and the settings above."""
+    folder = tmp_path_factory.mktemp("examples")
+    for number, document in enumerate([ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]):
+        for place, (language, block) in enumerate(BLOCK.findall(document.read_text())):
+            if language == "python":
+                (folder / f"{block.split()[1].removesuffix('.py')}.py").write_text(block)
+            elif "TrainerConfig" in block:
+                (folder / f"part_{number}_{place}.py").write_text(CONTEXT + block)
+    for example in (ROOT / "examples").glob("*.py"):
+        if "ddp_kit" in example.read_text():
+            shutil.copy(example, folder)
+    (folder / "settings.py").write_text(SETTINGS)
+    (folder / "pyrightconfig.json").write_text(f'{{"extraPaths": ["{ROOT}"]}}')
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_a_checker_accepts_the_examples_and_finds_each_mistake(checker: str, folder: Path) -> None:
+    command = shutil.which(checker, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if command is None:
+        pytest.skip(f"{checker} is not installed: `pip install -e .[dev]`")
+    assert len(list(folder.glob("*.py"))) > 20
+    # Without this variable pyright asks a server on the internet whether there is a newer one.
+    environment = {**os.environ, "MYPYPATH": str(ROOT), "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}
+    run = subprocess.run(
+        [command, *CHECKERS[checker], "."], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    found = re.findall(r"(\w+\.py):(\d+)(?::\d+)?(?: -|:) error", run.stdout)
+    lines = SETTINGS.splitlines()
+    mistakes = {("settings.py", str(number)) for number, line in enumerate(lines, 1) if line.endswith("# mistake")}
+    assert set(found) == mistakes, run.stdout + run.stderr
