@@ -203,8 +203,8 @@ def test_a_value_on_the_command_line_is_what_it_looks_like(word: str, name: str,
 
 
 def test_a_strategy_by_name_keeps_its_name_when_the_command_line_adds_to_it() -> None:
-    config = TrainerConfig.from_command_line(["parallel.shard=2"], parallel="fsdp")
-    assert config == TrainerConfig(parallel={"strategy": "fsdp", "shard": 2})
+    config = TrainerConfig.from_command_line(["parallel.bucket_mb=10"], parallel="zero1")
+    assert config == TrainerConfig(parallel={"strategy": "zero1", "bucket_mb": 10})
 
 
 def test_mistakes_on_the_command_line_are_listed_with_what_works() -> None:
