@@ -514,7 +514,7 @@ class TrainerConfig(_Part):
     def _empty_part(cls, value: Any) -> Any:
         return {} if value is None else value  # `data:` with nothing below it, in a YAML file
 
-    @field_validator("verify_ranks", mode="before")
+    @field_validator("verify_ranks", "sanity", mode="before")
     @classmethod
     def _off_in_yaml(cls, value: Any) -> Any:
         return "off" if value is False else value  # YAML reads `off` as false

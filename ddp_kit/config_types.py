@@ -158,6 +158,8 @@ class TrainerSettings(TypedDict, total=False):
     """Optimizer steps between evaluations; None: after each epoch."""
     eval_every_epochs: int | None
     """Epochs between evaluations, instead of eval_every."""
+    sanity: Literal["auto", "off"]
+    """auto: before the first step, evaluate one batch of a dataset with a length, so that a mistake in the loss, the metrics or the name of a metric shows at once."""
     verify_ranks: Literal["weights", "all", "off"]
     """Compare over the ranks at log points: the weights, or all of weights and optimizer state; a pass over that memory each time, and no collective of its own. Learning rates are always compared."""
     data: DataConfig | DataSettings
