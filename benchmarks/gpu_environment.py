@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PLACE = ROOT / "build" / "gpu-environment"
 COME_WITH_PYTHON = ("torch", "numpy")
 """These are large, and the Python that is given has them."""
-FOR_TESTS = ("hypothesis>=6.110", "pytest>=8.3", "pytest-timeout>=2.3")
+FOR_TESTS = ("hypothesis>=6.110", "pytest>=8.3", "pytest-timeout>=2.3", "torchao>=0.18")
 GLIBC = range(17, 29)
 _SITES = "import site, sys; print(*[path for path in sys.path if path.endswith('-packages')], sep='\\n')"
 _SCRIPTS = {"ddpkit": ("ddp_kit.launcher.cli", "entry"), "torchrun": ("torch.distributed.run", "main")}

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         TrainerSettings,
     )
 
-Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-true"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-true", "fp8"]
 STRATEGIES = {
     "ddp": "ddp_kit.parallel.ddp:DdpStrategy",
     "zero1": "ddp_kit.parallel.zero1:Zero1Strategy",
@@ -428,6 +428,11 @@ class TrainerConfig(_Part):
         default=None, description="Forward and backward passes per optimizer step."
     )
     precision: Precision = Field(default="fp32", description="Arithmetic of the forward and backward passes.")
+    fp8_layers: Literal["auto"] | tuple[str, ...] = Field(
+        default="auto",
+        description='Linear layers that precision="fp8" computes in float8, by names or patterns such as '
+        '"blocks.*.up"; "auto": those of the repeated blocks that are large enough to become faster.',
+    )
     max_grad_norm: PositiveFloat | None = Field(
         default=None, description="Clip the global gradient norm to this; None: off."
     )
@@ -502,6 +507,16 @@ class TrainerConfig(_Part):
             raise ValueError(
                 f"compile = 'model' compiles the whole model, and parallel.pipeline = {self.parallel.pipeline} runs a "
                 "part of it on each rank: use compile = 'blocks'"
+            )
+        if self.fp8_layers != "auto" and self.precision != "fp8":
+            raise ValueError(
+                f"fp8_layers = {self.fp8_layers!r} is for precision = 'fp8', and precision = {self.precision!r}: leave "
+                "it out"
+            )
+        if self.precision == "fp8" and self.parallel.tensor > 1:
+            raise ValueError(
+                f"precision = 'fp8' does not go with parallel.tensor = {self.parallel.tensor}, which splits the layers "
+                "that it converts: use precision = 'bf16', or parallel.shard"
             )
         if self.micro_batch_size == "auto" and self.accumulation_steps is not None:
             raise ValueError(
@@ -736,6 +751,7 @@ _SYNONYMS = {
     **dict.fromkeys(("bfloat16", "bf16-mixed"), "bf16"),
     **dict.fromkeys(("float16", "half", "16", "16-mixed", "fp16-mixed"), "fp16"),
     "bfloat16-true": "bf16-true",
+    **dict.fromkeys(("float8", "transformer-engine"), "fp8"),
 }
 _OPTIMIZER_S_OWN = {"lr", "learning_rate", "weight_decay", "momentum", "betas", "optimizer"}
 

@@ -132,8 +132,10 @@ class TrainerSettings(TypedDict, total=False):
     """Samples per forward pass of one rank, at most; "auto": the most that the memory takes."""
     accumulation_steps: int | None
     """Forward and backward passes per optimizer step."""
-    precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16-true"]
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16-true", "fp8"]
     """Arithmetic of the forward and backward passes."""
+    fp8_layers: Literal["auto"] | tuple[str, ...] | list[str]
+    """Linear layers that precision="fp8" computes in float8, by names or patterns such as "blocks.*.up"; "auto": those of the repeated blocks that are large enough to become faster."""
     max_grad_norm: float | None
     """Clip the global gradient norm to this; None: off."""
     max_grad_value: float | None

@@ -57,6 +57,8 @@ FILE_TIMER_PATH = "TORCHELASTIC_TIMER_FILE"
 # From `ddpkit plan` to the Trainer of the script, which plans and does not train: the number of ranks, bytes of each.
 PLAN_RANKS = "DDPKIT_PLAN_RANKS"
 PLAN_MEMORY = "DDPKIT_PLAN_MEMORY"
+# 1: precision="fp8" computes its float8 products in float32, on any device; for tests.
+EMULATE_FP8 = "DDPKIT_EMULATE_FP8"
 
 # Prefixes of variables that libraries read at import, and of those that the interpreter or the loader reads at start.
 IMPORT_TIME_VARIABLES = (
@@ -116,6 +118,11 @@ def plan_request(env: Mapping[str, str] | None = None) -> PlanRequest | None:
     """What is to be planned; None in a process that is to train."""
     env = os.environ if env is None else env
     return PlanRequest(_number(env, PLAN_RANKS), _number(env, PLAN_MEMORY)) if PLAN_RANKS in env else None
+
+
+def emulates_fp8() -> bool:
+    """Whether float8 products are computed in float32, where the device has none: in tests."""
+    return os.environ.get(EMULATE_FP8) == "1"
 
 
 def agent_serves_store(env: Mapping[str, str]) -> bool:

@@ -1,4 +1,4 @@
-"""The arithmetic of forward and backward: fp32, tf32, bf16, fp16 (autocast) and bf16-true.
+"""The arithmetic of forward and backward: fp32, tf32, bf16, fp16 (autocast), bf16-true and fp8.
 
 precision  weights   matrix products         gradient scaling   needs
 fp32       float32   float32                 no                 anything
@@ -6,8 +6,11 @@ tf32       float32   TensorFloat-32          no                 NVIDIA GPU, Ampe
 bf16       float32   bfloat16 by autocast    no                 CPU, or a GPU with bfloat16
 fp16       float32   float16 by autocast     yes                CPU or GPU
 bf16-true  bfloat16  bfloat16                no                 as bf16; the batch's floats are converted too
+fp8        float32   float8 in linear        no                 NVIDIA GPU of compute capability 8.9, torchao
+                     layers, else as bf16
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,19 +19,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_kit.errors import ConfigError
+from ddp_kit.float8 import convert_linear_layers
 from ddp_kit.torch_internals import scale_on_device
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 class Precision:
-    """One of the five precisions, on one device. `sharded`: each rank sees the gradients of its shards alone, so the
-    ranks agree on whether a step has overflowed.
+    """One of the six precisions, on one device. `sharded`: each rank sees the gradients of its shards alone, so the
+    ranks agree on whether a step has overflowed. `fp8_layers`: as in `TrainerConfig`.
 
     Raises `ConfigError` where the device does not have it.
     """
 
-    def __init__(self, name: str, device: torch.device, *, sharded: bool = False) -> None:
+    def __init__(
+        self, name: str, device: torch.device, *, sharded: bool = False, fp8_layers: str | Sequence[str] = "auto"
+    ) -> None:
         _check(name, device)
         self.batch_dtype = torch.bfloat16 if name == "bf16-true" else None
         """The type that floating-point tensors of a batch are converted to; None: left as they are."""
@@ -36,6 +42,7 @@ class Precision:
         self.scales = name == "fp16"
         """Whether steps with gradients that are not finite are left out as a matter of course."""
         self._device = device
+        self._fp8_layers = fp8_layers if name == "fp8" else None
         self._scaler = _scaler(device, sharded=sharded) if name == "fp16" else None
         self._left_out: Tensor | None = None  # on the device: skipped steps not yet reported
         self.overflowed: Tensor | None = None
@@ -44,9 +51,14 @@ class Precision:
             _choose_float32(tf32=name == "tf32")
 
     def prepare(self, model: nn.Module) -> None:
-        """Convert the weights where the precision asks for it; the parameters stay the same objects."""
+        """Convert weights or linear layers where the precision asks for it; the parameters stay the same objects.
+
+        Raises `ConfigError` where the device or the model has no use for fp8.
+        """
         if self.batch_dtype is not None:
             model.to(self.batch_dtype)
+        if self._fp8_layers is not None:
+            convert_linear_layers(model, self._fp8_layers, self._device)
 
     def forward(self) -> AbstractContextManager[object]:
         """The context in which the user's loss function runs."""

@@ -29,7 +29,7 @@ def test_five_mistakes_give_one_error_that_lists_five_with_what_would_work() -> 
         "data.num_worker = 2: there is no such setting; nearest: data.num_workers",
         "global_batch_sz = 64: there is no such setting; nearest: global_batch_size",
         "log_every = 0: allowed is at least 1; nearest: 1",
-        'precision = \'bf15\': allowed is "fp32", "tf32", "bf16", "fp16" or "bf16-true"; nearest: \'bf16\'',
+        'precision = \'bf15\': allowed is "fp32", "tf32", "bf16", "fp16", "bf16-true" or "fp8"; nearest: \'bf16\'',
     ]
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,46 @@ def test_every_precision_learns(precision: str) -> None:
     trainer = trainer_for(precision=precision, epochs=4, data=DataConfig(prefetch_batches=2))
     result = trainer.fit(data())
     assert result.history[-1].loss < result.history[0].loss / 4
+
+
+class Wide(nn.Module):
+    """A layer that fp8_layers="auto" takes, between two that it leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 2048), nn.Linear(2048, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return out
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torchao, and where torch imports its compiler
+@pytest.mark.parametrize("layers", ["auto", ("*.up", "*.down")], ids=str)
+def test_fp8_learns_and_its_gradients_are_near(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip(f"fp8 needs compute capability 8.9, and {torch.cuda.get_device_name()} has less")
+    norms, rows = {}, {}
+    for precision in ("fp32", "fp8", "emulated"):
+        monkeypatch.setenv("DDPKIT_EMULATE_FP8", "1" if precision == "emulated" else "0")
+        torch.manual_seed(0)
+        result = trainer_for(
+            model=nn.Sequential(nn.Linear(16, 64), Wide(), Wide(), nn.Linear(64, 1)),
+            make=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+            micro_batch_size=27,  # passes of 27, 27 and 10 rows, none of which 16 divides
+            precision="fp32" if precision == "fp32" else "fp8",
+            fp8_layers="auto" if precision == "fp32" else layers,
+            max_steps=60,
+            max_grad_norm=1e6,
+            log_every=1,
+        ).fit(data())
+        rows[precision] = result.history
+        norms[precision] = result.history[0].grad_norm
+    assert norms["fp8"] == pytest.approx(norms["emulated"], rel=0.02), "the products are those that are emulated"
+    assert norms["fp8"] == pytest.approx(norms["fp32"], rel=0.2)
+    for each in rows.values():
+        assert sum(row.loss for row in each[-5:]) < sum(row.loss for row in each[:5]) / 4
 
 
 def test_copying_ahead_changes_nothing() -> None:

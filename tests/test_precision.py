@@ -1,4 +1,4 @@
-"""The five precisions, on the device at hand."""
+"""The precisions, on the device at hand; fp8 is in test_float8.py."""
 
 import pytest
 import torch

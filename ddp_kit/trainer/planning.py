@@ -55,10 +55,15 @@ class PlanPrinted(SystemExit):  # a normal exit of the script, not an error
 
 
 def config_to_plan(config: TrainerConfig) -> TrainerConfig:
-    """The same run in one process, without checkpoints, compilation, or a search for the micro-batch size."""
+    """The same run in one process, without checkpoints, compilation, or a search for the micro-batch size.
+
+    fp8 is planned as bf16, which needs no GPU: weights are the same, and there are no copies in 8 bits.
+    """
     alone: dict[str, Any] = {"parallel": ParallelConfig(), "checkpoint": CheckpointConfig(), "compile": None}
     if config.micro_batch_size == "auto":
         alone["micro_batch_size"] = 1
+    if config.precision == "fp8":
+        alone |= {"precision": "bf16", "fp8_layers": "auto"}
     data = config.data.model_copy(update={"num_workers": 0, "seed_samples": False, "compare_items": 0})
     return config.model_copy(update={**alone, "data": data})
 

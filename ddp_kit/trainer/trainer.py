@@ -152,7 +152,9 @@ class Trainer:
         self.batch_plan = plan_batches(settings.global_batch_size, micro_batch, settings.accumulation_steps, data_ranks)
         strategy.check(model)
         agreement.check_agreement(self.world, facts_of_model(model))
-        precision = Precision(settings.precision, self.world.device, sharded=strategy.shards)
+        precision = Precision(
+            settings.precision, self.world.device, sharded=strategy.shards, fp8_layers=settings.fp8_layers
+        )
         self.model = model
         precision.prepare(model)
         if settings.compile is not None:

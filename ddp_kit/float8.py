@@ -1,0 +1,132 @@
+"""Matrix products of linear layers in float8, by torchao, for precision="fp8".
+
+    output          = input * weight^T           input and weight in e4m3
+    input's grad    = output's grad * weight     the output's gradient in e5m2
+    weight's grad   = output's grad^T * input
+
+Before each product, both matrices are scaled by their largest values and cast. Weights, their gradients and the
+optimizer's state keep their types. Source: Micikevicius et al. 2022, arXiv 2209.05433, with scales of the present
+tensors ("dynamic") in place of earlier ones.
+"""
+
+import fnmatch
+import warnings
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_kit.blocks import repeated_blocks
+from ddp_kit.env import emulates_fp8
+from ddp_kit.errors import ConfigError, nearest, some
+from ddp_kit.log import logger
+
+_CAPABILITY = (8, 9)  # of the first GPUs with float8 products
+_MULTIPLE = 16  # of the sizes that these products take
+# A layer with at most these sizes is slower in float8. torchao's own limits, measured there on H100.
+_SMALL_INPUT, _SMALL_OUTPUT = 4096, 1024
+
+
+def convert_linear_layers(model: nn.Module, layers: str | Sequence[str], device: torch.device) -> None:
+    """Replace the chosen linear layers of a model by torchao's, which hold the same parameter objects.
+
+    `layers`: names or patterns of linear layers; "auto": those of the repeated blocks that are large enough to become
+    faster. Layers with a size that 16 does not divide stay as they are.
+
+    Raises `ConfigError` if the device has no float8 products, torchao is missing, or no layer can be converted.
+    """
+    emulated = emulates_fp8()
+    if not emulated:
+        _check_device(device)
+    float8 = _torchao()
+    linear = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+    named = _named(model, linear, layers)
+    refused = {name: why for name, each in linear.items() if (why := _why_not(name, each, named, layers == "auto"))}
+    chosen = {each for name, each in linear.items() if name not in refused}
+    left = list(_by_reason(refused))
+    if not chosen:
+        raise ConfigError(
+            f"precision='fp8' has no linear layer of the model {type(model).__name__} to convert"
+            + (":" if left else ", for it has none"),
+            "name layers in fp8_layers, whose sizes 16 divides, or use precision='bf16'",
+            tuple(left),
+        )
+    float8.convert_to_float8_training(
+        model,
+        module_filter_fn=lambda module, _name: module in chosen,
+        # The gradient of a weight is a product over all rows of a batch, of which there may be any number: padded.
+        config=float8.Float8LinearConfig(emulate=emulated, pad_inner_dim=True),
+    )
+    logger.info("fp8: {} of {} linear layers{}", len(chosen), len(linear), "".join(f"; {each}" for each in left))
+
+
+def _check_device(device: torch.device) -> None:
+    found = "the CPU"
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability >= _CAPABILITY:
+            return
+        found = f"{torch.cuda.get_device_name(device)}, which has {'.'.join(map(str, capability))}"
+    needed = ".".join(map(str, _CAPABILITY))
+    raise ConfigError(
+        f"precision='fp8' needs a GPU of compute capability {needed} or more, such as L4 or H100; found: {found}",
+        "use precision='bf16'",
+    )
+
+
+def _torchao() -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of its own source, about which users of ddpkit can do nothing
+            import torchao.float8
+    except ImportError as error:
+        raise ConfigError(
+            f"precision='fp8' needs torchao, which cannot be imported: {error}", "run: pip install 'ddpkit[fp8]'"
+        ) from None
+    return torchao.float8
+
+
+def _named(model: nn.Module, linear: dict[str, nn.Linear], layers: str | Sequence[str]) -> set[str]:
+    """The linear layers that are asked for."""
+    if layers == "auto":
+        blocks = {each for block in repeated_blocks(model).values() for each in block.modules()}
+        return {name for name, each in linear.items() if each in blocks}
+    named: set[str] = set()
+    for pattern in layers:
+        found = fnmatch.filter(linear, pattern)
+        if not found:
+            raise ConfigError(
+                f"fp8_layers names {pattern!r}, and the model {type(model).__name__} has no such linear layer",
+                f"nearest: {nearest(pattern, [*linear]) or some([*linear]) or 'there is none'}",
+            )
+        named.update(found)
+    return named
+
+
+def _why_not(name: str, layer: nn.Linear, named: set[str], automatic: bool) -> str | None:
+    """Why a layer is left as it is; None: it is converted."""
+    sizes = layer.in_features, layer.out_features
+    if not name:
+        return "the model is itself the layer, which stays the same object"
+    if name not in named:
+        return "outside of the repeated blocks" if automatic else "not named in fp8_layers"
+    if type(layer) is not nn.Linear or "forward" in vars(layer) or _has_hooks(layer):
+        return "a subclass of nn.Linear, or with hooks or a forward of its own"
+    if any(size % _MULTIPLE for size in sizes):
+        return f"has a size that {_MULTIPLE} does not divide"
+    if automatic and sizes[0] <= _SMALL_INPUT and sizes[1] <= _SMALL_OUTPUT:
+        return f"too small to become faster (at most {_SMALL_INPUT} inputs and {_SMALL_OUTPUT} outputs)"
+    return None
+
+
+def _has_hooks(layer: nn.Module) -> bool:
+    """A converted layer would lose them; torch's older weight_norm and spectral_norm are such."""
+    return any(hooks for name, hooks in vars(layer).items() if name.endswith("_hooks"))
+
+
+def _by_reason(refused: dict[str, str]) -> Iterator[str]:
+    """One line per reason, with the names of the layers."""
+    for reason, names in groupby(sorted(refused, key=refused.__getitem__), key=refused.__getitem__):
+        yield f"{some([name or 'the model' for name in names])}: {reason}"
