@@ -15,6 +15,7 @@ from ddp_kit.compilation import compile_in_place
 from ddp_kit.float8 import convert_linear_layers
 from ddp_kit.parallel.activations import Activations
 from ddp_kit.precision import Precision
+from ddp_kit.trainer.planning import config_to_plan
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
@@ -83,6 +84,11 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
         TrainerConfig(precision="bf16", fp8_layers=("up",))
     with pytest.raises(ConfigError, match=r"precision = 'fp8' does not go with parallel.tensor = 2"):
         TrainerConfig(precision="fp8", parallel={"tensor": 2})
+
+
+def test_a_plan_is_made_as_for_bf16_which_needs_no_gpu() -> None:
+    planned = config_to_plan(TrainerConfig(precision="fp8", fp8_layers=("up",)))
+    assert planned == config_to_plan(TrainerConfig(precision="bf16"))
 
 
 # --- which layers -----------------------------------------------------------------------------------------------------
