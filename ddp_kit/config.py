@@ -348,7 +348,8 @@ class ParallelConfig(_Part):
 
 
 class MemoryConfig(_Part):
-    """How activations, which are kept from the forward pass for the backward pass, take less memory."""
+    """How activations, which are kept from the forward pass for the backward pass, take less memory; and what is in
+    host memory."""
 
     if TYPE_CHECKING:
 
@@ -369,6 +370,16 @@ class MemoryConfig(_Part):
         default=None,
         description="8: keep floating-point activations of 64 KiB or more as 8-bit integers. The loss is the same; "
         "gradients are approximate. None: as they are.",
+    )
+    offload_optimizer: bool = Field(
+        False,
+        description="Keep the optimizer's state in host memory, and let it step on the CPU, with page-locked copies of "
+        "the weights and gradients that this rank updates.",
+    )
+    offload_parameters: bool = Field(
+        False,
+        description="With FSDP: keep sharded weights and gradients in page-locked host memory between uses; the "
+        "optimizer then steps on the CPU, too.",
     )
 
 
@@ -502,6 +513,16 @@ class TrainerConfig(_Part):
             raise ValueError(
                 f"max_seconds = {self.max_seconds:g} ends the run to resume later, which needs checkpoints: "
                 'set checkpoint={"dir": ...}'
+            )
+        if self.memory.offload_parameters and self.parallel.shard == 1:
+            raise ValueError(
+                "memory.offload_parameters needs sharded weights, and parallel.strategy is "
+                f"{self.parallel.strategy!r}: set parallel='fsdp', or offload_optimizer in its place"
+            )
+        if self.memory.offload_optimizer and self.parallel.pipeline > 1:
+            raise ValueError(
+                f"memory.offload_optimizer does not go with parallel.pipeline = {self.parallel.pipeline}: leave one "
+                "of them out"
             )
         if self.compile == "model" and self.parallel.pipeline > 1:
             raise ValueError(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -54,6 +54,7 @@ class FsdpStrategy(Strategy):
         self._shards: Shards
         self._keeps_whole_gradients = False
         self._parallelize: Parallelize | None = None
+        self._offload: OffloadPolicy = OffloadPolicy()
 
     # --- which ranks share what -----------------------------------------------------------------------------------
 
@@ -144,6 +145,18 @@ class FsdpStrategy(Strategy):
     def use(self, parallelize: Parallelize) -> None:
         self._parallelize = parallelize
 
+    def offload_parameters(self) -> None:
+        if self._parallelize is not None:
+            raise ConfigError(
+                "memory.offload_parameters has no effect on weights that parallelize=... shards",
+                "leave it out, and give offload_policy=CPUOffloadPolicy() to fully_shard in your function",
+            )
+        self._offload = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
+
+    @property
+    def parameters_on_host(self) -> bool:
+        return isinstance(self._offload, CPUOffloadPolicy) and bool(self._units)
+
     def _check_spread(self, model: nn.Module) -> None:
         """Raise `ConfigError` for parameters whose gradients nobody would reduce over the ranks."""
         needed = {name for name in ("replicate", "shard") if getattr(self.sizes, name) > 1}
@@ -192,7 +205,7 @@ class FsdpStrategy(Strategy):
         mesh = self._mesh["replicate", "shard"] if self.sizes.replicate > 1 else self._mesh["shard"]
         reshard = None if self.config.reshard == "auto" else self.config.reshard
         try:
-            sharded: Any = fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
+            sharded: Any = fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, offload_policy=self._offload)
             self._units.append(sharded)
         except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
             raise ConfigError(
@@ -332,7 +345,7 @@ def _reduced_part(gradient: Any, parameter: Any) -> Tensor:
 
 def _norm(parameters: list[nn.Parameter], device: torch.device) -> Tensor:
     gradients = [each.grad for each in parameters if each.grad is not None]
-    return nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=device)
+    return nn.utils.get_total_norm(gradients).to(device) if gradients else torch.zeros((), device=device)
 
 
 def _is_split(parameter: Any) -> bool:

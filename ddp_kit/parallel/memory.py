@@ -123,6 +123,9 @@ class MemoryPlan:
     """The CUDA context, and NCCL. An estimate."""
     problems: tuple[str, ...] = ()
     """What could not be found out, and counts as nothing."""
+    host: int = 0
+    """Bytes in host memory for each rank, of which the device has none: offloaded optimizer state, weights and
+    gradients."""
 
     @property
     def exact(self) -> int:
@@ -151,6 +154,8 @@ class MemoryPlan:
             ("CUDA context, NCCL", self.fixed, "estimate"),
             ("total", self.total, ""),
         ]
+        if self.host:
+            rows.append(("in host memory", self.host, "for each rank"))
         return "\n".join(f"  {name:<20}{size / GIB:>8.1f} GiB  {note}".rstrip() for name, size, note in rows)
 
 
@@ -162,10 +167,13 @@ def plan_memory(
     device_memory: int | None = None,
     checkpointing: float = 0.0,
     offload: bool = False,
+    offload_optimizer: bool = False,
+    offload_parameters: bool = False,
 ) -> MemoryPlan:
     """The bytes of the device with the most of them. `device_memory`: bytes; it decides what FSDP keeps whole.
 
     `checkpointing`: the fraction of the blocks that are recomputed. `offload`: activations travel to host memory.
+    `offload_optimizer`, `offload_parameters`: as in the configuration.
 
     Raises `ConfigError` where the sizes of `parallel` do not fit the number of ranks.
     """
@@ -185,17 +193,35 @@ def plan_memory(
         and (device_memory is None or whole * _WHOLE_GRADIENTS_SHARE <= device_memory)
     )
     passed = model.passed.with_less(checkpointing=checkpointing, offload=offload)
+    on_device = _OnDevice(weights, whole if keeps_whole else gradients, state, copies)
+    host = 0
+    if offload_parameters and sizes.data > 1:
+        on_device, host = _OnDevice(0, whole if keeps_whole else 0, 0, 0), weights + gradients + state
+    elif offload_optimizer or offload_parameters:
+        updated = -(-gradients // sizes.data) if parallel.optimizer == "sharded" else gradients
+        on_device, host = replace(on_device, state=0, copies=0), 2 * updated + state
     return MemoryPlan(
-        weights=weights + model.buffers,
-        gradients=whole if keeps_whole else gradients,
-        optimizer_state=state,
+        weights=on_device.weights + model.buffers,
+        gradients=on_device.gradients,
+        optimizer_state=on_device.state,
         activations=passed.batch + passed.kept,
         temporaries=passed.peak - passed.kept,
-        optimizer_temporaries=copies,
+        optimizer_temporaries=on_device.copies,
         communication=_communication(rows, parallel, sizes, gradients),
         fixed=CONTEXT_BYTES * (2 if ranks > 1 else 1),
         problems=model.problems,
+        host=host,
     )
+
+
+@dataclass(frozen=True)
+class _OnDevice:
+    """Bytes."""
+
+    weights: int
+    gradients: int
+    state: int
+    copies: int
 
 
 def _stage(rows: Sequence[ParameterRow], stages: int) -> list[ParameterRow]:
@@ -328,6 +354,18 @@ def settings(model: ModelMemory, ranks: int, device_memory: int, ranks_per_node:
             "needs a tensor_plan; estimate",
             ckpt=checkpointing,
         )
+    recompute = '"checkpointing": "blocks", ' if model.passed.blocks else ""
+    for moved in ("offload_optimizer", "offload_parameters") if ranks > 1 else ("offload_optimizer",):
+        plan = plan_memory(
+            model,
+            placed,
+            ranks,
+            device_memory=device_memory,
+            checkpointing=float(bool(model.passed.blocks)),
+            **{moved: True},
+        )
+        note = f"the optimizer steps on the CPU; {plan.host / GIB:.1f} GiB of host memory for each rank"
+        yield Setting(f'{name}memory={{{recompute}"{moved}": True}}', plan, plan.total <= device_memory, note)
 
 
 def _in_half(model: ModelMemory) -> ModelMemory:

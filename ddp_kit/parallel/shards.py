@@ -67,19 +67,27 @@ def check_elementwise(optimizer: Optimizer) -> None:
     )
 
 
+def settings_of(kind: Any, group: Mapping[str, Any], *, kernels: bool = False) -> dict[str, Any]:
+    """The arguments with which an optimizer of the class `kind` has such a group, tensors left out.
+
+    `kernels`: those too that choose a kernel, which not every device has.
+    """
+    known = signature(kind).parameters
+    left_out = ("params",) if kernels else ("params", *_KERNELS)
+    return {
+        name: value
+        for name, value in group.items()
+        if name in known and name not in left_out and not isinstance(value, Tensor)
+    }
+
+
 def _trained(optimizer: Optimizer, parts: int) -> Tensor:
     """A matrix after some steps, held by the optimizer as it is, or as that many flat parts."""
     made: Any = type(optimizer)
     values = torch.linspace(-1.0, 2.0, _ROWS * _COLUMNS).reshape(_ROWS, _COLUMNS)
     held = [values] if parts == 1 else [*values.reshape(-1).clone().chunk(parts)]
     parameters = [nn.Parameter(each.clone()) for each in held]
-    known = signature(made).parameters
-    settings = {
-        key: value
-        for key, value in optimizer.param_groups[0].items()
-        if key in known and key not in ("params", *_KERNELS) and not isinstance(value, Tensor)
-    }
-    trial: Optimizer = made(parameters, **settings)
+    trial: Optimizer = made(parameters, **settings_of(made, optimizer.param_groups[0]))
     for step in range(_STEPS):
         for number, parameter in enumerate(parameters):
             gradient = torch.cos(values * (step + 1.0))

@@ -168,6 +168,14 @@ class Strategy(ABC):
             "set the sizes of the mesh that it gets, such as parallel={'shard': 4, 'tensor': 2}",
         )
 
+    def offload_parameters(self) -> None:
+        """Before `setup`: weights that are sharded are to be in host memory between uses. Not a collective."""
+
+    @property
+    def parameters_on_host(self) -> bool:
+        """Whether they are: known after `setup`."""
+        return False
+
     def setup(self, model: nn.Module) -> None:
         """Move the model to its devices, with the same values on all ranks. Called again after `release`."""
         self.model = model

@@ -97,10 +97,11 @@ def facts_of_weights(parts: Parts) -> dict[str, int | str]:
 def facts_of_optimizer(parts: Parts) -> dict[str, int | str]:
     """Facts that must be the same before a step on ranks with the same optimizer state. Waits for the device."""
     names_held = parts.strategy.held_names()
+    optimizers = parts.device_optimizer, parts.optimizer
+    named, own = ([each for group in one.param_groups for each in group["params"]] for one in optimizers)
     held = {
-        names_held[id(each)]: (each, parts.optimizer.state.get(each, {}))
-        for group in parts.optimizer.param_groups
-        for each in group["params"]
+        names_held[id(each)]: (kept, parts.optimizer.state.get(kept, {}))
+        for each, kept in zip(named, own, strict=False)  # the user may have added a group, which a step refuses
     }
     numbers = _stacked([_state_bits(*each) for each in held.values()], parts.world.device).tolist()
     return {

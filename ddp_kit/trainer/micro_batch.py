@@ -117,7 +117,7 @@ def _tried(
         for parameter in parts.strategy.parameters:
             if parameter.grad is not None:
                 parameter.grad.zero_()  # the step only allocates optimizer state; avoid non-finite values
-        parts.optimizer.step()
+        parts.device_optimizer.step()
         if last:
             _forget(parts.model)
         _pass(parts, batch)

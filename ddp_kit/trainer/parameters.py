@@ -13,16 +13,16 @@ class RunParameters:
     trained on each rank separately.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, device_optimizer: Optimizer) -> None:
         self._model = model
         self._optimizer = optimizer
         self._own = tuple(model.parameters())
-        self._held = tuple(parameter for group in optimizer.param_groups for parameter in group["params"])
+        self._held = _held_by(optimizer)
         self._learns = [parameter.requires_grad for parameter in self._own]
-        self._all = tuple(dict.fromkeys(self._own + self._held))
+        self._all = tuple(dict.fromkeys(self._own + self._held + _held_by(device_optimizer)))
 
     def clear_gradients(self) -> None:
-        """Set the gradients of all parameters of the model and the optimizer to None."""
+        """Set the gradients of all parameters of the model and the optimizers to None."""
         for parameter in self._all:
             parameter.grad = None
 
@@ -43,13 +43,16 @@ class RunParameters:
     def check(self) -> None:
         """`check_frozen`, and raise `ConfigError` if parameters were added or replaced. Walks over all modules."""
         self.check_frozen()
-        held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         for what, now, before in (
             ("the model", [*self._model.parameters()], self._own),
-            ("the optimizer", held, self._held),
+            ("the optimizer", _held_by(self._optimizer), self._held),
         ):
             if len(now) != len(before) or any(one is not other for one, other in zip(now, before, strict=True)):
                 raise ConfigError(
                     f"{what} has got other parameters after the Trainer was made: {len(before)} then, {len(now)} now",
                     "change the model first and make the Trainer, with a new optimizer, after that",
                 )
+
+
+def _held_by(optimizer: Optimizer) -> tuple[nn.Parameter, ...]:
+    return tuple(parameter for group in optimizer.param_groups for parameter in group["params"])

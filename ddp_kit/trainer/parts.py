@@ -30,6 +30,10 @@ class Parts:
     """The user's model."""
     strategy: Strategy
     optimizer: Optimizer
+    """The user's. With `memory.offload_optimizer`, it holds copies of the weights on the host."""
+    device_optimizer: Optimizer
+    """Holds the parameters that get the gradients, in the same groups, and its `step` is the update: the same one, or
+    an `OffloadedOptimizer`."""
     scheduler: LRScheduler | None
     loss_fn: LossFunction
     precision: Precision

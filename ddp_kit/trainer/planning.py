@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from inspect import signature
 from typing import Any
 
 import psutil
@@ -38,12 +37,12 @@ from ddp_kit.parallel.memory import (
     refuse,
     report,
 )
+from ddp_kit.parallel.shards import settings_of
 from ddp_kit.torch_internals import FakeTensors, LiveBytes, is_fake, pytree
 from ddp_kit.trainer.exchange import gathered
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.world import World
 
-_KERNELS = ("fused", "foreach", "capturable")  # settings that choose a kernel that not every device has
 _TRIED_VALUES = 8
 _FOR_STATE = 0.7  # of a device's memory; the rest is for activations
 # For other strategies the memory per device is not known in advance.
@@ -64,6 +63,7 @@ def config_to_plan(config: TrainerConfig) -> TrainerConfig:
         alone["micro_batch_size"] = 1
     if config.precision == "fp8":
         alone |= {"precision": "bf16", "fp8_layers": "auto"}
+    alone["memory"] = config.memory.model_copy(update={"offload_optimizer": False, "offload_parameters": False})
     data = config.data.model_copy(update={"num_workers": 0, "seed_samples": False, "compare_items": 0})
     return config.model_copy(update={**alone, "data": data})
 
@@ -75,10 +75,13 @@ def named(parallel: ParallelConfig, name: StrategyName) -> ParallelConfig:
     return parallel.model_copy(update={field: getattr(sizes, field) for field in fields})
 
 
-def first_that_fits(parallel: ParallelConfig, model: nn.Module, world: World) -> ParallelConfig:
+def first_that_fits(
+    parallel: ParallelConfig, model: nn.Module, world: World, *, offload_optimizer: bool = False
+) -> ParallelConfig:
     """The configuration; for "auto" that of the first of ddp, zero1 and fsdp that fits. A collective.
 
-    Counts weights, gradients and two values of state per weight, as in Adam; activations are unknown before the first
+    Counts weights, gradients and two values of state per weight, as in Adam, which are none of the device's with
+    `offload_optimizer`; activations are unknown before the first
     batch, so part of the memory is reserved for them. Raises `ConfigError` if none fits.
     """
     if parallel.strategy != AUTO:
@@ -93,7 +96,7 @@ def first_that_fits(parallel: ParallelConfig, model: nn.Module, world: World) ->
     refused: list[str] = []
     for name in _EXACT:
         found = named(parallel, name)
-        need = plan_memory(whole, found, world.world_size).exact / GIB
+        need = plan_memory(whole, found, world.world_size, offload_optimizer=offload_optimizer).exact / GIB
         if need <= least / GIB * _FOR_STATE:
             logger.info(
                 'parallel="auto": {}, with {:.2f} GiB of weights, gradients and optimizer state on each rank{}',
@@ -117,6 +120,8 @@ def measured(parts: Parts, batch: Any, *, accumulates: bool) -> ModelMemory:
         fakes = FakeTensors()
         # deepcopy takes these from the memo instead of copying: fake parameters, and empty optimizer state.
         memo: dict[int, Any] = {id(each): fakes.parameter(each) for each in model.parameters()}
+        for held, copies in zip(parts.device_optimizer.param_groups, optimizer.param_groups, strict=True):
+            memo |= {id(copy): memo[id(each)] for each, copy in zip(held["params"], copies["params"], strict=True)}
         memo[id(optimizer.state)] = defaultdict(dict)
         try:
             model, optimizer = copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
@@ -152,10 +157,18 @@ def measured(parts: Parts, batch: Any, *, accumulates: bool) -> ModelMemory:
 
 def planned(model: ModelMemory, config: TrainerConfig, ranks: int, device_memory: int | None) -> MemoryPlan:
     """The plan of a configuration; for "auto", of the first strategy that fits."""
-    offload = config.memory.offload_activations
+    memory = config.memory
 
     def plan_of(parallel: ParallelConfig) -> MemoryPlan:
-        return plan_memory(model, parallel, ranks, device_memory=device_memory, offload=offload)
+        return plan_memory(
+            model,
+            parallel,
+            ranks,
+            device_memory=device_memory,
+            offload=memory.offload_activations,
+            offload_optimizer=memory.offload_optimizer,
+            offload_parameters=memory.offload_parameters,
+        )
 
     if config.parallel.strategy == AUTO:
         plans = [plan_of(named(config.parallel, name)) for name in _EXACT]
@@ -185,10 +198,14 @@ def refuse_start(parts: Parts) -> None:
     if memory is None or parts.config.parallel.strategy not in _EXACT:
         return
     strategy, optimizer = parts.strategy, parts.optimizer
-    held = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    held = [each for group in parts.device_optimizer.param_groups for each in group["params"] if each.requires_grad]
     trained = held if strategy.replaces_parameters else strategy.parameters
-    weights = sum(map(_bytes, strategy.local_parameters())) + sum(map(_bytes, parts.model.buffers()))
-    refuse(MemoryPlan(weights, sum(map(_bytes, trained)), _state_to_come(optimizer), 0, 0, 0, 0, 0), memory)
+    weights, gradients = (sum(map(_bytes, each)) for each in (strategy.local_parameters(), trained))
+    if strategy.parameters_on_host:
+        weights = gradients = 0
+    weights += sum(map(_bytes, parts.model.buffers()))
+    state = _state_to_come(optimizer) if optimizer is parts.device_optimizer else 0  # else it is on the host
+    refuse(MemoryPlan(weights, gradients, state, 0, 0, 0, 0, 0), memory)
 
 
 def refuse_model(model: nn.Module, strategy: Strategy) -> None:
@@ -220,15 +237,9 @@ def _state_to_come(optimizer: Optimizer) -> int:
 
 def _state_per_value(kind: Any, group: dict[str, Any], dtype: torch.dtype) -> int:
     """Bytes of state per value, measured by a step of the same optimizer on the CPU with a few values."""
-    known = signature(kind).parameters
-    settings = {
-        name: value
-        for name, value in group.items()
-        if name in known and name not in ("params", *_KERNELS) and not isinstance(value, Tensor)
-    }
     parameter = nn.Parameter(torch.ones(_TRIED_VALUES, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
-    trial: Optimizer = kind([parameter], **settings)
+    trial: Optimizer = kind([parameter], **settings_of(kind, group))
     trial.step()
     state = [leaf for leaf in pytree.tree_leaves(trial.state[parameter]) if isinstance(leaf, Tensor)]
     return sum(each.element_size() for each in state if each.shape == parameter.shape)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_kit.callbacks import Callback
@@ -150,6 +151,7 @@ class OptimizerPart(SavedPart):
     def __init__(self, parts: Parts) -> None:
         self._strategy = parts.strategy
         self._optimizer = parts.optimizer
+        self._device_optimizer = parts.device_optimizer  # whose parameters the strategy knows
 
     def rank_state(self) -> Any:
         return self._strategy.optimizer_form(self._optimizer)
@@ -157,7 +159,7 @@ class OptimizerPart(SavedPart):
     def state_dict(self, ranks: Sequence[Any]) -> Any:
         state = self._optimizer.state_dict()
         if self._strategy.shards:
-            state["state"] = in_pieces(state["state"], self._optimizer, self._strategy)
+            state["state"] = in_pieces(state["state"], self._device_optimizer, self._strategy)
             state["state"] = self._strategy.optimizer_state(state["state"], ranks)
         return {**state, **self._own}
 
@@ -165,22 +167,20 @@ class OptimizerPart(SavedPart):
         return not self._strategy.shards  # only scalars are unsharded, such as Adam's step
 
     def device_of(self, tensor: str) -> torch.device | None:
-        parameter = self._parameter_of(tensor)
+        parameter = _parameter_of(tensor, self._parameters)
         return None if parameter is None else parameter.device
 
     def piece_of(self, tensor: str) -> Piece | None:
-        parameter = self._parameter_of(tensor)
+        parameter = _parameter_of(tensor, self._known_parameters)
         return None if parameter is None else self._strategy.piece_of(parameter)
-
-    def _parameter_of(self, tensor: str) -> Tensor | None:
-        """The parameter that a state tensor belongs to: state.0.exp_avg to the first parameter of the first group."""
-        head, number, *_ = [*tensor.split("."), "", ""]
-        known = head == "state" and number.isdecimal() and int(number) < len(self._parameters)
-        return self._parameters[int(number)] if known else None
 
     @cached_property
     def _parameters(self) -> list[Tensor]:
-        return [each for group in self._optimizer.param_groups for each in group["params"]]
+        return _parameters_of(self._optimizer)
+
+    @cached_property
+    def _known_parameters(self) -> list[Tensor]:
+        return _parameters_of(self._device_optimizer)
 
     @cached_property
     def _own(self) -> dict[str, Any]:
@@ -188,8 +188,8 @@ class OptimizerPart(SavedPart):
         names = self._strategy.held_names()
         return {
             "kind": kind_of(self._optimizer),
-            "names": [[names[id(each)] for each in group["params"]] for group in self._optimizer.param_groups],
-            "held": held([each for group in self._optimizer.param_groups for each in group["params"]]),
+            "names": [[names[id(each)] for each in group["params"]] for group in self._device_optimizer.param_groups],
+            "held": held(self._parameters),
         }
 
     def check(self, state: Any) -> str | None:
@@ -211,13 +211,24 @@ class OptimizerPart(SavedPart):
         saved = {name: value for name, value in state.items() if name in ("state", "param_groups")}
         if self._strategy.shards:
             saved["state"] = self._strategy.own_optimizer_state(saved["state"])
-            saved["state"] = of_pieces(saved["state"], self._optimizer, self._strategy)
+            saved["state"] = of_pieces(saved["state"], self._device_optimizer, self._strategy)
         try:
             load_optimizer_state(
                 self._optimizer, saved, keep_types=types == own_types, keep_devices=devices == own_devices
             )
         except Exception as error:
             raise DoesNotFitError(f"its optimizer does not fit: {str(error)[:_LONGEST_TEXT]}") from None
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _parameter_of(tensor: str, parameters: Sequence[Tensor]) -> Tensor | None:
+    """The parameter that a state tensor belongs to: state.0.exp_avg to the first parameter of the first group."""
+    head, number, *_ = [*tensor.split("."), "", ""]
+    known = head == "state" and number.isdecimal() and int(number) < len(parameters)
+    return parameters[int(number)] if known else None
 
 
 def held(parameters: Sequence[Tensor]) -> list[list[str]]:

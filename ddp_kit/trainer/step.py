@@ -56,7 +56,7 @@ class OptimizerStep:
         self._parts = parts
         self._strategy = parts.strategy
         self._clock = clock
-        self._parameters = RunParameters(parts.model, parts.optimizer)
+        self._parameters = RunParameters(parts.model, parts.optimizer, parts.device_optimizer)
         self._losses = LossCalls(parts, self._parameters)
         may_skip = parts.config.non_finite == "skip" or parts.precision.scales
         self._keeps_buffers = may_skip and any(True for _ in parts.model.buffers())
@@ -71,7 +71,7 @@ class OptimizerStep:
         self._gradient(passes, measure_norm=measure_norm)
         # The host needs to know whether the step was skipped only if something on the host depends on it.
         tell = parts.scheduler is not None or parts.config.non_finite == "skip"
-        if self._clip(interval, measure_norm) and parts.precision.apply(parts.optimizer, tell=tell):
+        if self._clip(interval, measure_norm) and parts.precision.apply(parts.device_optimizer, tell=tell):
             if before is not None and parts.precision.overflowed is not None:
                 before.restore_where(parts.precision.overflowed)
             self._tick(interval.step)
@@ -96,7 +96,7 @@ class OptimizerStep:
             self._parameters.check_frozen()
         parts.heart.mark(Phase.OPTIMIZER)
         strategy.check_gradients()
-        parts.precision.unscale(parts.optimizer)
+        parts.precision.unscale(parts.device_optimizer)
         if self._losses.weighted:
             strategy.scale_gradients(_ratio(passes.samples, passes.weight()))
 

@@ -27,6 +27,7 @@ from ddp_kit.parallel import Parallelize, strategy_for
 from ddp_kit.parallel.activations import Activations
 from ddp_kit.parallel.memory import MemoryPlan, ModelMemory
 from ddp_kit.parallel.mesh import sizes_of
+from ddp_kit.parallel.offload import OffloadedOptimizer
 from ddp_kit.precision import Precision
 from ddp_kit.profile import Recorder
 from ddp_kit.progress import ProgressReport
@@ -143,7 +144,9 @@ class Trainer:
         self._request = plan_request()
         settings = self.config if self._request is None else config_to_plan(self.config)
         micro_batch = None if settings.micro_batch_size == "auto" else settings.micro_batch_size
-        settings = settings.model_copy(update={"parallel": first_that_fits(settings.parallel, model, self.world)})
+        offload = settings.memory.offload_optimizer
+        placed = first_that_fits(settings.parallel, model, self.world, offload_optimizer=offload)
+        settings = settings.model_copy(update={"parallel": placed})
         automatic = settings.micro_batch_size == "auto"
         strategy = strategy_for(settings.parallel, self.world, recoverable=automatic, parallelize=parallelize)
         data_ranks = strategy.data_ranks
@@ -161,12 +164,17 @@ class Trainer:
             compile_in_place(model, settings.compile)
         activations = Activations(model, settings.memory, compiled=settings.compile is not None)
         refuse_model(model, strategy)
+        if settings.memory.offload_parameters:
+            strategy.offload_parameters()
         strategy.setup(model)
         logged = LoggedValues(self.world.device)
         if self._updates:
             optimizer = JointOptimizer({update.name: update.optimizer for update in self._updates})
             loss_fn = loss_to_evaluate(self._updates, logged)
         self.optimizer = optimizer_for(model, optimizer, strategy)
+        device_optimizer = self.optimizer
+        if settings.memory.offload_optimizer or settings.memory.offload_parameters:
+            device_optimizer = OffloadedOptimizer(self.optimizer, in_place=strategy.parameters_on_host)
         schedulers = self._schedulers(settings, scheduler)
         self.scheduler = joint_scheduler(schedulers) if self._updates else schedulers.get("")
         self._ticking = [(schedulers.get(each.name), each.every) for each in self._updates] or [(self.scheduler, 1)]
@@ -174,6 +182,7 @@ class Trainer:
             model,
             strategy,
             self.optimizer,
+            device_optimizer,
             self.scheduler,
             checked_function(loss_fn, "loss_fn"),
             precision,

@@ -109,6 +109,7 @@ def _check_settings(config: TrainerConfig) -> None:
         ),
         "micro_batch_size='auto'": (config.micro_batch_size == "auto", "set micro_batch_size to a number"),
         "parallel.static_graph": (config.parallel.static_graph, "leave it out"),
+        "memory.offload_optimizer": (config.memory.offload_optimizer, "leave it out"),
     }
     for setting, (asked, hint) in problems.items():
         if asked:
@@ -202,6 +203,7 @@ def check_closure(parts: Parts) -> None:
     for setting, asked in {
         "precision='fp16'": config.precision == "fp16",
         "non_finite='skip'": config.non_finite == "skip",
+        "memory.offload_optimizer": config.memory.offload_optimizer,
         "micro_batch_size='auto'": config.micro_batch_size == "auto",
         f"parallel.strategy={config.parallel.strategy!r}": config.parallel.strategy != "ddp",
     }.items():
@@ -227,6 +229,7 @@ def joined(
             parts,
             strategy=strategy,
             optimizer=update.optimizer,
+            device_optimizer=update.optimizer,
             scheduler=schedulers.get(update.name),
             loss_fn=update.loss_fn,
             config=config,

@@ -1,4 +1,7 @@
-"""Run by test_placements.py: moved.py PARALLEL STEPS FOLDER trains to that step, from the newest checkpoint there."""
+"""Run by test_placements.py: trains to a step, from the newest checkpoint in the folder.
+
+moved.py PARALLEL STEPS FOLDER [OFFLOAD]    PARALLEL: as JSON; OFFLOAD: a setting of memory
+"""
 
 import json
 import sys
@@ -37,7 +40,7 @@ class Model(nn.Module):
         return out
 
 
-def main(parallel: object, steps: int, folder: str) -> None:
+def main(parallel: object, steps: int, folder: str, *offload: str) -> None:
     torch.manual_seed(0)
     model = Model().double()
     data = [(torch.randn(4, dtype=torch.float64), torch.tensor(number % 5)) for number in range(31)]
@@ -50,6 +53,7 @@ def main(parallel: object, steps: int, folder: str) -> None:
             global_batch_size=12,
             max_grad_norm=0.5,
             parallel=parallel,
+            memory=dict.fromkeys(offload, True),
             checkpoint={"dir": folder, "every_steps": 100},
         ),
     )
@@ -65,4 +69,4 @@ def main(parallel: object, steps: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(json.loads(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -1,6 +1,8 @@
 """Run by test_resume.py: trains with everything random, is killed at one step if told so, and prints what it ends with.
 
-resumed.py FOLDER STEP_TO_DIE_AFTER WORKERS [WIDTH [PARALLEL]]    PARALLEL: as JSON
+resumed.py FOLDER STEP_TO_DIE_AFTER WORKERS [WIDTH [PARALLEL [OFFLOAD]]]
+
+PARALLEL: as JSON. OFFLOAD: a setting of memory.
 """
 
 import hashlib
@@ -50,7 +52,7 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
 
-def main(folder: str, after: int, workers: int, width: int = 8, parallel: Any = None) -> None:
+def main(folder: str, after: int, workers: int, width: int = 8, parallel: Any = None, *offload: str) -> None:
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(width, 4), nn.GELU(), nn.Linear(4, 1))
     model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.2), inner)
@@ -67,6 +69,7 @@ def main(folder: str, after: int, workers: int, width: int = 8, parallel: Any = 
             warmup_steps=3,
             data={"num_workers": workers},
             checkpoint={"dir": folder, "every_steps": 2},
+            memory=dict.fromkeys(offload, True),
             parallel=parallel or {"share_gpus": "RESUMED_SHARES_GPUS" in os.environ},
         ),
         scheduler=lambda optimizer: OneCycleLR(optimizer, 0.05, total_steps=60),
@@ -80,4 +83,4 @@ def main(folder: str, after: int, workers: int, width: int = 8, parallel: Any = 
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:5]), *map(json.loads, sys.argv[5:]))
+    main(sys.argv[1], *map(int, sys.argv[2:5]), *map(json.loads, sys.argv[5:6]), *sys.argv[6:])

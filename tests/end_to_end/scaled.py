@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from ddp_kit import Trainer, TrainerConfig
 
 
-def train(parallel: str) -> None:
+def train(name: str, parallel: str, *offload: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 3))
     data = [(torch.randn(4), torch.tensor(number % 3)) for number in range(96)]
@@ -26,12 +26,14 @@ def train(parallel: str) -> None:
             log_every=1,
             precision="fp16",
             parallel=parallel,
+            memory=dict.fromkeys(offload, True),
         ),
     )
     result = trainer.fit(data)
     if trainer.world.is_main:
-        print("found", parallel, result.skipped, *(row.loss for row in result.history), result.history[-1].grad_norm)
+        print("found", name, result.skipped, *(row.loss for row in result.history), result.history[-1].grad_norm)
 
 
 for name in ("ddp", "zero1", "fsdp"):
-    train(name)
+    train(name, name)
+train("offloaded", "fsdp", "offload_parameters")

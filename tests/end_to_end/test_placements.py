@@ -28,7 +28,7 @@ def table() -> ModuleType:
 
 @pytest.mark.slow
 def test_rows_of_the_table_are_those_of_one_process(table: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert table.main(["fsdp, 3 ranks", "fsdp x tensor 2x2"]) == 0, capsys.readouterr().out
+    assert table.main(["fsdp, 3 ranks", "fsdp x tensor 2x2", "fsdp, offloaded"]) == 0, capsys.readouterr().out
 
 
 @pytest.mark.thorough
@@ -42,13 +42,14 @@ def test_all_rows_are(table: ModuleType, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.slow
 def test_on_gpus_they_are_those_of_one_process_too(table: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     rows = ["zero1", "fsdp", "tensor 2", "pipeline 2, 1f1b", "fsdp, checkpointing"]
+    rows += ["ddp, offloaded optimizer", "fsdp, offloaded optimizer", "fsdp, offloaded"]
     assert table.main(rows) == 0, capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_a_run_that_is_moved_from_placement_to_placement_ends_as_one_that_stays(ddpkit: Ddpkit, tmp_path: Path) -> None:
-    def train(ranks: int, parallel: object, steps: int, folder: str) -> dict[str, list[float]]:
-        words = (MOVED, json.dumps(parallel), steps, tmp_path / folder)
+    def train(ranks: int, parallel: object, steps: int, folder: str, *offload: str) -> dict[str, list[float]]:
+        words = (MOVED, json.dumps(parallel), steps, tmp_path / folder, *offload)
         run = ddpkit("launch", "--nproc-per-node", ranks, *words)
         assert run.returncode == 0, run.stderr
         (line,) = [line for line in run.stdout.splitlines() if "weights" in line]
@@ -57,9 +58,9 @@ def test_a_run_that_is_moved_from_placement_to_placement_ends_as_one_that_stays(
 
     train(2, "ddp", 3, "moves")
     train(3, "fsdp", 6, "moves")
-    train(3, "zero1", 8, "moves")
+    train(3, "zero1", 8, "moves", "offload_optimizer")
     train(2, {"tensor": 2, "tensor_plan": PLAN}, 10, "moves")
-    train(4, {"replicate": 2, "shard": 2}, 12, "moves")
+    train(4, {"replicate": 2, "shard": 2}, 12, "moves", "offload_parameters")
     moved, stayed = train(1, "ddp", 14, "moves"), train(1, "ddp", 14, "stays")
     assert moved["weights"] == pytest.approx(stayed["weights"], abs=1e-12)
     assert moved["state"] == pytest.approx(stayed["state"], abs=1e-12)
@@ -83,10 +84,11 @@ def test_an_overflow_of_fp16_is_left_out_on_all_ranks_of_every_strategy(ddpkit: 
     run = ddpkit("launch", "--nproc-per-node", 2, Path(__file__).with_name("scaled.py"))
     assert run.returncode == 0, run.stderr
     found = {name: list(map(float, rest.split())) for name, rest in re.findall(r"found (\w+) (.*)", run.stdout)}
-    assert found.keys() == {"ddp", "zero1", "fsdp"}
+    assert found.keys() == {"ddp", "zero1", "fsdp", "offloaded"}
     assert found["ddp"][0] == 1, "one step was left out"
     assert found["zero1"] == pytest.approx(found["ddp"], rel=1e-3)
     assert found["fsdp"] == pytest.approx(found["ddp"], rel=1e-3)
+    assert found["offloaded"] == found["fsdp"]
 
 
 @pytest.mark.slow

@@ -22,19 +22,23 @@ def ended_with(output: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "parallel"),
+    ("ranks", "parallel", "offload"),
     [
-        (3, "zero1"),
-        (3, "fsdp"),
-        pytest.param(4, {"replicate": 2, "shard": 2}, marks=pytest.mark.thorough),
-        (4, {"shard": 2, "tensor": 2, "tensor_plan": {"3.0": "column", "3.2": "row"}}),
+        (3, "zero1", ()),
+        (3, "fsdp", ()),
+        (2, "fsdp", ("offload_parameters",)),
+        pytest.param(3, "zero1", ("offload_optimizer",), marks=pytest.mark.thorough),
+        pytest.param(4, {"replicate": 2, "shard": 2}, (), marks=pytest.mark.thorough),
+        (4, {"shard": 2, "tensor": 2, "tensor_plan": {"3.0": "column", "3.2": "row"}}, ()),
     ],
     ids=str,
 )
-def test_so_it_does_under_every_strategy(ddpkit: Ddpkit, tmp_path: Path, ranks: int, parallel: object) -> None:
+def test_so_it_does_under_every_strategy(
+    ddpkit: Ddpkit, tmp_path: Path, ranks: int, parallel: object, offload: tuple[str, ...]
+) -> None:
     ended = {}
     for after in (WITHOUT, 7):
-        words = (tmp_path / f"after-{after}", after, 0, 8, json.dumps(parallel))
+        words = (tmp_path / f"after-{after}", after, 0, 8, json.dumps(parallel), *offload)
         run = ddpkit("launch", "--nproc-per-node", ranks, "--max-restarts", 1, SCRIPT, *words)
         assert run.returncode == 0, run.stderr
         assert ("resumed from" in run.stderr) == (after != WITHOUT)

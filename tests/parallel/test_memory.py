@@ -65,6 +65,27 @@ def test_gradients_stay_whole_where_fsdp_accumulates_them() -> None:
     assert plan_memory(accumulating, config, 4, device_memory=VALUES * 4 * 8 - 1).gradients == 42 * 4
 
 
+@pytest.mark.parametrize(
+    ("ranks", "settings", "moved", "device", "host"),
+    [
+        # on the device: weights, gradients, state, copies; on the host: weights, gradients and state that are updated
+        (1, {}, "offload_optimizer", (VALUES * 4 + 6 + 16, VALUES * 4, 0, 0), VALUES * 16 + 12),
+        (5, {"strategy": "zero1"}, "offload_optimizer", (145 * 4 + 22, VALUES * 4, 0, 0), 29 * 16 + 12),
+        (4, {"strategy": "fsdp"}, "offload_optimizer", (42 * 4 + 18, 42 * 4, 0, 0), 42 * 16 + 12),
+        (4, {"strategy": "fsdp"}, "offload_parameters", (16, 0, 0, 0), 42 * 16 + 12 + 2),
+        (1, {"strategy": "fsdp"}, "offload_parameters", (VALUES * 4 + 22, VALUES * 4, 0, 0), VALUES * 16 + 12),
+    ],
+)
+def test_what_is_offloaded_counts_on_the_host(
+    ranks: int, settings: dict[str, Any], moved: str, device: tuple[int, ...], host: int
+) -> None:
+    found = plan_memory(MODEL, ParallelConfig(**settings), ranks, **{moved: True})
+    assert (found.weights, found.gradients, found.optimizer_state, found.optimizer_temporaries) == device
+    assert found.host == host
+    assert "in host memory" in str(found)
+    assert "in host memory" not in str(plan(ranks, **settings))
+
+
 def test_communication_has_gathered_units_and_copies_of_gradients() -> None:
     assert plan(strategy="ddp").communication == 0
     assert plan(strategy="ddp", compression="powersgd").communication == VALUES * 4
@@ -117,10 +138,10 @@ def test_the_cheapest_that_fits_is_chosen(gib: int, text: str) -> None:
 
 
 def test_nothing_is_chosen_where_nothing_fits() -> None:
-    choice = choose(large(1000), 8, 80 * GIB)
+    choice = choose(large(20000), 8, 80 * GIB)
     assert choice.setting is None
     assert len(choice.refused) > 4
-    text = report(large(1000), plan_memory(large(1000), ParallelConfig(), 8), 8, 80 * GIB)
+    text = report(large(20000), plan_memory(large(20000), ParallelConfig(), 8), 8, 80 * GIB)
     assert "no setting of ddpkit makes it fit; the least is" in text
 
 

@@ -1,0 +1,113 @@
+"""The optimizer on the host: its state, and the copies of the weights that it updates, are in host memory.
+
+Gradients are reduced, scaled and clipped where the passes leave them. Each step begins with a copy of the weights, so
+the model's own are the ones that count, whoever has written to them. Source of the idea: Ren et al. 2021,
+arXiv 2101.06840.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddp_kit.errors import ConfigError
+from ddp_kit.parallel.shards import settings_of
+
+
+class OffloadedOptimizer(Optimizer):
+    """Holds what this rank updates on its device, and lets another optimizer update copies of it on the host.
+
+    step():
+        copy weights and gradients to the host, and wait for these copies, once
+        step the optimizer on the host
+        copy the weights back                                       # nothing waits for that
+
+    `optimizer`: the user's; its parameters are replaced by their copies on the host.
+    `in_place`: its parameters are in host memory already, and nothing is copied.
+    Raises `ConfigError` for an optimizer that cannot step on the CPU.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, in_place: bool = False) -> None:
+        super().__init__([{"params": [*group["params"]]} for group in optimizer.param_groups], {})
+        check_steps_on_cpu(optimizer)
+        self._on_host = optimizer
+        trained = [each for group in self.param_groups for each in group["params"] if each.requires_grad]
+        self._copies = {} if in_place else {each: _HostCopy(each) for each in trained}
+        self._devices = {each.device for each in self._copies if each.is_cuda}
+        for group in optimizer.param_groups:
+            group["params"] = [self._copies[each].weight if each in self._copies else each for each in group["params"]]
+        for each, copy in self._copies.items():
+            if each in optimizer.state:
+                optimizer.state[copy.weight] = optimizer.state.pop(each)
+        if optimizer.state:
+            optimizer.load_state_dict(optimizer.state_dict())  # torch moves the state to where the parameters are
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One update. Parameters without a gradient are left out."""
+        assert closure is None, "gradients are complete before the step"
+        for each, copy in self._copies.items():
+            copy.fetch(each)
+        for device in self._devices:
+            torch.cuda.current_stream(device).synchronize()
+        self._on_host.step()
+        for each, copy in self._copies.items():
+            copy.send_back(each)
+
+
+class _HostCopy:
+    """One parameter's copy, and that of its gradient; page-locked where the parameter is on a GPU."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.weight = nn.Parameter(_on_host(parameter).copy_(parameter.detach()))
+        self._gradient = _on_host(parameter)
+
+    def fetch(self, parameter: nn.Parameter) -> None:
+        """Begin to copy weights and gradient to the host."""
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        self.weight.copy_(parameter, non_blocking=True)
+        if gradient.is_sparse:
+            self.weight.grad = gradient.to("cpu")
+        else:
+            self.weight.grad = self._gradient.copy_(gradient, non_blocking=True)
+
+    def send_back(self, parameter: nn.Parameter) -> None:
+        """Begin to copy the updated weights to the device."""
+        if self.weight.grad is not None:
+            parameter.copy_(self.weight, non_blocking=True)
+            self.weight.grad = None
+
+
+def _on_host(like: nn.Parameter) -> Tensor:
+    return torch.empty_like(like, device="cpu", pin_memory=like.is_cuda, requires_grad=False)
+
+
+def check_steps_on_cpu(optimizer: Optimizer) -> None:
+    """Raise `ConfigError` for an optimizer that only steps on a GPU; it is tried with a small tensor."""
+    kind, group = type(optimizer), optimizer.param_groups[0]
+    like = next(iter(group["params"]), torch.empty(0))
+    parameter = nn.Parameter(torch.ones(2, 2, dtype=like.dtype))
+    try:
+        trial = kind([parameter], **settings_of(kind, group, kernels=True))
+    except (TypeError, ValueError):  # cannot be made again from its settings
+        return
+    except RuntimeError as error:
+        raise _only_on_gpu(optimizer, error) from None
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            trial.step()
+    except (RuntimeError, AssertionError) as error:
+        raise _only_on_gpu(optimizer, error) from None
+
+
+def _only_on_gpu(optimizer: Optimizer, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the optimizer {type(optimizer).__name__} cannot step on the CPU, where memory.offload_optimizer has its "
+        f"state: {error}",
+        "leave out capturable=True and other settings for a GPU's kernels (fused=True works with Adam, AdamW and SGD), "
+        "or leave out offload_optimizer",
+    )
