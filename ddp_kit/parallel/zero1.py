@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddp_kit.config import ParallelConfig
 from ddp_kit.parallel.ddp import DdpStrategy
 from ddp_kit.parallel.shards import Shards
 from ddp_kit.parallel.strategy import Passes, Strategy
 from ddp_kit.pieces import Piece
 from ddp_kit.torch_internals import gather_ranges
+from ddp_kit.world import World
 
 
 @dataclass(frozen=True)
@@ -34,17 +36,22 @@ class Zero1Strategy(DdpStrategy):
     shards = True
     divided = Strategy.divided  # refused: shards are of one optimizer
 
+    def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
+        super().__init__(world, config, recoverable=recoverable)
+        self._flat: list[_Flat] = []
+
     @property
     def optimizer_replicas(self) -> tuple[range, ...]:
         return tuple(range(rank, rank + 1) for rank in range(self.world.world_size))
 
     def setup(self, model: nn.Module) -> None:
         super().setup(model)
+        if self._flat:  # after `release`: the optimizer holds the shards that were made the first time
+            return
         trained: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 trained.setdefault(parameter.dtype, []).append((name, parameter))
-        self._flat: list[_Flat] = []
         pieces: dict[nn.Parameter, Piece] = {}
         for dtype, named in trained.items():
             pieces |= self._flattened(dtype, [parameter for _, parameter in named])
