@@ -372,12 +372,12 @@ class MemoryConfig(_Part):
         "gradients are approximate. None: as they are.",
     )
     offload_optimizer: bool = Field(
-        False,
+        default=False,
         description="Keep the optimizer's state in host memory, and let it step on the CPU, with page-locked copies of "
         "the weights and gradients that this rank updates.",
     )
     offload_parameters: bool = Field(
-        False,
+        default=False,
         description="With FSDP: keep sharded weights and gradients in page-locked host memory between uses; the "
         "optimizer then steps on the CPU, too.",
     )

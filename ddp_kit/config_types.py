@@ -104,6 +104,10 @@ class MemorySettings(TypedDict, total=False):
     """Keep activations of 1 MiB or more in page-locked host memory until the backward pass; the same result. On the CPU they are only copied."""
     activation_bits: Literal[8] | None
     """8: keep floating-point activations of 64 KiB or more as 8-bit integers. The loss is the same; gradients are approximate. None: as they are."""
+    offload_optimizer: bool
+    """Keep the optimizer's state in host memory, and let it step on the CPU, with page-locked copies of the weights and gradients that this rank updates."""
+    offload_parameters: bool
+    """With FSDP: keep sharded weights and gradients in page-locked host memory between uses; the optimizer then steps on the CPU, too."""
 
 
 class ProfileSettings(TypedDict, total=False):
