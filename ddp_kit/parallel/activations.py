@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -40,6 +41,13 @@ OFFLOADED_BYTES = 1 << 20
 """Smaller activations stay on the device: there are many, and each copy costs a call."""
 COMPRESSED_BYTES = 1 << 16
 """Smaller activations are not compressed, such as the statistics of normalization layers."""
+
+
+# torch 2.14 asks whether hooks of saved tensors, as those of offload, also get what selective checkpointing keeps. In
+# earlier versions they do not.
+_AS_BEFORE: dict[str, Any] = (
+    {"respect_saved_tensors_hooks": False} if "respect_saved_tensors_hooks" in signature(checkpoint).parameters else {}
+)
 
 
 class Activations:
@@ -135,7 +143,7 @@ def _recomputing(block: nn.Module, by_operation: bool, called: set[nn.Module] | 
         if called is not None:
             called.add(block)
         contexts = partial(_contexts, None if compiled else block, selective)
-        return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
+        return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts, **_AS_BEFORE)
 
     return forward
 
