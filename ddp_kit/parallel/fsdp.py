@@ -26,7 +26,8 @@ from ddp_kit.parallel.mesh import sizes_of
 from ddp_kit.parallel.replicas import broadcast, check_replicable
 from ddp_kit.parallel.shards import Shards
 from ddp_kit.parallel.strategy import Parallelize, Passes, Strategy
-from ddp_kit.parallel.tensor import split_layers, tensor_plan
+from ddp_kit.parallel.tensor import split_layers
+from ddp_kit.parallel.tensor_plan import tensor_plan
 from ddp_kit.pieces import Piece
 from ddp_kit.world import World, host_group
 

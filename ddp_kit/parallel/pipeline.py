@@ -20,7 +20,14 @@ from ddp_kit.errors import ConfigError, LossError, some
 from ddp_kit.parallel.mesh import sizes_of
 from ddp_kit.parallel.replicas import broadcast, check_replicable
 from ddp_kit.parallel.stage_links import Links, Received, Stage, move
-from ddp_kit.parallel.stages import Chain, StageModel, chain_of, stages_per_rank
+from ddp_kit.parallel.stages import (
+    Chain,
+    StageModel,
+    chain_of,
+    holders_before_first_pass,
+    leaves_of,
+    stages_per_rank,
+)
 from ddp_kit.parallel.strategy import PassedOn, Passes, Strategy
 from ddp_kit.pieces import Piece
 from ddp_kit.torch_internals import version_of
@@ -170,19 +177,8 @@ class PipelineStrategy(Strategy):
         self._chain, places = chain_of(model, self.config), range(self.sizes.pipeline)
         chain = self._chain
         blocks = chain.blocks(model)
-        inside: dict[nn.Parameter, set[int]] = {}
-        for stage, numbers in enumerate(chain.stages):
-            for number in numbers:
-                for each in blocks[number].parameters():
-                    inside.setdefault(each, set()).add(stage % len(places))
-        of_blocks = {module for block in blocks for module in block.modules()}
-        outside = {
-            each for module in model.modules() if module not in of_blocks for each in module.parameters(recurse=False)
-        }
-        shared = {each for each, held in inside.items() if len(held) > 1} | outside
-        for each in model.parameters():
-            self._holders[each] = tuple(places) if each in shared else tuple(inside[each])
-        self._outer = [each for each in model.parameters() if each in shared and each.requires_grad]
+        self._holders, self._outer = holders_before_first_pass(model, chain, len(places))
+        shared = {each for each, held in self._holders.items() if len(held) > 1}
         # Block by block: no rank ever holds the whole model on its device.
         for block in blocks:
             self._put_on_device([each for each in block.parameters() if each not in shared])
@@ -269,7 +265,7 @@ class PipelineStrategy(Strategy):
         stages = self._new_stages()
         for stage in stages:
             move(stage.get_fwd_recv_ops(0))
-            self._needed |= _leaves(stage.forward_one_chunk(0))
+            self._needed |= leaves_of(stage.forward_one_chunk(0))
             move(stage.get_fwd_send_ops(0))
         for name, each in self.model.named_buffers():
             buffer, version = before.get(name, (None, 0))
@@ -336,7 +332,7 @@ class PipelineStrategy(Strategy):
             return self._call_alone(function, batch)
         value = self._models[self._running].call(function, batch, self._came)
         if not self._learned:  # the other ranks wait for what this one finds wrong with its first loss
-            leaves = _leaves(getattr(value, "loss", value))
+            leaves = leaves_of(getattr(value, "loss", value))
             self._check_foreign(each for each in self.parameters if each in leaves)
         return value
 
@@ -584,19 +580,3 @@ def _free(parameter: nn.Parameter) -> None:
     """Free its memory; it keeps its shape and reads as NaN everywhere, so that accidental use shows."""
     kind = torch.nan if parameter.is_floating_point() else 0
     parameter.data = torch.full((), kind, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-
-
-def _leaves(root: Any) -> set[Tensor]:
-    """The leaves that a backward pass from a tensor comes to."""
-    found: set[Tensor] = set()
-    seen: set[Any] = set()
-    ahead = [root.grad_fn] if isinstance(root, Tensor) else []
-    while ahead:
-        node = ahead.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.add(node.variable)
-        ahead += [following for following, _ in node.next_functions]
-    return found

@@ -1,5 +1,6 @@
 """The stages of a pipeline: how a model is cut, and how its own forward pass runs on one of them."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -236,3 +237,63 @@ def _refuse(_gradient: Tensor) -> None:
         "a pipeline sends one tensor from each stage to the next: a model with connections that skip blocks, or whose "
         "loss takes the outputs of all of them, needs another strategy, such as parallel='fsdp'",
     )
+
+
+# --- which stages hold which weights ----------------------------------------------------------------------------------
+
+
+def holders_before_first_pass(
+    model: nn.Module, chain: Chain, places: int
+) -> tuple[dict[nn.Parameter, tuple[int, ...]], list[nn.Parameter]]:
+    """The places in the pipeline that hold each parameter; and the trained ones that all places hold until the first
+    pass has shown which of them need each."""
+    blocks = chain.blocks(model)
+    inside: dict[nn.Parameter, set[int]] = {}
+    for stage, numbers in enumerate(chain.stages):
+        for number in numbers:
+            for each in blocks[number].parameters():
+                inside.setdefault(each, set()).add(stage % places)
+    of_blocks = {module for block in blocks for module in block.modules()}
+    outside = {
+        each for module in model.modules() if module not in of_blocks for each in module.parameters(recurse=False)
+    }
+    shared = {each for each, held in inside.items() if len(held) > 1} | outside
+    held = {each: tuple(range(places)) if each in shared else tuple(inside[each]) for each in model.parameters()}
+    return held, [each for each in model.parameters() if each in shared and each.requires_grad]
+
+
+def holders_after_first_pass(
+    model: nn.Module, config: ParallelConfig, function: Callable[[nn.Module, Any], Any], batch: Any
+) -> dict[nn.Parameter, tuple[int, ...]]:
+    """The places in the pipeline that hold each parameter while it trains. All stages run in this process, one after
+    another. Raises `ConfigError` where the model cannot be cut, and `LossError` where a stage cannot run."""
+    chain = chain_of(model, config)
+    held, outer = holders_before_first_pass(model, chain, config.pipeline)
+    users: dict[nn.Parameter, set[int]] = {each: set() for each in outer}
+    came = None
+    for stage in range(len(chain.stages)):
+        try:
+            value = StageModel(model, chain, stage).call(function, copy.deepcopy(batch), came)
+            end = getattr(value, "loss", value)
+        except PassedOn as passed:
+            end = passed.tensor
+            came = Received(end.detach().requires_grad_(end.requires_grad), passed.items)
+        for each in users.keys() & leaves_of(end):
+            users[each].add(stage % config.pipeline)
+    return held | {each: tuple(sorted(stages)) or (0,) for each, stages in users.items()}
+
+
+def leaves_of(root: Any) -> set[Tensor]:
+    """The leaves that a backward pass from a tensor comes to."""
+    found: set[Tensor] = set()
+    seen: set[Any] = set()
+    ahead = [root.grad_fn] if isinstance(root, Tensor) else []
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(node.variable)
+        ahead += [following for following, _ in node.next_functions]
+    return found

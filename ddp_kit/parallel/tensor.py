@@ -9,7 +9,6 @@ A column layer passes its part of the outputs on to a row layer in the same pare
 the head of a language model, its outputs are gathered. Source of the scheme: Shoeybi et al. 2019, arXiv 1909.08053.
 """
 
-import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,68 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ddp_kit.config import ParallelConfig
-from ddp_kit.errors import ConfigError, nearest, some
-
-_KINDS = {"colwise": "column", "rowwise": "row", "sequence_parallel": "sequence"}
-"""What the plans that models of the transformers library bring along call the kinds."""
 _TOKENS = 1  # the dimension of the sequence
-
-
-def tensor_plan(model: nn.Module, config: ParallelConfig) -> dict[str, str]:
-    """Module names and their kinds, as the configuration or the model itself says. Raises `ConfigError`."""
-    modules = dict(model.named_modules())
-    patterns = _own_plan(model) if config.tensor_plan == "auto" else config.tensor_plan
-    plan: dict[str, str] = {}  # of module names
-    for pattern, kind in patterns.items():
-        found = fnmatch.filter(modules, pattern)
-        if not found:
-            raise ConfigError(
-                f"parallel.tensor_plan names {pattern!r}, and the model {type(model).__name__} has no such module",
-                f"nearest: {nearest(pattern, [*modules]) or some([*modules][1:])}",
-            )
-        plan |= dict.fromkeys(found, kind)
-    for name, kind in plan.items():
-        _check_layer(name, modules[name], kind, config.tensor)
-    return plan
-
-
-def _own_plan(model: nn.Module) -> Mapping[str, str]:
-    """The plan that a model brings along, as those of the transformers library do."""
-    for attribute in ("tp_plan", "_tp_plan", "base_model_tp_plan"):
-        plan = getattr(model, attribute, None)
-        if isinstance(plan, Mapping) and plan:
-            unknown = {name: kind for name, kind in plan.items() if kind not in _KINDS}
-            if not unknown:
-                return {name: _KINDS[kind] for name, kind in plan.items()}
-            raise ConfigError(
-                f"the tensor-parallel plan of {type(model).__name__} has kinds that are not known here: {unknown}",
-                "give parallel.tensor_plan yourself",
-            )
-    raise ConfigError(
-        f"parallel.tensor splits layers, and {type(model).__name__} does not say which",
-        'give parallel.tensor_plan, such as {"blocks.*.qkv": "column", "blocks.*.proj": "row"}',
-    )
-
-
-def _check_layer(name: str, layer: nn.Module, kind: str, ranks: int) -> None:
-    if kind == "sequence":
-        return
-    if isinstance(layer, nn.Linear):
-        width, what = (layer.out_features, "outputs") if kind == "column" else (layer.in_features, "inputs")
-    elif isinstance(layer, nn.Embedding):
-        width, what = (layer.embedding_dim, "columns") if kind == "column" else (layer.num_embeddings, "rows")
-    else:
-        raise ConfigError(
-            f"parallel.tensor_plan makes {name} a {kind} layer, and it is a {type(layer).__name__}",
-            "name Linear and Embedding modules",
-        )
-    if width % ranks:
-        raise ConfigError(
-            f"{name} has {width} {what}, which parallel.tensor={ranks} does not divide",
-            f"use {width - width % ranks} or {width + ranks - width % ranks} {what}, another number of ranks, or leave "
-            "the layer out of parallel.tensor_plan",
-        )
 
 
 def split_layers(model: nn.Module, unit: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:

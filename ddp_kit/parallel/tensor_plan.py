@@ -1,0 +1,88 @@
+"""Which layers tensor parallel splits, and along which dimension, as the configuration or the model says."""
+
+import fnmatch
+from collections.abc import Mapping
+
+from torch import nn
+
+from ddp_kit.config import ParallelConfig
+from ddp_kit.errors import ConfigError, nearest, some
+
+_KINDS = {"colwise": "column", "rowwise": "row", "sequence_parallel": "sequence"}
+"""What the plans that models of the transformers library bring along call the kinds."""
+
+
+def tensor_plan(model: nn.Module, config: ParallelConfig) -> dict[str, str]:
+    """Module names and their kinds, as the configuration or the model itself says. Raises `ConfigError`."""
+    modules = dict(model.named_modules())
+    patterns = _own_plan(model) if config.tensor_plan == "auto" else config.tensor_plan
+    plan: dict[str, str] = {}  # of module names
+    for pattern, kind in patterns.items():
+        found = fnmatch.filter(modules, pattern)
+        if not found:
+            raise ConfigError(
+                f"parallel.tensor_plan names {pattern!r}, and the model {type(model).__name__} has no such module",
+                f"nearest: {nearest(pattern, [*modules]) or some([*modules][1:])}",
+            )
+        plan |= dict.fromkeys(found, kind)
+    for name, kind in plan.items():
+        _check_layer(name, modules[name], kind, config.tensor)
+    return plan
+
+
+def _own_plan(model: nn.Module) -> Mapping[str, str]:
+    """The plan that a model brings along, as those of the transformers library do."""
+    for attribute in ("tp_plan", "_tp_plan", "base_model_tp_plan"):
+        plan = getattr(model, attribute, None)
+        if isinstance(plan, Mapping) and plan:
+            unknown = {name: kind for name, kind in plan.items() if kind not in _KINDS}
+            if not unknown:
+                return {name: _KINDS[kind] for name, kind in plan.items()}
+            raise ConfigError(
+                f"the tensor-parallel plan of {type(model).__name__} has kinds that are not known here: {unknown}",
+                "give parallel.tensor_plan yourself",
+            )
+    raise ConfigError(
+        f"parallel.tensor splits layers, and {type(model).__name__} does not say which",
+        'give parallel.tensor_plan, such as {"blocks.*.qkv": "column", "blocks.*.proj": "row"}',
+    )
+
+
+def _check_layer(name: str, layer: nn.Module, kind: str, ranks: int) -> None:
+    if kind == "sequence":
+        return
+    if isinstance(layer, nn.Linear):
+        width, what = (layer.out_features, "outputs") if kind == "column" else (layer.in_features, "inputs")
+    elif isinstance(layer, nn.Embedding):
+        width, what = (layer.embedding_dim, "columns") if kind == "column" else (layer.num_embeddings, "rows")
+    else:
+        raise ConfigError(
+            f"parallel.tensor_plan makes {name} a {kind} layer, and it is a {type(layer).__name__}",
+            "name Linear and Embedding modules",
+        )
+    if width % ranks:
+        raise ConfigError(
+            f"{name} has {width} {what}, which parallel.tensor={ranks} does not divide",
+            f"use {width - width % ranks} or {width + ranks - width % ranks} {what}, another number of ranks, or leave "
+            "the layer out of parallel.tensor_plan",
+        )
+
+
+def split_dimensions(model: nn.Module, config: ParallelConfig) -> dict[nn.Parameter, int]:
+    """The dimension along which each parameter of the plan is split; the others stay whole on each rank of a group.
+
+    Raises `ConfigError` like `tensor_plan`.
+    """
+    modules, found = dict(model.named_modules()), {}
+    for name, kind in tensor_plan(model, config).items():
+        if kind == "sequence":
+            continue
+        layer = modules[name]
+        # A Linear's weight is [outputs, inputs], an Embedding's [rows, columns].
+        first = (kind == "column") == isinstance(layer, nn.Linear)
+        for own, parameter in layer.named_parameters(recurse=False):
+            if own == "weight":
+                found[parameter] = 0 if first else 1
+            elif first:  # a bias belongs to the outputs
+                found[parameter] = 0
+    return found
