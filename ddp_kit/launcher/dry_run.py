@@ -37,6 +37,7 @@ _BY_FLAG = {
     RUN_ID: "--rdzv-id",
     SIGNALS: "--signals-to-handle",
 }
+_MIB = 1024**2
 _RANKS = (RANK, LOCAL_RANK, ROLE_RANK)
 
 
@@ -50,7 +51,7 @@ def describe(plan: Plan, env: Mapping[str, str], host: str, defaults: Mapping[st
         [
             f"Nothing was started. This would run on {host}:",
             _table(_processes(plan, env, host)),
-            _table([[name, masked(text, env)] for name, text in _settings(plan)]),
+            _table([*([name, masked(text, env)] for name, text in _settings(plan)), *_memory(plan, env)]),
             *_environment(plan, env),
             f"The same with torchrun{_differences(plan, defaults)}:\n\n  {_torchrun(plan, env, defaults)}",
         ]
@@ -146,6 +147,20 @@ def _logs(logs: Logs) -> str:
         f"{name} {value if isinstance(value, str) else ','.join(map(str, value))}" for name, value in given.items()
     )
     return ", ".join([where, *words])
+
+
+def _memory(plan: Plan, env: Mapping[str, str]) -> list[list[str]]:
+    """The command that prints the memory plan of this job: a plan runs the script, and a dry run starts nothing."""
+    if plan.torchrun["module"] or plan.torchrun["no_python"]:
+        return []
+    rendezvous = plan.rendezvous
+    ranks = (rendezvous.nodes or rendezvous.limits.min_nodes) * max(1, len(plan.places))
+    known = [gpu.memory_total for place in plan.places for gpu in place.gpus if gpu.memory_total]
+    size = f"{min(known) // _MIB}MiB" if known else "80GiB"
+    words = [plan.script, *map(str, plan.torchrun["training_script_args"])]
+    command = shlex.join(["ddpkit", "plan", "--gpus", str(ranks), "--memory", size])
+    command += f" {shlex.join(masked_words(words, {**env, **plan.env}))}"
+    return [["memory", f"planned by `{command}`" + ("" if known else ", for GPUs of 80 GiB: there is none here")]]
 
 
 # The environment ---------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import pytest
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import agent, cli, dry_run, plan, spec
 from ddp_kit.launcher.devices.cpus import Cpus
+from ddp_kit.launcher.devices.gpus import Gpu
 from ddp_kit.launcher.masking import masked_env
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -63,9 +64,9 @@ def free_port() -> str:
         return str(server.getsockname()[1])
 
 
-def described(words: str, cpus: tuple[int, ...] = (), **env: str) -> str:
+def described(words: str, cpus: tuple[int, ...] = (), machine: tuple[Gpu, ...] = (), **env: str) -> str:
     asked = spec.parse(words.split(), agent.torchrun_parser(), env)
-    made = plan.make(asked, (), env, "run-1", Cpus({0: 0, 1: 1}), {})
+    made = plan.make(asked, machine, env, "run-1", Cpus({0: 0, 1: 1}), {})
     made = replace(made, places=tuple(replace(place, cpus=cpus) for place in made.places))
     defaults = vars(agent.torchrun_parser().parse_args(["script.py"]))
     return dry_run.describe(made, env, "node7", defaults)
@@ -193,6 +194,18 @@ def test_the_gpus_of_each_process_are_shown(ddpkit: Command, machine: Callable[.
     assert [re.findall(r"(\d): ", row) for row in rows[1:]] == [["0", "1"], ["2", "3"]]
     assert re.search(r"  DDPKIT_GPUS_PER_PROCESS +--gpus-per-process 2 +2\n", run.stdout)
     assert "DDPKIT_GPUS_PER_PROCESS=2 " in TORCHRUN.search(run.stdout)[1]  # type: ignore[index]
+
+
+def test_the_command_for_the_memory_plan_of_this_job_can_be_typed() -> None:
+    nodes = "--nnodes 2 --nproc-per-node 3 --master-addr n0"
+    command = "`ddpkit plan --gpus 6 --memory {} train.py --lr 0.1 --key '****'`"
+    text = described(f"{nodes} train.py --lr 0.1 --key sk_abcdefgh")
+    assert f"memory     planned by {command.format('80GiB')}, for GPUs of 80 GiB: there is none here\n" in text
+    here = tuple(Gpu(n, f"GPU-{n}", "GPU", memory_total=size << 20, memory_used=0) for n, size in enumerate((90, 80)))
+    text = described("--gpus 2 train.py", machine=here)
+    assert "memory     planned by `ddpkit plan --gpus 2 --memory 80MiB train.py`\n" in text
+    for other in ("--module train", "--no-python train.sh"):
+        assert "ddpkit plan" not in described(other)
 
 
 def test_cores_are_ranges() -> None:
