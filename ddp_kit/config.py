@@ -51,7 +51,7 @@ STRATEGIES = {
 }
 """By name: the module and the class, which is imported where it is used."""
 AUTO = "auto"
-"""The strategy that the Trainer replaces by the first of ddp, zero1 and fsdp that fits."""
+"""The strategy that the Trainer replaces by the first that fits; see `ddp_kit.parallel.candidates`."""
 StrategyName = Literal["ddp", "zero1", "fsdp", "tensor", "pipeline", "device_map", "auto"]
 """For type checkers and JSON schemas; a test compares it with STRATEGIES and AUTO."""
 Compression = Literal["bf16", "fp16", "powersgd"]
@@ -222,8 +222,9 @@ class ParallelConfig(_Part):
     strategy: str = Field(
         default="ddp",
         description="ddp: a whole replica on every rank; zero1: the same with the optimizer state sharded; fsdp: "
-        "weights, gradients and optimizer state sharded; auto: the first of these that fits. The sizes below say the "
-        "same in numbers; their product is the number of ranks.",
+        "weights, gradients and optimizer state sharded; auto: the first of these that fits, with activation "
+        "checkpointing and tensor parallel where that is needed. The sizes below say the same in numbers; their "
+        "product is the number of ranks.",
     )
     replicate: Size = Field(
         default=-1, description="Groups of ranks that each hold the whole model; -1: the ranks left over."

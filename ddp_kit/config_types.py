@@ -60,7 +60,7 @@ class ParallelSettings(TypedDict, total=False):
     """The settings of `ParallelConfig`."""
 
     strategy: Literal["ddp", "zero1", "fsdp", "tensor", "pipeline", "device_map", "auto"]
-    """ddp: a whole replica on every rank; zero1: the same with the optimizer state sharded; fsdp: weights, gradients and optimizer state sharded; auto: the first of these that fits. The sizes below say the same in numbers; their product is the number of ranks."""
+    """ddp: a whole replica on every rank; zero1: the same with the optimizer state sharded; fsdp: weights, gradients and optimizer state sharded; auto: the first of these that fits, with activation checkpointing and tensor parallel where that is needed. The sizes below say the same in numbers; their product is the number of ranks."""
     replicate: int
     """Groups of ranks that each hold the whole model; -1: the ranks left over."""
     shard: int

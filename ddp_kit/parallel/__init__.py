@@ -8,6 +8,7 @@
     fsdp.py          torch's FSDP2: weights, gradients and optimizer state sharded; with tensor.py, layers are split too
     device_map.py    the layers of one model on several devices of each rank; split.py divides a chain of blocks
     pipeline.py      the blocks of one model in stages, each on a rank: stages.py cuts it, stage_links.py sends
+    memory.py        bytes per device, by arithmetic; candidates.py: what `parallel="auto"` tries
     offload.py       the optimizer on the host
     activations.py   what the forward pass keeps for the backward pass
     replicas.py, shards.py   what several strategies share

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -41,13 +40,6 @@ OFFLOADED_BYTES = 1 << 20
 """Smaller activations stay on the device: there are many, and each copy costs a call."""
 COMPRESSED_BYTES = 1 << 16
 """Smaller activations are not compressed, such as the statistics of normalization layers."""
-
-
-# torch 2.14 asks whether hooks of saved tensors, as those of offload, also get what selective checkpointing keeps. In
-# earlier versions they do not.
-_AS_BEFORE: dict[str, Any] = (
-    {"respect_saved_tensors_hooks": False} if "respect_saved_tensors_hooks" in signature(checkpoint).parameters else {}
-)
 
 
 class Activations:
@@ -143,7 +135,7 @@ def _recomputing(block: nn.Module, by_operation: bool, called: set[nn.Module] | 
         if called is not None:
             called.add(block)
         contexts = partial(_contexts, None if compiled else block, selective)
-        return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts, **_AS_BEFORE)
+        return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
 
     return forward
 
@@ -156,6 +148,9 @@ def _contexts(
     again: AbstractContextManager[Any] = nullcontext()
     if by_operation:
         first, again = create_selective_checkpoint_contexts(_every_second_product())  # type: ignore[no-untyped-call]
+        if hasattr(first, "respect_saved_tensors_hooks"):
+            # torch 2.14 asks whether hooks, as those of offload, get what is kept here; earlier versions keep it.
+            first.respect_saved_tensors_hooks = False
     if block is None:
         return first, again
     state = _CallState(block)

@@ -1,16 +1,18 @@
 """Bytes per device before anything is allocated: pure arithmetic over what is known of a model and a placement.
 
-    weights, gradients, optimizer state    exact: they follow from shapes, types and the sizes of the placement
+    weights, gradients, optimizer state    exact: they follow from shapes, types and the sizes of the placement; for
+                                           `tensor` where the plan of the layers is known, for `pipeline` where it was
+                                           found out which stages use which weights; otherwise estimates
     activations, temporaries               measured in a pass without data, see trainer/planning.py: an estimate
     communication, fixed                   estimates
 
 The sum counts activations or the optimizer's temporary copies, whichever is more: they do not exist at the same time.
-Estimates were not verified on a GPU. Tensor and pipeline parallel are estimates throughout.
+Estimates were not verified on a GPU. Activations are not divided by `tensor`.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ddp_kit.config import ParallelConfig
 from ddp_kit.errors import ConfigError
@@ -22,7 +24,6 @@ CONTEXT_BYTES = GIB // 2
 """What CUDA's context takes of a device, about; NCCL's buffers take as much again."""
 _WHOLE_GRADIENTS_SHARE = 8  # as in fsdp.py: gradients stay whole between passes where they take less than this part
 _WORTH_IT = 0.98  # of the bytes of a cheaper setting, at most
-_SPLIT_DIMENSIONS = 2  # tensor parallel splits matrices
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,18 @@ class ParameterRow:
     """Bytes of optimizer state for each value."""
     state_besides: int = 0
     """Bytes of optimizer state that do not grow with the parameter, such as a step count."""
+    split: int | None = None
+    """The dimension that tensor parallel divides; None: it stays whole."""
 
     @property
     def numel(self) -> int:
         """Values."""
         return math.prod(self.shape)
+
+    @property
+    def held(self) -> int:
+        """Bytes of its weights, gradients and optimizer state."""
+        return self.numel * (self.itemsize * (1 + self.trained) + self.state_per_value) + self.state_besides
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,8 @@ class ModelMemory:
     """Whether `optimizer.step()` needs one more copy of the weights, as torch's foreach optimizers do."""
     accumulates: bool
     """Whether an optimizer step has several passes."""
+    stages: tuple[frozenset[str], ...] = ()
+    """The names of the parameters on each rank of the configured pipeline; empty where they are not known."""
     problems: tuple[str, ...] = ()
     """What could not be found out, and counts as nothing."""
 
@@ -126,10 +136,12 @@ class MemoryPlan:
     host: int = 0
     """Bytes in host memory for each rank, of which the device has none: offloaded optimizer state, weights and
     gradients."""
+    certain: bool = True
+    """Whether weights, gradients and optimizer state are exact."""
 
     @property
     def exact(self) -> int:
-        """Weights, gradients and optimizer state: what follows from arithmetic alone."""
+        """Weights, gradients and optimizer state: what follows from arithmetic alone, where `certain`."""
         return self.weights + self.gradients + self.optimizer_state
 
     @property
@@ -143,10 +155,11 @@ class MemoryPlan:
         most = max(self.activations + self.temporaries, self.optimizer_temporaries)
         step = "" if most == self.optimizer_temporaries else "not counted: less than activations"
         passes = "" if most > self.optimizer_temporaries else "not counted: less than the optimizer's copies"
+        known = "exact" if self.certain else "estimate"
         rows = [
-            ("weights", self.weights, "exact"),
-            ("gradients", self.gradients, "exact"),
-            ("optimizer state", self.optimizer_state, "exact"),
+            ("weights", self.weights, known),
+            ("gradients", self.gradients, known),
+            ("optimizer state", self.optimizer_state, known),
             ("activations", self.activations, passes or "estimate"),
             ("temporary tensors", self.temporaries, passes or "estimate"),
             ("optimizer's copies", self.optimizer_temporaries, step or "estimate; fused=True needs none"),
@@ -178,10 +191,13 @@ def plan_memory(
     Raises `ConfigError` where the sizes of `parallel` do not fit the number of ranks.
     """
     sizes = sizes_of(parallel, ranks)
-    rows = [_split(row, sizes.tensor) for row in _stage(model.rows, sizes.pipeline)]
+    staged, splits = _stage(model, sizes.pipeline), _known_splits(model.rows)
+    rows = [_split(row, sizes.tensor, known=splits) for row in staged]
     local = [_shard(row, sizes.shard) for row in rows]
     weights = sum(row.numel * row.itemsize for row in local)
-    gradients, whole = (sum(row.numel * row.itemsize for row in each if row.trained) for each in (local, rows))
+    gradients, whole, undivided = (
+        sum(row.numel * row.itemsize for row in each if row.trained) for each in (local, rows, staged)
+    )
     state = sum(row.numel * row.state_per_value + row.state_besides for row in local)
     copies = gradients if model.copies_weights else 0
     if parallel.optimizer == "sharded" and ranks > 1:
@@ -190,7 +206,7 @@ def plan_memory(
     keeps_whole = (
         sizes.shard > 1
         and model.accumulates
-        and (device_memory is None or whole * _WHOLE_GRADIENTS_SHARE <= device_memory)
+        and (device_memory is None or undivided * _WHOLE_GRADIENTS_SHARE <= device_memory)
     )
     passed = model.passed.with_less(checkpointing=checkpointing, offload=offload)
     on_device = _OnDevice(weights, whole if keeps_whole else gradients, state, copies)
@@ -211,6 +227,7 @@ def plan_memory(
         fixed=CONTEXT_BYTES * (2 if ranks > 1 else 1),
         problems=model.problems,
         host=host,
+        certain=(sizes.tensor == 1 or splits) and (sizes.pipeline == 1 or len(model.stages) == sizes.pipeline),
     )
 
 
@@ -224,25 +241,45 @@ class _OnDevice:
     copies: int
 
 
-def _stage(rows: Sequence[ParameterRow], stages: int) -> list[ParameterRow]:
-    """The parameters of the largest pipeline stage: an equal number of blocks, and the largest of what is in none.
+def _stage(model: ModelMemory, stages: int) -> list[ParameterRow]:
+    """The parameters of the largest pipeline stage; where the stages are not known, an equal number of blocks, and the
+    largest of what is in none.
 
     With one forward, one backward (1F1B) the first stage keeps the activations of as many micro-batches as there are
     stages, each of a part of the layers: as much as one device would for one micro-batch.
     """
+    rows = model.rows
     if stages == 1:
         return list(rows)
+    if len(model.stages) == stages:
+        each_stage = ([row for row in rows if row.name in names] for names in model.stages)
+        return max(each_stage, key=lambda own: sum(row.held for row in own))
     units = [unit for unit in dict.fromkeys(row.unit for row in rows) if unit]
     first = set(units[: -(-len(units) // stages)])
     outside = sorted((row for row in rows if not row.unit), key=lambda row: row.numel * row.itemsize)
     return [row for row in rows if row.unit in first] + outside[-1:]
 
 
-def _split(row: ParameterRow, tensor: int) -> ParameterRow:
-    """A rank's part of a matrix with tensor parallel."""
-    if tensor == 1 or len(row.shape) != _SPLIT_DIMENSIONS:
+def _known_splits(rows: Sequence[ParameterRow]) -> bool:
+    return any(row.split is not None for row in rows)
+
+
+def _split(row: ParameterRow, tensor: int, *, known: bool) -> ParameterRow:
+    """A rank's part of a parameter with tensor parallel. `known`: whether a plan says which are divided; otherwise
+    matrices are."""
+    dimension = row.split if known else 0 if len(row.shape) == 2 else None
+    if tensor == 1 or dimension is None:
         return row
-    return replace(row, shape=(-(-row.shape[0] // tensor), row.shape[1]))
+    shape = list(row.shape)
+    shape[dimension] = -(-shape[dimension] // tensor)
+    return replace(row, shape=tuple(shape))
+
+
+def tensor_size(rows: Sequence[ParameterRow], most: int) -> int:
+    """Over how many ranks the layers of the tensor plan can be split: the largest divisor of `most` that divides all of
+    their widths; 1 without a plan."""
+    widths = [row.shape[row.split] for row in rows if row.split is not None]
+    return math.gcd(most, *widths) if widths else 1
 
 
 def _shard(row: ParameterRow, shard: int) -> ParameterRow:
@@ -301,14 +338,6 @@ class Setting:
         return f"  {self.text}: {self.plan.total / GIB:.1f} GiB" + (f" ({self.note})" if self.note else "")
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The first setting that fits, and those before it that do not."""
-
-    setting: Setting | None
-    refused: tuple[Setting, ...] = field(default=())
-
-
 def settings(model: ModelMemory, ranks: int, device_memory: int, ranks_per_node: int = 8) -> Iterator[Setting]:
     """Placements in the order of what they cost in time, with their bytes; those that differ from one another."""
     fused = replace(model, copies_weights=False)
@@ -337,21 +366,21 @@ def settings(model: ModelMemory, ranks: int, device_memory: int, ranks_per_node:
         yield setting(name + both, model, placed, "activations travel to host memory and back", ckpt=True, off=True)
     yield setting(
         f'{name}{blocks}, precision="bf16-true"' if model.passed.blocks else f'{name}precision="bf16-true"',
-        _in_half(model),
+        in_half(model),
         placed,
         "weights are rounded to bfloat16 at each step: it trains differently",
         ckpt=bool(model.passed.blocks),
     )
-    if in_node > 1:
-        split = ParallelConfig(shard=-1, replicate=1, tensor=in_node) if ranks > in_node else None
-        split = split or ParallelConfig(tensor=in_node)
-        text = f'parallel={{"tensor": {in_node}' + (', "shard": -1}' if ranks > in_node else "}")
+    known = _known_splits(model.rows)
+    tensor = tensor_size(model.rows, in_node) if known else in_node
+    if tensor > 1:
         checkpointing = bool(model.passed.blocks)
+        sizes = f'parallel={{"shard": {ranks // tensor}, "tensor": {tensor}}}'
         yield setting(
-            f"{text}, {blocks}" if checkpointing else text,
+            f"{sizes}, {blocks}" if checkpointing else sizes,
             model,
-            split,
-            "needs a tensor_plan; estimate",
+            ParallelConfig(shard=ranks // tensor, tensor=tensor),
+            "" if known else "needs a tensor_plan; estimate",
             ckpt=checkpointing,
         )
     recompute = '"checkpointing": "blocks", ' if model.passed.blocks else ""
@@ -368,23 +397,13 @@ def settings(model: ModelMemory, ranks: int, device_memory: int, ranks_per_node:
         yield Setting(f'{name}memory={{{recompute}"{moved}": True}}', plan, plan.total <= device_memory, note)
 
 
-def _in_half(model: ModelMemory) -> ModelMemory:
+def in_half(model: ModelMemory) -> ModelMemory:
     """The same with weights of two bytes. Activations stay as they are measured, which is the most that they can be."""
     rows = tuple(
         replace(row, itemsize=2, state_per_value=row.state_per_value // 2) if row.itemsize == 4 else row
         for row in model.rows
     )
     return replace(model, rows=rows, passed=replace(model.passed, casts=0))
-
-
-def choose(model: ModelMemory, ranks: int, device_memory: int, ranks_per_node: int = 8) -> Choice:
-    """The cheapest of `settings` that fits; for ``parallel="auto"``."""
-    refused: list[Setting] = []
-    for setting in settings(model, ranks, device_memory, ranks_per_node):
-        if setting.fits:
-            return Choice(setting, tuple(refused))
-        refused.append(setting)
-    return Choice(None, tuple(refused))
 
 
 def advice(

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_kit.batch import BatchPlan
-from ddp_kit.config import TrainerConfig
 from ddp_kit.errors import LossError
 from ddp_kit.log import logger
 from ddp_kit.metrics import Loss, checked
@@ -17,6 +17,7 @@ from ddp_kit.profile import save_memory_snapshot
 from ddp_kit.timing import StepClock
 from ddp_kit.trainer.exchange import gathered
 from ddp_kit.trainer.parts import Parts
+from ddp_kit.trainer.planning import what_fits
 from ddp_kit.trainer.rollback import RunState, StepState
 from ddp_kit.trainer.step import OptimizerStep, StepPasses
 from ddp_kit.world import host_group
@@ -39,10 +40,10 @@ class OutOfMemory(Exception):  # noqa: N818  # never shown: the loop catches it
         self.error = error
         """This rank's error; None if another rank ran out of memory."""
 
-    def own_or_silent(self, config: TrainerConfig, rank: int) -> BaseException:
+    def own_or_silent(self, parts: Parts) -> BaseException:
         """The error to raise if no smaller micro-batch is left to try."""
         if self.error is not None:
-            return with_hint(self.error, config, rank)
+            return with_hint(self.error, parts)
         silent = LossError("another rank is out of memory with a micro-batch of 1", "see what it says")
         silent.reported_elsewhere = True
         return silent
@@ -55,11 +56,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
-def with_hint(error: BaseException, config: TrainerConfig, rank: int) -> BaseException:
+def with_hint(error: BaseException, parts: Parts) -> BaseException:
     """The same error; if it is out of memory, with a hint and the path of a memory snapshot."""
     if not is_out_of_memory(error):
         return error
-    path = save_memory_snapshot(config.profile.dir, rank)
+    config = parts.config
+    path = save_memory_snapshot(config.profile.dir, parts.world.rank)
     recompute = "" if config.memory.checkpointing else 'set memory={"checkpointing": "blocks"} in the TrainerConfig, '
     if config.micro_batch_size == "auto":
         hint = (
@@ -71,6 +73,9 @@ def with_hint(error: BaseException, config: TrainerConfig, rank: int) -> BaseExc
             f'set micro_batch_size="auto" in the TrainerConfig, or a smaller number{also}; the global batch stays as '
             "it is"
         )
+    with suppress(Exception):  # such as too little host memory: the hint must not hide the error
+        if placement := what_fits(parts):
+            hint = f"{hint}; {placement}"
     error.add_note(f"hint: {hint}" + (f"\nwhat the memory held: {path} (see pytorch.org/memory_viz)" if path else ""))
     return error
 
@@ -98,7 +103,7 @@ def largest_micro_batch(parts: Parts, batches_of: Callable[[int], list[Any]], pl
         if worst == _FITS:
             found = size
     if not found and failed is not None:
-        raise failed.own_or_silent(parts.config, parts.world.rank) from None
+        raise failed.own_or_silent(parts) from None
     found = found or share  # too few samples for BatchNorm at any size: training reports it
     logger.info("micro_batch_size: {} of at most {} samples fit", found, share)
     return found

@@ -7,10 +7,12 @@ The model is copied to fake tensors, or was built from them: see `plan_script.py
 """
 
 import copy
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import psutil
@@ -19,13 +21,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_kit.blocks import repeated_blocks
-from ddp_kit.config import AUTO, CheckpointConfig, ParallelConfig, StrategyName, TrainerConfig
+from ddp_kit.config import AUTO, CheckpointConfig, ParallelConfig, TrainerConfig
 from ddp_kit.env import PlanRequest
 from ddp_kit.errors import ConfigError, DdpKitError
 from ddp_kit.log import logger
 from ddp_kit.metrics import Loss, checked
 from ddp_kit.parallel import Strategy
 from ddp_kit.parallel.activations import Activations
+from ddp_kit.parallel.candidates import Candidate, candidate_for, candidates, choose
 from ddp_kit.parallel.memory import (
     GIB,
     BlockMemory,
@@ -33,20 +36,23 @@ from ddp_kit.parallel.memory import (
     ModelMemory,
     ParameterRow,
     PassMemory,
+    in_half,
     plan_memory,
     refuse,
     report,
 )
 from ddp_kit.parallel.shards import settings_of
+from ddp_kit.parallel.tensor_plan import split_dimensions
 from ddp_kit.torch_internals import FakeTensors, LiveBytes, is_fake, pytree
 from ddp_kit.trainer.exchange import gathered
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.world import World
 
 _TRIED_VALUES = 8
-_FOR_STATE = 0.7  # of a device's memory; the rest is for activations
-# For other strategies the memory per device is not known in advance.
-_EXACT: tuple[StrategyName, ...] = ("ddp", "zero1", "fsdp")
+_WORTH_IT = 0.98  # of the bytes of the placement that ran out of memory, at most
+_EXACT = ("ddp", "zero1", "fsdp", "tensor")  # for other strategies the memory per device is not known in advance
+_RANKS_PER_NODE = 8  # which `ddpkit plan` does not know
+_COUNTED = "Counted are weights, gradients and optimizer state; the rest of the memory is for activations"
 
 
 class PlanPrinted(SystemExit):  # a normal exit of the script, not an error
@@ -68,53 +74,65 @@ def config_to_plan(config: TrainerConfig) -> TrainerConfig:
     return config.model_copy(update={**alone, "data": data})
 
 
-def named(parallel: ParallelConfig, name: StrategyName) -> ParallelConfig:
-    """The same settings for the strategy `name`, with its mesh sizes."""
-    sizes = ParallelConfig(strategy=name)
-    fields = ("strategy", "replicate", "shard", "optimizer")
-    return parallel.model_copy(update={field: getattr(sizes, field) for field in fields})
+def first_that_fits(config: TrainerConfig, model: nn.Module, world: World) -> TrainerConfig:
+    """The configuration; for ``parallel="auto"`` with the settings of the first candidate that fits. A collective.
 
-
-def first_that_fits(
-    parallel: ParallelConfig, model: nn.Module, world: World, *, offload_optimizer: bool = False
-) -> ParallelConfig:
-    """The configuration; for "auto" that of the first of ddp, zero1 and fsdp that fits. A collective.
-
-    Counts weights, gradients and two values of state per weight, as in Adam, which are none of the device's with
-    `offload_optimizer`; activations are unknown before the first
-    batch, so part of the memory is reserved for them. Raises `ConfigError` if none fits.
+    See `ddp_kit.parallel.candidates`. Two values of optimizer state are counted for each weight, as in Adam. Raises
+    `ConfigError` if none fits.
     """
-    if parallel.strategy != AUTO:
-        return parallel
-    memory = device_memory(world.device) or psutil.virtual_memory().total // world.local_world_size
-    least = min(memory for (memory,) in gathered(world, [memory]))
-    rows = [
-        replace(row, state_per_value=2 * row.itemsize) if row.trained else row
-        for row in _rows(model, repeated_blocks(model), {})
+    if config.parallel.strategy != AUTO:
+        return config
+    everyone = gathered(world, [_memory_of_rank(world), world.local_world_size])
+    least, per_node = min(memory for memory, _ in everyone), math.gcd(*(ranks for _, ranks in everyone))
+    chosen, refused = _chosen(_whole(model, config), config, world.world_size, least, per_node)
+    if chosen is None:
+        raise ConfigError(
+            f"parallel='auto' found nothing that fits: {'; '.join(map(str, refused))}. {_COUNTED}",
+            "use more ranks or precision='bf16-true', or set the settings of `parallel` and `memory` yourself",
+        )
+    logger.info('parallel="auto": {}{}. {}', chosen, "".join(f"; {each}" for each in refused), _COUNTED)
+    return config.model_copy(update={"parallel": chosen.parallel, "memory": chosen.memory})
+
+
+def _chosen(
+    model: ModelMemory, config: TrainerConfig, ranks: int, memory: int, per_node: int
+) -> tuple[Candidate | None, list[Candidate]]:
+    return choose(candidates(model, config.parallel, config.memory, ranks, memory, per_node))
+
+
+def _whole(model: nn.Module, config: TrainerConfig, optimizer: Optimizer | None = None) -> ModelMemory:
+    """A model as it is before it is placed, without activations; for what `auto` and an out-of-memory error say.
+
+    `optimizer`: its state counts where it has any; otherwise two values for each weight, as in Adam.
+    """
+    kept = 2.0 if optimizer is None else _values_kept(optimizer)
+    splits, _ = _splits(model, config.parallel)
+    whole = _counted(_rows(model, repeated_blocks(model), {}, splits), sum(map(_bytes, model.buffers())), kept)
+    return in_half(whole) if config.precision == "bf16-true" else whole
+
+
+def _counted(rows: Iterable[ParameterRow], buffers: int, kept: float = 2.0) -> ModelMemory:
+    """Parameters with so many values of optimizer state for each of their values, and no activations."""
+    counted = (replace(row, state_per_value=round(kept * row.itemsize)) if row.trained else row for row in rows)
+    return ModelMemory(tuple(counted), buffers, PassMemory(0, 0, 0), copies_weights=False, accumulates=False)
+
+
+def _values_kept(optimizer: Optimizer) -> float:
+    """Values of state for each value of a parameter, of the parameter with the most; 2 before the first step."""
+    found = [
+        sum(_bytes(each) for each in state.values() if isinstance(each, Tensor) and each.shape == parameter.shape)
+        / max(1, _bytes(parameter))
+        for parameter, state in optimizer.state.items()
+        if isinstance(state, dict)
     ]
-    whole = ModelMemory(tuple(rows), sum(map(_bytes, model.buffers())), PassMemory(0, 0, 0), False, False)
-    refused: list[str] = []
-    for name in _EXACT:
-        found = named(parallel, name)
-        need = plan_memory(whole, found, world.world_size, offload_optimizer=offload_optimizer).exact / GIB
-        if need <= least / GIB * _FOR_STATE:
-            logger.info(
-                'parallel="auto": {}, with {:.2f} GiB of weights, gradients and optimizer state on each rank{}',
-                name,
-                need,
-                "".join(f"; {each}" for each in refused),
-            )
-            return found
-        refused.append(f"{name} needs {need:.1f} GiB")
-    raise ConfigError(
-        f"parallel='auto' found nothing that fits: {'; '.join(refused)}; of the {least / GIB:.1f} GiB of a rank, "
-        f"{_FOR_STATE:.0%} are for weights, gradients and optimizer state",
-        "use more ranks, precision='bf16-true', or split layers with parallel.tensor",
-    )
+    return max(found, default=2.0)
 
 
-def measured(parts: Parts, batch: Any, *, accumulates: bool) -> ModelMemory:
-    """Measure this model, optimizer and micro-batch for a plan. Changes nothing, and allocates little."""
+def measured(parts: Parts, batch: Any, parallel: ParallelConfig, *, accumulates: bool) -> ModelMemory:
+    """Measure this model, optimizer and micro-batch for a plan. Changes nothing, and allocates little.
+
+    `parallel`: the placement that is planned, which the parts may not have.
+    """
     model, optimizer = parts.model, parts.optimizer
     if not any(is_fake(each) for each in model.parameters()):
         fakes = FakeTensors()
@@ -145,58 +163,83 @@ def measured(parts: Parts, batch: Any, *, accumulates: bool) -> ModelMemory:
     except (RuntimeError, TypeError, ValueError, DdpKitError) as error:
         passed = PassMemory(0, 0, 0)
         problems.append(f"activations: the loss function cannot run without values: {_first_line(error)}")
+    splits, problem = _splits(model, parallel)
+    if parallel.tensor > 1 and problem:
+        problems.append(f"which layers are split: {problem}")
+    stages: tuple[frozenset[str], ...] = ()
+    if parallel.pipeline > 1:
+        try:
+            stages = _stages(replace(parts, model=model), parallel, batch)
+        except (RuntimeError, TypeError, ValueError, DdpKitError) as error:
+            problems.append(f"what each stage holds: {_first_line(error)}")
     return ModelMemory(
-        rows=tuple(_rows(model, blocks, states)),
+        rows=tuple(_rows(model, blocks, states, splits)),
         buffers=sum(map(_bytes, model.buffers())),
         passed=passed,
         copies_weights=any(_is_foreach(group) for group in optimizer.param_groups),
         accumulates=accumulates,
+        stages=stages,
         problems=tuple(problems),
     )
 
 
 def planned(model: ModelMemory, config: TrainerConfig, ranks: int, device_memory: int | None) -> MemoryPlan:
-    """The plan of a configuration; for "auto", of the first strategy that fits."""
-    memory = config.memory
-
-    def plan_of(parallel: ParallelConfig) -> MemoryPlan:
-        return plan_memory(
-            model,
-            parallel,
-            ranks,
-            device_memory=device_memory,
-            offload=memory.offload_activations,
-            offload_optimizer=memory.offload_optimizer,
-            offload_parameters=memory.offload_parameters,
-        )
-
-    if config.parallel.strategy == AUTO:
-        plans = [plan_of(named(config.parallel, name)) for name in _EXACT]
-        return next((plan for plan in plans if device_memory is None or plan.total <= device_memory), plans[-1])
-    plan = plan_of(config.parallel)
+    """The plan of a configuration; for ``parallel="auto"`` that of its choice, for which `device_memory` is needed."""
+    checkpointing = 0.0  # of the blocks, what the measured pass did not recompute
+    if config.parallel.strategy == AUTO and device_memory is not None:
+        before = config.memory.checkpointing
+        config, _ = _with_auto(model, config, ranks, device_memory)
+        checkpointing = float(config.memory.checkpointing != before)
+    plan = plan_memory(
+        model,
+        config.parallel,
+        ranks,
+        device_memory=device_memory,
+        checkpointing=checkpointing,
+        offload=config.memory.offload_activations,
+        offload_optimizer=config.memory.offload_optimizer,
+        offload_parameters=config.memory.offload_parameters,
+    )
     if config.parallel.strategy == "device_map":
         problem = "device_map: the plan is for the whole model on one device"
         return replace(plan, problems=(*plan.problems, problem))
     return plan
 
 
+def _with_auto(
+    model: ModelMemory, config: TrainerConfig, ranks: int, device_memory: int
+) -> tuple[TrainerConfig, list[str]]:
+    """The configuration with the choice of ``parallel="auto"``, or its last candidate; and lines about the choice."""
+    counted = _counted(model.rows, model.buffers)
+    chosen, refused = _chosen(counted, config, ranks, device_memory, _RANKS_PER_NODE)
+    last = chosen or refused[-1]
+    lines = [f"parallel='auto': {chosen or 'nothing fits'}", *(f"  refused: {each}" for each in refused)]
+    return config.model_copy(update={"parallel": last.parallel, "memory": last.memory}), lines
+
+
 def described(model: ModelMemory, config: TrainerConfig, asked: PlanRequest, micro_batch: int) -> str:
     """The full output of `ddpkit plan`."""
     plan = planned(model, config, asked.ranks, asked.memory)
+    lines: list[str] = []
+    if config.parallel.strategy == AUTO:
+        config, lines = _with_auto(model, config, asked.ranks, asked.memory)
     values = sum(row.numel for row in model.rows)
     auto = ' (micro_batch_size="auto": planned for one sample)' if config.micro_batch_size == "auto" else ""
     title = (
         f"{values:,} parameters, parallel={config.parallel.strategy!r}, "
         f"precision={config.precision!r}, micro-batch {micro_batch}{auto}"
     )
-    return report(model, plan, asked.ranks, asked.memory, title=title)
+    return "\n".join([*lines, report(model, plan, asked.ranks, asked.memory, title=title)])
 
 
-def refuse_start(parts: Parts) -> None:
-    """Raise `ConfigError` if this rank's weights, gradients and optimizer state alone exceed its GPU's memory."""
+def refuse_start(parts: Parts) -> int | None:
+    """Bytes of this rank's weights, gradients and optimizer state; None where these are not known, and on the CPU.
+
+    Raises `ConfigError` if they alone exceed the memory of its GPU.
+    """
     memory = device_memory(parts.world.device)
     if memory is None or parts.config.parallel.strategy not in _EXACT:
-        return
+        return None
     strategy, optimizer = parts.strategy, parts.optimizer
     held = [each for group in parts.device_optimizer.param_groups for each in group["params"] if each.requires_grad]
     trained = held if strategy.replaces_parameters else strategy.parameters
@@ -205,7 +248,9 @@ def refuse_start(parts: Parts) -> None:
         weights = gradients = 0
     weights += sum(map(_bytes, parts.model.buffers()))
     state = _state_to_come(optimizer) if optimizer is parts.device_optimizer else 0  # else it is on the host
-    refuse(MemoryPlan(weights, gradients, state, 0, 0, 0, 0, 0), memory)
+    plan = MemoryPlan(weights, gradients, state, 0, 0, 0, 0, 0)
+    refuse(plan, memory)
+    return plan.exact
 
 
 def refuse_model(model: nn.Module, strategy: Strategy) -> None:
@@ -216,6 +261,32 @@ def refuse_model(model: nn.Module, strategy: Strategy) -> None:
         refuse(MemoryPlan(sum(map(_bytes, model.parameters())), sum(map(_bytes, trained)), 0, 0, 0, 0, 0, 0), memory)
 
 
+def what_fits(parts: Parts) -> str:
+    """After an out-of-memory error: which placement needs less and fits, by arithmetic; "" where none does.
+
+    Not a collective, and asks nothing of the device: its error may have left it in any state.
+    """
+    config, world = parts.config, parts.world
+    if config.parallel.strategy == "device_map" or world.world_size == 1:
+        return ""
+    memory, whole = _memory_of_rank(world), _whole(parts.model, config, parts.optimizer)
+    now = candidate_for(whole, config.parallel, config.memory, world.world_size, memory)
+    tried = candidates(whole, config.parallel, config.memory, world.world_size, memory, world.local_world_size)
+    found, _ = choose(each for each in tried if each.needed < now.needed * _WORTH_IT)
+    if found is None:
+        return ""
+    return (
+        f"by arithmetic, {found.text} needs {found.needed / GIB:.2f} GiB of {memory / GIB:.2f} GiB on each rank for "
+        f"weights, gradients and optimizer state, and {now.text} needs {now.needed / GIB:.2f} GiB"
+    )
+
+
+def _memory_of_rank(world: World) -> int:
+    """Bytes of its GPU, or its share of the memory of the host."""
+    return device_memory(world.device) or int(psutil.virtual_memory().total) // world.local_world_size
+
+
+@cache  # so that it is known after an error, without asking the device
 def device_memory(device: torch.device) -> int | None:
     """Bytes of a GPU; None for the CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
@@ -351,14 +422,46 @@ def _states(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
     return found
 
 
+def _splits(model: nn.Module, parallel: ParallelConfig) -> tuple[dict[nn.Parameter, int], str]:
+    """The dimension along which tensor parallel divides each parameter, and why that is not known."""
+    try:
+        return split_dimensions(model, parallel), ""
+    except ConfigError as error:
+        return {}, error.message
+
+
+def _stages(parts: Parts, parallel: ParallelConfig, batch: Any) -> tuple[frozenset[str], ...]:
+    """The names of the parameters that each rank of a pipeline holds."""
+    from ddp_kit.parallel.stages import holders_after_first_pass  # imports torch.distributed.pipelining
+
+    model = parts.model
+    with _left_as_it_was(model), parts.precision.forward():
+        holders = holders_after_first_pass(model, parallel, parts.loss_fn, batch)
+    return tuple(
+        frozenset(name for name, each in model.named_parameters() if place in holders[each])
+        for place in range(parallel.pipeline)
+    )
+
+
 def _rows(
-    model: nn.Module, blocks: dict[str, nn.Module], states: dict[nn.Parameter, tuple[int, int]]
+    model: nn.Module,
+    blocks: dict[str, nn.Module],
+    states: dict[nn.Parameter, tuple[int, int]],
+    splits: dict[nn.Parameter, int],
 ) -> Iterator[ParameterRow]:
     units = {parameter: name for name, block in blocks.items() for parameter in block.parameters()}
     for name, each in model.named_parameters():
         per_value, besides = states.get(each, (0, 0))
-        unit = units.get(each, "")
-        yield ParameterRow(name, tuple(each.shape), each.element_size(), each.requires_grad, unit, per_value, besides)
+        yield ParameterRow(
+            name,
+            tuple(each.shape),
+            each.element_size(),
+            each.requires_grad,
+            units.get(each, ""),
+            per_value,
+            besides,
+            splits.get(each),
+        )
 
 
 def _is_foreach(group: dict[str, Any]) -> bool:

@@ -203,22 +203,36 @@ class GarbageCollection(Subscriber):
 
 
 class PeakMemory(Subscriber):
-    """Logs once how the measured peak of GPU memory compares with the plan, if there is one."""
+    """Logs once, after the first steps, the measured peak of GPU memory: against the plan, if there is one."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, counted: int | None) -> None:
+        """`counted`: bytes of weights, gradients and optimizer state; None where these are not known."""
         self._world = world
+        self._counted = counted
         self._steps = 0
-        self.predicted: MemoryPlan | None = None
+        self._predicted: MemoryPlan | None = None
+
+    def compare_with(self, plan: MemoryPlan) -> None:
+        """Log how the peak after the next steps compares with a plan."""
+        self._predicted, self._steps = plan, 0
 
     def after_update(self, step: Step) -> None:  # noqa: ARG002
-        if self.predicted is None or self._world.device.type != "cuda":
+        if self._world.device.type != "cuda" or self._steps == _STEPS_TO_PEAK:
             return
         self._steps += 1
-        if self._steps == _STEPS_TO_PEAK:
-            peak = torch.cuda.max_memory_allocated(self._world.device)
-            predicted = self.predicted.total - self.predicted.fixed  # which torch's allocator does not count
-            logger.info("memory: planned {:.1f} GiB, measured peak {:.1f} GiB", predicted / GIB, peak / GIB)
-            self.predicted = None
+        if self._steps < _STEPS_TO_PEAK:
+            return
+        peak = torch.cuda.max_memory_allocated(self._world.device) / GIB
+        if self._predicted is not None:
+            predicted = self._predicted.total - self._predicted.fixed  # which torch's allocator does not count
+            logger.info("memory: planned {:.1f} GiB, measured peak {:.1f} GiB", predicted / GIB, peak)
+        elif self._counted is not None:
+            logger.info(
+                "memory: {:.1f} GiB for weights, gradients and optimizer state by arithmetic, measured peak {:.1f} GiB "
+                "with activations",
+                self._counted / GIB,
+                peak,
+            )
 
 
 class CheckpointSchedule(Subscriber):

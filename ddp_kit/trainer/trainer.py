@@ -144,9 +144,7 @@ class Trainer:
         self._request = plan_request()
         settings = self.config if self._request is None else config_to_plan(self.config)
         micro_batch = None if settings.micro_batch_size == "auto" else settings.micro_batch_size
-        offload = settings.memory.offload_optimizer
-        placed = first_that_fits(settings.parallel, model, self.world, offload_optimizer=offload)
-        settings = settings.model_copy(update={"parallel": placed})
+        settings = first_that_fits(settings, model, self.world)
         automatic = settings.micro_batch_size == "auto"
         strategy = strategy_for(settings.parallel, self.world, recoverable=automatic, parallelize=parallelize)
         data_ranks = strategy.data_ranks
@@ -154,7 +152,7 @@ class Trainer:
             data_ranks = sizes_of(self.config.parallel, self._request.ranks).data
         self.batch_plan = plan_batches(settings.global_batch_size, micro_batch, settings.accumulation_steps, data_ranks)
         strategy.check(model)
-        agreement.check_agreement(self.world, facts_of_model(model))
+        agreement.check_agreement(self.world, facts_of_model(model) | {"the setting parallel": repr(settings.parallel)})
         precision = Precision(
             settings.precision, self.world.device, sharded=strategy.shards, fp8_layers=settings.fp8_layers
         )
@@ -191,7 +189,7 @@ class Trainer:
             settings,
             logged,
         )
-        refuse_start(self._parts)
+        counted = refuse_start(self._parts)
         self._clock = step_clock(self.world.device)
         self._data = DataRoom(self._parts, self.batch_plan, self._clock)
         if self._updates:
@@ -213,7 +211,7 @@ class Trainer:
         self._preemption = Preemption(self.world, self.config, self._checkpoints, self._position)
         self._samples = SampleComparison(self.world, settings.data, settings.seed)
         self._stops = StopTogether(self._state, self._complete, partial(self._wait_for_all, "stop()"))
-        self._peak = PeakMemory(self.world)
+        self._peak = PeakMemory(self.world, counted)
         self._log = LogSchedule(self._log_points, settings.log_every, self._finished, self._tell)
         self._events = Events(self._subscribers())
         barrier.watch(self.world, self._heart)
@@ -411,10 +409,13 @@ class Trainer:
                 f"trainer.plan needs the whole model, and parallel={self.config.parallel.strategy!r} has sharded it",
                 "run `ddpkit plan --gpus N script.py`, which needs no GPU; or call trainer.plan in one process",
             )
-        ranks = self.world.world_size if self._request is None else self._request.ranks
+        config, ranks, memory = self._parts.config, self.world.world_size, device_memory(self.world.device)
+        if self._request is not None:
+            config, ranks, memory = self.config, self._request.ranks, self._request.memory
         model, _ = self._measured(data)
-        self._peak.predicted = planned(model, self.config, ranks, device_memory(self.world.device))
-        return self._peak.predicted
+        plan = planned(model, config, ranks, memory)
+        self._peak.compare_with(plan)
+        return plan
 
     def _measured(self, data: Data) -> tuple[ModelMemory, int]:
         """The measurements for a plan, and the samples per micro-batch."""
@@ -426,7 +427,8 @@ class Trainer:
             feed.begin(self.epoch, 0)
             feed.next()
             batch = feed.batch()
-            return measured(self._parts, batch, accumulates=self.batch_plan.accumulation > 1), size
+            parallel = self._parts.config.parallel if self._request is None else self.config.parallel
+            return measured(self._parts, batch, parallel, accumulates=self.batch_plan.accumulation > 1), size
 
     def _plan_only(self, train_data: Data) -> None:
         """Under `ddpkit plan`, print the plan instead of training, and end the script."""
@@ -470,7 +472,7 @@ class Trainer:
                         feed, share = self._halved(failed, train_data)  # retry the same step
                         continue
                     except (RuntimeError, MemoryError) as error:
-                        with_hint(error, self.config, self.world.rank)
+                        with_hint(error, self._parts)
                         raise
                     samples, epoch = share.samples, self.epoch
                     self._heart.mark(Phase.DATA)
@@ -543,7 +545,7 @@ class Trainer:
         """Halve the micro-batch, to retry the step that ran out of memory. A collective."""
         micro_batch = self.batch_plan.micro_batch
         if micro_batch == 1:
-            raise failed.own_or_silent(self.config, self.world.rank) from None
+            raise failed.own_or_silent(self._parts) from None
         log.logger.warning("out of memory at step {}: micro-batch {} is halved", self.step + 1, micro_batch)
         assert isinstance(self._optimizer_step, RescuedStep), "nothing else raises it"
         self._optimizer_step.release()

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ddp_kit import Trainer, TrainerConfig
+from ddp_kit.trainer import planning
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 7))
+        self.layers = nn.Sequential(nn.Linear(7, 26), nn.Tanh(), nn.Linear(26, 7))
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = x + self.layers(x)
@@ -23,8 +24,8 @@ class Block(nn.Module):
 
 
 def network() -> nn.Module:
-    """No dimension divides by 2 or 3; a part is frozen."""
-    model = nn.Sequential(nn.Linear(5, 7), Block(), Block(), Block(), nn.Linear(7, 1))
+    """No dimension divides by 3 or 4, and 26 alone by 2; a part is frozen."""
+    model = nn.Sequential(nn.Linear(5, 7), *(Block() for _ in range(9)), nn.Linear(7, 1))
     model[0].requires_grad_(requires_grad=False)
     return model
 
@@ -33,9 +34,9 @@ def squares(model: nn.Module, batch: Any) -> Tensor:
     return (model(batch[0]) - batch[1]).square().mean()
 
 
-def made(strategy: str) -> tuple[Trainer, TensorDataset]:
+def made(parallel: str) -> tuple[Trainer, TensorDataset]:
     torch.manual_seed(0)
-    config = TrainerConfig(max_steps=2, global_batch_size=12, parallel=strategy)
+    config = TrainerConfig(max_steps=2, global_batch_size=12, parallel=json.loads(parallel))
     trained = lambda parameters: torch.optim.AdamW([each for each in parameters if each.requires_grad])  # noqa: E731
     return Trainer(network(), trained, squares, config), TensorDataset(torch.randn(24, 5), torch.randn(24, 1))
 
@@ -45,22 +46,23 @@ def held(tensors: Any) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 2:  # bytes of each rank's memory, for "auto"
+        planning.device_memory = lambda _device: int(sys.argv[2])  # type: ignore[assignment]
     trainer, data = made(sys.argv[1])
-    gradients = [0]
+    strategy, gradients = trainer._parts.strategy, [0]
 
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         found = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
-        if sys.argv[1] != "fsdp":  # the optimizer has shards, and DDP reduces whole gradients
+        if not strategy.replaces_parameters:  # DDP reduces whole gradients; elsewhere the optimizer has shards
             found = [each.grad for each in trainer.model.parameters() if each.grad is not None]
         gradients[0] = held(found)
 
     trainer.optimizer.register_step_pre_hook(note)
     trainer.fit(data)
-    strategy = trainer._parts.strategy
-    # ZeRO-1 pads its flat weights: what holds them counts, not the views.
-    weights = {
-        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in strategy.local_parameters()
-    }
+    local = trainer.model.parameters() if strategy.config.pipeline > 1 else strategy.local_parameters()
+    # ZeRO-1 pads its flat weights: what holds them counts, not the views. A pipeline frees what other stages hold.
+    storages = [each.untyped_storage() for each in local if each.untyped_storage().nbytes() >= each.nbytes]
+    weights = {storage.data_ptr(): storage.nbytes() for storage in storages}
     state = [leaf for each in trainer.optimizer.state.values() for leaf in each.values()]
     found = {"weights": sum(weights.values()), "gradients": gradients[0], "optimizer_state": held(state)}
     os.write(1, f"{json.dumps(found)}\n".encode())

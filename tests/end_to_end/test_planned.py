@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from ddp_kit.config import ParallelConfig
-from ddp_kit.parallel.memory import plan_memory
+from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS
+from ddp_kit.parallel.memory import MemoryPlan
 
 SCRIPT = Path(__file__).with_name("planned.py")
 COMMAND = Path(sys.executable).with_name("ddpkit")
-RANKS = 3
 GPT = """\
 import sys
 sys.path.insert(0, {examples!r})
@@ -39,26 +38,58 @@ print("trained")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
-def test_what_is_called_exact_is_what_the_ranks_have(strategy: str, start: Any) -> None:
-    run = start("ddpkit", RANKS, SCRIPT, strategy)
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [
+        (3, "ddp"),
+        (3, "zero1"),
+        (3, "fsdp"),
+        (4, {"shard": 2, "tensor": 2, "tensor_plan": {"*.layers.0": "column", "*.layers.2": "row"}}),
+        (2, {"pipeline": 2}),
+    ],
+    ids=str,
+)
+def test_what_is_called_exact_is_what_the_ranks_have(
+    ranks: int, parallel: Any, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start("ddpkit", ranks, SCRIPT, json.dumps(parallel))
     assert run.returncode == 0, run.stderr
-    ranks = [json.loads(line) for line in re.findall(r"\{.*\}", run.stdout)]
-    assert len(ranks) == RANKS
-    trainer, data = made("ddp")
-    model, _ = trainer._measured(data)
-    plan = plan_memory(model, ParallelConfig(strategy=strategy), RANKS)
+    found = [json.loads(line) for line in re.findall(r"\{.*\}", run.stdout)]
+    assert len(found) == ranks
+    plan = planned(monkeypatch, ranks, parallel)
+    assert plan.certain
     for name in ("weights", "gradients", "optimizer_state"):
-        assert max(rank[name] for rank in ranks) == getattr(plan, name), (name, ranks)
+        assert max(rank[name] for rank in found) == getattr(plan, name), (name, found)
 
 
-def made(strategy: str) -> Any:
+def planned(monkeypatch: pytest.MonkeyPatch, ranks: int, parallel: Any) -> MemoryPlan:
+    with monkeypatch.context() as patch:
+        patch.setenv(PLAN_RANKS, str(ranks))
+        patch.setenv(PLAN_MEMORY, "1")
+        trainer, data = made(json.dumps(parallel))
+        found: MemoryPlan = trainer.plan(data)
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_train_with_what_auto_has_chosen(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(monkeypatch, 2, "fsdp")
+    counted = plan.exact + plan.communication
+    memory = int(counted / 0.8)  # of which it takes more than 70 % and less than 85 %
+    run = start("ddpkit", 2, SCRIPT, '"auto"', str(memory))
+    assert run.returncode == 0, run.stderr
+    assert 'parallel="auto": parallel="fsdp", memory={"checkpointing": "blocks"} needs 0.00 of' in run.stderr
+    found = [json.loads(line) for line in re.findall(r"\{.*\}", run.stdout)]
+    assert max(rank["weights"] for rank in found) == plan.weights
+
+
+def made(parallel: str) -> Any:
     spec = importlib.util.spec_from_file_location("planned", SCRIPT)
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.made(strategy)
+    return module.made(parallel)
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
 """The arithmetic of a plan; that weights, gradients and state are what training really has: end_to_end/planned.py."""
 
+import json
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from ddp_kit import ConfigError
+from ddp_kit import ConfigError, TrainerConfig
 from ddp_kit.config import ParallelConfig
 from ddp_kit.parallel.memory import (
     CONTEXT_BYTES,
@@ -16,10 +18,11 @@ from ddp_kit.parallel.memory import (
     ParameterRow,
     PassMemory,
     advice,
-    choose,
     plan_memory,
     refuse,
     report,
+    settings,
+    tensor_size,
 )
 
 ROWS = (  # float32 with AdamW: 8 bytes of state for each value, 4 for each parameter
@@ -55,6 +58,35 @@ def test_weights_gradients_and_state_follow_from_the_sizes(
 ) -> None:
     found = plan(ranks, **settings)
     assert (found.weights, found.gradients, found.optimizer_state) == (weights + 16, gradients, state)
+
+
+def test_a_tensor_plan_says_which_dimension_is_divided() -> None:
+    embedding, first, second, frozen = ROWS
+    model = replace(MODEL, rows=(embedding, replace(first, split=1), second, frozen))
+    found = plan_memory(model, ParallelConfig(tensor=2), 2)
+    assert found.certain
+    assert found.gradients == (60 + 7 * 3 + 42) * 4
+    both = plan_memory(model, ParallelConfig(tensor=2, shard=2), 4)
+    assert both.gradients == (5 * 6 + 4 * 3 + 4 * 6) * 4
+    assert not plan(2, tensor=2).certain
+    assert [tensor_size(model.rows, most) for most in (2, 4, 8)] == [2, 2, 2]
+    assert (tensor_size(ROWS, 8), tensor_size((replace(first, split=0),), 8)) == (1, 1)
+
+
+def test_stages_that_are_known_are_counted_exactly() -> None:
+    stages = frozenset({"blocks.0.weight", "embedding"}), frozenset({"blocks.1.weight", "frozen"})
+    found = plan_memory(replace(MODEL, stages=stages), ParallelConfig(pipeline=2), 2)
+    assert found.certain
+    assert (found.weights, found.optimizer_state) == (102 * 4 + 16, 102 * 8 + 8)
+    assert not plan(2, pipeline=2).certain
+
+
+def test_every_setting_can_be_written_in_a_script() -> None:
+    rows = tuple(replace(row, split=0) for row in large(400).rows)
+    for model in (large(400), replace(large(400), rows=rows)):
+        for setting in settings(model, 16, 80 * GIB):
+            (given,) = re.findall(r"parallel=(\{.*?\}|\"\w+\")", setting.text)
+            TrainerConfig(parallel=json.loads(given))
 
 
 def test_gradients_stay_whole_where_fsdp_accumulates_them() -> None:
@@ -129,18 +161,13 @@ def large(gib: int) -> ModelMemory:
         (120, 'parallel="fsdp", memory={"checkpointing": "blocks"}'),
     ],
 )
-def test_the_cheapest_that_fits_is_chosen(gib: int, text: str) -> None:
-    choice = choose(large(gib), 8, 80 * GIB)
-    assert choice.setting is not None
-    assert choice.setting.text == text
-    assert choice.setting.plan.total <= 80 * GIB
-    assert all(refused.plan.total > 80 * GIB for refused in choice.refused)
+def test_settings_come_in_the_order_of_their_cost(gib: int, text: str) -> None:
+    first = next(each for each in settings(large(gib), 8, 80 * GIB) if each.fits)
+    assert first.text == text
+    assert first.plan.total <= 80 * GIB
 
 
-def test_nothing_is_chosen_where_nothing_fits() -> None:
-    choice = choose(large(20000), 8, 80 * GIB)
-    assert choice.setting is None
-    assert len(choice.refused) > 4
+def test_where_nothing_fits_the_report_says_so() -> None:
     text = report(large(20000), plan_memory(large(20000), ParallelConfig(), 8), 8, 80 * GIB)
     assert "no setting of ddpkit makes it fit; the least is" in text
 
@@ -178,7 +205,6 @@ def test_only_what_is_exact_refuses_a_start() -> None:
 
 def test_weights_of_two_bytes_need_no_copies_of_autocast() -> None:
     casting = replace(large(400), passed=replace(large(400).passed, casts=200 * GIB))
-    choice = choose(casting, 8, 160 * GIB)
-    assert choice.setting is not None
-    assert 'precision="bf16-true"' in choice.setting.text
-    assert choice.setting.plan.exact == 400 * GIB // 8 * 2 + 64 * 4
+    first = next(each for each in settings(casting, 8, 160 * GIB) if each.fits)
+    assert 'precision="bf16-true"' in first.text
+    assert first.plan.exact == 400 * GIB // 8 * 2 + 64 * 4

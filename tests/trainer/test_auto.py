@@ -1,49 +1,96 @@
-"""parallel="auto": the first placement that fits."""
+"""parallel="auto": the first placement that fits, the same on all ranks."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from loguru import logger
 from torch import nn
 
-from ddp_kit import ConfigError
-from ddp_kit.config import ParallelConfig
+from ddp_kit import ConfigError, TrainerConfig
 from ddp_kit.trainer import planning
 from ddp_kit.trainer.planning import first_that_fits
 from ddp_kit.world import World
 
 MIB = 1 << 20
 RANKS = 4
+PLAN = {"*.0": "colwise"}
 
 
-def model() -> nn.Module:
-    """16 MiB of weights: 64 with gradients and the two states of Adam."""
-    return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+def model(plan: dict[str, str] | None = None) -> nn.Module:
+    """16 MiB of weights in four blocks: 64 with gradients and the two states of Adam."""
+    made = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024, bias=False)) for _ in range(4)))
+    made.tp_plan = plan  # type: ignore[assignment]
+    return made
 
 
 @pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> object:
-    def choose(memory: int) -> str:
+def lines() -> Iterator[list[str]]:
+    found: list[str] = []
+    handler = logger.add(lambda message: found.append(str(message).rstrip()), format="{message}")
+    yield found
+    logger.remove(handler)
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def choose(memory: int, plan: dict[str, str] | None = None, others: int = 0, **settings: Any) -> TrainerConfig:
+        """On the second half of the ranks a node has `others` ranks."""
         monkeypatch.setattr(planning, "device_memory", lambda _device: memory)
-        monkeypatch.setattr(planning, "gathered", lambda _world, numbers: [numbers] * RANKS)
+        half = RANKS // 2
+        monkeypatch.setattr(
+            planning, "gathered", lambda _world, own: [own] * half + [[2 * own[0], others or own[1]]] * half
+        )
         world: World = SimpleNamespace(device=None, world_size=RANKS, local_world_size=RANKS)  # type: ignore[assignment]
-        return first_that_fits(ParallelConfig(strategy="auto", bucket_mb=7), model(), world).strategy
+        config = TrainerConfig(parallel={"strategy": "auto", "bucket_mb": 7}, **settings)
+        return first_that_fits(config, model(plan), world)
 
     return choose
 
 
-# 70 % of the memory are for weights, gradients and state: ddp needs 64 MiB, zero1 40, fsdp 16.
-@pytest.mark.parametrize(("memory", "name"), [(92 * MIB, "ddp"), (91 * MIB, "zero1"), (57 * MIB, "fsdp")])
-def test_it_is_the_first_that_fits(chosen: object, memory: int, name: str) -> None:
-    assert callable(chosen)
-    assert chosen(memory) == name
+# 70 % of the memory are for what is counted, 85 % where blocks are recomputed: ddp needs 64 MiB, zero1 40, fsdp 16 and
+# 16 for two gathered blocks and the gradients of one, twice. Split layers are not gathered.
+@pytest.mark.parametrize(
+    ("memory", "plan", "strategy", "checkpointing"),
+    [
+        (92, None, "ddp", None),
+        (91, None, "zero1", None),
+        (57, None, "fsdp", None),
+        (45, None, "fsdp", "blocks"),
+        (45, PLAN, "fsdp", "blocks"),
+        (37, PLAN, "tensor", "blocks"),
+    ],
+)
+def test_it_is_the_first_that_fits(chosen: Any, memory: int, plan: Any, strategy: str, checkpointing: Any) -> None:
+    found = chosen(memory * MIB, plan)
+    assert (found.parallel.strategy, found.memory.checkpointing) == (strategy, checkpointing)
+    assert found.parallel.bucket_mb == 7
 
 
-def test_where_none_fits_each_is_named_with_its_size(chosen: object) -> None:
-    assert callable(chosen)
-    with pytest.raises(ConfigError, match=r"ddp needs 0.1 GiB; zero1 needs 0.0 GiB; fsdp needs 0.0 GiB"):
-        chosen(20 * MIB)
+def test_the_choice_and_what_is_refused_are_printed_with_their_numbers(chosen: Any, lines: list[str]) -> None:
+    chosen(45 * MIB)
+    (line,) = lines
+    assert line.startswith(
+        'parallel="auto": parallel="fsdp", memory={"checkpointing": "blocks"} needs 0.03 of 0.04 GiB; '
+        'parallel="ddp" needs 0.06 of 0.03 GiB; parallel="zero1" needs 0.04 of 0.03 GiB; parallel="fsdp" needs 0.03 of '
+    )
+
+
+def test_layers_are_split_over_what_every_node_has(chosen: Any) -> None:
+    assert chosen(37 * MIB, PLAN).parallel.tensor == 4
+    assert (chosen(37 * MIB, PLAN, others=2).parallel.tensor, chosen(37 * MIB, PLAN, others=2).parallel.shard) == (2, 2)
+
+
+def test_weights_of_two_bytes_are_counted_as_such(chosen: Any) -> None:
+    assert chosen(46 * MIB, precision="bf16-true").parallel.strategy == "ddp"
+
+
+def test_where_none_fits_each_is_named_with_its_size(chosen: Any) -> None:
+    with pytest.raises(ConfigError, match=r'found nothing that fits: parallel="ddp" needs 0\.06 of 0\.01 GiB; .*zero1'):
+        chosen(15 * MIB)
 
 
 def test_a_strategy_that_is_named_stays() -> None:
-    config = ParallelConfig(strategy="zero1")
+    config = TrainerConfig(parallel="zero1")
     assert first_that_fits(config, nn.Linear(1, 1), None) is config  # type: ignore[arg-type]

@@ -1,7 +1,9 @@
 """What the search for the micro-batch counts, and what a step that is done again finds as it was; in one process."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_kit import ConfigError, LossError, Trainer, TrainerConfig
 from ddp_kit.log import logger
+from ddp_kit.trainer import planning
+from ddp_kit.trainer.micro_batch import with_hint
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -157,6 +161,32 @@ def test_an_error_that_ends_the_run_says_what_to_do(lines: list[str]) -> None:
         with pytest.raises(torch.OutOfMemoryError) as found:
             trainer_for(loss, micro_batch_size=micro_batch).fit(data())
         assert found.value.__notes__[0].startswith(hint)
+
+
+def test_an_error_that_ends_the_run_names_the_placement_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024, bias=False)) for _ in range(4)))  # 16 MiB
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), mean_loss)
+    trainer.optimizer.state[model[0][0].weight]["momentum_buffer"] = torch.zeros(1024, 1024)  # type: ignore[index]
+    world = SimpleNamespace(rank=0, world_size=4, local_world_size=4, device=torch.device("cuda"))
+    monkeypatch.setattr(planning, "device_memory", lambda _device: 55 << 20)
+    for strategy, expected in (
+        ("ddp", 'parallel="zero1" needs 0.04 GiB of 0.05 GiB on each rank'),  # 36 MiB are less than 70 % of 55
+        ("zero1", 'parallel="fsdp" needs 0.03 GiB of 0.05 GiB on each rank'),
+        ("fsdp", ""),
+    ):
+        config = TrainerConfig(parallel=strategy)
+        parts = replace(trainer._parts, world=world, config=config)  # type: ignore[arg-type]
+        error = with_hint(torch.OutOfMemoryError("CUDA out of memory, in so many words"), parts)
+        assert str(error) == "CUDA out of memory, in so many words"
+        (note,) = error.__notes__
+        assert note.startswith('hint: set micro_batch_size="auto"')
+        assert "by arithmetic, " + expected in note if expected else "arithmetic" not in note
+
+    def broken(_device: torch.device) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(planning, "device_memory", broken)
+    assert with_hint(torch.OutOfMemoryError("full"), parts).__notes__[0].startswith("hint: set micro_batch_size")
 
 
 def test_other_mistakes_are_what_they_are_without_the_search() -> None:

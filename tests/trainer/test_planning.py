@@ -1,19 +1,23 @@
 """What a plan measures of a model, an optimizer and a loss function, without memory; and starts that are refused."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from loguru import logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ddp_kit import ConfigError, Loss, Trainer, TrainerConfig
 from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS
-from ddp_kit.parallel.memory import ModelMemory
+from ddp_kit.parallel.memory import MemoryPlan, ModelMemory
+from ddp_kit.records import Step
 from ddp_kit.torch_internals import FakeTensors, LiveBytes, is_fake
 from ddp_kit.trainer import planning
 from ddp_kit.trainer.planning import PlanPrinted
+from ddp_kit.trainer.subscribers import PeakMemory
 
 WIDTH = 32
 
@@ -178,6 +182,87 @@ def test_ddpkit_plan_makes_fit_a_plan(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "fits: 1.0 GiB of 2.0 GiB" in told
     with pytest.raises(ConfigError, match="the sizes of parallel do not fit"):
         trainer(parallel={"shard": 3})
+
+
+def test_what_auto_chooses_is_planned_and_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = sum(each.numel() for each in network().parameters())
+    monkeypatch.setenv(PLAN_RANKS, "4")
+    monkeypatch.setenv(PLAN_MEMORY, str(int(values * 16 / 0.7)))  # what is not trained is missing
+    with pytest.raises(PlanPrinted):
+        trainer(parallel="auto").fit(data())
+    first, second, third, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("parallel='auto': parallel=\"zero1\" needs 0.00 of ")
+    assert second.startswith('  refused: parallel="ddp" needs 0.00 of ')
+    assert "parallel='zero1', precision='fp32'" in third
+
+
+def test_what_a_stage_holds_is_found_by_running_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PLAN_RANKS, "4")
+    monkeypatch.setenv(PLAN_MEMORY, str(2 * 1024**3))
+    model = nn.Sequential(nn.Linear(3, WIDTH), Block(), Block(), Block(), nn.Linear(WIDTH, 1))
+    model[0].weight.requires_grad_(requires_grad=False)
+    found = of(trainer(model=model, parallel={"pipeline": 2}), data())
+    assert found.problems == ()
+    first, last = found.stages
+    shared = {"0.weight"}  # frozen: all stages keep it
+    assert {name for name in first if name[0] in "04"} == {"0.bias"} | shared
+    assert {name for name in last if name[0] in "04"} == {"4.weight", "4.bias"} | shared
+    assert {name[0] for name in first | last} == set("01234")
+    assert {name[0] for name in first & last} == {"0"}
+
+    def reading(model: nn.Module, batch: Any) -> Tensor:
+        return squares(model, batch) + model[1].inner.weight.sum().item()  # type: ignore[index,union-attr]
+
+    (_, problem) = of(trainer(reading, model, parallel={"pipeline": 2}), data()).problems
+    assert problem.startswith("what each stage holds: ")
+
+
+def test_the_tensor_plan_of_the_configuration_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PLAN_RANKS, "2")
+    monkeypatch.setenv(PLAN_MEMORY, str(2 * 1024**3))
+    table = {"*.inner": "column", "*.outer": "row"}
+    found = of(trainer(parallel={"tensor": 2, "tensor_plan": table}), data())
+    assert found.problems == ()
+    split = {row.name: row.split for row in found.rows if row.name.startswith("2.")}
+    assert split == {"2.inner.weight": 0, "2.inner.bias": 0, "2.outer.weight": 1, "2.outer.bias": None}
+    (problem,) = of(trainer(parallel={"tensor": 2}), data()).problems
+    assert problem.startswith("which layers are split: parallel.tensor splits layers, and Sequential does not say")
+
+
+@pytest.mark.parametrize(
+    ("counted", "planned", "said"),
+    [
+        (
+            3 << 30,
+            None,
+            ["memory: 3.0 GiB for weights, gradients and optimizer state by arithmetic, measured peak 5.0"],
+        ),
+        (
+            3 << 30,
+            MemoryPlan(1 << 30, 1 << 30, 1 << 30, 1 << 30, 0, 0, 0, 7 << 30),
+            ["memory: planned 4.0 GiB, measured"],
+        ),
+        (None, None, []),
+    ],
+)
+def test_the_peak_is_logged_once_after_the_first_steps(
+    monkeypatch: pytest.MonkeyPatch, counted: int | None, planned: MemoryPlan | None, said: list[str]
+) -> None:
+    found: list[str] = []
+    handler = logger.add(lambda message: found.append(str(message)), format="{message}")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: 5 << 30)
+    for device, expected in (("cpu", []), ("cuda", said)):
+        peak = PeakMemory(SimpleNamespace(device=torch.device(device)), counted)  # type: ignore[arg-type]
+        if planned is not None:
+            peak.compare_with(planned)
+        for number in range(1, 10):
+            peak.after_update(Step(number, 0, 1, False, None))
+            assert bool(found) == bool(expected and number >= 3)
+    logger.remove(handler)
+    assert len(found) == len(said)
+    assert all(line.startswith(start) for line, start in zip(found, said, strict=True))
 
 
 def test_a_start_that_cannot_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

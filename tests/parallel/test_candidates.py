@@ -1,0 +1,99 @@
+"""The placements that parallel="auto" tries: their order, what they need, and what the user has set."""
+
+import ast
+import re
+from dataclasses import replace
+
+import pytest
+
+from ddp_kit import TrainerConfig
+from ddp_kit.config import MemoryConfig, ParallelConfig
+from ddp_kit.parallel.candidates import Candidate, candidates, choose
+from ddp_kit.parallel.memory import GIB, ModelMemory, ParameterRow, PassMemory
+
+NAMES = (
+    'parallel="ddp"',
+    'parallel="zero1"',
+    'parallel="fsdp"',
+    'parallel="fsdp", memory={"checkpointing": "blocks"}',
+    'parallel={"shard": 2, "tensor": 8}, memory={"checkpointing": "blocks"}',
+)
+
+
+def model(gib: float, blocks: int = 64, split: int | None = 0) -> ModelMemory:
+    """So many GiB of weights in equal blocks; with gradients and the state of Adam four times as many."""
+    shape = (int(gib * GIB) // 4 // blocks, 1)
+    rows = (ParameterRow(f"{n}.weight", shape, 4, True, str(n), 8, split=split) for n in range(blocks))
+    return ModelMemory(tuple(rows), 0, PassMemory(0, 0, 0), copies_weights=False, accumulates=False)
+
+
+def tried(of: ModelMemory, ranks: int = 16, memory: MemoryConfig | None = None) -> list[Candidate]:
+    parallel = ParallelConfig(strategy="auto", bucket_mb=7)
+    return [*candidates(of, parallel, memory or MemoryConfig(), ranks, 80 * GIB, 8)]
+
+
+@pytest.mark.parametrize(
+    ("of", "number"),
+    [
+        (model(14), 0),  # 56 GiB are 70 % of 80
+        (model(14.1), 1),
+        (model(26.3), 1),  # whole weights and gradients, and a sixteenth of the state
+        (model(26.4), 2),
+        (model(170), 2),  # a sixteenth of all, two gathered blocks, and the gradients of one twice
+        (model(200), 3),  # 68 GiB are 85 % of 80
+        (model(60, blocks=3), 4),  # a block has 20 GiB: gathered, it does not fit
+    ],
+)
+def test_the_first_that_fits_is_chosen(of: ModelMemory, number: int) -> None:
+    chosen, refused = choose(tried(of))
+    assert chosen is not None
+    assert chosen.text == NAMES[number]
+    assert [each.text for each in refused] == [*NAMES[:number]]
+    assert all(each.needed > each.available for each in refused)
+    assert chosen.parallel.bucket_mb == 7
+    assert chosen.memory.checkpointing == ("blocks" if number > 2 else None)
+
+
+def test_the_settings_of_a_candidate_are_those_of_its_text() -> None:
+    for each in tried(model(1)):
+        written = {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+)=(\{.*?\}|\"\w+\")", each.text)}
+        config = TrainerConfig(**written)
+        assert config.parallel.model_copy(update={"bucket_mb": 7}) == each.parallel
+        assert config.memory == each.memory
+
+
+@pytest.mark.parametrize(
+    ("ranks", "memory", "names"),
+    [
+        (1, {}, ['parallel="ddp"', 'parallel="ddp", memory={"checkpointing": "blocks"}']),
+        (16, {"checkpointing": None}, [*NAMES[:3], 'parallel={"shard": 2, "tensor": 8}']),
+        (16, {"checkpointing": "ops"}, [*NAMES[:3], 'parallel={"shard": 2, "tensor": 8}']),
+        (12, {}, [*NAMES[:4], 'parallel={"shard": 3, "tensor": 4}, memory={"checkpointing": "blocks"}']),
+    ],
+)
+def test_what_the_user_has_set_stays(ranks: int, memory: dict[str, str], names: list[str]) -> None:
+    found = tried(model(1), ranks, MemoryConfig(**memory))  # type: ignore[arg-type]
+    assert [each.text for each in found] == names
+    if memory:
+        assert {each.memory.checkpointing for each in found} == {memory["checkpointing"]}
+
+
+def test_blocks_that_are_recomputed_already_leave_more_of_the_memory() -> None:
+    of = model(16)
+    first, *_ = tried(of, memory=MemoryConfig(checkpointing="blocks"))
+    assert (first.text, first.needed, first.fits) == ('parallel="ddp"', 64 * GIB, True)
+    assert not tried(of)[0].fits
+
+
+def test_without_blocks_or_a_tensor_plan_these_steps_are_left_out() -> None:
+    plain = model(1, split=None)
+    assert [each.text for each in tried(plain)] == [*NAMES[:4]]
+    whole = replace(plain, rows=tuple(replace(row, unit="") for row in plain.rows))
+    assert [each.text for each in tried(whole)] == [*NAMES[:3]]
+
+
+def test_nothing_may_fit() -> None:
+    chosen, refused = choose(tried(model(1000)))
+    assert chosen is None
+    assert [each.text for each in refused] == [*NAMES]
+    assert str(refused[0]) == 'parallel="ddp" needs 4000.00 of 56.00 GiB'
