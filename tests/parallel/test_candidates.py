@@ -16,8 +16,10 @@ NAMES = (
     'parallel="zero1"',
     'parallel="fsdp"',
     'parallel="fsdp", memory={"checkpointing": "blocks"}',
+    'parallel="fsdp", memory={"checkpointing": "blocks", "offload_optimizer": True}',
     'parallel={"shard": 2, "tensor": 8}, memory={"checkpointing": "blocks"}',
 )
+OFFLOADED = 'parallel="fsdp", memory={"offload_optimizer": True}'
 
 
 def model(gib: float, blocks: int = 64, split: int | None = 0) -> ModelMemory:
@@ -41,7 +43,8 @@ def tried(of: ModelMemory, ranks: int = 16, memory: MemoryConfig | None = None) 
         (model(26.4), 2),
         (model(170), 2),  # a sixteenth of all, two gathered blocks, and the gradients of one twice
         (model(200), 3),  # 68 GiB are 85 % of 80
-        (model(60, blocks=3), 4),  # a block has 20 GiB: gathered, it does not fit
+        (model(300), 4),  # the state of Adam is half of all
+        (model(60, blocks=3), 5),  # a block has 20 GiB: gathered, it does not fit
     ],
 )
 def test_the_first_that_fits_is_chosen(of: ModelMemory, number: int) -> None:
@@ -65,10 +68,10 @@ def test_the_settings_of_a_candidate_are_those_of_its_text() -> None:
 @pytest.mark.parametrize(
     ("ranks", "memory", "names"),
     [
-        (1, {}, ['parallel="ddp"', 'parallel="ddp", memory={"checkpointing": "blocks"}']),
-        (16, {"checkpointing": None}, [*NAMES[:3], 'parallel={"shard": 2, "tensor": 8}']),
-        (16, {"checkpointing": "ops"}, [*NAMES[:3], 'parallel={"shard": 2, "tensor": 8}']),
-        (12, {}, [*NAMES[:4], 'parallel={"shard": 3, "tensor": 4}, memory={"checkpointing": "blocks"}']),
+        (1, {}, [NAMES[0], *(each.replace("fsdp", "ddp") for each in NAMES[3:5])]),
+        (16, {"checkpointing": None}, [*NAMES[:3], OFFLOADED, 'parallel={"shard": 2, "tensor": 8}']),
+        (16, {"checkpointing": "ops"}, [*NAMES[:3], OFFLOADED, 'parallel={"shard": 2, "tensor": 8}']),
+        (12, {}, [*NAMES[:5], 'parallel={"shard": 3, "tensor": 4}, memory={"checkpointing": "blocks"}']),
     ],
 )
 def test_what_the_user_has_set_stays(ranks: int, memory: dict[str, str], names: list[str]) -> None:
@@ -87,9 +90,9 @@ def test_blocks_that_are_recomputed_already_leave_more_of_the_memory() -> None:
 
 def test_without_blocks_or_a_tensor_plan_these_steps_are_left_out() -> None:
     plain = model(1, split=None)
-    assert [each.text for each in tried(plain)] == [*NAMES[:4]]
+    assert [each.text for each in tried(plain)] == [*NAMES[:5]]
     whole = replace(plain, rows=tuple(replace(row, unit="") for row in plain.rows))
-    assert [each.text for each in tried(whole)] == [*NAMES[:3]]
+    assert [each.text for each in tried(whole)] == [*NAMES[:3], OFFLOADED]
 
 
 def test_nothing_may_fit() -> None:
