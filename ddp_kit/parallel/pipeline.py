@@ -282,15 +282,8 @@ class PipelineStrategy(Strategy):
     def _run_schedule(self, count: int, first: int) -> None:
         if count not in self._schedules:
             stages = self._new_stages()
-            kind = _schedule_for(self.config.schedule, count, self.sizes.pipeline)
-            given = stages if len(stages) > 1 else stages[0]
-            try:
-                schedule = kind(given, count, loss_fn=_the_loss_itself, scale_grads=False)
-            except ValueError as error:  # older versions of torch want a micro-batch for each stage
-                raise ConfigError(
-                    f"the pipeline schedules of torch {torch.__version__} do not take {count} micro-batches: {error}",
-                    "use torch 2.13 or later, which takes any number",
-                ) from None
+            kind, several = _schedule_for(self.config.schedule, count, self.sizes.pipeline)
+            schedule = kind(stages if several else stages[0], count, loss_fn=_the_loss_itself, scale_grads=False)
             self._schedules[count] = stages, schedule
         stages, schedule = self._schedules[count]
         for stage in stages:
@@ -556,12 +549,15 @@ class PipelineStrategy(Strategy):
         return {number: kept for number, kept in state.items() if self._place in self._holders[parameters[number]]}
 
 
-def _schedule_for(name: str, passes: int, places: int) -> Any:
-    """torch's class. 1F1B wants a pass for each stage, and its interleaved form the same number in each round; for
-    other numbers, all forward passes come before all backward passes."""
+def _schedule_for(name: str, passes: int, places: int) -> tuple[Any, bool]:
+    """torch's class, and whether it takes a list of stages. 1F1B wants a pass for each stage, and its interleaved form
+    the same number in each round; for other numbers, all forward passes come before all backward passes. That is also
+    what GPipe does, which takes fewer passes than stages from torch 2.13 on: breadth first takes any number."""
     if name == "interleaved":
-        return ScheduleLoopedBFS if passes % max(1, passes // places) else ScheduleInterleaved1F1B
-    return Schedule1F1B if name == "1f1b" and passes >= places else ScheduleGPipe
+        return (ScheduleLoopedBFS if passes % max(1, passes // places) else ScheduleInterleaved1F1B), True
+    if passes < places:
+        return ScheduleLoopedBFS, True
+    return (Schedule1F1B if name == "1f1b" else ScheduleGPipe), False
 
 
 def _the_loss_itself(output: Tensor, _target: Tensor) -> Tensor:
