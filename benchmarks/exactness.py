@@ -59,6 +59,7 @@ PLACEMENTS = {
     "pipeline 2, gpipe": Placement(2, {"pipeline": 2, "schedule": "gpipe"}, tied=False),
     "pipeline 2, 1f1b": Placement(2, {"pipeline": 2, "schedule": "1f1b"}, tied=False),
     "pipeline 2, interleaved": Placement(2, {"pipeline": 2, "schedule": "interleaved"}, tied=False),
+    "pipeline 2, zbv": Placement(2, {"pipeline": 2, "schedule": "zbv"}, tied=False),
     "replicate x pipeline 2x2": Placement(4, {"pipeline": 2}, tied=False),
     "device_map 2, 2 ranks": Placement(2, {"device_map": {"": 0, "blocks.2-3": 1}}),
     "ddp, checkpointing": Placement(2, "ddp", {"memory": {"checkpointing": "blocks"}}),

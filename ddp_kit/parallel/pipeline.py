@@ -12,7 +12,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleLoopedBFS
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
 from torch.optim import Optimizer
 
 from ddp_kit.config import ParallelConfig
@@ -26,7 +32,7 @@ from ddp_kit.parallel.stages import (
     chain_of,
     holders_before_first_pass,
     leaves_of,
-    stages_per_rank,
+    places_of_stages,
 )
 from ddp_kit.parallel.strategy import PassedOn, Passes, Strategy
 from ddp_kit.pieces import Piece
@@ -62,9 +68,8 @@ class PipelineStrategy(Strategy):
         super().__init__(world, config, recoverable=recoverable)
         self.sizes = sizes_of(config, world.world_size)
         self._place, self._replica, _, _ = self.sizes.coordinates(world.rank)
-        places = self.sizes.pipeline
-        self._stages = range(self._place, places * stages_per_rank(config), places)  # of this rank
-        self._count = places * len(self._stages)  # of all stages
+        self._places = places_of_stages(config)  # of all stages
+        self._stages = [stage for stage, place in enumerate(self._places) if place == self._place]  # of this rank
         self._chain: Chain
         self._models: dict[int, StageModel] = {}
         self._links: dict[int, Links] = {}
@@ -110,7 +115,7 @@ class PipelineStrategy(Strategy):
 
     @property
     def _is_last(self) -> bool:
-        return self._place == self.sizes.pipeline - 1
+        return self._place == self._places[-1]
 
     def _ranks(self, stages: Iterable[int]) -> list[int]:
         """All ranks of these stages."""
@@ -154,11 +159,6 @@ class PipelineStrategy(Strategy):
                 f"optimizer is {config.optimizer!r}",
                 "leave them out; replicate is then the ranks left over",
             )
-        if config.schedule == "zbv":
-            raise ConfigError(
-                "parallel.schedule = 'zbv' needs backward passes in two parts, for which torch has no public function",
-                "use '1f1b' or 'interleaved'",
-            )
         if config.share_gpus and self.world.device.type == "cuda":
             raise ConfigError(
                 "parallel.share_gpus does not go with a pipeline: gloo does not send from the memory of a GPU",
@@ -174,10 +174,9 @@ class PipelineStrategy(Strategy):
 
     def setup(self, model: nn.Module) -> None:
         self.model = model
-        self._chain, places = chain_of(model, self.config), range(self.sizes.pipeline)
-        chain = self._chain
+        self._chain = chain = chain_of(model, self.config)
         blocks = chain.blocks(model)
-        self._holders, self._outer = holders_before_first_pass(model, chain, len(places))
+        self._holders, self._outer = holders_before_first_pass(model, chain, self._places)
         shared = {each for each, held in self._holders.items() if len(held) > 1}
         # Block by block: no rank ever holds the whole model on its device.
         for block in blocks:
@@ -206,7 +205,8 @@ class PipelineStrategy(Strategy):
             groups = dist.new_group(ranks), dist.new_group(ranks, backend="gloo")
             if replica == self._replica:
                 self._group = groups[0]
-                self._links = {stage: Links(ranks, stage, *groups, self.world.device) for stage in self._stages}
+                of_stages = [ranks[place] for place in self._places]
+                self._links = {stage: Links(of_stages, stage, *groups, self.world.device) for stage in self._stages}
         for stage in range(self.sizes.pipeline):
             self._make_group((stage,))
 
@@ -291,10 +291,12 @@ class PipelineStrategy(Strategy):
         schedule.step(target=torch.arange(count), return_outputs=False)
 
     def _new_stages(self) -> list[Stage]:
-        made = [Stage(self._links[number], self._count, self.world.device) for number in self._stages]
-        for stage in made:
+        made = {number: Stage(self._links[number], len(self._places), self.world.device) for number in self._stages}
+        for number, stage in made.items():
             stage.forward_pass, stage.backward_pass = self._forward, self._backward
-        return made
+            if number + 1 in made:
+                stage.is_followed_by(made[number + 1])
+        return [*made.values()]
 
     def _settle(self) -> None:
         for links in self._links.values():
@@ -310,14 +312,14 @@ class PipelineStrategy(Strategy):
         finally:
             self._came = None
 
-    def _backward(self, tensor: Tensor, gradient: Tensor | None) -> None:
+    def _backward(self, ends: Tensor | None, compute: Callable[[], None]) -> None:
         passes = self._passes
         assert passes is not None, "called within `run_passes`"
-        self._backwards_left -= 1
-        if not self._backwards_left:
-            passes.before_reduction(tensor)
-        if tensor.requires_grad:
-            torch.autograd.backward(tensor, gradient)
+        if ends is not None:
+            self._backwards_left -= 1
+            if not self._backwards_left:
+                passes.before_reduction(ends)
+        compute()
         passes.after_backward()
 
     def call(self, function: Callable[[nn.Module, T], Any], batch: T) -> Any:
@@ -331,9 +333,10 @@ class PipelineStrategy(Strategy):
 
     def _call_alone(self, function: Callable[[nn.Module, T], Any], batch: T) -> Any:
         """Outside of optimizer steps: through this rank's stages, one after another."""
+        came: Received | None = None
         for stage in self._stages:
-            links, came = self._links[stage], None
-            if stage > 0:
+            links = self._links[stage]
+            if stage > 0 and came is None:
                 came = links.arriving()
                 move([links.operation(dist.irecv, came.tensor.detach(), -1)])
             try:
@@ -341,6 +344,10 @@ class PipelineStrategy(Strategy):
                 return self._models[stage].call(function, own, came)
             except PassedOn as passed:
                 sent = PassedOn(passed.tensor.detach(), passed.items)
+            if stage + 1 in self._stages:
+                came = Received(sent.tensor, sent.items)
+                continue
+            came = None
             links.announce(sent.tensor, sent.items)
             move([links.operation(dist.isend, sent.tensor.contiguous(), 1)])
             links.settle()
@@ -552,7 +559,9 @@ class PipelineStrategy(Strategy):
 def _schedule_for(name: str, passes: int, places: int) -> tuple[Any, bool]:
     """torch's class, and whether it takes a list of stages. 1F1B wants a pass for each stage, and its interleaved form
     the same number in each round; for other numbers, all forward passes come before all backward passes. That is also
-    what GPipe does, which takes fewer passes than stages from torch 2.13 on: breadth first takes any number."""
+    what GPipe does, but in torch 2.10 not for fewer passes than stages (pytorch#171462): breadth first takes any."""
+    if name == "zbv":
+        return ScheduleZBVZeroBubble, True
     if name == "interleaved":
         return (ScheduleLoopedBFS if passes % max(1, passes // places) else ScheduleInterleaved1F1B), True
     if passes < places:

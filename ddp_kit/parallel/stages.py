@@ -66,9 +66,17 @@ def chain_of(model: nn.Module, config: ParallelConfig) -> Chain:
 
 def stages_per_rank(config: ParallelConfig) -> int:
     """Several where the schedule interleaves them: a rank then has one from each part of the model."""
+    if config.schedule == "zbv":
+        return 2
     if config.schedule != "interleaved":
         return 1
     return 2 if config.stages == "auto" else max(1, (len(config.stages) + 1) // config.pipeline)
+
+
+def places_of_stages(config: ParallelConfig) -> tuple[int, ...]:
+    """Of each stage, its place among the ranks of a pipeline: in turn, or there and back as a V for "zbv"."""
+    places = tuple(range(config.pipeline))
+    return (*places, *reversed(places)) if config.schedule == "zbv" else places * stages_per_rank(config)
 
 
 def _named_chain(model: nn.Module, names: Sequence[str], stages: int) -> Chain:
@@ -243,22 +251,22 @@ def _refuse(_gradient: Tensor) -> None:
 
 
 def holders_before_first_pass(
-    model: nn.Module, chain: Chain, places: int
+    model: nn.Module, chain: Chain, places: Sequence[int]
 ) -> tuple[dict[nn.Parameter, tuple[int, ...]], list[nn.Parameter]]:
     """The places in the pipeline that hold each parameter; and the trained ones that all places hold until the first
-    pass has shown which of them need each."""
+    pass has shown which of them need each. `places`: of each stage."""
     blocks = chain.blocks(model)
     inside: dict[nn.Parameter, set[int]] = {}
     for stage, numbers in enumerate(chain.stages):
         for number in numbers:
             for each in blocks[number].parameters():
-                inside.setdefault(each, set()).add(stage % places)
+                inside.setdefault(each, set()).add(places[stage])
     of_blocks = {module for block in blocks for module in block.modules()}
     outside = {
         each for module in model.modules() if module not in of_blocks for each in module.parameters(recurse=False)
     }
     shared = {each for each, held in inside.items() if len(held) > 1} | outside
-    held = {each: tuple(range(places)) if each in shared else tuple(inside[each]) for each in model.parameters()}
+    held = {each: tuple(sorted(set(places))) if each in shared else tuple(inside[each]) for each in model.parameters()}
     return held, [each for each in model.parameters() if each in shared and each.requires_grad]
 
 
@@ -268,7 +276,8 @@ def holders_after_first_pass(
     """The places in the pipeline that hold each parameter while it trains. All stages run in this process, one after
     another. Raises `ConfigError` where the model cannot be cut, and `LossError` where a stage cannot run."""
     chain = chain_of(model, config)
-    held, outer = holders_before_first_pass(model, chain, config.pipeline)
+    places = places_of_stages(config)
+    held, outer = holders_before_first_pass(model, chain, places)
     users: dict[nn.Parameter, set[int]] = {each: set() for each in outer}
     came = None
     for stage in range(len(chain.stages)):
@@ -279,7 +288,7 @@ def holders_after_first_pass(
             end = passed.tensor
             came = Received(end.detach().requires_grad_(end.requires_grad), passed.items)
         for each in users.keys() & leaves_of(end):
-            users[each].add(stage % config.pipeline)
+            users[each].add(places[stage])
     return held | {each: tuple(sorted(stages)) or (0,) for each, stages in users.items()}
 
 
