@@ -478,6 +478,10 @@ class PipelineStrategy(Strategy):
         owned = self._place == stages[0] and self._replica == 0
         return Piece(value, tuple(shape), (0,) * len(shape), owned=owned)
 
+    def piece_of(self, parameter: Tensor) -> Piece | None:
+        stages = self._holders.get(parameter)  # type: ignore[call-overload]
+        return None if stages is None else self._piece(parameter.detach(), parameter.shape, stages)
+
     @torch.no_grad()
     def load_model_state(self, state: dict[str, Any]) -> None:
         own = self.model.state_dict(keep_vars=True)
@@ -545,6 +549,7 @@ class PipelineStrategy(Strategy):
         stages = self._holders[parameter]
         if self._place in stages:
             value = state[number][name]
+            value = value.tensor if isinstance(value, Piece) else value
         else:
             device = self.world.device if form["on_device"] else torch.device("cpu")
             value = torch.empty(0, dtype=getattr(torch, form["dtype"]), device=device)

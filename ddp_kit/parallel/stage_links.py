@@ -110,6 +110,10 @@ class Stage(PipelineStage):
         """Hand over to a stage on the same rank, as the schedules do by `set_local_...`."""
         self._after, after._before = after, self
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # With "zbv", torch 2.10 would send from the rank in the middle to itself, which gloo cannot. 2.13 asks nobody.
+        return [each for each in super()._get_init_p2p_neighbors_ops() if each.group_peer != self.group_rank]
+
     def clear_runtime_states(self) -> None:
         """Before each step."""
         for kept in (self._came, self._gave, self._gradients, self._rest):

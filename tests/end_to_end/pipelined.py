@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -16,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 from ddp_kit import EMA, BestModel, Loss, Trainer, TrainerConfig
 from ddp_kit.manifest import checkpoints
+from ddp_kit.tensor_reading import TensorFiles
 
 VOCABULARY, WIDTH, LENGTH = 11, 8, 5
 
@@ -116,7 +118,22 @@ def made(case: dict[str, Any], parallel: Any, checkpoint: Any) -> Trainer:
     )
 
 
-def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+def count_bytes_read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Bytes that are copied from a checkpoint from now on, by its parts."""
+    found: dict[str, int] = {}
+    read = TensorFiles.read
+
+    def counting(self: TensorFiles, wanted: Any) -> None:
+        for (part, _), places in wanted.items():
+            found[part] = found.get(part, 0) + sum(place.memory.nbytes for place in places)
+        read(self, wanted)
+
+    monkeypatch.setattr(TensorFiles, "read", counting)
+    return found
+
+
+def run(case: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    read = count_bytes_read(monkeypatch)
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     checkpoint = {"dir": folder, "keep_last": 9, "resume": case.get("resume", "auto"), "every_steps": case.get("every")}
     trainer = made(case, {} if alone else case["parallel"], checkpoint)
@@ -131,6 +148,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         "predicted": predicted.flatten().tolist(),
         "steps": result.steps,
         "saved": str(newest.path),
+        "read": read,
         "held": sum(each.untyped_storage().nbytes() for each in trainer.model.parameters()),
         "rank": trainer.world.rank,
     }
@@ -138,5 +156,8 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     cases, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    results = [run(case, folder / case["name"]) for case in cases]
+    results = []
+    for case in cases:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            results.append(run(case, folder / case["name"], monkeypatch))
     print("result " + json.dumps(results), flush=True)
