@@ -244,7 +244,8 @@ class ParallelConfig(_Part):
         default="1f1b",
         description="The order of a step's passes: gpipe: all forward, then all backward; 1f1b: backward as soon as "
         "possible, which keeps fewer activations; interleaved: 1f1b with two stages per rank, which idles less and "
-        "sends more.",
+        "sends more; zbv: two stages per rank in the order of a V, whose backward passes send gradients on before they "
+        "compute those of weights (zero bubble).",
     )
     optimizer: Literal["whole", "sharded"] = Field(
         default="whole",
@@ -539,6 +540,12 @@ class TrainerConfig(_Part):
             raise ValueError(
                 f"precision = 'fp8' does not go with parallel.tensor = {self.parallel.tensor}, which splits the layers "
                 "that it converts: use precision = 'bf16', or parallel.shard"
+            )
+        if self.parallel.schedule == "zbv" and (self.compile is not None or self.memory.checkpointing is not None):
+            raise ValueError(
+                "parallel.schedule = 'zbv' divides backward passes in two: compiled ones cannot be, and activation "
+                "checkpoints would compute a block again for each of its weights: use '1f1b' or 'interleaved', or "
+                "leave out compile and memory.checkpointing"
             )
         if self.micro_batch_size == "auto" and self.accumulation_steps is not None:
             raise ValueError(

@@ -72,7 +72,7 @@ class ParallelSettings(TypedDict, total=False):
     stages: Literal["auto"] | tuple[str, ...] | list[str]
     """Modules at which new stages begin, by name; "auto": the repeated blocks, divided by their bytes."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"]
-    """The order of a step's passes: gpipe: all forward, then all backward; 1f1b: backward as soon as possible, which keeps fewer activations; interleaved: 1f1b with two stages per rank, which idles less and sends more."""
+    """The order of a step's passes: gpipe: all forward, then all backward; 1f1b: backward as soon as possible, which keeps fewer activations; interleaved: 1f1b with two stages per rank, which idles less and sends more; zbv: two stages per rank in the order of a V, whose backward passes send gradients on before they compute those of weights (zero bubble)."""
     optimizer: Literal["whole", "sharded"]
     """sharded: each rank holds and updates an equal share of the optimizer state (ZeRO-1)."""
     units: Literal["auto"] | tuple[str, ...] | list[str]

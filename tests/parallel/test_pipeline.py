@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_kit import ConfigError, LossError
+from ddp_kit import ConfigError, LossError, TrainerConfig
 from ddp_kit.config import ParallelConfig
 from ddp_kit.parallel import PassedOn
 from ddp_kit.parallel.pipeline import PipelineStrategy
 from ddp_kit.parallel.stage_links import Received
-from ddp_kit.parallel.stages import StageModel, chain_of
+from ddp_kit.parallel.stages import StageModel, chain_of, places_of_stages
 from ddp_kit.world import World
 
 
@@ -86,7 +86,11 @@ def test_stages_compute_what_the_model_does_and_leave_it_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("model", "function", "found"),
     [
-        (Model(order=(0, 2, 1, 3)), mean, "out of order: blocks.2, where the next one is blocks.1"),
+        (
+            Model(order=(0, 2, 1, 3)),
+            mean,
+            "out of order: blocks.2, where the next one is blocks.1.*\n.*parallel='fsdp' needs neither",
+        ),
         (Model(order=(0, 1, 2)), mean, "has come to 3 of its 4 blocks"),
         (Model(between=torch.relu), mean, "changes what blocks.1 returns before blocks.2 gets it"),
         (Model(after=lambda outputs: outputs[1] + outputs[-1]), mean, "past the block that follows it"),
@@ -130,9 +134,9 @@ def test_stages_can_be_named() -> None:
         (Model(), {"stages": ("head",)}, "not modules of one nn.ModuleList"),
         (Model(), {"stages": ("blocks.0",)}, "with which the first stage begins"),
         (Model(), {"pipeline": 3, "stages": ("blocks.2", "blocks.1")}, "not in the order"),
-        (nn.Sequential(Block(), Block(), nn.BatchNorm1d(3)), {}, "BatchNorm"),
+        (nn.Sequential(Block(), Block(), nn.BatchNorm1d(3)), {}, "BatchNorm.*: 2\n.*use LayerNorm"),
         (nn.Sequential(nn.Embedding(3, 3, sparse=True), Block(), Block()), {}, "sparse"),
-        (Model(), {"schedule": "zbv"}, "in two parts"),
+        (Model(), {"schedule": "zbv", "pipeline": 3}, "makes 6 stages, and the model Model has 4 repeated"),
         (Model(), {"compression": "bf16"}, "a setting of DDP"),
         (Model(), {"strategy": "pipeline", "pipeline": 1}, "parallel.pipeline is 1"),
         (Model(), {"shard": 2}, "goes with replicate alone"),
@@ -143,6 +147,17 @@ def test_what_cannot_be_a_pipeline_is_refused(model: nn.Module, settings: dict[s
     ranks = parallel.pipeline * max(1, parallel.shard)
     with pytest.raises(ConfigError, match=found):
         PipelineStrategy(World(0, ranks, 0, ranks, 0, torch.device("cpu")), parallel).check(model)
+
+
+def test_zero_bubble_puts_the_first_and_the_last_stage_on_the_first_rank() -> None:
+    assert places_of_stages(config(pipeline=3, schedule="zbv")) == (0, 1, 2, 2, 1, 0)
+    assert places_of_stages(config(pipeline=3, schedule="interleaved")) == (0, 1, 2, 0, 1, 2)
+
+
+@pytest.mark.parametrize("setting", [{"compile": "blocks"}, {"memory": {"checkpointing": "blocks"}}])
+def test_zero_bubble_is_refused_where_a_backward_pass_cannot_be_divided(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="use '1f1b' or 'interleaved'"):
+        TrainerConfig(global_batch_size=4, max_steps=1, parallel={"pipeline": 2, "schedule": "zbv"}, **setting)
 
 
 def test_all_ranks_of_a_pipeline_share_samples_and_the_last_one_has_the_losses() -> None:
