@@ -25,7 +25,7 @@ from ddp_kit.config import ParallelConfig
 from ddp_kit.errors import ConfigError, LossError, some
 from ddp_kit.parallel.mesh import sizes_of
 from ddp_kit.parallel.replicas import broadcast, check_replicable
-from ddp_kit.parallel.stage_links import Links, Received, Stage, move
+from ddp_kit.parallel.stage_links import Links, Received, Stage, StageFailedError, move
 from ddp_kit.parallel.stages import (
     Chain,
     StageModel,
@@ -264,7 +264,12 @@ class PipelineStrategy(Strategy):
         before = {name: (each, version_of(each)) for name, each in self.model.named_buffers()}
         stages = self._new_stages()
         for stage in stages:
-            move(stage.get_fwd_recv_ops(0))
+            try:
+                move(stage.get_fwd_recv_ops(0))
+            except StageFailedError:
+                self._links[stage.stage_index].announce_failure()
+                passes.without_loss()  # raises: the rank that has failed says so
+                raise
             self._needed |= leaves_of(stage.forward_one_chunk(0))
             move(stage.get_fwd_send_ops(0))
         for name, each in self.model.named_buffers():
@@ -325,7 +330,12 @@ class PipelineStrategy(Strategy):
     def call(self, function: Callable[[nn.Module, T], Any], batch: T) -> Any:
         if self._passes is None:
             return self._call_alone(function, batch)
-        value = self._models[self._running].call(function, batch, self._came)
+        try:
+            value = self._models[self._running].call(function, batch, self._came)
+        except LossError:
+            if not self._learned:  # the ranks agree on errors of the first pass: none may wait for another
+                self._links[self._running].announce_failure()
+            raise
         if not self._learned:  # the other ranks wait for what this one finds wrong with its first loss
             leaves = leaves_of(getattr(value, "loss", value))
             self._check_foreign(each for each in self.parameters if each in leaves)

@@ -14,6 +14,11 @@ from ddp_kit.parallel.split_backward import backward_to_input
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 _DIMENSIONS = 12
+_FAILED = -2  # in place of `Received.items`
+
+
+class StageFailedError(Exception):
+    """The stage before has raised a `LossError` in the first pass of a run."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +46,15 @@ class Links:
         self._on_their_way: list[tuple[Any, Tensor]] = []
 
     def arriving(self) -> Received:
-        """Memory for the next activation of the stage before; waits until that stage has computed it."""
+        """Memory for the next activation of the stage before; waits until that stage has computed it.
+
+        Raises `StageFailedError`.
+        """
         header = torch.zeros(4 + _DIMENSIONS, dtype=torch.int64)
         dist.recv(header, src=self._rank(self.stage - 1), group=self._host_group, tag=self.stage)
         items, trained, kind, dimensions, *sizes = header.tolist()
+        if items == _FAILED:
+            raise StageFailedError
         tensor = torch.empty(sizes[:dimensions], dtype=_DTYPES[kind], device=self._device)
         return Received(tensor.requires_grad_(bool(trained)), items)
 
@@ -55,8 +65,16 @@ class Links:
                 f"a stage of the pipeline would send a tensor of type {tensor.dtype} with {tensor.ndim} dimensions",
                 "let blocks return real numbers, such as float32 or bfloat16",
             )
-        header = torch.zeros(4 + _DIMENSIONS, dtype=torch.int64)
         facts = [items, int(tensor.requires_grad), _DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
+        self._send(facts)
+
+    def announce_failure(self) -> None:
+        """Let the stage after raise `StageFailedError` instead of waiting."""
+        if self.stage + 1 < len(self.ranks) and self._rank(self.stage + 1) != self._rank(self.stage):
+            self._send([_FAILED])
+
+    def _send(self, facts: list[int]) -> None:
+        header = torch.zeros(4 + _DIMENSIONS, dtype=torch.int64)
         header[: len(facts)] = torch.tensor(facts)
         after = self.stage + 1
         work = dist.isend(header, dst=self._rank(after), group=self._host_group, tag=after)

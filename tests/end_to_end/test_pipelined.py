@@ -108,6 +108,7 @@ def farthest(one: list[float], other: list[float]) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_pipeline_trains_as_one_process_does(start: Start, tmp_path: Path) -> None:
     alone = run(start, 1, tmp_path / "1", CASES | FOUR_STAGES)
     for ranks, cases in ((2, CASES), (4, CASES | FOUR_STAGES)):
@@ -166,4 +167,39 @@ def test_a_loss_that_uses_weights_of_other_stages_is_an_error(start: Start, tmp_
     done = start("ddpkit", 2, script)
     assert done.returncode == 1
     assert "rank 1 of the pipeline has used 0.0.weight" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+OUT_OF_ORDER = """
+import sys, torch
+from torch import nn
+from ddp_kit import Trainer, TrainerConfig
+torch.manual_seed(0)
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(6))
+    def forward(self, x):
+        for number in map(int, sys.argv[1]):
+            x = self.blocks[number](x)
+        return x
+model = Model()
+config = TrainerConfig(max_steps=3, global_batch_size=4, parallel={"pipeline": 3})
+data = torch.utils.data.TensorDataset(torch.randn(12, 2))
+Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b[0]).square().mean(), config).fit(data)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("order", "found"), [("102345", "blocks.1"), ("012354", "blocks.5")])
+def test_a_model_that_calls_blocks_out_of_order_is_one_error(
+    start: Start, tmp_path: Path, order: str, found: str
+) -> None:
+    script = tmp_path / "out_of_order.py"
+    script.write_text(OUT_OF_ORDER)
+    done = start("ddpkit", 3, script, order)
+    assert done.returncode == 1
+    assert done.stderr.count("hint: ") == 1
+    assert f"out of order: {found}" in done.stderr
+    assert "parallel='fsdp' needs neither" in done.stderr
     assert "Traceback" not in done.stderr
