@@ -71,12 +71,12 @@ class LossError(DdpKitError):
 class CheckpointError(DdpKitError):
     """A checkpoint cannot be written, found or trusted.
 
-    `may_pass`: whether it is transient, such as a full disk: the run then continues and retries at its next save.
+    `transient`: whether the next save may succeed, as after a full disk: the run then continues and retries.
     """
 
-    def __init__(self, message: str, hint: str, *, may_pass: bool = False) -> None:
+    def __init__(self, message: str, hint: str, *, transient: bool = False) -> None:
         super().__init__(message, hint)
-        self.may_pass = may_pass
+        self.transient = transient
 
 
 class UsageError(DdpKitError):

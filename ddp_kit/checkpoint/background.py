@@ -132,7 +132,7 @@ class WriterProcess:
         return CheckpointError(
             f"the process that writes checkpoints is gone ({how}){words and ': '}{words}",
             "the next save starts another one; where SIGKILL ended it, look for a lack of memory: dmesg",
-            may_pass=True,
+            transient=True,
         )
 
 

@@ -56,7 +56,7 @@ def _done(job: Job, memory: int, parent: int) -> dict[str, str | bool]:
         with mmap.mmap(memory, 0, prot=mmap.PROT_READ) as shared, memoryview(shared) as view:
             write(job, view, abandoned=lambda: os.getppid() != parent)
     except CheckpointError as error:
-        return {"message": error.message, "hint": error.hint, "may_pass": error.may_pass}
+        return {"message": error.message, "hint": error.hint, "transient": error.transient}
     except Exception:
         return {
             "message": f"the checkpoint of step {job.step} could not be written:\n"

@@ -163,5 +163,5 @@ def _missing(job: Job, writer: int, what: str) -> CheckpointError:
         f"the checkpoint of step {job.step} is not saved: of {job.writers} processes that write it, number {writer} "
         f"{what}",
         "the checkpoints before are untouched",
-        may_pass=True,
+        transient=True,
     )

@@ -240,7 +240,7 @@ def _full(job: Job, folder: Path, free: int | None) -> CheckpointError:
     return CheckpointError(
         f"there is no space for the checkpoint of step {job.step} in {folder}: {needed:,} bytes are needed{there}",
         "free some space, lower keep_last, or name a folder on another disk; the checkpoints before are untouched",
-        may_pass=True,
+        transient=True,
     )
 
 

@@ -44,7 +44,7 @@ class RetryingSaver(Saver):
         try:
             yield
         except CheckpointError as error:
-            if not error.may_pass:
+            if not error.transient:
                 raise
             self.unsaved = error.with_traceback(None)  # traceback frames keep tensors alive
             logger.warning("{}; the run continues, and its next save tries again", error.message)
