@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from ddp_kit.blocks import repeated_blocks
 from ddp_kit.config import ParallelConfig
 from ddp_kit.errors import ConfigError, LossError, nearest, some
-from ddp_kit.parallel.mesh import sizes_of
+from ddp_kit.parallel.mesh import sizes_of, whole_gradients_fit
 from ddp_kit.parallel.replicas import broadcast, check_replicable
 from ddp_kit.parallel.shards import Shards
 from ddp_kit.parallel.strategy import Parallelize, Passes, Strategy
@@ -32,10 +32,6 @@ from ddp_kit.pieces import Piece
 from ddp_kit.world import World, host_group
 
 T = TypeVar("T")
-
-_WHOLE_GRADIENTS_SHARE = 8
-"""Gradients stay whole while they accumulate where they take at most this part of a rank's memory: then they are
-reduced once per step, rather than once per pass."""
 
 
 class FsdpStrategy(Strategy):
@@ -223,7 +219,7 @@ class FsdpStrategy(Strategy):
             import psutil
 
             memory = psutil.virtual_memory().total // self.world.local_world_size
-        fits = torch.tensor(int(size * _WHOLE_GRADIENTS_SHARE <= memory))
+        fits = torch.tensor(int(whole_gradients_fit(size, memory)))
         dist.all_reduce(fits, op=dist.ReduceOp.MIN, group=host_group(self.world))
         return bool(fits)
 

@@ -16,13 +16,12 @@ from dataclasses import dataclass, replace
 
 from ddp_kit.config import ParallelConfig
 from ddp_kit.errors import ConfigError
-from ddp_kit.parallel.mesh import Sizes, sizes_of
+from ddp_kit.parallel.mesh import Sizes, sizes_of, whole_gradients_fit
 
 GIB = 1024**3
 MIB = 1024**2
 CONTEXT_BYTES = GIB // 2
 """What CUDA's context takes of a device, about; NCCL's buffers take as much again."""
-_WHOLE_GRADIENTS_SHARE = 8  # as in fsdp.py: gradients stay whole between passes where they take less than this part
 _WORTH_IT = 0.98  # of the bytes of a cheaper setting, at most
 
 
@@ -206,7 +205,7 @@ def plan_memory(
     keeps_whole = (
         sizes.shard > 1
         and model.accumulates
-        and (device_memory is None or undivided * _WHOLE_GRADIENTS_SHARE <= device_memory)
+        and (device_memory is None or whole_gradients_fit(undivided, device_memory))
     )
     passed = model.passed.with_less(checkpointing=checkpointing, offload=offload)
     on_device = _OnDevice(weights, whole if keeps_whole else gradients, state, copies)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from ddp_kit.config import ParallelConfig
 from ddp_kit.errors import ConfigError
 
+_WHOLE_GRADIENTS_SHARE = 8  # of a device's memory, whole gradients take one part at most
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -49,3 +51,9 @@ def sizes_of(config: ParallelConfig, world_size: int) -> Sizes:
     if free is not None:
         fixed[free] = left
     return Sizes(**fixed)
+
+
+def whole_gradients_fit(gradients: int, memory: int) -> bool:
+    """Whether FSDP keeps whole gradients while they accumulate, so that it reduces once per step rather than once per
+    pass. `gradients`, `memory`: bytes, of the whole model and of one device."""
+    return gradients * _WHOLE_GRADIENTS_SHARE <= memory
