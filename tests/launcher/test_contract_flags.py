@@ -230,7 +230,12 @@ PET_LOG_LINE_PREFIX_TEMPLATE=${rank}> PET_LOCAL_RANKS_FILTER=1 PET_DUPLICATE_STD
 PET_DUPLICATE_STDERR_FILTERS=kiwi PET_NODE_RANK=0 PET_MASTER_ADDR=127.0.0.1 PET_MASTER_PORT=29999
 PET_LOCAL_ADDR=127.0.0.1 PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT PET_SHUTDOWN_TIMEOUT=5
 """
-FROM_ENVIRONMENT = dict(pair.split("=", 1) for pair in PAIRS.split())
+# ddpkit reads the variables of later flags with every version of torch, and torchrun those of its own flags alone.
+FROM_ENVIRONMENT = {
+    name: value
+    for name, value in (pair.split("=", 1) for pair in PAIRS.split())
+    if "--" + name.removeprefix("PET_").lower().replace("_", "-") in FLAGS
+}
 SWITCHES = ["PET_STANDALONE", "PET_MODULE", "PET_NO_PYTHON", "PET_RUN_PATH", "PET_VIRTUAL_LOCAL_RANK"]
 
 

@@ -68,6 +68,7 @@ class Notes(Callback):
             time.sleep(0.05)
 
 rows = open(f"{os.uname().nodename}-{os.environ['LOCAL_RANK']}.rows", "a", buffering=1)
+torch.manual_seed(0)  # all ranks build the same dataset
 model = nn.Linear(1000, 250)  # a megabyte of gradients
 config = TrainerConfig(max_steps=8, global_batch_size=8)
 optimizer = torch.optim.SGD(model.parameters())
