@@ -13,6 +13,7 @@ from ddp_kit.config import absolute
 from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 from ddp_kit.pieces import Piece
+from ddp_kit.state_values import whole_number
 
 
 class BestModel(Callback):
@@ -56,7 +57,8 @@ class BestModel(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the best so far."""
         if self._watched.load_state_dict(state["watched"]):
-            self.step, self._state = state["step"], state["weights"]
+            self.step = None if state["step"] is None else whole_number(state["step"], "step")
+            self._state = dict(state["weights"])
             self._taken_up = True
 
     def on_fit_start(self, trainer: Any) -> None:

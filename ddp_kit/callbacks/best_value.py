@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from ddp_kit.errors import ConfigError, nearest
 from ddp_kit.log import logger
+from ddp_kit.state_values import real_number
 
 
 def check_metric(owner: str, metric: str, metrics: Iterable[str]) -> None:
@@ -57,5 +58,5 @@ class Watched:
                 "{} begins anew: it watches {!r} ({}), in the checkpoint {!r} ({})", self._owner, *own, *saved
             )
             return False
-        self.best = state["best"]
+        self.best = None if state["best"] is None else real_number(state["best"], f"the best {self.metric}")
         return True

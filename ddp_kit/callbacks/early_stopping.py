@@ -6,6 +6,7 @@ from ddp_kit.callbacks.best_value import Watched
 from ddp_kit.callbacks.callback import Callback
 from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
+from ddp_kit.state_values import whole_number
 
 
 class EarlyStopping(Callback):
@@ -42,7 +43,7 @@ class EarlyStopping(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue counting."""
         if self._watched.load_state_dict(state["watched"]):
-            self.waited, self._taken_up = state["waited"], True
+            self.waited, self._taken_up = whole_number(state["waited"], "waited"), True
 
     def on_fit_start(self, trainer: Any) -> None:
         """Reset the count, unless a checkpoint was loaded."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ddp_kit.callbacks.callback import Callback
 from ddp_kit.errors import ConfigError
-from ddp_kit.pieces import Piece
+from ddp_kit.pieces import Piece, whole_shape
 from ddp_kit.torch_internals import copy_all, interpolate_all
 
 
@@ -46,7 +46,7 @@ class EMA(Callback):
         """Continue this average. Raises `ConfigError` with the next event where it is of other parameters."""
         self._swap_back()
         self._model, self._names, self._parameters, self._places, self._average = None, [], [], [], []
-        self._loaded = state["average"]
+        self._loaded = dict(state["average"])
 
     def on_fit_start(self, trainer: Any) -> None:
         """Restore the average of a checkpoint, if one was loaded."""
@@ -123,7 +123,13 @@ class EMA(Callback):
             return
         self._begin(trainer)
         loaded, self._loaded = self._loaded, {}
-        if differ := sorted(set(loaded) ^ set(self._names)):
+        differ = sorted(set(loaded) ^ set(self._names)) or [
+            name
+            for name, place, own in zip(self._names, self._places, self._average, strict=True)
+            if not isinstance(loaded[name], Tensor | Piece)
+            or whole_shape(loaded[name]) != (tuple(own.shape) if place is None else place.shape)
+        ]
+        if differ:
             raise ConfigError(
                 f"EMA has another average in the checkpoint than it makes of this model: {', '.join(differ[:8])}",
                 "train the same parameters (requires_grad) as before, or leave EMA out and start it afresh later",

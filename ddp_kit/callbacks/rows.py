@@ -11,6 +11,7 @@ from ddp_kit.config import absolute
 from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 from ddp_kit.records import LogRow
+from ddp_kit.state_values import whole_number
 
 
 class RowLogger(Callback):
@@ -70,8 +71,8 @@ class FileLogger(RowLogger):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the file, if it is the same one."""
         if state["path"] == str(self._path.absolute()):
+            self._begins = whole_number(state["begins"], "begins")
             super().load_state_dict(state)
-            self._begins = state["begins"]
 
     def begin(self) -> int:
         """Make the file ready for rows, and return the number of its lines that this run has not written."""

@@ -6,6 +6,7 @@ from ddp_kit.config import TrainerConfig
 from ddp_kit.errors import DataError
 from ddp_kit.loader import Mark
 from ddp_kit.log import logger
+from ddp_kit.state_values import flag, whole_number
 
 Facts = dict[str, int | str]
 RANKS = "the number of ranks"
@@ -109,6 +110,23 @@ class Position:
     def state(self) -> dict[str, Any]:
         """The values that are the same on all ranks, for a checkpoint."""
         return {name: value for name, value in vars(self).items() if name != "place"}
+
+    @staticmethod
+    def check_state(state: dict[str, Any]) -> None:
+        """Raise `ValueError` or `KeyError` for values that `state` does not give. Older versions gave fewer of them."""
+        for name in ("step", "epoch", "steps_in_epoch"):
+            whole_number(state[name], name)
+        whole_number(state.get("samples", 0), "samples")
+        whole_number(state.get("evaluated", -1), "evaluated", -1)
+        if state.get("epoch_length") is not None:
+            whole_number(state["epoch_length"], "epoch_length", 1)
+        for name in ("owes_evaluation", "was_stopping"):
+            flag(state.get(name, False), name)
+        for ranks, size in state.get("micro_batches", {}).items():
+            whole_number(size, f"the micro-batch of {ranks} ranks", 1)
+        for name, fact in state.get("epoch_facts", {}).items():
+            if not isinstance(fact, str | int):
+                raise ValueError(f"{name} is {fact!r}")
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore the values that `state` returned."""

@@ -6,6 +6,7 @@ from base64 import b64decode, b64encode
 
 import torch
 
+from ddp_kit.state_values import real_number
 from ddp_kit.world import RandomStates
 
 _MT19937_NUMBERS = 624
@@ -42,6 +43,8 @@ def decoded(text: str) -> RandomStates:
         if numpy[0] != "MT19937" or len(key) != _MT19937_NUMBERS or not 0 <= numpy[1] <= len(key):
             raise ValueError("no state of numpy's generator")  # it would read out of bounds
         numpy = (numpy[0], key, int(numpy[1]), int(numpy[2]), numpy[3])
+    if gauss is not None:
+        gauss = real_number(gauss, "the next number of Python's generator")  # which would return anything
     return RandomStates(
         (version, tuple(array("I", bytes(blocks["python"]))), gauss),
         torch.frombuffer(blocks["torch"], dtype=torch.uint8),

@@ -4,6 +4,7 @@ To add a part, write a subclass of `SavedPart` and add it to the list in `Checkp
 in one loop each.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -22,6 +23,7 @@ from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.parallel import Strategy
 from ddp_kit.pieces import Piece, whole_shape
+from ddp_kit.state_values import real_number, same_kind, whole_number
 from ddp_kit.trainer.callback_states import callback_states, load_callbacks, own_states
 from ddp_kit.trainer.fitting import DoesNotFitError
 from ddp_kit.trainer.joint_optimizer import kind_of
@@ -34,6 +36,7 @@ from ddp_kit.trainer.stream_states import place_as_text, place_of
 from ddp_kit.world import RandomStates, mixed_seed, random_states, seed_generators, set_random_states
 
 _SHOWN = 8
+_OF_EVERY_SCHEDULER = ("last_epoch", "base_lrs", "_last_lr", "_step_count")
 _LONGEST_TEXT = 300
 
 
@@ -82,7 +85,10 @@ class SavedPart(ABC):
         return state
 
     def check(self, state: Any) -> str | None:  # noqa: ARG002 - most parts fit any run
-        """Why the state does not fit this run; None if it does. All parts are checked before any is loaded."""
+        """Why the state does not fit this run; None if it does. All parts are checked before any is loaded.
+
+        Raises any error for values of other types and ranges than `state_dict` gives.
+        """
         return None
 
     @abstractmethod
@@ -203,6 +209,10 @@ class OptimizerPart(SavedPart):
             if theirs != ours:
                 differ = sorted(set(theirs) ^ set(ours)) or ["their order"]
                 return f"group {number} of its optimizer has other parameters: {', '.join(differ[:_SHOWN])} differ"
+        groups = zip(self._optimizer.param_groups, state["param_groups"], strict=True)
+        for number, (group, options) in enumerate(groups):
+            for name in group.keys() & options.keys() - {"params"}:
+                same_kind(options[name], group[name], f"{name} of group {number} of its optimizer")
         return None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
@@ -252,7 +262,11 @@ class SchedulerPart(SavedPart):
     def check(self, state: Any) -> str | None:
         own = "none" if self._scheduler is None else _kind(self._scheduler)
         saved = "none" if state is None else state.get("kind", own)
-        return None if saved == own else f"its scheduler is {saved}, that of this run is {own}"
+        if saved != own:
+            return f"its scheduler is {saved}, that of this run is {own}"
+        if self._scheduler is not None:
+            _check_values(state["state"], self._scheduler)
+        return None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
         if self._scheduler is not None and state is not None:
@@ -263,6 +277,19 @@ def _kind(scheduler: LRScheduler) -> str:
     """Its class name, with those of the schedulers inside it."""
     inner = ", ".join(map(_kind, _inner(scheduler)))
     return type(scheduler).__name__ + (f"({inner})" if inner else "")
+
+
+def _check_values(state: Mapping[str, Any], scheduler: LRScheduler) -> None:
+    """Raise `ValueError` for what `LRScheduler.load_state_dict` would take, and then fail with at the next step."""
+    for name, own in scheduler.state_dict().items():
+        if name in state and (name in _OF_EVERY_SCHEDULER or type(scheduler).__module__.startswith("torch.")):
+            same_kind(state[name], own, f"{name} of its scheduler")
+    for name in state:
+        if callable(getattr(type(scheduler), name, None)):
+            raise ValueError(f"{name} of its scheduler is a method")
+    for name in ("base_lrs", "_last_lr"):
+        if len(state.get(name, scheduler.base_lrs)) != len(scheduler.base_lrs):
+            raise ValueError(f"{name} of its scheduler has {len(state[name])} values")
 
 
 def _inner(scheduler: LRScheduler) -> Iterator[LRScheduler]:
@@ -283,9 +310,16 @@ class PrecisionPart(SavedPart):
     def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
         return {"scaler": self._precision.state(), "skipped": self._step.skipped}
 
+    def check(self, state: Any) -> str | None:
+        whole_number(state["skipped"], "skipped")
+        for name, value in state["scaler"].items():
+            if not 0 <= real_number(value, f"{name} of its loss scale") < math.inf:
+                raise ValueError(f"{name} of its loss scale is {value}")
+        return None
+
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
         self._precision.set_state(state["scaler"])
-        self._step.skipped = int(state["skipped"])
+        self._step.skipped = state["skipped"]
 
 
 class ProgressPart(SavedPart):
@@ -298,6 +332,10 @@ class ProgressPart(SavedPart):
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
         return self._position.state()
+
+    def check(self, state: Any) -> str | None:
+        Position.check_state(state)
+        return None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
         own = self._position.state()
@@ -319,6 +357,10 @@ class StreamPart(SavedPart):
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:
         return [*ranks]
+
+    def check(self, state: Any) -> str | None:
+        place_of(state, self._world.rank, self._world.world_size)
+        return None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
         self._position.place = place_of(state, self._world.rank, self._world.world_size)
@@ -346,6 +388,19 @@ class RandomPart(SavedPart):
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:
         return [*ranks]
+
+    def check(self, state: Any) -> str | None:
+        """They are set once and set back: they are restored later, where no error would name the checkpoint."""
+        if not isinstance(state, list):
+            raise ValueError("the random states are not a list")
+        saved = [decoded(text) for text in state]
+        if len(saved) == self._world.world_size:
+            before = random_states(self._world)
+            try:
+                set_random_states(saved[self._world.rank])
+            finally:
+                set_random_states(before)
+        return None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
         self._loaded, self._known = [decoded(text) for text in state], False
@@ -441,9 +496,14 @@ class BestPart(SavedPart):
     def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
         return None if self._watched is None else {"watched": self._watched.state_dict(), "step": self._step}
 
+    def check(self, state: Any) -> str | None:
+        if state is not None:
+            whole_number(state["step"], "the step of the best evaluation", -1)
+        return None
+
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
         if self._watched is not None and state is not None and self._watched.load_state_dict(state["watched"]):
-            self._step = int(state["step"])
+            self._step = state["step"]
 
 
 class ConfigPart(SavedPart):

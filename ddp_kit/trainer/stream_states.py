@@ -4,8 +4,10 @@ import json
 from collections.abc import Sequence
 
 from ddp_kit.loader import Mark
+from ddp_kit.state_values import whole_number
 from ddp_kit.trainer.callback_states import as_text, from_text
 from ddp_kit.trainer.random_text import decoded, encoded
+from ddp_kit.world import RandomStates, random_states_kept, set_random_states
 
 
 def place_as_text(place: Sequence[Mark]) -> str | None:
@@ -20,7 +22,14 @@ def place_of(texts: Sequence[str | None], rank: int, ranks: int) -> tuple[Mark, 
     text = texts[rank] if len(texts) == ranks else None
     if text is None:
         return ()
-    return tuple(
-        Mark(int(reader), int(number), decoded(random), from_text(state))
-        for reader, number, random, state in json.loads(text)
-    )
+    with random_states_kept():  # they are set once, for what the generators do not take
+        return tuple(
+            Mark(whole_number(reader, "a reader"), whole_number(number, "a batch"), _set(random), from_text(state))
+            for reader, number, random, state in json.loads(text)
+        )
+
+
+def _set(text: str) -> RandomStates:
+    states = decoded(text)
+    set_random_states(states)
+    return states

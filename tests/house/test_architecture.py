@@ -15,7 +15,7 @@ FLOOR = {
     "errors": 0, "env": 0, "exit_codes": 0, "heartbeat": 0, "uncaught": 0, "config": 0, "config_types": 0,
     "manifest": 0,
     "tensor_files": 0, "tensor_reading": 0,
-    "torch_internals": 0.5, "log": 1, "world": 1, "batch": 1, "records": 1, "blocks": 1, "pieces": 1,
+    "torch_internals": 0.5, "log": 1, "world": 1, "batch": 1, "records": 1, "state_values": 1, "blocks": 1, "pieces": 1,
     "float8": 1.5,
     "sampler": 2, "loader": 2, "precision": 2, "parallel": 2, "compilation": 2, "metrics": 2, "metric_objects": 2,
     "callbacks": 2, "progress": 2,

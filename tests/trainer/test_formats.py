@@ -1,5 +1,6 @@
 """Checkpoints of other versions: format 1 resumes, a newer part is refused, an unknown one is named."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -112,3 +113,50 @@ def test_a_checkpoint_of_format_1_may_lack_what_its_first_ones_did_not_have(tmp_
         saver.save(7, state)
     trainer, _ = resumed(tmp_path / "other", resume=tmp_path / "first" / name_of(7))
     assert trainer.model[3].weight.flatten().tolist() == pytest.approx(LAST_LAYER, abs=1e-7)
+
+
+DAMAGED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "progress.step": lambda state: state["progress"].update(step="15"),
+    "progress.step is a bool": lambda state: state["progress"].update(step=True),
+    "progress.step is missing": lambda state: state["progress"].pop("step"),
+    "progress.epoch": lambda state: state["progress"].update(epoch=-1),
+    "progress.steps_in_epoch": lambda state: state["progress"].update(steps_in_epoch=0.5),
+    "progress.epoch_length": lambda state: state["progress"].update(epoch_length=0),
+    "progress.samples": lambda state: state["progress"].update(samples=2**70),
+    "progress.micro_batches": lambda state: state["progress"].update(micro_batches={"1": None}),
+    "progress.owes_evaluation": lambda state: state["progress"].update(owes_evaluation=3),
+    "precision.skipped": lambda state: state["precision"].update(skipped=None),
+    "precision.scaler": lambda state: state["precision"].update(scaler={"scale": "x"}),
+    "scheduler.last_epoch": lambda state: state["scheduler"]["state"].update(last_epoch="x"),
+    "scheduler.base_lrs": lambda state: state["scheduler"]["state"].update(base_lrs=[None]),
+    "scheduler.base_lrs, too many": lambda state: state["scheduler"]["state"].update(base_lrs=[0.1, 0.1]),
+    "scheduler.get_lr": lambda state: state["scheduler"]["state"].update(get_lr=0.1),
+    "optimizer, lr": lambda state: state["optimizer"]["param_groups"][0].update(lr="x"),
+    "random": lambda state: state.update(random="x"),
+    "random, Python's": lambda state: state.update(random=[with_gauss(text) for text in state["random"]]),
+    "random, torch's": lambda state: state.update(random=[cut(text) for text in state["random"]]),
+    "best.step": lambda state: state.update(best={"watched": {}, "step": None}),
+}  # fmt: skip
+
+
+def cut(text: str) -> str:
+    """A random state whose last generator has but three bytes."""
+    return text.rpartition("\n")[0] + "\nAAAA"
+
+
+def with_gauss(text: str) -> str:
+    """A random state in whose place for Python's next number there is a text."""
+    first, *lines = text.split("\n")
+    content = json.loads(first)
+    content["python"][1] = "x"
+    return "\n".join([json.dumps(content), *lines])
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_values_of_another_type_are_refused_before_anything_is_loaded(damage: str, tmp_path: Path) -> None:
+    path = changed(tmp_path, DAMAGED[damage])
+    trainer, _ = resumed(tmp_path / "another", resume=None)
+    trainer.model[3].weight.data.zero_()
+    with pytest.raises(CheckpointError, match="cannot be used"):
+        trainer.resume(path)
+    assert not trainer.model[3].weight.any()

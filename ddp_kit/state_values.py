@@ -1,0 +1,56 @@
+"""Checks of values that come from a checkpoint: a file may contain anything, and would fail much later."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+_MOST = 2**62
+_LONGEST_TEXT = 60
+
+
+def whole_number(value: Any, name: str, least: int = 0) -> int:
+    """The value, an int of at least `least`. Raises `ValueError`."""
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value < _MOST:
+        return value
+    raise _not_a(f"whole number from {least}", value, name)
+
+
+def real_number(value: Any, name: str) -> float:
+    """The value, an int or a float. Raises `ValueError`."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    raise _not_a("number", value, name)
+
+
+def flag(value: Any, name: str) -> bool:
+    """The value, True or False. Raises `ValueError`."""
+    if isinstance(value, bool):
+        return value
+    raise _not_a("boolean", value, name)
+
+
+def same_kind(value: Any, own: Any, name: str) -> None:
+    """Raise `ValueError` where `value` cannot take the place of `own`: a number that of a number, and so on.
+
+    Nothing is known of the place of a None; None may take that of a bool or a text.
+    """
+    if isinstance(own, bool):
+        _ = value is None or flag(value, name)
+    elif isinstance(own, int | float | Tensor):
+        _ = isinstance(value, Tensor) or real_number(value, name)
+    elif isinstance(own, str):
+        if not isinstance(value, str | None):
+            raise _not_a("text", value, name)
+    elif isinstance(own, list | tuple):
+        if not isinstance(value, list | tuple) or (isinstance(own, tuple) and len(value) != len(own)):
+            raise _not_a(f"list of {len(own)}", value, name)
+        for place, each in enumerate(value if own else ()):
+            same_kind(each, own[min(place, len(own) - 1)], f"{name}[{place}]")
+    elif isinstance(own, Mapping) and not isinstance(value, Mapping):
+        raise _not_a("dict", value, name)
+
+
+def _not_a(kind: str, value: Any, name: str) -> ValueError:
+    shown = repr(value)
+    return ValueError(f"{name} is not a {kind}: {shown[:_LONGEST_TEXT]}{'...' if len(shown) > _LONGEST_TEXT else ''}")
