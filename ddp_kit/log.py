@@ -13,7 +13,8 @@ _FORMAT = "<green>{time:HH:mm:ss}</green> {RANK}<level>{level: <7}</level> {mess
 _USERS_FORMAT = inspect.signature(logger.add).parameters["format"].default  # loguru's, or that of LOGURU_FORMAT
 _DEFAULT_HANDLER = 0  # loguru's own, which exists until the user configures loguru
 
-_ANY_RANK = "ddp_kit.trainer.barrier"  # whose lines are those of a rank that waits for the others, rank 0 among them
+# Their lines are those of a rank that waits for the others, rank 0 among them.
+_ANY_RANK = ("ddp_kit.trainer.barrier", "ddp_kit.parallel.unit_order")
 
 __all__ = ["logger", "start"]
 
@@ -25,7 +26,8 @@ def start(rank: int, world_size: int) -> None:
     handler keeps everything but ours, and ours get a format that suits a training log.
     """
     (logger.enable if rank == 0 else logger.disable)("ddp_kit")
-    logger.enable(_ANY_RANK)
+    for module in _ANY_RANK:
+        logger.enable(module)
     try:
         logger.remove(_DEFAULT_HANDLER)
     except ValueError:

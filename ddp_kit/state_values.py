@@ -47,8 +47,11 @@ def same_kind(value: Any, own: Any, name: str) -> None:
             raise _not_a(f"list of {len(own)}", value, name)
         for place, each in enumerate(value if own else ()):
             same_kind(each, own[min(place, len(own) - 1)], f"{name}[{place}]")
-    elif isinstance(own, Mapping) and not isinstance(value, Mapping):
-        raise _not_a("dict", value, name)
+    elif isinstance(own, Mapping):
+        if not isinstance(value, Mapping):
+            raise _not_a("dict", value, name)
+        for key in own.keys() & value.keys():
+            same_kind(value[key], own[key], f"{name}[{key!r}]")
 
 
 def _not_a(kind: str, value: Any, name: str) -> ValueError:

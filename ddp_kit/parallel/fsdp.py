@@ -28,6 +28,7 @@ from ddp_kit.parallel.shards import Shards
 from ddp_kit.parallel.strategy import Parallelize, Passes, Strategy
 from ddp_kit.parallel.tensor import split_layers
 from ddp_kit.parallel.tensor_plan import tensor_plan
+from ddp_kit.parallel.unit_order import UnitOrder
 from ddp_kit.pieces import Piece
 from ddp_kit.world import World, host_group
 
@@ -49,6 +50,7 @@ class FsdpStrategy(Strategy):
         self._mesh: DeviceMesh
         self._units: list[FSDPModule] = []
         self._shards: Shards
+        self._order: UnitOrder
         self._keeps_whole_gradients = False
         self._parallelize: Parallelize | None = None
         self._offload: OffloadPolicy = OffloadPolicy()
@@ -119,6 +121,9 @@ class FsdpStrategy(Strategy):
             self._check_spread(model)
         self.parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
         self._keeps_whole_gradients = self._whole_gradients_fit()
+        units: list[Any] = self._units
+        names_of = {module: name for name, module in model.named_modules()}
+        self._order = UnitOrder(self.world, {names_of[unit]: unit for unit in units})
         for sharded in self._units:
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
@@ -240,7 +245,7 @@ class FsdpStrategy(Strategy):
     def run_passes(self, passes: Passes) -> None:
         for number in range(passes.count):
             last = number == passes.count - 1
-            with _explained():
+            with _explained(), self._order.in_pass("training pass"):
                 loss = passes.forward(number)
             if self._keeps_whole_gradients and passes.count > 1:
                 for unit in self._units:
@@ -290,7 +295,8 @@ class FsdpStrategy(Strategy):
             if not more:
                 return
             last = own or last or (0, spare())
-            yield own or (0, last[1])
+            with self._order.in_pass("evaluation pass"):
+                yield own or (0, last[1])
 
     # --- state ------------------------------------------------------------------------------------------------------
 

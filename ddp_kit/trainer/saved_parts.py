@@ -36,6 +36,7 @@ from ddp_kit.trainer.stream_states import place_as_text, place_of
 from ddp_kit.world import RandomStates, mixed_seed, random_states, seed_generators, set_random_states
 
 _SHOWN = 8
+_NAME_STATE = 2  # what a checkpoint has of each callback
 _OF_EVERY_SCHEDULER = ("last_epoch", "base_lrs", "_last_lr", "_step_count")
 _LONGEST_TEXT = 300
 
@@ -209,10 +210,10 @@ class OptimizerPart(SavedPart):
             if theirs != ours:
                 differ = sorted(set(theirs) ^ set(ours)) or ["their order"]
                 return f"group {number} of its optimizer has other parameters: {', '.join(differ[:_SHOWN])} differ"
-        groups = zip(self._optimizer.param_groups, state["param_groups"], strict=True)
-        for number, (group, options) in enumerate(groups):
-            for name in group.keys() & options.keys() - {"params"}:
-                same_kind(options[name], group[name], f"{name} of group {number} of its optimizer")
+        for number, options in enumerate(state["param_groups"]):
+            for name, default in self._optimizer.defaults.items():
+                if name in options:
+                    same_kind(options[name], default, f"{name} of group {number} of its optimizer")
         return None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
@@ -464,6 +465,13 @@ class CallbacksPart(SavedPart):
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:
         return callback_states(self._callbacks, ranks)
+
+    def check(self, state: Any) -> str | None:
+        if not isinstance(state, list) or not all(
+            isinstance(each, list) and len(each) == _NAME_STATE for each in state
+        ):
+            raise ValueError("the states of callbacks are not pairs of a name and a state")
+        return None
 
     def load_state_dict(self, state: Any, path: Path) -> None:
         load_callbacks(path, self._callbacks, [*state], self._world.rank, self._world.world_size)

@@ -418,3 +418,67 @@ def test_half_of_a_launchers_environment_is_no_traceback(start: Start, script: S
     assert run.returncode == 1
     assert "Traceback" not in run.stderr
     assert "MASTER_ADDR" in run.stderr
+
+
+LEFT_OUT = """
+import torch
+from torch import nn
+from ddp_kit import Callback, Trainer, TrainerConfig
+from ddp_kit.parallel import unit_order
+
+strategy, who, since = sys.argv[1], sys.argv[2], int(sys.argv[3])
+unit_order.SILENT_SECONDS, unit_order.TIMEOUT_SECONDS = 0.5, 2.0
+rank, passes = int(os.environ["RANK"]), 0
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(3))
+    def forward(self, x):
+        global passes
+        passes += self.training
+        left_out = {"each": 1 + rank, "one": 2 if rank else None, "all": 1}[who] if passes > since else None
+        for number, block in enumerate(self.blocks):
+            x = x if number == left_out else block(x)
+        return x.mean()
+
+class Say(Callback):
+    def on_step(self, trainer):
+        say(f"step {trainer.step}")
+
+torch.manual_seed(0)
+parallel = {"strategy": strategy} | ({"bucket_mb": 1e-5} if strategy == "ddp" else {})
+config = TrainerConfig(global_batch_size=8, accumulation_steps=2, max_steps=2, parallel=parallel)
+trainer = Trainer(Net(), lambda own: torch.optim.SGD(own, lr=0.1), lambda model, x: model(x), config, callbacks=[Say()])
+trainer.fit(torch.randn(40, 2))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "who", "since", "said"),
+    [
+        ("ddp", "each", 0, "got no gradient in a step, and DDP waits for one from each"),
+        ("ddp", "one", 2, "blocks.2.0.weight, blocks.2.0.bias got no gradient in a step"),
+        ("fsdp", "each", 0, "rank 0 comes to blocks.2 in training pass 1, rank 1 comes to blocks.1 in training pass 1"),
+        ("fsdp", "one", 3, "rank 1 comes to the model's end in training pass 4, where blocks.2 was before; rank 0 did"),
+    ],
+)
+def test_a_module_that_some_ranks_leave_out_is_named_and_nothing_hangs(
+    start: Start, script: Script, strategy: str, who: str, since: int, said: str
+) -> None:
+    run = start("ddpkit", 2, script(LEFT_OUT), strategy, who, str(since))
+    assert run.returncode == 1
+    assert said in run.stderr
+    assert run.stderr.count("ddpkit: error") == 1, run.stderr
+    assert "Traceback" not in run.stderr
+    assert run.stdout.count("step 1") == (2 if since > 1 else 0)
+    assert "step 2" not in run.stdout
+
+
+@pytest.mark.slow
+def test_a_module_may_be_left_out_of_a_pass_by_all_ranks(start: Start, script: Script) -> None:
+    run = start("ddpkit", 2, script(LEFT_OUT), "fsdp", "all", "3")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("step 2") == 2
+    assert "did not come" not in run.stderr

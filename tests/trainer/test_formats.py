@@ -135,6 +135,10 @@ DAMAGED: dict[str, Callable[[dict[str, Any]], object]] = {
     "random": lambda state: state.update(random="x"),
     "random, Python's": lambda state: state.update(random=[with_gauss(text) for text in state["random"]]),
     "random, torch's": lambda state: state.update(random=[cut(text) for text in state["random"]]),
+    "callbacks": lambda state: state.update(callbacks=7),
+    "callbacks, one": lambda state: state["callbacks"].append("EMA"),
+    "EMA's average": lambda state: state["callbacks"][0][1].update(average=7),
+    "EarlyStopping's count": lambda state: state["callbacks"][1][1].update(waited="x"),
     "best.step": lambda state: state.update(best={"watched": {}, "step": None}),
 }  # fmt: skip
 
