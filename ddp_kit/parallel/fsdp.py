@@ -83,7 +83,9 @@ class FsdpStrategy(Strategy):
             if getattr(self.config, name):
                 raise ConfigError(
                     f"parallel.{name} is a setting of DDP, and parallel.strategy is {self.config.strategy!r}",
-                    f"leave out {name}, or use parallel='ddp'",
+                    f"leave out {name}"
+                    + (": FSDP needs each trained parameter in each step" if name == "find_unused_parameters" else "")
+                    + ", or use parallel='ddp'",
                 )
         if self.config.share_gpus and self.world.device.type == "cuda":
             raise ConfigError(
@@ -100,9 +102,10 @@ class FsdpStrategy(Strategy):
 
     def check_recoverable(self) -> None:
         raise ConfigError(
-            f"micro_batch_size='auto' does not go together with parallel.strategy={self.config.strategy!r}: where one "
-            "rank runs out of memory, the others wait in the pass's collectives",
-            "set micro_batch_size to a number; `ddpkit plan` estimates what fits",
+            f"micro_batch_size='auto' does not go together with parallel.strategy={self.config.strategy!r}: it tries "
+            "sizes until one does not fit, and where one rank runs out of memory, the others wait in the pass's "
+            "collectives",
+            "set micro_batch_size to a number; `ddpkit plan train.py` estimates what fits",
         )
 
     def setup(self, model: nn.Module) -> None:
