@@ -250,9 +250,12 @@ class FsdpStrategy(Strategy):
             last = number == passes.count - 1
             with _explained(), self._order.in_pass("training pass"):
                 loss = passes.forward(number)
-            if self._keeps_whole_gradients and passes.count > 1:
+            if passes.count > 1:
                 for unit in self._units:
-                    unit.set_requires_gradient_sync(last, recurse=False)
+                    if self._keeps_whole_gradients:
+                        unit.set_requires_gradient_sync(last, recurse=False)
+                    elif self.sizes.replicate > 1:  # shards add up, and are reduced over the replicas once
+                        unit.set_requires_all_reduce(last, recurse=False)
             if last:
                 passes.before_reduction(loss)
             with _explained():

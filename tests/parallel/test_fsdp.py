@@ -47,10 +47,13 @@ with Sent() as sent:
     for step in trainer.steps(torch.randn(80, 4)):
         counts.append(dict(sent.counts))
         sent.counts.clear()
+loss = trainer.evaluate(torch.ones(8, 4))["loss"]
 if trainer.world.is_main:
     say(counts[1])
+    say(loss)
 """
 UNITS, RESHARDED, PASSES = 4, 3, 3  # three blocks and the model itself, which keeps its weights until the backward pass
+HYBRID = '{"replicate": 2, "shard": 2}'
 GATHERED = {"_allgather_base_": PASSES * (UNITS + RESHARDED)}
 
 
@@ -60,7 +63,8 @@ GATHERED = {"_allgather_base_": PASSES * (UNITS + RESHARDED)}
     [
         (2, '{"strategy": "fsdp"}', "whole", {"_reduce_scatter_base_": UNITS}),
         (2, '{"strategy": "fsdp"}', "sharded", {"_reduce_scatter_base_": UNITS * PASSES}),
-        (4, '{"replicate": 2, "shard": 2}', "whole", {"_reduce_scatter_base_": UNITS, "allreduce_": UNITS}),
+        (4, HYBRID, "whole", {"_reduce_scatter_base_": UNITS, "allreduce_": UNITS}),
+        (4, HYBRID, "sharded", {"_reduce_scatter_base_": UNITS * PASSES, "allreduce_": UNITS}),
     ],
 )
 def test_a_step_sends_what_fsdp_needs_and_nothing_else(
@@ -68,7 +72,10 @@ def test_a_step_sends_what_fsdp_needs_and_nothing_else(
 ) -> None:
     run = start("ddpkit", ranks, script(COUNTED), parallel, gradients)
     assert run.returncode == 0, run.stderr
-    assert ast.literal_eval(run.stdout.splitlines()[-1].removeprefix("[rank 0] ")) == GATHERED | reduced
+    counts, loss = (line.removeprefix("[rank 0] ") for line in run.stdout.splitlines())
+    assert ast.literal_eval(counts) == GATHERED | reduced
+    alone = start("python", 1, script(COUNTED), '"ddp"', gradients)
+    assert float(loss) == pytest.approx(float(alone.stdout.splitlines()[-1]), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["find_unused_parameters", "static_graph"])
