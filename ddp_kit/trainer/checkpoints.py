@@ -100,6 +100,7 @@ class Checkpoints:
         self._random = RandomPart(parts, position)
         self._best = BestPart(self._config, position)
         self._saved: list[SavedPart] = [
+            CallbacksPart(parts, callbacks),  # first: where a callback refuses its state, nothing else is loaded
             ModelPart(parts),
             OptimizerPart(parts),
             SchedulerPart(parts.scheduler),
@@ -111,7 +112,6 @@ class Checkpoints:
             self._lineage,
             ConfigPart(parts.config),
             StrategyPart(parts.strategy, position),
-            CallbacksPart(parts, callbacks),
         ]
         self._kept: int | None = None  # the next save sets checkpoints of later steps aside; None: none
         self.saved_at = time.monotonic()

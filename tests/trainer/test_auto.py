@@ -35,7 +35,9 @@ def lines() -> Iterator[list[str]]:
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def choose(memory: int, plan: dict[str, str] | None = None, others: int = 0, **settings: Any) -> TrainerConfig:
+    def choose(
+        memory: int, plan: dict[str, str] | None = None, others: int = 0, on_device: bool = False, **settings: Any
+    ) -> TrainerConfig:
         """On the second half of the ranks a node has `others` ranks."""
         monkeypatch.setattr(planning, "device_memory", lambda _device: memory)
         half = RANKS // 2
@@ -43,6 +45,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Any:
             planning, "gathered", lambda _world, own: [own] * half + [[2 * own[0], others or own[1]]] * half
         )
         world: World = SimpleNamespace(device=None, world_size=RANKS, local_world_size=RANKS)  # type: ignore[assignment]
+        if on_device:
+            settings["memory"] = {"offload_optimizer": False}
         config = TrainerConfig(parallel={"strategy": "auto", "bucket_mb": 7}, **settings)
         return first_that_fits(config, model(plan), world)
 
@@ -59,7 +63,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Any:
         (57, None, "fsdp", None),
         (45, None, "fsdp", "blocks"),
         (45, PLAN, "fsdp", "blocks"),
-        (37, PLAN, "tensor", "blocks"),
+        (37, PLAN, "fsdp", "blocks"),  # with the optimizer on the host
+        (20, PLAN, "tensor", "blocks"),
     ],
 )
 def test_it_is_the_first_that_fits(chosen: Any, memory: int, plan: Any, strategy: str, checkpointing: Any) -> None:
@@ -78,8 +83,9 @@ def test_the_choice_and_what_is_refused_are_printed_with_their_numbers(chosen: A
 
 
 def test_layers_are_split_over_what_every_node_has(chosen: Any) -> None:
-    assert chosen(37 * MIB, PLAN).parallel.tensor == 4
-    assert (chosen(37 * MIB, PLAN, others=2).parallel.tensor, chosen(37 * MIB, PLAN, others=2).parallel.shard) == (2, 2)
+    assert chosen(37 * MIB, PLAN, on_device=True).parallel.tensor == 4
+    half = chosen(37 * MIB, PLAN, others=2, on_device=True).parallel
+    assert (half.tensor, half.shard) == (2, 2)
 
 
 def test_weights_of_two_bytes_are_counted_as_such(chosen: Any) -> None:

@@ -496,4 +496,4 @@ def test_the_last_evaluation_belongs_to_the_last_checkpoint(tmp_path: Path) -> N
 def test_what_a_run_has_left_that_was_killed_while_it_started_does_no_harm(tmp_path: Path) -> None:
     (tmp_path / ".mark-of-a-killed-run").touch()
     trainer_for(tmp_path, max_steps=2).fit(data())
-    assert sorted(path.name for path in tmp_path.iterdir()) == [NAME, name_of(2)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [NAME, name_of(2), "trainer-config.yaml"]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddp_kit import ConfigError, LossError, Trainer, TrainerConfig
+from ddp_kit import ConfigError, LossError, MemoryConfig, Trainer, TrainerConfig
 from ddp_kit.log import logger
 from ddp_kit.trainer import planning
 from ddp_kit.trainer.micro_batch import with_hint
@@ -172,9 +172,12 @@ def test_an_error_that_ends_the_run_names_the_placement_that_fits(monkeypatch: p
     for strategy, expected in (
         ("ddp", 'parallel="zero1" needs 0.04 GiB of 0.05 GiB on each rank'),  # 36 MiB are less than 70 % of 55
         ("zero1", 'parallel="fsdp" needs 0.03 GiB of 0.05 GiB on each rank'),
-        ("fsdp", ""),
+        ("fsdp", 'parallel="fsdp", memory={"checkpointing": "blocks", "offload_optimizer": True} needs 0.02 GiB'),
+        ("fsdp offloaded", ""),
     ):
-        config = TrainerConfig(parallel=strategy)
+        config = TrainerConfig(parallel=strategy.split()[0])  # type: ignore[arg-type]
+        if strategy == "fsdp offloaded":
+            config = config.model_copy(update={"memory": MemoryConfig(checkpointing="blocks", offload_optimizer=True)})
         parts = replace(trainer._parts, world=world, config=config)  # type: ignore[arg-type]
         error = with_hint(torch.OutOfMemoryError("CUDA out of memory, in so many words"), parts)
         assert str(error) == "CUDA out of memory, in so many words"
