@@ -6,6 +6,7 @@
     ddp.py           torch's DistributedDataParallel
     zero1.py         the same, with the optimizer state divided over the ranks
     fsdp.py          torch's FSDP2: weights, gradients and optimizer state sharded; with tensor.py, layers are split too
+    unit_order.py    finds ranks that run different units of FSDP, whose collectives would hang or mix
     device_map.py    the layers of one model on several devices of each rank; split.py divides a chain of blocks
     pipeline.py      the blocks of one model in stages, each on a rank: stages.py cuts it, stage_links.py sends
     memory.py        bytes per device, by arithmetic; candidates.py: what `parallel="auto"` tries
