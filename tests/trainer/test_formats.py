@@ -137,8 +137,6 @@ DAMAGED: dict[str, Callable[[dict[str, Any]], object]] = {
     "random, torch's": lambda state: state.update(random=[cut(text) for text in state["random"]]),
     "callbacks": lambda state: state.update(callbacks=7),
     "callbacks, one": lambda state: state["callbacks"].append("EMA"),
-    "EMA's average": lambda state: state["callbacks"][0][1].update(average=7),
-    "EarlyStopping's count": lambda state: state["callbacks"][1][1].update(waited="x"),
     "best.step": lambda state: state.update(best={"watched": {}, "step": None}),
 }  # fmt: skip
 
@@ -164,3 +162,18 @@ def test_values_of_another_type_are_refused_before_anything_is_loaded(damage: st
     with pytest.raises(CheckpointError, match="cannot be used"):
         trainer.resume(path)
     assert not trainer.model[3].weight.any()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda state: state["callbacks"][0][1].update(average=7),
+        lambda state: state["callbacks"][1][1].update(waited="x"),
+    ],
+    ids=["EMA's average", "EarlyStopping's count"],
+)
+def test_so_are_those_of_a_callback_when_it_is_loaded(damage: Callable[[Any], object], tmp_path: Path) -> None:
+    path = changed(tmp_path, damage)
+    trainer, _ = resumed(tmp_path / "another", resume=None)
+    with pytest.raises(CheckpointError, match="cannot be used"):
+        trainer.resume(path)
