@@ -28,3 +28,13 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 def _has_below(name: str, found: dict[str, nn.Module]) -> bool:
     return any(other.startswith(f"{name}.") for other in found)
+
+
+def work_of(module: nn.Module, *, recurse: bool = True) -> float:
+    """How long a module computes, in multiplications per position of its input, as far as its weights tell.
+
+    Each weight multiplies once, except an embedding's, which are looked up. `recurse`: with the modules inside it.
+    """
+    parts = module.modules() if recurse else [module]
+    multiplying = (part for part in parts if not isinstance(part, nn.Embedding | nn.EmbeddingBag))
+    return float(sum(each.numel() for part in multiplying for each in part.parameters(recurse=False)))

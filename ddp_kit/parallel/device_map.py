@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ddp_kit.blocks import repeated_blocks
+from ddp_kit.blocks import repeated_blocks, work_of
 from ddp_kit.config import ParallelConfig
 from ddp_kit.errors import ConfigError, nearest, some
 from ddp_kit.log import logger
@@ -231,11 +231,12 @@ def _kind(entry: tuple[str, int]) -> tuple[str, int, bool]:
 
 
 def automatic_map(model: nn.Module, capacities: list[float]) -> dict[str, int]:
-    """The map that spreads the model over the devices so that the fullest holds as little as possible.
+    """The map that spreads the model over the devices so that the one with the most work has as little as possible.
 
     `capacities`: bytes of each device. The model is taken as a chain in the order in which its modules are registered:
     its repeated blocks, and what lies between them. What holds a tied tensor stays with the first that holds it. Bytes
-    are those of weights, gradients and an optimizer's state like Adam's; activations are not known before a batch is.
+    are those of weights, gradients and an optimizer's state like Adam's; activations are not known before a batch is,
+    and neither is time: `work_of` stands for it.
     Raises `ConfigError` where the model does not fit, or has no repeated blocks.
     """
     if len(capacities) == 1:
@@ -247,17 +248,18 @@ def automatic_map(model: nn.Module, capacities: list[float]) -> dict[str, int]:
             "ModuleList or Sequential with several children of one class that have children of their own",
             "name the modules: parallel={'device_map': {'encoder': 0, 'decoder': 1}}",
         )
-    links, sizes = _chain(model, units)
-    ranges = split_chain(sizes, sizes, capacities[: len(links)])
+    links, sizes, work = _chain(model, units)
+    ranges = split_chain(work, sizes, capacities[: len(links)])
     device_of = {name: index for index, links_of in enumerate(ranges) for link in links_of for name in links[link]}
     order = [name for name, _ in model.named_modules(remove_duplicate=False) if name in device_of]
     return {name: device_of[name] for name in order}
 
 
-def _chain(model: nn.Module, units: tuple[str, ...]) -> tuple[list[list[str]], list[float]]:
-    """The links of the chain, each as the names of its modules, and their bytes."""
+def _chain(model: nn.Module, units: tuple[str, ...]) -> tuple[list[list[str]], list[float], list[float]]:
+    """The links of the chain, each as the names of its modules; their bytes, and their work."""
     links: list[list[str]] = []
     sizes: list[float] = []
+    work: list[float] = []
     link_of: dict[int, int] = {}  # by tensor
     for name, module in _pieces(model, "", units):
         tensors = [*_tensors(module)] if name in units or not _holds(name, units) else _own_tensors(module)
@@ -266,12 +268,14 @@ def _chain(model: nn.Module, units: tuple[str, ...]) -> tuple[list[list[str]], l
         if link == len(links):
             links.append([])
             sizes.append(0.0)
+            work.append(0.0)
         links[link].append(name)
+        work[link] += work_of(module, recurse=name in units or not _holds(name, units))
         for each in tensors:
             if id(each) not in link_of:
                 link_of[id(each)] = link
                 sizes[link] += _bytes_in_training(each)
-    return links, sizes
+    return links, sizes, work
 
 
 def _pieces(module: nn.Module, name: str, units: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:

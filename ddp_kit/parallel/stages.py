@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_kit.blocks import repeated_blocks
+from ddp_kit.blocks import repeated_blocks, work_of
 from ddp_kit.config import ParallelConfig
 from ddp_kit.errors import ConfigError, LossError, nearest, some
 from ddp_kit.parallel.split import split_chain
@@ -60,7 +60,7 @@ def chain_of(model: nn.Module, config: ParallelConfig) -> Chain:
             f"model {type(model).__name__} has {len(chosen)} repeated blocks, in {prefix or 'its root'}",
             "set pipeline to fewer stages than that" if stages == config.pipeline else "use the schedule '1f1b'",
         )
-    sizes = [sum(each.nbytes for each in parent.get_submodule(key).parameters()) for key in chosen]
+    sizes = [work_of(parent.get_submodule(key)) for key in chosen]
     return Chain(prefix, tuple(chosen), split_chain(sizes, sizes, [inf] * stages))
 
 

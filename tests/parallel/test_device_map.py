@@ -271,6 +271,19 @@ def test_blocks_and_what_is_around_them_are_divided_in_their_order() -> None:
     assert automatic_map(Network(), [math.inf]) == {"": 0}
 
 
+def test_an_embedding_takes_memory_and_no_work() -> None:
+    model = Network()
+    model.embed = torch.nn.Embedding(100_000, 4)
+    found = automatic_map(model, [math.inf] * 2)
+    assert (found["blocks.1"], found["blocks.2"]) == (0, 1), "the blocks are divided evenly"
+    a_block = sum(each.nbytes for each in model.blocks[0].parameters()) * 4
+    first = int(model.embed.weight.nbytes * 4 + 1.5 * a_block)
+    with_little = automatic_map(model, [first, math.inf])
+    assert (with_little["embed"], with_little["blocks.0"], with_little["blocks.1"]) == (0, 0, 1), (
+        "what the memory takes"
+    )
+
+
 def test_what_holds_a_tied_tensor_stays_with_the_first_that_does() -> None:
     found = automatic_map(Network(tied=True), [math.inf] * 3)
     assert found["head"] == found["embed"] == 0
