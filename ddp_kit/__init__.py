@@ -26,6 +26,7 @@ _HOME = {
     "JSONLinesLogger": "callbacks",
     "LaunchError": "errors",
     "LearningRateSearch": "records",
+    "LoadedWeights": "records",
     "LogRow": "records",
     "Loss": "metrics",
     "LossError": "errors",
@@ -42,6 +43,7 @@ _HOME = {
     "WandbLogger": "callbacks",
     "World": "world",
     "WorldError": "errors",
+    "load_model": "model_loading",
 }
 
 __all__ = ["__version__", *_HOME]
@@ -71,9 +73,11 @@ if TYPE_CHECKING:
     from ddp_kit.errors import UsageError as UsageError
     from ddp_kit.errors import WorldError as WorldError
     from ddp_kit.metrics import Loss as Loss
+    from ddp_kit.model_loading import load_model as load_model
     from ddp_kit.parallel.memory import MemoryPlan as MemoryPlan
     from ddp_kit.records import FitResult as FitResult
     from ddp_kit.records import LearningRateSearch as LearningRateSearch
+    from ddp_kit.records import LoadedWeights as LoadedWeights
     from ddp_kit.records import LogRow as LogRow
     from ddp_kit.records import Step as Step
     from ddp_kit.trainer import Trainer as Trainer

@@ -178,6 +178,11 @@ class CheckpointConfig(_Part):
         description='Save after the best evaluation so far, by "loss" or this metric, and keep that one too.',
     )
     best_mode: Literal["min", "max"] = Field(default="min", description="What is better for keep_best: less or more.")
+    trainable_only: bool = Field(
+        default=False,
+        description="Store only the parameters that require gradients, and buffers. A resume takes the frozen ones "
+        "from the script's model, and refuses others than those the run began with.",
+    )
     background: bool = Field(default=True, description="Write in a separate process while training continues.")
     overlap: bool = Field(
         default=False,

@@ -48,6 +48,8 @@ class CheckpointSettings(TypedDict, total=False):
     """Save after the best evaluation so far, by "loss" or this metric, and keep that one too."""
     best_mode: Literal["min", "max"]
     """What is better for keep_best: less or more."""
+    trainable_only: bool
+    """Store only the parameters that require gradients, and buffers. A resume takes the frozen ones from the script's model, and refuses others than those the run began with."""
     background: bool
     """Write in a separate process while training continues."""
     overlap: bool

@@ -172,6 +172,20 @@ def newest_whole(folder: Path, *, hashes: bool = False) -> Choice:
     return Choice(None, tuple(passed_over))
 
 
+def best(folder: Path) -> Found:
+    """The newest checkpoint in `folder` that was the best when it was saved; its sizes are checked.
+
+    Raises `CheckpointError` where there is none, or the folder cannot be read.
+    """
+    for found in checkpoints(folder):
+        if found.manifest is not None and found.manifest.best:
+            return found
+    raise CheckpointError(
+        f"no checkpoint in {folder} is marked as the best",
+        'set checkpoint={"keep_best": "loss"} (or a metric) in the run; `ddpkit checkpoints DIR` lists what is there',
+    )
+
+
 def leftovers(folder: Path) -> tuple[Path, ...]:
     """Folders that are being written or removed, or were when their writer was killed. Raises `CheckpointError`."""
     return tuple(path for path in _entries(folder) if path.name.startswith((WRITING, REMOVED)))

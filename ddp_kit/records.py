@@ -1,6 +1,8 @@
 """What a run reports: log points, steps, the result. Read-only."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -130,3 +132,32 @@ class LearningRateSearch:
     """The smoothed loss at each."""
     suggestion: float | None
     """Where the loss falls most steeply; None where it never fell."""
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """What `load_model` loaded, and what of the checkpoint and of the model did not match."""
+
+    path: Path
+    """The checkpoint, or the file."""
+    step: int | None
+    """Optimizer steps that had been done; None for a file."""
+    loaded: tuple[str, ...]
+    """Names in the model's state_dict."""
+    missing: tuple[str, ...] = ()
+    """In the model only: they keep their values."""
+    unexpected: tuple[str, ...] = ()
+    """In the checkpoint only."""
+    mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    """Of another shape in the checkpoint (first) than in the model (second): they keep their values."""
+
+    @property
+    def matches(self) -> bool:
+        """Whether the checkpoint and the model have the same names and shapes."""
+        return not (self.missing or self.unexpected or self.mismatched)
+
+    def __str__(self) -> str:
+        shapes = [f"{name} {[*saved]} -> {[*own]}" for name, (saved, own) in self.mismatched.items()]
+        found = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": shapes}
+        lists = [f"{what}: {', '.join(names)}" for what, names in found.items() if names]
+        return "; ".join([f"{len(self.loaded)} weights and buffers from {self.path}", *lists])

@@ -15,11 +15,15 @@ from ddp_kit.log import logger
 from ddp_kit.pieces import Piece
 from ddp_kit.state_values import whole_number
 
+_NAME = "BestModel"
+
 
 class BestModel(Callback):
-    """Keeps the weights and buffers of the best evaluation, and gives them back.
+    """Keeps the weights and buffers of the best evaluation in memory, and gives them back in the same process.
 
-    `metric`: "loss" or the name of one of the Trainer's metrics; `mode`: "min" or "max", what better means.
+    A run with `checkpoint.keep_best` has its best on the disk: `ddp_kit.load_model(dir, model, which="best")`.
+    `metric`: "loss" or the name of one of the Trainer's metrics; `mode`: "min" or "max", what better means. Without
+    them, the best is the one of `checkpoint.keep_best` and `best_mode`, or else the least loss; they may not differ.
     `path`: a file that the main rank writes at each improvement, whole or not at all; read it with
     `safetensors.torch.load_model(model, path)`, which also ties again what the model has tied.
     `restore_at_end`: leave the model with its best weights at the end of `fit`. The optimizer's state stays.
@@ -30,13 +34,14 @@ class BestModel(Callback):
 
     def __init__(
         self,
-        metric: str = "loss",
-        mode: Literal["min", "max"] = "min",
+        metric: str | None = None,
+        mode: Literal["min", "max"] | None = None,
         path: str | Path | None = None,
         restore_at_end: bool = False,
     ) -> None:
-        self._watched = Watched("BestModel", metric, mode)
-        self.metrics_needed = (metric,)
+        self._given = metric is not None or mode is not None
+        self._watched = Watched(_NAME, metric or "loss", mode or "min")
+        self.metrics_needed = () if metric is None else (metric,)
         self._path = None if path is None else absolute(path)
         self._restore_at_end = restore_at_end
         self._load: Callable[[dict[str, Any]], None] | None = None  # into the model
@@ -56,6 +61,8 @@ class BestModel(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the best so far."""
+        if not self._given:  # `_watch` compares it with the run's own
+            self._watched = Watched(_NAME, state["watched"]["metric"], state["watched"]["mode"])
         if self._watched.load_state_dict(state["watched"]):
             self.step = None if state["step"] is None else whole_number(state["step"], "step")
             self._state = dict(state["weights"])
@@ -74,8 +81,10 @@ class BestModel(Callback):
         self._take_up(trainer)
         if not self._watched.improved(metrics):
             return
-        self.step, self._load = trainer.step, trainer.load_model_state
-        self._state = {name: _copied(value) for name, value in trainer.model_state().items()}
+        self.step, self._load = trainer.step, _loads_into(trainer)
+        left_out = _frozen(trainer)
+        state = trainer.model_state()
+        self._state = {name: _copied(value) for name, value in state.items() if name not in left_out}
         if self._path is not None and any(isinstance(value, Piece) for value in self._state.values()):
             raise ConfigError(
                 "BestModel(path=...) writes a whole model, and this run's weights are sharded",
@@ -99,13 +108,32 @@ class BestModel(Callback):
             )
         self._load(self._state)
 
+    def _watch(self, trainer: Any) -> None:
+        """Look at what `checkpoint.keep_best` names: a run has one best."""
+        settings = trainer.config.checkpoint
+        if settings.keep_best is None:
+            return
+        own, run = (self._watched.metric, self._watched.mode), (settings.keep_best, settings.best_mode)
+        if own == run:
+            return
+        if self._given:
+            raise ConfigError(
+                f"BestModel watches {own[0]!r} ({own[1]}), and checkpoint.keep_best {run[0]!r} ({run[1]})",
+                "leave metric and mode out of BestModel: it then watches what keep_best names",
+            )
+        if self._watched.best is not None:
+            logger.warning("BestModel begins anew: it watches {!r} ({}), in the checkpoint {!r} ({})", *run, *own)
+        self._watched = Watched(_NAME, *run)
+        self.step, self._load, self._state, self._taken_up = None, None, {}, False
+
     def _take_up(self, trainer: Any) -> None:
+        self._watch(trainer)
         if not self._taken_up:
             return
         self._taken_up = False
         if self.step is None:  # there was no best yet
             return
-        self._load = trainer.load_model_state
+        self._load = _loads_into(trainer)
         if self._path is not None and trainer.world.is_main:
             model: nn.Module = trainer.model
             now = {name: _copied(value) for name, value in model.state_dict().items()}
@@ -117,6 +145,25 @@ class BestModel(Callback):
 
     def _named_value(self) -> tuple[str, float | None]:
         return self._watched.metric, self.value
+
+
+def _loads_into(trainer: Any) -> Callable[[dict[str, Any]], None]:
+    """Load a state in which frozen weights may be left out: those stay."""
+
+    def load(state: dict[str, Any]) -> None:
+        whole = trainer.model_state()
+        whole.update(state)
+        trainer.load_model_state(whole)
+
+    return load
+
+
+def _frozen(trainer: Any) -> set[str]:
+    """The names of weights that no checkpoint holds: this callback's state is in checkpoints too."""
+    if not trainer.config.checkpoint.trainable_only:
+        return set()
+    named = trainer.model.named_parameters(remove_duplicate=False)
+    return {name for name, each in named if not each.requires_grad}
 
 
 def _copied(value: Any) -> Any:

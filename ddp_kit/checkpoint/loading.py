@@ -13,6 +13,7 @@ from ddp_kit.checkpoint.unpacking import unpack
 from ddp_kit.errors import CheckpointError
 from ddp_kit.manifest import Found, checkpoints, examine, read_state
 from ddp_kit.pieces import Piece
+from ddp_kit.stored_weights import keys_in
 from ddp_kit.tensor_files import ITEM_BYTES
 from ddp_kit.tensor_reading import Key, Place, TensorFiles, Whole
 
@@ -37,7 +38,7 @@ def load(
     """
     found = examine(Path(path))
     if found.manifest is None or not found.whole:
-        raise _damaged(found, str(found.problem))
+        raise damaged(found, str(found.problem))
     try:
         files = TensorFiles(found)
         values, places = {}, {}
@@ -49,12 +50,31 @@ def load(
         files.read(places)
         text = read_state(found)
     except OSError as error:
-        raise _damaged(found, f"a file cannot be read: {error.strerror or error}") from None
+        raise damaged(found, f"a file cannot be read: {error.strerror or error}") from None
     except (ValueError, RuntimeError) as error:  # RuntimeError: for a shape that torch cannot represent
-        raise _damaged(found, str(error)) from None
+        raise damaged(found, str(error)) from None
     device_of = device if callable(device) else _always(torch.device(device))
     state: dict[str, Any] = unpack(text, _Fetch(values, device_of))
     return state
+
+
+def load_entries(found: Found, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of entries of the checkpoint's state.json, in host memory; what is read is verified, nothing else is.
+
+    Raises `CheckpointError` where the checkpoint is not what was written.
+    """
+    try:
+        files = TensorFiles(found)
+        values, places = {}, {}
+        for key in dict.fromkeys(keys_in(entries.values())):
+            values[key], places[key] = _memory(files.tensors[key], None)
+        files.read(places)
+    except OSError as error:
+        raise damaged(found, f"a file cannot be read: {error.strerror or error}") from None
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise damaged(found, str(error)) from None
+    read: dict[str, Any] = unpack(dict(entries), _Fetch(values, _always(torch.device("cpu"))))
+    return read
 
 
 def _memory(whole: Whole, piece: Piece | None) -> tuple[Tensor | Piece, list[Place]]:
@@ -97,7 +117,8 @@ class _Fetch:
         return self._moved[part, name]
 
 
-def _damaged(found: Found, problem: str) -> CheckpointError:
+def damaged(found: Found, problem: str) -> CheckpointError:
+    """The error of a checkpoint that cannot be loaded."""
     if found.manifest is None and found.path.is_dir() and (inner := checkpoints(found.path)):
         return CheckpointError(
             f"{found.path} is a folder of checkpoints, not one of them", f"name one: {inner[0].path}"

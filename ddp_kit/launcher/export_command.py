@@ -7,16 +7,16 @@ import mmap
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ddp_kit.errors import CheckpointError, UsageError
 from ddp_kit.launcher.parser import Parser
-from ddp_kit.manifest import INDEX, MANIFEST, TENSORS, Found, examine, newest_whole, read_state
+from ddp_kit.manifest import INDEX, MANIFEST, TENSORS, Found, best, examine, newest_whole, read_state
+from ddp_kit.stored_weights import StoredWeights, has_average, keys_in, stored_weights
 from ddp_kit.tensor_files import ITEM_BYTES, header
 from ddp_kit.tensor_reading import Key, Place, TensorFiles, Whole
 
@@ -41,15 +41,17 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
         default=math.inf,
         help="such as 5GB: write several files of this size at most, and an index; a larger tensor has its own file",
     )
+    parser.add_argument("--best", action="store_true", help="of a folder: the best checkpoint, by checkpoint.keep_best")
+    parser.add_argument("--ema", action="store_true", help="the average that the callback EMA made of the weights")
     asked = parser.parse_args(words)
     target: Path = asked.target.absolute()
     if target.suffix != TENSORS:
         raise UsageError(f"{asked.target} does not end with {TENSORS}", f"name it {asked.target.stem}{TENSORS}")
     if not target.parent.is_dir():
         raise UsageError(f"there is no folder {target.parent}", f"mkdir -p {target.parent}")
-    found = _checkpoint(asked.source, say)
+    found = _checkpoint(asked.source, asked.best, say)
     try:
-        _export(found, target, asked.max_shard_size, say)
+        _export(found, target, asked.max_shard_size, asked.ema, say)
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         raise CheckpointError(
@@ -72,10 +74,10 @@ def _size(text: str) -> float:
     return size
 
 
-def _checkpoint(source: Path, say: Callable[[str], None]) -> Found:
-    """The checkpoint at a path, or the newest whole one in a folder."""
-    if (source / MANIFEST).exists():
-        found = examine(source)
+def _checkpoint(source: Path, wants_best: bool, say: Callable[[str], None]) -> Found:
+    """The checkpoint at a path, or the best or newest whole one in a folder."""
+    if wants_best or (source / MANIFEST).exists():
+        found = best(source) if wants_best else examine(source)
         if found.whole:
             return found
         raise CheckpointError(
@@ -92,8 +94,12 @@ def _checkpoint(source: Path, say: Callable[[str], None]) -> Found:
 # What is exported ----------------------------------------------------------------------------------------------------
 
 
-def _export(found: Found, target: Path, most: float, say: Callable[[str], None]) -> None:
-    names, tied = _names(read_state(found))
+def _export(found: Found, target: Path, most: float, ema: bool, say: Callable[[str], None]) -> None:
+    state = read_state(found)
+    if ema and not has_average(state):
+        raise UsageError(f"{found.path} has no average of the weights", "leave out --ema: its run had no callback EMA")
+    stored = stored_weights(state, ema=ema)
+    names, tied = _names(stored)
     files = TensorFiles(found)
     weights = {name: files.tensors[key] for name, key in names.items()}
     shards = _shards(weights, most)
@@ -119,14 +125,16 @@ def _export(found: Found, target: Path, most: float, say: Callable[[str], None])
             file.finish()
     say(f"{len(weights)} tensors of step {found.step}, {sum(each.bytes for each in weights.values()):,} bytes:")
     say("\n".join(str(file.path) for file in made))
+    if stored.left_out:
+        say(f"without {len(stored.left_out)} frozen weights, which checkpoint.trainable_only left out")
 
 
-def _names(state: Any) -> tuple[dict[str, Key], dict[str, str]]:
+def _names(stored: StoredWeights) -> tuple[dict[str, Key], dict[str, str]]:
     """The model's weights: name -> where the tensor is; and other names of the same tensor -> that name."""
     names: dict[str, Key] = {}
     tied: dict[str, str] = {}
     first: dict[Key, str] = {}
-    for name, value in _entries(state.get("model")):
+    for name, value in stored.entries.items():
         if not isinstance(value, dict) or "$tensor" not in value:
             continue  # such as a module's extra state: no weight
         if "dtype" in value:
@@ -134,8 +142,7 @@ def _names(state: Any) -> tuple[dict[str, Key], dict[str, str]]:
                 f"{name} is of the type {value['dtype']}, which safetensors does not have",
                 "load the checkpoint in Python and convert it there, such as torch.view_as_real of a complex tensor",
             )
-        part, stored = value["$tensor"]
-        key = (part, stored)
+        (key,) = keys_in([value])
         if key in first:
             tied[name] = first[key]
         else:
@@ -143,13 +150,6 @@ def _names(state: Any) -> tuple[dict[str, Key], dict[str, str]]:
     if not names:
         raise ValueError("it has no model weights")
     return names, tied
-
-
-def _entries(model: Any) -> Iterator[tuple[str, Any]]:
-    """Of a state_dict, as docs/checkpoints.md has it."""
-    if isinstance(model, dict):
-        pairs: Any = model.get("$ordered") or model.get("$dict") or model.items()
-        yield from ((name, value) for name, value in pairs if isinstance(name, str) and name[:1] != "$")
 
 
 def _shards(weights: Weights, most: float) -> list[dict[str, Whole]]:

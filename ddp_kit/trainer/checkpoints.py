@@ -432,7 +432,10 @@ def _size(parts: Parts) -> int:
     """Bytes of weights and optimizer state, which make most of a checkpoint."""
     states = chain(*(state.values() for state in parts.optimizer.state.values() if isinstance(state, dict)))
     held = [each for each in states if isinstance(each, Tensor) and each.layout is torch.strided]
-    return sum(each.nbytes for each in (*parts.strategy.local_parameters(), *held))
+    weights = zip(parts.model.parameters(), parts.strategy.local_parameters(), strict=True)
+    everything = not parts.config.checkpoint.trainable_only
+    stored = [local for each, local in weights if each.requires_grad or everything]
+    return sum(each.nbytes for each in (*stored, *held))
 
 
 def _make_mark(mark: Path) -> None:

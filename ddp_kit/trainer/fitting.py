@@ -33,6 +33,6 @@ def of_another_run(path: Path, what: str) -> CheckpointError:
     """The error for a checkpoint that does not fit."""
     return CheckpointError(
         f"the checkpoint {path} is of another model, optimizer or scheduler: {what}",
-        "give the folder of this run, or another one to start afresh (or checkpoint.resume=None); the weights alone "
-        "are in its model.safetensors, for safetensors.torch.load_model",
+        "give the folder of this run, or another one to start afresh (or checkpoint.resume=None); "
+        "ddp_kit.load_model(path, model, strict=False) loads the weights alone, before the Trainer is made",
     )

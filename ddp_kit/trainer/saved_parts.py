@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_kit.callbacks import Callback
 from ddp_kit.callbacks.best_value import Watched
+from ddp_kit.checkpoint.frozen import is_entry
 from ddp_kit.config import CheckpointConfig, TrainerConfig
 from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
@@ -26,6 +27,7 @@ from ddp_kit.pieces import Piece, whole_shape
 from ddp_kit.state_values import real_number, same_kind, whole_number
 from ddp_kit.trainer.callback_states import callback_states, load_callbacks, own_states
 from ddp_kit.trainer.fitting import DoesNotFitError
+from ddp_kit.trainer.frozen_weights import FrozenWeights
 from ddp_kit.trainer.joint_optimizer import kind_of
 from ddp_kit.trainer.optimizer_state import in_pieces, load_optimizer_state, of_pieces
 from ddp_kit.trainer.parts import Parts
@@ -101,14 +103,30 @@ class ModelPart(SavedPart):
     """Weights and buffers, by their names."""
 
     name = "model"
+    version = 2  # 1: with all weights
     replicated = True
 
     def __init__(self, parts: Parts) -> None:
         self._model = parts.model
         self._strategy = parts.strategy
+        self._frozen = FrozenWeights(parts)
+        self._trainable_only = parts.config.checkpoint.trainable_only
 
-    def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
-        return self._strategy.model_state()
+    def rank_state(self) -> Any:
+        return self._frozen.unchanged() if self._trainable_only else None
+
+    def state_dict(self, ranks: Sequence[Any]) -> Any:
+        state = self._strategy.model_state()
+        if not self._trainable_only:
+            return state
+        if changed := next((found for found in ranks if found), None):
+            raise CheckpointError(
+                f"frozen weights have changed since the run began, such as {changed}, and with "
+                "checkpoint.trainable_only no checkpoint has them",
+                "set checkpoint.trainable_only=False, or leave weights alone that do not require gradients",
+            )
+        state.update(self._frozen.entries())
+        return state
 
     def is_replicated(self, tensor: str) -> bool:
         return tensor in self._parameters  # buffers may differ: rank 0's are saved
@@ -134,17 +152,29 @@ class ModelPart(SavedPart):
 
     def check(self, state: Any) -> str | None:
         own = self._model.state_dict()
+        left_out = {name: value for name, value in state.items() if is_entry(value)}
         problems = [f"{name} is missing in it" for name in own if name not in state]
         problems += [f"{name} is not in the model" for name in state if name not in own]
         problems += [
             f"{name} has shape {whole_shape(state[name])}, in the model {tuple(own[name].shape)}"
             for name in own
-            if name in state and isinstance(own[name], Tensor) and whole_shape(state[name]) != tuple(own[name].shape)
+            if name in state
+            and name not in left_out
+            and isinstance(own[name], Tensor)
+            and whole_shape(state[name]) != tuple(own[name].shape)
         ]
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         return "; ".join(problems[:_SHOWN]) + more if problems else None
 
-    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+    def load_state_dict(self, state: Any, path: Path) -> None:
+        left_out = {name: value for name, value in state.items() if is_entry(value)}
+        if left_out:
+            self._frozen.compare(left_out, path)
+            stored = self._strategy.model_state()
+            stored.update((name, value) for name, value in state.items() if name not in left_out)
+            state = stored
+        else:
+            self._frozen.forget()  # they may be others than this run began with
         self._strategy.load_model_state(state)
 
 

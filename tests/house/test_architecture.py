@@ -14,12 +14,13 @@ STANDARD_LIBRARY_ONLY = {"errors", "env", "exit_codes", "heartbeat", "uncaught",
 FLOOR = {
     "errors": 0, "env": 0, "exit_codes": 0, "heartbeat": 0, "uncaught": 0, "config": 0, "config_types": 0,
     "manifest": 0,
-    "tensor_files": 0, "tensor_reading": 0,
+    "tensor_files": 0, "tensor_reading": 0, "stored_weights": 0,
     "torch_internals": 0.5, "log": 1, "world": 1, "batch": 1, "records": 1, "state_values": 1, "blocks": 1, "pieces": 1,
     "float8": 1.5,
     "sampler": 2, "loader": 2, "precision": 2, "parallel": 2, "compilation": 2, "metrics": 2, "metric_objects": 2,
     "callbacks": 2, "progress": 2,
     "checkpoint": 2, "timing": 2, "advice": 2, "profile": 2,
+    "model_loading": 2.5,
     "trainer": 3,
 }  # fmt: skip
 OUTSIDE_THE_FLOORS = {"__init__", "__main__"}

@@ -26,6 +26,7 @@ PUBLIC = {
     "JSONLinesLogger",
     "LaunchError",
     "LearningRateSearch",
+    "LoadedWeights",
     "LogRow",
     "Loss",
     "LossError",
@@ -42,6 +43,7 @@ PUBLIC = {
     "WandbLogger",
     "World",
     "WorldError",
+    "load_model",
 }
 
 

@@ -1,0 +1,198 @@
+"""The weights of a run, in a model: without a Trainer, without process groups, nothing unpickled."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ddp_kit.checkpoint.frozen import differ, entry_of, fingerprint
+from ddp_kit.checkpoint.loading import damaged, load_entries
+from ddp_kit.config import absolute
+from ddp_kit.errors import CheckpointError, ConfigError
+from ddp_kit.log import logger
+from ddp_kit.manifest import INDEX, MANIFEST, TENSORS, Found, best, checkpoints, examine, open_file, read_state
+from ddp_kit.records import LoadedWeights
+from ddp_kit.stored_weights import has_average, stored_weights
+
+_LONGEST_INDEX = 100 << 20
+_LONGEST_TEXT = 300
+
+
+class _Weights(NamedTuple):
+    path: Path
+    step: int | None
+    values: Mapping[str, Any]
+    left_out: Mapping[str, Any] = {}
+    """By `checkpoint.trainable_only`: name -> what is known of it."""
+
+
+def load_model(
+    path: str | Path,
+    model: nn.Module,
+    *,
+    which: Literal["newest", "best"] = "newest",
+    ema: bool = False,
+    strict: bool = True,
+) -> LoadedWeights:
+    """Load the weights and buffers of a run into a model, in place, and return what matched. Not a collective.
+
+    `path`: a run's checkpoint folder, one checkpoint in it, or a file of `ddpkit export` (with several shards: its
+    `.safetensors.index.json`). Whatever the placement that saved it, the model is an ordinary one, on any device.
+    `which`: of a run's folder, the newest whole checkpoint, or the best one by `checkpoint.keep_best`.
+    `ema`: load the average that the callback `EMA` made, which is what evaluations used.
+    `strict=False`: what is missing, unexpected or of another shape is left as it is, and named in the result.
+    Every byte that is read is compared with the checkpoint's hashes. Values take the type of the model's own tensors.
+    Raises `CheckpointError` where there is no checkpoint, it is damaged, or (`strict`) it does not match the model,
+    which is then unchanged.
+    """
+    source = absolute(path)
+    if any(each.is_meta for each in model.state_dict().values() if isinstance(each, Tensor)):
+        raise ConfigError("the model is on the meta device, without memory", "model.to_empty(device='cpu') first")
+    return _put_into(model, _read(source, which, ema), strict)
+
+
+def _read(source: Path, which: str, ema: bool) -> _Weights:
+    if which not in ("newest", "best"):
+        raise ConfigError(f"load_model got which={which!r}", 'give "newest" or "best"')
+    is_file = source.name.endswith((TENSORS, INDEX))
+    if which == "best" and (is_file or (source / MANIFEST).exists()):
+        raise ConfigError(f"which='best' chooses from a run's folder, and {source} is one checkpoint", "leave it out")
+    if is_file:
+        if ema:
+            raise ConfigError(f"ema=True needs a checkpoint, and {source} is a file", "`ddpkit export --ema` writes it")
+        return _from_file(source)
+    if which == "best":
+        return _from_checkpoint(best(source), ema)
+    if (source / MANIFEST).exists():
+        return _from_checkpoint(examine(source), ema)
+    return _newest(source, ema)
+
+
+def _newest(folder: Path, ema: bool) -> _Weights:
+    first: CheckpointError | None = None
+    for found in checkpoints(folder):
+        try:
+            return _from_checkpoint(found, ema)
+        except CheckpointError as error:
+            if found.newer:
+                raise
+            first = first or error
+            logger.warning("checkpoint passed over: {}", error.message)
+    raise first or CheckpointError(f"there is no checkpoint in {folder}", "name a run's checkpoint.dir, or a file")
+
+
+def _from_checkpoint(found: Found, ema: bool) -> _Weights:
+    if not found.whole:
+        raise damaged(found, str(found.problem))
+    try:
+        state = read_state(found)
+        averaged = has_average(state)
+        stored = stored_weights(state, ema=ema and averaged)
+    except OSError as error:
+        raise damaged(found, f"a file cannot be read: {error.strerror or error}") from None
+    except (ValueError, TypeError) as error:
+        raise damaged(found, str(error)) from None
+    if ema and not averaged:
+        raise ConfigError(
+            f"{found.path} has no average of the weights", "leave out ema, or give its run the callback EMA"
+        )
+    if averaged and not ema:
+        logger.info("{} has an average of the weights too, which evaluations used: ema=True loads it", found.path)
+    return _Weights(found.path, found.step, load_entries(found, stored.entries), stored.left_out)
+
+
+# Files of other programs ---------------------------------------------------------------------------------------------
+
+
+def _from_file(path: Path) -> _Weights:
+    try:
+        files = [path] if path.name.endswith(TENSORS) else [path.parent / name for name in _shards(path)]
+        return _Weights(path, None, dict(pair for file in files for pair in _tensors(file)))
+    except OSError as error:
+        index = path.with_name(path.name.removesuffix(TENSORS) + INDEX)
+        hint = f"name its index: {index}" if index.exists() else "look at the path and its permissions"
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}", hint) from None
+    except (SafetensorError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} cannot be loaded: {str(error)[:_LONGEST_TEXT]}", "write it again with `ddpkit export`"
+        ) from None
+
+
+def _shards(index: Path) -> list[str]:
+    with open_file(index) as file:
+        content = json.loads(file.read(_LONGEST_INDEX))
+    table = content.get("weight_map") if isinstance(content, dict) else None
+    names = [*table.values()] if isinstance(table, dict) else []
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise ValueError("it has no weight_map that names files next to it")
+    return sorted({*names})
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    with safe_open(path, "pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
+        tied = opened.metadata() or {}
+    yield from tensors.items()
+    yield from ((other, tensors[name]) for other, name in tied.items() if name in tensors and other not in tensors)
+
+
+# Into the model ------------------------------------------------------------------------------------------------------
+
+
+def _put_into(model: nn.Module, weights: _Weights, strict: bool) -> LoadedWeights:
+    state = model.state_dict()  # with the versions of its modules, which load_state_dict looks at
+    own, values = dict(state), weights.values
+    mismatched = {
+        name: (tuple(value.shape), tuple(own[name].shape))
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+        and isinstance(own.get(name), Tensor)
+        and not is_lazy(own[name])
+        and value.shape != own[name].shape
+    }
+    loaded = [name for name in values if name in own and name not in mismatched]
+    tied = {_identity(own[name]) for name in loaded}
+    frozen = [name for name, entry in weights.left_out.items() if name in own and _entry(own[name]) == entry]
+    known = {*values, *frozen}
+    result = LoadedWeights(
+        weights.path,
+        weights.step,
+        tuple(loaded),
+        missing=tuple(name for name in own if name not in known and _identity(own[name]) not in tied),
+        unexpected=tuple(name for name in (*values, *weights.left_out) if name not in own),
+        mismatched=mismatched,
+    )
+    others = [name for name in weights.left_out if name in own and name not in frozen]
+    if others and strict:
+        raise differ(weights.path, others)
+    if not loaded or (strict and not result.matches):
+        raise CheckpointError(
+            f"the model {type(model).__name__} does not match: {result}",
+            "strict=False loads what matches; make the model as the run's script does for the rest",
+        )
+    for name in own.keys() - {*loaded}:
+        del state[name]
+    state.update((name, values[name]) for name in loaded)
+    try:
+        model.load_state_dict(state, strict=False)
+    except Exception as error:  # modules may load as they like
+        raise CheckpointError(
+            f"{weights.path} cannot be loaded into {type(model).__name__}: {str(error)[:_LONGEST_TEXT]}",
+            "make the model as the run's script does",
+        ) from error
+    return result
+
+
+def _identity(value: Any) -> object:
+    """The same for tied weights."""
+    if isinstance(value, Tensor) and not is_lazy(value) and value.numel():
+        return value.device, value.data_ptr(), value.shape, value.stride()
+    return id(value)
+
+
+def _entry(value: Any) -> dict[str, Any]:
+    return entry_of(value, int(fingerprint(value))) if isinstance(value, Tensor) else {}

@@ -1,0 +1,81 @@
+"""Which weights a checkpoint holds, by their names in the model, as its state.json says. Read-only, without torch."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ddp_kit.tensor_reading import Key
+
+FROZEN = "frozen"
+"""The key of a fingerprint, in the entry of a weight that `checkpoint.trainable_only` left out."""
+_TENSORS = ("$tensor", "$array")
+_AVERAGING = "EMA"  # the class of the callback
+
+
+class StoredWeights(NamedTuple):
+    """The `model` part of a checkpoint."""
+
+    entries: Mapping[str, Any]
+    """By name: the entry of what is stored, as state.json has it. Tied weights have the same one."""
+    left_out: Mapping[str, Any]
+    """By name: dtype, shape and fingerprint of what `checkpoint.trainable_only` left out."""
+
+
+def stored_weights(state: Any, *, ema: bool = False) -> StoredWeights:
+    """The weights, from the content of state.json. `ema`: those of the average that an `EMA` made; see `has_average`.
+
+    Raises `ValueError` where there are none.
+    """
+    model = dict(_pairs(state.get("model") if isinstance(state, dict) else None))
+    left_out = {name: entry for name, entry in model.items() if isinstance(entry, dict) and FROZEN in entry}
+    entries = {name: entry for name, entry in model.items() if name not in left_out}
+    if not entries:
+        raise ValueError("it has no model weights")
+    if ema:
+        average = _averages(state)[-1]  # of several, the one that evaluations use
+        # A tied weight has one name in the average and several in the model.
+        new = {key: average[name] for name, entry in entries.items() if name in average for key in keys_in([entry])}
+        entries = {
+            name: next((new[key] for key in keys_in([entry]) if key in new), entry) for name, entry in entries.items()
+        }
+    return StoredWeights(entries, left_out)
+
+
+def has_average(state: Any) -> bool:
+    """Whether the checkpoint, by its state.json, has the average of an `EMA`."""
+    return bool(_averages(state))
+
+
+def keys_in(entries: Iterable[Any]) -> Iterator[Key]:
+    """The tensors that entries of state.json refer to. Raises `ValueError`."""
+    waiting = [*entries]
+    while waiting:
+        entry = waiting.pop()
+        if isinstance(entry, list):
+            waiting += entry
+        elif isinstance(entry, dict):
+            waiting += entry.values()
+            for tag in _TENSORS:
+                if tag in entry:
+                    yield _key(entry[tag])
+
+
+def _key(place: Any) -> Key:
+    if not isinstance(place, list) or len(place) != 2 or not all(isinstance(each, str) for each in place):
+        raise ValueError("a tensor without a place")
+    return place[0], place[1]
+
+
+def _averages(state: Any) -> list[dict[str, Any]]:
+    callbacks = state.get("callbacks") if isinstance(state, dict) else None
+    found = []
+    for each in callbacks if isinstance(callbacks, list) else ():
+        if isinstance(each, list) and len(each) == 2 and each[0] == _AVERAGING and isinstance(each[1], dict):
+            found.append(dict(_pairs(each[1].get("average"))))
+    return [average for average in found if average]
+
+
+def _pairs(model: Any) -> Iterator[tuple[str, Any]]:
+    """Of a state_dict, as docs/checkpoints.md has it."""
+    if isinstance(model, dict):
+        pairs: Any = model.get("$ordered") or model.get("$dict") or model.items()
+        yield from ((name, value) for name, value in pairs if isinstance(name, str) and name[:1] != "$")

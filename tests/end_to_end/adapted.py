@@ -1,0 +1,85 @@
+"""Run by test_adapted.py: trains an adapter next to frozen layers, is killed at one step if told so.
+
+adapted.py FOLDER STEP_TO_DIE_AFTER PARALLEL [SEED_OF_THE_FROZEN_LAYERS]
+"""
+
+import hashlib
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ddp_kit import Callback, Trainer, TrainerConfig
+from ddp_kit.pieces import Piece
+
+WIDTH = 96
+FIRST_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+
+
+class Adapted(nn.Module):
+    """A frozen layer and a low-rank one next to it, as in LoRA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Any:
+        return (self.base(x) + self.up(self.down(self.drop(x)))).tanh()
+
+
+class Dies(Callback):
+    """The last rank, by SIGKILL."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_step(self, trainer: Any) -> None:
+        if FIRST_ATTEMPT and trainer.step == self.after and trainer.world.rank == trainer.world.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def model(seed: int = 0) -> nn.Module:
+    """Three layers; `seed`: of the frozen weights."""
+    torch.manual_seed(seed)
+    made = nn.Sequential(Adapted(), Adapted(), Adapted())
+    generator = torch.Generator().manual_seed(5)
+    for each in made.parameters():
+        if each.requires_grad:
+            nn.init.normal_(each, std=0.1, generator=generator)
+    return made
+
+
+def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def main(folder: str, after: int, parallel: str, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(48, WIDTH, generator=generator), torch.randn(48, WIDTH, generator=generator))
+    trainer = Trainer(
+        model(seed),
+        lambda parameters: torch.optim.Adam([each for each in parameters if each.requires_grad], lr=0.01),
+        loss_fn,
+        TrainerConfig(
+            epochs=2,
+            global_batch_size=8,
+            checkpoint={"dir": folder, "every_steps": 3, "trainable_only": True},  # type: ignore[arg-type]
+            parallel=parallel,  # type: ignore[arg-type]
+        ),
+        callbacks=[Dies(after)],
+    )
+    result = trainer.fit(data)
+    held = [each.tensor if isinstance(each, Piece) else each for each in trainer.model_state().values()]
+    digest = hashlib.sha256(torch.cat([each.flatten() for each in held]).numpy()).hexdigest()
+    print(f"ended {trainer.world.rank} {result.steps} {digest}\n", end="", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], *map(int, sys.argv[4:]))

@@ -1,0 +1,247 @@
+"""`load_model`: the weights of a run in an ordinary model, and what did not match."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from loguru import logger
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ddp_kit import EMA, BestModel, Callback, CheckpointError, ConfigError, Trainer, TrainerConfig, load_model
+from ddp_kit.launcher.export_command import run as export
+from ddp_kit.manifest import name_of
+
+PATTERN = torch.Generator().manual_seed(1)
+DATA = TensorDataset(torch.randn(32, 4, generator=PATTERN), torch.randn(32, 4, generator=PATTERN))
+
+
+class Net(nn.Module):
+    """With buffers, tied weights and a state of its own that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.two.weight = self.one.weight
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.count += self.training
+        return self.two(self.one(self.norm(x)).tanh())
+
+    def get_extra_state(self) -> Any:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state["count"]
+
+
+class States(Callback):
+    """The model's state after each step."""
+
+    def __init__(self) -> None:
+        self.after: dict[int, dict[str, Any]] = {}
+
+    def on_step(self, trainer: Any) -> None:
+        self.after[trainer.step] = copied(trainer.model)
+
+
+def copied(model: nn.Module) -> dict[str, Any]:
+    return {name: each.clone() if isinstance(each, Tensor) else each for name, each in model.state_dict().items()}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(each, other[name]) if isinstance(each, Tensor) else each == other[name]
+        for name, each in one.items()
+    )
+
+
+def train(folder: Path, *callbacks: Callback, model: nn.Module | None = None, **checkpoint: Any) -> Trainer:
+    """Six steps, evaluated after every second; the best is the first by default."""
+    torch.manual_seed(0)
+    best = {"every_steps": 1, "keep_last": 9, "keep_best": "loss", "best_mode": "max"}
+    trainer = Trainer(
+        model or Net(),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.3),
+        lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
+        TrainerConfig(
+            max_steps=6,
+            global_batch_size=8,
+            eval_every=2,
+            checkpoint={"dir": folder, "background": False, **best, **checkpoint},  # type: ignore[arg-type]
+        ),
+        callbacks=[*callbacks],
+    )
+    trainer.fit(DATA, DATA)
+    return trainer
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    found: list[str] = []
+    handler = logger.add(lambda line: found.append(line.record["message"]), level="INFO")
+    yield found
+    logger.remove(handler)
+
+
+def quiet(*words: object) -> None:
+    assert export([*map(str, words)], lambda _: None) == 0
+
+
+def test_the_newest_the_best_and_any_one_are_loaded(tmp_path: Path) -> None:
+    states = States()
+    trainer = train(tmp_path / "run", states)
+    for path, which, step in (("run", "newest", 6), ("run", "best", 2), (f"run/{name_of(3)}", "newest", 3)):
+        model = Net()
+        parameters = [*model.parameters()]
+        result = load_model(tmp_path / path, model, which=which)  # type: ignore[arg-type]
+        assert (result.step, result.path, result.matches) == (step, tmp_path / "run" / name_of(step), True)
+        assert same(model.state_dict(), states.after[step])
+        assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+        assert model.two.weight is model.one.weight
+    assert same(trainer.model.state_dict(), states.after[6])
+    with pytest.raises(ConfigError, match="which='best' chooses from a run's folder"):
+        load_model(tmp_path / "run" / name_of(3), Net(), which="best")
+
+
+@pytest.mark.parametrize("shards", [(), ("--max-shard-size", "100B")], ids=["one file", "shards"])
+def test_exported_files_are_loaded(shards: tuple[str, ...], tmp_path: Path) -> None:
+    states = States()
+    train(tmp_path / "run", states)
+    target = tmp_path / "model.safetensors"
+    quiet(tmp_path / "run", target, "--best", *shards)
+    if shards:
+        with pytest.raises(CheckpointError, match=r"(?s)cannot be read.*model.safetensors.index.json"):
+            load_model(target, Net())
+        target = tmp_path / "model.safetensors.index.json"
+    model = Net()
+    result = load_model(target, model, strict=False)
+    assert result.missing == ("_extra_state",)  # it is no tensor
+    assert same(model.state_dict() | {"_extra_state": 0}, states.after[2] | {"_extra_state": 0})
+
+
+def test_what_does_not_match_is_listed_and_strict_changes_nothing(tmp_path: Path) -> None:
+    saved = nn.Sequential(OrderedDict(body=nn.Linear(4, 4), head=nn.Linear(4, 4), gone=nn.Identity()))
+    train(tmp_path, model=saved)
+    model = nn.Sequential(OrderedDict(body=nn.Linear(4, 4), head=nn.Linear(4, 2), extra=nn.Linear(2, 2)))
+    del model.body.bias
+    model.body.register_parameter("bias", None)
+    before = copied(model)
+    with pytest.raises(CheckpointError) as raised:
+        load_model(tmp_path, model)
+    for words in ("missing: extra.weight, extra.bias", "unexpected: body.bias", "head.weight [4, 4] -> [2, 4]"):
+        assert words in str(raised.value)
+    assert same(model.state_dict(), before)
+    result = load_model(tmp_path, model, strict=False)
+    assert (result.loaded, result.missing, result.unexpected, result.mismatched, result.matches) == (
+        ("body.weight",),
+        ("extra.weight", "extra.bias"),
+        ("body.bias",),
+        {"head.weight": ((4, 4), (2, 4)), "head.bias": ((4,), (2,))},
+        False,
+    )
+    after = model.state_dict()
+    assert torch.equal(after["body.weight"], saved.body.weight)  # type: ignore[arg-type]
+    assert torch.equal(after["head.weight"], before["head.weight"])
+    with pytest.raises(CheckpointError, match="does not match: 0 weights"):
+        load_model(tmp_path, nn.Sequential(OrderedDict(other=nn.Linear(1, 1))), strict=False)
+
+
+def test_values_take_the_type_of_the_model(tmp_path: Path) -> None:
+    trainer = train(tmp_path)
+    model = Net().bfloat16()
+    load_model(tmp_path, model)
+    assert torch.equal(model.one.weight, trainer.model.one.weight.bfloat16())
+
+
+def test_a_damaged_checkpoint_is_passed_over_or_refused(tmp_path: Path, said: list[str]) -> None:
+    train(tmp_path)
+    for step in (6, 2):
+        file = tmp_path / name_of(step) / "model.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    model = Net()
+    assert load_model(tmp_path, model).step == 5
+    assert any("passed over" in line and "its hash differs" in line for line in said)
+    before = copied(model)
+    for words in ({"which": "best"}, {"path": tmp_path / name_of(6)}):
+        with pytest.raises(CheckpointError, match="its hash differs"):
+            load_model(**{"path": tmp_path, **words}, model=model)  # type: ignore[arg-type]
+    assert same(model.state_dict(), before)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"\x80\x04\x95pickle", "cannot be loaded"),
+        (b"", "cannot be loaded"),
+        (None, "cannot be read"),
+    ],
+    ids=["pickle", "empty", "none"],
+)
+def test_what_is_no_file_of_weights_is_an_error(content: bytes | None, why: str, tmp_path: Path) -> None:
+    for name in ("m.safetensors", "m.safetensors.index.json"):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(CheckpointError, match=why):
+            load_model(tmp_path / name, Net())
+    (tmp_path / "m.safetensors.index.json").write_text('{"weight_map": {"a": "../m.safetensors"}}')
+    with pytest.raises(CheckpointError, match="files next to it"):
+        load_model(tmp_path / "m.safetensors.index.json", Net())
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        load_model(tmp_path / "nowhere", Net())
+
+
+def test_a_model_without_memory_is_refused(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match="meta device"):
+        load_model(tmp_path, model)
+
+
+# The average, and one idea of the best -------------------------------------------------------------------------------
+
+
+def test_the_average_is_loaded_and_exported(tmp_path: Path, said: list[str]) -> None:
+    ema = EMA(0.5)
+    trainer = train(tmp_path / "run", EMA(0.9), ema)
+    model = Net()
+    load_model(tmp_path / "run", model)
+    assert same(model.state_dict(), trainer.model.state_dict())
+    assert any("ema=True" in line for line in said)
+    load_model(tmp_path / "run", model, ema=True)
+    expected = ema.model_state()
+    assert same(model.state_dict(), expected)
+    quiet(tmp_path / "run", tmp_path / "average.safetensors", "--ema")
+    exported = safetensors.torch.load_file(tmp_path / "average.safetensors")
+    assert exported.keys() == expected.keys() - {"_extra_state", "two.weight"}  # the tied name is in the metadata
+    assert all(torch.equal(value, expected[name]) for name, value in exported.items())
+    assert not torch.equal(exported["one.weight"], trainer.model.one.weight)
+    train(tmp_path / "plain")
+    with pytest.raises(ConfigError, match="has no average"):
+        load_model(tmp_path / "plain", model, ema=True)
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_the_best_is_the_same_on_the_disk_and_in_memory(averaged: bool, tmp_path: Path) -> None:
+    best = BestModel()  # by what checkpoint.keep_best names
+    trainer = train(tmp_path, *([EMA(0.5)] if averaged else []), best)
+    best.restore()
+    model = Net()
+    result = load_model(tmp_path, model, which="best", ema=averaged)
+    assert (best.step, best.step) == (result.step, 2)
+    assert same(model.state_dict() | {"_extra_state": 0}, trainer.model.state_dict() | {"_extra_state": 0})
+
+
+def test_a_run_has_one_best(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"BestModel watches 'loss' \(min\), and checkpoint.keep_best 'loss' \(max\)"):
+        train(tmp_path / "one", BestModel("loss", "min"))
+    train(tmp_path / "two", best := BestModel("loss", "min"), best_mode="min")
+    assert best.step == 6

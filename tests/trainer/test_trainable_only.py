@@ -1,0 +1,174 @@
+"""`checkpoint.trainable_only`: small checkpoints of what is trained, bound to the frozen weights of their run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ddp_kit import BestModel, Callback, CheckpointError, Trainer, TrainerConfig, load_model
+from ddp_kit.checkpoint.frozen import fingerprint
+from ddp_kit.launcher.export_command import run as export
+from ddp_kit.manifest import name_of
+from ddp_kit.pieces import Piece
+
+WIDTH = 128
+TRAINED = {"adapter.down.weight", "adapter.up.weight", "norm.weight", "norm.bias"}
+BUFFERS = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+PATTERN = torch.Generator().manual_seed(1)
+DATA = TensorDataset(torch.randn(24, WIDTH, generator=PATTERN), torch.randn(24, WIDTH, generator=PATTERN))
+
+
+class Adapted(nn.Module):
+    """A frozen layer, and a low-rank one that is trained next to it, as in LoRA."""
+
+    def __init__(self, base: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(base)
+        self.base = nn.Linear(WIDTH, WIDTH)
+        torch.manual_seed(7)
+        down, up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+        self.adapter = nn.ModuleDict({"down": down, "up": up})
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.norm(self.base(x) + self.adapter["up"](self.adapter["down"](x)))
+
+
+def trainer_for(
+    folder: Path, *callbacks: Callback, steps: int = 4, model: nn.Module | None = None, only: bool = True
+) -> Trainer:
+    return Trainer(
+        model or Adapted(),
+        lambda parameters: torch.optim.Adam([each for each in parameters if each.requires_grad], lr=0.1),
+        lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
+        TrainerConfig(
+            max_steps=steps,
+            global_batch_size=8,
+            eval_every=1,
+            checkpoint={"dir": folder, "every_steps": 2, "trainable_only": only, "background": False},  # type: ignore[arg-type]
+        ),
+        callbacks=[*callbacks],
+    )
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_checkpoint_is_small_and_a_resume_bitwise_identical(tmp_path: Path) -> None:
+    whole = trainer_for(tmp_path / "whole", steps=6)
+    whole.fit(DATA)
+    trainer_for(tmp_path / "torn", BestModel(), steps=2).fit(DATA, DATA)
+    path = tmp_path / "torn" / name_of(2)
+    assert safetensors.torch.load_file(path / "model.safetensors").keys() == TRAINED | BUFFERS
+    base = (WIDTH + 1) * WIDTH * 4
+    assert sum(file.stat().st_size for file in path.iterdir()) < base, "callbacks included"
+    resumed = trainer_for(tmp_path / "torn", BestModel(), steps=6)
+    assert resumed.step == 2
+    resumed.fit(DATA)
+    assert same(resumed.model.state_dict(), whole.model.state_dict())
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (tmp_path / "torn" / name_of(6) / name).read_bytes() == (
+            tmp_path / "whole" / name_of(6) / name
+        ).read_bytes()
+
+
+def test_other_frozen_weights_are_refused_by_name(tmp_path: Path) -> None:
+    trainer_for(tmp_path).fit(DATA)
+    with pytest.raises(CheckpointError, match=r"not the ones that its run began with: base.weight, base.bias differ"):
+        trainer_for(tmp_path, model=Adapted(base=1))
+    almost = Adapted()
+    with torch.no_grad():
+        row = almost.base.weight[0]
+        row[[0, 1]] = row[[1, 0]]
+    with pytest.raises(CheckpointError, match=r"began with: base.weight differ"):
+        trainer_for(tmp_path, model=almost)
+
+
+def test_frozen_weights_that_change_in_the_run_end_it(tmp_path: Path) -> None:
+    class Changes(Callback):
+        def on_step(self, trainer: Any) -> None:
+            if trainer.step == 3:
+                trainer.model.base.bias.data += 1
+
+    with pytest.raises(CheckpointError, match=r"frozen weights have changed .* such as base.bias"):
+        trainer_for(tmp_path, Changes()).fit(DATA)
+
+
+def test_the_setting_may_change_between_two_runs(tmp_path: Path) -> None:
+    """A checkpoint with all weights brings its own; one without takes those of the model."""
+    full = trainer_for(tmp_path, steps=2, only=False, model=Adapted(base=3))
+    full.fit(DATA)
+    small = trainer_for(tmp_path, steps=4, model=Adapted(base=4))
+    small.fit(DATA)
+    assert torch.equal(small.model.base.weight, full.model.base.weight)
+    with pytest.raises(CheckpointError, match="began with"):
+        trainer_for(tmp_path, steps=6, only=False, model=Adapted(base=4))
+    again = trainer_for(tmp_path, steps=6, only=False, model=Adapted(base=3))
+    assert again.step == 4
+    assert same(again.model.state_dict(), small.model.state_dict())
+
+
+def test_the_best_weights_come_back_with_the_frozen_ones(tmp_path: Path) -> None:
+    seen: dict[int, dict[str, Tensor]] = {}
+
+    class States(Callback):
+        def on_step(self, trainer: Any) -> None:
+            seen[trainer.step] = {name: each.clone() for name, each in trainer.model.state_dict().items()}
+
+    best = BestModel(mode="max")
+    trainer = trainer_for(tmp_path, States(), best)
+    trainer.fit(DATA, DATA)
+    assert best.step in (1, 2, 3)
+    best.restore()
+    assert same(trainer.model.state_dict(), seen[best.step])
+    assert best.state_dict()["weights"].keys() == TRAINED | BUFFERS
+
+
+def test_load_model_and_export_know_what_was_left_out(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path / "run")
+    trainer.fit(DATA)
+    model = Adapted()
+    assert load_model(tmp_path / "run", model).matches
+    assert same(model.state_dict(), trainer.model.state_dict())
+    with pytest.raises(CheckpointError, match="began with: base.weight, base.bias"):
+        load_model(tmp_path / "run", Adapted(base=1))
+    assert load_model(tmp_path / "run", Adapted(base=1), strict=False).missing == ("base.weight", "base.bias")
+    lines: list[str] = []
+    target = tmp_path / "adapter.safetensors"
+    assert export([str(tmp_path / "run"), str(target)], lines.append) == 0
+    assert "without 2 frozen weights" in lines[-1]
+    assert safetensors.torch.load_file(target).keys() == TRAINED | BUFFERS
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.complex64, torch.float64]
+)
+def test_fingerprints_of_pieces_add_up(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However a tensor is divided, and whatever part of it is looked at at once."""
+    whole = torch.randn(6, 5, 4, generator=PATTERN).mul(50).to(dtype)
+    expected = int(fingerprint(whole))
+    monkeypatch.setattr("ddp_kit.checkpoint.frozen._CHUNK", 7)
+    flat = whole.reshape(-1)
+    divided = [
+        [Piece(whole[:4], (6, 5, 4), (0, 0, 0)), Piece(whole[4:], (6, 5, 4), (4, 0, 0))],
+        [Piece(whole[:, :, 1:], (6, 5, 4), (0, 0, 1)), Piece(whole[:, :, :1], (6, 5, 4), (0, 0, 0))],
+        [
+            Piece(whole[:2, :3], (6, 5, 4), (0, 0, 0)),
+            Piece(whole[:2, 3:], (6, 5, 4), (0, 3, 0)),
+            Piece(whole[2:], (6, 5, 4), (2, 0, 0)),
+        ],
+        [Piece(flat[:33], (6, 5, 4), (0,), flat=True), Piece(flat[33:], (6, 5, 4), (33,), flat=True)],
+    ]
+    for pieces in [[whole], *divided]:
+        total = sum(int(fingerprint(each)) for each in pieces)
+        assert (total - expected) % 2**64 == 0
+    changed = whole.clone()
+    changed[0, 0, [0, 1]] = changed[0, 0, [1, 0]]
+    assert int(fingerprint(changed)) != expected
+    assert int(fingerprint(torch.tensor(2.5))) != int(fingerprint(torch.tensor(-2.5)))
