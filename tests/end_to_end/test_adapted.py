@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapted import WIDTH, model
 
 from ddp_kit import load_model
 from ddp_kit.manifest import checkpoints
-from tests.end_to_end.adapted import WIDTH, model
 
 Ddpkit = Callable[..., object]
 SCRIPT = Path(__file__).with_name("adapted.py")
