@@ -17,6 +17,7 @@ from ddp_kit.log import logger
 from ddp_kit.manifest import INDEX, MANIFEST, TENSORS, Found, best, checkpoints, examine, open_file, read_state
 from ddp_kit.records import LoadedWeights
 from ddp_kit.stored_weights import has_average, stored_weights
+from ddp_kit.torch_internals import is_fake
 
 _LONGEST_INDEX = 100 << 20
 _LONGEST_TEXT = 300
@@ -145,7 +146,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _put_into(model: nn.Module, weights: _Weights, strict: bool) -> LoadedWeights:
     state = model.state_dict()  # with the versions of its modules, which load_state_dict looks at
-    own, values = dict(state), weights.values
+    own, values = dict(model.state_dict(keep_vars=True)), weights.values  # tied weights are the same object
     mismatched = {
         name: (tuple(value.shape), tuple(own[name].shape))
         for name, value in values.items()
@@ -155,14 +156,14 @@ def _put_into(model: nn.Module, weights: _Weights, strict: bool) -> LoadedWeight
         and value.shape != own[name].shape
     }
     loaded = [name for name in values if name in own and name not in mismatched]
-    tied = {_identity(own[name]) for name in loaded}
-    frozen = [name for name, entry in weights.left_out.items() if name in own and _entry(own[name]) == entry]
+    tied = {id(own[name]) for name in loaded}
+    frozen = [name for name, entry in weights.left_out.items() if name in own and _is_same(own[name], entry)]
     known = {*values, *frozen}
     result = LoadedWeights(
         weights.path,
         weights.step,
         tuple(loaded),
-        missing=tuple(name for name in own if name not in known and _identity(own[name]) not in tied),
+        missing=tuple(name for name in own if name not in known and id(own[name]) not in tied),
         unexpected=tuple(name for name in (*values, *weights.left_out) if name not in own),
         mismatched=mismatched,
     )
@@ -187,12 +188,6 @@ def _put_into(model: nn.Module, weights: _Weights, strict: bool) -> LoadedWeight
     return result
 
 
-def _identity(value: Any) -> object:
-    """The same for tied weights."""
-    if isinstance(value, Tensor) and not is_lazy(value) and value.numel():
-        return value.device, value.data_ptr(), value.shape, value.stride()
-    return id(value)
-
-
-def _entry(value: Any) -> dict[str, Any]:
-    return entry_of(value, int(fingerprint(value))) if isinstance(value, Tensor) else {}
+def _is_same(value: Any, entry: Any) -> bool:
+    """Whether a frozen weight is the one that was left out; those of `ddpkit plan` have no values."""
+    return is_fake(value) or (isinstance(value, Tensor) and entry_of(value, int(fingerprint(value))) == entry)

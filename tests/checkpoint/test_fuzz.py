@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from ddp_kit import EMA, Trainer, TrainerConfig
+from ddp_kit import EMA, Trainer, TrainerConfig, load_model
 from ddp_kit.checkpoint.loading import load
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.errors import CheckpointError, DdpKitError
@@ -204,14 +204,20 @@ def restored(folder: Path, files: dict[str, bytes]) -> None:
         (folder / name).write_bytes(content)
 
 
-def trainer(folder: Path) -> Trainer:
+def network() -> torch.nn.Module:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+    return torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+
+
+def trainer(folder: Path, trainable_only: bool = False) -> Trainer:
+    model = network()
+    model[0].requires_grad_(not trainable_only)  # type: ignore[index]
+    checkpoint = {"dir": folder, "keep_best": "loss", "trainable_only": trainable_only}
     return Trainer(
         model,
-        lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+        lambda parameters: torch.optim.Adam([each for each in parameters if each.requires_grad], lr=0.1),
         lambda placed, batch: placed(batch[0]).square().mean(),
-        TrainerConfig(global_batch_size=4, max_steps=2, checkpoint={"dir": folder, "keep_best": "loss"}),
+        TrainerConfig(global_batch_size=4, max_steps=2, checkpoint=checkpoint),  # type: ignore[arg-type]
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1),
         callbacks=[EMA()],
     )
@@ -223,19 +229,21 @@ def fuzz(folder: Path, seconds: float, seed: int) -> Counter[str]:
         saver.save(1, a_state())
     run = trainer(folder / "run")
     run.fit(TensorDataset(torch.randn(8, 2)))
-    plain, pieces, trained = (
+    trainer(folder / "small", trainable_only=True).fit(TensorDataset(torch.randn(8, 2)))
+    plain, pieces, trained, small = (
         folder / "plain" / name_of(1),
         saved_in_pieces(folder / "pieces"),
         folder / "run" / name_of(2),
+        folder / "small" / name_of(2),
     )
-    paths = plain, pieces, trained
+    paths = plain, pieces, trained, small
     before = {path: {file.name: file.read_bytes() for file in path.iterdir()} for path in paths}
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, size + ROOM))
     found, end = Counter[str](), time.monotonic() + seconds
     while time.monotonic() < end:
         seed += 1
-        path = paths[seed % 3]
+        path = paths[seed % len(paths)]
         Mutator(seed).checkpoint(path)
         print(seed, flush=True)  # where a crash was
         try:
@@ -251,7 +259,9 @@ def fuzz(folder: Path, seconds: float, seed: int) -> Counter[str]:
             str(error).encode()  # can be printed
         checkpoints(path.parent, hashes=True)
         with contextlib.suppress(DdpKitError):
-            export([str(path), str(folder / "model.safetensors")], lambda _: None)
+            export([str(path), str(folder / "model.safetensors"), *["--ema"] * (seed % 5 == 0)], lambda _: None)
+        with contextlib.suppress(DdpKitError):
+            load_model(path, network(), strict=seed % 3 == 0, ema=seed % 5 == 0)
         (folder / "model.safetensors").unlink(missing_ok=True)
         restored(path, before[path])
         if path is trained:
