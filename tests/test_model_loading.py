@@ -126,6 +126,20 @@ def test_exported_files_are_loaded(shards: tuple[str, ...], tmp_path: Path) -> N
     assert same(model.state_dict() | {"_extra_state": 0}, states.after[2] | {"_extra_state": 0})
 
 
+def test_a_file_may_have_one_name_of_a_tied_weight(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+            self.two.weight = self.one.weight
+
+    for name in ("one.weight", "two.weight"):
+        weight, model = torch.randn(3, 3), Tied()
+        safetensors.torch.save_file({name: weight}, tmp_path / "m.safetensors")
+        assert load_model(tmp_path / "m.safetensors", model).matches
+        assert torch.equal(model.one.weight, weight)
+
+
 def test_what_does_not_match_is_listed_and_strict_changes_nothing(tmp_path: Path) -> None:
     saved = nn.Sequential(OrderedDict(body=nn.Linear(4, 4), head=nn.Linear(4, 4), gone=nn.Identity()))
     train(tmp_path, model=saved)

@@ -114,6 +114,18 @@ def test_the_setting_may_change_between_two_runs(tmp_path: Path) -> None:
     assert same(again.model.state_dict(), small.model.state_dict())
 
 
+def test_a_checkpoint_with_all_weights_replaces_the_frozen_ones_of_a_run(tmp_path: Path) -> None:
+    full = trainer_for(tmp_path / "full", steps=2, only=False, model=Adapted(base=3))
+    full.fit(DATA)
+    small = trainer_for(tmp_path / "small", steps=2)
+    small.fit(DATA)
+    small.resume(tmp_path / "full" / name_of(2))
+    small.save()
+    model = Adapted(base=3)
+    assert load_model(tmp_path / "small", model).matches
+    assert same(model.state_dict(), full.model.state_dict())
+
+
 def test_the_best_weights_come_back_with_the_frozen_ones(tmp_path: Path) -> None:
     seen: dict[int, dict[str, Tensor]] = {}
 
