@@ -23,6 +23,7 @@ class EMA(Callback):
     Buffers, such as BatchNorm's statistics, are not averaged: they are the model's own.
     The average takes as much memory as the weights, and during an evaluation the weights set aside as much again.
     `apply_to(trainer.model)` at the end leaves the model with the averaged weights.
+    From a checkpoint, `ddp_kit.load_model(path, model, ema=True)` and `ddpkit export --ema` take them.
     """
 
     def __init__(self, decay: float = 0.999) -> None:
