@@ -169,7 +169,7 @@ def _put_into(model: nn.Module, weights: _Weights, strict: bool) -> LoadedWeight
     )
     others = [name for name in weights.left_out if name in own and name not in frozen]
     if others and strict:
-        raise differ(weights.path, others)
+        raise differ(others)
     if not loaded or (strict and not result.matches):
         raise CheckpointError(
             f"the model {type(model).__name__} does not match: {result}",

@@ -61,8 +61,9 @@ class BestModel(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the best so far."""
-        if not self._given:  # `_watch` compares it with the run's own
-            self._watched = Watched(_NAME, state["watched"]["metric"], state["watched"]["mode"])
+        metric, mode = state["watched"]["metric"], state["watched"]["mode"]
+        if not self._given and isinstance(metric, str) and mode in ("min", "max"):
+            self._watched = Watched(_NAME, metric, mode)  # `_watch` compares it with the run's own
         if self._watched.load_state_dict(state["watched"]):
             self.step = None if state["step"] is None else whole_number(state["step"], "step")
             self._state = dict(state["weights"])

@@ -6,7 +6,6 @@ whole tensor. So those of a tensor's pieces add up to that of the tensor: it is 
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,10 +56,10 @@ def is_entry(value: Any) -> bool:
     return isinstance(value, dict) and FROZEN in value
 
 
-def differ(path: Path, names: Sequence[str]) -> CheckpointError:
+def differ(names: Sequence[str]) -> CheckpointError:
     """The error for frozen weights, by their names, that are not the ones that were left out."""
     return CheckpointError(
-        f"the checkpoint {path} was saved with checkpoint.trainable_only, without the frozen weights, and those of "
+        "the checkpoint was saved with checkpoint.trainable_only, without the frozen weights, and those of "
         f"this model are not the ones that its run began with: {some(names)} differ in value, type or shape, or are "
         "trained",
         "give the model the same weights as then before you load it, such as those of the same pretrained model",

@@ -1,7 +1,6 @@
 """The frozen weights of a run, which checkpoints leave out with `checkpoint.trainable_only`."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,11 +52,11 @@ class FrozenWeights:
             self._bits = self._local_bits()
         return self._entries
 
-    def compare(self, saved: Mapping[str, Any], path: Path) -> None:
+    def compare(self, saved: Mapping[str, Any]) -> None:
         """Raise `CheckpointError` unless all that a checkpoint left out is here, with the same values."""
         own = self.entries()
         if others := [name for name, entry in saved.items() if own.get(name) != entry]:
-            raise differ(path, others)
+            raise differ(others)
 
     def _held(self) -> dict[str, Any]:
         names = {

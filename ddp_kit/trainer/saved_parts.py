@@ -163,13 +163,14 @@ class ModelPart(SavedPart):
             and isinstance(own[name], Tensor)
             and whole_shape(state[name]) != tuple(own[name].shape)
         ]
+        if left_out and not problems:
+            self._frozen.compare(left_out)
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         return "; ".join(problems[:_SHOWN]) + more if problems else None
 
-    def load_state_dict(self, state: Any, path: Path) -> None:
+    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
         left_out = {name: value for name, value in state.items() if is_entry(value)}
         if left_out:
-            self._frozen.compare(left_out, path)
             stored = self._strategy.model_state()
             stored.update((name, value) for name, value in state.items() if name not in left_out)
             state = stored
