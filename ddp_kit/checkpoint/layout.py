@@ -1,4 +1,4 @@
-"""Which tensor lies where in which file: the safetensors format, written into one piece of memory."""
+"""The layout of safetensors files: the offset of each tensor in a buffer that holds all files."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from ddp_kit.manifest import TENSORS
 from ddp_kit.pieces import Piece
 from ddp_kit.tensor_files import PIECES, header
 
-# Those that every safetensors since 0.4.3 knows; others are stored as bytes.
+# The dtypes that every safetensors release from 0.4.3 on reads; others are stored as bytes.
 DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.uint16: "U16", torch.int16: "I16",
     torch.uint32: "U32", torch.int32: "I32", torch.uint64: "U64", torch.int64: "I64",
@@ -22,11 +22,11 @@ DTYPES = {
     torch.float32: "F32", torch.float64: "F64",
 }  # fmt: skip
 DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
-_PAGE = 4096  # a file's beginning in memory, so that it can be written without a copy
+_PAGE = 4096  # files begin at a multiple of this in memory, so that they can be written without a copy
 
 
 class Stored(NamedTuple):
-    """A tensor on its way to a file."""
+    """A tensor that is about to be written."""
 
     part: str
     name: str
@@ -35,44 +35,44 @@ class Stored(NamedTuple):
     piece: Piece | None
     """None: the tensor is whole."""
     tensor: Tensor
-    """Contiguous or not, on any device, of a type that the format knows."""
+    """Contiguous or not, on any device, of a dtype that the format has."""
     original: Tensor
-    """What was given: another tensor where its type is stored as bytes."""
+    """The tensor that was given; differs from `tensor` if its dtype is stored as bytes."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies in the memory."""
+    """The place of a tensor in the buffer."""
 
     number: int
-    """Of the tensor, among those that were laid out."""
+    """The index of the tensor."""
     offset: int
     bytes: int
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of tensors, one after another in memory."""
+    """The files, one after another in a buffer."""
 
     files: tuple[Region, ...]
     headers: Mapping[int, bytes]
-    """Offset in memory -> what is written there, before the tensors."""
+    """Offset in the buffer -> the header written there, before the tensors."""
     places: tuple[Place, ...]
     bytes: int
-    """Of all files, each filled up to where the next may begin."""
+    """The size of the buffer, with the padding between files."""
 
 
 def lay_out(tensors: Sequence[Stored], aliases: Mapping[str, Mapping[str, str]], suffix: str = "") -> Layout:
-    """Give each tensor its place.
+    """Assign an offset to each tensor.
 
-    `aliases`: part -> another name of a tensor -> the one it is stored under. `suffix`: of the files' names.
+    `aliases`: part -> another name of a tensor -> the name it is stored under. `suffix`: of the file names.
     """
     parts: dict[str, list[int]] = {}
     for number, stored in enumerate(tensors):
         parts.setdefault(stored.part, []).append(number)
     files, headers, places, begin = [], {}, [], 0
     for part, numbers in parts.items():
-        # By falling size of their elements: so each is aligned, without a gap.
+        # In descending order of element size, so that each tensor is aligned without padding.
         numbers.sort(key=lambda number: -tensors[number].dtype.itemsize)
         found = [tensors[number] for number in numbers]
         sizes = [stored.tensor.nbytes for stored in found]
@@ -85,7 +85,7 @@ def lay_out(tensors: Sequence[Stored], aliases: Mapping[str, Mapping[str, str]],
 
 
 def _header(found: Sequence[Stored], aliases: Mapping[str, str]) -> bytes:
-    # What transformers and safetensors.torch.load_model look for: the framework, and the names of tied weights.
+    # transformers and safetensors.torch.load_model read the framework and the names of tied weights here.
     here = {stored.name for stored in found}
     tied = {alias: name for alias, name in aliases.items() if name in here}
     metadata = {**tied, "format": "pt"}

@@ -1,13 +1,13 @@
-"""Nested state -> tensors by name, and JSON for all else; `unpacking` gives the same values back, bit-exact.
+"""Packs nested state into named tensors, and JSON for everything else; `unpacking` restores it bit-exact.
 
     {"model": {"weight": Tensor}, "scheduler": {"betas": (0.9, nan)}}    becomes
     model.safetensors: "weight"
     state.json: {"model": {"weight": {"$tensor": ["model", "weight"]}},
                  "scheduler": {"betas": {"$tuple": [0.9, {"$float": "7ff8000000000000"}]}}}
 
-What JSON has no word for is an object whose first key begins with "$"; docs/checkpoints.md lists them. Training waits
-while a state is packed, so each tensor costs about a microsecond: names are built on the way down, and where a value
-that cannot be stored is, on the way up.
+A value that JSON cannot express becomes an object whose first key begins with "$"; docs/checkpoints.md lists them.
+Training waits while a state is packed, so a tensor may cost about a microsecond: names are built while descending, and
+the path of a value that cannot be stored is built only when its error is raised.
 """
 
 import base64
@@ -28,29 +28,29 @@ from ddp_kit.errors import CheckpointError
 from ddp_kit.pieces import Piece
 
 _PART = re.compile(r"\w[\w-]*", re.ASCII)
-_LARGEST = 1 << 63  # an int beyond is written in hexadecimal: decimals of any length take Python too long
+_LARGEST = 1 << 63  # larger integers are written in hexadecimal: Python parses long decimals slowly
 DEEPEST = 200
-"""Containers in containers, at most."""
-_LONG = 100  # shorter lists are not worth a look at what they hold
+"""The largest nesting depth."""
+_LONG = 100  # shorter lists are packed element by element at once
 FACTORIES: Mapping[str, Callable[[], Any]] = {
     kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)
 }
-"""Of a defaultdict."""
+"""The factories of a defaultdict that can be stored."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """State, taken apart."""
+    """A packed state."""
 
     tensors: tuple[Stored, ...]
     aliases: Mapping[str, Mapping[str, str]]
-    """Part -> another name of a tensor -> the name that it is stored under."""
+    """Part -> another name of a tensor -> the name it is stored under."""
     text: Mapping[str, Any]
-    """What becomes state.json."""
+    """The content of state.json."""
 
 
 def pack(state: Mapping[str, Any]) -> Packed:
-    """Take a state apart: part -> nested dicts, lists, tuples, sets, numbers, strings, arrays, tensors, `Piece`s.
+    """Pack a state: part -> nested dicts, lists, tuples, sets, numbers, strings, arrays, tensors, `Piece`s.
 
     Tensors of the same memory and shape are stored once, and come back as one. Named tuples come back as tuples,
     parameters as tensors. Raises `CheckpointError` that names the place of what cannot be stored.
@@ -79,7 +79,7 @@ class _UnstorableError(Exception):
         super().__init__()
         self.value = value
         self.steps = [*steps]
-        """From the value up to its part."""
+        """The path, from the value up to its part."""
 
 
 class _Packer:
@@ -87,8 +87,8 @@ class _Packer:
         self.tensors: list[Stored] = []
         self.aliases: dict[str, dict[str, str]] = {}
         self._part = ""
-        self._names: set[str] = set()  # in the present part
-        # By address. The tensors are held: the memory of one made on the way is not another's before all is done.
+        self._names: set[str] = set()  # in the current part
+        # By address. Holding the tensors keeps the memory of temporary ones from being reused before the end.
         self._seen: dict[int, list[Stored]] = {}
         self._kinds: dict[type, Callable[[Any, str, int], Any]] = {
             type(None): _same_value, bool: _same_value, str: _same_value, int: _int, float: _float,
@@ -172,7 +172,7 @@ class _Packer:
         pairs = []
         prefix, depth = _below(name, depth)
         for key, one in value.items():
-            if isinstance(key, Tensor):  # a key by its identity, which does not last
+            if isinstance(key, Tensor):  # tensors are compared by identity, which does not survive
                 raise _UnstorableError(key)
             packed_key = key if type(key) is str else self._pack(key, f"{prefix}key", depth)
             try:
@@ -190,10 +190,10 @@ class _Packer:
     def _array(self, value: Any, name: str, depth: int) -> Any:
         if value.dtype.hasobject:
             raise _UnstorableError(value)
-        whole = np.array(value, order="C")  # writable, without gaps; and the same when it is stored
+        whole = np.array(value, order="C")  # writable and contiguous
         try:
             stored = torch.from_numpy(whole)
-        except (TypeError, ValueError):  # a type that torch has not
+        except (TypeError, ValueError):  # a dtype that torch does not have
             stored = torch.frombuffer(bytearray(whole.tobytes()) or bytearray(1), dtype=torch.uint8)[: whole.nbytes]
         place = self._tensor(stored, name, depth)["$tensor"]
         return {"$array": place, "dtype": np.lib.format.dtype_to_descr(whole.dtype), "shape": list(whole.shape)}
@@ -202,7 +202,7 @@ class _Packer:
         if value.layout is not torch.strided or value.is_quantized or value.is_nested or value.is_meta:
             raise _UnstorableError(value)
         name = name or self._part
-        # An empty tensor has no memory of its own: it goes by its id, below zero, for no address.
+        # An empty tensor has no memory of its own: its key is its negated id, which is no address.
         address = value.data_ptr() or -id(value)
         seen = self._seen.get(address)
         stored = None if seen is None else next((other for other in seen if _same(other.original, value)), None)
@@ -247,14 +247,14 @@ class _Packer:
 
 
 def _below(name: str, depth: int) -> tuple[str, int]:
-    """The beginning of the names in a container, and how deep they are."""
+    """The prefix of the names in a container, and their depth."""
     if depth >= DEEPEST:
         raise RecursionError
     return f"{name}." if name else "", depth + 1
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors that begin at the same address are the same."""
+    """Whether two tensors with the same address are views of the same values."""
     return (
         one.dtype is other.dtype
         and one.shape == other.shape

@@ -1,4 +1,4 @@
-"""The inverse of `packing.pack`: from state.json and the tensors' files to nested state. It trusts nothing in them.
+"""The inverse of `packing.pack`: from state.json and the tensors' files to nested state. Nothing in them is trusted.
 
 Types come from allow-lists, shapes have to fit the bytes that are there, and no array is made from the same bytes
 twice: whoever wrote the files cannot run code, reach other memory, or take much more of it than the files have bytes.
@@ -32,7 +32,7 @@ _TORCH_DTYPES = {
 _STORED_AS_BYTES = {
     name: dtype
     for name, dtype in _TORCH_DTYPES.items()
-    if dtype not in DTYPES and not name.startswith("q")  # quantized ones have more than their bytes
+    if dtype not in DTYPES and not name.startswith("q")  # quantized tensors consist of more than their bytes
 }
 _DEVICE = re.compile(r"[a-z]{1,20}(:[0-9]{1,4})?")
 # Numbers, text, bytes, times: never `O`, whose elements are addresses.
@@ -43,10 +43,10 @@ _MOST_WITHOUT_BYTES = 1 << 16
 
 
 def unpack(text: Any, fetch: Fetch) -> Any:
-    """The state, from the content of state.json and what fetches tensors. Raises `CheckpointError`."""
+    """The state, from the content of state.json and a function that fetches tensors. Raises `CheckpointError`."""
     try:
         return _Reader(fetch).value(text, 0)
-    # Whatever it is, it comes from the file: numpy and torch have many kinds of errors for what cannot be.
+    # The file is damaged: numpy and torch raise many kinds of errors for invalid values.
     except Exception as error:
         raise CheckpointError(
             f"the state cannot be read ({type(error).__name__}: {str(error)[:200]!r})",
@@ -117,7 +117,7 @@ class _Reader:
         return stored
 
     def _array(self, text: Any, part: str, name: str) -> Any:
-        """A copy, for it may be written to: so each only once."""
+        """A copy, because it may be written to; made once per array."""
         if (part, name) in self._arrays:
             raise ValueError("an array that is there twice")
         self._arrays.add((part, name))
@@ -131,13 +131,13 @@ class _Reader:
 
 def _scalar(text: Any, content: Any) -> Any:
     dtype, memory = _numpy_dtype(text["dtype"]), _decoded(content)
-    if dtype.itemsize not in (0, len(memory)):  # an empty text has some bytes
+    if dtype.itemsize not in (0, len(memory)):  # empty strings have some bytes
         raise ValueError("a number that is longer or shorter than its type")
     return _checked_bools(np.ndarray((), dtype, memory))[()]
 
 
 def _checked_bools(array: Any) -> Any:
-    """Where a byte of a truth value is neither 0 nor 1, numpy counts wrong, and writes past what it has counted."""
+    """If a bool is neither 0 nor 1, numpy counts wrongly and writes past the end of its result."""
     for name in array.dtype.names or ():
         _checked_bools(array[name])
     if array.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
@@ -153,7 +153,7 @@ def _numpy_dtype(text: Any) -> np.dtype[Any]:
 
 
 def _description(text: Any, depth: int) -> Any:
-    """numpy's description of a type, in which JSON has made lists of the tuples."""
+    """numpy's description of a dtype, whose tuples JSON has turned into lists."""
     if isinstance(text, str) and _NUMPY_DTYPE.fullmatch(text):
         return text
     if not isinstance(text, list) or depth > _MOST_NESTED_FIELDS or len(text) > _MOST_FIELDS:

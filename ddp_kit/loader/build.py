@@ -32,7 +32,7 @@ def build_loader(
     seed: int,
     template: "DataLoader[Any] | None" = None,
 ) -> Iterable[Any]:
-    """A loader over `batches`; what the user's own DataLoader (`template`) chose is kept.
+    """A loader over `batches`; the options of the user's own DataLoader (`template`) are kept.
 
     `seed` is for the DataLoader workers; where `batches` has a seed and an epoch (`Batches`), they draw from
     these instead: per batch, or with `config.seed_samples` per sample. So does this process where it prefetches.
@@ -41,7 +41,7 @@ def build_loader(
     workers, pinned = options["num_workers"], options["pin_memory"]
     collate = put_together if template is None or template.collate_fn is default_collate else template.collate_fn
     own = dataset
-    # Then batches are fetched, and their random numbers drawn, before those of the step before are used.
+    # Batches are then fetched, and their random numbers drawn, ahead of the step that uses them.
     ahead = world.device.type == "cuda" and config.prefetch_batches > 0
     if collate is put_together and gives_whole_batches(dataset):  # nothing random in it
         whole = WholeBatches(dataset)
@@ -51,7 +51,7 @@ def build_loader(
     elif config.seed_samples:
         seeded = cast(Batches, batches)
         dataset, batches = SeededSamples(dataset, seeded.seed), WithEpoch(seeded)
-    elif (workers or ahead) and hasattr(batches, "epoch"):  # a plain list of batches belongs to none
+    elif (workers or ahead) and hasattr(batches, "epoch"):  # a plain list of batches has no epoch
         told = cast(Batches, batches)
         dataset, batches = SeededBatches(dataset, told.seed), WithEpoch(told)
     if dataset is not own:
@@ -63,7 +63,7 @@ def build_loader(
 def loader_options(
     config: DataConfig, world: World, seed: int, template: "DataLoader[Any] | None" = None
 ) -> dict[str, Any]:
-    """The DataLoader's options besides the samples and how they make a batch."""
+    """The DataLoader's options, without the dataset, the sampler and collate_fn."""
     pinned = world.device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
     # seeds the DataLoader workers: differently on every rank, without touching the global state
     generator = torch.Generator().manual_seed(mixed_seed(seed, world.rank))

@@ -1,4 +1,4 @@
-"""How a dataset's samples are fetched: a whole batch at once where that is the same, or each with its own seed."""
+"""Fetches a dataset's samples: a whole batch at once where the result is the same, or each with its own seed."""
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -20,21 +20,21 @@ from ddp_kit.world import (
 
 
 class Batches(Protocol):
-    """The keys of one batch after the other, of one epoch."""
+    """Iterates over the keys of each batch of an epoch."""
 
     seed: int
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next iteration is of."""
+        """The epoch of the next iteration."""
 
     def __iter__(self) -> Iterator[list[Any]]: ...
 
 
 class WholeBatches(Dataset[Any]):
-    """A TensorDataset, or a Subset of one, that gives a batch in one piece.
+    """A TensorDataset, or a Subset of one, that returns a whole batch at once.
 
-    It is what `default_collate` would make of the samples: a list of tensors with memory of their own.
+    The result equals that of `default_collate`: a list of tensors with memory of their own.
     """
 
     def __init__(self, dataset: Dataset[Any]) -> None:
@@ -49,21 +49,21 @@ class WholeBatches(Dataset[Any]):
                 indices = [chosen[index] for index in indices]
             index = torch.frombuffer(
                 array("q", indices), dtype=torch.int64
-            )  # a fifth of the time of torch.tensor(indices)
+            )  # takes a fifth of the time of torch.tensor(indices)
             return [tensor.index_select(0, index) for tensor in self._tensors.tensors]
         except (IndexError, OverflowError, RuntimeError, TypeError, ValueError):
-            # negative indices, and mistakes: one by one, which gives torch's own batch or torch's own error
+            # negative or invalid indices: sample by sample, which gives torch's own batch or error
             return default_collate([self.dataset[key] for key in keys])  # type: ignore[no-any-return]
 
 
 def gives_whole_batches(dataset: Dataset[Any]) -> bool:
-    """Whether `WholeBatches` is the same as sample by sample: no code of the user's own, and nothing unusual."""
+    """Whether `WholeBatches` gives the same as fetching each sample: no user code is involved."""
     _, inner = _opened(dataset)
     return type(inner) is TensorDataset and all(map(_usual, inner.tensors))
 
 
 def _opened(dataset: Any) -> tuple[list[Any], Any]:
-    """The nested Subsets, outermost first, and what is in them."""
+    """The nested Subsets, outermost first, and the innermost dataset."""
     subsets = []
     while type(dataset) is Subset:
         subsets.append(dataset)
@@ -76,7 +76,7 @@ def _usual(tensor: Tensor) -> bool:
 
 
 class WholeBatchLoader:
-    """The batches of `data`, in this process and nothing in between: what a DataLoader without processes does."""
+    """The batches of `data`, fetched in this process, as by a DataLoader without workers."""
 
     def __init__(self, data: WholeBatches, batches: Iterable[list[int]], pinned: bool) -> None:
         self._data = data
@@ -93,7 +93,7 @@ class WholeBatchLoader:
 class SeededSamples(Dataset[Any]):
     """A dataset whose samples are fetched with random states that depend on (seed, epoch, sample) alone.
 
-    Its keys are those of `WithEpoch`. What the training itself draws is left alone.
+    Its keys are those of `WithEpoch`. The random states of training are not touched.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -107,14 +107,14 @@ class SeededSamples(Dataset[Any]):
     def _fetched(self, epoch: int, key: Any) -> Any:
         seed_generators(mixed_seed(self._seed, epoch, key))
         if callable(several := getattr(self.dataset, "__getitems__", None)):
-            return several([key])[0]  # what torch would call, for one
+            return several([key])[0]  # the method that torch would call, for one sample
         return self.dataset[key]
 
 
 class SeededBatches(Dataset[Any]):
     """A dataset whose batches are fetched with random states of (seed, epoch, batch) alone.
 
-    So a run that resumes from a checkpoint draws what it would have drawn, however far ahead of the training that is.
+    So a resumed run draws the same random numbers, however far ahead batches are fetched.
     Its keys are those of `WithEpoch`. It leaves the states so, for what makes a batch of the samples: it is for loader
     processes, or for `Apart`.
     """
@@ -132,11 +132,14 @@ class SeededBatches(Dataset[Any]):
 
 
 class Apart:
-    """A loader that draws in this process, but not from the states of the training, which are kept."""
+    """A loader that draws in this process from random states of its own; those of training are kept."""
 
     def __init__(self, loader: "DataLoader[Any]") -> None:
         self._loader = loader
-        self.batch_sampler, self.in_order = loader.batch_sampler, loader.in_order  # for who names samples at fault
+        self.batch_sampler, self.in_order = (
+            loader.batch_sampler,
+            loader.in_order,
+        )  # for error messages that name samples
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._loader)
@@ -150,9 +153,9 @@ class Apart:
 
 
 class OwnRandomStates:
-    """Random states apart from those of training: within, this process draws from them, and they continue each time.
+    """Random states separate from those of training: this process draws from them inside the context.
 
-    A DataLoader worker has no others.
+    They continue where they were left. A DataLoader worker has no other states.
     """
 
     def __init__(self, seed: int) -> None:
@@ -175,13 +178,13 @@ class OwnRandomStates:
 
     @property
     def states(self) -> RandomStates:
-        """Where they were left last."""
+        """The states as they were left last."""
         assert self._states is not None
         return self._states
 
 
 class WithEpoch:
-    """Batches of keys that name their epoch, too: DataLoader workers that stay learn it in no other way."""
+    """Batches of keys that also hold their epoch, which persistent DataLoader workers cannot learn otherwise."""
 
     def __init__(self, batches: Batches) -> None:
         self.batches = batches
@@ -192,14 +195,14 @@ class WithEpoch:
 
 
 class ShowsOwnDataset:
-    """`worker_init_fn` of a loader whose dataset is wrapped: in its processes, torch names the user's own."""
+    """A `worker_init_fn` for a wrapped dataset: `get_worker_info()` shows the user's own dataset."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then
 
     def __call__(self, number: int) -> None:
         info: Any = get_worker_info()
-        # A frozen record: assigning would not change what is fetched, nor does it here.
+        # The record is frozen. What is fetched does not change.
         object.__setattr__(info, "dataset", info.dataset.dataset)
         if self._then is not None:
             self._then(number)

@@ -1,4 +1,4 @@
-"""Batches from DataLoader workers, where there is too little shared memory for torch's way."""
+"""Sends batches from DataLoader workers without shared memory, for containers that have too little."""
 
 import pickle
 import shutil
@@ -12,17 +12,17 @@ from ddp_kit.loader.collate import put_together
 from ddp_kit.log import logger
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where torch's DataLoader workers put their batches
-_LEAST_SHARED_MEMORY = 128 << 20  # docker gives 64 MiB
+_LEAST_SHARED_MEMORY = 128 << 20  # Docker's default is 64 MiB
 
 
 def sendable(collate: Callable[[Any], Any], workers: int) -> Callable[[Any], Any]:
-    """`collate`, made to send its batches from `workers` DataLoader workers in a way that has room for them."""
+    """`collate`, wrapped to send batches without shared memory if there is too little of it."""
     return _by_value(collate) if workers and _little_shared_memory() else collate
 
 
 @cache
 def _little_shared_memory() -> bool:
-    """Whether DataLoader workers had better not use it; says so once."""
+    """Whether there is too little shared memory for DataLoader workers; logged once."""
     try:
         free = shutil.disk_usage(_SHARED_MEMORY).free
     except OSError:  # not Linux
@@ -39,9 +39,9 @@ def _little_shared_memory() -> bool:
 
 @dataclass(frozen=True)
 class _ByValue:
-    """What a DataLoader worker sends without shared memory: bytes, and what `finish` makes of them on their arrival.
+    """A batch that a DataLoader worker sends as bytes; `finish` is applied to it in the receiving process.
 
-    torch's `file_system` sharing is no way out: it is in /dev/shm, too.
+    torch's `file_system` sharing does not help: it uses /dev/shm too.
     """
 
     content: Any
@@ -57,7 +57,7 @@ def _arrive(content: bytes, finish: Callable[[Any], Any] | None) -> Any:
 
 
 def _by_value(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """What collates as torch does takes shared memory in DataLoader workers, so it is called on arrival."""
+    """torch's collate uses shared memory in DataLoader workers, so it is called in the receiving process."""
     return partial(_ByValue, finish=collate) if collate is put_together else partial(_send, collate)
 
 

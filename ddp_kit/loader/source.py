@@ -1,4 +1,4 @@
-"""What the user gives as data, and what their own DataLoader says of its batches."""
+"""Checks the data that the user gives, and reads the batching of their own DataLoader."""
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from ddp_kit.errors import DataError
 
 Data = Dataset[Any] | DataLoader[Any] | Sequence[Any]
 
-_NEST = 5  # samplers within samplers
+_NEST = 5  # the largest depth of nested samplers
 
 
 def open_data(data: object, role: str) -> "tuple[Any, DataLoader[Any] | None]":
-    """The dataset, and the user's own DataLoader where that is what they gave.
+    """The dataset, and the user's own DataLoader if they gave one.
 
-    Raises `DataError` for what cannot be divided over ranks.
+    Raises `DataError` for data that cannot be divided over ranks.
     """
     loader = data if isinstance(data, DataLoader) else None
     dataset = loader.dataset if loader is not None else data
@@ -38,7 +38,7 @@ def open_data(data: object, role: str) -> "tuple[Any, DataLoader[Any] | None]":
 
 
 def _check_stream(dataset: "IterableDataset[Any]", role: str) -> None:
-    pipes = getattr(torch.utils.data, "IterDataPipe", ())  # on their way out of torch
+    pipes = getattr(torch.utils.data, "IterDataPipe", ())  # deprecated in torch
     if isinstance(dataset, pipes):
         raise DataError(
             f"{role} is a DataPipe ({type(dataset).__name__}), which only torch's DataLoader can divide",
@@ -47,7 +47,7 @@ def _check_stream(dataset: "IterableDataset[Any]", role: str) -> None:
 
 
 def _check_loader(loader: "DataLoader[Any]", role: str) -> None:
-    """Raise `DataError` where the samples that the user's DataLoader would give are not known to every rank."""
+    """Raise `DataError` if not every rank knows all samples of the user's DataLoader."""
     batches: Any = loader.batch_sampler
     if batches is None:
         raise DataError(
@@ -64,7 +64,7 @@ def _check_loader(loader: "DataLoader[Any]", role: str) -> None:
 
 
 def _samplers(batches: Any) -> Iterator[Any]:
-    """A batch sampler, and the samplers that it draws from."""
+    """A batch sampler, and the samplers inside it."""
     part = batches
     for _ in range(_NEST):
         if part is None:
@@ -74,7 +74,7 @@ def _samplers(batches: Any) -> Iterator[Any]:
 
 
 def _divides_all(sampler: Any, loader: "DataLoader[Any]") -> bool:
-    """torch's own DistributedSampler over the whole dataset: nothing but "divide it"."""
+    """Whether it is torch's own DistributedSampler over the whole dataset, which only divides it."""
     plain = type(sampler) is DistributedSampler and type(loader.batch_sampler) is BatchSampler
     return plain and _length(sampler.dataset) == _length(loader.dataset)
 
@@ -85,20 +85,20 @@ def _length(data: object) -> int:
 
 @dataclass(frozen=True)
 class Batching:
-    """What the user's own DataLoader says of its batches."""
+    """How the user's own DataLoader makes batches."""
 
     size: int | None
-    """None where they are of the user's own making."""
+    """None if the user's own code makes the batches."""
     shuffle: bool
     drop_last: bool
     sampler: Iterable[Any] | None = None
-    """The user's own order of all samples."""
+    """The user's own sampler over all samples."""
     batches: Iterable[Any] | None = None
     """The user's own batch sampler."""
 
 
 def batching(loader: "DataLoader[Any] | None") -> Batching | None:
-    """None where there is no DataLoader of the user's own."""
+    """None without a DataLoader."""
     if loader is None:
         return None
     if isinstance(loader.dataset, IterableDataset):
@@ -115,15 +115,15 @@ def batching(loader: "DataLoader[Any] | None") -> Batching | None:
 
 
 def _plain(sampler: Any, dataset: object) -> bool:
-    """Each sample once, in the dataset's order or in any: what `shuffle` says of a DataLoader."""
+    """Whether each sample comes once, in order or shuffled, as the option `shuffle` of a DataLoader says."""
     known = type(sampler) in (SequentialSampler, RandomSampler) and not getattr(sampler, "replacement", False)
     return known and len(sampler) == _length(dataset)
 
 
 def check_batch_size(own: Batching | None, micro_batch: int, asked: bool = False) -> None:
-    """Raise `DataError` where the user's DataLoader and the configuration disagree.
+    """Raise `DataError` if the user's DataLoader and the configuration disagree.
 
-    `asked`: global_batch_size or micro_batch_size stands in the configuration.
+    `asked`: whether the configuration sets global_batch_size or micro_batch_size.
     """
     if own is None:
         return

@@ -27,20 +27,20 @@ from ddp_kit.loader.worker_errors import watched
 from ddp_kit.world import RandomStates, World, mixed_seed, set_random_states
 
 _PASSED_ON = 0
-"""Samples of a turn that a DataLoader worker passes on: in an epoch that was left, it is another's turn first."""
+"""The number of samples of a turn in which a worker yields nothing: after a resume another worker may be first."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a process that reads a stream is, after one of its batches."""
+    """The position of a process that reads a stream, after one of its batches."""
 
     reader: int
-    """The number of the DataLoader worker; 0 without any."""
+    """The index of the DataLoader worker; 0 without workers."""
     number: int
-    """Of the batch that it reads next, within the epoch."""
+    """The index within the epoch of the next batch to read."""
     random: RandomStates
     dataset: Any
-    """What the dataset's `state_dict` gave."""
+    """The dataset's `state_dict`."""
 
 
 class Stream:
@@ -50,12 +50,12 @@ class Stream:
         self._loader = loader
         self._epoch = epoch
         self.marks = deque[Mark]()
-        """Of the batches given so far, for the reader to take; of a dataset without a state none."""
+        """The marks of the batches given so far, if the dataset has state; the reader removes them."""
 
     def set_position(self, epoch: int, marks: Sequence[Mark] = ()) -> None:
-        """The next iteration is this epoch; behind the batches of these marks, the last one given last.
+        """Start the next iteration in this epoch, after the batches of these marks, which are in order.
 
-        A dataset that has `set_epoch` is told the epoch, in DataLoader workers too.
+        Calls `set_epoch` of a dataset that has it, in DataLoader workers too.
         """
         self._epoch.fill_(epoch)
         self.marks.clear()
@@ -114,7 +114,7 @@ def build_stream(
 
 
 class _Batches(IterableDataset[tuple[int | None, Any, Mark | None]]):
-    """Groups what the user's dataset yields, in the process that reads it. `sizes` None: these are batches already."""
+    """Groups samples into batches in the process that reads them. `sizes` None: the dataset yields batches already."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class _Batches(IterableDataset[tuple[int | None, Any, Mark | None]]):
         has_state = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
         self._marked = marked and has_state
         self.begin_at: tuple[int, dict[int, Mark], int] | None = None
-        """An epoch that was left: where each reader was, and whose turn it is."""
+        """For an epoch that is resumed: the position of each reader, and whose turn it is."""
         self._sizes = sizes
         self._collate = collate
         self._drop_last = drop_last
@@ -147,7 +147,7 @@ class _Batches(IterableDataset[tuple[int | None, Any, Mark | None]]):
             mark = marks.get(reader)
             if reader < turn % turns:
                 yield _PASSED_ON, None, None
-        own = OwnRandomStates(mixed_seed(self._seed, epoch, reader))  # read once more, a stream draws the same
+        own = OwnRandomStates(mixed_seed(self._seed, epoch, reader))  # so a stream that is read again draws the same
         dataset: Any = self.dataset
         with own:
             if callable(set_epoch := getattr(dataset, "set_epoch", None)):
@@ -170,7 +170,7 @@ class _Batches(IterableDataset[tuple[int | None, Any, Mark | None]]):
 
 
 def _count(batch: Any) -> int:
-    """The samples of a batch that the dataset itself made: the length of its first tensor."""
+    """The number of samples of a batch that the dataset made: the length of its first tensor."""
     tensor = next(_tensors(batch), None)
     if tensor is None or tensor.dim() == 0:
         found = "holds no tensor" if tensor is None else "begins with a tensor without dimensions"
