@@ -294,15 +294,21 @@ class FsdpStrategy(Strategy):
 
     def evaluation(self, batches: Iterable[tuple[int, T]], spare: Callable[[], T]) -> Iterator[tuple[int, T]]:
         arriving, last = iter(batches), None
-        while True:
-            own = next(arriving, None)
-            more = torch.tensor(int(own is not None))
-            dist.all_reduce(more, op=dist.ReduceOp.MAX, group=host_group(self.world))
-            if not more:
-                return
-            last = own or last or (0, spare())
-            with self._order.in_pass("evaluation pass"):
-                yield own or (0, last[1])
+        try:
+            while True:
+                own = next(arriving, None)
+                more = torch.tensor(int(own is not None))
+                dist.all_reduce(more, op=dist.ReduceOp.MAX, group=host_group(self.world))
+                if not more:
+                    return
+                last = own or last or (0, spare())
+                with self._order.in_pass("evaluation pass"):
+                    yield own or (0, last[1])
+        finally:
+            # Only a backward pass frees what the root has gathered: the next pass would use it, even if callbacks, such
+            # as EMA, have changed the weights since.
+            for unit in self._units:
+                unit.reshard()
 
     # --- state ------------------------------------------------------------------------------------------------------
 

@@ -66,6 +66,40 @@ def test_a_run_that_is_moved_from_placement_to_placement_ends_as_one_that_stays(
     assert moved["state"] == pytest.approx(stayed["state"], abs=1e-12)
 
 
+AVERAGED = """
+import json, sys, torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from ddp_kit import EMA, Trainer, TrainerConfig
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 1)).double()
+config = TrainerConfig(max_steps=4, global_batch_size=4, eval_every=1, parallel=sys.argv[1])
+trainer = Trainer(
+    model,
+    lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+    lambda model, batch: model(batch[0]).square().mean(),
+    config,
+    callbacks=[EMA(0.5)],
+)
+x = torch.randn(16, 3, dtype=torch.float64)
+trainer.evaluate(TensorDataset(x))
+result = trainer.fit(TensorDataset(x), TensorDataset(x))
+say("ended", json.dumps(result.metrics["loss"]))
+"""
+
+
+@pytest.mark.slow
+def test_an_evaluation_of_averaged_weights_leaves_none_of_them_behind(
+    start: Ddpkit, script: Callable[[str], Path]
+) -> None:
+    runs = [start("ddpkit", 2, script(AVERAGED), parallel) for parallel in ("ddp", "fsdp")]
+    found = [[float(text) for text in re.findall(r"ended (\S+)", run.stdout)] for run in runs]  # type: ignore[attr-defined]
+    assert len(found[0]) == 2, runs[0].stderr  # type: ignore[attr-defined]
+    assert len(found[1]) == 2, runs[1].stderr  # type: ignore[attr-defined]
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+
+
 @pytest.mark.slow
 def test_a_model_can_be_spread_by_a_function_of_the_user(ddpkit: Ddpkit) -> None:
     script, losses = Path(__file__).with_name("spread_by_hand.py"), {}
