@@ -90,11 +90,16 @@ class JointScheduler(LRScheduler):
         self.schedulers = list(schedulers.values())
         self._names = list(schedulers)
 
+    @property
+    def by_update(self) -> dict[str, LRScheduler]:
+        """The schedulers by the names of their updates."""
+        return dict(zip(self._names, self.schedulers, strict=True))
+
     def state_dict(self) -> dict[str, Any]:
         """By the update's name."""
-        return {name: each.state_dict() for name, each in zip(self._names, self.schedulers, strict=True)}
+        return {name: each.state_dict() for name, each in self.by_update.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
-        for name, each in zip(self._names, self.schedulers, strict=True):
+        for name, each in self.by_update.items():
             each.load_state_dict(state_dict[name])

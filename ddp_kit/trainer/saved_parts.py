@@ -28,7 +28,7 @@ from ddp_kit.state_values import real_number, same_kind, whole_number
 from ddp_kit.trainer.callback_states import callback_states, load_callbacks, own_states
 from ddp_kit.trainer.fitting import DoesNotFitError
 from ddp_kit.trainer.frozen_weights import FrozenWeights
-from ddp_kit.trainer.joint_optimizer import kind_of
+from ddp_kit.trainer.joint_optimizer import JointScheduler, kind_of
 from ddp_kit.trainer.optimizer_state import in_pieces, load_optimizer_state, of_pieces
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.position import Position
@@ -296,7 +296,10 @@ class SchedulerPart(SavedPart):
         saved = "none" if state is None else state.get("kind", own)
         if saved != own:
             return f"its scheduler is {saved}, that of this run is {own}"
-        if self._scheduler is not None:
+        if isinstance(self._scheduler, JointScheduler):
+            for update, scheduler in self._scheduler.by_update.items():
+                _check_values(state["state"][update], scheduler)
+        elif self._scheduler is not None:
             _check_values(state["state"], self._scheduler)
         return None
 
