@@ -309,7 +309,7 @@ def test_bf16_true_converts_the_batch_too() -> None:
         ({"loss": None}, ConfigError, "loss_fn is a NoneType"),
         ({"metrics": {"loss": mean_loss}}, ConfigError, "a metric is called 'loss'"),
         ({"loss": lambda model, batch: None}, LossError, "returned None"),
-        ({"loss": lambda model, batch: model(batch[0])}, LossError, "where one number is needed"),
+        ({"loss": lambda model, batch: model(batch[0])}, LossError, "not a scalar"),
     ],
 )
 def test_what_does_not_fit_together_is_said(change: dict[str, Any], error: type[Exception], said: str) -> None:

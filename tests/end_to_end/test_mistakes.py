@@ -180,7 +180,7 @@ ONE, TWO, BOTH = (0,), (1,), (0, 1)
 @pytest.mark.parametrize(
     ("on", "loss", "leaves_out", "change", "said"),
     [
-        (BOTH, "wrapped(batch)", False, "", "returned a tensor of shape (4, 1) where one number is needed"),
+        (BOTH, "wrapped(batch)", False, "", "returned a tensor of shape (4, 1), not a scalar"),
         (TWO, "loss.detach()", False, "", "returned a tensor without a gradient"),
         pytest.param(TWO, "loss.item()", False, "", "the loss function returned a float", marks=THOROUGH),
         pytest.param(

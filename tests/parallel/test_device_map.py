@@ -250,7 +250,10 @@ def test_a_checkpoint_is_loaded_to_where_each_parameter_is() -> None:
     model = Network()
     strategy = made(model, {"": 0, "head": 1}, (torch.device("cpu"), torch.device("meta")))
     optimizer = torch.optim.AdamW([{"params": model.head.parameters()}, {"params": model.embed.parameters()}])
-    parts: Any = SimpleNamespace(model=model, optimizer=optimizer, device_optimizer=optimizer, strategy=strategy)
+    config = TrainerConfig()
+    parts: Any = SimpleNamespace(
+        model=model, optimizer=optimizer, device_optimizer=optimizer, strategy=strategy, config=config
+    )
     of_model, of_optimizer = ModelPart(parts), OptimizerPart(parts)
     assert [str(of_model.device_of(name)) for name in ("head.bias", "scale")] == ["meta", "cpu"]
     names = ("state.1.exp_avg", "state.2.exp_avg", "state.4.exp_avg", "param_groups.0.lr")
