@@ -89,11 +89,11 @@ def _header(found: Sequence[Stored], aliases: Mapping[str, str]) -> bytes:
     here = {stored.name for stored in found}
     tied = {alias: name for alias, name in aliases.items() if name in here}
     metadata = {**tied, "format": "pt"}
-    pieces = {each.name: _place(each.piece) for each in found if each.piece}
+    pieces = {each.name: _piece_metadata(each.piece) for each in found if each.piece}
     if pieces:
         metadata[PIECES] = json.dumps(pieces)
     return header(metadata, ((each.name, DTYPES[each.dtype], each.shape, each.tensor.nbytes) for each in found))
 
 
-def _place(piece: Piece) -> dict[str, object]:
+def _piece_metadata(piece: Piece) -> dict[str, object]:
     return {"shape": piece.shape, "offsets": piece.offsets} | ({"flat": True} if piece.flat else {})

@@ -6,8 +6,8 @@
                  "scheduler": {"betas": {"$tuple": [0.9, {"$float": "7ff8000000000000"}]}}}
 
 A value that JSON cannot express becomes an object whose first key begins with "$"; docs/checkpoints.md lists them.
-Training waits while a state is packed, so a tensor may cost about a microsecond: names are built while descending, and
-the path of a value that cannot be stored is built only when its error is raised.
+Training waits while a state is packed, so packing takes about a microsecond per tensor: names are built during the
+recursion, and the path of a value that cannot be stored is built only when its error is raised.
 """
 
 import base64
@@ -52,16 +52,16 @@ class Packed:
 def pack(state: Mapping[str, Any]) -> Packed:
     """Pack a state: part -> nested dicts, lists, tuples, sets, numbers, strings, arrays, tensors, `Piece`s.
 
-    Tensors of the same memory and shape are stored once, and come back as one. Named tuples come back as tuples,
-    parameters as tensors. Raises `CheckpointError` that names the place of what cannot be stored.
+    Tensors with the same memory and shape are stored once and loaded as one tensor. Named tuples are loaded as tuples,
+    parameters as tensors. Raises a `CheckpointError` with the path of a value that cannot be stored.
     """
     packer = _Packer()
     text = {}
     for part, value in state.items():
         if not isinstance(part, str) or not _PART.fullmatch(part):
             raise CheckpointError(
-                f"a part of the state is called {part!r}",
-                "name it with letters, digits, _ and -: it becomes the name of a file",
+                f"a part of the state is called {part!r}, which cannot be the name of a file",
+                "use only letters, digits, _ and - in its name",
             )
         try:
             text[part] = packer.pack_part(part, value)
@@ -69,7 +69,7 @@ def pack(state: Mapping[str, Any]) -> Packed:
             raise _unstorable(part, error) from None
         except RecursionError:
             raise CheckpointError(
-                "the state is nested too deeply to be stored", "look for a container that contains itself"
+                f"the state is nested more than {DEEPEST} levels deep", "look for a container that contains itself"
             ) from None
     return Packed(tuple(packer.tensors), packer.aliases, text)
 
@@ -247,7 +247,7 @@ class _Packer:
 
 
 def _below(name: str, depth: int) -> tuple[str, int]:
-    """The prefix of the names in a container, and their depth."""
+    """The prefix of the names inside a container, and their depth."""
     if depth >= DEEPEST:
         raise RecursionError
     return f"{name}." if name else "", depth + 1
@@ -313,7 +313,7 @@ def _unstorable(part: str, error: _UnstorableError) -> CheckpointError:
         hint = "store a plain dense tensor instead: .to_dense(), .dequantize(), .full_tensor()"
         kind = f"{kind} ({value.layout}, {value.device})"
     elif callable(value):
-        hint = "leave it out of the state_dict(), and make it anew before the state is loaded"
+        hint = "leave it out of state_dict(), and create it again before the state is loaded"
     else:
-        hint = "let state_dict() give numbers, strings, tensors, arrays, and lists, tuples, dicts and sets of them"
+        hint = "let state_dict() return numbers, strings, tensors, arrays, and lists, tuples, dicts and sets of them"
     return CheckpointError(f"{place} is a {kind}, which a checkpoint cannot store", hint)

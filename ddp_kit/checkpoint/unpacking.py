@@ -1,7 +1,7 @@
-"""The inverse of `packing.pack`: from state.json and the tensors' files to nested state. Nothing in them is trusted.
+"""The inverse of `packing.pack`: from state.json and the tensor files to nested state. The files are not trusted.
 
-Types come from allow-lists, shapes have to fit the bytes that are there, and no array is made from the same bytes
-twice: whoever wrote the files cannot run code, reach other memory, or take much more of it than the files have bytes.
+Types come from allow-lists, shapes must match the number of bytes, and no bytes are made into an array twice. So a
+malicious file cannot run code, read other memory, or allocate much more memory than the files have bytes.
 """
 
 import base64
@@ -35,7 +35,7 @@ _STORED_AS_BYTES = {
     if dtype not in DTYPES and not name.startswith("q")  # quantized tensors consist of more than their bytes
 }
 _DEVICE = re.compile(r"[a-z]{1,20}(:[0-9]{1,4})?")
-# Numbers, text, bytes, times: never `O`, whose elements are addresses.
+# Numbers, text, bytes, times: never `O`, whose elements are pointers.
 _NUMPY_DTYPE = re.compile(r"[<>|=]?([biufc][0-9]{1,2}|[SUV][0-9]{1,9}|[mM]8(\[[0-9]{0,9}[A-Za-z]{1,2}\])?)")
 _MOST_NESTED_FIELDS = 10
 _MOST_FIELDS = 10_000
@@ -50,7 +50,7 @@ def unpack(text: Any, fetch: Fetch) -> Any:
     except Exception as error:
         raise CheckpointError(
             f"the state cannot be read ({type(error).__name__}: {str(error)[:200]!r})",
-            "was it written by a newer version of ddpkit? its manifest.json tells",
+            "if a newer version of ddpkit wrote it (see its manifest.json), load it with that version",
         ) from None
 
 
@@ -61,7 +61,7 @@ class _Reader:
 
     def value(self, text: Any, depth: int) -> Any:
         if depth > DEEPEST:
-            raise ValueError(f"nested more than {DEEPEST} times")
+            raise ValueError(f"nested more than {DEEPEST} levels deep")
         if isinstance(text, list):
             return self._list(text, depth)
         if not isinstance(text, dict):
@@ -85,7 +85,7 @@ class _Reader:
 
     def _list(self, content: Any, depth: int) -> list[Any]:
         if not isinstance(content, list):
-            raise TypeError("no list")
+            raise TypeError(f"expected a list, found a {type(content).__name__}")
         return [self.value(one, depth + 1) for one in content]
 
     def _mapping(self, tag: str, text: Any, pairs: Any, depth: int) -> Any:
@@ -96,11 +96,11 @@ class _Reader:
         if tag == "$default":
             return defaultdict(None if text["factory"] is None else FACTORIES[text["factory"]], pairs)
         if tag != "$ordered":
-            raise ValueError("an unknown kind of value")
+            raise ValueError(f"unknown tag {tag}")
         ordered = OrderedDict(pairs)
         attributes = self.value(text.get("attributes", {}), depth + 1)
         if any(hasattr(OrderedDict, name) for name in attributes):  # `keys` would no longer be a method
-            raise ValueError("an attribute that stands for another")
+            raise ValueError("an attribute of an OrderedDict would replace a method")
         vars(ordered).update(attributes)
         return ordered
 
@@ -113,26 +113,26 @@ class _Reader:
     def _whole(self, part: str, name: str, on_device: bool) -> Tensor:
         stored = self._fetch(part, name, on_device)
         if isinstance(stored, Piece):
-            raise ValueError("bytes of which a piece was read")
+            raise ValueError("a tensor stored as bytes is split into pieces")
         return stored
 
     def _array(self, text: Any, part: str, name: str) -> Any:
         """A copy, because it may be written to; made once per array."""
         if (part, name) in self._arrays:
-            raise ValueError("an array that is there twice")
+            raise ValueError("two arrays refer to the same bytes")
         self._arrays.add((part, name))
         content = self._whole(part, name, False).reshape(-1).view(torch.uint8).numpy()
         shape, dtype = checked_shape(text["shape"]), _numpy_dtype(text["dtype"])
         count = math.prod(shape)
         if count * dtype.itemsize != content.nbytes or (dtype.itemsize == 0 and count > _MOST_WITHOUT_BYTES):
-            raise ValueError("an array that is longer or shorter than its shape")
+            raise ValueError("the size of an array does not match its shape")
         return _checked_bools(np.ndarray(shape, dtype, bytearray(content)))
 
 
 def _scalar(text: Any, content: Any) -> Any:
     dtype, memory = _numpy_dtype(text["dtype"]), _decoded(content)
     if dtype.itemsize not in (0, len(memory)):  # empty strings have some bytes
-        raise ValueError("a number that is longer or shorter than its type")
+        raise ValueError("the size of a number does not match its dtype")
     return _checked_bools(np.ndarray((), dtype, memory))[()]
 
 
@@ -141,14 +141,14 @@ def _checked_bools(array: Any) -> Any:
     for name in array.dtype.names or ():
         _checked_bools(array[name])
     if array.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
-        raise ValueError("a truth value that is neither 0 nor 1")
+        raise ValueError("a bool that is neither 0 nor 1")
     return array
 
 
 def _numpy_dtype(text: Any) -> np.dtype[Any]:
     dtype = np.lib.format.descr_to_dtype(_description(text, 0))
     if dtype.hasobject:
-        raise ValueError("a type that is not stored")
+        raise ValueError("a numpy dtype with Python objects")
     return dtype
 
 
@@ -157,12 +157,12 @@ def _description(text: Any, depth: int) -> Any:
     if isinstance(text, str) and _NUMPY_DTYPE.fullmatch(text):
         return text
     if not isinstance(text, list) or depth > _MOST_NESTED_FIELDS or len(text) > _MOST_FIELDS:
-        raise ValueError("a type that is not stored")
+        raise ValueError("an unsupported numpy dtype")
     fields = []
     for name, kind, *shape in text:
         title = tuple(name) if isinstance(name, list) else (name,)
         if not 1 <= len(title) <= 2 or not all(isinstance(each, str) for each in title):
-            raise ValueError("a field without a name")
+            raise ValueError("a field of a numpy dtype has no name")
         field = (title if len(title) == 2 else name, _description(kind, depth + 1))
         fields.append((*field, *(checked_shape(each) for each in shape)))
     return fields
@@ -174,7 +174,7 @@ def _torch_dtype(name: Any) -> torch.dtype:
 
 def _device(name: Any) -> torch.device:
     if not isinstance(name, str) or not _DEVICE.fullmatch(name):
-        raise ValueError("no device")
+        raise ValueError(f"not a device: {str(name)[:40]!r}")
     return torch.device(name)
 
 

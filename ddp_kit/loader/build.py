@@ -8,17 +8,17 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ddp_kit.config import DataConfig
-from ddp_kit.loader.collate import as_it_is, put_together
+from ddp_kit.loader.collate import checked_collate, identity_collate
 from ddp_kit.loader.fetch import (
-    Apart,
     Batches,
+    ExposeUserDataset,
+    IsolatedLoader,
     SeededBatches,
     SeededSamples,
-    ShowsOwnDataset,
     WholeBatches,
     WholeBatchLoader,
     WithEpoch,
-    gives_whole_batches,
+    can_fetch_whole_batches,
 )
 from ddp_kit.loader.shared_memory import sendable
 from ddp_kit.world import World, mixed_seed
@@ -34,30 +34,31 @@ def build_loader(
 ) -> Iterable[Any]:
     """A loader over `batches`; the options of the user's own DataLoader (`template`) are kept.
 
-    `seed` is for the DataLoader workers; where `batches` has a seed and an epoch (`Batches`), they draw from
-    these instead: per batch, or with `config.seed_samples` per sample. So does this process where it prefetches.
+    `seed` seeds the DataLoader workers. If `batches` has a seed and an epoch (`Batches`), random states are set from
+    these instead: once per batch, or once per sample with `config.seed_samples`. The same holds for this process if it
+    prefetches.
     """
     options = loader_options(config, world, seed, template)
     workers, pinned = options["num_workers"], options["pin_memory"]
-    collate = put_together if template is None or template.collate_fn is default_collate else template.collate_fn
+    collate = checked_collate if template is None or template.collate_fn is default_collate else template.collate_fn
     own = dataset
-    # Batches are then fetched, and their random numbers drawn, ahead of the step that uses them.
+    # If so, this process fetches batches, and draws their random numbers, before the step that uses them.
     ahead = world.device.type == "cuda" and config.prefetch_batches > 0
-    if collate is put_together and gives_whole_batches(dataset):  # nothing random in it
+    if collate is checked_collate and can_fetch_whole_batches(dataset):  # fetching these draws no random numbers
         whole = WholeBatches(dataset)
         if not workers and (not pinned or world.device.type == "cuda"):
             return WholeBatchLoader(whole, batches, pinned)
-        dataset, collate = whole, as_it_is
+        dataset, collate = whole, identity_collate
     elif config.seed_samples:
         seeded = cast(Batches, batches)
         dataset, batches = SeededSamples(dataset, seeded.seed), WithEpoch(seeded)
     elif (workers or ahead) and hasattr(batches, "epoch"):  # a plain list of batches has no epoch
-        told = cast(Batches, batches)
-        dataset, batches = SeededBatches(dataset, told.seed), WithEpoch(told)
+        seeded = cast(Batches, batches)
+        dataset, batches = SeededBatches(dataset, seeded.seed), WithEpoch(seeded)
     if dataset is not own:
-        options["worker_init_fn"] = ShowsOwnDataset(options.get("worker_init_fn"))
+        options["worker_init_fn"] = ExposeUserDataset(options.get("worker_init_fn"))
     loader = DataLoader(dataset, batch_sampler=batches, collate_fn=sendable(collate, workers), **options)
-    return Apart(loader) if type(dataset) is SeededBatches and not workers else loader
+    return IsolatedLoader(loader) if type(dataset) is SeededBatches and not workers else loader
 
 
 def loader_options(
@@ -65,7 +66,7 @@ def loader_options(
 ) -> dict[str, Any]:
     """The DataLoader's options, without the dataset, the sampler and collate_fn."""
     pinned = world.device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
-    # seeds the DataLoader workers: differently on every rank, without touching the global state
+    # Seeds the DataLoader workers, differently on every rank, and leaves the global generator as it is.
     generator = torch.Generator().manual_seed(mixed_seed(seed, world.rank))
     workers = _workers(config, world) if template is None else template.num_workers
     timeout = config.timeout or 0 if workers else 0

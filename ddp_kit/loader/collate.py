@@ -1,4 +1,4 @@
-"""torch's default collation, and what is wrong with samples that it cannot put together."""
+"""torch's default collate function, and error messages for samples that it cannot collate."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,59 +13,59 @@ _SHOWN = 4  # differing samples in a message
 
 @dataclass(frozen=True)
 class Uncollated:
-    """In the place of a batch whose samples do not fit together: it comes from a DataLoader worker like a batch."""
+    """Replaces a batch whose samples cannot be collated; a DataLoader worker sends it like a batch."""
 
     said: str
     """torch's message."""
     where: str
     """The part of a sample that differs, such as `[0]` or `['image']`; empty for the sample itself."""
     kinds: tuple[str, ...]
-    """What that part is in each sample; empty where they do not differ."""
+    """The shape, length, keys or type of that part in each sample; empty if they do not differ."""
 
 
-def put_together(samples: Any) -> Any:
-    """`default_collate`; an `Uncollated` where the samples are at fault, which `watched` raises as an error."""
+def checked_collate(samples: Any) -> Any:
+    """Call `default_collate`; return an `Uncollated` for invalid samples (`checked_batches` raises the error)."""
     try:
         return default_collate(samples)
     except (TypeError, RuntimeError, LookupError, ValueError, AttributeError) as error:
         where, kinds = _difference(samples)
         if not kinds and "default_collate" not in str(error) and "default collate_fn" not in str(error):
-            raise  # out of memory, and the like
+            raise  # not caused by the samples: out of memory, for example
         return Uncollated(str(error), where, kinds)
 
 
-def as_it_is(batch: Any) -> Any:
+def identity_collate(batch: Any) -> Any:
     """Collate function for batches that are already complete."""
     return batch
 
 
 def data_error(found: Uncollated, keys: Sequence[Any] | None) -> DataError:
-    """The error for a batch that could not be made. `keys`: which samples it was to hold, where that is known."""
-    return DataError(*_words(found, keys))
+    """The error for samples that cannot be collated. `keys`: the samples of the batch, if known."""
+    return DataError(*_message_and_hint(found, keys))
 
 
-def _words(found: Uncollated, keys: Sequence[Any] | None) -> tuple[str, str]:
+def _message_and_hint(found: Uncollated, keys: Sequence[Any] | None) -> tuple[str, str]:
     if not found.kinds:
         return (
-            f"data: the samples cannot be put together into a batch: {found.said}",
+            f"data: the samples cannot be collated into a batch: {found.said}",
             "let __getitem__ return tensors, numpy arrays, numbers, strings, or tuples, lists and dicts of them; "
-            "or give a DataLoader of your own with a collate_fn",
+            "or use your own DataLoader with a collate_fn",
         )
     first = {kind: number for number, kind in reversed([*enumerate(found.kinds)])}
     shown = ", ".join(
-        f"{kind} in {f'sample {keys[number]}' if keys else f'number {number} of the batch'}"
+        f"{kind} in {f'sample {keys[number]}' if keys else f'item {number} of the batch'}"
         for kind, number in sorted(first.items(), key=lambda item: item[1])[:_SHOWN]
     )
     part = f" at {found.where}" if found.where else ""
     return (
         f"data: the samples of a batch differ{part}: {shown}{', ...' if len(first) > _SHOWN else ''}",
-        "give a DataLoader of your own with a collate_fn that pads them to one size, such as with "
+        "use your own DataLoader with a collate_fn that pads them to one size, for example with "
         "torch.nn.utils.rnn.pad_sequence; or let __getitem__ return samples of one size",
     )
 
 
 def _difference(samples: Sequence[Any]) -> tuple[str, tuple[str, ...]]:
-    """The first part in which the samples differ, and what it is in each."""
+    """The first part in which the samples differ, and its description in each sample."""
     by_part = [dict(_parts(sample)) for sample in samples]
     for where in by_part[0]:
         kinds = tuple(parts.get(where, "nothing") for parts in by_part)
@@ -75,7 +75,7 @@ def _difference(samples: Sequence[Any]) -> tuple[str, tuple[str, ...]]:
 
 
 def _parts(sample: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """The parts of a sample, outer ones first, and what has to be alike of each."""
+    """The parts of a sample, outer ones first, each with the property that must be equal in all samples."""
     if hasattr(sample, "shape"):
         yield where, f"shape {tuple(sample.shape)}"
     elif isinstance(sample, Mapping):

@@ -1,4 +1,4 @@
-"""Batches on the device: copies overlap with computation, whatever the batches are made of."""
+"""Moves batches to the device, overlapped with computation; batches may be any nested containers."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_kit.loader.worker_errors import watched
+from ddp_kit.loader.worker_errors import checked_batches
 
 
 def _nothing() -> None:
@@ -25,16 +25,16 @@ def on_device(
     fetched: Callable[[], None] = _nothing,
     moved: Callable[[], None] = _nothing,
 ) -> Iterator[Any]:
-    """The loader's batches on `device`; floating-point tensors as `dtype` where it is given.
+    """Yield the loader's batches on `device`, with floating-point tensors converted to `dtype` if it is given.
 
-    On a GPU, `ahead` batches are copied on a side stream while the computation uses the ones before: their dense
-    tensors in host memory. Whatever else a batch holds is moved when it is handed over, on the computation's stream.
-    `fetched` is called when a batch has come from the loader, `moved` when it is handed over.
+    On a GPU, the dense tensors in host memory of the next `ahead` batches are copied on a side stream, overlapped with
+    computation. Everything else in a batch is moved on the computation's stream when the batch is yielded.
+    `fetched` is called when the loader has returned a batch, `moved` when it is on the device.
     """
     if device.type != "cuda" or ahead == 0:
         move = partial(_moved, device=device, dtype=dtype)
         stays = device.type == "cpu" and dtype is None
-        for batch in watched(loader):
+        for batch in checked_batches(loader):
             fetched()
             arrived = batch if stays and _is_plain(batch) else _each(move, batch)
             moved()
@@ -42,7 +42,7 @@ def on_device(
         return
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     waiting: deque[tuple[Any, torch.cuda.Event]] = deque()
-    for batch in watched(loader):
+    for batch in checked_batches(loader):
         with torch.cuda.stream(stream):
             waiting.append((_ahead(batch, device, dtype), stream.record_event()))
         if len(waiting) > ahead:
@@ -63,10 +63,10 @@ def _is_plain(batch: Any) -> bool:
 
 
 def _ahead(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Copy on the side stream what does not have to wait for the computation.
+    """Copy the dense tensors in host memory on the side stream, and leave everything else.
 
-    Not tensors that are on a GPU already: the computation's stream may still be writing them. Nor objects that move
-    themselves: what they allocate cannot be seen. Nor sparse and nested tensors: torch cannot record their streams.
+    The computation's stream may still be writing tensors that are already on a GPU. Allocations of objects with a
+    `to` method of their own are unknown, and torch cannot record streams of sparse and nested tensors.
     """
     return _each(lambda leaf: _moved(leaf, device, dtype) if _is_dense_on_host(leaf) else leaf, batch)
 
@@ -77,15 +77,15 @@ def _is_dense_on_host(leaf: Any) -> bool:
 
 def _moved(leaf: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     if isinstance(leaf, Tensor):
-        # non_blocking waits for nothing only from pinned memory; from other memory torch copies in order.
+        # Asynchronous only from pinned memory; from pageable memory torch copies synchronously.
         there = leaf.to(device, non_blocking=True)
-        # Converted there: in one call, torch would convert on the host first, into memory that is not pinned.
+        # Converted on the device: in one call, torch would convert on the host first, into pageable memory.
         return there.to(dtype) if dtype is not None and there.is_floating_point() else there
     return leaf.to(device) if hasattr(leaf, "to") and not isinstance(leaf, type) else leaf
 
 
 def _arrived(batch: Any, event: torch.cuda.Event, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Hand a batch to the computation: it waits for the copy, and the memory is not reused before it is done."""
+    """The batch for the computation's stream, which waits for the copy; the memory is not reused before it is done."""
     current = torch.cuda.current_stream(device)
     current.wait_event(event)
 
@@ -98,9 +98,9 @@ def _arrived(batch: Any, event: torch.cuda.Event, device: torch.device, dtype: t
 
 
 def _each(function: Callable[[Any], Any], batch: Any) -> Any:
-    """The same nesting of containers, with `function` applied to each leaf: what is none, or moves itself.
+    """Apply `function` to each leaf of nested containers. Objects with a `to` method are leaves.
 
-    Containers are copied and filled, not made anew: what their constructors do was done once already.
+    User-defined mappings and dataclasses are copied and filled, so their constructors do not run again.
     """
     if isinstance(batch, Tensor | str | bytes) or hasattr(batch, "to"):
         return function(batch)

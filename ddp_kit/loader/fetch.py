@@ -39,7 +39,7 @@ class WholeBatches(Dataset[Any]):
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
-        self._subsets, self._tensors = _opened(dataset)
+        self._subsets, self._tensors = _unwrapped(dataset)
 
     def __getitems__(self, keys: list[int]) -> list[Tensor]:
         indices = keys
@@ -47,22 +47,21 @@ class WholeBatches(Dataset[Any]):
             for subset in self._subsets:
                 chosen = subset.indices
                 indices = [chosen[index] for index in indices]
-            index = torch.frombuffer(
-                array("q", indices), dtype=torch.int64
-            )  # takes a fifth of the time of torch.tensor(indices)
+            # takes a fifth of the time of torch.tensor(indices)
+            index = torch.frombuffer(array("q", indices), dtype=torch.int64)
             return [tensor.index_select(0, index) for tensor in self._tensors.tensors]
         except (IndexError, OverflowError, RuntimeError, TypeError, ValueError):
-            # negative or invalid indices: sample by sample, which gives torch's own batch or error
+            # Negative or invalid indices: fetched sample by sample, with torch's own result or error.
             return default_collate([self.dataset[key] for key in keys])  # type: ignore[no-any-return]
 
 
-def gives_whole_batches(dataset: Dataset[Any]) -> bool:
-    """Whether `WholeBatches` gives the same as fetching each sample: no user code is involved."""
-    _, inner = _opened(dataset)
-    return type(inner) is TensorDataset and all(map(_usual, inner.tensors))
+def can_fetch_whole_batches(dataset: Dataset[Any]) -> bool:
+    """Whether `WholeBatches` returns the same as fetching each sample: no user code runs in between."""
+    _, inner = _unwrapped(dataset)
+    return type(inner) is TensorDataset and all(map(_is_dense_on_cpu, inner.tensors))
 
 
-def _opened(dataset: Any) -> tuple[list[Any], Any]:
+def _unwrapped(dataset: Any) -> tuple[list[Any], Any]:
     """The nested Subsets, outermost first, and the innermost dataset."""
     subsets = []
     while type(dataset) is Subset:
@@ -71,12 +70,12 @@ def _opened(dataset: Any) -> tuple[list[Any], Any]:
     return subsets, dataset
 
 
-def _usual(tensor: Tensor) -> bool:
+def _is_dense_on_cpu(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
 class WholeBatchLoader:
-    """The batches of `data`, fetched in this process, as by a DataLoader without workers."""
+    """Yields the batches of `data`, fetched in this process, like a DataLoader without workers."""
 
     def __init__(self, data: WholeBatches, batches: Iterable[list[int]], pinned: bool) -> None:
         self._data = data
@@ -91,9 +90,9 @@ class WholeBatchLoader:
 
 
 class SeededSamples(Dataset[Any]):
-    """A dataset whose samples are fetched with random states that depend on (seed, epoch, sample) alone.
+    """A dataset that sets the random states for each sample, from (seed, epoch, sample) alone.
 
-    Its keys are those of `WithEpoch`. The random states of training are not touched.
+    Its keys come from `WithEpoch`. In the training process the random states are restored afterwards.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -107,16 +106,16 @@ class SeededSamples(Dataset[Any]):
     def _fetched(self, epoch: int, key: Any) -> Any:
         seed_generators(mixed_seed(self._seed, epoch, key))
         if callable(several := getattr(self.dataset, "__getitems__", None)):
-            return several([key])[0]  # the method that torch would call, for one sample
+            return several([key])[0]  # torch calls this method where a dataset has it
         return self.dataset[key]
 
 
 class SeededBatches(Dataset[Any]):
-    """A dataset whose batches are fetched with random states of (seed, epoch, batch) alone.
+    """A dataset that sets the random states for each batch, from (seed, epoch, keys of the batch) alone.
 
-    So a resumed run draws the same random numbers, however far ahead batches are fetched.
-    Its keys are those of `WithEpoch`. It leaves the states so, for what makes a batch of the samples: it is for loader
-    processes, or for `Apart`.
+    So a resumed run draws the same random numbers, however far ahead batches are fetched. Its keys come from
+    `WithEpoch`. The states are not restored, because collate_fn draws from them too: use it in DataLoader workers or in
+    an `IsolatedLoader`.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -131,15 +130,13 @@ class SeededBatches(Dataset[Any]):
         return [self.dataset[key] for key in own]
 
 
-class Apart:
-    """A loader that draws in this process from random states of its own; those of training are kept."""
+class IsolatedLoader:
+    """A loader in the training process that restores the random states after each batch."""
 
     def __init__(self, loader: "DataLoader[Any]") -> None:
         self._loader = loader
-        self.batch_sampler, self.in_order = (
-            loader.batch_sampler,
-            loader.in_order,
-        )  # for error messages that name samples
+        # `checked_batches` reads these to name samples in errors.
+        self.batch_sampler, self.in_order = loader.batch_sampler, loader.in_order
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._loader)
@@ -153,38 +150,38 @@ class Apart:
 
 
 class OwnRandomStates:
-    """Random states separate from those of training: this process draws from them inside the context.
+    """Random states separate from those of training, which are in use inside the context.
 
-    They continue where they were left. A DataLoader worker has no other states.
+    The next use continues with the states at the end of the last one. In a DataLoader worker they are the only ones.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._alone = get_worker_info() is not None
+        self._in_worker = get_worker_info() is not None
         self._states: RandomStates | None = None
 
     def __enter__(self) -> None:
-        if not self._alone:
+        if not self._in_worker:
             self._outside = random_states()
         if self._states is None:
             seed_generators(self._seed)
-        elif not self._alone:
+        elif not self._in_worker:
             set_random_states(self._states)
 
     def __exit__(self, *_: object) -> None:
         self._states = random_states()
-        if not self._alone:
+        if not self._in_worker:
             set_random_states(self._outside)
 
     @property
     def states(self) -> RandomStates:
-        """The states as they were left last."""
+        """The states at the end of the last use."""
         assert self._states is not None
         return self._states
 
 
 class WithEpoch:
-    """Batches of keys that also hold their epoch, which persistent DataLoader workers cannot learn otherwise."""
+    """Adds the epoch to each key of a batch: persistent DataLoader workers do not know it otherwise."""
 
     def __init__(self, batches: Batches) -> None:
         self.batches = batches
@@ -194,7 +191,7 @@ class WithEpoch:
         return ([(epoch, key) for key in keys] for keys in self.batches)
 
 
-class ShowsOwnDataset:
+class ExposeUserDataset:
     """A `worker_init_fn` for a wrapped dataset: `get_worker_info()` shows the user's own dataset."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
@@ -202,7 +199,7 @@ class ShowsOwnDataset:
 
     def __call__(self, number: int) -> None:
         info: Any = get_worker_info()
-        # The record is frozen. What is fetched does not change.
+        # The record is frozen. Fetching is not affected: the worker has its own reference to the wrapped dataset.
         object.__setattr__(info, "dataset", info.dataset.dataset)
         if self._then is not None:
             self._then(number)

@@ -8,7 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from ddp_kit.loader.collate import put_together
+from ddp_kit.loader.collate import checked_collate
 from ddp_kit.log import logger
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where torch's DataLoader workers put their batches
@@ -29,7 +29,7 @@ def _little_shared_memory() -> bool:
         return False
     if free < _LEAST_SHARED_MEMORY:
         logger.warning(
-            "{} has {:.0f} MiB left: batches come from the DataLoader workers through pipes instead, which is slower; "
+            "{} has only {:.0f} MiB free: DataLoader workers send batches through pipes instead, which is slower; "
             "start the container with --shm-size=8g or --ipc=host",
             _SHARED_MEMORY,
             free / 2**20,
@@ -48,17 +48,17 @@ class _ByValue:
     finish: Callable[[Any], Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (pickle.dumps(self.content), self.finish)
+        return _rebuilt, (pickle.dumps(self.content), self.finish)
 
 
-def _arrive(content: bytes, finish: Callable[[Any], Any] | None) -> Any:
-    arrived = pickle.loads(content)  # noqa: S301  # from this process's own child, by a pipe
-    return finish(arrived) if finish is not None else arrived
+def _rebuilt(content: bytes, finish: Callable[[Any], Any] | None) -> Any:
+    received = pickle.loads(content)  # noqa: S301  # from this process's own child, through a pipe
+    return finish(received) if finish is not None else received
 
 
 def _by_value(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """torch's collate uses shared memory in DataLoader workers, so it is called in the receiving process."""
-    return partial(_ByValue, finish=collate) if collate is put_together else partial(_send, collate)
+    return partial(_ByValue, finish=collate) if collate is checked_collate else partial(_send, collate)
 
 
 def _send(collate: Callable[[Any], Any], samples: Any) -> _ByValue:

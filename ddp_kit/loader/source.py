@@ -12,7 +12,7 @@ from ddp_kit.errors import DataError
 
 Data = Dataset[Any] | DataLoader[Any] | Sequence[Any]
 
-_NEST = 5  # the largest depth of nested samplers
+_MAX_NESTING = 5  # the largest depth of nested samplers
 
 
 def open_data(data: object, role: str) -> "tuple[Any, DataLoader[Any] | None]":
@@ -47,26 +47,26 @@ def _check_stream(dataset: "IterableDataset[Any]", role: str) -> None:
 
 
 def _check_loader(loader: "DataLoader[Any]", role: str) -> None:
-    """Raise `DataError` if not every rank knows all samples of the user's DataLoader."""
+    """Raise `DataError` if the user's DataLoader does not yield all samples on every rank."""
     batches: Any = loader.batch_sampler
     if batches is None:
         raise DataError(
             f"{role} is a DataLoader with batch_size=None over {type(loader.dataset).__name__}: "
-            "each of its items would be a whole batch",
-            "let __getitem__ give one sample and set a batch_size; or give the batches from an IterableDataset",
+            "each item of the dataset would be a whole batch",
+            "let __getitem__ return one sample and set a batch_size, or yield the batches from an IterableDataset",
         )
     for sampler in _samplers(batches):
         if hasattr(sampler, "num_replicas") and not _divides_all(sampler, loader):
             raise DataError(
-                f"{role} is a DataLoader with a {type(sampler).__name__}, which gives this rank's samples alone",
-                "leave it out, or give a sampler over all samples: the Trainer divides them over the ranks itself",
+                f"{role} is a DataLoader with a {type(sampler).__name__}, which yields only this rank's samples",
+                "leave it out, or use a sampler over all samples: the Trainer divides them over the ranks itself",
             )
 
 
 def _samplers(batches: Any) -> Iterator[Any]:
     """A batch sampler, and the samplers inside it."""
     part = batches
-    for _ in range(_NEST):
+    for _ in range(_MAX_NESTING):
         if part is None:
             return
         yield part
@@ -74,7 +74,7 @@ def _samplers(batches: Any) -> Iterator[Any]:
 
 
 def _divides_all(sampler: Any, loader: "DataLoader[Any]") -> bool:
-    """Whether it is torch's own DistributedSampler over the whole dataset, which only divides it."""
+    """Whether it is torch's own DistributedSampler over the whole dataset, which the Trainer can replace."""
     plain = type(sampler) is DistributedSampler and type(loader.batch_sampler) is BatchSampler
     return plain and _length(sampler.dataset) == _length(loader.dataset)
 
@@ -109,13 +109,13 @@ def batching(loader: "DataLoader[Any] | None") -> Batching | None:
     size, drop_last, sampler = batches.batch_size, batches.drop_last, batches.sampler
     if isinstance(sampler, DistributedSampler):  # torch's own: others were refused
         return Batching(size, sampler.shuffle, drop_last or sampler.drop_last)
-    if _plain(sampler, loader.dataset):
+    if _is_default_order(sampler, loader.dataset):
         return Batching(size, isinstance(sampler, RandomSampler), drop_last)
     return Batching(size, shuffle=False, drop_last=drop_last, sampler=sampler)
 
 
-def _plain(sampler: Any, dataset: object) -> bool:
-    """Whether each sample comes once, in order or shuffled, as the option `shuffle` of a DataLoader says."""
+def _is_default_order(sampler: Any, dataset: object) -> bool:
+    """Whether the sampler is what `shuffle` of a DataLoader makes: each sample once, in order or shuffled."""
     known = type(sampler) in (SequentialSampler, RandomSampler) and not getattr(sampler, "replacement", False)
     return known and len(sampler) == _length(dataset)
 
@@ -129,14 +129,14 @@ def check_batch_size(own: Batching | None, micro_batch: int, asked: bool = False
         return
     if own.size is None and asked:
         raise DataError(
-            "the DataLoader's batches are of its own making, but the configuration sets their size, too",
+            "the DataLoader's batch sampler decides the batch size, but the configuration sets one too",
             "leave out global_batch_size and micro_batch_size: each batch is one micro-batch of one rank, and "
-            "accumulation_steps says how many of them a rank takes per optimizer step",
+            "accumulation_steps is the number of micro-batches per rank and optimizer step",
         )
     if own.size is not None and own.size != micro_batch:
         raise DataError(
             f"the DataLoader has batch_size={own.size}, but the configuration makes micro-batches of "
             f"{micro_batch} samples",
-            f"set micro_batch_size={own.size} in the TrainerConfig (the samples of one rank in one pass, so that the "
-            f"global batch grows with the ranks); or give the dataset itself, and the configuration decides",
+            f"set micro_batch_size={own.size} in the TrainerConfig (samples per rank and pass, so the global batch "
+            f"grows with the number of ranks), or give the dataset itself instead of a DataLoader",
         )

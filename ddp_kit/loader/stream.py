@@ -1,9 +1,9 @@
-"""Batches from an IterableDataset: each rank has a stream of its own, which the dataset divides.
+"""Batches from an IterableDataset: each rank reads its own stream, and the dataset divides the data among them.
 
-DataLoader workers take turns: batch j of a rank comes from process j % W, whose i-th batch is therefore number i*W + w.
-Once the streams of some processes have ended, the turns are the others'.
+DataLoader workers take turns: batch j of a rank comes from worker j % W, so the i-th batch of worker w has number
+i*W + w. A worker whose stream has ended is left out, and the others continue to take turns.
 
-A dataset with `state_dict` and `load_state_dict` is asked for its state after each batch, in the process that reads it.
+`state_dict` of a dataset that also has `load_state_dict` is called after each batch, in the process that reads it.
 """
 
 import copy
@@ -20,14 +20,14 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from ddp_kit.config import DataConfig
 from ddp_kit.errors import DataError
 from ddp_kit.loader.build import loader_options
-from ddp_kit.loader.collate import Uncollated, as_it_is, data_error, put_together
-from ddp_kit.loader.fetch import OwnRandomStates, ShowsOwnDataset
+from ddp_kit.loader.collate import Uncollated, checked_collate, data_error, identity_collate
+from ddp_kit.loader.fetch import ExposeUserDataset, OwnRandomStates
 from ddp_kit.loader.shared_memory import sendable
-from ddp_kit.loader.worker_errors import watched
+from ddp_kit.loader.worker_errors import checked_batches
 from ddp_kit.world import RandomStates, World, mixed_seed, set_random_states
 
-_PASSED_ON = 0
-"""The number of samples of a turn in which a worker yields nothing: after a resume another worker may be first."""
+_SKIPPED_TURN = 0
+"""Yielded as the number of samples by a worker that skips its turn: after a resume another worker may be first."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,18 @@ class Mark:
 
 
 class Stream:
-    """Iterating gives `(samples, batch)` for one epoch: how many samples a batch has, and the batch."""
+    """Iterating yields `(samples, batch)` for one epoch; `samples` is the number of samples in the batch."""
 
     def __init__(self, loader: "DataLoader[Any]", epoch: Tensor) -> None:
         self._loader = loader
         self._epoch = epoch
         self.marks = deque[Mark]()
-        """The marks of the batches given so far, if the dataset has state; the reader removes them."""
+        """The marks of the batches yielded so far, if the dataset has state; the caller removes them."""
 
     def set_position(self, epoch: int, marks: Sequence[Mark] = ()) -> None:
-        """Start the next iteration in this epoch, after the batches of these marks, which are in order.
+        """Start the next iteration in `epoch`, after the batches of `marks`, in the order in which they were yielded.
 
-        Calls `set_epoch` of a dataset that has it, in DataLoader workers too.
+        The iteration calls the dataset's `set_epoch`, if it has one, also in DataLoader workers.
         """
         self._epoch.fill_(epoch)
         self.marks.clear()
@@ -63,8 +63,8 @@ class Stream:
         batches.begin_at = (epoch, {mark.reader: mark for mark in marks}, marks[-1].reader + 1) if marks else None
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        for samples, batch, mark in watched(self._loader):
-            if samples == _PASSED_ON:
+        for samples, batch, mark in checked_batches(self._loader):
+            if samples == _SKIPPED_TURN:
                 continue
             if type(batch) is Uncollated:
                 raise data_error(batch, None)
@@ -83,21 +83,21 @@ def build_stream(
     *,
     marked: bool = False,
 ) -> Stream:
-    """A loader whose batch number j, counted over an epoch, has `sizes[j % len(sizes)]` samples; the last ones fewer.
+    """A loader whose batch number j in an epoch has `sizes[j % len(sizes)]` samples; the last batches may have fewer.
 
-    What the user's own DataLoader (`template`) chose is kept. Where its batch_size is None the dataset yields whole
-    batches, and `sizes` is not used. `marked`: a dataset that has a state gives a `Mark` with each batch.
-    Raises `DataError` for `data.seed_samples`, and later for a batch of unknown size.
+    The options of the user's own DataLoader (`template`) are kept. If its batch_size is None, the dataset yields whole
+    batches and `sizes` is not used. `marked`: record a `Mark` with each batch if the dataset has state.
+    Raises `DataError` for `data.seed_samples`, and while iterating for a batch of unknown size.
     """
     if config.seed_samples:
         raise DataError(
-            f"data.seed_samples is set, but the samples of a {type(dataset).__name__} have no number to be seeded by",
-            "leave it out and seed within the dataset's __iter__; or give a dataset with __getitem__ and __len__",
+            f"data.seed_samples is set, but the samples of a {type(dataset).__name__} have no index to seed from",
+            "leave it out and seed in the dataset's __iter__, or use a dataset with __getitem__ and __len__",
         )
     options = loader_options(config, world, seed, template)
-    options["worker_init_fn"] = ShowsOwnDataset(options.get("worker_init_fn"))
+    options["worker_init_fn"] = ExposeUserDataset(options.get("worker_init_fn"))
     whole = template is not None and template.batch_size is None
-    collate = put_together if template is None or template.collate_fn is default_collate else template.collate_fn
+    collate = checked_collate if template is None or template.collate_fn is default_collate else template.collate_fn
     epoch = torch.zeros((), dtype=torch.int64)
     if options["num_workers"]:
         epoch.share_memory_()  # type: ignore[no-untyped-call]
@@ -110,7 +110,7 @@ def build_stream(
         seed=mixed_seed(seed, world.rank),
         marked=marked,
     )
-    return Stream(DataLoader(batches, batch_size=None, collate_fn=as_it_is, **options), epoch)
+    return Stream(DataLoader(batches, batch_size=None, collate_fn=identity_collate, **options), epoch)
 
 
 class _Batches(IterableDataset[tuple[int | None, Any, Mark | None]]):
@@ -146,8 +146,9 @@ class _Batches(IterableDataset[tuple[int | None, Any, Mark | None]]):
             _, marks, turn = self.begin_at
             mark = marks.get(reader)
             if reader < turn % turns:
-                yield _PASSED_ON, None, None
-        own = OwnRandomStates(mixed_seed(self._seed, epoch, reader))  # so a stream that is read again draws the same
+                yield _SKIPPED_TURN, None, None
+        # Reading the same epoch again draws the same random numbers.
+        own = OwnRandomStates(mixed_seed(self._seed, epoch, reader))
         dataset: Any = self.dataset
         with own:
             if callable(set_epoch := getattr(dataset, "set_epoch", None)):
@@ -170,14 +171,14 @@ class _Batches(IterableDataset[tuple[int | None, Any, Mark | None]]):
 
 
 def _count(batch: Any) -> int:
-    """The number of samples of a batch that the dataset made: the length of its first tensor."""
+    """The number of samples in a batch that the dataset yielded: the length of its first tensor."""
     tensor = next(_tensors(batch), None)
     if tensor is None or tensor.dim() == 0:
-        found = "holds no tensor" if tensor is None else "begins with a tensor without dimensions"
+        found = "contains no tensor" if tensor is None else "begins with a scalar tensor"
         raise DataError(
-            f"the DataLoader has batch_size=None, so the dataset yields whole batches, but one {found}: "
-            f"how many samples it has is not known",
-            "let the first tensor of a batch have the samples as its first dimension, or set a batch_size",
+            f"the DataLoader has batch_size=None, so the dataset yields whole batches, but one batch {found}: "
+            f"its number of samples is unknown",
+            "make the samples the first dimension of the first tensor of a batch, or set a batch_size",
         )
     return len(tensor)
 

@@ -344,7 +344,7 @@ signal.pause()
     ("fault", "named"),
     [
         ("os.kill(os.getpid(), 9)", r"DataLoader worker \(pid|DataLoader worker 1"),
-        ("time.sleep(1000)", "data: no batch has come"),
+        ("time.sleep(1000)", "sent no batch within the timeout"),
     ],
 )
 def test_a_data_loader_worker_that_dies_or_hangs_is_named_with_its_rank(script: Script, fault: str, named: str) -> None:

@@ -55,7 +55,7 @@ MISTAKES = {
     "lengths": ([[1, 2]] * 2 + [[1, 2, 3]], "differ: length 3 in sample 2, length 2 in sample 1"),
     "names": ([{"a": 1}] * 2 + [{"b": 1}], "differ: keys 'b' in sample 2, keys 'a' in sample 1"),
     "kinds": ([torch.zeros(2)] * 2 + [None], "differ: NoneType in sample 2|differ: .*NoneType"),
-    "a kind that torch does not know": ([1] + [object()] * 3, "cannot be put together into a batch: default_collate.*"),
+    "a kind that torch does not know": ([1] + [object()] * 3, "cannot be collated into a batch: default_collate.*"),
 }
 
 
@@ -112,7 +112,7 @@ def test_exceptions_of_the_user_s_own_collate_function_stay_what_they_are(worker
 
 
 def test_what_comes_instead_of_a_batch_can_be_sent() -> None:
-    from ddp_kit.loader.collate import put_together
+    from ddp_kit.loader.collate import checked_collate
 
-    found = put_together([torch.zeros(1), torch.zeros(2)])
+    found = checked_collate([torch.zeros(1), torch.zeros(2)])
     assert pickle.loads(pickle.dumps(found)) == found

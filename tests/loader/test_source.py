@@ -49,7 +49,10 @@ def divided(**options: object) -> DistributedSampler[int]:
         (TensorDataset(torch.empty(0)), "is empty"),
         (42, "is a int"),
         (DataLoader(DATA, batch_size=None), "batch_size=None over TensorDataset"),
-        (DataLoader(DATA, sampler=OwnDistributedSampler(DATA, 2, 0)), "a OwnDistributedSampler, which gives this rank"),
+        (
+            DataLoader(DATA, sampler=OwnDistributedSampler(DATA, 2, 0)),
+            "a OwnDistributedSampler, which yields only this rank",
+        ),
         (DataLoader(DATA, batch_sampler=BatchSampler(OwnDistributedSampler(DATA, 2, 0), 2, False)), "this rank's"),
         (DataLoader(DATA, sampler=DistributedSampler(range(5), 2, 0)), "a DistributedSampler, which"),  # type: ignore[arg-type]
     ],
@@ -111,7 +114,9 @@ def test_batches_of_the_user_s_own_are_kept_and_exclude_sizes_in_the_configurati
     own = batching(DataLoader(DATA, batch_sampler=[[1, 2], [3]]))
     assert own == Batching(None, shuffle=False, drop_last=False, batches=[[1, 2], [3]])
     check_batch_size(own, 32)
-    with pytest.raises(DataError, match="of its own making, but the configuration sets") as caught:
+    with pytest.raises(
+        DataError, match="batch sampler decides the batch size, but the configuration sets one"
+    ) as caught:
         check_batch_size(own, 4, asked=True)
     assert "leave out global_batch_size and micro_batch_size" in caught.value.hint
     assert "accumulation_steps" in caught.value.hint

@@ -121,7 +121,9 @@ def test_whole_batches_may_be_objects() -> None:
     assert [samples for samples, _ in stream] == [6]
 
 
-@pytest.mark.parametrize(("batch", "found"), [("text", "holds no tensor"), (torch.zeros(()), "without dimensions")])
+@pytest.mark.parametrize(
+    ("batch", "found"), [("text", "contains no tensor"), (torch.zeros(()), "begins with a scalar tensor")]
+)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_whole_batch_of_unknown_size_is_an_error(batch: Any, found: str, workers: int) -> None:
     own = DataLoader(Whole(batch), batch_size=None, num_workers=workers)
@@ -131,7 +133,7 @@ def test_a_whole_batch_of_unknown_size_is_an_error(batch: Any, found: str, worke
 
 
 def test_a_stream_s_samples_cannot_be_seeded() -> None:
-    with pytest.raises(DataError, match="have no number to be seeded by") as caught:
+    with pytest.raises(DataError, match="have no index to seed from") as caught:
         build_stream(Numbers(3), [1], DataConfig(seed_samples=True), ALONE, seed=0)
     assert "__getitem__" in caught.value.hint
 
@@ -140,7 +142,7 @@ def test_a_stream_s_samples_cannot_be_seeded() -> None:
 def test_samples_that_do_not_fit_together_are_named(workers: int) -> None:
     data = Whole(torch.zeros(1), torch.zeros(1), torch.zeros(2))
     stream = build_stream(data, [3], DataConfig(num_workers=workers), ALONE, seed=0)
-    with pytest.raises(DataError, match=r"shape \(1,\) in number 0 of the batch, shape \(2,\) in number 2"):
+    with pytest.raises(DataError, match=r"shape \(1,\) in item 0 of the batch, shape \(2,\) in item 2"):
         list(stream)
 
 
