@@ -1,7 +1,7 @@
-"""Who takes which samples of an optimizer step: global batch x micro-batch x accumulation x ranks.
+"""Divides the samples of an optimizer step into micro-batches per rank: global batch, micro-batch, accumulation, ranks.
 
-Pure arithmetic over positions. Nothing is rounded: a global batch that does not divide is split unevenly,
-and every sample of a step is taken exactly once, whatever the number of ranks.
+Pure arithmetic over positions. Nothing is rounded: a global batch that the ranks do not divide is split unevenly,
+and every sample of a step is used exactly once, at any number of ranks.
 """
 
 from dataclasses import dataclass
@@ -28,14 +28,14 @@ class BatchPlan:
         return samples // self.global_batch if drop_last else -(-samples // self.global_batch)
 
     def step_samples(self, step: int, samples: int) -> range:
-        """The positions within an epoch of `samples` samples that make up its optimizer step number `step`."""
+        """The positions of optimizer step number `step` in an epoch of `samples` samples."""
         return range(step * self.global_batch, min((step + 1) * self.global_batch, samples))
 
     def micro_batches(self, rank: int, samples: int) -> tuple[range, ...]:
         """The passes of `rank` in an optimizer step of `samples` samples, as positions within the step.
 
-        A full step has `accumulation` passes, or fewer where there are not enough samples; a short step as many
-        as its samples need. A rank without a sample of its own has none.
+        A full step has `accumulation` passes, or fewer if there are not enough samples; a short step has as many
+        as its samples need. A rank without samples has none.
         """
         own = split(samples, self.world_size, rank)
         if not own:
@@ -47,7 +47,7 @@ class BatchPlan:
 
 
 def split(total: int, parts: int, number: int) -> range:
-    """Part `number` of `total` positions cut into `parts` neighbours whose sizes differ by at most one."""
+    """Part `number` of `total` positions that are split into `parts` consecutive ranges, equal in size up to one."""
     size, larger = divmod(total, parts)
     start = number * size + min(number, larger)
     return range(start, start + size + (number < larger))
@@ -56,9 +56,9 @@ def split(total: int, parts: int, number: int) -> range:
 def plan_batches(
     global_batch: int | None, micro_batch: int | None, accumulation: int | None, world_size: int
 ) -> BatchPlan:
-    """Complete the three sizes for `world_size` ranks: two given determine the third, none given is 32 globally.
+    """Complete the three sizes for `world_size` ranks: two determine the third; the default global batch is 32.
 
-    Raises `ConfigError` where all three are given and do not agree.
+    Raises `ConfigError` if all three are given and do not agree.
     """
     if global_batch is None:
         global_batch = DEFAULT_GLOBAL_BATCH if micro_batch is None else micro_batch * (accumulation or 1) * world_size
@@ -89,6 +89,6 @@ def _disagreement(global_batch: int, micro_batch: int, accumulation: int, world_
         f"the batch sizes do not agree: micro_batch_size {micro_batch} x accumulation_steps {accumulation} "
         f"x {world_size} {'rank' if world_size == 1 else 'ranks'} = {product}, "
         f"but global_batch_size is {global_batch}; the nearest settings that work:",
-        "change one of the three, or leave one out and it follows from the others",
+        "change one of the three, or leave one out: it is then computed from the others",
         ways,
     )

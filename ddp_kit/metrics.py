@@ -1,4 +1,4 @@
-"""Means that are exact over all ranks: kept as (sum, weight), reduced once."""
+"""Weighted means that are exact over all ranks: accumulated as (sum, weight), reduced once."""
 
 import math
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ _WEIGHT_HINT = "give a number of at least 0, such as how many tokens or samples 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss or metric as a sum and the weight that it is the sum over, such as a number of tokens.
+    """A loss or metric as a sum, with its weight, such as the number of tokens in the sum.
 
     `loss`: scalar tensor, the sum. `weight`: number or scalar tensor, at least 0; it may differ by rank and by
-    micro-batch, and what is optimised is (sum of all losses) / (sum of all weights) of the optimizer step.
+    micro-batch. An optimizer step minimises (sum of all losses) / (sum of all weights) of its global batch.
     """
 
     loss: Tensor
@@ -27,13 +27,13 @@ class Loss:
 
 
 def checked(value: object, source: str) -> "Tensor | Loss":
-    """What a user's function returned, if it is a scalar tensor or a `Loss` of one; else `LossError`."""
+    """Check that a user's function returned a scalar tensor or a `Loss` with one. Raises `LossError`."""
     if isinstance(value, Loss):
         total, weight = value.loss, value.weight
         if not isinstance(weight, Tensor | Real) or (isinstance(weight, Tensor) and weight.numel() != 1):
             raise LossError(
                 f"{source} returned a Loss whose weight is {_described(weight)}",
-                "give the weight as a number or a tensor of one element, such as targets.numel()",
+                "pass the weight as a number or a tensor with one element, such as targets.numel()",
             )
         if not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
             raise LossError(f"{source} returned a Loss whose weight is {float(weight):g}", _WEIGHT_HINT)
@@ -46,14 +46,14 @@ def checked(value: object, source: str) -> "Tensor | Loss":
         )
     if not isinstance(total, Tensor) or total.numel() != 1:
         raise LossError(
-            f"{source} returned {_described(total)} where one number is needed",
+            f"{source} returned {_described(total)}, not a scalar",
             "reduce it: .mean() over the samples, or Loss(values.sum(), weight=values.numel())",
         )
     return value
 
 
 def exact_weight(weight: Tensor | float) -> Tensor | float:
-    """The weight of a `Loss`, in float64. A tensor that is invalid becomes NaN, so that nothing waits for its value."""
+    """The weight of a `Loss`, in float64. An invalid tensor becomes NaN, without a device synchronisation."""
     if not isinstance(weight, Tensor):
         return weight
     own = weight.detach().reshape(()).double()
@@ -61,7 +61,7 @@ def exact_weight(weight: Tensor | float) -> Tensor | float:
 
 
 def bad_weight(step: int, rank: int | None = None) -> LossError:
-    """A weight on a device was not valid."""
+    """The error for an invalid weight that was on a device."""
     where = "" if rank is None else f", first on rank {rank}"
     return LossError(f"the weight of a Loss is negative, NaN or infinite at step {step}{where}", _WEIGHT_HINT, step)
 
@@ -74,7 +74,7 @@ class Mean:
         self._weight: Tensor | float = 0.0
 
     def add(self, value: "Tensor | Loss", samples: float) -> None:
-        """Add a mean over `samples` samples, or a `Loss`; waits for nothing."""
+        """Add a mean over `samples` samples, or a `Loss`, without synchronising with the device."""
         if isinstance(value, Loss):
             self._sum.add_(value.loss.detach().reshape(()))
             self._weight = self._weight + exact_weight(value.weight)
@@ -88,9 +88,9 @@ class Mean:
 
 
 def reduced(means: Sequence[Mean]) -> list[float]:
-    """The means over all ranks, with one small all-reduce for all of them; the host waits for the result.
+    """Reduce the means over all ranks with one small all-reduce; the host waits for the result.
 
-    A collective: every rank calls it with the same means. A mean over nothing is NaN.
+    Collective: every rank calls it with the same means. A mean with weight 0 is NaN.
     """
     table = torch.stack([mean.pair() for mean in means])
     if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""What one rank holds of a tensor that is spread over ranks."""
+"""The piece of a sharded tensor that one rank holds."""
 
 import math
 from dataclasses import dataclass, replace
@@ -22,21 +22,21 @@ class Piece:
     """Whether this rank writes it to checkpoints: of several ranks that hold the same piece, one does."""
 
     def of(self, saved: "Tensor | Piece") -> Tensor:
-        """The same piece of a saved tensor, which is whole or exactly this piece. Raises `ValueError`."""
+        """Cut this piece out of a saved tensor; a saved `Piece` must be the same one. Raises `ValueError`."""
         if isinstance(saved, Piece):
             same = saved.shape == self.shape and saved.offsets == self.offsets and saved.flat == self.flat
             if not same or saved.tensor.shape != self.tensor.shape:
-                raise ValueError("another piece of the tensor was read than this rank holds")
+                raise ValueError("the piece that was read is not the one that this rank holds")
             return saved.tensor
         if tuple(saved.shape) != self.shape:
-            raise ValueError(f"its shape is {tuple(saved.shape)}, here {self.shape}")
+            raise ValueError(f"its shape in the checkpoint is {tuple(saved.shape)}, here {self.shape}")
         if self.flat:
             return saved.reshape(-1)[self.offsets[0] : self.offsets[0] + self.tensor.numel()]
         box = tuple(slice(at, at + size) for at, size in zip(self.offsets, self.tensor.shape, strict=True))
         return saved[box]
 
-    def holding(self, tensor: Tensor) -> "Piece":
-        """The same place, with other values."""
+    def with_tensor(self, tensor: Tensor) -> "Piece":
+        """The same piece with other values."""
         return replace(self, tensor=tensor)
 
     @property
@@ -46,5 +46,5 @@ class Piece:
 
 
 def whole_shape(value: "Tensor | Piece") -> tuple[int, ...]:
-    """Of the tensor itself, or of the one that this is a piece of."""
+    """The shape of a tensor, or of the whole tensor that a `Piece` belongs to."""
     return value.shape if isinstance(value, Piece) else tuple(value.shape)

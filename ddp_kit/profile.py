@@ -1,4 +1,4 @@
-"""Traces of chosen steps by torch.profiler, and what the memory held when a GPU ran out of it."""
+"""Traces of chosen steps by torch.profiler, and a memory snapshot after a GPU ran out of memory."""
 
 import os
 import tempfile
@@ -17,13 +17,13 @@ from ddp_kit.torch_internals import profiler_runs
 
 
 class Recorder:
-    """Records the steps that the configuration names, on the ranks that it names.
+    """Records the steps `profile.steps` on the ranks `profile.ranks`.
 
-    with recorder:                   # a run that ends inside the window leaves what there is
+    with recorder:                   # writes an incomplete trace if the run ends before the last step to record
         recorder.before_step(number); ...; recorder.after_step(number)
 
-    Raises `ConfigError` where the traces could not be written. Later on nothing is raised: a trace that fails is a
-    warning, and training continues.
+    Raises `ConfigError` if `profile.dir` cannot be written to. Later failures are logged as warnings, and training
+    continues.
     """
 
     def __init__(self, config: ProfileConfig, rank: int) -> None:
@@ -44,13 +44,13 @@ class Recorder:
         self.close()
 
     def before_step(self, number: int) -> None:
-        """Begin where `number`, counted from 1, is in the window; also in its middle, where a run resumes there."""
+        """Start recording if step `number`, counted from 1, is to be recorded; a resumed run may start in between."""
         if self._armed and self._first <= number <= self._last:
             self._armed = False
             self._begin(number)
 
     def after_step(self, number: int) -> None:
-        """Write the trace where this was the last step to record."""
+        """Write the trace if this was the last step to record."""
         if self._running is not None:
             self._done = number
             if number >= self._last:
@@ -88,10 +88,9 @@ class Recorder:
 
 
 def save_memory_snapshot(folder: Path, rank: int) -> Path | None:
-    """Write what the GPU's memory holds, and its history where that was recorded, for pytorch.org/memory_viz.
+    """Write a snapshot of the GPU's memory for pytorch.org/memory_viz, with its history if that was recorded.
 
-    For the moment after an out-of-memory error. None without a GPU, and where nothing could be written; raises
-    nothing.
+    Called after an out-of-memory error. Returns None without a GPU and if the file cannot be written; never raises.
     """
     dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
     if dump is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -114,8 +113,8 @@ def _check_folder(folder: Path, *, speaks: bool) -> None:
     except OSError as error:
         found = ConfigError(
             f"profile.dir = {os.fspath(folder)!r}: traces cannot be written there: {error.strerror or error}",
-            "choose a folder that this process may write to, or leave profile.steps out",
+            "choose a folder that this process may write to, or leave out profile.steps",
         )
         if speaks:
-            found.only_this_rank = True  # rank 0 may not record at all
+            found.only_this_rank = True  # rank 0 may not be among those that record
         raise found from None

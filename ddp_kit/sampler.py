@@ -1,7 +1,7 @@
-"""Which samples this rank takes, in which order: a pure function of (seed, epoch, position).
+"""Samplers: which samples this rank uses, in which order, as a pure function of (seed, epoch, position).
 
-Step k of an epoch holds the same samples at every number of ranks. An order of the user's own is drawn on every rank
-in the same way and divided like any other.
+Step k of an epoch has the same samples at every number of ranks. A user's own sampler is iterated on every rank with
+the same random states, so that each rank draws the same order and takes its share of it.
 """
 
 import sys
@@ -25,10 +25,10 @@ from ddp_kit.world import mixed_seed, random_states_kept, seed_generators
 
 
 class ExactDistributedSampler(DistributedSampler[Any]):
-    """torch's DistributedSampler without its padding: each sample once, on one rank, in neighbouring shares.
+    """torch's DistributedSampler without padding: each sample once, on one rank, in contiguous shares.
 
-    Iterating gives this rank's samples of the whole epoch; `order` gives everyone's. `own`: a sampler of the user's
-    own over all samples; the order is then what it yields. Raises `DataError` where it cannot be divided.
+    Iterating yields this rank's samples of an epoch; `order` returns those of all ranks. `own`: the user's own sampler
+    over all samples, which then decides the order. Raises `DataError` if it has no length, or yields another number.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class ExactDistributedSampler(DistributedSampler[Any]):
         self.total_size = len(data) if own is None else _length(own, "sampler")
         self.num_samples = len(self._share())
         self._own = own
-        self._drawn: tuple[int, Sequence[Any]] | None = None  # the epoch, and what the user's own sampler gave for it
+        self._drawn: tuple[int, Sequence[Any]] | None = None  # the epoch, and the order that `own` yielded for it
 
     def order(self) -> Sequence[Any]:
-        """All samples of this epoch in their order over all ranks."""
+        """The samples of this epoch over all ranks, in order."""
         if self._own is not None:
             if self._drawn is None or self._drawn[0] != self.epoch:
                 self._drawn = (self.epoch, _compact(_draw(self._own, self.seed, self.epoch, "sampler")))
@@ -56,10 +56,10 @@ class ExactDistributedSampler(DistributedSampler[Any]):
         if not self.shuffle:
             return range(self.total_size)
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
-        return _Numbers(torch.randperm(self.total_size, generator=generator))
+        return _LazyInts(torch.randperm(self.total_size, generator=generator))
 
     def fingerprint(self) -> str:
-        """The same text wherever the same order is drawn for this epoch; "" where that follows from the settings."""
+        """A hash of the order in this epoch if it comes from the user's own sampler; "" otherwise."""
         if self._own is None:
             return ""
         order = self.order()
@@ -73,8 +73,8 @@ class ExactDistributedSampler(DistributedSampler[Any]):
         return split(self.total_size, self.num_replicas, self.rank)
 
 
-class _Numbers(Sequence[int]):
-    """The numbers of a tensor, made into Python's where they are asked for: 8 bytes each for a whole epoch, not 36."""
+class _LazyInts(Sequence[int]):
+    """The values of an int64 tensor, converted on access: 8 bytes each, where a list of ints takes 36."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -100,7 +100,8 @@ class TrainBatches(Sampler[list[Any]]):
         self.steps = plan.steps(sampler.total_size, drop_last)
         if self.steps == 0:
             raise DataError(
-                f"the dataset has {sampler.total_size} samples and a global batch {plan.global_batch}: no step at all",
+                f"the dataset has {sampler.total_size} samples, fewer than the global batch of {plan.global_batch}: "
+                "there is no complete step",
                 "use a smaller global_batch_size, or data.drop_last=False",
             )
         self.first_step = 0
@@ -111,7 +112,7 @@ class TrainBatches(Sampler[list[Any]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next iteration is of."""
+        """The epoch of the next iteration."""
         return self._sampler.epoch
 
     def set_position(self, epoch: int, first_step: int) -> None:
@@ -138,7 +139,7 @@ class TrainBatches(Sampler[list[Any]]):
         return list(self._sampler.order()[:1])
 
     def fingerprint(self) -> str:
-        """The same text wherever the same order is drawn for this epoch."""
+        """A hash of this epoch's order, as in `ExactDistributedSampler`."""
         return self._sampler.fingerprint()
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -155,10 +156,10 @@ class TrainBatches(Sampler[list[Any]]):
 
 
 class OwnTrainBatches(Sampler[list[Any]]):
-    """This rank's share of the batches that the user's own batch sampler makes, each of them one micro-batch.
+    """This rank's share of the batches that the user's own batch sampler yields, each of them one micro-batch.
 
-    An optimizer step takes the next `accumulation` x `world_size` of them, and each rank neighbouring ones.
-    Raises `DataError` for a batch sampler whose length is not known, or not what it yields.
+    An optimizer step takes the next `accumulation` x `world_size` batches; each rank takes contiguous ones.
+    Raises `DataError` for a batch sampler without a length, or with a length that differs from what it yields.
     """
 
     def __init__(
@@ -172,12 +173,13 @@ class OwnTrainBatches(Sampler[list[Any]]):
             f"a step = {self.per_step} batches of the DataLoader's {type(own).__name__} = "
             f"accumulation {accumulation} x {world_size}"
         )
-        """For the line that announces a run: how many samples they have is known once they are drawn."""
+        """For the log line at the start of a run, when the number of samples per step is not known yet."""
         self._total = _length(own, "batch sampler")
         self.steps = self._total // self.per_step if drop_last else -(-self._total // self.per_step)
         if self.steps == 0:
             raise DataError(
-                f"the batch sampler makes {self._total} batches, and a step takes {self.per_step}: no step at all",
+                f"the batch sampler yields {self._total} batches, fewer than the {self.per_step} of one step: "
+                "there is no complete step",
                 "use fewer accumulation_steps, or data.drop_last=False",
             )
         self.epoch = 0
@@ -207,7 +209,7 @@ class OwnTrainBatches(Sampler[list[Any]]):
         return list(_drawn_batches(self._own, self.seed, self.epoch)[0])
 
     def fingerprint(self) -> str:
-        """The same text wherever the same batches are drawn for this epoch."""
+        """A hash of the batches of all ranks in this epoch."""
         return self._epoch().fingerprint
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -232,17 +234,17 @@ class OwnTrainBatches(Sampler[list[Any]]):
 
 @dataclass(frozen=True)
 class _Drawn:
-    """What a batch sampler gave for an epoch, by optimizer step."""
+    """The batches that a batch sampler yielded for an epoch, by optimizer step."""
 
     epoch: int
     own: list[list[list[Any]]]
     """The batches of this rank."""
     samples: list[int]
-    """Over all ranks."""
+    """The number of samples of each step over all ranks."""
     passes: list[tuple[int, ...]]
     """The sizes of this rank's batches."""
     fingerprint: str
-    """Of the batches of all ranks."""
+    """A hash of the batches of all ranks."""
 
 
 class EvalBatches(Sampler[list[Any]]):
@@ -268,7 +270,7 @@ class EvalBatches(Sampler[list[Any]]):
 
 
 class OwnEvalBatches(Sampler[list[Any]]):
-    """This rank's share of the batches that the user's own batch sampler makes, each of them once."""
+    """This rank's share of the batches that the user's own batch sampler yields, each of them once."""
 
     def __init__(self, own: Iterable[Any], rank: int, world_size: int, *, seed: int) -> None:
         self.seed, self.epoch = seed, 0
@@ -288,7 +290,7 @@ class OwnEvalBatches(Sampler[list[Any]]):
         return iter(self._batches)
 
 
-# --- orders of the user's own -----------------------------------------------------------------------------------
+# --- the user's own samplers ------------------------------------------------------------------------------------
 
 
 def _length(own: Iterable[Any], what: str) -> int:
@@ -297,12 +299,12 @@ def _length(own: Iterable[Any], what: str) -> int:
     except TypeError:
         raise DataError(
             f"the DataLoader's {what} ({type(own).__name__}) has no length",
-            "give it a __len__: how many it yields in an epoch, from which the steps are counted",
+            "add a __len__ that returns how many items it yields per epoch: it determines the number of steps",
         ) from None
 
 
 def _draw(own: Iterable[Any], seed: int, epoch: int, what: str) -> list[Any]:
-    """What the user's sampler yields in `epoch`: the same on every rank and in every run, and nobody else's draws."""
+    """Iterate the user's sampler for `epoch`, seeded equally on every rank and in every run; other states are kept."""
     with _seeded(own, mixed_seed(seed, epoch)):
         for part in _parts(own):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
@@ -311,8 +313,8 @@ def _draw(own: Iterable[Any], seed: int, epoch: int, what: str) -> list[Any]:
     if len(drawn) != _length(own, what):
         raise DataError(
             f"the DataLoader's {what} ({type(own).__name__}) has length {_length(own, what)}, "
-            f"but yields {len(drawn)} in epoch {epoch}",
-            "let its __len__ return how many it yields, in every epoch: the steps are counted beforehand",
+            f"but yields {len(drawn)} items in epoch {epoch}",
+            "let its __len__ return how many items it yields in every epoch: it determines the number of steps",
         )
     return drawn
 
@@ -321,15 +323,15 @@ def _drawn_batches(own: Iterable[Any], seed: int, epoch: int) -> list[list[Any]]
     batches = [list(batch) for batch in _draw(own, seed, epoch, "batch sampler")]
     if [] in batches:
         raise DataError(
-            f"the DataLoader's batch sampler ({type(own).__name__}) makes an empty batch: number {batches.index([])}",
-            "leave empty batches out, and count them out of its length",
+            f"the DataLoader's batch sampler ({type(own).__name__}) yields an empty batch: number {batches.index([])}",
+            "skip empty batches, and do not count them in __len__",
         )
     return batches
 
 
 @contextmanager
 def _seeded(own: Iterable[Any], seed: int) -> Iterator[None]:
-    """The global generators and the sampler's own, at `seed` within; back in their states afterwards."""
+    """Seed the global generators and the sampler's own ones; restore their states afterwards."""
     with ExitStack() as stack:
         stack.enter_context(random_states_kept())
         seed_generators(seed)
@@ -340,7 +342,7 @@ def _seeded(own: Iterable[Any], seed: int) -> Iterator[None]:
 
 
 def _seed_one(value: Any, seed: int, stack: ExitStack) -> None:
-    """Seed a generator of torch's, Python's or numpy's, and put it back when `stack` ends."""
+    """Seed `value` if it is a generator of torch, Python or numpy; `stack` restores its state."""
     numpy = sys.modules.get("numpy")
     if isinstance(value, Generator):
         stack.callback(value.set_state, value.get_state())
@@ -358,9 +360,9 @@ def _seed_one(value: Any, seed: int, stack: ExitStack) -> None:
 
 
 def _parts(own: Iterable[Any]) -> Iterator[Any]:
-    """A sampler, and those that it draws from: a batch sampler usually holds one."""
+    """A sampler and the samplers inside it: a batch sampler usually has one."""
     part: Any = own
-    for _ in range(5):  # deeper ones are not known, and a ring would have no end
+    for _ in range(5):  # a limit, in case a sampler contains itself
         yield part
         part = getattr(part, "sampler", None)
         if part is None:
@@ -368,7 +370,7 @@ def _parts(own: Iterable[Any]) -> Iterator[Any]:
 
 
 def _compact(order: list[Any]) -> Sequence[Any]:
-    """Whole numbers in 8 bytes each; a dataset may have other keys, which stay what they are."""
+    """Integers in 8 bytes each; keys of other types stay a list."""
     try:
         return array("q", order)
     except (TypeError, OverflowError):

@@ -1,8 +1,8 @@
-"""Files of tensors: what their headers say, and which places of whole tensors their contents are.
+"""Headers of safetensors files, and the position of sharded pieces in their whole tensors.
 
 Source of the format: https://github.com/huggingface/safetensors, "Format": 8 bytes with the header's length, the header
-as JSON, then the tensors without a gap. Where a tensor is spread over ranks, each rank's file has a piece of it: a box,
-or a range of the tensor's values in row-major order. The header's metadata has its place; docs/checkpoints.md says how.
+as JSON, then the tensors without gaps. If a tensor is sharded over ranks, each rank's file has a piece of it: a box,
+or a range of its values in row-major order. The header's metadata has the offsets, as described in docs/checkpoints.md.
 """
 
 import json
@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 from ddp_kit.manifest import LARGEST, is_size, open_file
 
 PIECES = "ddpkit.pieces"
-"""In the metadata of a file of tensors: name -> shape of the whole tensor and offsets of the piece in it, as JSON."""
+"""Metadata key of a file; its value is JSON: name -> shape of the whole tensor and offsets of the piece in it."""
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "U32": 4, "I32": 4, "U64": 8, "I64": 8,
     "F8_E4M3": 1, "F8_E5M2": 1, "F16": 2, "BF16": 2, "F32": 4, "F64": 8,
 }  # fmt: skip
-"""Of the types that safetensors since 0.4.3 knows."""
-_ALIGNMENT = 64  # of the first tensor in a file; the others follow by falling size of their elements
-_MOST_DIMENSIONS = 64  # torch's own limit
+"""Bytes per element of each dtype in safetensors 0.4.3 and later."""
+_ALIGNMENT = 64  # of the first tensor in a file; the others follow in descending order of element size
+_MAX_DIMENSIONS = 64  # torch's own limit
 _LENGTH_BYTES = 8  # of the header of a safetensors file, little-endian, at its beginning
-_LONGEST_HEADER = 100 << 20  # safetensors' own limit
+_MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 
 Shape = tuple[int, ...]
 
@@ -37,24 +37,24 @@ class Box(NamedTuple):
 
     begin: Shape
     end: Shape
-    """Behind the last value, in each dimension."""
+    """Exclusive, in each dimension."""
 
     @property
     def shape(self) -> Shape:
-        """Its size in each dimension."""
+        """The size in each dimension."""
         return tuple(end - begin for begin, end in zip(self.begin, self.end, strict=True))
 
-    def common(self, other: "Box") -> "Box | None":
-        """What is in both boxes."""
+    def intersection(self, other: "Box") -> "Box | None":
+        """The values in both boxes; None if there are none."""
         begin, end = tuple(map(max, self.begin, other.begin)), tuple(map(min, self.end, other.end))
         return Box(begin, end) if all(map(int.__lt__, begin, end)) else None
 
 
 def boxes_of(whole: Shape, shape: Shape, offsets: Shape, *, flat: bool) -> list[Box]:
-    """A piece of a tensor of shape `whole` as boxes whose values, each box in row-major order, follow one another.
+    """A piece of a tensor of shape `whole` as boxes, in the order in which the piece stores their values.
 
-    `shape`, `offsets`: of the piece. `flat`: whether it is a range of the tensor's values in row-major order, which is
-    up to 2n - 1 boxes in n dimensions. A piece without values has none.
+    `shape`, `offsets`: of the piece. `flat`: whether it is a range of the tensor's values in row-major order; in n
+    dimensions that is up to 2n - 1 boxes. An empty piece has no boxes.
     """
     if flat:
         return _range(offsets[0], offsets[0] + shape[0], whole)
@@ -80,14 +80,14 @@ def _in_row(number: int, begin: int, end: int, shape: Shape) -> list[Box]:
     return [Box((number, *box.begin), (number + 1, *box.end)) for box in _range(begin, end, shape)]
 
 
-def blocks(box: Box, most: int) -> Iterator[Box]:
-    """A box as smaller ones with at most `most` values, in row-major order: the values of each are contiguous in it."""
+def split_box(box: Box, max_values: int) -> Iterator[Box]:
+    """Split a box into smaller ones of at most `max_values` values, each contiguous in the box's row-major order."""
     shape = box.shape
     if not shape:
         yield box
         return
-    split = next(each for each in range(len(shape)) if math.prod(shape[each + 1 :]) <= most)
-    step = most // math.prod(shape[split + 1 :])
+    split = next(each for each in range(len(shape)) if math.prod(shape[each + 1 :]) <= max_values)
+    step = max_values // math.prod(shape[split + 1 :])
     begin, end = box.begin[split + 1 :], box.end[split + 1 :]
     for outer in product(*map(range, box.begin[:split], box.end[:split])):
         for at in range(box.begin[split], box.end[split], step):
@@ -96,16 +96,16 @@ def blocks(box: Box, most: int) -> Iterator[Box]:
 
 
 def overlap(boxes: Iterable[Box]) -> bool:
-    """Whether two of the boxes have a value in common; none is empty."""
+    """Whether any two of the boxes intersect. No box may be empty."""
     boxes = [*boxes]
     if len(boxes) < 2 or not boxes[0].begin:
         return len(boxes) > 1
     starts = zip(*(box.begin for box in boxes), strict=True)
     along, _ = max(enumerate(starts), key=lambda each: len({*each[1]}))
-    open_boxes: list[Box] = []  # those that may reach into the next; one or few where ranks share in a usual way
+    open_boxes: list[Box] = []  # those that may intersect the next one: few in usual shardings
     for box in sorted(boxes, key=lambda box: box.begin[along]):
         open_boxes = [each for each in open_boxes if each.end[along] > box.begin[along]]
-        if any(map(box.common, open_boxes)):
+        if any(map(box.intersection, open_boxes)):
             return True
         open_boxes.append(box)
     return False
@@ -117,11 +117,11 @@ class TensorRecord:
 
     dtype: str
     whole: Shape
-    """The shape of the tensor, which for a piece is another than in the file."""
+    """The shape of the whole tensor; the header has the shape of the piece."""
     boxes: tuple[Box, ...]
-    """Which values of the tensor are in the file, in this order."""
+    """The values of the tensor that the file has, in this order."""
     bytes: int
-    """In the file."""
+    """The size in the file."""
     is_piece: bool = False
 
     def __str__(self) -> str:
@@ -129,19 +129,19 @@ class TensorRecord:
 
 
 def tensor_table(path: Path) -> dict[str, TensorRecord]:
-    """The tensors of a safetensors file, in their order. Raises `OSError`, and `ValueError` for no such file."""
+    """The tensors of a safetensors file, in file order. Raises `OSError`, and `ValueError` for an invalid file."""
     with open_file(path) as file:
         return read_header(file, os.fstat(file.fileno()).st_size)[0]
 
 
 def read_header(file: BufferedReader, size: int) -> tuple[dict[str, TensorRecord], bytes]:
-    """A safetensors header, and its raw bytes. The tensors follow one another and end with the file, of `size` bytes.
+    """Read a safetensors header: the tensors, and the raw bytes of the header. `size`: of the file, in bytes.
 
-    Raises `ValueError` for anything else.
+    Raises `ValueError` for an invalid header, and where the tensors do not fill the file without gaps.
     """
     length = file.read(_LENGTH_BYTES)
     header = int.from_bytes(length, "little")
-    if len(length) != _LENGTH_BYTES or header > min(_LONGEST_HEADER, size - _LENGTH_BYTES):
+    if len(length) != _LENGTH_BYTES or header > min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
         raise ValueError("not a safetensors file")
     raw = file.read(header)
     try:
@@ -156,16 +156,16 @@ def read_header(file: BufferedReader, size: int) -> tuple[dict[str, TensorRecord
     for name in sorted(places, key=places.__getitem__):
         record = _tensor_record(table[name], pieces.get(name))
         if places[name] != (end, end + record.bytes):
-            raise ValueError(f"the tensor {name!r} is not where it should be")
+            raise ValueError(f"the tensor {name!r} has wrong data_offsets")
         tensors[name] = record
         end += record.bytes
     if end != size - _LENGTH_BYTES - header:
-        raise ValueError("the file is longer or shorter than its tensors")
+        raise ValueError("the size of the file does not match its header")
     return tensors, length + raw
 
 
 def header(metadata: Mapping[str, str], tensors: Iterable[tuple[str, str, Iterable[int], int]]) -> bytes:
-    """The beginning of a file, from the name, type, shape and bytes of each tensor in it."""
+    """The header of a file, from the name, dtype, shape and bytes of each tensor in it."""
     table: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name, dtype, shape, size in tensors:
@@ -179,7 +179,7 @@ def header(metadata: Mapping[str, str], tensors: Iterable[tuple[str, str, Iterab
 def _data_offsets(entry: Any) -> tuple[int, int]:
     offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_size, offsets)):
-        raise ValueError("a tensor without a place")
+        raise ValueError("a tensor has no valid data_offsets")
     return offsets[0], offsets[1]
 
 
@@ -189,24 +189,24 @@ def _pieces(metadata: Any) -> dict[str, Any]:
         return {}
     pieces = json.loads(text) if isinstance(text, str) else None
     if not isinstance(pieces, dict) or not all(isinstance(piece, dict) for piece in pieces.values()):
-        raise ValueError("pieces without a place")
+        raise ValueError(f"the metadata {PIECES} is invalid")
     return pieces
 
 
 def _tensor_record(entry: dict[str, Any], piece: dict[str, Any] | None) -> TensorRecord:
     dtype, shape = entry.get("dtype"), checked_shape(entry.get("shape"))
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise ValueError("a tensor of an unknown type")
+        raise ValueError("a tensor has an unknown dtype")
     size = math.prod(shape) * ITEM_BYTES[dtype]
     if piece is None:
         return TensorRecord(dtype, shape, tuple(boxes_of(shape, shape, (0,) * len(shape), flat=False)), size)
     whole, offsets = checked_shape(piece.get("shape")), checked_shape(piece.get("offsets"))
     flat = piece.get("flat", False)
     if type(flat) is not bool:
-        raise ValueError("a piece that is neither a box nor a range")
+        raise ValueError("`flat` of a piece is not a bool")
     room = (math.prod(whole),) if flat else whole
     if not len(room) == len(offsets) == len(shape) or any(map(_outside, offsets, shape, room)):
-        raise ValueError("a piece that is not within its tensor")
+        raise ValueError("a piece exceeds the bounds of its tensor")
     return TensorRecord(dtype, whole, tuple(boxes_of(whole, shape, offsets, flat=flat)), size, is_piece=True)
 
 
@@ -215,9 +215,9 @@ def _outside(offset: int, size: int, room: int) -> bool:
 
 
 def checked_shape(shape: Any) -> Shape:
-    """A shape as a file gives it. Raises `ValueError` where no tensor can have it."""
-    if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS or not all(map(is_size, shape)):
-        raise ValueError("a shape that is none")
+    """A shape read from a file. Raises `ValueError` if it is invalid."""
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS or not all(map(is_size, shape)):
+        raise ValueError("a shape is not a list of sizes")
     if math.prod(max(size, 1) for size in shape) >= LARGEST:
-        raise ValueError("a shape that is too large")
+        raise ValueError("a shape is too large")
     return tuple(shape)

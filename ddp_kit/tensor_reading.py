@@ -1,10 +1,10 @@
-"""Reads tensors, or places in them, from the files of a checkpoint: each byte once, and hashed.
+"""Reads tensors, or parts of them, from the files of a checkpoint, and verifies hashes. Each byte is read once.
 
-    files = TensorFiles(found)                          reads headers: which tensors there are
-    files.tensors["model", "weight"]                    type and shape, whether it is in one file or in pieces of many
-    files.read({("model", "weight"): places(...)})      copies what is wanted into memory of the caller's
+    files = TensorFiles(found)                          reads the headers
+    files.tensors["model", "weight"]                    dtype and shape of the whole tensor, also if it is sharded
+    files.read({("model", "weight"): places(...)})      copies the requested parts into the caller's memory
 
-A file is read in chunks, so that what it takes in memory beyond what is wanted does not depend on its size.
+Files are read in chunks, so the additional memory does not depend on their size.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ddp_kit.manifest import FileRecord, Found, Hasher, open_file, part_of, wrong_hash
-from ddp_kit.tensor_files import ITEM_BYTES, Box, Shape, TensorRecord, blocks, boxes_of, overlap, read_header
+from ddp_kit.tensor_files import ITEM_BYTES, Box, Shape, TensorRecord, boxes_of, overlap, read_header, split_box
 
 _CHUNK = 8 << 20
 _READERS = 4
@@ -27,26 +27,26 @@ Key = tuple[str, str]
 
 
 class Place(NamedTuple):
-    """Where a box of a tensor goes."""
+    """The destination of a box of a tensor."""
 
     box: Box
     memory: Array
-    """Of the box's shape, with elements of the tensor's size."""
+    """An array of the box's shape, with elements of the tensor's element size."""
 
 
 class Whole(NamedTuple):
-    """A tensor that is there, in one file or in several."""
+    """A complete tensor, in one file or in several."""
 
     dtype: str
     shape: Shape
 
     @property
     def bytes(self) -> int:
-        """Of all its values."""
+        """The size of the tensor."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def places(self, memory: Array, shape: Shape, offsets: Shape, *, flat: bool = False) -> list[Place]:
-        """Those of a piece, as in `boxes_of`, in `memory`: bytes, as many as the piece has."""
+        """The places of a piece, described as in `boxes_of`; `memory` is a byte array of the piece's size."""
         values, found, at = memory.view(f"u{ITEM_BYTES[self.dtype]}"), [], 0
         for box in boxes_of(self.shape, shape, offsets, flat=flat):
             count = math.prod(box.shape)
@@ -65,7 +65,7 @@ class _File(NamedTuple):
 class TensorFiles:
     """The tensors of a checkpoint.
 
-    Raises `OSError`, and `ValueError` where the files cannot be what was written, or pieces do not make whole tensors.
+    Raises `OSError`, and `ValueError` if a file is not the one that was written, or a tensor's pieces are incomplete.
     """
 
     def __init__(self, found: Found) -> None:
@@ -86,13 +86,13 @@ class TensorFiles:
         with open_file(self._found.path / record.name) as file:
             try:
                 return _File(record, part, *read_header(file, record.bytes))
-            except ValueError:  # not a file that a Saver has written
+            except ValueError:  # not written by a Saver
                 raise ValueError(wrong_hash(record.name)) from None
 
     def read(self, wanted: Mapping[Key, Sequence[Place]]) -> None:
-        """Copy what is wanted, from all files that have something of it, and compare the hashes of these files.
+        """Copy the wanted boxes from all files that have values of them, and verify the hashes of these files.
 
-        Raises `OSError`, and `ValueError` where a file is not what was written: what was copied is then of no use.
+        Raises `OSError`, and `ValueError` if a file is not the one that was written; copied values are then invalid.
         """
         with ThreadPoolExecutor(_READERS) as pool:
             for _ in pool.map(lambda file: self._read(file, wanted), filter(_needed(wanted), self._files)):
@@ -110,11 +110,11 @@ class TensorFiles:
 
 
 def _needed(wanted: Mapping[Key, Sequence[Place]]) -> Any:
-    """Whether a file has to be read: one in which nothing has values, too, for its hash."""
+    """Whether a file has to be read; a file without values is read too, to verify its hash."""
 
     def needed(file: _File) -> bool:
         own = [(wanted.get((file.part, name), ()), record.boxes) for name, record in file.tensors.items()]
-        found = any(box.common(place.box) for places, boxes in own for box in boxes for place in places)
+        found = any(box.intersection(place.box) for places, boxes in own for box in boxes for place in places)
         return found or not any(boxes for _, boxes in own)
 
     return needed
@@ -122,24 +122,24 @@ def _needed(wanted: Mapping[Key, Sequence[Place]]) -> Any:
 
 def _copy(record: TensorRecord, places: Sequence[Place], file: BufferedReader, hasher: Hasher) -> None:
     size = ITEM_BYTES[record.dtype]
-    for block in (each for box in record.boxes for each in blocks(box, _CHUNK // size)):
+    for block in (each for box in record.boxes for each in split_box(box, _CHUNK // size)):
         parts = [*_parts(block, places)]
         direct = next((memory for memory, at in parts if at is None), None)
         content = np.empty(math.prod(block.shape) * size, np.uint8) if direct is None else _bytes(direct)
         if file.readinto(content.data) != content.nbytes:
-            raise ValueError("shorter than its header says")
+            raise ValueError("a file is shorter than its header says")
         hasher.update(content.data)
-        if record.dtype == "BOOL" and content.max() > 1:  # torch and numpy take for granted that there is none
-            raise ValueError("a truth value that is neither 0 nor 1")
+        if record.dtype == "BOOL" and content.max() > 1:  # undefined behaviour in torch and numpy
+            raise ValueError("a bool that is neither 0 nor 1")
         for memory, at in parts:
             if at is not None:
                 memory[...] = content.view(f"u{size}").reshape(block.shape)[at]
 
 
 def _parts(block: Box, places: Iterable[Place]) -> Iterator[tuple[Array, tuple[Any, ...] | None]]:
-    """Memory for parts of a block, and which parts; None: for all of it, without a gap."""
+    """Destination and index of each requested part of a block; index None: the whole block, into contiguous memory."""
     for place in places:
-        common = block.common(place.box)
+        common = block.intersection(place.box)
         if common is not None:
             memory = place.memory[_within(common, place.box)]
             whole = common == block and memory.flags.c_contiguous
@@ -156,11 +156,11 @@ def _bytes(memory: Array) -> Array:
 
 
 def _whole(name: str, records: Sequence[TensorRecord]) -> Whole:
-    """A tensor from its pieces: all of its values are there, once. Raises `ValueError`."""
+    """The tensor that the pieces form. Raises `ValueError` unless they have each of its values once."""
     first = records[0]
     boxes = [box for each in records for box in each.boxes]
     if len({(each.dtype, each.whole) for each in records}) > 1 or overlap(boxes):
-        raise ValueError(f"the tensor {name!r} is there more than once")
+        raise ValueError(f"the tensor {name!r} is stored more than once")
     if sum(math.prod(box.shape) for box in boxes) != math.prod(first.whole):
-        raise ValueError(f"the tensor {name!r} is not complete")
+        raise ValueError(f"the tensor {name!r} is incomplete")
     return Whole(first.dtype, first.whole)

@@ -77,7 +77,7 @@ def test_drop_last_leaves_out_the_short_step() -> None:
 
 
 def test_no_step_at_all_is_an_error() -> None:
-    with pytest.raises(DataError, match="3 samples and a global batch 4"):
+    with pytest.raises(DataError, match="3 samples, fewer than the global batch of 4"):
         train_batches(3, 4, 1, 0, drop_last=True)
 
 
@@ -185,7 +185,7 @@ class Miscounts(Sampler[int]):
 def test_a_sampler_that_cannot_be_counted_is_refused() -> None:
     with pytest.raises(DataError, match=r"sampler .generator. has no length"):
         ExactDistributedSampler(range(3), 0, 1, shuffle=False, seed=0, own=(n for n in range(3)))
-    with pytest.raises(DataError, match="has length 3, but yields 2 in epoch 4"):
+    with pytest.raises(DataError, match="has length 3, but yields 2 items in epoch 4"):
         order_of(Miscounts(), 4)
     with pytest.raises(DataError, match="batch sampler .Miscounts. has length 3, but"):
         OwnEvalBatches(Miscounts(), 0, 1, seed=0)
@@ -226,7 +226,7 @@ def test_the_user_s_own_batches_are_taken_up_in_the_middle_and_drawn_anew_in_eve
 
 
 def test_batches_that_make_no_step_and_empty_ones_are_refused() -> None:
-    with pytest.raises(DataError, match="makes 6 batches, and a step takes 8"):
+    with pytest.raises(DataError, match="yields 6 batches, fewer than the 8 of one step"):
         own_batches(0, 4, 2, drop_last=True)
     with pytest.raises(DataError, match="an empty batch: number 1"):
         OwnEvalBatches([[1], []], 0, 1, seed=0)

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_kit.tensor_files import Box, blocks, boxes_of, overlap
+from ddp_kit.tensor_files import Box, boxes_of, overlap, split_box
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -34,7 +34,7 @@ def test_a_range_is_a_few_boxes_with_its_values_in_order(shape: tuple[int, ...],
 def test_blocks_are_a_box_in_order_and_none_is_too_large(shape: tuple[int, ...], most: int, random: Random) -> None:
     ends = [sorted(random.choices(range(size + 1), k=2)) for size in shape]
     box = Box(*map(tuple, zip(*ends, strict=True))) if shape else Box((), ())
-    found = [*blocks(box, most)] if 0 not in box.shape else []
+    found = [*split_box(box, most)] if 0 not in box.shape else []
     values = [value for block in found for value in numbers(shape)[within(block)].reshape(-1)]
     assert values == [*numbers(shape)[within(box)].reshape(-1)]
     assert all(math.prod(block.shape) <= most for block in found)

@@ -169,7 +169,7 @@ def _frozen(trainer: Any) -> set[str]:
 
 def _copied(value: Any) -> Any:
     if isinstance(value, Piece):
-        return value.holding(_copied(value.tensor))
+        return value.with_tensor(_copied(value.tensor))
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 

@@ -115,7 +115,8 @@ class EMA(Callback):
     def _placed(self, tensors: list[Tensor]) -> list[Any]:
         """Tensors of the parameters' shapes, each as the piece of the whole that its parameter is."""
         return [
-            each if place is None else place.holding(each) for each, place in zip(tensors, self._places, strict=True)
+            each if place is None else place.with_tensor(each)
+            for each, place in zip(tensors, self._places, strict=True)
         ]
 
     def _take_up(self, trainer: Any) -> None:
@@ -172,5 +173,5 @@ def _of(place: Piece | None, saved: Any) -> Tensor:
 
 def _copied(value: Any) -> Any:
     if isinstance(value, Piece):
-        return value.holding(value.tensor.clone())
+        return value.with_tensor(value.tensor.clone())
     return value.detach().clone() if isinstance(value, Tensor) else value

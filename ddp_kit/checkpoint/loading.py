@@ -84,7 +84,7 @@ def _memory(whole: Whole, piece: Piece | None) -> tuple[Tensor | Piece, list[Pla
     tensor = content.view(DTYPE_OF[whole.dtype]).view(shape)
     if piece is None:
         return tensor, whole.places(content.numpy(), shape, (0,) * len(shape))
-    return piece.holding(tensor), whole.places(content.numpy(), shape, piece.offsets, flat=piece.flat)
+    return piece.with_tensor(tensor), whole.places(content.numpy(), shape, piece.offsets, flat=piece.flat)
 
 
 def newer(found: Found) -> CheckpointError:
@@ -112,7 +112,7 @@ class _Fetch:
         if (part, name) not in self._moved:  # tied tensors stay tied
             device = self._device_of(part, name)
             self._moved[part, name] = (
-                value.holding(value.tensor.to(device)) if isinstance(value, Piece) else value.to(device)
+                value.with_tensor(value.tensor.to(device)) if isinstance(value, Piece) else value.to(device)
             )
         return self._moved[part, name]
 

@@ -1,7 +1,8 @@
-"""Optimizers that hold a shard of each parameter: how the shards get into them, and what they hold of which.
+"""Sharded optimizers: replaces the model's parameters in an optimizer with this rank's shards of them.
 
-A shard is a plain parameter in the memory of the model's, so the optimizer's kernels run on plain tensors. That is
-exact for optimizers that update each value by itself; `check_elementwise` refuses others.
+A shard is a plain parameter that shares memory with the model's parameter, so the optimizer's kernels run on plain
+tensors. That is exact for elementwise optimizers, which update each value independently; `check_elementwise` refuses
+others.
 """
 
 from collections.abc import Mapping
@@ -17,28 +18,28 @@ from ddp_kit.pieces import Piece
 
 _ROWS, _COLUMNS = 4, 6
 _STEPS = 3
-_KERNELS = ("fused", "foreach", "capturable")  # settings that choose one, for some devices only
+_KERNELS = ("fused", "foreach", "capturable")  # settings that choose a kernel, which some devices do not have
 
 
 class Shards:
-    """The shards of one rank: for each parameter of the model, the one that the optimizer holds in its place."""
+    """One rank's shards: for each parameter of the model, the parameter that the optimizer holds instead."""
 
     def __init__(self, pieces: Mapping[nn.Parameter, Piece], names: Mapping[nn.Parameter, str]) -> None:
         self.of: dict[nn.Parameter, nn.Parameter] = {
             whole: nn.Parameter(piece.tensor, requires_grad=whole.requires_grad) for whole, piece in pieces.items()
         }
-        """The model's parameter -> the optimizer's."""
+        """The model's parameter -> the optimizer's parameter."""
         self.pieces = {id(self.of[whole]): piece for whole, piece in pieces.items()}
         """By the id of the optimizer's parameter."""
         self.names = {id(self.of[whole]): name for whole, name in names.items() if whole in self.of}
         self.trained = [(whole, shard) for whole, shard in self.of.items() if whole.requires_grad]
 
     def give_to(self, optimizer: Optimizer) -> None:
-        """Put the shards in place of the model's parameters. Raises `ConfigError`."""
+        """Replace the model's parameters in the optimizer with the shards. Raises `ConfigError`."""
         if optimizer.state:
             raise ConfigError(
-                "the optimizer has state already, and parallel shards it from the first step on",
-                "give a new optimizer, or a function such as lambda parameters: AdamW(parameters, lr=1e-3)",
+                "the optimizer has state already, and a sharded optimizer must start without state",
+                "pass a new optimizer, or a function such as lambda parameters: AdamW(parameters, lr=1e-3)",
             )
         check_elementwise(optimizer)
         for group in optimizer.param_groups:
@@ -46,31 +47,31 @@ class Shards:
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Raise `ConfigError` for an optimizer that updates a shard other than as a part of the whole tensor.
+    """Raise `ConfigError` for an optimizer that updates a shard differently from the same part of the whole tensor.
 
-    It is tried: the same optimizer with the same settings on a small matrix, and on the two halves of it.
+    Runs an optimizer of the same class and settings on a small matrix, and on its two flattened halves.
     """
     name = type(optimizer).__name__
     try:
         with torch.random.fork_rng(devices=[]):
             whole, halves = _trained(optimizer, parts=1), _trained(optimizer, parts=2)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        problem = f"on vectors it fails with {type(error).__name__}: {error}"
+        problem = f"shards are vectors, and on vectors it fails with {type(error).__name__}: {error}"
     else:
         if torch.equal(whole, halves):
             return
         problem = "its update of a value depends on the other values of the tensor"
     raise ConfigError(
         f"the optimizer {name} cannot be sharded: {problem}",
-        "use an optimizer that updates each value by itself, such as AdamW or SGD; or parallel='ddp', which keeps "
-        "parameters whole",
+        "use an optimizer that updates each value independently, such as AdamW or SGD; or parallel='ddp', which does "
+        "not shard",
     )
 
 
 def settings_of(kind: Any, group: Mapping[str, Any], *, kernels: bool = False) -> dict[str, Any]:
-    """The arguments with which an optimizer of the class `kind` has such a group, tensors left out.
+    """The constructor arguments of the optimizer class `kind` for such a parameter group, without tensors.
 
-    `kernels`: those too that choose a kernel, which not every device has.
+    `kernels`: include those that choose a kernel, which some devices do not have.
     """
     known = signature(kind).parameters
     left_out = ("params",) if kernels else ("params", *_KERNELS)
@@ -82,7 +83,7 @@ def settings_of(kind: Any, group: Mapping[str, Any], *, kernels: bool = False) -
 
 
 def _trained(optimizer: Optimizer, parts: int) -> Tensor:
-    """A matrix after some steps, held by the optimizer as it is, or as that many flat parts."""
+    """The values of a matrix after some steps of the optimizer, on the whole matrix or on that many flat parts."""
     made: Any = type(optimizer)
     values = torch.linspace(-1.0, 2.0, _ROWS * _COLUMNS).reshape(_ROWS, _COLUMNS)
     held = [values] if parts == 1 else [*values.reshape(-1).clone().chunk(parts)]

@@ -1,4 +1,4 @@
-"""Splits a chain of blocks into consecutive stages, one per device: exact, and free of torch."""
+"""Splits a chain of blocks into consecutive stages, one per device, with an exact algorithm. Does not import torch."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -10,13 +10,13 @@ _GIB = 1024**3
 
 
 def split_chain(costs: Sequence[float], sizes: Sequence[float], capacities: Sequence[float]) -> tuple[range, ...]:
-    """Divide blocks into one stage per device so that the largest stage cost is the smallest possible.
+    """Divide blocks into one stage per device so that the largest stage cost is minimal.
 
     `costs`: of each block, not negative, in any unit. `sizes`: bytes of each block. `capacities`: bytes that each
-    device can hold, in the order of the stages; `math.inf` for no limit. Among the splits with the smallest largest
-    cost, the one with the smallest sum of squared stage costs. Returns the blocks of each stage; no stage is empty.
+    device can hold, in the order of the stages; `math.inf` for no limit. Ties are broken by the smallest sum of squared
+    stage costs. Returns the blocks of each stage; no stage is empty.
     A dynamic program over (stages, blocks), O(n^2 k) for n blocks and k devices.
-    Raises `ConfigError` where there are fewer blocks than devices, or where no split fits.
+    Raises `ConfigError` if there are fewer blocks than devices, or if no split fits.
     """
     if not 0 < len(capacities) <= len(costs):
         raise ConfigError(
@@ -49,7 +49,7 @@ def split_chain(costs: Sequence[float], sizes: Sequence[float], capacities: Sequ
 def _best(
     blocks: int, stages: int, cost: Callable[[int, int, int], float], combine: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """The smallest combined cost of all stages, and where each of them ends. `cost`: of a stage, its begin and end."""
+    """The smallest combined cost of all stages, and the end of each. `cost` gets a stage's index, begin and end."""
     best = [cost(0, 0, end) if end else inf for end in range(blocks + 1)]
     begins: list[list[int]] = [[0] * (blocks + 1)]
     for stage in range(1, stages):
@@ -70,6 +70,6 @@ def _does_not_fit(sizes: Sequence[float], capacities: Sequence[float]) -> Config
     shown = ", ".join(f"{each / _GIB:.2f}" for each in capacities)
     return ConfigError(
         f"the model needs {sum(sizes) / _GIB:.2f} GiB in {len(sizes)} blocks, the largest of "
-        f"{max(sizes) / _GIB:.2f} GiB, and no division into consecutive stages fits devices of {shown} GiB",
+        f"{max(sizes) / _GIB:.2f} GiB, and no split into consecutive stages fits devices of {shown} GiB",
         "use more devices or a smaller model",
     )

@@ -1,12 +1,12 @@
-"""Tensor parallel: layers split over the ranks of a group, which share their samples.
+"""Tensor parallelism: splits layers over the ranks of a group, which use the same samples.
 
     kind       layer                               each rank holds       communication
     column     Linear, Embedding                   some of the outputs   none, or a gather of the outputs
     row        Linear, Embedding                   some of the inputs    a sum of the outputs
     sequence   norms, which look at single tokens  the whole weight      none: it gets part of the tokens
 
-A column layer passes its part of the outputs on to a row layer in the same parent module; where there is none, as for
-the head of a language model, its outputs are gathered. Source of the scheme: Shoeybi et al. 2019, arXiv 1909.08053.
+A column layer passes its part of the outputs to a row layer in the same parent module. If there is none, as for the
+head of a language model, its outputs are gathered. Source: Shoeybi et al. 2019, arXiv 1909.08053.
 """
 
 from collections.abc import Mapping
@@ -27,9 +27,9 @@ _TOKENS = 1  # the dimension of the sequence
 
 
 def split_layers(model: nn.Module, unit: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Replace the parameters of the planned layers in a unit of the model by the part that each rank of `mesh` holds.
+    """Replace the parameters of the planned layers in `unit`, a module of the model, with this rank's part of them.
 
-    Every rank holds the same whole parameters before.
+    Every rank of `mesh` must hold the same whole parameters before the call.
     """
     layers = {name: module for name, module in model.named_modules() if name in plan}
     summed = {name.rpartition(".")[0] for name in plan if plan[name] == "row" and isinstance(layers[name], nn.Linear)}
@@ -46,7 +46,7 @@ def _is_split(layer: nn.Module) -> bool:
 
 
 def _style(layer: nn.Module, kind: str, *, paired: bool, sequence: bool) -> ParallelStyle:
-    """`paired`: a row layer next to this one takes its outputs; `sequence`: activations between pairs are split."""
+    """`paired`: a row layer takes the outputs; `sequence`: activations between such pairs are split by tokens."""
     between: Any = Shard(_TOKENS) if sequence else Replicate()
     embedding = isinstance(layer, nn.Embedding)
     if kind == "sequence":

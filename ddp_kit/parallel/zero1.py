@@ -1,7 +1,7 @@
-"""ZeRO-1: DDP, with the optimizer's state and its update divided evenly over the ranks.
+"""ZeRO-1: DDP with the optimizer's state and update sharded evenly over the ranks.
 
-The parameters of each type lie in one flat tensor, of which each rank updates an equal range; afterwards the ranks
-gather what the others have updated. Source of the idea: Rajbhandari et al. 2020, arXiv 1910.02054.
+The parameters of each dtype are in one flat tensor. Each rank updates an equal range of it; an all-gather then
+distributes the ranges. Source: Rajbhandari et al. 2020, arXiv 1910.02054.
 """
 
 from dataclasses import dataclass
@@ -22,19 +22,19 @@ from ddp_kit.world import World
 
 @dataclass(frozen=True)
 class _Flat:
-    """The parameters of one type, one after another."""
+    """The parameters of one dtype, concatenated."""
 
     values: Tensor
-    """Padded, so that all ranks have the same number."""
+    """Padded to a multiple of the number of ranks."""
     own: Tensor
-    """This rank's range, in the same memory."""
+    """This rank's range, a view of `values`."""
 
 
 class Zero1Strategy(DdpStrategy):
     """Whole weights and gradients on each rank, 1/N of the optimizer state."""
 
     shards = True
-    divided = Strategy.divided  # refused: shards are of one optimizer
+    divided = Strategy.divided  # raises: several optimizers are not supported
 
     def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
         super().__init__(world, config, recoverable=recoverable)
@@ -46,7 +46,7 @@ class Zero1Strategy(DdpStrategy):
 
     def setup(self, model: nn.Module) -> None:
         super().setup(model)
-        if self._flat:  # after `release`: the optimizer holds the shards that were made the first time
+        if self._flat:  # called again after `release`: the optimizer still holds the first shards
             return
         trained: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in model.named_parameters():

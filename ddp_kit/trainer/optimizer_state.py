@@ -42,7 +42,7 @@ def in_pieces(state: Mapping[int, Any], optimizer: Optimizer, strategy: Strategy
         place = strategy.piece_of(parameter)
         if place is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
             return value
-        return place.holding(value)
+        return place.with_tensor(value)
 
     return _mapped(state, optimizer, piece)
 

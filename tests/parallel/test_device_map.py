@@ -303,7 +303,7 @@ def test_a_model_that_does_not_fit_says_so_and_memory_decides_where_it_has_to() 
     block = sum(each.nbytes for each in Block().parameters()) * 4  # gradients and two states
     found = automatic_map(Network(), [1.5 * block, 100 * block])
     assert [found[f"blocks.{number}"] for number in range(4)] == [1, 1, 1, 1]
-    with pytest.raises(ConfigError, match="no division into consecutive stages fits"):
+    with pytest.raises(ConfigError, match="no split into consecutive stages fits"):
         automatic_map(Network(), [block, block])
 
 

@@ -38,7 +38,7 @@ def test_no_division_has_a_smaller_largest_cost_nor_then_a_more_even_one(
         if all(own <= capacity for own, capacity in zip(stage_costs(division, sizes), capacities, strict=True))
     ]
     if not fitting:
-        with pytest.raises(ConfigError, match="no division into consecutive stages fits"):
+        with pytest.raises(ConfigError, match="no split into consecutive stages fits"):
             split_chain(costs, sizes, capacities)
         return
     found = split_chain(costs, sizes, capacities)
