@@ -80,9 +80,9 @@ def test_torchao_is_not_imported_unless_it_is_asked_for() -> None:
 
 
 def test_settings_that_do_not_go_together_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"fp8_layers = \('up',\) is for precision = 'fp8', and precision = 'bf16'"):
+    with pytest.raises(ConfigError, match=r"fp8_layers = \('up',\) needs precision = 'fp8', but precision = 'bf16'"):
         TrainerConfig(precision="bf16", fp8_layers=("up",))
-    with pytest.raises(ConfigError, match=r"precision = 'fp8' does not go with parallel.tensor = 2"):
+    with pytest.raises(ConfigError, match=r"precision = 'fp8' is not supported with parallel.tensor = 2"):
         TrainerConfig(precision="fp8", parallel={"tensor": 2})
 
 

@@ -56,7 +56,7 @@ class DdpStrategy(Strategy):
         for name in ("find_unused_parameters", "static_graph"):
             if getattr(self.config, name):
                 raise ConfigError(
-                    f"micro_batch_size='auto' does not go together with parallel.{name} at several ranks",
+                    f"micro_batch_size='auto' is not supported with parallel.{name} on several ranks",
                     "set micro_batch_size to a number",
                 )
 

@@ -156,7 +156,7 @@ class Strategy(ABC):
         """Raise `ConfigError` where a step cannot be repeated after a rank ran out of memory. Not a collective."""
         if any(isinstance(module, nn.SyncBatchNorm) for module in self.model.modules()):
             raise ConfigError(
-                "micro_batch_size='auto' does not go together with SyncBatchNorm, a collective in every pass",
+                "micro_batch_size='auto' is not supported with SyncBatchNorm, which runs a collective in every pass",
                 "set micro_batch_size to a number",
             )
 
@@ -198,7 +198,7 @@ class Strategy(ABC):
         To be used instead of this one for the steps. After `setup`.
         """
         raise ConfigError(
-            f"several updates per step do not go together with parallel.strategy={self.config.strategy!r}",
+            f"several updates per step are not supported with parallel.strategy={self.config.strategy!r}",
             "use parallel='ddp'",
         )
 

@@ -107,7 +107,7 @@ def test_a_map_that_cannot_be_used_is_refused_with_what_is_wrong(given_map: dict
 
 @pytest.mark.parametrize("number", [-1, 0.5, True, "gpu"])
 def test_the_configuration_takes_whole_numbers_from_0_on(number: object) -> None:
-    with pytest.raises(ConfigError, match="parallel.device_map = .*: give module names with numbers of devices"):
+    with pytest.raises(ConfigError, match="parallel.device_map = .*: map module names to device numbers"):
         TrainerConfig(parallel={"device_map": {"": number}})
 
 

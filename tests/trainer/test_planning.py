@@ -237,7 +237,7 @@ def test_the_tensor_plan_of_the_configuration_is_known(monkeypatch: pytest.Monke
         (
             3 << 30,
             None,
-            ["memory: 3.0 GiB for weights, gradients and optimizer state by arithmetic, measured peak 5.0"],
+            ["memory: 3.0 GiB calculated for weights, gradients and optimizer state, measured peak 5.0"],
         ),
         (
             3 << 30,

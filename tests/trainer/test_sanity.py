@@ -88,8 +88,8 @@ class Misspelt(Callback):
 @pytest.mark.parametrize(
     ("callback", "words"),
     [
-        (EarlyStopping, "callbacks holds the class EarlyStopping"),
-        (Misspelt(), "Misspelt has a method on_evaluation, and there is no such event"),
+        (EarlyStopping, "callbacks contains the class EarlyStopping"),
+        (Misspelt(), "Misspelt has a method on_evaluation, but there is no such event"),
     ],
 )
 def test_callbacks_that_nothing_would_call_are_refused(callback: Any, words: str) -> None:
