@@ -122,7 +122,7 @@ def test_a_model_without_a_layer_to_convert_is_told_why() -> None:
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 20), nn.Linear(32, 2048)) for _ in "ab"))
     for block in blocks:
         block[2].register_forward_hook(lambda _module, _inputs, _output: None)
-    with pytest.raises(ConfigError, match="no linear layer of the model Sequential to convert") as caught:
+    with pytest.raises(ConfigError, match="no linear layer to convert in the model Sequential") as caught:
         convert_linear_layers(nn.Sequential(nn.Linear(16, 4096), blocks), "auto", CPU)
     assert sorted(caught.value.problems) == [
         "0: outside of the repeated blocks",
@@ -130,7 +130,7 @@ def test_a_model_without_a_layer_to_convert_is_told_why() -> None:
         "1.0.1, 1.1.1: has a size that 16 does not divide",
         "1.0.2, 1.1.2: a subclass of nn.Linear, or with hooks or a forward of its own",
     ]
-    with pytest.raises(ConfigError, match="the model ReLU to convert, for it has none"):
+    with pytest.raises(ConfigError, match="convert in the model ReLU, which has none"):
         convert_linear_layers(nn.ReLU(), "auto", CPU)
     with pytest.raises(ConfigError, match="the model is itself the layer"):
         convert_linear_layers(nn.Linear(16, 2048), ("*",), CPU)

@@ -340,7 +340,7 @@ def test_a_metric_without_the_model_s_output_is_said() -> None:
 
 
 def test_a_model_without_parameters_to_train_is_said() -> None:
-    with pytest.raises(ConfigError, match="no parameter that requires a gradient"):
+    with pytest.raises(ConfigError, match="no parameter that requires grad"):
         Trainer(nn.Tanh(), sgd, mean_loss)
 
 

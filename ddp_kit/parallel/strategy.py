@@ -144,12 +144,12 @@ class Strategy(ABC):
         """Raise `ConfigError` for a model that cannot be spread this way. Not a collective."""
         if isinstance(model, DistributedDataParallel):
             raise ConfigError(
-                "the model is wrapped in DistributedDataParallel", "give the model itself; the Trainer wraps it"
+                "the model is wrapped in DistributedDataParallel", "pass the unwrapped model; the Trainer wraps it"
             )
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigError(
-                f"the model {type(model).__name__} has no parameter that requires a gradient",
-                "nothing could be trained; set requires_grad=True on what is to learn",
+                f"the model {type(model).__name__} has no parameter that requires grad: there is nothing to train",
+                "set requires_grad=True on the parameters to train",
             )
 
     def check_recoverable(self) -> None:
@@ -163,9 +163,8 @@ class Strategy(ABC):
     def use(self, parallelize: Parallelize) -> None:  # noqa: ARG002
         """Let the user's own function spread the model in `setup`. Not a collective."""
         raise ConfigError(
-            f"parallelize=... is a function for FSDP and tensor parallel, and parallel.strategy is "
-            f"{self.config.strategy!r}",
-            "set the sizes of the mesh that it gets, such as parallel={'shard': 4, 'tensor': 2}",
+            f"parallelize=... is for FSDP and tensor parallelism, but parallel.strategy is {self.config.strategy!r}",
+            "set the sizes of the mesh that the function gets, such as parallel={'shard': 4, 'tensor': 2}",
         )
 
     def offload_parameters(self) -> None:

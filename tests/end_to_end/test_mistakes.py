@@ -465,7 +465,7 @@ trainer.fit(torch.randn(40, 2))
 @pytest.mark.parametrize(
     ("strategy", "who", "since", "said"),
     [
-        ("ddp", "each", 0, "got no gradient in a step, and DDP waits for one from each"),
+        ("ddp", "each", 0, "got no gradient in a step, but DDP waits for one from each"),
         ("ddp", "one", 2, "blocks.2.0.weight, blocks.2.0.bias got no gradient in a step"),
         ("fsdp", "each", 0, "rank 0 comes to blocks.2 in training pass 1, rank 1 comes to blocks.1 in training pass 1"),
         ("fsdp", "one", 3, "rank 1 comes to the model's end in training pass 4, where blocks.2 was before; rank 0 did"),

@@ -104,7 +104,7 @@ def test_what_cannot_be_placed_is_refused_in_words(ddpkit: Ddpkit, tmp_path: Pat
         "tied": "shares a parameter with the unit",
         "width": "up has 3 outputs, which parallel.tensor=2 does not divide",
         "pattern": "nearest: up",
-        "plan": "does not say which",
+        "plan": "needs a plan of the layers to split",
         "kind": "is a ReLU",
         "outside": "uses weights outside of the model's forward pass",
         "unused": "spare.weight, spare.bias got no gradient",

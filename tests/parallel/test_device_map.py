@@ -94,7 +94,7 @@ def test_a_longer_name_wins_over_its_parent_and_ranges_stand_for_names() -> None
         ({"": 0, "blocks.0-2": 1, "blocks.2-3": 0}, "'blocks.2' in two entries: 'blocks.0-2' and 'blocks.2-3'"),
         ({"embed": 0, "blocks.0-2": 1}, "leaves out 'blocks.3', 'head' and what the model itself holds"),
         ({"embed": 0, "blocks": 0, "head": 0}, "leaves out what the model itself holds (its name in the map is '')"),
-        ({"": 0, "head": 1}, "embed.weight and head.weight are one tensor (tied), and parallel.device_map puts them"),
+        ({"": 0, "head": 1}, "embed.weight and head.weight are one tensor (tied), but parallel.device_map puts them"),
         ({"": 0, "blocks.3": 2}, "names device 2, but there are 2 GPUs for rank 0: cpu:0, cpu:1"),
     ],
 )
@@ -308,5 +308,5 @@ def test_a_model_that_does_not_fit_says_so_and_memory_decides_where_it_has_to() 
 
 
 def test_a_model_without_repeated_blocks_is_to_be_mapped_by_hand() -> None:
-    with pytest.raises(ConfigError, match="'auto' divides a chain of repeated blocks, and Linear has no"):
+    with pytest.raises(ConfigError, match="'auto' needs repeated blocks, but Linear has no"):
         automatic_map(nn.Linear(2, 2), [math.inf] * 2)

@@ -168,7 +168,7 @@ class OnGpuOnly(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda parameters: torch.optim.Adam(parameters, capturable=True), "Adam cannot step on the CPU"),
+        (lambda parameters: torch.optim.Adam(parameters, capturable=True), "on the CPU, which Adam does not support"),
         (lambda parameters: OnGpuOnly(parameters, lr=0.1), "no kernel for the CPU"),
     ],
 )

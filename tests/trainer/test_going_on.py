@@ -254,7 +254,7 @@ def test_what_is_no_checkpoint_is_named_for_what_it_is(tmp_path: Path) -> None:
     trainer_for(runs, max_steps=1).fit(data())
     other.mkdir()
     for path, match in [
-        (runs, "is a folder of checkpoints, not one of them"),
+        (runs, "is a folder of checkpoints, not a checkpoint"),
         (other, "not a checkpoint of ddpkit"),
         (runs / name_of(1) / "manifest.json", "not a checkpoint of ddpkit: a file"),
         (runs / name_of(2), "there is no checkpoint"),

@@ -80,7 +80,7 @@ def test_a_checkpoint_is_small_and_a_resume_bitwise_identical(tmp_path: Path) ->
 
 def test_other_frozen_weights_are_refused_by_name(tmp_path: Path) -> None:
     trainer_for(tmp_path).fit(DATA)
-    with pytest.raises(CheckpointError, match=r"not the ones that its run began with: base.weight, base.bias differ"):
+    with pytest.raises(CheckpointError, match=r"not the ones at the start of its run: base.weight, base.bias differ"):
         trainer_for(tmp_path, model=Adapted(base=1))
     almost = Adapted()
     with torch.no_grad():
