@@ -19,8 +19,8 @@ def compile_in_place(model: nn.Module, what: str) -> None:
     blocks = repeated_blocks(model)
     if not blocks:
         raise ConfigError(
-            f"compile='blocks', but {type(model).__name__} has no ModuleList or Sequential with several children of "
-            "one kind that have children of their own",
+            f"compile='blocks' needs repeated blocks, but {type(model).__name__} has no ModuleList or Sequential with "
+            "several children of one class that have submodules",
             "use compile='model'",
         )
     for block in blocks.values():

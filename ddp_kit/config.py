@@ -1,6 +1,6 @@
-"""What a training run is to do: `TrainerConfig` and its parts, frozen, checked when made.
+"""Settings of a training run: `TrainerConfig` and its parts, frozen and validated on creation.
 
-Every mistake is listed in one `ConfigError`, each with the field, the value found and the nearest one that works.
+One `ConfigError` lists every mistake, each with the field, the value found and the nearest valid one.
 """
 
 import inspect
@@ -51,28 +51,28 @@ STRATEGIES = {
 }
 """By name: the module and the class, which is imported where it is used."""
 AUTO = "auto"
-"""The strategy that the Trainer replaces by the first that fits; see `ddp_kit.parallel.candidates`."""
+"""The Trainer replaces this strategy with the first one that fits in memory; see `ddp_kit.parallel.candidates`."""
 StrategyName = Literal["ddp", "zero1", "fsdp", "tensor", "pipeline", "device_map", "auto"]
 """For type checkers and JSON schemas; a test compares it with STRATEGIES and AUTO."""
 Compression = Literal["bf16", "fp16", "powersgd"]
 
 
-def _no_truth_value(value: Any) -> Any:
+def _not_bool(value: Any) -> Any:
     if isinstance(value, bool):
-        raise PydanticCustomError("int_type", "a whole number is needed, not true or false")
+        raise PydanticCustomError("int_type", "expected a whole number, not true or false")
     return value
 
 
-def _no_truth_value_as_fraction(value: Any) -> Any:
+def _not_bool_as_fraction(value: Any) -> Any:
     if isinstance(value, bool):
-        raise PydanticCustomError("float_type", "a number is needed, not true or false")
+        raise PydanticCustomError("float_type", "expected a number, not true or false")
     return value
 
 
-Count = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=1)]
-Size = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=-1)]
+Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1)]
+Size = Annotated[int, BeforeValidator(_not_bool), Field(ge=-1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Fraction = Annotated[float, BeforeValidator(_no_truth_value_as_fraction), Field(ge=0, le=1)]
+Fraction = Annotated[float, BeforeValidator(_not_bool_as_fraction), Field(ge=0, le=1)]
 
 
 _SETTINGS = "\n\nSettings, with their defaults:\n"
@@ -133,35 +133,36 @@ class DataConfig(_Part):
         def __init__(self, **settings: Unpack[DataSettings]) -> None: ...
 
     num_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
-        default=0, description='DataLoader workers per rank; "auto": the CPU cores this rank has to itself, at most 8.'
+        default=0, description='DataLoader workers per rank; "auto": this rank\'s share of the CPU cores, at most 8.'
     )
     pin_memory: bool | Literal["auto"] = Field(
         default="auto",
         description='Page-locked host memory, for copies that overlap with computation; "auto": on a GPU.',
     )
     prefetch_batches: Annotated[int, Field(ge=0)] = Field(
-        default=2, description="Micro-batches copied to the device ahead of their use (GPU only)."
+        default=2, description="Micro-batches copied to the device in advance (GPU only)."
     )
     timeout: PositiveFloat | None = Field(
         default=None,
-        description="Seconds to wait for a DataLoader worker's batch; then the run ends and names it. None: no limit.",
+        description="Seconds to wait for a batch from a DataLoader worker before the run fails. None: no limit.",
     )
     shuffle: bool = Field(default=True, description="A new order each epoch, a pure function of (seed, epoch).")
     drop_last: bool = Field(
-        default=False, description="Leave out the short last global batch; False trains on it, exactly weighted."
+        default=False, description="Skip an incomplete last global batch; False trains on it, exactly weighted."
     )
     compare_items: Annotated[int, Field(ge=0)] = Field(
         default=8,
-        description="Samples that each rank fetches of a dataset when it is first used, to compare them; 0: none.",
+        description="Samples of a dataset that are compared over the ranks when it is first used; 0: none.",
     )
     seed_samples: bool = Field(
         default=False,
-        description="Random augmentation depends on (seed, epoch, sample) alone: not on ranks, workers, resume.",
+        description="Seed each sample's random augmentation by (seed, epoch, sample): the same for any number of ranks "
+        "or workers, and after a resume.",
     )
 
 
 class CheckpointConfig(_Part):
-    """When and where the state of a run is saved; off where `dir` is None."""
+    """When and where the state of a run is saved; off if `dir` is None."""
 
     if TYPE_CHECKING:
 
@@ -172,38 +173,41 @@ class CheckpointConfig(_Part):
     every_seconds: PositiveFloat | None = Field(
         default=None, description="Seconds between saves, by the clock of rank 0."
     )
-    keep_last: Count = Field(default=2, description="How many whole checkpoints are kept.")
+    keep_last: Count = Field(default=2, description="Number of complete checkpoints to keep.")
     keep_best: str | None = Field(
         default=None,
-        description='Save after the best evaluation so far, by "loss" or this metric, and keep that one too.',
+        description='Metric, or "loss": save after the best evaluation so far, and keep that checkpoint as well.',
     )
-    best_mode: Literal["min", "max"] = Field(default="min", description="What is better for keep_best: less or more.")
+    best_mode: Literal["min", "max"] = Field(
+        default="min", description="Whether lower or higher values of keep_best are better."
+    )
     trainable_only: bool = Field(
         default=False,
-        description="Store only the parameters that require gradients, and buffers. A resume takes the frozen ones "
-        "from the script's model, and refuses others than those the run began with.",
+        description="Save only buffers and the parameters that require gradients. On resume, frozen parameters come "
+        "from the script's model; it is an error if they differ from those at the start of the run.",
     )
     background: bool = Field(default=True, description="Write in a separate process while training continues.")
     overlap: bool = Field(
         default=False,
         description="Copy weights and optimizer state during the next forward and backward pass, not before it. Only "
-        "for runs in which nothing but `optimizer.step()` writes to them; an error says so where torch sees another "
-        "write, but `.data`, numpy views and custom kernels it does not see.",
+        "for runs in which nothing but `optimizer.step()` writes to them. Other writes are an error if torch detects "
+        "them, which it cannot for `.data`, numpy views and custom kernels.",
     )
     resume: Literal["auto"] | Path | None = Field(
-        default="auto", description='"auto": the newest whole checkpoint in `dir`, if any; a path; None: start afresh.'
+        default="auto",
+        description='Checkpoint to resume from: a path; "auto": the newest complete one in `dir`, if any; None: none.',
     )
 
     @model_validator(mode="after")
     def _overlap_of_something(self) -> Self:
         if self.overlap and not self.background:
-            raise ValueError("overlap = True needs background = True: training waits for the whole save otherwise")
+            raise ValueError("overlap = True needs background = True: otherwise training waits for the whole save")
         return self
 
     @model_validator(mode="after")
     def _mode_of_something(self) -> Self:
         if self.best_mode != "min" and self.keep_best is None:
-            raise ValueError(f"best_mode = {self.best_mode!r} says what is better, but keep_best names no metric")
+            raise ValueError(f"best_mode = {self.best_mode!r} needs keep_best, which is not set")
         return self
 
 
@@ -214,11 +218,11 @@ _IMPLIED: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
     "zero1": lambda values: values.get("optimizer", "whole") == "sharded",
     "device_map": lambda values: values.get("device_map") is not None,
 }
-"""Strategies that follow from other settings; the first that does."""
+"""Strategies that other settings imply; the first match counts."""
 
 
 class ParallelConfig(_Part):
-    """How the model is spread over the ranks."""
+    """How the model is distributed over the ranks."""
 
     if TYPE_CHECKING:
 
@@ -227,77 +231,79 @@ class ParallelConfig(_Part):
     strategy: str = Field(
         default="ddp",
         description="ddp: a whole replica on every rank; zero1: the same with the optimizer state sharded; fsdp: "
-        "weights, gradients and optimizer state sharded; auto: the first of these that fits, with activation "
-        "checkpointing and tensor parallel where that is needed. The sizes below say the same in numbers; their "
-        "product is the number of ranks.",
+        "weights, gradients and optimizer state sharded; auto: the first of these that fits in memory, with activation "
+        "checkpointing and tensor parallelism if needed. The sizes below are an alternative; their product is the "
+        "number of ranks.",
     )
     replicate: Size = Field(
-        default=-1, description="Groups of ranks that each hold the whole model; -1: the ranks left over."
+        default=-1, description="Number of replicas of the whole model; -1: ranks divided by the other sizes."
     )
     shard: Size = Field(
         default=1, description="Ranks over which weights, gradients and optimizer state are sharded (FSDP2)."
     )
     tensor: Count = Field(
-        default=1, description="Ranks over which each layer of `tensor_plan` is split (tensor parallel)."
+        default=1, description="Ranks over which each layer of `tensor_plan` is split (tensor parallelism)."
     )
-    pipeline: Count = Field(default=1, description="Stages that the model is cut into, each on a rank of its own.")
+    pipeline: Count = Field(default=1, description="Ranks over which the model's blocks are split (pipeline stages).")
     stages: Literal["auto"] | tuple[str, ...] = Field(
         default="auto",
-        description='Modules at which new stages begin, by name; "auto": the repeated blocks, divided by their bytes.',
+        description='Names of the modules at which stages begin; "auto": the repeated blocks, balanced by bytes.',
     )
     schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"] = Field(
         default="1f1b",
         description="The order of a step's passes: gpipe: all forward, then all backward; 1f1b: backward as soon as "
-        "possible, which keeps fewer activations; interleaved: 1f1b with two stages per rank, which idles less and "
-        "sends more; zbv: two stages per rank in the order of a V, whose backward passes send gradients on before they "
-        "compute those of weights (zero bubble).",
+        "possible, which keeps fewer activations; interleaved: 1f1b with two stages per rank, with less idle time and "
+        "more communication; zbv: zero bubble, with two stages per rank in V order and backward passes that send the "
+        "gradient of the input before they compute those of the weights.",
     )
     optimizer: Literal["whole", "sharded"] = Field(
         default="whole",
         description="sharded: each rank holds and updates an equal share of the optimizer state (ZeRO-1).",
     )
     units: Literal["auto"] | tuple[str, ...] = Field(
-        default="auto", description='Modules whose weights are gathered together, by name; "auto": the repeated blocks.'
+        default="auto",
+        description='FSDP: names of the modules whose weights are gathered together; "auto": the repeated blocks.',
     )
     tensor_plan: Literal["auto"] | dict[str, Literal["column", "row", "sequence"]] = Field(
         default="auto",
         description='How layers are split for `tensor`: names or patterns such as {"blocks.*.up": "column", '
-        '"blocks.*.down": "row"}; "auto": the plan that the model brings along.',
+        '"blocks.*.down": "row"}; "auto": the plan that the model defines.',
     )
     reshard: Literal["auto"] | bool = Field(
         default="auto",
-        description='Give up gathered weights after the forward pass; "auto": yes, except those of the root.',
+        description='FSDP: free gathered weights after the forward pass; "auto": yes, except those of the root module.',
     )
     device_map: Literal["auto"] | dict[str, int] | None = Field(
         default=None,
-        description="Devices for the layers of one model: module names, or ranges as `blocks.0-11`, each with a number "
-        'among the devices of its rank; "auto": repeated blocks, balanced by bytes; None: off.',
+        description="Devices for the layers of one model: module names, or ranges such as `blocks.0-11`, each with the "
+        'number of one of the rank\'s devices; "auto": repeated blocks, balanced by bytes; None: off.',
     )
     find_unused_parameters: bool = Field(
         default=False,
-        description="For models that leave some parameters out of some steps; costs a graph walk per step.",
+        description="For models that do not use every parameter in every step; costs a graph traversal per step.",
     )
     static_graph: bool = Field(
         default=False,
-        description="The same parameters take part in every pass: DDP then needs no search for unused ones.",
+        description="Promise that every pass uses the same parameters: DDP does not search for unused ones.",
     )
     bucket_mb: PositiveFloat = Field(
         default=25.0, description="Size of the gradient buckets that are reduced together, MiB."
     )
     compression: Compression | None = Field(
         default=None,
-        description="What gradients travel as: bf16, fp16 (half the bytes) or powersgd (low rank); None: whole.",
+        description="Compression of gradients for communication: bf16, fp16 (half the bytes) or powersgd (low rank); "
+        "None: off.",
     )
     share_gpus: bool = Field(
         default=False,
-        description="Several ranks may use one GPU: reductions then go through host memory (gloo, not NCCL), which is "
-        "slow. For trying several ranks where there are fewer GPUs.",
+        description="Allow several ranks per GPU: collectives then go through host memory (gloo, not NCCL), which is "
+        "slow. For testing several ranks on fewer GPUs.",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _sizes_name_the_strategy(cls, values: Any) -> Any:
-        """A strategy stands for sizes, and sizes alone for a strategy: either way both are there afterwards."""
+        """Fill in the sizes that a strategy implies, or the strategy that the sizes imply."""
         if not isinstance(values, Mapping):
             return values
         values = dict(values)
@@ -317,15 +323,15 @@ class ParallelConfig(_Part):
     @model_validator(mode="after")
     def _sizes_fit_together(self) -> Self:
         if 0 in (self.replicate, self.shard):
-            raise ValueError("replicate and shard are numbers of ranks: 1 or more, or -1 for the ranks left over")
+            raise ValueError("replicate and shard are numbers of ranks: 1 or more, or -1 for the remaining ranks")
         if self.replicate == self.shard == -1:
-            raise ValueError("replicate = -1 and shard = -1: at most one of them can be the ranks left over")
+            raise ValueError("replicate = -1 and shard = -1: only one of them can be -1, the remaining ranks")
         needed = next((name for name, has in _IMPLIED.items() if has(dict(self))), None)
         if needed is not None and self.strategy != needed and not (needed == "tensor" and self.strategy == "fsdp"):
-            raise ValueError(f"strategy = {self.strategy!r} does not go with the other settings: they need {needed!r}")
+            raise ValueError(f"strategy = {self.strategy!r} contradicts the other settings, which need {needed!r}")
         if self.device_map is not None and self.strategy != "device_map":
             raise ValueError(
-                f"device_map does not go with the other settings, which need {self.strategy!r}: leave one of them out"
+                f"device_map contradicts the other settings, which need {self.strategy!r}: leave one of them out"
             )
         return self
 
@@ -336,7 +342,7 @@ class ParallelConfig(_Part):
             return value
         found = dict(_flat(value))
         if not found or any(type(index) is not int or index < 0 for index in found.values()):
-            raise ValueError('give module names with numbers of devices from 0 on: {"embed": 0, "blocks.0-11": 1}')
+            raise ValueError('map module names to device numbers, counted from 0: {"embed": 0, "blocks.0-11": 1}')
         return found
 
     @field_validator("tensor_plan", mode="before")
@@ -347,7 +353,7 @@ class ParallelConfig(_Part):
     @field_validator("strategy", mode="before", json_schema_input_type=StrategyName)
     @classmethod
     def _known_strategy(cls, strategy: Any) -> Any:
-        """As a Literal would check it: the error then names what is allowed and the nearest."""
+        """Raise the error that a Literal would raise, so that it lists the allowed values and the nearest one."""
         known = (*STRATEGIES, AUTO)
         if not isinstance(strategy, str) or strategy not in known:
             raise PydanticCustomError("literal_error", "unknown", {"expected": " or ".join(map(repr, known))})
@@ -355,8 +361,7 @@ class ParallelConfig(_Part):
 
 
 class MemoryConfig(_Part):
-    """How activations, which are kept from the forward pass for the backward pass, take less memory; and what is in
-    host memory."""
+    """How activations take less memory between the forward and the backward pass, and what is kept in host memory."""
 
     if TYPE_CHECKING:
 
@@ -365,28 +370,28 @@ class MemoryConfig(_Part):
     checkpointing: Literal["blocks", "ops"] | Fraction | None = Field(
         default=None,
         description="Activation checkpointing, with the same result: blocks: the backward pass recomputes each "
-        "repeated block from its input; a number from 0 to 1: that fraction of the blocks; ops: every second matrix "
-        "product of a block and attention are kept, all else is recomputed; None: off.",
+        "repeated block from its input; a number from 0 to 1: that fraction of the blocks; ops: keeps attention and "
+        "every second matrix product of a block, and recomputes all else; None: off.",
     )
     offload_activations: bool = Field(
         default=False,
-        description="Keep activations of 1 MiB or more in page-locked host memory until the backward pass; the same "
-        "result. On the CPU they are only copied.",
+        description="Keep activations of 1 MiB or more in page-locked host memory until the backward pass, with the "
+        "same result. On the CPU they are only copied.",
     )
     activation_bits: Literal[8] | None = Field(
         default=None,
         description="8: keep floating-point activations of 64 KiB or more as 8-bit integers. The loss is the same; "
-        "gradients are approximate. None: as they are.",
+        "gradients are approximate. None: off.",
     )
     offload_optimizer: bool = Field(
         default=False,
-        description="Keep the optimizer's state in host memory, and let it step on the CPU, with page-locked copies of "
+        description="Keep the optimizer's state in host memory and run its step on the CPU, on page-locked copies of "
         "the weights and gradients that this rank updates.",
     )
     offload_parameters: bool = Field(
         default=False,
         description="With FSDP: keep sharded weights and gradients in page-locked host memory between uses; the "
-        "optimizer then steps on the CPU, too.",
+        "optimizer's step then runs on the CPU too.",
     )
 
 
@@ -412,35 +417,33 @@ class ProfileConfig(_Part):
     @classmethod
     def _in_order(cls, steps: tuple[int, int] | None) -> tuple[int, int] | None:
         if steps is not None and steps[0] > steps[1]:
-            raise ValueError("the first step comes after the last one")
+            raise ValueError("the first step is greater than the last one")
         return steps
 
 
 class TrainerConfig(_Part):
-    """What a training run is to do. All sizes are in samples.
+    """Settings of a training run. All sizes are in samples.
 
-    Of `global_batch_size`, `micro_batch_size` and `accumulation_steps`, two determine the third.
-    None given: a global batch of 32. All three: they must agree with the number of ranks.
+    Two of `global_batch_size`, `micro_batch_size` and `accumulation_steps` determine the third. If none is set, the
+    global batch is 32; if all three are, they must agree with the number of ranks.
     """
 
     if TYPE_CHECKING:
 
         def __init__(self, **settings: Unpack[TrainerSettings]) -> None: ...
 
-    epochs: Count | None = Field(
-        default=None, description="Passes over the data; 1 where max_steps is not given either."
-    )
+    epochs: Count | None = Field(default=None, description="Passes over the data; 1 if max_steps is not set either.")
     max_steps: Count | None = Field(
-        default=None, description="Optimizer steps; with epochs too, what comes first ends the run."
+        default=None, description="Optimizer steps; if epochs is set too, the run ends at the earlier of the two."
     )
     max_seconds: PositiveFloat | None = Field(
         default=None,
-        description="Seconds since the job's start after which it saves and ends with exit code 75.",
+        description="Seconds since the job's start after which the run saves and exits with code 75.",
     )
     global_batch_size: Count | None = Field(default=None, description="Samples per optimizer step over all ranks.")
     micro_batch_size: Count | Literal["auto"] | None = Field(
         default=None,
-        description='Samples per forward pass of one rank, at most; "auto": the most that the memory takes.',
+        description='Samples per forward pass of one rank, at most; "auto": as many as fit in memory.',
     )
     accumulation_steps: Count | None = Field(
         default=None, description="Forward and backward passes per optimizer step."
@@ -452,35 +455,37 @@ class TrainerConfig(_Part):
         '"blocks.*.up"; "auto": those of the repeated blocks that are large enough to become faster.',
     )
     max_grad_norm: PositiveFloat | None = Field(
-        default=None, description="Clip the global gradient norm to this; None: off."
+        default=None, description="Clip the global gradient norm to this value; None: off."
     )
     max_grad_value: PositiveFloat | None = Field(
-        default=None, description="Clip each gradient value to at most this size; None: off."
+        default=None, description="Clip each gradient value to this absolute value; None: off."
     )
     non_finite: Literal["stop", "skip"] = Field(
         default="stop",
-        description="On a loss or gradient that is NaN or infinite: end the run, or leave that step out.",
+        description="If a loss or gradient is NaN or infinite: end the run, or skip that step.",
     )
-    warmup_steps: Annotated[int, BeforeValidator(_no_truth_value), Field(ge=0)] = Field(
+    warmup_steps: Annotated[int, BeforeValidator(_not_bool), Field(ge=0)] = Field(
         default=0,
-        description="Optimizer steps in which the learning rate rises linearly to where the scheduler starts.",
+        description="Optimizer steps in which the learning rate rises linearly to the scheduler's initial rate.",
     )
     learning_rate_scaling: Literal["linear", "sqrt"] | None = Field(
         default=None,
         description="Multiply the learning rate by global_batch_size / reference_batch_size, or its square root.",
     )
     reference_batch_size: Count | None = Field(
-        default=None, description="The global batch that the optimizer's learning rate was chosen for."
+        default=None, description="The global batch size that the optimizer's learning rate was chosen for."
     )
     compile: Literal["model", "blocks"] | None = Field(
         default=None, description="torch.compile: the whole model, or each of its repeated blocks; None: off."
     )
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(default=0, description="Data order and every random state.")
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        default=0, description="Seed of the data order and all random states."
+    )
     deterministic: bool = Field(
-        default=False, description="Only algorithms whose results are bitwise reproducible; may be slower."
+        default=False, description="Use only algorithms with bitwise reproducible results; may be slower."
     )
     log_every: Count = Field(
-        default=10, description="Optimizer steps between log points, where the host waits for the device."
+        default=10, description="Optimizer steps between log points, at which the host waits for the device."
     )
     eval_every: Count | None = Field(
         default=None, description="Optimizer steps between evaluations; None: after each epoch."
@@ -490,13 +495,13 @@ class TrainerConfig(_Part):
     )
     sanity: Literal["auto", "off"] = Field(
         default="auto",
-        description="auto: before the first step, evaluate one batch of a dataset with a length, so that a mistake in "
-        "the loss, the metrics or the name of a metric shows at once.",
+        description="auto: evaluate one batch before the first step, if the dataset has a length, so that a mistake in "
+        "the loss or the metrics is found at once.",
     )
     verify_ranks: Literal["weights", "all", "off"] = Field(
         default="weights",
-        description="Compare over the ranks at log points: the weights, or all of weights and optimizer state; a pass "
-        "over that memory each time, and no collective of its own. Learning rates are always compared.",
+        description="Compare over the ranks at log points: weights; all: weights and optimizer state. Each comparison "
+        "reads that memory once, without an additional collective. Learning rates are always compared.",
     )
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -509,27 +514,27 @@ class TrainerConfig(_Part):
         if (self.learning_rate_scaling is None) != (self.reference_batch_size is None):
             raise ValueError(
                 f"learning_rate_scaling = {self.learning_rate_scaling!r} and reference_batch_size = "
-                f"{self.reference_batch_size!r} need each other: give both or neither"
+                f"{self.reference_batch_size!r}: set both or neither"
             )
         if self.eval_every is not None and self.eval_every_epochs is not None:
             raise ValueError(
                 f"eval_every = {self.eval_every} counts steps, eval_every_epochs = {self.eval_every_epochs} epochs: "
-                "give one of the two"
+                "set only one of the two"
             )
         if self.max_seconds is not None and self.checkpoint.dir is None:
             raise ValueError(
-                f"max_seconds = {self.max_seconds:g} ends the run to resume later, which needs checkpoints: "
+                f"max_seconds = {self.max_seconds:g} saves the run to resume it later, which needs checkpoints: "
                 'set checkpoint={"dir": ...}'
             )
         if self.memory.offload_parameters and self.parallel.shard == 1:
             raise ValueError(
                 "memory.offload_parameters needs sharded weights, and parallel.strategy is "
-                f"{self.parallel.strategy!r}: set parallel='fsdp', or offload_optimizer in its place"
+                f"{self.parallel.strategy!r}: set parallel='fsdp', or use offload_optimizer instead"
             )
         if self.memory.offload_optimizer and self.parallel.pipeline > 1:
             raise ValueError(
-                f"memory.offload_optimizer does not go with parallel.pipeline = {self.parallel.pipeline}: leave one "
-                "of them out"
+                f"memory.offload_optimizer is not supported with parallel.pipeline = {self.parallel.pipeline}: leave "
+                "one of them out"
             )
         if self.compile == "model" and self.parallel.pipeline > 1:
             raise ValueError(
@@ -538,23 +543,24 @@ class TrainerConfig(_Part):
             )
         if self.fp8_layers != "auto" and self.precision != "fp8":
             raise ValueError(
-                f"fp8_layers = {self.fp8_layers!r} is for precision = 'fp8', and precision = {self.precision!r}: leave "
-                "it out"
+                f"fp8_layers = {self.fp8_layers!r} needs precision = 'fp8', but precision = {self.precision!r}: leave "
+                "out fp8_layers"
             )
         if self.precision == "fp8" and self.parallel.tensor > 1:
             raise ValueError(
-                f"precision = 'fp8' does not go with parallel.tensor = {self.parallel.tensor}, which splits the layers "
-                "that it converts: use precision = 'bf16', or parallel.shard"
+                f"precision = 'fp8' is not supported with parallel.tensor = {self.parallel.tensor}, which splits the "
+                "layers that fp8 converts: use precision = 'bf16', or parallel.shard"
             )
         if self.parallel.schedule == "zbv" and (self.compile is not None or self.memory.checkpointing is not None):
             raise ValueError(
-                "parallel.schedule = 'zbv' divides backward passes in two: compiled ones cannot be, and activation "
-                "checkpoints would compute a block again for each of its weights: use '1f1b' or 'interleaved', or "
-                "leave out compile and memory.checkpointing"
+                "parallel.schedule = 'zbv' splits each backward pass in two, which is impossible for compiled models "
+                "and would recompute checkpointed blocks once per weight: use '1f1b' or 'interleaved', or leave out "
+                "compile and memory.checkpointing"
             )
         if self.micro_batch_size == "auto" and self.accumulation_steps is not None:
             raise ValueError(
-                f"accumulation_steps = {self.accumulation_steps}: micro_batch_size='auto' chooses it; leave it out"
+                f"accumulation_steps = {self.accumulation_steps} contradicts micro_batch_size = 'auto', which chooses "
+                "it: leave it out"
             )
         return self
 

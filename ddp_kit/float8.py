@@ -48,9 +48,9 @@ def convert_linear_layers(model: nn.Module, layers: str | Sequence[str], device:
     left = list(_by_reason(refused))
     if not chosen:
         raise ConfigError(
-            f"precision='fp8' has no linear layer of the model {type(model).__name__} to convert"
-            + (":" if left else ", for it has none"),
-            "name layers in fp8_layers, whose sizes 16 divides, or use precision='bf16'",
+            f"precision='fp8' finds no linear layer to convert in the model {type(model).__name__}"
+            + (":" if left else ", which has none"),
+            "name layers in fp8_layers whose sizes are multiples of 16, or use precision='bf16'",
             tuple(left),
         )
     float8.convert_to_float8_training(
@@ -98,7 +98,7 @@ def _named(model: nn.Module, linear: dict[str, nn.Linear], layers: str | Sequenc
         found = fnmatch.filter(linear, pattern)
         if not found:
             raise ConfigError(
-                f"fp8_layers names {pattern!r}, and the model {type(model).__name__} has no such linear layer",
+                f"fp8_layers names {pattern!r}, but the model {type(model).__name__} has no such linear layer",
                 f"nearest: {nearest(pattern, [*linear]) or some([*linear]) or 'there is none'}",
             )
         named.update(found)

@@ -182,7 +182,7 @@ def best(folder: Path) -> Found:
             return found
     raise CheckpointError(
         f"no checkpoint in {folder} is marked as the best",
-        'set checkpoint={"keep_best": "loss"} (or a metric) in the run; `ddpkit checkpoints DIR` lists what is there',
+        'set checkpoint={"keep_best": "loss"} (or a metric) in the run; `ddpkit checkpoints DIR` lists its checkpoints',
     )
 
 
@@ -250,7 +250,7 @@ def read_state(found: Found) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
-        raise ValueError(f"{STATE} is no JSON, or nested too deeply") from None
+        raise ValueError(f"{STATE} is not valid JSON, or nested too deeply") from None
 
 
 def is_size(value: Any) -> bool:
@@ -269,7 +269,7 @@ def _entries(folder: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     except NotADirectoryError:
-        raise CheckpointError(f"{folder} is a file, not a folder of checkpoints", "name the folder") from None
+        raise CheckpointError(f"{folder} is a file, not a folder of checkpoints", "pass the folder") from None
     except OSError as error:
         raise CheckpointError(
             f"the checkpoints in {folder} cannot be read: {error.strerror}", "check its owner and permissions: ls -ld"
@@ -285,7 +285,7 @@ def _found(path: Path, step: int | None) -> Found | None:
     except FileNotFoundError:
         if not path.exists():  # a concurrent save removed it
             return None
-        problem = f"half written: {MANIFEST} is missing"
+        problem = f"incomplete: {MANIFEST} is missing"
         if step is None:
             problem = f"not a checkpoint of ddpkit: it has no {MANIFEST}"
     except NotADirectoryError:
@@ -378,5 +378,5 @@ def _wrong_hash(path: Path, file: FileRecord) -> str | None:
 
 
 def wrong_hash(name: str) -> str:
-    """The words for a file whose bytes are not those that were written."""
-    return f"{name} is not what was written: its hash differs"
+    """The message for a file whose bytes are not those that were written."""
+    return f"{name} is damaged: its hash differs from the one in {MANIFEST}"

@@ -44,8 +44,8 @@ class MetricObject:
             arguments = (output, batch[1])
         else:
             raise LossError(
-                f"metric {self._name!r} needs predictions and targets, and the batch is not a pair",
-                f"say which: metrics={{{self._name!r}: (metric, lambda output, batch: (predictions, targets))}}",
+                f"metric {self._name!r} needs predictions and targets, but the batch is not a pair",
+                f"pass a function: metrics={{{self._name!r}: (metric, lambda output, batch: (predictions, targets))}}",
             )
         self._metric.update(*arguments)
 
@@ -76,8 +76,8 @@ def _numbers(name: str, found: Any) -> Iterator[tuple[str, float]]:
         yield name, float(found)
     else:
         raise LossError(
-            f"metric {name!r} gives a {type(found).__name__} where a number is needed",
-            "let its compute return numbers or tensors, or these in dicts, lists and tuples",
+            f"compute() of metric {name!r} returned a {type(found).__name__}, not a number",
+            "let it return numbers or tensors, or dicts, lists and tuples of them",
         )
 
 

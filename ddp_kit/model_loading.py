@@ -52,19 +52,22 @@ def load_model(
     """
     source = absolute(path)
     if any(each.is_meta for each in model.state_dict().values() if isinstance(each, Tensor)):
-        raise ConfigError("the model is on the meta device, without memory", "model.to_empty(device='cpu') first")
+        raise ConfigError("the model is on the meta device, without memory", "call model.to_empty(device='cpu') first")
     return _put_into(model, _read(source, which, ema), strict)
 
 
 def _read(source: Path, which: str, ema: bool) -> _Weights:
     if which not in ("newest", "best"):
-        raise ConfigError(f"load_model got which={which!r}", 'give "newest" or "best"')
+        raise ConfigError(f"load_model got which={which!r}", 'use "newest" or "best"')
     is_file = source.name.endswith((TENSORS, INDEX))
     if which == "best" and (is_file or (source / MANIFEST).exists()):
-        raise ConfigError(f"which='best' chooses from a run's folder, and {source} is one checkpoint", "leave it out")
+        raise ConfigError(f"which='best' needs a run's folder, but {source} is one checkpoint", "leave out which")
     if is_file:
         if ema:
-            raise ConfigError(f"ema=True needs a checkpoint, and {source} is a file", "`ddpkit export --ema` writes it")
+            raise ConfigError(
+                f"ema=True needs a checkpoint, but {source} is a file",
+                "pass the checkpoint, or a file that `ddpkit export --ema` wrote, without ema",
+            )
         return _from_file(source)
     if which == "best":
         return _from_checkpoint(best(source), ema)
@@ -82,8 +85,8 @@ def _newest(folder: Path, ema: bool) -> _Weights:
             if found.newer:
                 raise
             first = first or error
-            logger.warning("checkpoint passed over: {}", error.message)
-    raise first or CheckpointError(f"there is no checkpoint in {folder}", "name a run's checkpoint.dir, or a file")
+            logger.warning("checkpoint skipped: {}", error.message)
+    raise first or CheckpointError(f"there is no checkpoint in {folder}", "pass a run's checkpoint.dir, or a file")
 
 
 def _from_checkpoint(found: Found, ema: bool) -> _Weights:
@@ -98,11 +101,9 @@ def _from_checkpoint(found: Found, ema: bool) -> _Weights:
     except (ValueError, TypeError) as error:
         raise damaged(found, str(error)) from None
     if ema and not averaged:
-        raise ConfigError(
-            f"{found.path} has no average of the weights", "leave out ema, or give its run the callback EMA"
-        )
+        raise ConfigError(f"{found.path} has no averaged weights", "leave out ema, or train with the callback EMA")
     if averaged and not ema:
-        logger.info("{} has an average of the weights too, which evaluations used: ema=True loads it", found.path)
+        logger.info("{} also has averaged weights, which evaluations used: ema=True loads them", found.path)
     return _Weights(found.path, found.step, load_entries(found, stored.entries), stored.left_out)
 
 
@@ -119,7 +120,7 @@ def _from_file(path: Path) -> _Weights:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}", hint) from None
     except (SafetensorError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} cannot be loaded: {str(error)[:_LONGEST_TEXT]}", "write it again with `ddpkit export`"
+            f"{path} cannot be loaded: {str(error)[:_LONGEST_TEXT]}", "export it again with `ddpkit export`"
         ) from None
 
 
@@ -173,7 +174,7 @@ def _put_into(model: nn.Module, weights: _Weights, strict: bool) -> LoadedWeight
     if not loaded or (strict and not result.matches):
         raise CheckpointError(
             f"the model {type(model).__name__} does not match: {result}",
-            "strict=False loads what matches; make the model as the run's script does for the rest",
+            "create the model as the run's script does, or use strict=False to load only what matches",
         )
     for name in own.keys() - {*loaded}:
         del state[name]
@@ -183,7 +184,7 @@ def _put_into(model: nn.Module, weights: _Weights, strict: bool) -> LoadedWeight
     except Exception as error:  # modules may load as they like
         raise CheckpointError(
             f"{weights.path} cannot be loaded into {type(model).__name__}: {str(error)[:_LONGEST_TEXT]}",
-            "make the model as the run's script does",
+            "create the model as the run's script does",
         ) from error
     return result
 

@@ -61,7 +61,7 @@ def keys_in(entries: Iterable[Any]) -> Iterator[Key]:
 
 def _key(place: Any) -> Key:
     if not isinstance(place, list) or len(place) != 2 or not all(isinstance(each, str) for each in place):
-        raise ValueError("a tensor without a place")
+        raise ValueError("an invalid reference to a tensor")
     return place[0], place[1]
 
 

@@ -164,7 +164,7 @@ def _current_device() -> torch.device:
 
 
 def _gpus(place: WorkerEnv, share_gpus: bool) -> tuple[torch.device, ...]:
-    """This process's own; none where torch sees none."""
+    """The GPUs of this process; empty if torch sees none."""
     if not torch.cuda.is_available():
         return ()
     there = torch.cuda.device_count()
@@ -178,15 +178,15 @@ def _gpus(place: WorkerEnv, share_gpus: bool) -> tuple[torch.device, ...]:
     if each == 1:
         error = WorldError(
             f"rank {place.rank} has no GPU: {processes}",
-            f"start as many processes as GPUs: `ddpkit launch --gpus {there} ...`; to let them share GPUs, slowly, set "
+            f"start at most one process per GPU: `ddpkit launch --gpus {there} ...`; to share GPUs, which is slow, set "
             f"parallel={{\"share_gpus\": True}}; to train on the CPU, set {VISIBLE_GPUS}=''",
         )
     else:
         error = WorldError(
-            f"rank {place.rank} has no {each} GPUs of its own: {processes}",
-            f"start at most {there // each} processes, or give each fewer GPUs ({GPUS_PER_PROCESS}={each})",
+            f"rank {place.rank} needs {each} GPUs, which are not available: {processes}",
+            f"start at most {there // each} processes, or lower {GPUS_PER_PROCESS} (now {each})",
         )
-    error.only_this_rank = place.local_rank == there // each  # those after it only say the same
+    error.only_this_rank = place.local_rank == there // each  # higher ranks would report the same
     raise error
 
 

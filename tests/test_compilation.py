@@ -41,5 +41,5 @@ def test_the_whole_model_is_compiled_in_place() -> None:
 
 
 def test_a_model_without_repeated_blocks_says_so() -> None:
-    with pytest.raises(ConfigError, match="compile='blocks', but Sequential has no ModuleList or Sequential"):
+    with pytest.raises(ConfigError, match="compile='blocks' needs repeated blocks, but Sequential has"):
         compile_in_place(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "blocks")

@@ -155,7 +155,7 @@ def test_whatever_is_given_it_is_accepted_or_every_problem_is_said(values: dict[
             name = problem.split(" = ")[0].split(".")[0]
             if any(
                 said in problem
-                for said in ("need each other", "give one of the two", "leave it out", "needs checkpoints")
+                for said in ("set both or neither", "set only one of the two", "leave it out", "needs checkpoints")
             ):
                 continue
             assert name in values

@@ -56,7 +56,7 @@ def test_the_newest_comes_first_and_other_names_are_passed_over(tmp_path: Path) 
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no manifest": (lambda path: (path / "manifest.json").unlink(), "half written: manifest.json is missing"),
+    "no manifest": (lambda path: (path / "manifest.json").unlink(), "incomplete: manifest.json is missing"),
     "half a manifest": (lambda path: os.truncate(path / "manifest.json", 100), "manifest.json is damaged"),
     "empty manifest": (lambda path: os.truncate(path / "manifest.json", 0), "manifest.json is damaged"),
     "another step's": (lambda path: rewrite(path, step=3), "manifest.json is damaged"),

@@ -93,5 +93,5 @@ def test_what_a_metric_object_computes_is_named_in_any_nesting(value: Any, named
 def test_what_is_no_number_is_said() -> None:
     metric = MetricObject("m", Computes({"a": "text"}), None)
     metric.start(CPU)
-    with pytest.raises(LossError, match=r"metric 'm.a' gives a str where a number is needed"):
+    with pytest.raises(LossError, match=r"of metric 'm.a' returned a str, not a number"):
         metric.values()

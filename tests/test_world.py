@@ -113,7 +113,9 @@ def test_ranks_with_several_gpus_each_have_their_own_and_nccl_is_bound_to_none(
         monkeypatch.setenv(name, str(rank))
     monkeypatch.setenv("DDPKIT_GPUS_PER_PROCESS", "2")
     if own is None:
-        with pytest.raises(WorldError, match="rank 1 has no 2 GPUs of its own: 2 processes on this node, 3 visible"):
+        with pytest.raises(
+            WorldError, match="rank 1 needs 2 GPUs, which are not available: 2 processes on this node, 3 visible"
+        ):
             world.join()
         return
     found = world.join()

@@ -88,7 +88,7 @@ class BestModel(Callback):
         self._state = {name: _copied(value) for name, value in state.items() if name not in left_out}
         if self._path is not None and any(isinstance(value, Piece) for value in self._state.values()):
             raise ConfigError(
-                "BestModel(path=...) writes a whole model, and this run's weights are sharded",
+                "BestModel(path=...) writes a whole model, but the weights of this run are sharded",
                 "leave out path; set checkpoint.keep_best, and run `ddpkit export` on that checkpoint",
             )
         if self._path is not None and trainer.world.is_main:
@@ -97,15 +97,15 @@ class BestModel(Callback):
     def on_fit_end(self, trainer: Any, result: Any) -> None:
         """Restore, where that was asked for and an evaluation came to a number."""
         if self._restore_at_end and self._load is not None:
-            logger.info("the model has the weights of step {} again: {} {:.4g}", self.step, *self._named_value())
+            logger.info("restored the weights of step {}: {} {:.4g}", self.step, *self._named_value())
             self.restore()
 
     def restore(self) -> None:
         """Put the best weights back into the model, in place. Raises `ConfigError` where there are none yet."""
         if self._load is None:
             raise ConfigError(
-                "BestModel has no weights to restore: no evaluation has come to a number yet",
-                "give eval_data to fit, or call evaluate",
+                "BestModel has no weights to restore: no evaluation has returned a number yet",
+                "pass eval_data to fit, or call evaluate",
             )
         self._load(self._state)
 
@@ -119,11 +119,13 @@ class BestModel(Callback):
             return
         if self._given:
             raise ConfigError(
-                f"BestModel watches {own[0]!r} ({own[1]}), and checkpoint.keep_best {run[0]!r} ({run[1]})",
-                "leave metric and mode out of BestModel: it then watches what keep_best names",
+                f"BestModel monitors {own[0]!r} ({own[1]}), but checkpoint.keep_best {run[0]!r} ({run[1]})",
+                "leave out metric and mode of BestModel: it then uses those of keep_best",
             )
         if self._watched.best is not None:
-            logger.warning("BestModel begins anew: it watches {!r} ({}), in the checkpoint {!r} ({})", *run, *own)
+            logger.warning(
+                "BestModel starts without a best value: it monitors {!r} ({}), in the checkpoint {!r} ({})", *run, *own
+            )
         self._watched = Watched(_NAME, *run)
         self.step, self._load, self._state, self._taken_up = None, None, {}, False
 

@@ -15,19 +15,19 @@ def check_metric(owner: str, metric: str, metrics: Iterable[str]) -> None:
     if metric not in names:
         likely = nearest(metric, names)
         raise ConfigError(
-            f"{owner} watches {metric!r}, but an evaluation gives {', '.join(names)}",
-            f"did you mean {likely!r}?" if likely else "give one of these, or add it to the Trainer's metrics",
+            f"{owner} monitors {metric!r}, but evaluations return {', '.join(names)}",
+            f"did you mean {likely!r}?" if likely else "use one of these, or add it to the Trainer's metrics",
         )
 
 
 class Watched:
-    """The best value so far of one metric. `min_delta`: by how much a value has to be better to count, in its unit."""
+    """The best value so far of one metric. `min_delta`: the smallest improvement that counts, in the metric's unit."""
 
     def __init__(self, owner: str, metric: str, mode: Literal["min", "max"], min_delta: float = 0.0) -> None:
         if mode not in ("min", "max"):
-            raise ConfigError(f"{owner} got mode={mode!r}", "give 'min' where less is better, 'max' where more is")
+            raise ConfigError(f"{owner} got mode={mode!r}", "use 'min' if lower is better, 'max' if higher is better")
         if not min_delta >= 0:
-            raise ConfigError(f"{owner} got min_delta={min_delta!r}", "give a number that is at least 0")
+            raise ConfigError(f"{owner} got min_delta={min_delta!r}", "use a number that is at least 0")
         self.metric = metric
         self.mode = mode
         self.best: float | None = None
@@ -36,7 +36,7 @@ class Watched:
         self._min_delta = min_delta
 
     def improved(self, metrics: dict[str, float]) -> bool:
-        """Note the value if it is the best so far. NaN is no improvement. Raises `ConfigError` for an unknown name."""
+        """Record the value if it is the best so far; NaN never is. Raises `ConfigError` for an unknown name."""
         check_metric(self._owner, self.metric, metrics)
         value = metrics[self.metric]
         if math.isnan(value):
@@ -47,15 +47,18 @@ class Watched:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint is to hold."""
+        """The state to save in a checkpoint."""
         return {"metric": self.metric, "mode": self.mode, "best": self.best}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Take up the best value; False, with a warning, where it is of another metric or mode."""
+        """Load the best value; False, with a warning, if it is of another metric or mode."""
         saved, own = (state["metric"], state["mode"]), (self.metric, self.mode)
         if saved != own:
             logger.warning(
-                "{} begins anew: it watches {!r} ({}), in the checkpoint {!r} ({})", self._owner, *own, *saved
+                "{} starts without a best value: it monitors {!r} ({}), in the checkpoint {!r} ({})",
+                self._owner,
+                *own,
+                *saved,
             )
             return False
         self.best = None if state["best"] is None else real_number(state["best"], f"the best {self.metric}")

@@ -1,4 +1,4 @@
-"""The events of a training run, for code that watches it from outside."""
+"""The events of a training run, and the base class of callbacks."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ class Callback:
     """
 
     state_per_rank = False
-    """Whether a checkpoint holds every rank's state; otherwise it holds rank 0's, and all ranks resume with that."""
+    """Whether a checkpoint has the state of every rank; otherwise it has that of rank 0, which all ranks load."""
 
     metrics_needed: tuple[str, ...] = ()
-    """The names of metrics that it reads from evaluations; `fit` checks before the first step that there are such."""
+    """The names of metrics that it reads from evaluations; `fit` checks before the first step that they exist."""
 
     def state_dict(self) -> dict[str, Any]:
         """State to save in a checkpoint: numbers, strings and tensors, nested in any way."""
@@ -36,7 +36,7 @@ class Callback:
         """At each log point, with its row of `FitResult.history`; on a GPU one interval late."""
 
     def on_evaluate_start(self, trainer: Any) -> None:
-        """Before each evaluation; once more where a stop had interrupted it, and the run resumes."""
+        """Before each evaluation; called again when a run resumes in an interrupted evaluation."""
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
         """After each evaluation, with the mean loss and the metrics, the same on all ranks."""

@@ -72,6 +72,6 @@ def _read_columns(path: Path) -> list[str]:
     if columns and columns[: len(_FIRST)] != _FIRST:
         raise ConfigError(
             f"{path} is not a log of CSVLogger: its first columns are {', '.join(columns[:3])}",
-            "give the path of a new file, or of a log to continue",
+            "use the path of a new file, or of a log to append to",
         )
     return columns

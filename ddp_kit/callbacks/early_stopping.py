@@ -23,7 +23,7 @@ class EarlyStopping(Callback):
         self, metric: str = "loss", patience: int = 3, mode: Literal["min", "max"] = "min", min_delta: float = 0.0
     ) -> None:
         if patience < 1:
-            raise ConfigError(f"EarlyStopping got patience={patience!r}", "give a number of evaluations, at least 1")
+            raise ConfigError(f"EarlyStopping got patience={patience!r}", "use a number of evaluations, at least 1")
         self._watched = Watched("EarlyStopping", metric, mode, min_delta)
         self.metrics_needed = (metric,)
         self._patience = patience
@@ -37,7 +37,7 @@ class EarlyStopping(Callback):
         return self._watched.best
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value, and how long it has been waited for a better one."""
+        """The best value, and the number of evaluations since then."""
         return {"watched": self._watched.state_dict(), "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ class EarlyStopping(Callback):
     def _stop_where_due(self, trainer: Any) -> None:
         if self.waited >= self._patience:
             logger.info(
-                "stopping at step {}: {} has not got better than {} in {} evaluations",
+                "stopping at step {}: {} has not improved on {} in {} evaluations",
                 trainer.step,
                 self._watched.metric,
                 "NaN" if self.best is None else f"{self.best:.4g}",

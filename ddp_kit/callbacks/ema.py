@@ -28,7 +28,7 @@ class EMA(Callback):
 
     def __init__(self, decay: float = 0.999) -> None:
         if not 0.0 <= decay < 1.0:
-            raise ConfigError(f"EMA got decay={decay!r}", "give a number from 0 to below 1, such as 0.999")
+            raise ConfigError(f"EMA got decay={decay!r}", "use a number from 0 to less than 1, such as 0.999")
         self._decay = decay
         self._model: nn.Module | None = None
         self._state: Callable[[], dict[str, Any]]  # of the model, as this rank holds it
@@ -36,15 +36,15 @@ class EMA(Callback):
         self._parameters: list[Tensor] = []
         self._places: list[Piece | None] = []  # of the parameters of which this rank holds a part
         self._average: list[Tensor] = []
-        self._trained: list[Tensor] = []  # the weights set aside, while the model has the averaged ones
-        self._loaded: dict[str, Tensor] = {}  # of a checkpoint, until the model is known
+        self._trained: list[Tensor] = []  # the trained weights, while the model has the averaged ones
+        self._loaded: dict[str, Tensor] = {}  # from a checkpoint, until the model is known
 
     def state_dict(self) -> dict[str, Any]:
-        """The average, by the names of the parameters; nothing before the first step."""
+        """The average by parameter name; empty before the first step."""
         return {"average": self._loaded or dict(zip(self._names, self._placed(self._average), strict=True))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue this average. Raises `ConfigError` with the next event where it is of other parameters."""
+        """Load the average. The next event raises `ConfigError` if it is of other parameters."""
         self._swap_back()
         self._model, self._names, self._parameters, self._places, self._average = None, [], [], [], []
         self._loaded = dict(state["average"])
@@ -85,7 +85,7 @@ class EMA(Callback):
         Raises `ConfigError` before the first step.
         """
         if self._model is None:
-            raise ConfigError("EMA has no average yet: no step has been done", "train at least one step first")
+            raise ConfigError("EMA has no average before the first step", "train at least one step first")
         pairs = zip(self._parameters, self._placed(self._in_the_model_s_precision()), strict=True)
         averaged = {parameter.data_ptr(): average for parameter, average in pairs if parameter.numel()}
         state = self._state()
@@ -133,8 +133,8 @@ class EMA(Callback):
         ]
         if differ:
             raise ConfigError(
-                f"EMA has another average in the checkpoint than it makes of this model: {', '.join(differ[:8])}",
-                "train the same parameters (requires_grad) as before, or leave EMA out and start it afresh later",
+                f"the checkpoint's EMA does not match the trained parameters of this model: {', '.join(differ[:8])}",
+                "train the same parameters (requires_grad) as before, or leave out EMA",
             )
         self._average = [
             _of(place, loaded[name]).to(own.device, own.dtype, copy=place is not None)

@@ -26,8 +26,8 @@ class JSONLinesLogger(FileLogger):
             with self._path.open("rb") as file:
                 if file.read(1) not in (b"", b"{"):
                     raise ConfigError(
-                        f"{self._path} is not a log of JSONLinesLogger: its first line is no JSON object",
-                        "give the path of a new file, or of a log to continue",
+                        f"{self._path} is not a log of JSONLinesLogger: its first line is not a JSON object",
+                        "use the path of a new file, or of a log to append to",
                     )
 
     def write(self, trainer: Any, kind: str, step: int, values: dict[str, Any]) -> None:

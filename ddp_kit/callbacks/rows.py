@@ -1,4 +1,4 @@
-"""Log points and evaluations as rows of names and values, for what writes them somewhere."""
+"""Log points and evaluations as rows of names and values: the base classes of loggers."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -15,23 +15,23 @@ from ddp_kit.state_values import whole_number
 
 
 class RowLogger(Callback):
-    """Calls `write` for each log point ("train") and each evaluation ("eval"), on the main rank alone."""
+    """Calls `write` for each log point ("train") and each evaluation ("eval"), on the main rank only."""
 
     def write(self, trainer: Any, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Write a row. `values`: of a log point the other fields of `LogRow`, of an evaluation the metrics."""
+        """Write a row. `values`: the other fields of `LogRow` for a log point, the metrics for an evaluation."""
         raise NotImplementedError
 
-    _taken_up = False  # from a checkpoint, and the rows of later steps are still there
+    _taken_up = False  # a checkpoint was loaded, and the rows of later steps are not removed yet
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Note that rows of later steps than the checkpoint's belong to what is done once more, or otherwise."""
+        """Note that the rows of steps after the checkpoint's are to be removed: these steps are repeated."""
         self._taken_up = True
 
     def take_back(self, step: int) -> None:
         """Remove the rows of later steps, before the first row of a run that resumes after `step`."""
 
     def on_fit_start(self, trainer: Any) -> None:
-        """Take back what came after the checkpoint, if one was taken up."""
+        """Remove the rows after the checkpoint's step, if a checkpoint was loaded."""
         self._take_back(trainer, trainer.step)
 
     def on_step(self, trainer: Any) -> None:
@@ -58,14 +58,14 @@ class RowLogger(Callback):
 
 
 class FileLogger(RowLogger):
-    """A `RowLogger` with a text file, a row a line; what other runs have written to it before is left alone."""
+    """A `RowLogger` with a text file, one row per line. Rows of earlier runs in the file are kept."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = absolute(path)
-        self._begins: int | None = None  # the line with which this run begins; None until it is asked for
+        self._begins: int | None = None  # the first line of this run; None until the file is open
 
     def state_dict(self) -> dict[str, Any]:
-        """Which lines of which file are this run's."""
+        """The file, and the first line of this run in it."""
         return {"path": str(self._path.absolute()), "begins": self.begin()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -75,7 +75,7 @@ class FileLogger(RowLogger):
             super().load_state_dict(state)
 
     def begin(self) -> int:
-        """Make the file ready for rows, and return the number of its lines that this run has not written."""
+        """Prepare the file for rows, and return the number of lines in it from earlier runs."""
         if self._begins is None:
             self._begins = 0
             if self._path.exists():
@@ -85,7 +85,7 @@ class FileLogger(RowLogger):
         return self._begins
 
     def step_of(self, line: str) -> int:
-        """The step of a row. Raises `ValueError`, `LookupError` or `TypeError` for a line that is none."""
+        """The step of a row. Raises `ValueError`, `LookupError` or `TypeError` if the line is not a row."""
         raise NotImplementedError
 
     def take_back(self, step: int) -> None:
@@ -101,7 +101,7 @@ class FileLogger(RowLogger):
             part = self._path.with_name(f"{self._path.name}.part")
             part.write_text("".join(kept), encoding="utf-8", newline="")
             part.replace(self._path)
-            logger.info("{} rows after step {} are taken out of {}", len(lines) - len(kept), step, self._path)
+            logger.info("removed {} rows after step {} from {}", len(lines) - len(kept), step, self._path)
 
     def _is_later(self, line: str, step: int) -> bool:
         try:
@@ -111,19 +111,19 @@ class FileLogger(RowLogger):
 
 
 def file_row(kind: str, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a file that holds both kinds: metrics have `eval_` before their names, for both have a loss."""
+    """A row of a file with both kinds: metrics of evaluations have the prefix `eval_`, because both have a loss."""
     prefix = "eval_" if kind == "eval" else ""
     return {"event": kind, "step": step} | {f"{prefix}{name}": value for name, value in values.items()}
 
 
 def numbers(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
-    """What can be drawn as a curve, under names such as train/loss and eval/loss."""
+    """The values that can be drawn as curves, under names such as train/loss and eval/loss."""
     drawn = (int, float)
     return {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, drawn)}
 
 
 def require(package: str, owner: str) -> None:
-    """Raise `ConfigError` where a package is not installed; it is not imported here."""
+    """Raise `ConfigError` if a package is not installed, without importing it."""
     if find_spec(package) is None:
         raise ConfigError(f"{owner} needs the package {package}, which is not installed", f"pip install {package}")
 
@@ -134,7 +134,7 @@ def drop_torn_row(path: Path) -> None:
         content = file.read()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
-            logger.warning("{} ends in the middle of a row, which is taken away", path)
+            logger.warning("{} ended with an incomplete row, which was removed", path)
             file.truncate(whole)
 
 

@@ -130,8 +130,8 @@ class WriterProcess:
         _end(self._process, self._line, self._said, os.getpid())
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return CheckpointError(
-            f"the process that writes checkpoints is gone ({how}){words and ': '}{words}",
-            "the next save starts another one; where SIGKILL ended it, look for a lack of memory: dmesg",
+            f"the process that writes checkpoints has ended ({how}){words and ': '}{words}",
+            "the next save starts a new one; if it was killed by SIGKILL, check for out of memory with dmesg",
             transient=True,
         )
 

@@ -60,9 +60,9 @@ def differ(names: Sequence[str]) -> CheckpointError:
     """The error for frozen weights, by their names, that are not the ones that were left out."""
     return CheckpointError(
         "the checkpoint was saved with checkpoint.trainable_only, without the frozen weights, and those of "
-        f"this model are not the ones that its run began with: {some(names)} differ in value, type or shape, or are "
-        "trained",
-        "give the model the same weights as then before you load it, such as those of the same pretrained model",
+        f"this model are not the ones at the start of its run: {some(names)} differ in value, dtype or shape, or are "
+        "not frozen",
+        "initialise the model with the same frozen weights as then, such as those of the same pretrained model",
     )
 
 

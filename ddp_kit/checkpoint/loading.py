@@ -121,11 +121,11 @@ def damaged(found: Found, problem: str) -> CheckpointError:
     """The error of a checkpoint that cannot be loaded."""
     if found.manifest is None and found.path.is_dir() and (inner := checkpoints(found.path)):
         return CheckpointError(
-            f"{found.path} is a folder of checkpoints, not one of them", f"name one: {inner[0].path}"
+            f"{found.path} is a folder of checkpoints, not a checkpoint", f"use one of them, such as {inner[0].path}"
         )
     if found.newer:
         return newer(found)
     return CheckpointError(
         f"the checkpoint {found.path} cannot be loaded: {problem}",
-        f"`ddpkit checkpoints {found.path.parent} --verify` tells which ones are whole; take another",
+        f"use another one; `ddpkit checkpoints {found.path.parent} --verify` lists which are undamaged",
     )

@@ -61,8 +61,8 @@ class FolderLock:
             last = self._said().get("wrote")
             if last not in (None, self._run, self._seen) and not resuming:
                 raise CheckpointError(
-                    f"another run has written checkpoints to {self._folder} since this one began: {self._holder()}",
-                    "make a new Trainer, which resumes from them, or give each run a folder of its own",
+                    f"another run has written checkpoints to {self._folder} since this one started: {self._holder()}",
+                    "create a new Trainer, which resumes from them, or use a separate checkpoint.dir for each run",
                 )
             self._seen = last
             self._sign(last)
@@ -88,13 +88,13 @@ class FolderLock:
             if holder.get("pid") == os.getpid() and holder.get("host") == socket.gethostname():
                 raise CheckpointError(
                     f"another Trainer of this process writes checkpoints to {self._folder}",
-                    "give each Trainer a folder of its own, or finish one before the next one",
+                    "use a separate checkpoint.dir for each Trainer, or finish one before starting the next",
                 )
             same_job = bool(self._job) and holder.get("job") == self._job
             if time.monotonic() - began > (_SAME_JOB_SECONDS if same_job else _OTHER_RUN_SECONDS):
                 raise CheckpointError(
                     f"another run writes checkpoints to {self._folder}: {self._holder()}",
-                    "wait until it ends, end it, or give each run a folder of its own (checkpoint.dir)",
+                    "wait until it ends, end it, or use a separate checkpoint.dir for each run",
                 )
             time.sleep(_LOOK_SECONDS)
 

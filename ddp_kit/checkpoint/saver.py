@@ -222,9 +222,9 @@ class _Copying:
         if changed:
             more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
             raise CheckpointError(
-                f"the checkpoint of step {self.job.step} is not saved: while it was copied, something other than the "
-                f"optimizer's step wrote to {', '.join(changed[:_SHOWN])}{more}",
-                "set checkpoint.overlap=False: the state is then copied before anything else runs",
+                f"the checkpoint of step {self.job.step} was not saved: during the copy, something other than "
+                f"optimizer.step() wrote to {', '.join(changed[:_SHOWN])}{more}",
+                "set checkpoint.overlap=False: the state is then copied before training continues",
             )
 
 
@@ -234,6 +234,6 @@ def _enough_memory(size: int) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"there is no host memory for a copy of the state: {size:,} bytes are needed ({error})",
-            "each process that saves needs as much as its state; ask for more memory",
+            f"not enough host memory for a copy of the state: {size:,} bytes are needed ({error})",
+            "each process that saves needs memory for a copy of its state; give the job more memory",
         ) from None

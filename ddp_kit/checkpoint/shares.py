@@ -151,17 +151,16 @@ def _checked(record: dict[str, object], job: Job, writer: int) -> list[FileRecor
         raise OSError(number, os.strerror(number))
     if record["tensors"] != job.tensors:
         raise CheckpointError(
-            f"the checkpoint of step {job.step} is not saved: of {job.writers} processes that write it, number "
-            f"{writer} has tensors of other names, types or shapes than number 0",
-            "let all ranks have the same model and optimizer; what one rank adds, all have to add",
+            f"the checkpoint of step {job.step} was not saved: process {writer} of the {job.writers} that write it has "
+            "tensors with other names, dtypes or shapes than process 0",
+            "use the same model and optimizer on all ranks, and add the same state on all of them",
         )
     return [FileRecord(**file) for file in record["files"]]  # type: ignore[attr-defined]
 
 
 def _missing(job: Job, writer: int, what: str) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint of step {job.step} is not saved: of {job.writers} processes that write it, number {writer} "
-        f"{what}",
-        "the checkpoints before are untouched",
+        f"the checkpoint of step {job.step} was not saved: process {writer} of the {job.writers} that write it {what}",
+        "earlier checkpoints are unchanged",
         transient=True,
     )

@@ -38,7 +38,7 @@ class System:
         try:
             renameat2 = libc.renameat2
         except AttributeError:  # an old C library
-            raise OSError("there is no renameat2") from None
+            raise OSError("renameat2 is not available") from None
         if renameat2(_CURRENT_FOLDER, os.fsencode(one), _CURRENT_FOLDER, os.fsencode(other), _EXCHANGE) != 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 

@@ -122,7 +122,7 @@ def refused(error: OSError, folder: Path) -> CheckpointError:
     """The error of a folder that cannot be written to."""
     return CheckpointError(
         f"checkpoints cannot be written to {folder}: {error.strerror or error}",
-        f"`ddpkit doctor --dir {folder}` tries it; name a folder that is yours, on a disk that can be written to",
+        f"use a folder that this process may write to; `ddpkit doctor --dir {folder}` tests it",
     )
 
 
@@ -239,7 +239,7 @@ def _full(job: Job, folder: Path, free: int | None) -> CheckpointError:
     there = "" if free is None else f", {free:,} are free"
     return CheckpointError(
         f"there is no space for the checkpoint of step {job.step} in {folder}: {needed:,} bytes are needed{there}",
-        "free some space, lower keep_last, or name a folder on another disk; the checkpoints before are untouched",
+        "free some space, lower keep_last, or use a folder on another disk; earlier checkpoints are unchanged",
         transient=True,
     )
 

@@ -85,7 +85,7 @@ def _checkpoint(source: Path, wants_best: bool, say: Callable[[str], None]) -> F
         )
     choice = newest_whole(source)
     for damaged in choice.passed_over:
-        say(f"passed over {damaged}")
+        say(f"skipped {damaged}")
     if choice.found is None:
         raise UsageError(f"there is no whole checkpoint in {source}", f"`ddpkit checkpoints {source}` lists them")
     return choice.found

@@ -86,8 +86,8 @@ def _recomputed(model: nn.Module, config: MemoryConfig) -> list[nn.Module]:
     blocks = repeated_blocks(model)
     if not blocks:
         raise ConfigError(
-            f"memory.checkpointing = {asked!r}, but {type(model).__name__} has no ModuleList or Sequential with "
-            "several children of one class that have children of their own",
+            f"memory.checkpointing = {asked!r} needs repeated blocks, but {type(model).__name__} has no ModuleList or "
+            "Sequential with several children of one class that have submodules",
             "put the repeated blocks into an nn.ModuleList, or call torch.utils.checkpoint.checkpoint in the model",
         )
     count = len(blocks)

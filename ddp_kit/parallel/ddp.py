@@ -56,7 +56,7 @@ class DdpStrategy(Strategy):
         for name in ("find_unused_parameters", "static_graph"):
             if getattr(self.config, name):
                 raise ConfigError(
-                    f"micro_batch_size='auto' does not go together with parallel.{name} at several ranks",
+                    f"micro_batch_size='auto' is not supported with parallel.{name} on several ranks",
                     "set micro_batch_size to a number",
                 )
 
@@ -208,7 +208,7 @@ class DdpStrategy(Strategy):
             update.load_state_dict(saved, steps)
         order = state.get("reduction_order")
         if order is not None and sorted(order) != [*range(len(order))]:
-            raise ValueError("reduction_order is no order")
+            raise ValueError("reduction_order is not a permutation of the parameters")
         self._rehearses_after = steps if self._learns_graph else 0
         if order is None or len(order) != len(self.parameters) or self._order is not None:
             return
@@ -318,7 +318,7 @@ def _sparse_zero(parameter: nn.Parameter) -> Tensor:
 def _unused(names: Sequence[str]) -> LossError:
     """These parameters got no gradient, and DDP waits for theirs."""
     return LossError(
-        f"{some(names) or 'some parameters'} got no gradient in a step, and DDP waits for one from each",
-        "let them take part in the loss, or freeze them (requires_grad=False); if they take part in some steps only, "
+        f"{some(names) or 'some parameters'} got no gradient in a step, but DDP waits for one from each",
+        "use them in the loss, or freeze them (requires_grad=False); if they are used only in some steps, "
         'set TrainerConfig(parallel={"find_unused_parameters": True})',
     )

@@ -133,13 +133,13 @@ def expanded(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int]:
             if name not in known:
                 close = nearest(name, modules)
                 raise ConfigError(
-                    f"parallel.device_map names {key!r}, and {type(model).__name__} has no module {name!r}",
+                    f"parallel.device_map names {key!r}, but {type(model).__name__} has no module {name!r}",
                     f"nearest: {close!r}" if close else f"its modules are {some([each for each in modules if each])}",
                 )
             if name in found:
                 raise ConfigError(
                     f"parallel.device_map has {name!r} in two entries: {entries[name]!r} and {key!r}",
-                    "let each module be in one",
+                    "put each module in one entry",
                 )
             found[name], entries[name] = index, key
     return found
@@ -152,9 +152,13 @@ def _names(key: str) -> Iterator[str]:
         ends = _RANGE.fullmatch(part)
         choices.append(range(int(ends[1]), int(ends[2]) + 1) if ends else (part,))
         if not choices[-1]:
-            raise ConfigError(f"parallel.device_map: the range {part} in {key!r} is empty", "put its smaller end first")
+            raise ConfigError(
+                f"parallel.device_map: the range {part} in {key!r} is empty", "put the smaller number first"
+            )
     if math.prod(map(len, choices)) > 1_000_000:
-        raise ConfigError(f"parallel.device_map: {key!r} stands for more than a million modules", "check its ends")
+        raise ConfigError(
+            f"parallel.device_map: {key!r} expands to more than a million modules", "check the ends of the ranges"
+        )
     yield from (".".join(map(str, parts)) for parts in product(*choices))
 
 
@@ -180,9 +184,9 @@ def indices_of(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int
             other, first = places.setdefault(id(tensor), (index, full))
             if other != index:
                 raise ConfigError(
-                    f"{first} and {full} are one tensor (tied), and parallel.device_map puts them on devices {other} "
+                    f"{first} and {full} are one tensor (tied), but parallel.device_map puts them on devices {other} "
                     f"and {index}",
-                    "put both modules on the same device; they need not be neighbours",
+                    "put both modules on the same device; they need not be adjacent",
                 )
     if missing:
         uncovered = list(dict.fromkeys(_topmost(name, device_map) for name in missing))
@@ -190,7 +194,7 @@ def indices_of(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int
         itself = "what the model itself holds (its name in the map is '')" if "" in uncovered else ""
         raise ConfigError(
             f"parallel.device_map leaves out {' and '.join(filter(None, (names, itself)))}",
-            "name them with a device, or one that they are part of; '' stands for all that has no other entry",
+            "add them or a parent module with a device; '' matches everything without an entry",
         )
     return found
 
@@ -244,8 +248,8 @@ def automatic_map(model: nn.Module, capacities: list[float]) -> dict[str, int]:
     units = tuple(repeated_blocks(model))
     if not units:
         raise ConfigError(
-            f"parallel.device_map='auto' divides a chain of repeated blocks, and {type(model).__name__} has no "
-            "ModuleList or Sequential with several children of one class that have children of their own",
+            f"parallel.device_map='auto' needs repeated blocks, but {type(model).__name__} has no "
+            "ModuleList or Sequential with several children of one class that have submodules",
             "name the modules: parallel={'device_map': {'encoder': 0, 'decoder': 1}}",
         )
     links, sizes, work = _chain(model, units)

@@ -43,10 +43,10 @@ def sizes_of(config: ParallelConfig, world_size: int) -> Sizes:
         shown = " x ".join(f"{name} {size}" for name, size in fixed.items() if size > 1) or "1"
         multiple = max(1, round(world_size / product)) * product if free is not None else product
         raise ConfigError(
-            f"the sizes of parallel do not fit the number of ranks: {shown} = {product}, and there "
+            f"the sizes of parallel do not match the number of ranks: {shown} = {product}, but there "
             f"{'is 1 rank' if world_size == 1 else f'are {world_size} ranks'}",
             f"start {multiple} ranks, or change one of the sizes"
-            + ("" if free is not None else ", or leave out replicate: it is then what is left over"),
+            + ("" if free is not None else ", or leave out replicate, which is then computed"),
         )
     if free is not None:
         fixed[free] = left

@@ -106,8 +106,8 @@ def check_steps_on_cpu(optimizer: Optimizer) -> None:
 
 def _only_on_gpu(optimizer: Optimizer, error: Exception) -> ConfigError:
     return ConfigError(
-        f"the optimizer {type(optimizer).__name__} cannot step on the CPU, where memory.offload_optimizer has its "
-        f"state: {error}",
-        "leave out capturable=True and other settings for a GPU's kernels (fused=True works with Adam, AdamW and SGD), "
+        f"memory.offload_optimizer runs the optimizer on the CPU, which {type(optimizer).__name__} does not support: "
+        f"{error}",
+        "leave out capturable=True and other settings for GPU kernels (fused=True works with Adam, AdamW and SGD), "
         "or leave out offload_optimizer",
     )

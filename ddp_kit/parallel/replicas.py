@@ -20,8 +20,8 @@ def check_replicable(model: nn.Module) -> None:
     lazy = [name for name, each in (*model.named_parameters(), *model.named_buffers()) if is_lazy(each)]
     if lazy:
         raise ConfigError(
-            f"the model {type(model).__name__} has lazy modules that have no shapes yet: {some(lazy)}",
-            "call the model once with a batch, before the Trainer is made",
+            f"the model {type(model).__name__} has lazy modules that are not initialised: {some(lazy)}",
+            "call the model once with a batch before creating the Trainer",
         )
 
 

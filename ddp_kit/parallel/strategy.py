@@ -144,28 +144,27 @@ class Strategy(ABC):
         """Raise `ConfigError` for a model that cannot be spread this way. Not a collective."""
         if isinstance(model, DistributedDataParallel):
             raise ConfigError(
-                "the model is wrapped in DistributedDataParallel", "give the model itself; the Trainer wraps it"
+                "the model is wrapped in DistributedDataParallel", "pass the unwrapped model; the Trainer wraps it"
             )
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigError(
-                f"the model {type(model).__name__} has no parameter that requires a gradient",
-                "nothing could be trained; set requires_grad=True on what is to learn",
+                f"the model {type(model).__name__} has no parameter that requires grad: there is nothing to train",
+                "set requires_grad=True on the parameters to train",
             )
 
     def check_recoverable(self) -> None:
         """Raise `ConfigError` where a step cannot be repeated after a rank ran out of memory. Not a collective."""
         if any(isinstance(module, nn.SyncBatchNorm) for module in self.model.modules()):
             raise ConfigError(
-                "micro_batch_size='auto' does not go together with SyncBatchNorm, a collective in every pass",
+                "micro_batch_size='auto' is not supported with SyncBatchNorm, which runs a collective in every pass",
                 "set micro_batch_size to a number",
             )
 
     def use(self, parallelize: Parallelize) -> None:  # noqa: ARG002
         """Let the user's own function spread the model in `setup`. Not a collective."""
         raise ConfigError(
-            f"parallelize=... is a function for FSDP and tensor parallel, and parallel.strategy is "
-            f"{self.config.strategy!r}",
-            "set the sizes of the mesh that it gets, such as parallel={'shard': 4, 'tensor': 2}",
+            f"parallelize=... is for FSDP and tensor parallelism, but parallel.strategy is {self.config.strategy!r}",
+            "set the sizes of the mesh that the function gets, such as parallel={'shard': 4, 'tensor': 2}",
         )
 
     def offload_parameters(self) -> None:
@@ -198,7 +197,7 @@ class Strategy(ABC):
         To be used instead of this one for the steps. After `setup`.
         """
         raise ConfigError(
-            f"several updates per step do not go together with parallel.strategy={self.config.strategy!r}",
+            f"several updates per step are not supported with parallel.strategy={self.config.strategy!r}",
             "use parallel='ddp'",
         )
 

@@ -21,7 +21,7 @@ def tensor_plan(model: nn.Module, config: ParallelConfig) -> dict[str, str]:
         found = fnmatch.filter(modules, pattern)
         if not found:
             raise ConfigError(
-                f"parallel.tensor_plan names {pattern!r}, and the model {type(model).__name__} has no such module",
+                f"parallel.tensor_plan names {pattern!r}, but the model {type(model).__name__} has no such module",
                 f"nearest: {nearest(pattern, [*modules]) or some([*modules][1:])}",
             )
         plan |= dict.fromkeys(found, kind)
@@ -39,12 +39,12 @@ def _own_plan(model: nn.Module) -> Mapping[str, str]:
             if not unknown:
                 return {name: _KINDS[kind] for name, kind in plan.items()}
             raise ConfigError(
-                f"the tensor-parallel plan of {type(model).__name__} has kinds that are not known here: {unknown}",
-                "give parallel.tensor_plan yourself",
+                f"the tensor-parallel plan of {type(model).__name__} has unsupported kinds: {unknown}",
+                "set parallel.tensor_plan",
             )
     raise ConfigError(
-        f"parallel.tensor splits layers, and {type(model).__name__} does not say which",
-        'give parallel.tensor_plan, such as {"blocks.*.qkv": "column", "blocks.*.proj": "row"}',
+        f"parallel.tensor needs a plan of the layers to split, but {type(model).__name__} does not define one",
+        'set parallel.tensor_plan, such as {"blocks.*.qkv": "column", "blocks.*.proj": "row"}',
     )
 
 
@@ -57,7 +57,7 @@ def _check_layer(name: str, layer: nn.Module, kind: str, ranks: int) -> None:
         width, what = (layer.embedding_dim, "columns") if kind == "column" else (layer.num_embeddings, "rows")
     else:
         raise ConfigError(
-            f"parallel.tensor_plan makes {name} a {kind} layer, and it is a {type(layer).__name__}",
+            f"parallel.tensor_plan makes {name} a {kind} layer, but it is a {type(layer).__name__}",
             "name Linear and Embedding modules",
         )
     if width % ranks:

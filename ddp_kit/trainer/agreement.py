@@ -29,8 +29,8 @@ def check_agreement(world: World, facts: Facts, groups: Sequence[Sequence[int]] 
     if found is not None:
         raise DataError(
             f"the ranks do not agree on {found}",
-            "every rank runs the whole script and has to build the same data, model and settings: set the random "
-            "seed before building them, load weights before the Trainer is made, leave dividing the data to it",
+            "every rank runs the whole script and must build the same data, model and settings: set the random seed "
+            "before building them, load weights before creating the Trainer, and let the Trainer divide the data",
         )
 
 
@@ -69,7 +69,7 @@ def first_losses(world: World, facts: tuple[int, int], problem: DdpKitError | No
         problem.reported_elsewhere = world.rank != troubled[0]
         raise problem
     if troubled:
-        error = LossError(f"rank {troubled[0]} cannot continue: see what it says", "fix that first")
+        error = LossError(f"rank {troubled[0]} cannot continue", f"fix the error that rank {troubled[0]} reports")
         error.reported_elsewhere = True
         raise error
     return [(first, second) for first, second, _ in everyone]

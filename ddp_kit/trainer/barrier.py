@@ -45,9 +45,9 @@ _LOOKS_PER_SECOND = 500  # the maximum of store polls, summed over all ranks
 
 _PREFIX = "ddp_kit/barrier"
 _HINT = (
-    "let all ranks call fit, steps, evaluate, predict, save, resume and stop at the same step, and leave a loop over "
-    "steps() there: decide it by what is the same on all of them. `if trainer.world.is_main:` is for what prints or "
-    "writes files, not for these calls: the Trainer lets one rank log and write"
+    "all ranks must call fit, steps, evaluate, predict, save, resume and stop at the same step, and leave a loop over "
+    "steps() at the same step: base such decisions on values that are equal on all ranks. Do not make these calls "
+    "under `if trainer.world.is_main:`; that is for printing and writing your own files"
 )
 
 
@@ -150,8 +150,8 @@ def _warned_when_late(place: str, rank: int, world_size: int) -> Iterator[None]:
     def warn() -> None:
         log.start(rank, world_size)
         logger.warning(
-            "rank {} is at {} and waits: not all of the {} processes have come there. Each of them has to make the "
-            "Trainer; is it made under a condition such as `if rank == 0`? After {:.0f} minutes this is an error",
+            "rank {} is at {} and waits: not all of the {} processes have reached it. Each of them must create the "
+            "Trainer; is that under a condition such as `if rank == 0`? After {:.0f} minutes this is an error",
             rank,
             place,
             world_size,
@@ -184,7 +184,7 @@ def wait_for_all(world: World, place: str) -> None:
     found = _all_here(world, barriers, keys, place, TIMEOUT_SECONDS)
     if len({each.words for each in found}) > 1:
         raise WorldError(
-            "the ranks are at different places: "
+            "the ranks made different calls: "
             + ", ".join(f"rank {rank} at {each.words}" for rank, each in enumerate(found)),
             "let all ranks call the same methods of the Trainer in the same order",
         )
@@ -237,7 +237,7 @@ class _Wait:
             self._refuse([rank for rank in self._missing if rank in ended], "its process has ended")
             now = time.monotonic()
             if now >= self._deadline:
-                self._refuse(self._missing, "did not come in time")
+                self._refuse(self._missing, "did not arrive before the timeout")
             if now >= self._next_question:
                 self._next_question = now + ANSWER_SECONDS
                 self._ask(now)
@@ -273,7 +273,7 @@ class _Wait:
         if not ranks:
             return
         error = WorldError(
-            f"rank {self._world.rank} is at {self._own.words}, and others do not come: "
+            f"rank {self._world.rank} is at {self._own.words}, and other ranks do not arrive: "
             f"rank {', '.join(map(str, ranks))} ({why})",
             _HINT,
         )
@@ -292,6 +292,6 @@ def _ended(rank: int) -> str:
 
 def _gone(world: World, words: str, error: Exception) -> WorldError:
     return WorldError(
-        f"rank {world.rank} is at {words}, and cannot reach the others: their store does not answer ({error})",
-        f"the process that serves it (rank 0's or the launcher) has probably ended: see what it said. {_HINT}",
+        f"rank {world.rank} is at {words}, and cannot reach the other ranks: the store does not answer ({error})",
+        f"the process that serves the store (rank 0 or the launcher) has probably ended: see its output. {_HINT}",
     )

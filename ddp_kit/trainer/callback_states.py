@@ -60,9 +60,9 @@ def load_callbacks(path: Path, callbacks: Sequence[Callback], saved: list[Any], 
             without.append(name)
     gone = [name for name, states in there.items() for state in states if state]
     if without or gone:
-        parts = [f"the checkpoint holds nothing for {', '.join(without)}: begun afresh"] if without else []
-        parts += [f"what it holds for {', '.join(gone)} is not used: there is no such callback now"] if gone else []
-        logger.warning("other callbacks than in the checkpoint: {}", "; ".join(parts))
+        parts = [f"the checkpoint has no state for {', '.join(without)}, which starts without one"] if without else []
+        parts += [f"the state for {', '.join(gone)} is ignored, because there is no such callback"] if gone else []
+        logger.warning("the callbacks differ from those in the checkpoint: {}", "; ".join(parts))
 
 
 def _of_rank(saved: Any, name: str, rank: int, ranks: int) -> Any:
@@ -71,7 +71,7 @@ def _of_rank(saved: Any, name: str, rank: int, ranks: int) -> Any:
     everyone = saved[_EVERY_RANK]
     if len(everyone) != ranks:
         logger.warning(
-            "{} has a state per rank: the checkpoint has {}, and there are {}: all get rank 0's",
+            "{} has a state per rank; the checkpoint has {} ranks, this run {}: all ranks load the state of rank 0",
             name,
             len(everyone),
             ranks,
@@ -94,7 +94,7 @@ def from_text(text: str) -> Any:
     saved = json.loads(text)
     tensors = safetensors.torch.load(base64.b64decode(saved["tensors"]))
     if not all(tensor.dtype in DTYPES and not _is_odd(tensor) for tensor in tensors.values()):
-        raise ValueError("a tensor that is not stored")
+        raise ValueError("a tensor has an unsupported dtype")
     return unpack(saved["text"], lambda _part, name, _: tensors[saved["names"][name]])["state"]
 
 

@@ -125,9 +125,9 @@ class Checkpoints:
             self._writers = self._together(self._folder)
             if parts.strategy.shards and len(self._writers) < parts.world.world_size:
                 raise CheckpointError(
-                    f"checkpoint.dir = {str(self._folder)!r} is not the same folder on all nodes, and each rank writes "
-                    "its own part of what is sharded",
-                    "name a folder that all nodes share",
+                    f"checkpoint.dir = {str(self._folder)!r} is not the same folder on all nodes, but each rank writes "
+                    "its own shards of a checkpoint",
+                    "use a folder on a file system that all nodes share",
                 )
             writer = self._writers.index(parts.world.rank)
             self._saver = RetryingSaver(
@@ -234,7 +234,7 @@ class Checkpoints:
     def save(self) -> None:
         """Write a checkpoint of this step. Raises `CheckpointError`; transient errors are logged as warnings."""
         if self._folder is None:
-            raise CheckpointError("there is no folder to save in", 'set checkpoint={"dir": ...} in the TrainerConfig')
+            raise CheckpointError("checkpoint.dir is not set", 'set checkpoint={"dir": ...} in the TrainerConfig')
         with self._use.exclusive():
             self._save(self._folder)
 
@@ -277,8 +277,8 @@ class Checkpoints:
         if moved is not None:
             place, steps = moved
             logger.warning(
-                "this run continues after step {}: the checkpoints of steps {} are of another branch, now in {}; "
-                "remove that folder when you do not need them",
+                "this run continues after step {}: the checkpoints of steps {} are of another branch and were moved to "
+                "{}; remove that folder when you do not need them",
                 max(self._kept, 0),
                 ", ".join(map(str, sorted(steps))),
                 place,
@@ -381,7 +381,7 @@ class Checkpoints:
         for found in takewhile(lambda found: not found.whole, there):
             if found.newer:
                 raise newer(found)
-            logger.warning("checkpoint passed over: {}", found)
+            logger.warning("checkpoint skipped: {}", found)
         for step in self._common(folder, [found.step for found in there if found.whole][:_COMPARED]):
             path = folder / name_of(step)
             state = self._read(path)
@@ -402,8 +402,8 @@ class Checkpoints:
                 for rank, row in enumerate(table)
             )
             raise CheckpointError(
-                f"no checkpoint in {folder} is whole on every node: {seen}",
-                "let `checkpoint.dir` be a folder that all nodes share, or set checkpoint.resume=None to start afresh",
+                f"no checkpoint in {folder} is complete on every node: {seen}",
+                "set checkpoint.dir to a folder that all nodes share, or checkpoint.resume=None to start from step 0",
             )
         return sorted(common, reverse=True)
 
@@ -418,7 +418,7 @@ class Checkpoints:
         bad = [rank for rank, text in enumerate(problems) if text]
         if bad:
             logger.warning(
-                "checkpoint passed over, as rank {} found: {}", ", ".join(map(str, bad)), problems[bad[0]].decode()
+                "checkpoint skipped because of rank {}: {}", ", ".join(map(str, bad)), problems[bad[0]].decode()
             )
         return None if bad else state
 

@@ -38,7 +38,7 @@ class Evaluation:
 
 def _no_spare() -> Any:
     raise DataError(
-        "this rank's stream has no batch at all, and with this parallel strategy each rank runs every pass",
+        "the stream of this rank yields no batch, but with this parallel strategy every rank must run every pass",
         "give every rank at least one batch, or use parallel='ddp'",
     )
 
@@ -138,8 +138,9 @@ class DataRoom:
         dataset, template = open_data(data, "train_data")
         if template is not None or isinstance(dataset, IterableDataset):
             raise ConfigError(
-                f"micro_batch_size='auto' is set, but train_data is a {type(data).__name__} with batches of its own",
-                "give a dataset with __getitem__ and __len__, or set micro_batch_size to a number",
+                f"micro_batch_size='auto' needs a dataset, but train_data is a {type(data).__name__} that decides the "
+                "batch size itself",
+                "use a dataset with __getitem__ and __len__, or set micro_batch_size to a number",
             )
         keys = [number % len(dataset) for number in range(samples)]
         config, world = self.parts.config.data, self.parts.world
@@ -196,8 +197,8 @@ class DataRoom:
         """Raise `ConfigError` for settings that need to know the division of samples in advance."""
         if self.plan.global_batch < self._ranks:
             raise ConfigError(
-                f"the global batch is {self.plan.global_batch} samples, fewer than the {self._ranks} ranks, each "
-                "of which reads a stream of its own",
+                f"the global batch is {self.plan.global_batch} samples, fewer than the {self._ranks} ranks, but each "
+                "rank reads its own stream",
                 f"set global_batch_size to {self._ranks} or more",
             )
         check_sync_batch_norm(self.parts.model, None, self._ranks)

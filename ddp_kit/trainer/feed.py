@@ -166,7 +166,11 @@ class StreamFeed:
         self._loader.set_position(epoch, place)
         self._arriving = counted(self._loader, self._move)
         if first_step and not place:
-            logger.info("reading past {} steps of epoch {}: this stream has no state to resume from", first_step, epoch)
+            logger.info(
+                "skipping the first {} steps of epoch {} by reading them: the stream has no state_dict to resume from",
+                first_step,
+                epoch,
+            )
             for _ in range(first_step):
                 self._fetch()
         self._begun_at: int | None = first_step  # None once a step of the epoch has been asked for
@@ -203,7 +207,8 @@ class StreamFeed:
         self._last = batches[-1:] or self._last
         if missing and not self._last:
             raise DataError(
-                "this rank's stream has no batch at all, and with this parallel strategy each rank runs every pass",
+                "the stream of this rank yields no batch, but with this parallel strategy every rank must run every "
+                "pass",
                 "give every rank at least one batch, or use parallel='ddp'",
             )
         return passes + (0,) * missing, batches + self._last * missing
@@ -212,19 +217,19 @@ class StreamFeed:
         """The error for an epoch without steps: the next epoch would have none either."""
         if first_step:
             return DataError(
-                f"train_data ended before step {first_step + 1} of an epoch that was left after {first_step} steps",
-                "continue with the data that the epoch was begun with, or start afresh: another checkpoint.dir",
+                f"the run resumes at step {first_step + 1} of an epoch, but train_data ended before that step",
+                "resume with the same data as before, or start from step 0 with another checkpoint.dir",
             )
         if samples:
             return DataError(
-                f"train_data gave {samples} samples in an epoch, fewer than the global batch of {self._at_least}, and "
-                "data.drop_last leaves out what does not fill one: no step at all",
+                f"train_data yielded {samples} samples in an epoch, fewer than the global batch of {self._at_least}, "
+                "and data.drop_last skips an incomplete batch: there is no complete step",
                 "use a smaller global_batch_size, or data.drop_last=False",
             )
         return DataError(
-            "train_data gave no sample on any rank",
-            "see what its __iter__ yields (a generator or a file that was read once yields nothing in the next epoch), "
-            "how it divides the data, and whether drop_last leaves out its only batches",
+            "train_data yielded no sample on any rank",
+            "check what its __iter__ yields (an exhausted generator or file yields nothing in the next epoch), "
+            "how it divides the data, and whether drop_last skips its only batches",
         )
 
     def _look_for_copies(self, batches: list[Any]) -> None:
@@ -235,13 +240,13 @@ class StreamFeed:
             digests.setdefault(data_rank, set()).add(digest)
         if any(len(found) > 1 for found in digests.values()):
             raise DataError(
-                "ranks that share one model read other samples from their streams",
+                "ranks that share one replica of the model read different samples from their streams",
                 "divide the stream by trainer.data_rank of trainer.data_ranks, not by the rank of the process",
             )
         if bits and len(digests) > 1 and len(set.union(*digests.values())) == 1:
             logger.warning(
-                "all {} ranks read the same samples from their streams: let the dataset's __iter__ divide them, such "
-                "as islice(samples, rank, None, world_size), and over DataLoader workers too (get_worker_info)",
+                "all {} ranks read the same samples from their streams: divide them in the dataset's __iter__, such as "
+                "with islice(samples, rank, None, world_size), and over DataLoader workers too (get_worker_info)",
                 self._world.world_size,
             )
 

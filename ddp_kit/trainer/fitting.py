@@ -25,7 +25,7 @@ def fitting(path: Path) -> Iterator[None]:
     except Exception as error:  # a file may contain anything and fail anywhere
         raise CheckpointError(
             f"the checkpoint {path} cannot be used: {type(error).__name__}: {str(error)[:_LONGEST_TEXT]!r}",
-            "was it written by another version of ddpkit, or changed since? take another checkpoint",
+            "it may be from another version of ddpkit, or modified: use another checkpoint",
         ) from error
 
 
@@ -33,6 +33,7 @@ def of_another_run(path: Path, what: str) -> CheckpointError:
     """The error for a checkpoint that does not fit."""
     return CheckpointError(
         f"the checkpoint {path} is of another model, optimizer or scheduler: {what}",
-        "give the folder of this run, or another one to start afresh (or checkpoint.resume=None); "
-        "ddp_kit.load_model(path, model, strict=False) loads the weights alone, before the Trainer is made",
+        "set checkpoint.dir to the folder of this run; to start from step 0, use a new folder or "
+        "checkpoint.resume=None; to load only weights, call ddp_kit.load_model(path, model, strict=False) before "
+        "creating the Trainer",
     )

@@ -115,7 +115,7 @@ class LogPoints:
             return
         # Sums propagate NaN and infinity, and take an eighth of the time of a maximum.
         if not torch.isfinite(torch.stack([each.sum(dtype=torch.float32) for each in weights])).all():
-            raise LossError(f"the weights are not finite after step {step}, although the losses are", _HINT, step)
+            raise LossError(f"the weights are not finite after step {step}, but the losses are", _HINT, step)
 
     def _check(self, point: _Point, values: Values) -> None:
         """Raise `LossError` for non-finite figures. All ranks have the same figures, so all raise or none does."""
@@ -125,9 +125,7 @@ class LogPoints:
             return
         self._refuse(point.reading.first_non_finite())
         if not isfinite(values.norm) and not self._parts.precision.scales:
-            raise LossError(
-                f"the gradient is not finite at step {point.step}, although the losses are", _HINT, point.step
-            )
+            raise LossError(f"the gradient is not finite at step {point.step}, but the losses are", _HINT, point.step)
 
     def _compare(self, step: int, values: Values) -> None:
         """Raise `DataError` if ranks differ. All ranks have the same figures, so all raise or none does."""
@@ -142,8 +140,8 @@ class LogPoints:
         )
         raise DataError(
             f"after step {step} the ranks do not agree on {found or what}",
-            "let callbacks, schedulers and your own code change weights and optimizers on all ranks alike; "
-            'verify_ranks="off" leaves weights uncompared',
+            "callbacks, schedulers and your own code must change weights and optimizers equally on all ranks; "
+            'verify_ranks="off" turns the comparison of weights off',
         )
 
     def _refuse_weight(self, found: tuple[int, int] | None) -> None:

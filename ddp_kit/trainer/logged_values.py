@@ -37,7 +37,7 @@ class LoggedValues:
         """Add values by name. Raises `ConfigError` for values that are no numbers."""
         if not isinstance(values, Mapping):
             raise ConfigError(
-                f"trainer.log got a {type(values).__name__}", 'give a dict of names: trainer.log({"accuracy": value})'
+                f"trainer.log got a {type(values).__name__}", 'pass a dict: trainer.log({"accuracy": value})'
             )
         for name, value in values.items():
             _check_name(name)
@@ -119,10 +119,10 @@ def over_all_ranks(world: World, names: "list[str]", table: "list[list[float]]")
 
 def _check_name(name: object) -> None:
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"trainer.log got the name {name!r}", "give names as text, such as 'accuracy'")
+        raise ConfigError(f"trainer.log got the name {name!r}", "use strings as names, such as 'accuracy'")
     if name in _RESERVED:
         raise ConfigError(
-            f"trainer.log got {name!r}, which every row has already", f"choose another name, such as 'my_{name}'"
+            f"trainer.log got {name!r}, a name that ddpkit logs itself", f"use another name, such as 'my_{name}'"
         )
 
 
@@ -135,6 +135,6 @@ def _detached(name: str, value: object) -> Tensor | Loss:
         return torch.tensor(float(value), dtype=torch.float64)
     found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise ConfigError(
-        f"trainer.log got {found} for {name!r}, where one number is needed",
-        "give a number, a tensor of one element, or Loss(sum, weight)",
+        f"trainer.log got {found} for {name!r}, not a single number",
+        "pass a number, a tensor with one element, or Loss(sum, weight)",
     )

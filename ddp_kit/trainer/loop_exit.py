@@ -38,5 +38,5 @@ def saved_when_left(steps: Loop, world: World, checkpoints: Checkpoints, run_sta
             try:
                 (checkpoints.finish if due else checkpoints.settle)()
             except DdpKitError as error:  # an error raised while a generator is closed may not reach the script
-                logger.error("a save was due or being written after step {}, and failed: {}", step.number, error)
+                logger.error("the checkpoint after step {} could not be saved: {}", step.number, error)
             raise

@@ -44,7 +44,7 @@ class LossCalls:
         if self.weighted != isinstance(value, Loss):
             raise LossError(
                 "the loss function returned a plain tensor at some steps and a Loss at others",
-                "return the same kind every time: the ranks agree on their reductions by it",
+                "return the same type at every step: it determines how the ranks reduce the loss",
             )
         return value
 
@@ -60,7 +60,7 @@ class LossCalls:
         if len(kinds - {_UNKNOWN}) > 1:
             raise LossError(
                 "the loss function returned a plain tensor on some ranks and a Loss on others",
-                "return the same kind everywhere: the ranks agree on their reductions by it",
+                "return the same type on every rank: it determines how the ranks reduce the loss",
             )
         self._kind = max(kinds)
         self.most_passes = max(passes for _, passes in everyone)
@@ -75,8 +75,9 @@ class LossCalls:
         if not (value.loss if isinstance(value, Loss) else value).requires_grad:
             self._parameters.check_frozen()  # a likely cause
             raise LossError(
-                f"the loss function returned a tensor without a gradient at step {step} on rank {parts.world.rank}",
-                "compute it from the model's output, without .item(), .detach(), torch.no_grad() or argmax on the way",
+                f"the loss function returned a tensor that does not require grad at step {step} on rank "
+                f"{parts.world.rank}",
+                "compute it from the model's output, without .item(), .detach(), torch.no_grad() or argmax in between",
                 step,
             )
         return value
@@ -97,6 +98,6 @@ class LossCalls:
         if not lenient and not bool(torch.isfinite(total)):
             raise LossError(
                 f"the loss is {total.item():g} in the first step of this run, on rank {self._parts.world.rank}",
-                "look at the inputs (NaN, zero divisors, logarithms of 0) and the weights that it began with; "
+                "check the inputs (NaN, division by zero, log(0)) and the initial weights; "
                 "torch.autograd.set_detect_anomaly(True) names the operation",
             )

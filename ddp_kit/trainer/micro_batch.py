@@ -44,7 +44,7 @@ class OutOfMemory(Exception):  # noqa: N818  # never shown: the loop catches it
         """The error to raise if no smaller micro-batch is left to try."""
         if self.error is not None:
             return with_hint(self.error, parts)
-        silent = LossError("another rank is out of memory with a micro-batch of 1", "see what it says")
+        silent = LossError("another rank is out of memory with a micro-batch of 1", "see the error of that rank")
         silent.reported_elsewhere = True
         return silent
 
@@ -105,7 +105,7 @@ def largest_micro_batch(parts: Parts, batches_of: Callable[[int], list[Any]], pl
     if not found and failed is not None:
         raise failed.own_or_silent(parts) from None
     found = found or share  # too few samples for BatchNorm at any size: training reports it
-    logger.info("micro_batch_size: {} of at most {} samples fit", found, share)
+    logger.info("micro_batch_size='auto' chose {} samples (the limit is {})", found, share)
     return found
 
 

@@ -36,8 +36,9 @@ class RunParameters:
             if parameter.requires_grad != learned
         ]
         raise ConfigError(
-            f"parameters were frozen or unfrozen (requires_grad) after the Trainer was made: {some(changed)}",
-            "make a new Trainer after that: what is reduced over the ranks is settled when it is made",
+            f"parameters were frozen or unfrozen (requires_grad) after the Trainer was created: {some(changed)}",
+            "change requires_grad before creating the Trainer, or create a new one afterwards: a Trainer decides only "
+            "once which gradients the ranks reduce",
         )
 
     def check(self) -> None:
@@ -49,8 +50,9 @@ class RunParameters:
         ):
             if len(now) != len(before) or any(one is not other for one, other in zip(now, before, strict=True)):
                 raise ConfigError(
-                    f"{what} has got other parameters after the Trainer was made: {len(before)} then, {len(now)} now",
-                    "change the model first and make the Trainer, with a new optimizer, after that",
+                    f"the parameters of {what} were replaced after the Trainer was created: {len(before)} then, "
+                    f"{len(now)} now",
+                    "change the model first, then create a new optimizer and the Trainer",
                 )
 
 

@@ -51,8 +51,8 @@ def main(words: list[str]) -> None:
         if ended.code not in (None, 0):
             raise
     raise UsageError(
-        f"{script} has ended, and no Trainer in it was to train: there is nothing to plan",
-        "a plan is made where the script calls trainer.fit(...) or trainer.steps(...)",
+        f"{script} ended without training: there is nothing to plan",
+        "the plan is made when the script calls trainer.fit(...) or trainer.steps(...)",
     )
 
 

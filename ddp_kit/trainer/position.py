@@ -71,8 +71,8 @@ class Position:
         before = self.epoch_facts
         if RANKS in facts and before.get(RANKS, facts[RANKS]) != facts[RANKS]:
             logger.warning(
-                "epoch {} was begun by {} ranks, and there are {}: each reads its own stream up to where the epoch was "
-                "left, so samples may be left out or used twice in it, unless the dataset's division makes up for it",
+                "epoch {} was started with {} ranks and resumes with {}: each rank reads its own stream up to this "
+                "step, so samples of this epoch may be left out or used twice, depending on how the dataset is divided",
                 self.epoch,
                 before[RANKS],
                 facts[RANKS],
@@ -82,10 +82,10 @@ class Position:
         differ = [f"{name} was {old}, and is {new}" for name, old, new in found if old is not None and old != new]
         if differ:
             raise DataError(
-                f"epoch {self.epoch} was left after {self.steps_in_epoch} steps, and its next ones would have other "
-                f"samples: {'; '.join(differ)}",
-                "continue with what the epoch was begun with; from the next epoch on it may change. To start afresh: "
-                "another checkpoint.dir, checkpoint.resume=None, or a new Trainer",
+                f"the run resumes after {self.steps_in_epoch} steps of epoch {self.epoch}, but the next ones would use "
+                f"different samples than before: {'; '.join(differ)}",
+                "resume with the same data and settings; they may change from the next epoch on. To start from step 0, "
+                "use another checkpoint.dir, checkpoint.resume=None, or a new Trainer",
             )
 
     def owe_evaluation(self, owes: bool, stopping: bool) -> None:

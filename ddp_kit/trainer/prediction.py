@@ -51,7 +51,7 @@ def predict(parts: Parts, function: PredictFunction | None, data: Evaluation) ->
     if parts.world.world_size > 1:
         own, spec = _gather(own, spec, parts.world)
     if spec is None:
-        raise LossError("there was no sample to predict for", "see what the data yields")
+        raise LossError("predict got no sample", "check what the data yields")
     return _plain(pytree.tree_unflatten([leaf.cpu() for leaf in own.values()], spec))
 
 
@@ -66,8 +66,8 @@ def _predicted(parts: Parts, function: PredictFunction | None, batch: Any, outpu
     parts.strategy.call(parts.loss_fn, batch)
     if not outputs:
         raise LossError(
-            "the loss function did not call the model, so there is nothing to predict with",
-            "say how: trainer.predict(data, lambda model, batch: model(batch['inputs']))",
+            "the loss function did not call the model, so predict does not know how to compute an output",
+            "pass a function: trainer.predict(data, lambda model, batch: model(batch['inputs']))",
         )
     return outputs[0]
 
@@ -89,8 +89,8 @@ def _check_prediction(leaf: Any, samples: int) -> None:
     if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != samples:
         found = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
         raise LossError(
-            f"a prediction for {samples} samples holds {found}",
-            f"say what to predict, in tensors whose first dimension is the samples ({samples}): "
+            f"a prediction for {samples} samples contains {found}",
+            f"return tensors whose first dimension is the samples ({samples}): "
             "trainer.predict(data, lambda model, batch: model(batch['inputs']).logits)",
         )
 
@@ -105,16 +105,16 @@ def _joined(name: str, pieces: list[Tensor]) -> Tensor:
 def _different(shapes: Iterable[Any]) -> LossError:
     shown = "; ".join(sorted(map(str, shapes)))
     return LossError(
-        f"predictions of different batches have different shapes beside the samples: {shown}",
-        "bring them to one length: trainer.predict(data, lambda model, batch: pad(model(batch)))",
+        f"predictions of different batches differ in more than the number of samples: {shown}",
+        "pad them to one shape: trainer.predict(data, lambda model, batch: pad(model(batch)))",
     )
 
 
 def _other_names(first: Iterable[str], other: Iterable[str]) -> LossError:
     differ = ", ".join(sorted(set(first) ^ set(other)))
     return LossError(
-        f"predictions of different batches hold different entries: {differ} in some of them only",
-        "let predict_fn give the same entries for every batch, with tensors for what a batch has nothing of",
+        f"predictions of different batches have different entries: {differ} only in some of them",
+        "let predict_fn return the same entries, all of them tensors, for every batch",
     )
 
 
@@ -172,8 +172,8 @@ def _spec_of(speaker: int, own: Any, world: World) -> Any:
     problems = [each.decode() for each in every_text(why.encode(), world)]
     if any(problems):
         raise LossError(
-            f"a rank without samples cannot put the prediction together: {next(filter(None, problems))}",
-            "let predict_fn give tensors in dicts, lists and tuples, or in classes that are defined in a module; or "
+            f"a rank without samples cannot build the type of the prediction: {next(filter(None, problems))}",
+            "let predict_fn return tensors in dicts, lists and tuples, or in classes that a module defines; or "
             "predict for at least as many samples as there are ranks",
         )
     return found
@@ -258,7 +258,7 @@ def _loaded(context: Any) -> _Context:
     for part in name.split("."):
         kind = getattr(kind, part, None)
     if not isinstance(kind, type) or not (is_dataclass(kind) or hasattr(kind, "_fields")):
-        raise LookupError(f"{module}.{name} is not known to it")
+        raise LookupError(f"it cannot find {module}.{name}")
     return kind, tuple(held), tuple(empty)
 
 

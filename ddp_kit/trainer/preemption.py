@@ -165,7 +165,7 @@ class Preemption:
             _signals.heard = None  # up to here, a second Ctrl-C interrupts
         again = "the same command" if self._auto else 'with checkpoint.resume="auto" the command'
         logger.warning(
-            "stopped by {} after step {}: saved in {}; {} continues from there",
+            "stopped by {} after step {}: saved in {}; {} resumes from there",
             request.why,
             position.step,
             self._folder,

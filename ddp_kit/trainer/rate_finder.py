@@ -40,7 +40,7 @@ def rates_between(start: float, end: float, steps: int) -> list[float]:
     if not 0 < start < end or steps < 2:
         raise ConfigError(
             f"find_learning_rate got start={start}, end={end}, steps={steps}",
-            "give 0 < start < end and at least 2 steps",
+            "use 0 < start < end and at least 2 steps",
         )
     return [start * (end / start) ** (number / (steps - 1)) for number in range(steps)]
 
@@ -80,7 +80,7 @@ def _shares(feed: Feed) -> Iterator[Share]:
         feed.begin(epoch, 0)
         share = feed.next()
         if share is None:
-            raise DataError("train_data gave no step", "see how many samples it has")
+            raise DataError("train_data has too few samples for a single step", "check how many samples it has")
         while share is not None:
             yield share
             share = feed.next()

@@ -32,8 +32,9 @@ def scale_learning_rate(
     """
     if isinstance(scheduler, LRScheduler):
         raise ConfigError(
-            f"learning_rate_scaling is {rule!r}, but the {type(scheduler).__name__} was made with other rates",
-            "give a function instead, which is called with the scaled rates: "
+            f"learning_rate_scaling is {rule!r}, but the {type(scheduler).__name__} was created with the unscaled "
+            "learning rates",
+            "pass a function instead, which is called after the scaling: "
             f"scheduler=lambda optimizer: {type(scheduler).__name__}(optimizer, ...)",
         )
     ratio = global_batch / reference
@@ -110,9 +111,9 @@ def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int) -> 
     left = _ticks_left(scheduler)
     if left < total - done:
         raise ConfigError(
-            f"the scheduler is made for {left:g} more ticks, and the run has {total - done} more optimizer steps",
-            f"make it for all steps: total_steps={total}, or epochs and steps_per_epoch whose product is that; "
-            "warmup_steps of the configuration come before its own ticks",
+            f"the scheduler allows {left:g} more steps, but the run has {total - done} more optimizer steps",
+            f"create it for all steps: total_steps={total}, or epochs and steps_per_epoch whose product is that; "
+            "warmup_steps of the configuration come before the scheduler's own steps",
         )
 
 

@@ -47,7 +47,7 @@ class RetryingSaver(Saver):
             if not error.transient:
                 raise
             self.unsaved = error.with_traceback(None)  # traceback frames keep tensors alive
-            logger.warning("{}; the run continues, and its next save tries again", error.message)
+            logger.warning("{}; training continues, and the next save tries again", error.message)
 
 
 def finishes_copy(saver: Saver) -> Callable[..., None]:

@@ -49,7 +49,8 @@ class RunState:
         """Raise `DataError` if another loop has started since."""
         if self._loop is not loop:
             raise DataError(
-                "this loop over steps() was overtaken by a later one", "finish or leave one before the next begins"
+                "another loop over steps() was started while this one was not finished",
+                "finish or leave a loop before starting the next one",
             )
 
     def resumed(self) -> None:

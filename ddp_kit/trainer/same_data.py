@@ -86,9 +86,9 @@ class SampleComparison:
                 raise DataError(
                     f"the ranks do not agree on sample {keys[differ[0]]} of {role}"
                     f" ({len(differ)} of {len(keys)} samples that were compared differ)",
-                    "every rank has to build the same dataset in the same order: sort what is listed from a folder, "
-                    "set the random seed before dividing or shuffling it, and leave dividing it over the ranks to the "
-                    "Trainer. Where samples differ on purpose: data.compare_items=0",
+                    "every rank must build the same dataset in the same order: sort file listings, set the random seed "
+                    "before splitting or shuffling, and let the Trainer divide the dataset over the ranks. If samples "
+                    "differ on purpose, set data.compare_items=0",
                 )
 
     def _keys(self, dataset: object) -> list[int]:

@@ -121,9 +121,9 @@ class ModelPart(SavedPart):
             return state
         if changed := next((found for found in ranks if found), None):
             raise CheckpointError(
-                f"frozen weights have changed since the run began, such as {changed}, and with "
-                "checkpoint.trainable_only no checkpoint has them",
-                "set checkpoint.trainable_only=False, or leave weights alone that do not require gradients",
+                f"frozen weights have changed since the start of the run, such as {changed}, but with "
+                "checkpoint.trainable_only they are not saved",
+                "set checkpoint.trainable_only=False, or do not change weights that do not require gradients",
             )
         state.update(self._frozen.entries())
         return state
@@ -456,8 +456,8 @@ class RandomPart(SavedPart):
             return
         seed_generators(mixed_seed(self._seed, self._strategy.data_rank, self._position.step))
         logger.warning(
-            "the checkpoint is of {} ranks, and there are {}: each step has the same samples of a dataset with a "
-            "length; dropout and other random numbers differ, and so does what BatchNorm sees at once",
+            "the checkpoint was saved with {} ranks, and this run has {}: steps use the same samples if the dataset "
+            "has a length, but random numbers, such as those for dropout, and BatchNorm's batches differ",
             len(saved),
             ranks,
         )
@@ -594,7 +594,7 @@ def as_parts(path: Path, state: Mapping[str, Any], parts: Sequence[SavedPart]) -
         saved[part.name] = found if version == part.version else part.migrate(found, version)
     unknown = sorted(state.keys() - {VERSIONS, *(part.name for part in parts)})
     if unknown:
-        logger.warning("the checkpoint {} has parts that are not used here: {}", path, ", ".join(unknown))
+        logger.warning("the checkpoint {} has parts that this run does not use: {}", path, ", ".join(unknown))
     return saved
 
 

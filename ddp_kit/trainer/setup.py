@@ -30,7 +30,7 @@ def checked_config(config: object) -> TrainerConfig:
         return TrainerConfig()
     if not isinstance(config, TrainerConfig):
         raise ConfigError(
-            f"config is a {type(config).__name__}", "give a TrainerConfig, such as TrainerConfig(epochs=3)"
+            f"config is a {type(config).__name__}", "pass a TrainerConfig, such as TrainerConfig(epochs=3)"
         )
     return config
 
@@ -38,7 +38,7 @@ def checked_config(config: object) -> TrainerConfig:
 def checked_function(value: Any, name: str) -> Any:
     """The function, if it can be called."""
     if not callable(value):
-        raise ConfigError(f"{name} is a {type(value).__name__}", "give a function")
+        raise ConfigError(f"{name} is a {type(value).__name__}", "pass a function")
     return value
 
 
@@ -46,13 +46,13 @@ def checked_model(model: object) -> None:
     """Raise `ConfigError` if it is not a Module, or is on the meta device."""
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise ConfigError(f"model is {what}", "give a torch.nn.Module that is made: Trainer(MyModel(), ...)")
+        raise ConfigError(f"model is {what}", "pass an instance of torch.nn.Module: Trainer(MyModel(), ...)")
     tensors = [*model.named_parameters(), *model.named_buffers()]
     meta = [name for name, each in tensors if each.is_meta]
     if meta:
         raise ConfigError(
-            f"the model {type(model).__name__} is on the meta device, without any values: {some(meta)}",
-            "give it memory and values first: model.to_empty(device=...), then initialise or load its weights",
+            f"the model {type(model).__name__} is on the meta device, without values: {some(meta)}",
+            "allocate it first with model.to_empty(device=...), then initialise or load its weights",
         )
 
 
@@ -66,21 +66,22 @@ def optimizer_for(
     if strategy.replaces_parameters and isinstance(optimizer, Optimizer):
         kind, name = type(optimizer).__name__, strategy.config.strategy
         raise ConfigError(
-            f"parallel={name!r} puts sharded parameters into the model, and the {kind} was made with the ones before",
-            f"give a function that makes it: Trainer(model, lambda parameters: {kind}(parameters, lr=...), ...)",
+            f"parallel={name!r} replaces the model's parameters with sharded ones, but the {kind} holds the old ones",
+            f"pass a function that creates it: Trainer(model, lambda parameters: {kind}(parameters, lr=...), ...)",
         )
     if not isinstance(optimizer, Optimizer) and callable(optimizer):
         made = optimizer(model.parameters())
     if not isinstance(made, Optimizer):
         raise ConfigError(
-            f"optimizer is a {type(made).__name__}", "give a torch Optimizer, or a function parameters -> Optimizer"
+            f"optimizer is a {type(made).__name__}", "pass a torch Optimizer, or a function parameters -> Optimizer"
         )
     own = set(model.parameters())
     unknown = sum(parameter not in own for group in made.param_groups for parameter in group["params"])
     if unknown:
         raise ConfigError(
-            f"the optimizer holds {unknown} parameters that are not the model's: the ranks would train them apart",
-            "make it from model.parameters(); put a loss that has parameters of its own into the model",
+            f"the optimizer holds {unknown} parameters that the model does not have: their gradients would not be "
+            "reduced over the ranks",
+            "create it from model.parameters(); make a loss with parameters a submodule of the model",
         )
     _check_complete(model, made)
     strategy.setup_optimizer(made)
@@ -96,8 +97,8 @@ def _check_complete(model: nn.Module, optimizer: Optimizer) -> None:
     ]
     if missing:
         raise ConfigError(
-            f"the optimizer does not hold {some(missing)}, which require a gradient: they would never be trained",
-            "make it from model.parameters(); what is not to be trained gets requires_grad_(False) before that",
+            f"the optimizer does not hold {some(missing)}, which require grad: they would never be updated",
+            "create it from model.parameters(); call requires_grad_(False) on parameters that are not to be trained",
         )
 
 
@@ -112,13 +113,13 @@ def scheduler_for(
         return None
     if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
         raise ConfigError(
-            f"scheduler is a {type(made).__name__}, which cannot tick once per optimizer step by itself",
-            "give an LRScheduler that needs no value, or a function optimizer -> LRScheduler",
+            f"scheduler is a {type(made).__name__}, not an LRScheduler whose step() needs no argument",
+            "pass an LRScheduler that needs no metric, or a function optimizer -> LRScheduler",
         )
     if made.optimizer is not optimizer:
         raise ConfigError(
-            "the scheduler moves the learning rate of another optimizer",
-            "make it from the optimizer that the Trainer gets, or give a function optimizer -> LRScheduler",
+            "the scheduler belongs to another optimizer",
+            "create it with the optimizer that you pass to the Trainer, or pass a function optimizer -> LRScheduler",
         )
     return made
 
@@ -139,11 +140,9 @@ def check_sync_batch_norm(model: nn.Module, batches: TrainBatches | OwnTrainBatc
 def checked_metrics(metrics: object) -> dict[str, MetricFunction | MetricObject]:
     """The metrics by name, none of which is the loss itself."""
     if not isinstance(metrics, Mapping):
-        raise ConfigError(
-            f"metrics is a {type(metrics).__name__}", 'give a dict of names: metrics={"accuracy": accuracy}'
-        )
+        raise ConfigError(f"metrics is a {type(metrics).__name__}", 'pass a dict: metrics={"accuracy": accuracy}')
     if "loss" in metrics:
-        raise ConfigError("a metric is called 'loss', the name of the loss itself", "choose another name for it")
+        raise ConfigError("a metric is called 'loss', the name of the loss itself", "rename the metric")
     return {name: _checked_metric(name, metric) for name, metric in metrics.items()}
 
 
@@ -161,11 +160,13 @@ def checked_callbacks(callbacks: object) -> tuple[Callback, ...]:
     given = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
     for callback in given:
         if isinstance(callback, type) and issubclass(callback, Callback):
-            raise ConfigError(f"callbacks holds the class {callback.__name__}", f"make one: {callback.__name__}(...)")
+            raise ConfigError(
+                f"callbacks contains the class {callback.__name__}", f"pass an instance: {callback.__name__}(...)"
+            )
         if not isinstance(callback, Callback):
             raise ConfigError(
-                f"callbacks holds a {type(callback).__name__}",
-                "derive it from ddp_kit.Callback and give a list of them",
+                f"callbacks contains a {type(callback).__name__}",
+                "pass a list of instances of ddp_kit.Callback subclasses",
             )
         _check_events(callback)
     return tuple(given)
@@ -178,6 +179,6 @@ def _check_events(callback: Callback) -> None:
     for name in unknown:
         if (likely := nearest(name, events)) is not None:
             raise ConfigError(
-                f"{type(callback).__name__} has a method {name}, and there is no such event",
+                f"{type(callback).__name__} has a method {name}, but there is no such event",
                 f"did you mean {likely}? The events are {', '.join(events)}",
             )

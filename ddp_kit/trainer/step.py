@@ -155,8 +155,8 @@ class OptimizerStep:
                 scheduler.step()
             except ValueError as error:
                 raise ConfigError(
-                    f"the {type(scheduler).__name__} cannot tick after step {step}: {error}",
-                    "make it for as many ticks as the run has steps",
+                    f"step() of the {type(scheduler).__name__} failed after optimizer step {step}: {error}",
+                    "create it for as many steps as the run has",
                 ) from error
 
     def _leave_out(self, interval: StepRecord, before: BufferCopies | None, passes: "StepPasses") -> None:

@@ -228,7 +228,7 @@ class PeakMemory(Subscriber):
             logger.info("memory: planned {:.1f} GiB, measured peak {:.1f} GiB", predicted / GIB, peak)
         elif self._counted is not None:
             logger.info(
-                "memory: {:.1f} GiB for weights, gradients and optimizer state by arithmetic, measured peak {:.1f} GiB "
+                "memory: {:.1f} GiB calculated for weights, gradients and optimizer state, measured peak {:.1f} GiB "
                 "with activations",
                 self._counted / GIB,
                 peak,

@@ -383,7 +383,9 @@ class Trainer:
         Raises `ConfigError` for an invalid range. A collective: all ranks call it.
         """
         if self._updates:
-            raise ConfigError("find_learning_rate tries the rates of one optimizer", "make a Trainer of one update")
+            raise ConfigError(
+                "find_learning_rate supports only one optimizer", "call it on a Trainer with a single update"
+            )
         rates = rates_between(start, end, steps)
         self._plan_only(train_data)
         self._agree("find_learning_rate()", train_data=train_data)
@@ -590,8 +592,8 @@ class Trainer:
         """Raise an error if the ranks would diverge or wait for each other forever."""
         if self._request is not None:
             raise ConfigError(
-                f"trainer.{call} is called before training, and `ddpkit plan` has no weights for it",
-                "a plan is made where the script calls trainer.fit(...) or trainer.steps(...)",
+                f"the script calls trainer.{call} before training, but under `ddpkit plan` the model has no weights",
+                "skip that call: the plan is made when the script calls trainer.fit(...) or trainer.steps(...)",
             )
         if self.world.world_size == 1:
             return

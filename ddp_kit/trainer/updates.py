@@ -66,42 +66,44 @@ def checked_updates(
         return ()
     if any(each is not None for each in others):
         raise ConfigError(
-            "a Trainer got updates, and an optimizer, loss function or scheduler besides",
-            "give those of each update in Update(name, loss_fn, optimizer, scheduler=...)",
+            "the Trainer got updates and also an optimizer, loss function or scheduler",
+            "pass those of each update in Update(name, loss_fn, optimizer, scheduler=...)",
         )
     _check_settings(config)
     if not isinstance(updates, Sequence) or not all(isinstance(each, Update) for each in updates):
-        raise ConfigError("updates is no list of Update(...)", "give updates=[Update(name, loss_fn, optimizer), ...]")
+        raise ConfigError(
+            "updates is not a list of Update(...)", "pass updates=[Update(name, loss_fn, optimizer), ...]"
+        )
     names = [each.name for each in updates]
     if len(set(names)) < len(names):
-        raise ConfigError(f"two updates have the same name: {', '.join(names)}", "give each a name of its own")
+        raise ConfigError(f"two updates have the same name: {', '.join(names)}", "give each update a unique name")
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     holder: dict[int, str] = {}
     for update in updates:
         if not isinstance(update.optimizer, Optimizer):
             raise ConfigError(
                 f"update {update.name!r} has a {type(update.optimizer).__name__} as its optimizer",
-                "give a torch Optimizer that holds the parameters that this update trains",
+                "pass a torch Optimizer with the parameters that this update trains",
             )
         checked_function(update.loss_fn, f"loss_fn of update {update.name!r}")
         if update.every < 1:
-            raise ConfigError(f"update {update.name!r} has every={update.every}", "give a number of steps from 1 on")
+            raise ConfigError(f"update {update.name!r} has every={update.every}", "set a number of steps, at least 1")
         for group in update.optimizer.param_groups:
             for parameter in group["params"]:
                 first = holder.setdefault(id(parameter), update.name)
                 if first != update.name:
                     raise ConfigError(
-                        f"{name_of.get(id(parameter), 'a parameter')} is held by the optimizers of {first!r} and "
+                        f"{name_of.get(id(parameter), 'a parameter')} is in the optimizers of both {first!r} and "
                         f"{update.name!r}",
-                        "let one optimizer hold it; add up the losses if it learns from both",
+                        "give it to one of them; to train it on both losses, add them up in one update",
                     )
     if all(each.every > 1 for each in updates):
-        raise ConfigError("no update is done in every step", "leave out `every` for one of them")
+        raise ConfigError("no update runs in every step", "leave out `every` for one of them")
     return tuple(updates)
 
 
 def _check_settings(config: TrainerConfig) -> None:
-    """Raise `ConfigError` for settings that do not go together with several updates."""
+    """Raise `ConfigError` for settings that are not supported with several updates."""
     problems = {
         "precision='fp16'": (
             config.precision == "fp16",
@@ -113,7 +115,7 @@ def _check_settings(config: TrainerConfig) -> None:
     }
     for setting, (asked, hint) in problems.items():
         if asked:
-            raise ConfigError(f"{setting} does not go together with several updates", hint)
+            raise ConfigError(f"{setting} is not supported with several updates", hint)
 
 
 def loss_to_evaluate(updates: Sequence[Update], logged: LoggedValues) -> LossFunction:
@@ -209,8 +211,7 @@ def check_closure(parts: Parts) -> None:
     }.items():
         if asked:
             raise ConfigError(
-                f"{optimizer} evaluates the loss several times within a step, "
-                f"which does not go together with {setting}",
+                f"{setting} is not supported with {optimizer}, which evaluates the loss several times per step",
                 "use the default of that setting, or another optimizer",
             )
 

@@ -119,5 +119,5 @@ def test_without_an_evaluation_there_is_nothing_to_restore(build: Build, train_d
 
 
 def test_an_unknown_metric_is_said(build: Build, train_data: Any, eval_data: Any) -> None:
-    with pytest.raises(ConfigError, match="BestModel watches 'accuracy', but an evaluation gives loss, absolute"):
+    with pytest.raises(ConfigError, match="BestModel monitors 'accuracy', but evaluations return loss, absolute"):
         build(BestModel(metric="accuracy", mode="max")).fit(train_data, eval_data)

@@ -68,7 +68,7 @@ def test_a_real_run_ends_early(build: Build, train_data: Any, eval_data: Any) ->
 
 
 def test_an_unknown_metric_is_said_with_the_nearest(build: Build, train_data: Any, eval_data: Any) -> None:
-    with pytest.raises(ConfigError, match=r"'absolut', but an evaluation gives loss, absolute\n.*mean 'absolute'"):
+    with pytest.raises(ConfigError, match=r"'absolut', but evaluations return loss, absolute\n.*mean 'absolute'"):
         build(EarlyStopping(metric="absolut")).fit(train_data, eval_data)
 
 

@@ -191,7 +191,7 @@ def test_a_second_trainer_gets_an_average_of_its_own(build: Build, model: nn.Mod
 def test_an_evaluation_before_the_first_step_is_of_the_weights(build: Build, eval_data: Any, model: nn.Module) -> None:
     ema = EMA()
     assert build(ema).evaluate(eval_data) == build(network=model).evaluate(eval_data)
-    with pytest.raises(ConfigError, match="no average yet"):
+    with pytest.raises(ConfigError, match="no average before the first step"):
         ema.model_state()
 
 

@@ -233,7 +233,7 @@ def test_a_write_during_an_overlapped_copy_is_an_error_that_names_it(tmp_path: P
     with Saver(tmp_path, keep_last=1) as saver:
         saver.save(1, changing, replicated=of_the_optimizer, overlap=True)
         changing["model"]["w"].add_(0)
-        with pytest.raises(CheckpointError, match=r"of step 1 is not saved: .* wrote to model: w\n.*overlap=False"):
+        with pytest.raises(CheckpointError, match=r"of step 1 was not saved: .* wrote to model: w\n.*overlap=False"):
             saver.wait()
         saver.save(2, changing, replicated=of_the_optimizer, overlap=True)
     assert steps(tmp_path) == [2]
@@ -304,7 +304,7 @@ def test_a_writer_that_was_killed_is_told_of_and_another_one_goes_on(tmp_path: P
         writer.send_signal(signal.SIGSTOP)
         saver.save(2, state(2.0))
         writer.kill()
-        with pytest.raises(CheckpointError, match="gone .killed by SIGKILL"):
+        with pytest.raises(CheckpointError, match="has ended .killed by SIGKILL"):
             saver.wait()
         saver.save(3, state(3.0))
     assert steps(tmp_path) == [3]

@@ -454,8 +454,8 @@ REFUSED = {
     frozen_elsewhere: "do not agree on the parameters of the model",
     another_buffer: "do not agree on the buffers of the model",
     another_sparse_buffer: "do not agree on the sparse buffers of the model",
-    lazy: "lazy modules that have no shapes yet: 0.weight, 0.bias",
-    unfrozen_in_mid_run: "were frozen or unfrozen (requires_grad) after the Trainer was made: 0.weight",
+    lazy: "lazy modules that are not initialised: 0.weight, 0.bias",
+    unfrozen_in_mid_run: "were frozen or unfrozen (requires_grad) after the Trainer was created: 0.weight",
 }
 
 

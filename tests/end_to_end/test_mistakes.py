@@ -181,7 +181,7 @@ ONE, TWO, BOTH = (0,), (1,), (0, 1)
     ("on", "loss", "leaves_out", "change", "said"),
     [
         (BOTH, "wrapped(batch)", False, "", "returned a tensor of shape (4, 1), not a scalar"),
-        (TWO, "loss.detach()", False, "", "returned a tensor without a gradient"),
+        (TWO, "loss.detach()", False, "", "returned a tensor that does not require grad"),
         pytest.param(TWO, "loss.item()", False, "", "the loss function returned a float", marks=THOROUGH),
         pytest.param(
             ONE,
@@ -284,11 +284,11 @@ def test_what_cannot_be_trained_with_is_refused_on_all_ranks_alike(start: Start,
     said = [[line[2:] for line in run.stdout.splitlines() if line.startswith(rank)] for rank in "01"]
     assert said[0] == said[1]
     expected = (
-        "the optimizer holds 1 parameters that are not the model's",
+        "the optimizer holds 1 parameters that the model does not have",
         "the optimizer does not hold 1.weight, 1.bias",
         "train_data is a Endless, without __getitem__ or without __len__",
         "the DataLoader has batch_size=3, but the configuration makes micro-batches of 4 samples",
-        "train_data gave no sample on any rank",
+        "train_data yielded no sample on any rank",
         "train_data is empty",
     )
     assert [line.startswith(start) for line, start in zip(said[0], expected, strict=True)] == [True] * len(expected)
@@ -340,16 +340,23 @@ else:
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ("on_step", "rank 1 is at trainer.stop() after step 3, and others do not come: rank 0 (it did not make this"),
-        pytest.param(
-            "on_evaluate", "rank 1 is at trainer.stop() after step 10, and others do not come: rank 0", marks=THOROUGH
+        (
+            "on_step",
+            "rank 1 is at trainer.stop() after step 3, and other ranks do not arrive: rank 0 (it did not make this",
         ),
         pytest.param(
-            "left", "rank 1 is at trainer.evaluate() after step 3, and others do not come: rank 0", marks=THOROUGH
+            "on_evaluate",
+            "rank 1 is at trainer.stop() after step 10, and other ranks do not arrive: rank 0",
+            marks=THOROUGH,
+        ),
+        pytest.param(
+            "left",
+            "rank 1 is at trainer.evaluate() after step 3, and other ranks do not arrive: rank 0",
+            marks=THOROUGH,
         ),
         (
             "saves",
-            "rank 0 is at trainer.save() after step 1, and others do not come: rank 1 (it did not make this call",
+            "rank 0 is at trainer.save() after step 1, and other ranks do not arrive: rank 1 (it did not make this",
         ),
         ("other", "rank 0 at trainer.evaluate() after step 0, rank 1 at trainer.fit() after step 0"),
     ],
@@ -374,7 +381,7 @@ def test_a_rank_that_ends_without_taking_part_is_named(
 ) -> None:
     run = start(launcher, 2, script(APART), place)
     assert run.returncode == 1
-    assert f"rank 0 is at {said}, and others do not come: rank 1 (its process ha" in run.stderr
+    assert f"rank 0 is at {said}, and other ranks do not arrive: rank 1 (its process ha" in run.stderr
 
 
 ALONE = """
@@ -404,7 +411,7 @@ Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch:
 def test_a_rank_that_waits_for_the_others_trainers_says_so(start: Start, script: Script, rank: int) -> None:
     run = start("ddpkit", 2, script(ALONE.replace("WAITS", repr(str(rank)))))
     assert run.returncode == 0, run.stderr
-    assert f"rank {rank} is at Trainer(...) and waits: not all of the 2 processes have come there" in run.stderr
+    assert f"rank {rank} is at Trainer(...) and waits: not all of the 2 processes have reached it" in run.stderr
 
 
 @pytest.mark.slow
@@ -458,7 +465,7 @@ trainer.fit(torch.randn(40, 2))
 @pytest.mark.parametrize(
     ("strategy", "who", "since", "said"),
     [
-        ("ddp", "each", 0, "got no gradient in a step, and DDP waits for one from each"),
+        ("ddp", "each", 0, "got no gradient in a step, but DDP waits for one from each"),
         ("ddp", "one", 2, "blocks.2.0.weight, blocks.2.0.bias got no gradient in a step"),
         ("fsdp", "each", 0, "rank 0 comes to blocks.2 in training pass 1, rank 1 comes to blocks.1 in training pass 1"),
         ("fsdp", "one", 3, "rank 1 comes to the model's end in training pass 4, where blocks.2 was before; rank 0 did"),

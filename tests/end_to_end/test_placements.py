@@ -131,18 +131,18 @@ def test_what_cannot_be_placed_is_refused_in_words(ddpkit: Ddpkit, tmp_path: Pat
     assert run.returncode == 0, run.stderr
     found = dict(line.removeprefix("[rank 0] ").split(": ", 1) for line in run.stdout.splitlines() if ": " in line)
     expected = {
-        "optimizer": "the Adam was made with the ones before | give a function",
+        "optimizer": "the Adam holds the old ones | pass a function",
         "sizes": "shard 3 = 3, and there are 2 ranks",
         "static": "parallel.static_graph is a setting of DDP",
         "scalar": "without a dimension: scale",
         "tied": "shares a parameter with the unit",
         "width": "up has 3 outputs, which parallel.tensor=2 does not divide",
         "pattern": "nearest: up",
-        "plan": "does not say which",
+        "plan": "needs a plan of the layers to split",
         "kind": "is a ReLU",
         "outside": "uses weights outside of the model's forward pass",
         "unused": "spare.weight, spare.bias got no gradient",
-        "streams": "ranks that share one model read other samples | trainer.data_rank",
+        "streams": "ranks that share one replica of the model read different samples | trainer.data_rank",
         "elementwise": "Adafactor cannot be sharded",
     }
     assert found.keys() == expected.keys()

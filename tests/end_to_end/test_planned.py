@@ -122,7 +122,7 @@ def test_the_examples_can_be_planned(name: str, ddpkit: Any, root: Path) -> None
 @pytest.mark.parametrize(
     ("text", "code", "said"),
     [
-        ("print('hello')", 2, "script.py has ended, and no Trainer in it was to train"),
+        ("print('hello')", 2, "script.py ended without training"),
         ("raise ValueError('of my own')", 1, 'script.py", line 1, in <module>\n    raise ValueError'),
         ("raise SystemExit(7)", 7, ""),
     ],

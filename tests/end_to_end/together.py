@@ -134,7 +134,7 @@ def records_are_predicted_also_by_ranks_without_samples(_: Path) -> None:
         x: Tensor
 
     local = (lambda: trainer_for().predict(torch.zeros(1, 1), lambda _, batch: Local(batch)), LossError)
-    refused(*local, "a rank without samples cannot put the prediction together")
+    refused(*local, "a rank without samples cannot build the type of the prediction")
 
 
 def entries_stay_what_they_are_whatever_a_rank_calls_them(_: Path) -> None:
@@ -146,7 +146,7 @@ def entries_stay_what_they_are_whatever_a_rank_calls_them(_: Path) -> None:
     refused(
         lambda: trainer_for().predict(x, lambda _, batch: {"b" if RANK else "a": batch}),
         LossError,
-        "different entries: ['a'], ['b'] in some",
+        "different entries: ['a'], ['b'] only in some",
     )
 
 

@@ -46,7 +46,7 @@ def test_damage_is_exit_code_1(ddpkit: Command, folder: Path) -> None:
     assert ddpkit("checkpoints", folder).returncode == 0, "sizes alone do not tell"
     run = ddpkit("checkpoints", folder, "--verify")
     assert run.returncode == 1
-    assert "model.safetensors is not what was written: its hash differs" in run.stdout
+    assert "model.safetensors is damaged: its hash differs from" in run.stdout
     os.truncate(file, 3)
     run = ddpkit("checkpoints", folder)
     assert run.returncode == 1

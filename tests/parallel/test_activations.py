@@ -248,7 +248,7 @@ def test_a_fraction_of_the_blocks_is_spread_evenly(fraction: float, expected: li
 
 
 def test_a_model_without_repeated_blocks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="memory.checkpointing = 'blocks', but Linear has no ModuleList"):
+    with pytest.raises(ConfigError, match="memory.checkpointing = 'blocks' needs repeated blocks, but Linear has"):
         Activations(nn.Linear(4, 4), MemoryConfig(checkpointing="blocks"))
 
 

@@ -88,13 +88,13 @@ def test_a_longer_name_wins_over_its_parent_and_ranges_stand_for_names() -> None
 @pytest.mark.parametrize(
     ("given_map", "said"),
     [
-        ({"": 0, "block.0": 1}, "names 'block.0', and Network has no module 'block.0'\n  hint: nearest: 'blocks.0'"),
-        ({"": 0, "blocks.2-4": 1}, "names 'blocks.2-4', and Network has no module 'blocks.4'"),
+        ({"": 0, "block.0": 1}, "names 'block.0', but Network has no module 'block.0'\n  hint: nearest: 'blocks.0'"),
+        ({"": 0, "blocks.2-4": 1}, "names 'blocks.2-4', but Network has no module 'blocks.4'"),
         ({"": 0, "blocks.3-2": 1}, "the range 3-2 in 'blocks.3-2' is empty"),
         ({"": 0, "blocks.0-2": 1, "blocks.2-3": 0}, "'blocks.2' in two entries: 'blocks.0-2' and 'blocks.2-3'"),
         ({"embed": 0, "blocks.0-2": 1}, "leaves out 'blocks.3', 'head' and what the model itself holds"),
         ({"embed": 0, "blocks": 0, "head": 0}, "leaves out what the model itself holds (its name in the map is '')"),
-        ({"": 0, "head": 1}, "embed.weight and head.weight are one tensor (tied), and parallel.device_map puts them"),
+        ({"": 0, "head": 1}, "embed.weight and head.weight are one tensor (tied), but parallel.device_map puts them"),
         ({"": 0, "blocks.3": 2}, "names device 2, but there are 2 GPUs for rank 0: cpu:0, cpu:1"),
     ],
 )
@@ -107,7 +107,7 @@ def test_a_map_that_cannot_be_used_is_refused_with_what_is_wrong(given_map: dict
 
 @pytest.mark.parametrize("number", [-1, 0.5, True, "gpu"])
 def test_the_configuration_takes_whole_numbers_from_0_on(number: object) -> None:
-    with pytest.raises(ConfigError, match="parallel.device_map = .*: give module names with numbers of devices"):
+    with pytest.raises(ConfigError, match="parallel.device_map = .*: map module names to device numbers"):
         TrainerConfig(parallel={"device_map": {"": number}})
 
 
@@ -311,5 +311,5 @@ def test_a_model_that_does_not_fit_says_so_and_memory_decides_where_it_has_to() 
 
 
 def test_a_model_without_repeated_blocks_is_to_be_mapped_by_hand() -> None:
-    with pytest.raises(ConfigError, match="'auto' divides a chain of repeated blocks, and Linear has no"):
+    with pytest.raises(ConfigError, match="'auto' needs repeated blocks, but Linear has no"):
         automatic_map(nn.Linear(2, 2), [math.inf] * 2)

@@ -29,9 +29,9 @@ def test_the_ranks_that_are_left_replicate_or_shard(settings: dict[str, Any], ra
 @pytest.mark.parametrize(
     ("settings", "ranks", "found"),
     [
-        ({"shard": 3}, 4, "shard 3 = 3, and there are 4 ranks"),
-        ({"shard": 2, "tensor": 4}, 4, "tensor 4 x shard 2 = 8, and there are 4 ranks"),
-        ({"replicate": 2, "shard": 2}, 8, "replicate 2 x shard 2 = 4, and there are 8 ranks"),
+        ({"shard": 3}, 4, "shard 3 = 3, but there are 4 ranks"),
+        ({"shard": 2, "tensor": 4}, 4, "tensor 4 x shard 2 = 8, but there are 4 ranks"),
+        ({"replicate": 2, "shard": 2}, 8, "replicate 2 x shard 2 = 4, but there are 8 ranks"),
         ({"tensor": 2}, 1, "there is 1 rank"),
     ],
 )
@@ -55,7 +55,7 @@ def test_ranks_of_a_tensor_group_are_neighbours_and_every_rank_has_its_own_place
         ({"strategy": "ddp", "shard": 2}, "need 'fsdp'"),
         ({"strategy": "zero1", "tensor": 2}, "need 'tensor'"),
         ({"shard": 0}, "1 or more"),
-        ({"shard": -1, "replicate": -1}, "at most one"),
+        ({"shard": -1, "replicate": -1}, "only one of them"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], found: str) -> None:

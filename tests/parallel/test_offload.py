@@ -168,7 +168,7 @@ class OnGpuOnly(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda parameters: torch.optim.Adam(parameters, capturable=True), "Adam cannot step on the CPU"),
+        (lambda parameters: torch.optim.Adam(parameters, capturable=True), "on the CPU, which Adam does not support"),
         (lambda parameters: OnGpuOnly(parameters, lr=0.1), "no kernel for the CPU"),
     ],
 )
@@ -218,7 +218,7 @@ def test_a_gpu_has_no_optimizer_state(precision: str) -> None:
     ("memory", "parallel", "words"),
     [
         ({"offload_parameters": True}, "ddp", "needs sharded weights.*set parallel='fsdp'"),
-        (OFFLOADED, {"pipeline": 2}, "does not go with parallel.pipeline = 2"),
+        (OFFLOADED, {"pipeline": 2}, "is not supported with parallel.pipeline = 2"),
     ],
 )
 def test_placements_that_do_not_go_with_it_are_refused(memory: Any, parallel: Any, words: str) -> None:

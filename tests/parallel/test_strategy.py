@@ -88,7 +88,7 @@ def test_gradients_are_scaled_measured_and_clipped() -> None:
 
 
 def test_a_model_in_which_nothing_learns_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no parameter that requires a gradient"):
+    with pytest.raises(ConfigError, match="no parameter that requires grad"):
         made(nn.Linear(2, 1).requires_grad_(False))
 
 

@@ -47,7 +47,7 @@ try:
     Trainer(model, optimizer, loss, config, callbacks=[Fills()]).fit(TensorDataset(torch.randn(64, 100)))
 finally:
     if torch.distributed.get_rank() == 0:
-        print(sorted(path.name for path in (disk / "run").iterdir() if path.name != ".lock"))
+        print(sorted(path.name for path in (disk / "run").iterdir() if path.name.startswith("step-")))
 """
 
 

@@ -45,6 +45,6 @@ def test_batches_that_do_not_fit_go_another_way_and_it_is_said_before_training(t
     small = f"mount -t tmpfs -o size=1m tmpfs /dev/shm && exec {sys.executable} {main} {loader}"
     run = subprocess.run(["unshare", "--mount", "bash", "-c", small], capture_output=True, text=True, timeout=120)
     assert run.stdout == "True\n", run.stderr
-    warned, started = (run.stderr.index(word) for word in ("/dev/shm has 1 MiB left", "step 4/4"))
+    warned, started = (run.stderr.index(word) for word in ("/dev/shm has only 1 MiB free", "step 4/4"))
     assert warned < started
-    assert run.stderr.count("/dev/shm has") == 1
+    assert run.stderr.count("/dev/shm has only") == 1

@@ -120,7 +120,7 @@ def test_a_store_that_is_gone_is_said_in_words(ranks: Ranks) -> None:
             raise RuntimeError("connection reset by peer")
 
     ranks.barriers[0].store = Gone()
-    with pytest.raises(WorldError, match="cannot reach the others: their store does not answer"):
+    with pytest.raises(WorldError, match="cannot reach the other ranks: the store does not answer"):
         ranks.wait(0, "fit()")
 
 

@@ -248,6 +248,6 @@ def test_with_overlap_a_write_to_the_weights_during_a_forward_pass_is_an_error(t
         lambda placed, batch: placed(batch[0]).square().mean(),
         TrainerConfig(global_batch_size=8, max_steps=STEPS, checkpoint=asked),
     )
-    with pytest.raises(CheckpointError, match=r"of step 2 is not saved: .* wrote to model: 0\.weight\n"):
+    with pytest.raises(CheckpointError, match=r"of step 2 was not saved: .* wrote to model: 0\.weight\n"):
         trainer.fit(data())
     assert checkpoints(tmp_path) == ()

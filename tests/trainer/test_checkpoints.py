@@ -70,7 +70,7 @@ def test_save_and_resume_by_hand(tmp_path: Path) -> None:
     (saved,) = checkpoints(tmp_path / "a")
     other.resume(saved.path)
     assert other.step == 3
-    with pytest.raises(CheckpointError, match="no folder to save in"):
+    with pytest.raises(CheckpointError, match="checkpoint.dir is not set"):
         trainer_for(None).save()
 
 

@@ -83,7 +83,7 @@ def test_an_unknown_part_is_named_and_left_out(tmp_path: Path) -> None:
         trainer = resumed_at(path, tmp_path)
     finally:
         logger.remove(heard)
-    assert any("has parts that are not used here: sharding" in line for line in said)
+    assert any("has parts that this run does not use: sharding" in line for line in said)
     assert trainer.step == 15
 
 

@@ -71,9 +71,9 @@ def test_a_repeated_or_skipped_step_does_not_count() -> None:
     ("values", "words"),
     [
         (3.0, "trainer.log got a float"),
-        ({"loss": 1.0}, "every row has already"),
+        ({"loss": 1.0}, "a name that ddpkit logs itself"),
         ({"": 1.0}, "got the name ''"),
-        ({"two": torch.ones(2)}, "a tensor of shape (2,) for 'two', where one number is needed"),
+        ({"two": torch.ones(2)}, "a tensor of shape (2,) for 'two', not a single number"),
         ({"text": "high"}, "a str for 'text'"),
     ],
 )

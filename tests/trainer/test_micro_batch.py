@@ -71,7 +71,7 @@ def test_the_optimizer_s_state_takes_memory_too(lines: list[str]) -> None:
     trainer = trainer_for(loss)
     trainer.fit(data())
     assert trainer.batch_plan.micro_batch == 4
-    assert "micro_batch_size: 4 of at most 16 samples fit" in lines
+    assert "micro_batch_size='auto' chose 4 samples (the limit is 16)" in lines
     assert not any("halved" in line for line in lines)
 
 
@@ -193,7 +193,7 @@ def test_an_error_that_ends_the_run_names_the_placement_that_fits(monkeypatch: p
 
 
 def test_other_mistakes_are_what_they_are_without_the_search() -> None:
-    with pytest.raises(LossError, match="a tensor without a gradient"):
+    with pytest.raises(LossError, match="a tensor that does not require grad"):
         trainer_for(lambda model, batch: mean_loss(model, batch).detach()).fit(data())
     with pytest.raises(RuntimeError, match="^the user's own$"):
         trainer_for(lambda model, batch: _raise(RuntimeError("the user's own"))).fit(data())
@@ -204,7 +204,7 @@ def _raise(error: Exception) -> Tensor:
 
 
 def test_batches_of_the_user_s_own_are_refused() -> None:
-    with pytest.raises(ConfigError, match="train_data is a DataLoader with batches of its own"):
+    with pytest.raises(ConfigError, match="train_data is a DataLoader that decides the batch size"):
         trainer_for().fit(DataLoader(data(), batch_size=4))
 
 

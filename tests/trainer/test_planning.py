@@ -180,7 +180,7 @@ def test_ddpkit_plan_makes_fit_a_plan(monkeypatch: pytest.MonkeyPatch, capsys: p
     told = capsys.readouterr().out
     assert "parallel='fsdp', precision='fp32', micro-batch 2; on each of 4 devices:" in told
     assert "fits: 1.0 GiB of 2.0 GiB" in told
-    with pytest.raises(ConfigError, match="the sizes of parallel do not fit"):
+    with pytest.raises(ConfigError, match="the sizes of parallel do not match"):
         trainer(parallel={"shard": 3})
 
 
@@ -228,7 +228,7 @@ def test_the_tensor_plan_of_the_configuration_is_known(monkeypatch: pytest.Monke
     split = {row.name: row.split for row in found.rows if row.name.startswith("2.")}
     assert split == {"2.inner.weight": 0, "2.inner.bias": 0, "2.outer.weight": 1, "2.outer.bias": None}
     (problem,) = of(trainer(parallel={"tensor": 2}), data()).problems
-    assert problem.startswith("which layers are split: parallel.tensor splits layers, and Sequential does not say")
+    assert problem.startswith("which layers are split: parallel.tensor needs a plan of the layers to split")
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_the_tensor_plan_of_the_configuration_is_known(monkeypatch: pytest.Monke
         (
             3 << 30,
             None,
-            ["memory: 3.0 GiB for weights, gradients and optimizer state by arithmetic, measured peak 5.0"],
+            ["memory: 3.0 GiB calculated for weights, gradients and optimizer state, measured peak 5.0"],
         ),
         (
             3 << 30,

@@ -57,7 +57,7 @@ def meta() -> nn.Module:
     [
         (lambda: lambda x: x, "model is a function"),
         (lambda: nn.Linear, "model is the class Linear"),
-        (meta, "on the meta device, without any values: weight, bias"),
+        (meta, "on the meta device, without values: weight, bias"),
     ],
 )
 def test_what_is_no_model_is_said(model: Callable[[], Any], said: str) -> None:
@@ -75,7 +75,7 @@ def test_a_loss_that_becomes_constant_is_said_with_its_step() -> None:
         return squares(model, batch) if trainer.step < 2 else torch.zeros(())
 
     trainer = trainer_for(loss)
-    with pytest.raises(LossError, match="without a gradient at step 3 on rank 0") as caught:
+    with pytest.raises(LossError, match="does not require grad at step 3 on rank 0") as caught:
         trainer.fit(data())
     assert caught.value.step == 3
 
@@ -108,14 +108,14 @@ def test_freezing_in_mid_run_is_refused_before_the_next_update(now: bool) -> Non
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda trainer: trainer.model.append(nn.Linear(1, 1)), "the model has got other parameters"),
+        (lambda trainer: trainer.model.append(nn.Linear(1, 1)), "the parameters of the model were replaced"),
         (
             lambda trainer: setattr(trainer.model[0], "weight", nn.Parameter(torch.ones(2, 2))),
-            "the model has got other",
+            "the parameters of the model were replaced",
         ),
         (
             lambda trainer: trainer.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
-            "the optimizer has got other parameters",
+            "the parameters of the optimizer were replaced",
         ),
     ],
 )
@@ -222,7 +222,7 @@ def test_a_scheduler_that_ends_before_the_run_is_refused_before_the_first_step(
     if left is None:
         assert trainer.fit(data()).steps == 6
         return
-    with pytest.raises(ConfigError, match=f"made for {left} more ticks, and the run has 6 more optimizer steps"):
+    with pytest.raises(ConfigError, match=f"allows {left} more steps, but the run has 6 more optimizer steps"):
         trainer.fit(data())
     assert trainer.step == 0
 
@@ -232,7 +232,7 @@ def test_a_scheduler_that_ends_where_only_the_data_tells_is_said() -> None:
         def __iter__(self) -> Any:
             return iter([*zip(*data().tensors, strict=True)])
 
-    with pytest.raises(ConfigError, match="the OneCycleLR cannot tick after step 4"):
+    with pytest.raises(ConfigError, match="of the OneCycleLR failed after optimizer step 4"):
         trainer_for(scheduler=lambda optimizer: one_cycle(optimizer, 3)).fit(Stream())
 
 

@@ -117,6 +117,6 @@ def test_a_loop_that_begins_within_another_overtakes_it(tmp_path: Path) -> None:
         config,
         callbacks=[Nested()],
     )
-    with pytest.raises(DataError, match="overtaken"):
+    with pytest.raises(DataError, match="another loop over steps.. was started"):
         trainer.fit(data())
     assert trainer.step == 4

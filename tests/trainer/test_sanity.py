@@ -68,9 +68,9 @@ def test_it_reads_one_batch_and_leaves_the_run_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"callbacks": [EarlyStopping("eror")]}, "EarlyStopping watches 'eror'"),
-        ({"callbacks": [BestModel("eror")]}, "BestModel watches 'eror'"),
-        ({"checkpoint": {"keep_best": "eror"}}, "checkpoint.keep_best watches 'eror'"),
+        ({"callbacks": [EarlyStopping("eror")]}, "EarlyStopping monitors 'eror'"),
+        ({"callbacks": [BestModel("eror")]}, "BestModel monitors 'eror'"),
+        ({"checkpoint": {"keep_best": "eror"}}, "checkpoint.keep_best monitors 'eror'"),
     ],
 )
 def test_a_metric_that_there_is_not_is_named_before_the_first_step(settings: Any, words: str) -> None:
@@ -88,8 +88,8 @@ class Misspelt(Callback):
 @pytest.mark.parametrize(
     ("callback", "words"),
     [
-        (EarlyStopping, "callbacks holds the class EarlyStopping"),
-        (Misspelt(), "Misspelt has a method on_evaluation, and there is no such event"),
+        (EarlyStopping, "callbacks contains the class EarlyStopping"),
+        (Misspelt(), "Misspelt has a method on_evaluation, but there is no such event"),
     ],
 )
 def test_callbacks_that_nothing_would_call_are_refused(callback: Any, words: str) -> None:

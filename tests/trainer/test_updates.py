@@ -67,19 +67,19 @@ def test_a_step_that_one_update_skips_counts_for_the_others() -> None:
         (lambda m: {"updates": [Update("a", both, sgd(m["first"]))]}, "does not hold second.weight, second.bias"),
         (lambda m: {"updates": [Update("a", both, sgd(m)), Update("b", both, sgd(m))]}, "'a' and 'b'"),
         (lambda m: {"updates": [Update("a", both, sgd(m)), Update("a", both, sgd(m))]}, "same name: a, a"),
-        (lambda m: {"updates": [Update("a", both, sgd(m), every=2)]}, "no update is done in every step"),
+        (lambda m: {"updates": [Update("a", both, sgd(m), every=2)]}, "no update runs in every step"),
         (lambda m: {"updates": [Update("a", both, sgd(m), every=0)]}, "has every=0"),
         (lambda m: {"updates": [Update("a", both, "adam")]}, "has a str as its optimizer"),  # type: ignore[arg-type]
         (lambda m: {"updates": [Update("a", 3, sgd(m))]}, "loss_fn of update 'a' is a int"),  # type: ignore[arg-type]
-        (lambda m: {"updates": [sgd(m)]}, "updates is no list of Update"),
-        (lambda m: {"updates": [Update("a", both, sgd(m))], "loss_fn": both}, "besides"),
+        (lambda m: {"updates": [sgd(m)]}, "updates is not a list of Update"),
+        (lambda m: {"updates": [Update("a", both, sgd(m))], "loss_fn": both}, "and also an optimizer"),
         (lambda m: {"updates": [Update("a", both, sgd(m))], "config": TrainerConfig(precision="fp16")}, "'fp16'"),
         (
             lambda m: {
                 "updates": [Update("a", both, torch.optim.LBFGS(m.parameters()))],
                 "config": TrainerConfig(non_finite="skip"),
             },
-            "LBFGS evaluates the loss several times within a step, which does not go together with non_finite='skip'",
+            "non_finite='skip' is not supported with LBFGS, which evaluates the loss several times per step",
         ),
     ],
 )
