@@ -44,6 +44,7 @@ _HOME = {
     "World": "world",
     "WorldError": "errors",
     "load_model": "model_loading",
+    "scheduler_steps": "trainer",
 }
 
 __all__ = ["__version__", *_HOME]
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
     from ddp_kit.records import Step as Step
     from ddp_kit.trainer import Trainer as Trainer
     from ddp_kit.trainer import Update as Update
+    from ddp_kit.trainer import scheduler_steps as scheduler_steps
     from ddp_kit.world import World as World
 
 

@@ -13,6 +13,7 @@ from ddp_kit.config import TrainerConfig
 from ddp_kit.errors import ConfigError, DataError
 from ddp_kit.heartbeat import Phase
 from ddp_kit.loader import Batching, Data, batching, build_loader, build_stream, check_batch_size, on_device, open_data
+from ddp_kit.log import logger
 from ddp_kit.sampler import EvalBatches, ExactDistributedSampler, OwnEvalBatches, OwnTrainBatches, TrainBatches
 from ddp_kit.timing import DATA, TRANSFER, StepClock
 from ddp_kit.trainer.agreement import check_agreement, digest_of
@@ -89,6 +90,12 @@ class DataRoom:
             facts = self._stream_facts(template)
             return StreamFeed(stream, len(sizes), world, self._move, facts, self.parts.strategy, at_least=full)
         batches = self._train_batches(dataset, own)
+        if asked and self.plan.global_batch > len(dataset) and world.is_main:
+            logger.warning(
+                "the global batch is {} samples, but train_data has only {}: each step uses all of them",
+                self.plan.global_batch,
+                len(dataset),
+            )
         if world.world_size > 1 and own is not None and (own.sampler or own.batches) is not None:
             check_agreement(world, {"the order that the DataLoader's own sampler gives": batches.fingerprint()})
         check_sync_batch_norm(self.parts.model, batches, self._ranks)

@@ -4,12 +4,15 @@ import torch
 from torch import Tensor
 
 from ddp_kit.errors import LossError
+from ddp_kit.log import logger
 from ddp_kit.metrics import Loss, checked
+from ddp_kit.torch_internals import pytree
 from ddp_kit.trainer.agreement import first_losses
 from ddp_kit.trainer.parameters import RunParameters
 from ddp_kit.trainer.parts import Parts
 
 _UNKNOWN, _PLAIN, _WEIGHTED = range(3)
+_IGNORED = -100  # a target that torch's cross_entropy leaves out, unless told otherwise
 
 
 class LossCalls:
@@ -86,11 +89,24 @@ class LossCalls:
         try:
             value = self._called(batch, step)
             self._check_finite(value)
+            self._advise(value, batch, passes)
         except LossError as error:
             self.agree(error, passes)  # raises it
             raise
         self.agree(value, passes)
         return value
+
+    def _advise(self, value: "Tensor | Loss", batch: object, passes: int) -> None:
+        """Tell of a probable mean over tokens: averaged again over passes, it depends on how samples are divided."""
+        parts = self._parts
+        divided = passes > 1 or parts.strategy.data_ranks > 1
+        if divided and parts.world.is_main and not isinstance(value, Loss) and (counts := _token_counts(batch)):
+            logger.info(
+                "advice: samples have from {} to {} tokens, but the loss is a plain tensor, a mean over samples. If it "
+                "is a mean over tokens, return Loss(sum, number of tokens): the result is then the same for any number "
+                "of ranks and micro-batches",
+                *counts,
+            )
 
     def _check_finite(self, value: "Tensor | Loss") -> None:
         total = value.loss if isinstance(value, Loss) else value
@@ -101,3 +117,14 @@ class LossCalls:
                 "check the inputs (NaN, division by zero, log(0)) and the initial weights; "
                 "torch.autograd.set_detect_anomaly(True) names the operation",
             )
+
+
+def _token_counts(batch: object) -> tuple[int, int] | None:
+    """The smallest and the largest number of tokens of a sample, if they can be seen and differ."""
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.dtype == torch.int64:
+            counts = (leaf != _IGNORED).sum(dim=1)
+            least, most = int(counts.min()), int(counts.max())
+            if least < most:
+                return least, most
+    return None

@@ -109,11 +109,12 @@ def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int) -> 
     if scheduler is None or total is None:
         return
     left = _ticks_left(scheduler)
+    warmup = scheduler.steps if isinstance(scheduler, WarmUp) else 0
     if left < total - done:
         raise ConfigError(
             f"the scheduler allows {left:g} more steps, but the run has {total - done} more optimizer steps",
-            f"create it for all steps: total_steps={total}, or epochs and steps_per_epoch whose product is that; "
-            "warmup_steps of the configuration come before the scheduler's own steps",
+            "create it for all steps: total_steps=ddp_kit.scheduler_steps(config, train_data), which is "
+            f"{total - warmup} here" + (f", {total} steps without the warm-up" if warmup else ""),
         )
 
 

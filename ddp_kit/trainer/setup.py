@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_kit.callbacks import Callback
 from ddp_kit.config import TrainerConfig
@@ -105,16 +105,16 @@ def _check_complete(model: nn.Module, optimizer: Optimizer) -> None:
 def scheduler_for(
     optimizer: Optimizer, scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None
 ) -> LRScheduler | None:
-    """The scheduler, created if a function was given. Raises `ConfigError` unless it ticks this optimizer by itself."""
+    """The scheduler, created if a function was given. Raises `ConfigError` unless it is one for this optimizer."""
     made: object = scheduler
     if scheduler is not None and not isinstance(scheduler, LRScheduler) and callable(scheduler):
         made = scheduler(optimizer)
     if made is None:
         return None
-    if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
+    if not isinstance(made, LRScheduler):
         raise ConfigError(
-            f"scheduler is a {type(made).__name__}, not an LRScheduler whose step() needs no argument",
-            "pass an LRScheduler that needs no metric, or a function optimizer -> LRScheduler",
+            f"scheduler is a {type(made).__name__}, not an LRScheduler",
+            "pass a scheduler of torch.optim.lr_scheduler, or a function optimizer -> LRScheduler",
         )
     if made.optimizer is not optimizer:
         raise ConfigError(

@@ -10,12 +10,13 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ddp_kit import log
 from ddp_kit.batch import BatchPlan, plan_batches
 from ddp_kit.callbacks import Callback
 from ddp_kit.callbacks.best_value import check_metric
+from ddp_kit.callbacks.plateau import Plateau
 from ddp_kit.compilation import compile_in_place
 from ddp_kit.config import TrainerConfig, absolute
 from ddp_kit.env import plan_request
@@ -109,7 +110,8 @@ class Trainer:
     `model`: any Module. `optimizer`: an Optimizer, or a callable `parameters -> Optimizer`.
     `loss_fn(model, batch)`: the mean over the batch's samples as a scalar tensor, or `Loss(sum, weight)`.
     `updates`: in place of `optimizer`, `loss_fn` and `scheduler`, several `Update`s with their own, such as a GAN's.
-    `scheduler`: an LRScheduler or a callable `optimizer -> LRScheduler`; one tick per applied optimizer step.
+    `scheduler`: an LRScheduler or a callable `optimizer -> LRScheduler`; one tick per applied optimizer step, see
+    `scheduler_steps`. A ReduceLROnPlateau ticks at each evaluation, with the loss or `checkpoint.keep_best`'s metric.
     `metrics`: name -> `fn(output, batch)`, where `output` is what the model last returned inside `loss_fn`; it
     returns what a loss function may return, and is exact over all ranks. Or name -> an object with update, compute
     and reset, such as torchmetrics' (it gets the output and the second part of the batch), or a pair of one and
@@ -199,6 +201,7 @@ class Trainer:
         self._log_points = LogPoints(self._parts, self._clock)
         self._position = Position()
         self._state = RunState()
+        self._steps_per_epoch: int | None = None
         self._max_steps = math.inf if settings.max_steps is None else settings.max_steps
         self._max_epochs = math.inf if settings.last_epoch is None else settings.last_epoch
         self._heart = self._parts.heart
@@ -229,6 +232,11 @@ class Trainer:
         return self._position.epoch
 
     @property
+    def total_steps(self) -> int | None:
+        """The optimizer step that ends the run. Without `max_steps`: None before `fit` or `steps`, and for a stream."""
+        return self._position.last_step(self.config, self._steps_per_epoch)
+
+    @property
     def data_rank(self) -> int:
         """The index of this rank's part of each global batch, below `data_ranks`; ranks that share one model share a
         part. Divide streams by it."""
@@ -254,7 +262,12 @@ class Trainer:
         for name, optimizer, own in given or [("", self.optimizer, scheduler)]:
             if (rule := settings.learning_rate_scaling) is not None and (reference := settings.reference_batch_size):
                 scale_learning_rate(optimizer, rule, self.batch_plan.global_batch, reference, own)
-            made = warmed_up(optimizer, scheduler_for(optimizer, own), settings.warmup_steps)
+            made = scheduler_for(optimizer, own)
+            if isinstance(made, ReduceLROnPlateau):
+                best, mode = settings.checkpoint.keep_best, settings.checkpoint.best_mode
+                plateau = Plateau(made, best or "loss", mode if best else None, settings.warmup_steps)
+                self._callbacks, made = (plateau, *self._callbacks), None
+            made = warmed_up(optimizer, made, settings.warmup_steps)
             if made is not None:
                 found[name] = made
         return found
@@ -279,7 +292,7 @@ class Trainer:
                 self._check_metrics(self._evaluator.rehearse(batches))
         elif self.step == 0:
             self._warn_of_metrics()
-        total = self._position.last_step(self.config, feed.steps)
+        total = self.total_steps
         announce(self.world, self.batch_plan, self.config, self.step, total, feed.division)
         self._state.stopping = False
         self._tell("on_fit_start")
@@ -459,7 +472,7 @@ class Trainer:
     def _steps(self, train_data: Data, feed: Feed, evaluations: Evaluations | None) -> Loop:
         self._prepare(feed, ticks=True)
         loop = self._state.begin_loop()
-        total = self._position.last_step(self.config, feed.steps)
+        total = self.total_steps
         with self._events.loop():
             self._catch_up(evaluations)
             while not self._finished():
@@ -534,7 +547,9 @@ class Trainer:
             if found is None:
                 found = largest_micro_batch(self._parts, partial(self._data.trial, train_data), self.batch_plan)
             self._divide(self.batch_plan.global_batch, found)
-        return self._data.train(train_data, self.step)
+        feed = self._data.train(train_data, self.step)
+        self._steps_per_epoch = feed.steps
+        return feed
 
     def _divide(self, global_batch: int | None, micro_batch: int, accumulation: int | None = None) -> None:
         """Set the batch plan for the following steps."""

@@ -44,6 +44,7 @@ PUBLIC = {
     "World",
     "WorldError",
     "load_model",
+    "scheduler_steps",
 }
 
 

@@ -1,13 +1,26 @@
 """What is checked before the first step: an evaluation of one batch, the names of metrics, callbacks."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from ddp_kit import BestModel, Callback, ConfigError, DdpKitError, EarlyStopping, LossError, Trainer, TrainerConfig
+from ddp_kit import (
+    BestModel,
+    Callback,
+    ConfigError,
+    DdpKitError,
+    EarlyStopping,
+    Loss,
+    LossError,
+    Trainer,
+    TrainerConfig,
+)
+from ddp_kit.log import logger
 
 X = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
 
@@ -96,3 +109,49 @@ def test_callbacks_that_nothing_would_call_are_refused(callback: Any, words: str
     with pytest.raises(ConfigError) as caught:
         trained(callbacks=[callback])
     assert words in str(caught.value)
+
+
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    found: list[str] = []
+    handler = logger.add(lambda message: found.append(str(message)), format="{message}")
+    yield found
+    logger.remove(handler)
+
+
+# --- advice of the first step ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss", "passes", "advised"),
+    [
+        (lambda total, tokens: total / tokens, 2, True),
+        (lambda total, tokens: total / tokens, 1, False),  # one mean is right
+        (Loss, 2, False),
+    ],
+)
+def test_a_mean_over_tokens_of_several_passes_is_advised_against(
+    loss: Any, passes: int, advised: bool, messages: list[str]
+) -> None:
+    model = nn.Embedding(5, 5)
+    targets = torch.tensor([[1, 2, 3], [1, 2, -100], [4, -100, -100], [1, 1, 1]])
+
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        total = F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
+        return loss(total, (batch[1] != -100).sum())
+
+    config = TrainerConfig(max_steps=2, global_batch_size=4, accumulation_steps=passes, data={"shuffle": False})
+    trainer = Trainer(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss_fn, config)
+    trainer.fit(TensorDataset(targets.clamp(min=0), targets))
+    said = [line for line in messages if "from 2 to 3 tokens" in line]
+    assert len(said) == int(advised), messages
+
+
+def test_a_global_batch_of_more_samples_than_there_are_is_said(messages: list[str]) -> None:
+    config = TrainerConfig(max_steps=1, global_batch_size=64)
+    model = nn.Linear(3, 1)
+    trainer = Trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: model(batch[0]).mean(), config
+    )
+    trainer.fit(TensorDataset(X))
+    assert any("the global batch is 64 samples, but train_data has only 40" in line for line in messages)

@@ -1,0 +1,53 @@
+"""The length of a run in scheduler ticks, known before the Trainer is made."""
+
+from torch.utils.data import IterableDataset
+
+from ddp_kit.batch import plan_batches
+from ddp_kit.config import TrainerConfig
+from ddp_kit.env import from_env
+from ddp_kit.errors import ConfigError
+from ddp_kit.loader import Data, batching, open_data
+from ddp_kit.parallel.mesh import sizes_of
+from ddp_kit.sampler import OwnTrainBatches
+from ddp_kit.trainer.data import own_batch_size
+
+
+def scheduler_steps(config: TrainerConfig, train_data: Data) -> int:
+    """The ticks of a scheduler in a run of this job: its optimizer steps after `config.warmup_steps`.
+
+        scheduler=lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=scheduler_steps(config, train_data))
+
+    `train_data`: what `Trainer.fit` gets. Raises `ConfigError` for a stream without `max_steps`, and if the run has no
+    step after the warm-up.
+    """
+    epochs = config.last_epoch
+    total = config.max_steps
+    if epochs is not None:
+        by_epochs = epochs * _steps_per_epoch(config, train_data)
+        total = by_epochs if total is None else min(total, by_epochs)
+    assert total is not None, "without max_steps, a run has epochs"
+    if total <= config.warmup_steps:
+        raise ConfigError(
+            f"the run has {total} optimizer steps, and warmup_steps={config.warmup_steps} takes all of them",
+            f"set warmup_steps below {total}, or train longer",
+        )
+    return total - config.warmup_steps
+
+
+def _steps_per_epoch(config: TrainerConfig, train_data: Data) -> int:
+    dataset, template = open_data(train_data, "train_data")
+    if isinstance(dataset, IterableDataset):
+        raise ConfigError(
+            f"the number of steps in an epoch of a {type(dataset).__name__} is not known before its end",
+            "set max_steps in the TrainerConfig",
+        )
+    own = batching(template)
+    ranks = sizes_of(config.parallel, from_env().world_size).data
+    drop_last = config.data.drop_last or bool(own and own.drop_last)
+    if own is not None and own.batches is not None:
+        passes = config.accumulation_steps or 1
+        return OwnTrainBatches(own.batches, 0, ranks, passes, drop_last=drop_last, seed=config.seed).steps
+    given = None if config.micro_batch_size == "auto" else config.micro_batch_size
+    size = own_batch_size(train_data, config) or given
+    plan = plan_batches(config.global_batch_size, size, config.accumulation_steps, ranks)
+    return plan.steps(len(dataset), drop_last)
