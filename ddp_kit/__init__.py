@@ -36,6 +36,7 @@ _HOME = {
     "ProfileConfig": "config",
     "Step": "records",
     "TensorBoardLogger": "callbacks",
+    "TokenBatchSampler": "token_batches",
     "Trainer": "trainer",
     "TrainerConfig": "config",
     "Update": "trainer",
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from ddp_kit.records import LoadedWeights as LoadedWeights
     from ddp_kit.records import LogRow as LogRow
     from ddp_kit.records import Step as Step
+    from ddp_kit.token_batches import TokenBatchSampler as TokenBatchSampler
     from ddp_kit.trainer import Trainer as Trainer
     from ddp_kit.trainer import Update as Update
     from ddp_kit.trainer import scheduler_steps as scheduler_steps

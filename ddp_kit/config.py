@@ -24,6 +24,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ddp_kit import __version__
@@ -71,6 +72,8 @@ def _not_bool_as_fraction(value: Any) -> Any:
 
 Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1)]
 Size = Annotated[int, BeforeValidator(_not_bool), Field(ge=-1)]
+Function = SkipJsonSchema[Callable[[Any], Any]]
+"""A setting that only Python can give; it is not saved, and not compared between ranks."""
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, BeforeValidator(_not_bool_as_fraction), Field(ge=0, le=1)]
 
@@ -158,6 +161,24 @@ class DataConfig(_Part):
         default=False,
         description="Seed each sample's random augmentation by (seed, epoch, sample): the same for any number of ranks "
         "or workers, and after a resume.",
+    )
+    collate_fn: Function | None = Field(
+        default=None,
+        exclude=True,
+        description="Makes a batch of a list of samples; None: as torch's default_collate does. A function, which a "
+        "configuration file cannot give.",
+    )
+    device_transform: Function | None = Field(
+        default=None,
+        exclude=True,
+        description="Transforms a training batch on the device, before its use and beside the step before it (on a "
+        "GPU). Its random numbers depend on seed, epoch, step and rank; with seed_samples on (seed, epoch, sample), "
+        "and it gets each sample as a batch of one.",
+    )
+    eval_device_transform: Function | None = Field(
+        default=None,
+        exclude=True,
+        description="The same for batches of evaluation and prediction.",
     )
 
 

@@ -5,9 +5,9 @@ Written by docs/tools/settings.py (`make docs`) from the fields of config.py; no
 # fmt: off
 # ruff: noqa: E501
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from ddp_kit.config import CheckpointConfig, DataConfig, MemoryConfig, ParallelConfig, ProfileConfig
 
@@ -31,6 +31,12 @@ class DataSettings(TypedDict, total=False):
     """Samples of a dataset that are compared over the ranks when it is first used; 0: none."""
     seed_samples: bool
     """Seed each sample's random augmentation by (seed, epoch, sample): the same for any number of ranks or workers, and after a resume."""
+    collate_fn: Callable[[Any], Any] | None
+    """Makes a batch of a list of samples; None: as torch's default_collate does. A function, which a configuration file cannot give."""
+    device_transform: Callable[[Any], Any] | None
+    """Transforms a training batch on the device, before its use and beside the step before it (on a GPU). Its random numbers depend on seed, epoch, step and rank; with seed_samples on (seed, epoch, sample), and it gets each sample as a batch of one."""
+    eval_device_transform: Callable[[Any], Any] | None
+    """The same for batches of evaluation and prediction."""
 
 
 class CheckpointSettings(TypedDict, total=False):

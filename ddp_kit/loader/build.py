@@ -1,14 +1,15 @@
 """The DataLoader over a dataset and its batches."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ddp_kit.config import DataConfig
-from ddp_kit.loader.collate import checked_collate, identity_collate
+from ddp_kit.errors import ConfigError
+from ddp_kit.loader.collate import CollateKeyed, checked_collate, identity_collate
 from ddp_kit.loader.fetch import (
     Batches,
     ExposeUserDataset,
@@ -31,27 +32,31 @@ def build_loader(
     world: World,
     seed: int,
     template: "DataLoader[Any] | None" = None,
+    *,
+    keyed: bool = False,
 ) -> Iterable[Any]:
     """A loader over `batches`; the options of the user's own DataLoader (`template`) are kept.
 
     `seed` seeds the DataLoader workers. If `batches` has a seed and an epoch (`Batches`), random states are set from
     these instead: once per batch, or once per sample with `config.seed_samples`. The same holds for this process if it
-    prefetches.
+    prefetches. `keyed`: with `config.seed_samples`, yield `Keyed` batches.
     """
     options = loader_options(config, world, seed, template)
     workers, pinned = options["num_workers"], options["pin_memory"]
-    collate = checked_collate if template is None or template.collate_fn is default_collate else template.collate_fn
+    collate = chosen_collate(config, template)
     own = dataset
     # If so, this process fetches batches, and draws their random numbers, before the step that uses them.
     ahead = world.device.type == "cuda" and config.prefetch_batches > 0
-    if collate is checked_collate and can_fetch_whole_batches(dataset):  # fetching these draws no random numbers
+    # Fetching whole batches draws no random numbers.
+    if collate is checked_collate and can_fetch_whole_batches(dataset) and not keyed:
         whole = WholeBatches(dataset)
         if not workers and (not pinned or world.device.type == "cuda"):
             return WholeBatchLoader(whole, batches, pinned)
         dataset, collate = whole, identity_collate
     elif config.seed_samples:
         seeded = cast(Batches, batches)
-        dataset, batches = SeededSamples(dataset, seeded.seed), WithEpoch(seeded)
+        dataset, batches = SeededSamples(dataset, seeded.seed, keyed=keyed), WithEpoch(seeded)
+        collate = CollateKeyed(collate) if keyed else collate
     elif (workers or ahead) and hasattr(batches, "epoch"):  # a plain list of batches has no epoch
         seeded = cast(Batches, batches)
         dataset, batches = SeededBatches(dataset, seeded.seed), WithEpoch(seeded)
@@ -59,6 +64,18 @@ def build_loader(
         options["worker_init_fn"] = ExposeUserDataset(options.get("worker_init_fn"))
     loader = DataLoader(dataset, batch_sampler=batches, collate_fn=sendable(collate, workers), **options)
     return IsolatedLoader(loader) if type(dataset) is SeededBatches and not workers else loader
+
+
+def chosen_collate(config: DataConfig, template: "DataLoader[Any] | None") -> Callable[[Any], Any]:
+    """The user's collate function, or torch's with better errors."""
+    given = config.collate_fn
+    if template is not None and template.collate_fn is not default_collate:
+        if given is not None:
+            raise ConfigError(
+                "the DataLoader has a collate_fn, and data.collate_fn is another one", "leave one of them out"
+            )
+        given = template.collate_fn
+    return given or checked_collate
 
 
 def loader_options(

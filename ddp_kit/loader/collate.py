@@ -1,12 +1,13 @@
 """torch's default collate function, and error messages for samples that it cannot collate."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import default_collate
 
 from ddp_kit.errors import DataError
+from ddp_kit.loader.device_transform import Keyed
 
 _SHOWN = 4  # differing samples in a message
 
@@ -39,6 +40,17 @@ def identity_collate(batch: Any) -> Any:
     return batch
 
 
+class CollateKeyed:
+    """Collates `(key, sample)` pairs to a `Keyed` batch."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, pairs: list[tuple[Any, Any]]) -> Any:
+        batch = self._collate([sample for _, sample in pairs])
+        return batch if type(batch) is Uncollated else Keyed([key for key, _ in pairs], batch)
+
+
 def data_error(found: Uncollated, keys: Sequence[Any] | None) -> DataError:
     """The error for samples that cannot be collated. `keys`: the samples of the batch, if known."""
     return DataError(*_message_and_hint(found, keys))
@@ -49,7 +61,7 @@ def _message_and_hint(found: Uncollated, keys: Sequence[Any] | None) -> tuple[st
         return (
             f"data: the samples cannot be collated into a batch: {found.said}",
             "let __getitem__ return tensors, numpy arrays, numbers, strings, or tuples, lists and dicts of them; "
-            "or use your own DataLoader with a collate_fn",
+            'or set data={"collate_fn": ...} to a function that makes the batch',
         )
     first = {kind: number for number, kind in reversed([*enumerate(found.kinds)])}
     shown = ", ".join(
@@ -59,7 +71,7 @@ def _message_and_hint(found: Uncollated, keys: Sequence[Any] | None) -> tuple[st
     part = f" at {found.where}" if found.where else ""
     return (
         f"data: the samples of a batch differ{part}: {shown}{', ...' if len(first) > _SHOWN else ''}",
-        "use your own DataLoader with a collate_fn that pads them to one size, for example with "
+        'set data={"collate_fn": ...} to a function that pads them to one size, for example with '
         "torch.nn.utils.rnn.pad_sequence; or let __getitem__ return samples of one size",
     )
 

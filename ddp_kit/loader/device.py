@@ -22,6 +22,7 @@ def on_device(
     device: torch.device,
     dtype: torch.dtype | None,
     ahead: int,
+    transform: Callable[[Any], Any] | None = None,
     fetched: Callable[[], None] = _nothing,
     moved: Callable[[], None] = _nothing,
 ) -> Iterator[Any]:
@@ -29,7 +30,8 @@ def on_device(
 
     On a GPU, the dense tensors in host memory of the next `ahead` batches are copied on a side stream, overlapped with
     computation. Everything else in a batch is moved on the computation's stream when the batch is yielded.
-    `fetched` is called when the loader has returned a batch, `moved` when it is on the device.
+    `fetched` is called when the loader has returned a batch, `moved` when it is on the device. `transform`: applied to
+    each batch after its copy, on the same stream.
     """
     if device.type != "cuda" or ahead == 0:
         move = partial(_moved, device=device, dtype=dtype)
@@ -37,6 +39,7 @@ def on_device(
         for batch in checked_batches(loader):
             fetched()
             arrived = batch if stays and _is_plain(batch) else _each(move, batch)
+            arrived = arrived if transform is None else transform(arrived)
             moved()
             yield arrived
         return
@@ -44,7 +47,8 @@ def on_device(
     waiting: deque[tuple[Any, torch.cuda.Event]] = deque()
     for batch in checked_batches(loader):
         with torch.cuda.stream(stream):
-            waiting.append((_ahead(batch, device, dtype), stream.record_event()))
+            copied = _ahead(batch, device, dtype)
+            waiting.append((copied if transform is None else transform(copied), stream.record_event()))
         if len(waiting) > ahead:
             fetched()
             arrived = _arrived(*waiting.popleft(), device, dtype)

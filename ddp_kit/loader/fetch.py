@@ -92,16 +92,19 @@ class WholeBatchLoader:
 class SeededSamples(Dataset[Any]):
     """A dataset that sets the random states for each sample, from (seed, epoch, sample) alone.
 
-    Its keys come from `WithEpoch`. In the training process the random states are restored afterwards.
+    Its keys come from `WithEpoch`. In the training process the random states are restored afterwards. `keyed`: each
+    sample comes with its key.
     """
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    def __init__(self, dataset: Any, seed: int, *, keyed: bool = False) -> None:
         self.dataset = dataset
         self._seed = seed
+        self._keyed = keyed
 
     def __getitems__(self, keys: list[tuple[int, Any]]) -> list[Any]:
         with random_states_kept() if get_worker_info() is None else nullcontext():
-            return [self._fetched(epoch, key) for epoch, key in keys]
+            samples = [self._fetched(epoch, key) for epoch, key in keys]
+        return [*zip(keys, samples, strict=True)] if self._keyed else samples
 
     def _fetched(self, epoch: int, key: Any) -> Any:
         seed_generators(mixed_seed(self._seed, epoch, key))

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ddp_kit.config import DataConfig
 from ddp_kit.errors import DataError
-from ddp_kit.loader.build import loader_options
-from ddp_kit.loader.collate import Uncollated, checked_collate, data_error, identity_collate
+from ddp_kit.loader.build import chosen_collate, loader_options
+from ddp_kit.loader.collate import Uncollated, data_error, identity_collate
 from ddp_kit.loader.fetch import ExposeUserDataset, OwnRandomStates
 from ddp_kit.loader.shared_memory import sendable
 from ddp_kit.loader.worker_errors import checked_batches
@@ -97,7 +97,7 @@ def build_stream(
     options = loader_options(config, world, seed, template)
     options["worker_init_fn"] = ExposeUserDataset(options.get("worker_init_fn"))
     whole = template is not None and template.batch_size is None
-    collate = checked_collate if template is None or template.collate_fn is default_collate else template.collate_fn
+    collate = chosen_collate(config, template)
     epoch = torch.zeros((), dtype=torch.int64)
     if options["num_workers"]:
         epoch.share_memory_()  # type: ignore[no-untyped-call]

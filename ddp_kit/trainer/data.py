@@ -12,12 +12,22 @@ from ddp_kit.batch import BatchPlan, split
 from ddp_kit.config import TrainerConfig
 from ddp_kit.errors import ConfigError, DataError
 from ddp_kit.heartbeat import Phase
-from ddp_kit.loader import Batching, Data, batching, build_loader, build_stream, check_batch_size, on_device, open_data
+from ddp_kit.loader import (
+    Batching,
+    Data,
+    DeviceTransform,
+    batching,
+    build_loader,
+    build_stream,
+    check_batch_size,
+    on_device,
+    open_data,
+)
 from ddp_kit.log import logger
 from ddp_kit.sampler import EvalBatches, ExactDistributedSampler, OwnEvalBatches, OwnTrainBatches, TrainBatches
 from ddp_kit.timing import DATA, TRANSFER, StepClock
 from ddp_kit.trainer.agreement import check_agreement, digest_of
-from ddp_kit.trainer.feed import Feed, MapFeed, StreamFeed, counted
+from ddp_kit.trainer.feed import Feed, MapFeed, Mover, StreamFeed, counted
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.position import RANKS, Facts
 from ddp_kit.trainer.same_data import subset_indices
@@ -100,8 +110,11 @@ class DataRoom:
             check_agreement(world, {"the order that the DataLoader's own sampler gives": batches.fingerprint()})
         check_sync_batch_norm(self.parts.model, batches, self._ranks)
         facts = self._map_facts(dataset, own, batches)
-        loader = build_loader(dataset, batches, config.data, self._reader, seed, template)
-        spare = partial(self._spare, dataset, batches, template) if self.parts.strategy.equal_passes else None
+        transform = config.data.device_transform
+        keyed = config.data.seed_samples and transform is not None
+        loader = build_loader(dataset, batches, config.data, self._reader, seed, template, keyed=keyed)
+        spares = self.parts.strategy.equal_passes
+        spare = partial(self._read_spare, dataset, batches, template, transform) if spares else None
         return MapFeed(loader, batches, self._move, facts, spare)
 
     def _map_facts(self, dataset: Any, own: Batching | None, batches: TrainBatches | OwnTrainBatches) -> Facts:
@@ -155,7 +168,8 @@ class DataRoom:
         settings = config.model_copy(update={"num_workers": 1 if config.num_workers else 0, "seed_samples": False})
         ahead = config.prefetch_batches if world.device.type == "cuda" else 0
         batches = [keys] * (1 + ahead)
-        return list(self._on_device(build_loader(dataset, batches, settings, world, self.parts.config.seed)))
+        loader = build_loader(dataset, batches, settings, world, self.parts.config.seed)
+        return list(self._on_device(loader, self._transform(config.device_transform)))
 
     def evaluation(self, data: Data, role: str) -> Evaluation:
         """Batches to evaluate or predict: each sample once, in the dataset's order."""
@@ -164,28 +178,38 @@ class DataRoom:
         size = own.size if own and own.size else self.plan.micro_batch
         if isinstance(dataset, IterableDataset):
             stream = build_stream(dataset, [size], config.data, self._reader, config.seed, template)
-            return Evaluation(lambda: counted(stream, self._on_device), _no_spare)
+            return Evaluation(lambda: counted(stream, self._move_to_evaluate), _no_spare)
         batches: EvalBatches | OwnEvalBatches
         if own is not None and own.batches is not None:
             batches = OwnEvalBatches(own.batches, self._rank, self._ranks, seed=config.seed)
         else:
             batches = EvalBatches(self._sampler(dataset, own, shuffle=False), size)
-        loader = build_loader(dataset, batches, config.data, self._reader, config.seed, template)
+        transform = config.data.eval_device_transform
+        keyed = config.data.seed_samples and transform is not None
+        loader = build_loader(dataset, batches, config.data, self._reader, config.seed, template, keyed=keyed)
         return Evaluation(
-            lambda: zip(batches.sizes(), self._on_device(loader), strict=True),
-            partial(self._spare, dataset, batches, template),
-            lambda: [(len(batch), self._read(dataset, batch, template)) for batch in islice(batches, 1)],
+            lambda: zip(batches.sizes(), self._move_to_evaluate(loader), strict=True),
+            partial(self._read_spare, dataset, batches, template, transform),
+            lambda: [(len(batch), self._read(dataset, batch, template, transform)) for batch in islice(batches, 1)],
         )
 
-    def _spare(self, dataset: Any, batches: Any, template: DataLoader[Any] | None) -> Any:
+    def _read_spare(
+        self, dataset: Any, batches: Any, template: DataLoader[Any] | None, transform: Callable[[Any], Any] | None
+    ) -> Any:
         """A batch for a rank without batches that runs passes with zero weight."""
-        return self._read(dataset, batches.spare(), template)
+        return self._read(dataset, batches.spare(), template, transform)
 
-    def _read(self, dataset: Any, indices: list[Any], template: DataLoader[Any] | None) -> Any:
+    def _read(
+        self,
+        dataset: Any,
+        indices: list[Any],
+        template: DataLoader[Any] | None,
+        transform: Callable[[Any], Any] | None,
+    ) -> Any:
         """One batch of these samples, without DataLoader workers."""
         settings = self.parts.config.data.model_copy(update={"num_workers": 0, "seed_samples": False})
         loader = build_loader(dataset, [indices], settings, self.parts.world, self.parts.config.seed, template)
-        return next(iter(self._on_device(loader)))
+        return next(iter(self._on_device(loader, self._transform(transform))))
 
     def _train_batches(self, dataset: Any, own: Batching | None) -> TrainBatches | OwnTrainBatches:
         config = self.parts.config
@@ -210,15 +234,26 @@ class DataRoom:
             )
         check_sync_batch_norm(self.parts.model, None, self._ranks)
 
-    def _move(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def _move(self, epoch: int, number: int) -> Mover:
         """Batches on the device for training, with the waiting time measured; evaluation does not count."""
 
         def fetched() -> None:
             self.clock.mark(DATA)
             self.parts.heart.mark(Phase.TRANSFER)
 
-        return self._on_device(loader, fetched, partial(self.clock.mark, TRANSFER))
+        transform = self._transform(self.parts.config.data.device_transform, epoch, number)
+        return lambda loader: self._on_device(loader, transform, fetched, partial(self.clock.mark, TRANSFER))
 
-    def _on_device(self, loader: Iterable[Any], *marks: Callable[[], None]) -> Iterator[Any]:
+    def _move_to_evaluate(self, loader: Iterable[Any]) -> Iterator[Any]:
+        return self._on_device(loader, self._transform(self.parts.config.data.eval_device_transform))
+
+    def _transform(
+        self, function: Callable[[Any], Any] | None, epoch: int = 0, number: int = 0
+    ) -> DeviceTransform | None:
+        return function and DeviceTransform(function, self.parts.config.seed, epoch, self._rank, number)
+
+    def _on_device(
+        self, loader: Iterable[Any], transform: DeviceTransform | None, *marks: Callable[[], None]
+    ) -> Iterator[Any]:
         dtype, ahead = self.parts.precision.batch_dtype, self.parts.config.data.prefetch_batches
-        return on_device(loader, self.parts.world.device, dtype, ahead, *marks)
+        return on_device(loader, self.parts.world.device, dtype, ahead, transform, *marks)

@@ -21,6 +21,8 @@ from ddp_kit.world import World, host_group
 
 Mover = Callable[[Iterable[Any]], Iterator[Any]]
 """Brings a loader's batches to the device."""
+EpochMover = Callable[[int, int], Mover]
+"""`(epoch, number)` -> the mover of an epoch's batches from that number on, of this rank's."""
 Place = tuple[Mark, ...]
 """The positions of the processes that read a rank's stream, the most recent last; () for other data."""
 
@@ -78,7 +80,7 @@ class MapFeed:
         self,
         loader: Iterable[Any],
         batches: TrainBatches | OwnTrainBatches,
-        move: Mover,
+        move: EpochMover,
         facts: Facts,
         spare: Callable[[], Any] | None = None,
     ) -> None:
@@ -101,7 +103,8 @@ class MapFeed:
     def begin(self, epoch: int, first_step: int, place: Place = ()) -> None:  # noqa: ARG002 - the step says it
         self._batches.set_position(epoch, first_step)
         self._number = first_step
-        self._arriving = self._move(self._loader)
+        number = sum(len(self._batches.passes(step)) for step in range(first_step))
+        self._arriving = self._move(epoch, number)(self._loader)
 
     def next(self) -> Share | None:
         number = self._number
@@ -142,7 +145,7 @@ class StreamFeed:
         loader: Stream,
         passes: int,
         world: World,
-        move: Mover,
+        move: EpochMover,
         facts: Facts,
         strategy: Strategy,
         at_least: int | None = None,
@@ -164,7 +167,7 @@ class StreamFeed:
     def begin(self, epoch: int, first_step: int, place: Place = ()) -> None:
         self.place = self._reached = place
         self._loader.set_position(epoch, place)
-        self._arriving = counted(self._loader, self._move)
+        self._arriving = counted(self._loader, self._move(epoch, first_step * self._passes if place else 0))
         if first_step and not place:
             logger.info(
                 "skipping the first {} steps of epoch {} by reading them: the stream has no state_dict to resume from",

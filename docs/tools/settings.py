@@ -3,7 +3,7 @@
 It writes the tables of docs/configuration.md, and ddp_kit/config_types.py: what type checkers accept for each setting.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -23,9 +23,9 @@ Written by docs/tools/settings.py (`make docs`) from the fields of config.py; no
 # fmt: off
 # ruff: noqa: E501
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from ddp_kit.config import PARTS
 '''
@@ -125,6 +125,8 @@ def inputs_of(kind: Any) -> Iterator[str]:
         # A dict in a variable of its own has plain strings for a type checker, whatever is in it.
         values = "str" if get_origin(inner[1]) is Literal else " | ".join(inputs_of(inner[1]))
         yield f"Mapping[str, {values}]"
+    elif origin is Callable:
+        yield "Callable[[Any], Any]"
     elif kind is Path:
         yield from ("str", "Path")
     elif issubclass(kind, BaseModel):

@@ -36,6 +36,7 @@ PUBLIC = {
     "ProfileConfig",
     "Step",
     "TensorBoardLogger",
+    "TokenBatchSampler",
     "Trainer",
     "TrainerConfig",
     "Update",
