@@ -18,7 +18,7 @@ FLOOR = {
     "torch_internals": 0.5, "log": 1, "world": 1, "batch": 1, "records": 1, "state_values": 1, "blocks": 1, "pieces": 1,
     "float8": 1.5,
     "sampler": 2, "loader": 2, "precision": 2, "parallel": 2, "compilation": 2, "metrics": 2, "metric_objects": 2,
-    "token_batches": 2, "loader": 2, "precision": 2, "parallel": 2, "compilation": 2, "metrics": 2, "metric_objects": 2,
+    "token_batches": 2,
     "callbacks": 2, "progress": 2,
     "checkpoint": 2, "timing": 2, "advice": 2, "profile": 2,
     "model_loading": 2.5,
