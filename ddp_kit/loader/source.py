@@ -44,6 +44,11 @@ def _check_stream(dataset: "IterableDataset[Any]", role: str) -> None:
             f"{role} is a DataPipe ({type(dataset).__name__}), which only torch's DataLoader can divide",
             "give an IterableDataset that divides itself by rank and DataLoader worker, or a dataset with __getitem__",
         )
+    if any(isinstance(stage, DataLoader) for stage in getattr(dataset, "pipeline", ())):
+        raise DataError(
+            f"{role} is a {type(dataset).__name__} around a DataLoader, which yields whole batches",
+            "give the dataset itself, or DataLoader(dataset.batched(16), batch_size=None) for batches of its own",
+        )
 
 
 def _check_loader(loader: "DataLoader[Any]", role: str) -> None:

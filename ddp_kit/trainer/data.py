@@ -142,7 +142,7 @@ class DataRoom:
         facts: Facts = {
             "the setting seed": config.seed,
             "the global batch": self.plan.global_batch,
-            "drop_last": config.data.drop_last or bool(template and template.drop_last),
+            "drop_last": config.data.drop_last or (template is not None and template.drop_last),
             RANKS: self._ranks,
             "data.num_workers": workers or 1,  # none and one read in the same order
         }

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from ddp_kit import ConfigError, Trainer, TrainerConfig
+from ddp_kit import ConfigError, DataError, Trainer, TrainerConfig
 
 VALUES = torch.arange(1.0, 25.0)
 
@@ -124,3 +124,25 @@ def test_evaluation_has_a_transform_of_its_own() -> None:
     run.batches.clear()
     run.trainer.evaluate(TensorDataset(VALUES))
     assert torch.cat(run.batches).tolist() == (-VALUES).tolist()
+
+
+class Numbers(IterableDataset[Tensor]):
+    """A stream without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(VALUES)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_of_ones_own_over_a_stream(workers: int) -> None:
+    run = Run(max_steps=2, global_batch_size=None, accumulation_steps=1)
+    run.trainer.fit(DataLoader(Numbers(), batch_size=3, num_workers=workers), DataLoader(Numbers(), batch_size=5))
+    assert [batch.tolist() for batch in run.batches[:2]] == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_a_pipeline_around_a_loader_is_refused() -> None:
+    class Pipeline(Numbers):
+        pipeline = [DataLoader(Numbers(), batch_size=4)]
+
+    with pytest.raises(DataError, match="train_data is a Pipeline around a DataLoader, which yields whole batches"):
+        Run(max_steps=1).trainer.fit(Pipeline())
