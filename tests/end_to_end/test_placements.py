@@ -132,7 +132,7 @@ def test_what_cannot_be_placed_is_refused_in_words(ddpkit: Ddpkit, tmp_path: Pat
     found = dict(line.removeprefix("[rank 0] ").split(": ", 1) for line in run.stdout.splitlines() if ": " in line)
     expected = {
         "optimizer": "the Adam holds the old ones | pass a function",
-        "sizes": "shard 3 = 3, and there are 2 ranks",
+        "sizes": "shard 3 = 3, but there are 2 ranks",
         "static": "parallel.static_graph is a setting of DDP",
         "scalar": "without a dimension: scale",
         "tied": "shares a parameter with the unit",
