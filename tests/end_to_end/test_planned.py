@@ -42,8 +42,8 @@ print("trained")
     ("ranks", "parallel"),
     [
         (3, "ddp"),
-        (3, "zero1"),
-        (3, "fsdp"),
+        pytest.param(3, "zero1", marks=pytest.mark.thorough),
+        pytest.param(3, "fsdp", marks=pytest.mark.thorough),
         (4, {"shard": 2, "tensor": 2, "tensor_plan": {"*.layers.0": "column", "*.layers.2": "row"}}),
         (2, {"pipeline": 2}),
     ],
@@ -110,9 +110,8 @@ def test_a_gpt_of_7_billion_parameters_is_planned_in_little_memory(script: Any, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["digits.py", "gpt.py"])
-def test_the_examples_can_be_planned(name: str, ddpkit: Any, root: Path) -> None:
-    run = ddpkit("plan", "--gpus", "2", "--memory", "8GiB", root / "examples" / name)
+def test_an_example_can_be_planned(ddpkit: Any, root: Path) -> None:  # docs/placement.md plans the GPT's
+    run = ddpkit("plan", "--gpus", "2", "--memory", "8GiB", root / "examples" / "digits.py")
     assert run.returncode == 0, run.stderr
     assert "fits: 1.0 GiB of 8.0 GiB" in run.stdout
     assert "not known" not in run.stdout
@@ -124,7 +123,7 @@ def test_the_examples_can_be_planned(name: str, ddpkit: Any, root: Path) -> None
     [
         ("print('hello')", 2, "script.py ended without training"),
         ("raise ValueError('of my own')", 1, 'script.py", line 1, in <module>\n    raise ValueError'),
-        ("raise SystemExit(7)", 7, ""),
+        pytest.param("raise SystemExit(7)", 7, "", marks=pytest.mark.thorough),
     ],
 )
 def test_a_script_without_a_plan_says_why(text: str, code: int, said: str, ddpkit: Any, script: Any) -> None:

@@ -26,7 +26,7 @@ def ended_with(output: str) -> list[str]:
     [
         (3, "zero1", ()),
         (3, "fsdp", ()),
-        (2, "fsdp", ("offload_parameters",)),
+        pytest.param(2, "fsdp", ("offload_parameters",), marks=pytest.mark.thorough),
         pytest.param(3, "zero1", ("offload_optimizer",), marks=pytest.mark.thorough),
         pytest.param(4, {"replicate": 2, "shard": 2}, (), marks=pytest.mark.thorough),
         (4, {"shard": 2, "tensor": 2, "tensor_plan": {"3.0": "column", "3.2": "row"}}, ()),
@@ -50,7 +50,7 @@ def test_so_it_does_under_every_strategy(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "workers", "dies_after", "width"),
-    [(1, 0, 11, 8), (2, 2, 11, 8), (3, 0, 7, 8), (3, 0, 7, WIDE)],
+    [(1, 0, 11, 8), (2, 2, 11, 8), pytest.param(3, 0, 7, 8, marks=pytest.mark.thorough), (3, 0, 7, WIDE)],
 )
 def test_a_killed_run_ends_as_an_undisturbed_one(
     ddpkit: Ddpkit, tmp_path: Path, ranks: int, workers: int, dies_after: int, width: int

@@ -191,7 +191,6 @@ CASES = {
     "sets threads": Case(("sets_threads.py",)),
 } | {f"ends: {name}": Case(("endings.py", name), exit_code=code, served=True) for name, code in EXIT_CODES.items()}
 STARTED_COLD = ("no python name", "folder", "zip file", "shadows", "sets threads")
-WITH_PYTHON = [name for name, case in CASES.items() if case.is_for_python]
 
 
 @pytest.fixture(scope="module")
@@ -410,21 +409,11 @@ def differences(case: str, one: Facts, other: Facts, *excused: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_a_warm_worker_is_as_a_cold_one(case: str, seen: Seen) -> None:
+def test_a_warm_worker_is_as_a_cold_one_and_both_as_plain_python(case: str, seen: Seen) -> None:
     assert not differences(case, seen(case, "cold"), seen(case, "warm"), *WARM_IS_NOT_COLD)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", WITH_PYTHON)
-@pytest.mark.parametrize("way", ["cold", "warm"])
-def test_a_worker_is_as_plain_python(case: str, way: str, seen: Seen) -> None:
-    excused = WORKER_IS_NOT_PYTHON | (WARM_IS_NOT_COLD if way == "warm" else {})
-    assert not differences(case, seen(case, "python"), seen(case, way), *excused)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_only_what_cannot_be_warm_is_started_cold(case: str, seen: Seen) -> None:
+    for way in ("cold", "warm") if CASES[case].is_for_python else ():
+        excused = WORKER_IS_NOT_PYTHON | (WARM_IS_NOT_COLD if way == "warm" else {})
+        assert not differences(case, seen(case, "python"), seen(case, way), *excused), way
     cold = any("starting cold" in line for line in seen(case, "warm")["launcher"])
     assert cold == (case in STARTED_COLD)
 

@@ -1,29 +1,21 @@
-"""The tests of exactness, evaluation, out-of-memory steps and resume, unchanged, with the strategy in flat.py."""
+"""A case each of exactness, evaluation, out-of-memory steps and resume with the strategy in flat.py.
+
+`make thorough` has all of them: test_third_strategy_whole.py.
+"""
 
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_evaluation import test_values_and_predictions_do_not_depend_on_the_ranks
-from test_exact import (
-    test_a_rank_without_samples_stands_in_for_sparse_gradients_too,
-    test_training_is_that_of_the_whole_global_batch_at_every_number_of_ranks,
-)
-from test_memory import test_whatever_does_not_fit_the_result_is_the_same
-from test_resume import test_a_killed_run_ends_as_an_undisturbed_one
+import test_evaluation
+import test_exact
+import test_memory
+import test_resume
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 Script = Callable[[str], Path]
 STRATEGIES = Path(__file__).parents[1] / "strategies"
-
-__all__ = [
-    "test_a_killed_run_ends_as_an_undisturbed_one",
-    "test_a_rank_without_samples_stands_in_for_sparse_gradients_too",
-    "test_training_is_that_of_the_whole_global_batch_at_every_number_of_ranks",
-    "test_values_and_predictions_do_not_depend_on_the_ranks",
-    "test_whatever_does_not_fit_the_result_is_the_same",
-]
 
 
 @pytest.fixture(autouse=True)
@@ -46,3 +38,26 @@ def test_it_is_this_strategy_and_short(start: Start, script: Script) -> None:
     assert len((STRATEGIES / "flat.py").read_text().splitlines()) <= 150
     run = start("ddpkit", 2, script(NAMED))
     assert run.stdout.split() == ["FlatAllReduce"] * 2, run.stderr
+
+
+@pytest.mark.slow
+def test_training_is_that_of_the_whole_global_batch(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_exact, "RANKS", (3,))
+    test_exact.test_training_is_that_of_the_whole_global_batch_at_every_number_of_ranks(start, tmp_path)
+
+
+@pytest.mark.slow
+def test_values_and_predictions_do_not_depend_on_the_ranks(start: Start) -> None:
+    test_evaluation.test_values_and_predictions_do_not_depend_on_the_ranks(start, 3)
+
+
+@pytest.mark.slow
+def test_whatever_does_not_fit_the_result_is_the_same(start: Start) -> None:
+    test_memory.test_whatever_does_not_fit_the_result_is_the_same(start)
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_as_an_undisturbed_one(ddpkit: Start, tmp_path: Path) -> None:
+    test_resume.test_a_killed_run_ends_as_an_undisturbed_one(ddpkit, tmp_path, 3, 0, 7, test_resume.WIDE)

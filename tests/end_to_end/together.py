@@ -105,7 +105,9 @@ def a_function_in_a_parameter_group_is_no_difference(_: Path) -> None:
 
 def a_short_stream_is_an_error(_: Path) -> None:
     trainer = trainer_for(data={"drop_last": True})
-    refused(lambda: trainer.fit(Stream(5)), DataError, "yielded 5 samples in an epoch, fewer than the global batch of 6")
+    refused(
+        lambda: trainer.fit(Stream(5)), DataError, "yielded 5 samples in an epoch, fewer than the global batch of 6"
+    )
 
 
 def a_stream_is_read_on_by_ranks_whose_shares_differ(folder: Path) -> None:
