@@ -139,7 +139,10 @@ def held_bytes(config: dict[str, Any]) -> int:
     torch.manual_seed(0)
     model, tokens = Gpt(), torch.randint(VOCABULARY, (4, 32))
     memory = Activations(model, MemoryConfig(**config))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, memory.forward_context():
+    with (
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler,
+        memory.forward_context(),
+    ):
         loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
     held = sum(event.self_cpu_memory_usage for event in profiler.key_averages())
     loss.backward()
