@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -31,6 +32,16 @@ def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree_of(path)))
+
+
 def name_of(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
@@ -42,7 +53,7 @@ def room(name: str) -> str:
 
 def imports(path: Path) -> Iterator[str]:
     """Full names of what a module imports when it runs, wherever the statement stands; not what types alone need."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             node.body.clear()
@@ -108,7 +119,7 @@ def test_strategies_are_known_in_their_folder_alone() -> None:
     own = {"DistributedDataParallel", "fully_shard", "FSDPModule", "DTensor", "ZeroRedundancyOptimizer"}
     for path in modules():
         if "parallel" not in path.relative_to(PACKAGE).parts:
-            tree = ast.parse(path.read_text())
+            tree = tree_of(path)
             named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
             named |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
             assert not named & own, f"{path.name} knows {named & own}"
@@ -126,7 +137,7 @@ PRIVATE_USES = {  # of torch, by module: what a new torch may take away
 
 def private_uses(path: Path) -> list[str]:
     """Attributes and modules of torch with a leading underscore, which are no public API."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     own = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
     own |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     found = [
@@ -162,7 +173,7 @@ def test_the_agent_uses_torch_s_private_members_in_one_module() -> None:
 def test_what_the_agent_runs_is_no_subclass_of_torch_s() -> None:
     for path in (PACKAGE / "launcher").rglob("*.py"):
         theirs = {full.rpartition(".")[2] for full in imports(path) if full.startswith("torch.")}
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 assert not theirs & {ast.unparse(base) for base in node.bases}, f"{path.name}: {node.name}"
 
@@ -186,7 +197,7 @@ def test_the_environment_is_touched_in_few_places() -> None:
     touching = {
         name_of(path)
         for path in modules()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv", "environb")
     }
     assert touching <= {"env", "heartbeat", "launcher.cli", *folder("launcher.agent"), *folder("launcher.warm")}
@@ -202,7 +213,7 @@ def test_environment_variables_are_named_in_one_module_alone() -> None:
     for path in modules():
         if name_of(path) == "env":
             continue
-        written = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+        written = {node.value for node in nodes_of(path) if isinstance(node, ast.Constant)}
         assert not written & names, f"{path.name} spells out {written & names}"
 
 
@@ -221,7 +232,7 @@ def test_records_that_cross_a_boundary_are_frozen() -> None:
 def test_modules_and_functions_stay_readable() -> None:
     """The usual one and the ninth of ten, in lines: a long one may have its reason, a long habit has none."""
     texts = [path.read_text() for path in modules()]
-    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
+    nodes = [node for path in modules() for node in nodes_of(path)]
     functions = [
         (node.end_lineno or 0) - node.lineno + 1
         for node in nodes

@@ -152,7 +152,7 @@ class Fails(IterableDataset[int]):
         raise FileNotFoundError("shard 2 is gone")
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])  # its end takes torch five seconds
 def test_exceptions_of_the_dataset_stay_what_they_are(workers: int) -> None:
     with pytest.raises(FileNotFoundError, match="shard 2 is gone"):
         list(build_stream(Fails(), [1], DataConfig(num_workers=workers), ALONE, seed=0))
