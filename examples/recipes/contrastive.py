@@ -17,7 +17,7 @@ SEEN, SAID = 24, 16  # the numbers of an "image", and those of its "text"
 
 
 class AllRows(torch.autograd.Function):
-    """The rows of all ranks in their order, as many of each. The gradient of a row is the sum over the ranks' losses."""
+    """The rows of all ranks in their order, as many of each. A row's gradient is the sum over all ranks' losses."""
 
     @staticmethod
     def forward(context: Any, rows: Tensor) -> Tensor:

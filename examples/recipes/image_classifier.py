@@ -26,7 +26,7 @@ class Shapes(Dataset[Batch]):
         disc, square = rows**2 + columns**2 <= 9, rows.abs().maximum(columns.abs()) <= 2
         cross = (rows.abs() == columns.abs()) & (rows.abs() <= 3)
         chosen = torch.stack([disc, square, cross], 1)[torch.arange(samples), self.labels]
-        self.images = chosen.unsqueeze(1) + 0.5 * torch.randn(samples, 1, SIZE, SIZE, generator=generator)
+        self.images = chosen.unsqueeze(1) + 0.3 * torch.randn(samples, 1, SIZE, SIZE, generator=generator)
         self.mixes = mixes
 
     def __len__(self) -> int:

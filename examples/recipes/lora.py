@@ -15,8 +15,8 @@ from ddp_kit import Loss, Trainer, TrainerConfig
 VOCABULARY, LENGTH = 32, 16
 
 
-class Repeats(Dataset[Tensor]):
-    """Made text: a few random tokens, again and again."""
+class Chains(Dataset[Tensor]):
+    """Made text: each token is followed by the same other one."""
 
     def __init__(self, samples: int, seed: int = 0) -> None:
         self.samples, self.seed = samples, seed
@@ -25,9 +25,11 @@ class Repeats(Dataset[Tensor]):
         return self.samples
 
     def __getitem__(self, index: int) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed + index)
-        period = 2 + index % 3
-        return torch.randint(VOCABULARY, (period,), generator=generator).repeat(LENGTH)[:LENGTH]
+        token = int(torch.randint(VOCABULARY, (), generator=torch.Generator().manual_seed(self.seed + index)))
+        tokens = [token]
+        while len(tokens) < LENGTH:
+            tokens.append((5 * tokens[-1] + 3) % VOCABULARY)
+        return torch.tensor(tokens)
 
 
 def build() -> nn.Module:
@@ -73,9 +75,9 @@ def main() -> None:
         checkpoint={"dir": "lora", "every_steps": 20, "trainable_only": True},
     )
     model = build()
-    trainer = Trainer(model, torch.optim.AdamW(adapter_groups(model, rate=2e-3)), loss_fn, config)
-    trainer.fit(Repeats(1024))
-    metrics = trainer.evaluate(Repeats(200, seed=10_000))
+    trainer = Trainer(model, torch.optim.AdamW(adapter_groups(model, rate=5e-3)), loss_fn, config)
+    trainer.fit(Chains(1024))
+    metrics = trainer.evaluate(Chains(200, seed=10_000))
     if trainer.world.is_main:
         trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
         print(f"{trained} of {sum(each.numel() for each in model.parameters())} weights are trained and saved")
