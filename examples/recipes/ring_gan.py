@@ -52,16 +52,16 @@ def generator_loss(model: nn.ModuleDict, batch: Batch) -> Tensor:
 
 def main() -> None:
     config = TrainerConfig.from_command_line(
-        max_steps=400,
+        max_steps=600,
         global_batch_size=64,
         data={"seed_samples": True},  # the noise of a sample is the same at any number of ranks
         log_every=50,
     )
     model = build()
     updates = [
-        Update("critic", critic_loss, torch.optim.Adam(model["critic"].parameters(), lr=2e-3, betas=(0.5, 0.9))),
+        Update("critic", critic_loss, torch.optim.Adam(model["critic"].parameters(), lr=4e-3, betas=(0.0, 0.9))),
         Update(
-            "generator", generator_loss, torch.optim.Adam(model["generator"].parameters(), lr=1e-3, betas=(0.5, 0.9))
+            "generator", generator_loss, torch.optim.Adam(model["generator"].parameters(), lr=1e-3, betas=(0.0, 0.9))
         ),
     ]
     trainer = Trainer(model, updates=updates, config=config)

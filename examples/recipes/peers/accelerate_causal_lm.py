@@ -38,17 +38,18 @@ batches = repeated(loader)
 for step in range(1, 151):
     step_batches = list(islice(batches, 2))
     tokens = sum((batch["labels"][:, 1:] != IGNORED).sum() for batch in step_batches)
-    tokens = accelerator.reduce(tokens)
+    tokens, total = accelerator.reduce(tokens), 0.0
     for number, batch in enumerate(step_batches):
         with nullcontext() if number == 1 else accelerator.no_sync(model):
             loss = token_losses(model, batch)[0].sum()
             accelerator.backward(loss * accelerator.num_processes / tokens)
+            total += loss.detach()
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad()
     if step % 25 == 0:
-        mean = accelerator.reduce(loss.detach()) / tokens
+        mean = accelerator.reduce(total) / tokens
         accelerator.print(f"step {step}: loss {mean:.4f}")
 
 model.eval()

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from detection import Rectangles, build, cells, collate
 from torch.utils.data import DataLoader
 
@@ -19,7 +19,7 @@ def box_losses(output, boxes):
     return focal + size, torch.tensor(len(image), device=output.device), found
 
 
-accelerator = Accelerator(even_batches=False)
+accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
 set_seed(0)
 model = build()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

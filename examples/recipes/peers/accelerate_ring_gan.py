@@ -11,15 +11,15 @@ accelerator = Accelerator()
 set_seed(0)
 model = build()
 generator, critic = model["generator"], model["critic"]
-critic_optimizer = torch.optim.Adam(critic.parameters(), lr=2e-3, betas=(0.5, 0.9))
-generator_optimizer = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.9))
+critic_optimizer = torch.optim.Adam(critic.parameters(), lr=4e-3, betas=(0.0, 0.9))
+generator_optimizer = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.0, 0.9))
 loader = DataLoader(Ring(2048), batch_size=64 // accelerator.num_processes, shuffle=True)
 generator, critic, critic_optimizer, generator_optimizer, loader = accelerator.prepare(
     generator, critic, critic_optimizer, generator_optimizer, loader
 )
 
 step = 0
-while step < 400:
+while step < 600:
     for real, noise in loader:
         fake = generator(noise).detach()
         # One call of the critic: DDP supports one forward pass for each backward pass.
@@ -38,7 +38,7 @@ while step < 400:
         if step % 50 == 0:
             losses = accelerator.reduce(torch.stack([critic_loss, generator_loss]).detach(), reduction="mean")
             accelerator.print(f"step {step}: critic {losses[0]:.4f}, generator {losses[1]:.4f}")
-        if step == 400:
+        if step == 600:
             break
 
 with torch.no_grad():

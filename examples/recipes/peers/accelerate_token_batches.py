@@ -6,7 +6,7 @@ from itertools import islice
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from token_batches import IGNORED, PASSES, Sums, Tagger, TokenBatches, collate
 from torch.utils.data import DataLoader
 
@@ -17,7 +17,7 @@ def sum_and_weight(model, numbers, targets):
     return loss, (targets != IGNORED).sum()
 
 
-accelerator = Accelerator(even_batches=False)
+accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
 set_seed(0)
 passes = PASSES // accelerator.num_processes
 train_data, test_data = Sums(2000), Sums(300, seed=1)
@@ -34,16 +34,17 @@ for epoch in range(6):
     reader = iter(loader)
     for _ in range(len(batches) // PASSES):  # the last batches are left out: ranks would have other numbers of them
         step_batches = list(islice(reader, passes))
-        tokens = accelerator.reduce(sum((targets != IGNORED).sum() for _, targets in step_batches))
+        tokens, total = accelerator.reduce(sum((targets != IGNORED).sum() for _, targets in step_batches)), 0.0
         for number, (numbers, targets) in enumerate(step_batches, 1):
             with nullcontext() if number == passes else accelerator.no_sync(model):
                 loss, _ = sum_and_weight(model, numbers, targets)
                 accelerator.backward(loss * accelerator.num_processes / tokens)
+                total += loss.detach()
         optimizer.step()
         optimizer.zero_grad()
         step += 1
         if step % 25 == 0:
-            mean = accelerator.reduce(loss.detach()) / tokens
+            mean = accelerator.reduce(total) / tokens
             accelerator.print(f"step {step}: loss {mean:.4f}")
 
 model.eval()
