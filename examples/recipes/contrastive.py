@@ -22,9 +22,9 @@ class AllRows(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, rows: Tensor) -> Tensor:
         context.size = len(rows)
-        everyone = rows.new_empty(dist.get_world_size() * len(rows), *rows.shape[1:])
-        dist.all_gather_into_tensor(everyone, rows.contiguous())
-        return everyone
+        everyone = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, rows.contiguous())
+        return torch.cat(everyone)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class AllRows(torch.autograd.Function):
 
 
 class TwoTowers(nn.Module):
-    """Maps both halves of a pair to the same space. `most`: the largest number of rows of a rank."""
+    """Maps both halves of a pair to the same space."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class TwoTowers(nn.Module):
 
 
 def gathered(rows: Tensor, most: int) -> tuple[Tensor, int]:
-    """The rows of all ranks, padded with zeros to `most` of each, and the place of this rank's first one."""
+    """The rows of all ranks, filled up with zeros to `most` of each, and the index of this rank's first one."""
     padded = F.pad(rows, (0, 0, 0, most - len(rows)))
     if not dist.is_initialized():
         return padded, 0

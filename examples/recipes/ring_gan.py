@@ -58,12 +58,9 @@ def main() -> None:
         log_every=50,
     )
     model = build()
-    updates = [
-        Update("critic", critic_loss, torch.optim.Adam(model["critic"].parameters(), lr=4e-3, betas=(0.0, 0.9))),
-        Update(
-            "generator", generator_loss, torch.optim.Adam(model["generator"].parameters(), lr=1e-3, betas=(0.0, 0.9))
-        ),
-    ]
+    critic = torch.optim.Adam(model["critic"].parameters(), lr=4e-3, betas=(0.0, 0.9))
+    generator = torch.optim.Adam(model["generator"].parameters(), lr=1e-3, betas=(0.0, 0.9))
+    updates = [Update("critic", critic_loss, critic), Update("generator", generator_loss, generator)]
     trainer = Trainer(model, updates=updates, config=config)
     trainer.fit(Ring(2048))
     with torch.no_grad():
