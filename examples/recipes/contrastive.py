@@ -20,18 +20,18 @@ class AllRows(torch.autograd.Function):
     """The rows of all ranks in their order, as many of each. A row's gradient is the sum over all ranks' losses."""
 
     @staticmethod
-    def forward(context: Any, rows: Tensor) -> Tensor:
-        context.size = len(rows)
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        ctx.size = len(rows)
         everyone = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, rows.contiguous())
         return torch.cat(everyone)
 
     @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> Tensor:
-        total = gradients[0].contiguous()
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        total = grad_outputs[0].contiguous()
         dist.all_reduce(total)  # other ranks compared our rows with theirs
-        start = dist.get_rank() * context.size
-        return total[start : start + context.size]
+        start = dist.get_rank() * ctx.size
+        return total[start : start + ctx.size]
 
 
 class TwoTowers(nn.Module):

@@ -4,6 +4,7 @@ ddpkit launch --nproc-per-node 2 examples/recipes/reinforcement.py
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +77,7 @@ def main() -> None:
         states, actions, returns, played = batch
         output = model(states)
         advantage = returns - output[..., 2]
-        chosen = Categorical(logits=output[..., :2])
+        chosen: Any = Categorical(logits=output[..., :2])  # torch.distributions has no types
         actor = -chosen.log_prob(actions) * advantage.detach() - 0.01 * chosen.entropy()
         trainer.log({"steps": Loss(played.sum(), weight=len(played))})
         return Loss(((actor + 0.05 * advantage.square()) * played).sum(), weight=played.sum())
