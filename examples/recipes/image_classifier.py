@@ -20,24 +20,25 @@ class Shapes(Dataset[Batch]):
 
     def __init__(self, samples: int, *, seed: int = 0, mixes: bool = False) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.labels = torch.randint(CLASSES, (samples,), generator=generator)
+        labels = torch.randint(CLASSES, (samples,), generator=generator)
         centres = torch.randint(4, SIZE - 4, (samples, 2, 1, 1), generator=generator)
         rows, columns = (torch.stack(torch.meshgrid([torch.arange(SIZE)] * 2, indexing="ij")) - centres).unbind(1)
         disc, square = rows**2 + columns**2 <= 9, rows.abs().maximum(columns.abs()) <= 2
         cross = (rows.abs() == columns.abs()) & (rows.abs() <= 3)
-        chosen = torch.stack([disc, square, cross], 1)[torch.arange(samples), self.labels]
+        chosen = torch.stack([disc, square, cross], 1)[torch.arange(samples), labels]
         self.images = chosen.unsqueeze(1) + 0.3 * torch.randn(samples, 1, SIZE, SIZE, generator=generator)
+        self.targets = torch.eye(CLASSES)[labels]
         self.mixes = mixes
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.images)
 
     def __getitem__(self, index: int) -> Batch:
-        image, target = self.images[index], F.one_hot(self.labels[index], CLASSES).float()
+        image, target = self.images[index], self.targets[index]
         if self.mixes:  # mixup (Zhang et al. 2018), within a sample: the same at any number of ranks
             other, share = int(torch.randint(len(self), ())), Beta(0.3, 0.3).sample()
             image = share * image + (1 - share) * self.images[other]
-            target = share * target + (1 - share) * F.one_hot(self.labels[other], CLASSES)
+            target = share * target + (1 - share) * self.targets[other]
         return image, target
 
 

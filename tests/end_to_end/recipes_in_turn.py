@@ -49,6 +49,7 @@ class Watched(ddp_kit.Trainer):
 
 
 def main(folder: Path, kills: bool, *names: str) -> None:
+    torch.set_default_dtype(torch.float64)  # so that rounding does not hide what is not exact
     ddp_kit.Trainer = Watched  # type: ignore[misc]
     for name in [name for name in names if not (folder / f"{name}.pt").exists()]:
         Watched.callbacks = (Dies(folder / f"{name}.killed"),) if kills else ()
