@@ -6,7 +6,7 @@ ddpkit launch --nproc-per-node 2 examples/recipes/detection.py
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from ddp_kit import Loss, Trainer, TrainerConfig
 
@@ -81,7 +81,7 @@ def recall(output: Tensor, batch: Batch) -> Loss:
 
 
 def main() -> None:
-    config = TrainerConfig.from_command_line(epochs=5, global_batch_size=24, log_every=25)
+    config = TrainerConfig.from_command_line(epochs=5, global_batch_size=24, log_every=25, data={"collate_fn": collate})
     trainer = Trainer(
         build(),
         lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
@@ -89,9 +89,7 @@ def main() -> None:
         config,
         metrics={"recall": recall},
     )
-    size = trainer.batch_plan.micro_batch  # of one rank and pass
-    train_data = DataLoader(Rectangles(800), batch_size=size, shuffle=True, collate_fn=collate)
-    result = trainer.fit(train_data, DataLoader(Rectangles(200, seed=10_000), batch_size=size, collate_fn=collate))
+    result = trainer.fit(Rectangles(800), Rectangles(200, seed=10_000))
     if trainer.world.is_main:
         print(f"boxes found: {result.metrics['recall']:.1%}")
         print(f"loss per box of images not seen: {result.metrics['loss']:.8f}")

@@ -4,15 +4,14 @@ ddpkit launch --nproc-per-node 2 examples/recipes/token_batches.py
 """
 
 import os
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
-from ddp_kit import Loss, Trainer, TrainerConfig
+from ddp_kit import Loss, TokenBatchSampler, Trainer, TrainerConfig
 
 LETTERS, IGNORED = 8, -100
 PASSES = 6  # of a step, over all ranks
@@ -40,28 +39,6 @@ def collate(samples: list[Sample]) -> Sample:
     return pad_sequence(list(numbers), batch_first=True), padded
 
 
-class TokenBatches(Sampler[list[int]]):
-    """Batches of sequences of similar length, with at most `tokens` tokens each, in another order in each epoch."""
-
-    def __init__(self, lengths: list[int], tokens: int) -> None:
-        self.epoch = 0
-        self.batches: list[list[int]] = [[]]
-        for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-            if (len(self.batches[-1]) + 1) * lengths[index] > tokens:
-                self.batches.append([])
-            self.batches[-1].append(index)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = torch.randperm(len(self.batches), generator=torch.Generator().manual_seed(self.epoch))
-        return (self.batches[number] for number in order.tolist())
-
-
 class Tagger(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -86,9 +63,9 @@ def main() -> None:
     torch.manual_seed(0)
     trainer = Trainer(Tagger(), lambda parameters: torch.optim.AdamW(parameters, lr=0.01), loss_fn, config)
     train_data, test_data = Sums(2000), Sums(300, seed=1)
-    batches = TokenBatches(train_data.lengths, tokens=256)
+    batches = TokenBatchSampler(train_data.lengths, tokens=256)
     trainer.fit(DataLoader(train_data, batch_sampler=batches, collate_fn=collate))
-    batches = TokenBatches(test_data.lengths, tokens=256)
+    batches = TokenBatchSampler(test_data.lengths, tokens=256, shuffle=False)
     metrics = trainer.evaluate(DataLoader(test_data, batch_sampler=batches, collate_fn=collate))
     if trainer.world.is_main:
         print(f"loss per number of sequences not seen: {metrics['loss']:.8f}")

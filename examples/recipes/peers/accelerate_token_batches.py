@@ -7,8 +7,30 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
-from token_batches import IGNORED, PASSES, Sums, Tagger, TokenBatches, collate
-from torch.utils.data import DataLoader
+from token_batches import IGNORED, PASSES, Sums, Tagger, collate
+from torch.utils.data import DataLoader, Sampler
+
+
+class TokenBatches(Sampler):
+    """Batches of sequences of similar length, with at most `tokens` tokens each, in another order in each epoch."""
+
+    def __init__(self, lengths, tokens):
+        self.epoch = 0
+        self.batches = [[]]
+        for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+            if (len(self.batches[-1]) + 1) * lengths[index] > tokens:
+                self.batches.append([])
+            self.batches[-1].append(index)
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        order = torch.randperm(len(self.batches), generator=torch.Generator().manual_seed(self.epoch))
+        return (self.batches[number] for number in order.tolist())
 
 
 def sum_and_weight(model, numbers, targets):
