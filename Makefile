@@ -44,6 +44,7 @@ unit: $(STAMP)   ## the quick tests alone, in JOBS (2) processes: under a minute
 
 docs: $(STAMP)   ## the documentation site, in build/site; a broken link or an undocumented name is an error
 	$(BIN)/python docs/tools/settings.py
+	$(BIN)/python docs/tools/recipes.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 placement: $(STAMP) ## every placement against one process, in float64: the table of docs/placement.md

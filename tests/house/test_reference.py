@@ -5,6 +5,7 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import indent
 from types import ModuleType
 
 import pytest
@@ -35,6 +36,19 @@ def test_every_public_name_is_in_the_api_reference() -> None:
 def test_the_tables_of_settings_are_those_of_the_configuration() -> None:
     text = (DOCS / "configuration.md").read_text()
     assert tool("settings").updated(text) == text, "run `make docs`, which writes the tables"
+
+
+def test_the_line_counts_of_the_recipes_are_those_of_the_files() -> None:
+    text = (DOCS / "recipes.md").read_text()
+    assert tool("recipes").updated(text) == text, "run `make docs`, which writes the table"
+
+
+def test_the_recipes_page_shows_what_the_recipes_have() -> None:
+    recipes = [path.read_text() for path in (ROOT / "examples" / "recipes").glob("*.py")]
+    shown = re.findall(r"^```py\n(.*?)^```$", (DOCS / "recipes.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(shown) > 8
+    for block in shown:
+        assert any(block in text or indent(block, "    ") in text for text in recipes), block
 
 
 def test_the_types_of_settings_are_those_of_the_configuration() -> None:

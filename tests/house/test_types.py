@@ -84,9 +84,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for place, (language, block) in enumerate(BLOCK.findall(document.read_text())):
             if language == "python":
                 (folder / f"{block.split()[1].removesuffix('.py')}.py").write_text(block)
-            elif "TrainerConfig" in block:
+            elif "TrainerConfig" in block and document.name != "recipes.md":  # which shows parts of the recipes
                 (folder / f"part_{number}_{place}.py").write_text(CONTEXT + block)
-    for example in (ROOT / "examples").glob("*.py"):
+    for example in [*(ROOT / "examples").glob("*.py"), *(ROOT / "examples" / "recipes").glob("*.py")]:
         if "ddp_kit" in example.read_text():
             shutil.copy(example, folder)
     (folder / "settings.py").write_text(SETTINGS)

@@ -1,0 +1,100 @@
+"""A contrastive loss as in CLIP, whose negatives are the samples of all ranks, with the exact gradient.
+
+ddpkit launch --nproc-per-node 2 examples/recipes/contrastive.py
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ddp_kit import Trainer, TrainerConfig
+
+SEEN, SAID = 24, 16  # the numbers of an "image", and those of its "text"
+
+
+class AllRows(torch.autograd.Function):
+    """The rows of all ranks in their order, as many of each. A row's gradient is the sum over all ranks' losses."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        ctx.size = len(rows)
+        everyone = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, rows.contiguous())
+        return torch.cat(everyone)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        total = grad_outputs[0].contiguous()
+        dist.all_reduce(total)  # other ranks compared our rows with theirs
+        start = dist.get_rank() * ctx.size
+        return total[start : start + ctx.size]
+
+
+class TwoTowers(nn.Module):
+    """Maps both halves of a pair to the same space."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Sequential(nn.Linear(SEEN, 64), nn.GELU(), nn.Linear(64, 16))
+        self.text = nn.Sequential(nn.Linear(SAID, 64), nn.GELU(), nn.Linear(64, 16))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return F.normalize(self.image(batch[0]), dim=1), F.normalize(self.text(batch[1]), dim=1)
+
+
+def gathered(rows: Tensor, most: int) -> tuple[Tensor, int]:
+    """The rows of all ranks, filled up with zeros to `most` of each, and the index of this rank's first one."""
+    padded = F.pad(rows, (0, 0, 0, most - len(rows)))
+    if not dist.is_initialized():
+        return padded, 0
+    return AllRows.apply(padded), dist.get_rank() * most  # type: ignore[no-untyped-call]
+
+
+def compared(own: Tensor, others: Tensor, scale: Tensor, most: int) -> Tensor:
+    """The mean over this rank's rows: each has to find its partner among the rows of all ranks."""
+    everyone, first = gathered(others, most)
+    logits = scale.exp() * own @ everyone.T
+    padding = (everyone == 0).all(dim=1)  # no normalised row is zero
+    targets = first + torch.arange(len(own), device=own.device)
+    return F.cross_entropy(logits.masked_fill(padding, -torch.inf), targets)
+
+
+def data(samples: int, seed: int) -> TensorDataset:
+    """Pairs that are made of the same 6 hidden numbers."""
+    draw = torch.Generator().manual_seed(0)
+    to_seen, to_said = torch.randn(6, SEEN, generator=draw), torch.randn(6, SAID, generator=draw)
+    hidden = torch.randn(samples, 6, generator=draw.manual_seed(seed))
+    return TensorDataset((hidden @ to_seen).sin(), (hidden @ to_said).tanh())
+
+
+def main() -> None:
+    config = TrainerConfig.from_command_line(
+        max_steps=200,
+        global_batch_size=64,
+        data={"drop_last": True},  # every rank has rows in every step
+        log_every=50,
+    )
+
+    def loss_fn(model: TwoTowers, batch: tuple[Tensor, Tensor]) -> Tensor:
+        image, text = model(batch)
+        most = trainer.batch_plan.micro_batch
+        return (compared(image, text, model.scale, most) + compared(text, image, model.scale, most)) / 2
+
+    torch.manual_seed(0)
+    trainer = Trainer(TwoTowers(), lambda parameters: torch.optim.AdamW(parameters, lr=3e-3), loss_fn, config)
+    trainer.fit(data(1000, seed=1))
+    image, text = trainer.predict(data(200, seed=2), lambda model, batch: model(batch))
+    found = (image @ text.T).argmax(dim=1) == torch.arange(len(image))
+    distance = (image - text).norm(dim=1).mean()
+    if trainer.world.is_main:
+        print(f"pairs found among 200 not seen: {found.float().mean():.1%}")
+        print(f"mean distance within a pair: {distance:.8f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Every recipe comes to the same at 1, 2 and 3 ranks, and, killed and resumed, to the same bitwise."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_kit.torch_internals import pytree
+
+Ddpkit = Callable[..., object]
+SCRIPT = Path(__file__).with_name("recipes_in_turn.py")
+OF_TRANSFORMERS = ("causal_lm", "lora")
+OTHERS = ("contrastive", "detection", "image_classifier", "reinforcement", "ring_gan", "token_batches")
+
+
+def test_every_recipe_is_tried(root: Path) -> None:
+    assert sorted(OF_TRANSFORMERS + OTHERS) == sorted(each.stem for each in (root / "examples/recipes").glob("*.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("names", "killed_at"),
+    [(OF_TRANSFORMERS, 2), (OTHERS, 3)],  # each process imports transformers for seconds
+    ids=["of transformers", "others"],
+)
+def test_a_recipe_does_not_depend_on_the_ranks_and_resumes_bitwise(
+    ddpkit: Ddpkit, tmp_path: Path, names: tuple[str, ...], killed_at: int
+) -> None:
+    def ended(ranks: int, kills: str = "") -> dict[str, Any]:
+        folder = tmp_path / f"{ranks}{kills}"
+        folder.mkdir()
+        restarts = ("--max-restarts", len(names) if kills else 0)
+        words = ("launch", "--nproc-per-node", ranks, *restarts, SCRIPT, folder, kills or "-", *names)
+        run: Any = ddpkit(*words, env={"OMP_NUM_THREADS": "1"})
+        assert run.returncode == 0, run.stderr
+        assert run.stderr.count("resumed from") == (len(names) if kills else 0), run.stderr
+        return {name: torch.load(folder / f"{name}.pt") for name in names}
+
+    whole = {ranks: ended(ranks) for ranks in (1, 2, 3)}
+    for name in names:
+        found = [metric(states[name]) for states in whole.values()]
+        assert found == pytest.approx(found[:1] * 3, rel=1e-6), f"{name}: {found}"
+    resumed = ended(killed_at, "kills")
+    for name in names:
+        pairs = zip(*map(pytree.tree_leaves, (whole[killed_at][name], resumed[name])), strict=True)
+        assert all(same(*pair) for pair in pairs), name
+
+
+def same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def metric(state: dict[str, Any]) -> float:
+    (found,) = re.findall(r"\d+\.\d{8}", state["said"])
+    return float(found)
