@@ -75,7 +75,7 @@ def main() -> None:
         checkpoint={"dir": "lora", "every_steps": 20, "trainable_only": True},
     )
     model = build()
-    trainer = Trainer(model, torch.optim.AdamW(adapter_groups(model, rate=5e-3)), loss_fn, config)
+    trainer = Trainer(model, lambda _: torch.optim.AdamW(adapter_groups(model, rate=5e-3)), loss_fn, config)
     trainer.fit(Chains(1024))
     metrics = trainer.evaluate(Chains(200, seed=10_000))
     if trainer.world.is_main:
