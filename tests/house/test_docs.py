@@ -39,6 +39,7 @@ def blocks(document: Path, language: str) -> Iterator[str]:
 
 
 def commands() -> list[Command]:
+    """The lines of `bash` blocks. What a test of its own runs, such as the recipes, is in `sh` blocks."""
     lines = [
         Command(document, line.split("  #")[0].strip())
         for document in DOCUMENTS
