@@ -1,6 +1,7 @@
 """An argument parser that raises `UsageError`, so that its messages mask secrets and exit with code 2."""
 
 import argparse
+import re
 from typing import NoReturn
 
 from ddp_kit.errors import UsageError
@@ -15,5 +16,10 @@ class Parser(argparse.ArgumentParser):
         return self._actions
 
     def error(self, message: str) -> NoReturn:
+        if ambiguous := re.match(r"ambiguous option: (\S+) could match (.+)", message):
+            flags = sorted({flag.replace("_", "-") for flag in ambiguous[2].split(", ")})
+            hint = f"type {' or '.join(flags)}"
+            name = ambiguous[1].partition("=")[0]
+            raise UsageError(f"there is no flag {name!r}", f"{hint}; `{self.prog} --help` lists all flags")
         usage = self.format_usage().strip()
         raise UsageError(message, f"{usage}\n  see `{self.prog} --help`")

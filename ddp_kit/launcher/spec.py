@@ -143,7 +143,7 @@ def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[
     # None: not given. torch's defaults would hide that, and its default port differs between versions.
     parser.set_defaults(nproc_per_node=env.get(PROCESSES_DEFAULT), master_port=env.get(MASTER_PORT_DEFAULT))
     own, script, arguments = _split(words, parser)
-    found, unknown = parser.parse_known_args([*own, *script])
+    found, unknown = parser.parse_known_args([*(_in_full(word, parser) for word in own), *script])
     flags = vars(found) | {"training_script_args": arguments}
     if unknown:
         raise _unknown_flag(unknown[0], parser)
@@ -187,6 +187,18 @@ def _split(words: Sequence[str], parser: Parser) -> tuple[list[str], list[str], 
     own, rest = list(words[:position]), list(words[position:])
     script, arguments = _without_dashes(rest)[:1], _without_dashes(rest)[1:]
     return own, script, _without_dashes(arguments)
+
+
+def _in_full(word: str, parser: Parser) -> str:
+    """The word, with the beginning of a flag such as `--nproc` replaced by the flag.
+
+    In some Python versions, argparse takes the two spellings of one flag for two flags, and refuses.
+    """
+    name, equals, value = word.partition("=")
+    spellings = [(flag, action) for action in parser.actions for flag in action.option_strings]
+    found = [(flag, action) for flag, action in spellings if flag.startswith(name)] if name.startswith("--") else []
+    several = len({id(action) for _, action in found}) != 1
+    return word if several or name in dict(spellings) else f"{found[0][0]}{equals}{value}"
 
 
 def _takes_next_word(word: str, actions: Mapping[str, argparse.Action]) -> bool:

@@ -13,6 +13,7 @@ _AFTER_TRACEBACK = re.compile(
     r"|^Exception ignored in|^sys:\d+: |^\s*warnings\.warn\("
 )
 _CHAINED = re.compile(r"^(The above exception was the direct cause|During handling of the above exception)")
+_IN_A_WORKER = "Original Traceback"  # in the message of an exception that torch has brought from a DataLoader worker
 _GROUP_MEMBER = re.compile(r"^ {4,}\| ")  # an exception inside an ExceptionGroup
 _FATAL = re.compile(r"^(Fatal Python error: |terminate called )")
 _ABORT = re.compile(r"^terminate called ")
@@ -68,7 +69,7 @@ def _first_of_chain(plain: list[str], starts: list[int]) -> int:
     first = starts[-1]
     for start in reversed(starts[:-1]):
         between = [line for line in plain[start:first] if line.strip()]
-        if not between or not _CHAINED.match(between[-1]):
+        if not plain[first].startswith(_IN_A_WORKER) and (not between or not _CHAINED.match(between[-1])):
             break
         first = start
     return first

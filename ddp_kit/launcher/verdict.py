@@ -164,7 +164,7 @@ def judge(outcome: Outcome, shown: Collection[int] = ()) -> Verdict:
     lines = [
         _headline(first, outcome.ended_well),
         *first.others,
-        *_grouped(after),
+        *_grouped(after, first),
         outcome.note,
         first.hint and f"hint: {first.hint}",
     ]
@@ -194,18 +194,24 @@ def _headline(first: Failure, ended_well: tuple[int, ...]) -> str:
     return str(first)
 
 
-def _grouped(failures: Iterable[Failure]) -> list[str]:
-    """One line per group of other ranks that failed in the same way, without those that the launcher stopped."""
+def _grouped(failures: Iterable[Failure], first: Failure) -> list[str]:
+    """One line per group of other ranks that failed in the same way, without those that the launcher stopped.
+
+    What the line on the rank that failed first says is not repeated.
+    """
     by_message: dict[str, list[int]] = {}
     for failure in failures:
         if not failure.stopped:
             words = _plain(failure.message_to_show) or failure.how
+            known = first.message_to_show and alike(words) == alike(first.message_to_show)
+            words = "" if known else words
             by_message.setdefault(words, []).append(failure.rank)
     largest = Counter({words: len(ranks) for words, ranks in by_message.items()}).most_common()
     lines = []
     for words, count in largest[:_MOST_GROUPS]:
-        same = " with the same error" if count > 1 else ""
-        lines.append(f"{in_words(by_message[words])} failed after it{same}: {words}")
+        same = " with the same error" if count > 1 or not words else ""
+        ranks = in_words(by_message[words])
+        lines.append(f"{ranks} failed after it{same}: {words}" if words else f"{ranks} failed after it{same}")
     rest = sum(count for _, count in largest[_MOST_GROUPS:])
     return [*lines, f"{rest} more failed after it, with different errors"] if rest else lines
 

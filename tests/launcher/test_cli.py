@@ -51,10 +51,6 @@ def test_python_m_is_the_same_command() -> None:
     ("words", "said"),
     [
         (["launch", "--gpus", "4", "train.py"], "this machine has no NVIDIA GPU"),
-        (["launch", "tain.py"], "did you mean train.py?"),
-        (["launch", "--hang-timeout", "soon", "train.py"], "'soon' is not a number of seconds"),
-        (["launch", "--nnodez", "2", "train.py"], "did you mean --nnodes?"),
-        (["launch", "--no-python", "no-such-program"], "there is no program 'no-such-program'"),
         (["launch", "--nnodes", "2:1", "train.py"], "--nnodes 2:1 is not possible"),
         (["launch", "--nproc-per-node", "0", "train.py"], "asks for no process"),
         (["launch", "--log-dir", "/proc/nowhere", "train.py"], "torch rejects this command line"),

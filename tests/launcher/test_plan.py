@@ -414,3 +414,8 @@ def test_what_to_type_instead_starts_the_same_program(words: str, typed: str) ->
 def test_a_default_for_the_number_of_processes_is_named_where_it_is_in_the_way() -> None:
     with pytest.raises(UsageError, match="PET_NPROC_PER_NODE"):
         planned("--gpus 1 train.py", machine(0, 0), {"PET_NPROC_PER_NODE": "2"})
+
+
+@pytest.mark.parametrize("words", ["--nproc 3 t.py", "--nproc=3 t.py --nproc 4", "--nproc_per 3 t.py"])
+def test_the_beginning_of_a_flag_means_it_whichever_way_it_is_spelt(words: str) -> None:
+    assert spec.parse(words.split(), agent.torchrun_parser(), {}).processes == "3"

@@ -47,6 +47,18 @@ def test_what_gloo_said_at_its_start_is_no_part_of_a_traceback_that_it_follows()
     assert split(PLAIN + greeting) == (PLAIN.rstrip(), greeting)
 
 
+def test_the_error_of_a_dataloader_worker_is_one_traceback_with_the_message_of_its_own() -> None:
+    text = (
+        'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    fit()\n'
+        "ValueError: Caught ValueError in DataLoader worker process 0.\n"
+        'Original Traceback (most recent call last):\n  File "train.py", line 1, in __getitem__\n    raise\n'
+        "ValueError: broken image\nwhile reading sample 17 of Photos\n"
+    )
+    trace, rest = split(f"before\n{text}")
+    assert (trace, rest) == (text.rstrip(), "before\n")
+    assert message_of(trace) == "ValueError: broken image"
+
+
 def test_ctrl_c_is_told_from_other_errors() -> None:
     interrupt = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nKeyboardInterrupt\n'
     direct = "\nDuring handling of the above exception, another exception occurred:\n\n"

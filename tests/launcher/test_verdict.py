@@ -62,6 +62,14 @@ def test_what_the_others_say_alike_is_said_once() -> None:
     ]
 
 
+def test_the_message_of_the_first_is_not_repeated_for_the_others() -> None:
+    first, *others = (failure(rank, 1, 2.0 + rank, f"ValueError: no sample {rank}") for rank in range(3))
+    assert judge(Outcome((first, *others))).text.splitlines() == [
+        "rank 0 failed first: exit code 1 (local rank 0, pid 100): ValueError: no sample 0",
+        "  ranks 1, 2 failed after it with the same error",
+    ]
+
+
 def test_a_rank_that_only_says_that_another_went_away_is_not_the_first() -> None:
     echo = replace(failure(0, 1, 1.0, "RuntimeError: Connection closed by peer"), secondary=True)
     on_its_way_out = failure(1, 1, 1.1, "ValueError: no", terminated=True)

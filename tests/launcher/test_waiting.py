@@ -19,6 +19,16 @@ def test_reminders_come_after_three_seconds_and_then_at_growing_intervals() -> N
     reminder = Reminder(100.0)
     times = [second for second in range(1000) if reminder.due(100.0 + second)]
     assert times == [3, 12, 39, 120, 363, 663, 963]
+    reminder = Reminder(100.0, at_once=True)
+    assert [second for second in range(100) if reminder.due(100.0 + second)] == [0, 3, 12, 39]
+
+
+@pytest.mark.parametrize(
+    ("flags", "alone"),
+    [("--nnodes 2", True), ("--nnodes=2 --node_rank 1", False), ("--nnodes 2 --rdzv-endpoint=h:1", False)],
+)
+def test_with_the_number_of_nodes_alone_the_first_reminder_comes_at_once(flags: str, alone: bool) -> None:
+    assert Commands(flags.split(), "train.py", 2).name_no_place is alone
 
 
 @pytest.mark.parametrize(

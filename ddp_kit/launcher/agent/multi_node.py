@@ -77,7 +77,7 @@ class MultiNodeLink:
         self._limits, self._inbox, self._say = rendezvous.limits, inbox, say
         self._host, self._port = rendezvous.host, rendezvous.port or 0
         self._commands = commands
-        self._reminder = Reminder(time.monotonic())
+        self._reminder = Reminder(time.monotonic(), at_once=commands.name_no_place)
         self._has_started = False  # whether any round has begun
         self.pulse: float | None = rendezvous.limits.silence / _BEATS_PER_SILENCE
         self._beat_seconds = self.pulse

@@ -16,11 +16,11 @@ _STATIC_FLAGS = ("--node-rank", "--master-addr", "--master-port")
 
 
 class Reminder:
-    """When to print the message: after 3 s, then at growing intervals."""
+    """When to print the message: after 3 s, then at growing intervals. `at_once`: the first time without a wait."""
 
-    def __init__(self, now: float) -> None:
-        self._interval = _FIRST_SECONDS
-        self._next = now + self._interval
+    def __init__(self, now: float, at_once: bool = False) -> None:
+        self._interval = _FIRST_SECONDS / _FACTOR if at_once else _FIRST_SECONDS
+        self._next = now if at_once else now + self._interval
 
     def due(self, now: float) -> bool:
         """Whether to print now; true once per interval."""
@@ -44,6 +44,12 @@ class Commands:
     """Whether nodes need --node-rank."""
     master: tuple[str, int] | None = None
     """The values of --master-addr and --master-port if they set the endpoint."""
+
+    @property
+    def name_no_place(self) -> bool:
+        """Whether no flag says which node this is or where the others meet, as with `--nnodes 2` alone."""
+        names = [word.partition("=")[0].replace("_", "-") for word in self.flags]
+        return not any(name in _STATIC_FLAGS or name.startswith("--rdzv") for name in names)
 
     def for_host(self) -> str:
         """The command for the node that hosts the rendezvous."""
