@@ -93,6 +93,17 @@ def nearest(name: str, known: list[str]) -> str | None:
     return found[0] if found else None
 
 
+def kind_of(value: object) -> str:
+    """A value by its type, for a message: `None`, `the class Linear`, `a list` or `an OrderedDict`."""
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = type(value).__name__
+    vowels = "AEFHILMNORSX" if name[:2].isupper() else "AEIOUaeiou"  # an SGD, by its letters
+    return f"a{'n' * name.startswith(tuple(vowels))} {name}"
+
+
 def some(names: Sequence[str]) -> str:
     """The first five of many names, and the number of the others."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -9,7 +9,7 @@ from loguru import logger
 if TYPE_CHECKING:
     from loguru import Record
 
-_FORMAT = "<green>{time:HH:mm:ss}</green> {RANK}<level>{level: <7}</level> {message}"
+_FORMAT = "<green>{time:HH:mm:ss}</green> <level>{level: <7}</level> {message}"
 _USERS_FORMAT = inspect.signature(logger.add).parameters["format"].default  # loguru's, or that of LOGURU_FORMAT
 _DEFAULT_HANDLER = 0  # loguru's own, which exists until the user configures loguru
 
@@ -20,10 +20,11 @@ __all__ = ["logger", "start"]
 
 
 def start(rank: int, world_size: int) -> None:
-    """Let ddpkit's lines through on the main rank alone, and name the rank in every line where there are several.
+    """Let ddpkit's lines through on the main rank alone.
 
     Where the user has configured loguru, their handlers receive the lines. Where they have not, loguru's default
-    handler keeps everything but ours, and ours get a format that suits a training log.
+    handler keeps everything but ours, with the rank where there are several, and ours get a format that suits a
+    training log.
     """
     (logger.enable if rank == 0 else logger.disable)("ddp_kit")
     for module in _ANY_RANK:
@@ -32,10 +33,9 @@ def start(rank: int, world_size: int) -> None:
         logger.remove(_DEFAULT_HANDLER)
     except ValueError:
         return
-    name, colour = f"rank {rank} " if world_size > 1 else "", sys.stderr.isatty()
-    ours = _FORMAT.replace("{RANK}", name)
-    logger.add(_write, format=ours, filter="ddp_kit", level="INFO", colorize=colour)
-    logger.add(_write, format=f"{name and name + '| '}{_USERS_FORMAT}", filter=_not_ours, colorize=colour)
+    name, colour = f"rank {rank} | " if world_size > 1 else "", sys.stderr.isatty()
+    logger.add(_write, format=_FORMAT, filter="ddp_kit", level="INFO", colorize=colour)
+    logger.add(_write, format=f"{name}{_USERS_FORMAT}", filter=_not_ours, colorize=colour)
 
 
 def _write(message: str) -> None:

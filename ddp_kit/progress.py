@@ -1,10 +1,10 @@
 """Shows a run's progress: a bar on a terminal, plain lines elsewhere, a heartbeat for the launcher."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -12,6 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ddp_kit.errors import LossError
 from ddp_kit.heartbeat import HeartbeatField, Phase, heartbeat_memory
 from ddp_kit.log import logger
+
+T = TypeVar("T")
+
+_running: list[Progress] = []  # the bar of the run, to which evaluations add a line
 
 
 class ProgressReport:
@@ -28,6 +32,7 @@ class ProgressReport:
     def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.start()
+            _running.append(self._bar)
             self._task = self._bar.add_task("", total=self._total)
         return self
 
@@ -35,6 +40,7 @@ class ProgressReport:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bar is not None:
+            _running.remove(self._bar)
             self._bar.stop()
 
     def step(self, done: int) -> None:
@@ -48,6 +54,26 @@ class ProgressReport:
             self._bar.update(self._task, completed=done, description=values)
         elif self._shown:
             logger.info("step {}{}  {}", done, "" if self._total is None else f"/{self._total}", values)
+
+
+def with_bar(batches: Iterable[T], title: str, count: Callable[[], int] | None, shown: bool) -> Iterable[T]:
+    """The same batches, counted by a progress bar on a terminal. `count`: how many there are; None: not known."""
+    return _with_bar(batches, title, count) if shown and sys.stderr.isatty() else batches
+
+
+def _with_bar(batches: Iterable[T], title: str, count: Callable[[], int] | None) -> Iterator[T]:
+    bar = _running[-1] if _running else _bar()
+    if not _running:
+        bar.start()
+    task = bar.add_task(title, total=None if count is None else count())
+    try:
+        for batch in batches:
+            yield batch
+            bar.advance(task)
+    finally:
+        bar.remove_task(task)
+        if bar not in _running:
+            bar.stop()
 
 
 _STEP, _PHASE, _BEATS, _STEPS, _BEGAN = map(

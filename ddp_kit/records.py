@@ -12,7 +12,7 @@ class LogRow:
     step: int
     """Optimizer steps done."""
     epoch: int
-    """Counted from 0."""
+    """Counted from 0; `str` counts it from 1."""
     loss: float
     """Mean over the interval's samples (or weights) on all ranks."""
     learning_rate: float
@@ -42,7 +42,7 @@ class LogRow:
     def __str__(self) -> str:
         own = "".join(f"  {name} {value:.4g}" for name, value in self.values.items())
         return (
-            f"epoch {self.epoch}  loss {self.loss:.4g}{own}  lr {self.learning_rate:.3g}  "
+            f"epoch {self.epoch + 1}  loss {self.loss:.4g}{own}  lr {self.learning_rate:.3g}  "
             f"{self.samples_per_second:,.0f} samples/s  data {self.data_seconds / self.step_seconds:.0%}"
         )
 

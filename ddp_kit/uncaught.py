@@ -4,14 +4,17 @@
     the other ranks             print nothing, because they found the same error
     all                         write their error files, for the launcher's verdict
 
-Without a launcher, each process prints its own message.
+Without a launcher, each process prints its own message. Tracebacks of other exceptions are printed without the frames
+that only lead to the user's code, those of ddpkit and of torch's DataLoader and module calls.
 """
 
 import json
 import os
+import re
 import sys
 import sysconfig
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,13 +25,21 @@ from ddp_kit.errors import DdpKitError
 
 _LIBRARY_FOLDERS = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")))
 
+_FRAME = re.compile(r'^ +File "(?P<file>.+)", line \d+, in ')
+_ITS_SOURCE = " " * 4  # the lines below a frame are indented further than the frame
+_OF_THE_LIBRARY = re.compile(
+    rf"^{re.escape(str(Path(__file__).parent))}/|"
+    r"/torch/(utils/data/|_utils\.py$|utils/_contextlib\.py$|nn/modules/module\.py$|nn/parallel/distributed\.py$)"
+)
+
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 def show_without_traceback(rank: int | None = None) -> None:
     """Install an excepthook that prints only the message of a `DdpKitError`.
 
-    Other exceptions go to the previous hook. `rank`: printed with the message unless it is 0.
+    Other exceptions go to the previous hook; if that is Python's own, `folded_traceback` prints them instead.
+    `rank`: printed with the message unless it is 0.
     """
     if not isinstance(sys.excepthook, _MessageHook):
         sys.excepthook = _MessageHook(sys.excepthook)
@@ -42,14 +53,47 @@ class _MessageHook:
         self.rank = 0
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, KeyboardInterrupt) and (notes := getattr(error, "__notes__", ())):
+            if self.rank == 0:
+                sys.stderr.write(f"ddpkit: interrupted {'; '.join(notes)}\n")
+            return
         if not isinstance(error, DdpKitError):
-            self._before(kind, error, trace)
+            if self._before is sys.__excepthook__:
+                sys.stderr.write(folded_traceback(error, trace))
+            else:
+                self._before(kind, error, trace)
             return
         if _should_print(error):
             rank = f" (rank {self.rank})" if self.rank > 0 else ""
-            sys.stderr.write(f"ddpkit: error{rank}{_place(trace)}: {error}\n")
+            text = "\n  ".join([str(error), *getattr(error, "__notes__", ())])
+            sys.stderr.write(f"ddpkit: error{rank}{_place(trace)}: {text}\n")
         message = f"{kind.__name__}: {error.message}".partition("\n")[0]
         leave_note(message, {NOTE_SECONDARY: error.reported_elsewhere, NOTE_PRINTED: not error.only_this_rank})
+
+
+def folded_traceback(error: BaseException, trace: TracebackType | None) -> str:
+    """The traceback as Python prints it, with each run of frames that only lead to the user's code in one line.
+
+    Where the innermost frame is ddpkit's own, its run is shown: that is an error of ddpkit.
+    """
+    lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
+    found: list[str] = []
+    run: list[list[str]] = []  # frames of the library, each with its source
+    for line in [*lines, ""]:
+        frame = _FRAME.match(line)
+        if run and frame is None and line.startswith(_ITS_SOURCE):
+            run[-1].append(line)
+        elif frame is not None and _OF_THE_LIBRARY.search(frame["file"]):
+            run.append([line])
+        else:
+            last = _FRAME.match(run[-1][0]) if run else None
+            if last is not None and frame is None and str(Path(__file__).parent) in last["file"]:
+                found += [text for each in run for text in each]
+            elif run:
+                found.append(f"  [{len(run)} frame{'s' * (len(run) > 1)} of ddpkit and torch]")
+            run = []
+            found.append(line)
+    return "\n".join(found[:-1]) + "\n"
 
 
 def leave_note(message: str, marks: Mapping[str, bool], callstack: str = "") -> None:

@@ -70,6 +70,7 @@ def join(
     if place.world_size > 1 and not dist.is_initialized():
         with starting(place.rank, place.world_size) if starting is not None else nullcontext():
             _start_group(device, share_gpus, binds=len(gpus) <= 1)
+        show_without_traceback(place.rank)  # torch has put a hook in front that labels each line with the rank
     return World(
         rank=place.rank,
         world_size=place.world_size,

@@ -5,8 +5,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+from torch import nn
+
+from ddp_kit import Trainer, TrainerConfig
 from ddp_kit.env import ERROR_FILE, NOTE_PRINTED, NOTE_SECONDARY
+from ddp_kit.uncaught import folded_traceback, show_without_traceback
 
 RAISE = """
 from ddp_kit import errors
@@ -89,3 +96,52 @@ def test_the_rank_that_has_the_cause_prints_it_whoever_ends_first(tmp_path: Path
 def test_nothing_is_lost_where_the_folder_of_the_attempt_is_gone(tmp_path: Path) -> None:
     gone = f"import os\nos.environ['{ERROR_FILE}'] = '{tmp_path}/attempt_0/0/error.json'\n"
     assert "ddpkit: error" in ended(0, gone + MISTAKE, tmp_path)
+
+
+def raised_in_fit(error: BaseException) -> BaseException:
+    """An error of the loss function, as it leaves `fit`."""
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        raise error
+
+    model = nn.Linear(2, 1)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, TrainerConfig(global_batch_size=4))
+    with pytest.raises(type(error)) as caught:
+        trainer.fit(torch.ones(8, 2))
+    return caught.value
+
+
+def frames_in(text: str) -> list[str]:
+    return [line.split(", ")[-1].strip() for line in text.splitlines() if line.startswith(("  File", "  ["))]
+
+
+def test_of_a_traceback_the_user_s_own_frames_are_shown() -> None:
+    error = raised_in_fit(KeyError("x"))
+    text = folded_traceback(error, error.__traceback__)
+    first, folded, last = frames_in(text)
+    assert (first, last) == ("in raised_in_fit", "in loss_fn")
+    assert folded.endswith("frames of ddpkit and torch]")
+    assert text.splitlines()[-1] == "KeyError: 'x'"
+
+
+def test_an_error_of_ddpkit_itself_is_shown_with_all_of_its_frames() -> None:
+    with pytest.raises(AttributeError) as caught:
+        Trainer.fit(None, [])  # type: ignore[arg-type]
+    assert frames_in(folded_traceback(caught.value, caught.tb))[-1] == "in fit"
+
+
+def test_ctrl_c_without_checkpoints_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = raised_in_fit(KeyboardInterrupt())
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    show_without_traceback()
+    capsys.readouterr()
+    sys.excepthook(type(error), error, error.__traceback__)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ddpkit: interrupted after step 0; nothing is saved; with checkpoint=")
+
+
+def test_a_note_of_a_mistake_is_shown(tmp_path: Path) -> None:
+    what = "error = errors.DataError('no', 'yes')\nerror.add_note('found at once')\nraise error"
+    assert ended(0, what, tmp_path).splitlines()[1:] == ["  hint: yes", "  found at once"]

@@ -14,6 +14,7 @@ from ddp_kit.loader.fetch import (
     Batches,
     ExposeUserDataset,
     IsolatedLoader,
+    Samples,
     SeededBatches,
     SeededSamples,
     WholeBatches,
@@ -60,6 +61,8 @@ def build_loader(
     elif (workers or ahead) and hasattr(batches, "epoch"):  # a plain list of batches has no epoch
         seeded = cast(Batches, batches)
         dataset, batches = SeededBatches(dataset, seeded.seed), WithEpoch(seeded)
+    else:
+        dataset = Samples(dataset)
     if dataset is not own:
         options["worker_init_fn"] = ExposeUserDataset(options.get("worker_init_fn"))
     loader = DataLoader(dataset, batch_sampler=batches, collate_fn=sendable(collate, workers), **options)

@@ -2,13 +2,14 @@
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
+from ddp_kit.errors import some
 from ddp_kit.world import (
     RandomStates,
     mixed_seed,
@@ -52,7 +53,46 @@ class WholeBatches(Dataset[Any]):
             return [tensor.index_select(0, index) for tensor in self._tensors.tensors]
         except (IndexError, OverflowError, RuntimeError, TypeError, ValueError):
             # Negative or invalid indices: fetched sample by sample, with torch's own result or error.
-            return default_collate([self.dataset[key] for key in keys])  # type: ignore[no-any-return]
+            return default_collate(fetched(self.dataset, keys))  # type: ignore[no-any-return]
+
+
+class Samples(Dataset[Any]):
+    """A dataset whose errors name the sample."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, keys: list[Any]) -> list[Any]:
+        return fetched(self.dataset, keys)
+
+
+def fetched(dataset: Any, keys: list[Any]) -> list[Any]:
+    """The samples, fetched as torch's DataLoader does. An error gets a note that names the sample."""
+    subsets, inner = _unwrapped(dataset)
+    if callable(getattr(inner, "__getitems__", None)):
+        try:
+            return dataset.__getitems__(keys)  # type: ignore[no-any-return]
+        except Exception as error:
+            error.add_note(f"while reading samples {some([*map(str, keys)])} of {type(dataset).__name__}")
+            raise
+    samples: list[Any] = []
+    try:
+        for key in keys:
+            samples.append(dataset[key])
+    except Exception as error:
+        error.add_note(f"while reading {_sample(keys[len(samples)], subsets, inner)}")
+        raise
+    return samples
+
+
+def _sample(key: Any, subsets: list[Any], inner: Any) -> str:
+    """A sample by its number; that of a Subset also by its number in the dataset itself."""
+    where = f"sample {key} of {type(inner).__name__}" if not subsets else f"sample {key} of a Subset"
+    with suppress(Exception):  # such as a key that is out of range
+        for subset in subsets:
+            key = subset.indices[key]
+        where += f", which is sample {int(key)} of {type(inner).__name__}" if subsets else ""
+    return where
 
 
 def can_fetch_whole_batches(dataset: Dataset[Any]) -> bool:
@@ -108,9 +148,7 @@ class SeededSamples(Dataset[Any]):
 
     def _fetched(self, epoch: int, key: Any) -> Any:
         seed_generators(mixed_seed(self._seed, epoch, key))
-        if callable(several := getattr(self.dataset, "__getitems__", None)):
-            return several([key])[0]  # torch calls this method where a dataset has it
-        return self.dataset[key]
+        return fetched(self.dataset, [key])[0]
 
 
 class SeededBatches(Dataset[Any]):
@@ -128,9 +166,7 @@ class SeededBatches(Dataset[Any]):
     def __getitems__(self, keys: list[tuple[int, Any]]) -> list[Any]:
         own = [key for _, key in keys]
         seed_generators(mixed_seed(self._seed, keys[0][0], *own))
-        if callable(several := getattr(self.dataset, "__getitems__", None)):
-            return several(own)  # type: ignore[no-any-return]
-        return [self.dataset[key] for key in own]
+        return fetched(self.dataset, own)
 
 
 class IsolatedLoader:

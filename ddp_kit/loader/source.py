@@ -1,17 +1,21 @@
 """Checks the data that the user gives, and reads the batching of their own DataLoader."""
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import Any, cast
 
 import torch.utils.data
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ddp_kit.errors import DataError
+from ddp_kit.errors import DataError, kind_of
 
 Data = Dataset[Any] | DataLoader[Any] | Sequence[Any]
 
+_WANTED = "give a torch Dataset or IterableDataset, or a DataLoader over one"
+_SHOWN = 4  # keys in a message
 _MAX_NESTING = 5  # the largest depth of nested samplers
 
 
@@ -25,16 +29,40 @@ def open_data(data: object, role: str) -> "tuple[Any, DataLoader[Any] | None]":
     if isinstance(dataset, IterableDataset):
         _check_stream(dataset, role)
         return dataset, loader
-    if not hasattr(dataset, "__getitem__") or not isinstance(dataset, Sized):
-        raise DataError(
-            f"{role} is a {type(dataset).__name__}, without __getitem__ or without __len__",
-            "give a torch Dataset or IterableDataset, or a DataLoader over one",
-        )
+    if problem := _no_dataset(dataset):
+        raise DataError(f"{role} is {problem[0]}", problem[1])
+    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+        raise DataError(f"{role} is {kind_of(dataset)}, without __getitem__ or without __len__", _WANTED)
     if len(dataset) == 0:
         raise DataError(f"{role} is empty: {type(dataset).__name__} has 0 samples", "check the path it was made from")
     if loader is not None:
         _check_loader(loader, role)
     return dataset, loader
+
+
+def _no_dataset(data: Any) -> tuple[str, str] | None:
+    """What the data is, and what to pass instead, if its items are not samples by number; None: they may be."""
+    kind = kind_of(data)
+    if isinstance(data, type):
+        return kind, f"pass an instance: {data.__name__}(...)"
+    if isinstance(data, str | bytes | Path):
+        return f"{kind}, {str(data)!r}", "pass the dataset that reads it: a class with __getitem__ and __len__"
+    if isinstance(data, Iterator):
+        return (
+            f"{kind}, which can be read only once",
+            "pass what it iterates over, without iter(...); or an IterableDataset",
+        )
+    if hasattr(data, "iloc"):
+        return f"{kind}, which is indexed by column", "pass TensorDataset(torch.tensor(data.to_numpy())), or a Dataset"
+    if isinstance(data, Mapping) and 0 not in data:
+        names = [repr(name) for name in islice(data, _SHOWN)]
+        return f"{kind} with the keys {', '.join(names)}", (
+            "pass a dataset, whose samples have the numbers 0, 1, ...: one of its values, or TensorDataset(*values)"
+        )
+    arrays = type(data) is tuple and len(data) > 1 and all(hasattr(each, "shape") and each.shape for each in data)
+    if arrays and len({each.shape[0] for each in data}) == 1:
+        return f"a tuple of {len(data)} tensors", "pass torch.utils.data.TensorDataset(*tensors)"
+    return None
 
 
 def _check_stream(dataset: "IterableDataset[Any]", role: str) -> None:

@@ -161,7 +161,14 @@ class _Batches(IterableDataset[tuple[int | None, Any, Mark | None]]):
         for number in count(reader if mark is None else mark.number, turns):
             size = 1 if self._sizes is None else self._sizes[number % len(self._sizes)]
             with own:
-                samples = list(islice(stream, size))
+                samples: list[Any] = []
+                try:
+                    samples.extend(islice(stream, size))
+                except Exception as error:
+                    worker = "" if info is None else f", read by DataLoader worker {info.id}"
+                    name = type(dataset).__name__
+                    error.add_note(f"while reading item {len(samples)} of batch {number} of {name}{worker}, from 0")
+                    raise
                 if not samples or (self._drop_last and len(samples) < size):
                     return
                 batch = self._collate(samples[0] if self._sizes is None else samples)

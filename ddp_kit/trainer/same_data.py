@@ -20,6 +20,7 @@ from ddp_kit.config import DataConfig
 from ddp_kit.errors import DataError
 from ddp_kit.loader.build import loader_options
 from ddp_kit.loader.fetch import ExposeUserDataset
+from ddp_kit.loader.worker_errors import checked_batches
 from ddp_kit.trainer.agreement import Facts
 from ddp_kit.trainer.exchange import gathered
 from ddp_kit.world import World, mixed_seed, random_states, seed_generators, set_random_states
@@ -141,7 +142,8 @@ class SampleComparison:
         # In a DataLoader worker, as in training: its workers must not inherit what the dataset opens here.
         options |= {"num_workers": 1, "pin_memory": False, "persistent_workers": False, "generator": torch.Generator()}
         options["worker_init_fn"] = ExposeUserDataset(options.get("worker_init_fn"))
-        yield from DataLoader(digests, sampler=keys, batch_size=None, collate_fn=_as_it_is, **options)
+        loader = DataLoader(digests, sampler=keys, batch_size=None, collate_fn=_as_it_is, **options)
+        yield from checked_batches(loader)
 
 
 class _Digests(Dataset[int]):

@@ -16,9 +16,10 @@ from types import CodeType, ModuleType, TracebackType
 
 from ddp_kit.env import NOTE_AT_START
 from ddp_kit.errors import DdpKitError
+from ddp_kit.launcher import tracebacks
 from ddp_kit.launcher.warm.messages import Program
 from ddp_kit.launcher.warm.script_text import set_too_late
-from ddp_kit.uncaught import leave_note
+from ddp_kit.uncaught import folded_traceback, leave_note
 
 # Files of the frames below the script's: the `python -c` of client.py, and what that calls.
 _BELOW_THE_SCRIPT = ("<string>", str(Path(__file__).with_name("server.py")), __file__)
@@ -140,5 +141,6 @@ def _at_start(error: BaseException) -> bool:
 
 def _leave_note(error: BaseException) -> None:
     lines = traceback.format_exception_only(error)  # may start with the place of a syntax error and end with notes
-    text = next((line for line in lines if _NAMES_EXCEPTION.match(line)), lines[-1]).strip().partition("\n")[0]
-    leave_note(text, {NOTE_AT_START: _at_start(error)}, "".join(traceback.format_exception(error)))
+    text = next((line for line in lines if _NAMES_EXCEPTION.match(line)), lines[-1]).strip()
+    text = tracebacks.message_of(text) or text.partition("\n")[0]  # of the original where a DataLoader worker raised it
+    leave_note(text, {NOTE_AT_START: _at_start(error)}, folded_traceback(error, error.__traceback__))
