@@ -28,7 +28,7 @@ from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ddp_kit import __version__
-from ddp_kit.errors import ConfigError, nearest
+from ddp_kit.errors import ConfigError, kind_of, nearest
 from ddp_kit.uncaught import show_without_traceback
 
 if TYPE_CHECKING:
@@ -119,13 +119,27 @@ class _Part(BaseModel):
     # Type checkers see the `__init__` of each class instead, with the types that may be given for each setting.
     if not TYPE_CHECKING:
 
-        def __init__(self, **values: Any) -> None:
+        def __init__(self, *unnamed: Any, **values: Any) -> None:
+            name = type(self).__name__
+            if unnamed:
+                show_without_traceback()
+                raise ConfigError(
+                    f"{name} was given {kind_of(unnamed[0])} without a name",
+                    f"give each setting by its name: {name}({_EXAMPLES[name]}); a dict as {name}(**settings)",
+                )
             try:
                 super().__init__(**values)
             except ValidationError as error:
                 problems = tuple(_problems(type(self), error.errors()))
                 show_without_traceback()
-                raise _config_error(type(self).__name__, problems) from None
+                raise _config_error(name, problems) from None
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            show_without_traceback()
+            raise ConfigError(
+                f"{name} of a {type(self).__name__} was set after it was created, but a configuration does not change",
+                f"set it at creation: {type(self).__name__}({name}={value!r}, ...)",
+            )
 
 
 class DataConfig(_Part):
@@ -545,7 +559,7 @@ class TrainerConfig(_Part):
         if self.max_seconds is not None and self.checkpoint.dir is None:
             raise ValueError(
                 f"max_seconds = {self.max_seconds:g} saves the run to resume it later, which needs checkpoints: "
-                'set checkpoint={"dir": ...}'
+                'set checkpoint={"dir": "run"}'
             )
         if self.memory.offload_parameters and self.parallel.shard == 1:
             raise ValueError(
@@ -746,8 +760,8 @@ def _flat(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _config_error(owner: str, problems: tuple[str, ...]) -> ConfigError:
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return ConfigError(f"{owner} has {count}:", "correct these and start again; nothing has run yet", problems)
+    count, them = ("1 problem", "it") if len(problems) == 1 else (f"{len(problems)} problems", "them")
+    return ConfigError(f"{owner} has {count}:", f"correct {them} and start again; nothing has run yet", problems)
 
 
 def _problems(owner: type[BaseModel], errors: list[ErrorDetails]) -> Iterator[str]:
@@ -789,6 +803,8 @@ def _sentence(owner: type[BaseModel], path: tuple[str, ...], errors: list[ErrorD
         return f"{name} = {value!r}: there is no such setting; {_nearest_setting(path)}"
     if own:
         return f"{name} = {value!r}: {own[0]['ctx']['error']}"
+    if _is_part(_field(owner, path)):
+        return f"{name} = {_shown(value)}: this part has several settings; type {name}={_part_with(name, value)}"
     allowed = list(dict.fromkeys(text for error in errors for text in _allowed(error)))
     return f"{name} = {value!r}: allowed is {' or '.join(allowed)}; nearest: {_nearest_value(owner, path, errors)}"
 
@@ -802,8 +818,10 @@ def _allowed(error: ErrorDetails) -> Iterator[str]:
         yield {"int": "a whole number", "bool": "true or false"}.get(error["type"].split("_")[0], "a number")
     elif bounds := [f"{word} {context[key]}" for key, word in limits.items() if key in context]:
         yield " and ".join(bounds)
+    elif error["type"] == "path_type":
+        yield "a path"
     else:
-        yield error["msg"][0].lower() + error["msg"][1:]
+        yield error["msg"].removeprefix("Input should be ")
 
 
 # What other libraries call the precisions.
@@ -815,19 +833,57 @@ _SYNONYMS = {
     **dict.fromkeys(("float8", "transformer-engine"), "fp8"),
 }
 _OPTIMIZER_S_OWN = {"lr", "learning_rate", "weight_decay", "momentum", "betas", "optimizer"}
+_TRAINER_S_OWN = {"model", "loss_fn", "scheduler", "lr_scheduler", "metrics", "callbacks", "updates"}
+_LAUNCHER_S_OWN = {
+    "devices", "gpus", "n_gpu", "num_gpus", "nodes", "num_nodes", "nnodes", "num_processes", "nproc_per_node",
+    "accelerator", "world_size",
+}  # fmt: skip
+# What other libraries call our settings, where the spelling does not lead there.
+_ELSEWHERE = {
+    **{name: f'precision="{name}"' for name in ("fp16", "bf16", "tf32", "fp8")},
+    **dict.fromkeys(("amp", "mixed_precision", "use_amp", "autocast"), 'precision="bf16"'),
+    "batch_size": "global_batch_size (samples per optimizer step), or micro_batch_size (per rank and pass)",
+    **dict.fromkeys(
+        ("output_dir", "save_dir", "checkpoint_dir", "default_root_dir", "logging_dir", "dirpath"),
+        'checkpoint={"dir": "run"}',
+    ),
+    **dict.fromkeys(("save_every", "save_steps", "every_n_train_steps"), "checkpoint.every_steps"),
+    **dict.fromkeys(("save_total_limit", "save_top_k"), "checkpoint.keep_last"),
+    **dict.fromkeys(("resume_from_checkpoint", "ckpt_path", "resume"), "checkpoint.resume"),
+    **dict.fromkeys(("gradient_clip_val", "grad_clip", "clip_grad_norm"), "max_grad_norm"),
+    **dict.fromkeys(("patience", "early_stopping"), "EarlyStopping, in the Trainer's callbacks"),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), 'memory={"checkpointing": "blocks"}'),
+}
+# What may be typed for a part, and for all.
+_EXAMPLES = {
+    "TrainerConfig": "epochs=3",
+    "DataConfig": "num_workers=4",
+    "CheckpointConfig": 'dir="run"',
+    "ParallelConfig": 'strategy="fsdp"',
+    "MemoryConfig": 'checkpointing="blocks"',
+    "ProfileConfig": "steps=(10, 12)",
+}
+_LONGEST_VALUE = 80
 
 
 def _nearest_setting(path: tuple[str, ...]) -> str:
     """Look for the name where it was typed, then in all other parts."""
-    if path[-1] in _OPTIMIZER_S_OWN:
+    last = path[-1]
+    if last in _OPTIMIZER_S_OWN:
         return "it belongs to the optimizer that you give the Trainer"
+    if last in _TRAINER_S_OWN:
+        return f"it is an argument of the Trainer: Trainer(..., {last.removeprefix('lr_')}=...)"
+    if last in _LAUNCHER_S_OWN:
+        return "the launcher starts the processes: `ddpkit launch --gpus 2 train.py`"
+    if last in _ELSEWHERE:
+        return f"nearest: {_ELSEWHERE[last]}"
     names = list(_setting_names(TrainerConfig))
     typed = ".".join(path)
     close = nearest(typed, names)
     if close is None:
         by_last = {name.rsplit(".", 1)[-1]: name for name in reversed(names)}
         close = by_last.get(nearest(path[-1], list(by_last)) or "")
-    return f"nearest: {close}" if close else f"the settings are: {', '.join(names)}"
+    return f"nearest: {close}" if close else "help(ddp_kit.TrainerConfig) lists the settings"
 
 
 def _setting_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -838,14 +894,35 @@ def _setting_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else kind_of(value)
+
+
+def _part_with(name: str, value: object) -> str:
+    """What to type for a part that was given in another form, with the value where it is a likely one."""
+    if name == "parallel":
+        return '"fsdp"'
+    setting, _, example = _EXAMPLES[f"{name.capitalize()}Config"].partition("=")
+    likely = {
+        "checkpoint": isinstance(value, str | Path),
+        "data": isinstance(value, int) and not isinstance(value, bool),
+        "profile": isinstance(value, list | tuple | range) and len(value) == 2,
+    }
+    if likely.get(name):
+        example = f'"{value}"' if name == "checkpoint" else repr(value)
+    return f'{{"{setting}": {example}}}'
+
+
 def _nearest_value(owner: type[BaseModel], path: tuple[str, ...], errors: list[ErrorDetails]) -> str:
     """A value that would have been accepted, as close to the one found as we can say."""
     value = errors[0]["input"]
     for error in errors:
         context = error.get("ctx", {})
-        if error["type"] == "literal_error" and isinstance(value, str):
+        if error["type"] == "literal_error":
             choices = [text.strip("'") for text in context["expected"].replace(" or ", ", ").split(", ")]
-            close = _SYNONYMS.get(value.lower()) or nearest(value, choices)
+            text = str(value).removeprefix("torch.")
+            close = choices[0] if value is True else _SYNONYMS.get(text.lower()) or nearest(text, choices)
             if close in choices:
                 return repr(close)
         if "ge" in context:

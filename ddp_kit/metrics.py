@@ -1,7 +1,7 @@
 """Weighted means that are exact over all ranks: accumulated as (sum, weight), reduced once."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_kit.errors import LossError
+from ddp_kit.errors import LossError, kind_of
 
 _WEIGHT_HINT = "give a number of at least 0, such as how many tokens or samples the loss is the sum over"
 
@@ -40,10 +40,7 @@ def checked(value: object, source: str) -> "Tensor | Loss":
     elif isinstance(value, Tensor):
         total = value
     else:
-        raise LossError(
-            f"{source} returned {_described(value)}",
-            "return the mean over the batch's samples as a scalar tensor, or Loss(sum, weight)",
-        )
+        raise LossError(f"{source} returned {_described(value)}", _hint_for(value))
     if not isinstance(total, Tensor) or total.numel() != 1:
         raise LossError(
             f"{source} returned {_described(total)}, not a scalar",
@@ -101,4 +98,19 @@ def reduced(means: Sequence[Mean]) -> list[float]:
 def _described(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    return f"{value!r} ({type(value).__name__})" if value is None else f"a {type(value).__name__}"
+    return kind_of(value)
+
+
+def _hint_for(value: object) -> str:
+    """What to return instead of a value that is no tensor."""
+    wanted = "return the mean over the batch's samples as a scalar tensor, or Loss(sum, weight)"
+    if value is None:
+        return f"{wanted}; is its `return` missing?"
+    if isinstance(value, Real):
+        return f"{wanted}: the tensor itself, without .item() or float()"
+    if isinstance(value, Mapping) or hasattr(value, "loss"):
+        at = ".loss" if hasattr(value, "loss") else '["loss"]'
+        return f"{wanted}, such as output{at}; trainer.log({{...}}) reports other values"
+    if isinstance(value, list | tuple):
+        return f"{wanted} alone; trainer.log({{...}}) reports other values"
+    return wanted

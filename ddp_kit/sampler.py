@@ -313,7 +313,7 @@ def _draw(own: Iterable[Any], seed: int, epoch: int, what: str) -> list[Any]:
     if len(drawn) != _length(own, what):
         raise DataError(
             f"the DataLoader's {what} ({type(own).__name__}) has length {_length(own, what)}, "
-            f"but yields {len(drawn)} items in epoch {epoch}",
+            f"but yields {len(drawn)} items in epoch {epoch + 1}",
             "let its __len__ return how many items it yields in every epoch: it determines the number of steps",
         )
     return drawn

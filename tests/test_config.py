@@ -8,7 +8,6 @@ from typing import get_args
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from ddp_kit import ConfigError, DataConfig, ParallelConfig, TrainerConfig
 from ddp_kit.config import AUTO, STRATEGIES, StrategyName
@@ -33,16 +32,6 @@ def test_five_mistakes_give_one_error_that_lists_five_with_what_would_work() -> 
     ]
 
 
-def test_a_setting_in_the_wrong_part_is_found() -> None:
-    assert problems_of(num_workers=4) == ("num_workers = 4: there is no such setting; nearest: data.num_workers",)
-
-
-def test_what_belongs_to_the_optimizer_is_said_to() -> None:
-    assert problems_of(lr=3e-4) == (
-        "lr = 0.0003: there is no such setting; it belongs to the optimizer that you give the Trainer",
-    )
-
-
 @pytest.mark.parametrize(("called", "ours"), [("float16", "fp16"), ("16-mixed", "fp16"), ("bf16-mixed", "bf16")])
 def test_other_names_of_a_precision_are_understood_as_such(called: str, ours: str) -> None:
     (problem,) = problems_of(precision=called)
@@ -58,16 +47,6 @@ def test_a_part_left_empty_is_the_default(tmp_path: Path) -> None:
     assert TrainerConfig.load(tmp_path / "run.yaml") == TrainerConfig(epochs=3)
 
 
-def test_a_strange_name_gets_the_list_of_settings() -> None:
-    (problem,) = problems_of(zzz=1)
-    assert "the settings are: epochs, max_steps" in problem
-
-
-def test_a_limit_of_time_needs_a_place_to_save_in() -> None:
-    (problem,) = problems_of(max_seconds=60)
-    assert "needs checkpoints" in problem
-
-
 def test_a_part_alone_speaks_the_same_language() -> None:
     with pytest.raises(ConfigError, match="DataConfig has 1 problem"):
         DataConfig(num_workers=-1)
@@ -76,11 +55,6 @@ def test_a_part_alone_speaks_the_same_language() -> None:
 def test_a_config_error_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="seed"):
         TrainerConfig(seed=-1)
-
-
-def test_it_is_frozen() -> None:
-    with pytest.raises(ValidationError):
-        TrainerConfig().epochs = 3  # type: ignore[misc]
 
 
 def test_the_strategy_may_be_given_by_name_alone() -> None:
@@ -160,7 +134,15 @@ def test_whatever_is_given_it_is_accepted_or_every_problem_is_said(values: dict[
                 continue
             assert name in values
             assert any(
-                said in problem for said in ("nearest", "the settings are", "not available", "belongs to the opt")
+                said in problem
+                for said in (
+                    "nearest",
+                    "lists the settings",
+                    "type ",
+                    "belongs to the opt",
+                    "the launcher",
+                    "argument of",
+                )
             )
 
 

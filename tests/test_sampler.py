@@ -185,7 +185,7 @@ class Miscounts(Sampler[int]):
 def test_a_sampler_that_cannot_be_counted_is_refused() -> None:
     with pytest.raises(DataError, match=r"sampler .generator. has no length"):
         ExactDistributedSampler(range(3), 0, 1, shuffle=False, seed=0, own=(n for n in range(3)))
-    with pytest.raises(DataError, match="has length 3, but yields 2 items in epoch 4"):
+    with pytest.raises(DataError, match="has length 3, but yields 2 items in epoch 5"):
         order_of(Miscounts(), 4)
     with pytest.raises(DataError, match="batch sampler .Miscounts. has length 3, but"):
         OwnEvalBatches(Miscounts(), 0, 1, seed=0)

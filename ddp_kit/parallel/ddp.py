@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit.config import ParallelConfig
 from ddp_kit.errors import ConfigError, LossError, some
-from ddp_kit.parallel.replicas import broadcast, check_replicable
+from ddp_kit.parallel.replicas import broadcast
 from ddp_kit.parallel.strategy import Passes, Strategy
 from ddp_kit.torch_internals import DdpReducer
 from ddp_kit.world import World
@@ -46,10 +46,6 @@ class DdpStrategy(Strategy):
         return self.world.world_size
 
     # --- set up ---------------------------------------------------------------------------------------------------
-
-    def check(self, model: nn.Module) -> None:
-        super().check(model)
-        check_replicable(model)
 
     def check_recoverable(self) -> None:
         super().check_recoverable()

@@ -23,7 +23,7 @@ from ddp_kit.blocks import repeated_blocks
 from ddp_kit.config import ParallelConfig
 from ddp_kit.errors import ConfigError, LossError, nearest, some
 from ddp_kit.parallel.mesh import sizes_of, whole_gradients_fit
-from ddp_kit.parallel.replicas import broadcast, check_replicable
+from ddp_kit.parallel.replicas import broadcast
 from ddp_kit.parallel.shards import Shards
 from ddp_kit.parallel.strategy import Parallelize, Passes, Strategy
 from ddp_kit.parallel.tensor import split_layers
@@ -78,7 +78,6 @@ class FsdpStrategy(Strategy):
 
     def check(self, model: nn.Module) -> None:
         super().check(model)
-        check_replicable(model)
         for name in ("static_graph", "find_unused_parameters", "compression"):
             if getattr(self.config, name):
                 raise ConfigError(

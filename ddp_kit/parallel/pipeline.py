@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from ddp_kit.config import ParallelConfig
 from ddp_kit.errors import ConfigError, LossError, some
 from ddp_kit.parallel.mesh import sizes_of
-from ddp_kit.parallel.replicas import broadcast, check_replicable
+from ddp_kit.parallel.replicas import broadcast
 from ddp_kit.parallel.stage_links import Links, Received, Stage, StageFailedError, move
 from ddp_kit.parallel.stages import (
     Chain,
@@ -125,7 +125,6 @@ class PipelineStrategy(Strategy):
 
     def check(self, model: nn.Module) -> None:
         super().check(model)
-        check_replicable(model)
         self._check_settings()
         chain_of(model, self.config)
         norms = [name for name, each in model.named_modules() if isinstance(each, _BATCH_NORMS)]

@@ -3,26 +3,14 @@
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import Tensor
 
-from ddp_kit.errors import ConfigError, some
 from ddp_kit.torch_internals import broadcast_coalesced
 
 _BROADCAST_BYTES = 250 * 1024 * 1024
 # Types that gloo and NCCL support. Others are sent as integers of the same size.
 _SENT = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.int8}
 _SAME_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
-
-
-def check_replicable(model: nn.Module) -> None:
-    """Raise `ConfigError` for a model of which the ranks cannot get equal copies."""
-    lazy = [name for name, each in (*model.named_parameters(), *model.named_buffers()) if is_lazy(each)]
-    if lazy:
-        raise ConfigError(
-            f"the model {type(model).__name__} has lazy modules that are not initialised: {some(lazy)}",
-            "call the model once with a batch before creating the Trainer",
-        )
 
 
 @torch.no_grad()

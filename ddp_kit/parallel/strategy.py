@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_kit.config import ParallelConfig
@@ -19,6 +18,15 @@ from ddp_kit.torch_internals import multiply_all
 from ddp_kit.world import World
 
 T = TypeVar("T")
+
+# Wrappers of a model by their names, which need not be imported to find them, and what to do instead.
+_USE_ITS_MODULE = "pass the model itself, which is its .module: the Trainer spreads it over the ranks"
+_WRAPPERS = {
+    "DistributedDataParallel": _USE_ITS_MODULE,
+    "DataParallel": f"{_USE_ITS_MODULE}, one process per GPU: `ddpkit launch --gpus all train.py`",
+    "FullyShardedDataParallel": f'{_USE_ITS_MODULE}, with parallel="fsdp"',
+    "FSDPModule": 'pass the model before fully_shard(model), and set parallel="fsdp": the Trainer shards it',
+}
 
 Parallelize = Callable[[nn.Module, DeviceMesh], None]
 """Spreads a model in place over a mesh with the dimensions replicate, shard and tensor."""
@@ -142,10 +150,11 @@ class Strategy(ABC):
 
     def check(self, model: nn.Module) -> None:
         """Raise `ConfigError` for a model that cannot be spread this way. Not a collective."""
-        if isinstance(model, DistributedDataParallel):
-            raise ConfigError(
-                "the model is wrapped in DistributedDataParallel", "pass the unwrapped model; the Trainer wraps it"
-            )
+        for name, module in model.named_modules():
+            wrapper = next((each.__name__ for each in type(module).__mro__ if each.__name__ in _WRAPPERS), None)
+            if wrapper is not None:
+                what = f"the module {name} of the model" if name else "the model"
+                raise ConfigError(f"{what} is wrapped in {wrapper}", _WRAPPERS[wrapper])
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigError(
                 f"the model {type(model).__name__} has no parameter that requires grad: there is nothing to train",

@@ -234,7 +234,7 @@ class Checkpoints:
     def save(self) -> None:
         """Write a checkpoint of this step. Raises `CheckpointError`; transient errors are logged as warnings."""
         if self._folder is None:
-            raise CheckpointError("checkpoint.dir is not set", 'set checkpoint={"dir": ...} in the TrainerConfig')
+            raise CheckpointError("checkpoint.dir is not set", 'set checkpoint={"dir": "run"} in the TrainerConfig')
         with self._use.exclusive():
             self._save(self._folder)
 

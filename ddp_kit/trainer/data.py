@@ -45,6 +45,8 @@ class Evaluation:
     """Returns a batch for a rank that has none. Raises `DataError` if there is none."""
     first: Callable[[], list[tuple[int, Any]]] | None = None
     """Returns this rank's first batch, if it has any, read without DataLoader workers; None for a stream."""
+    count: Callable[[], int] | None = None
+    """Returns the number of this rank's batches; None for a stream."""
 
 
 def _no_spare() -> Any:
@@ -191,6 +193,7 @@ class DataRoom:
             lambda: zip(batches.sizes(), self._move_to_evaluate(loader), strict=True),
             partial(self._read_spare, dataset, batches, template, transform),
             lambda: [(len(batch), self._read(dataset, batch, template, transform)) for batch in islice(batches, 1)],
+            lambda: len(batches.sizes()),
         )
 
     def _read_spare(
@@ -228,8 +231,8 @@ class DataRoom:
         """Raise `ConfigError` for settings that need to know the division of samples in advance."""
         if self.plan.global_batch < self._ranks:
             raise ConfigError(
-                f"the global batch is {self.plan.global_batch} samples, fewer than the {self._ranks} ranks, but each "
-                "rank reads its own stream",
+                f"a global batch of {self.plan.global_batch} cannot be divided over {self._ranks} ranks, each of which "
+                "reads a stream of its own",
                 f"set global_batch_size to {self._ranks} or more",
             )
         check_sync_batch_norm(self.parts.model, None, self._ranks)

@@ -16,12 +16,14 @@ from ddp_kit.log import logger
 from ddp_kit.metric_objects import MetricObject
 from ddp_kit.metrics import Mean, checked, reduced
 from ddp_kit.parallel import PassedOn
+from ddp_kit.progress import with_bar
 from ddp_kit.records import Step
 from ddp_kit.torch_internals import collectives_of_all_groups
 from ddp_kit.trainer.checkpoints import Checkpoints
 from ddp_kit.trainer.data import Evaluation
 from ddp_kit.trainer.exchange import gathered
 from ddp_kit.trainer.logged_values import as_table, over_all_ranks
+from ddp_kit.trainer.loss_calls import backward_called
 from ddp_kit.trainer.parts import MetricFunction, Parts
 from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.run_state import RunState
@@ -77,6 +79,10 @@ class Evaluator:
         try:
             with parts.heart.during(Phase.EVALUATION):
                 return evaluate(parts, self._metrics, Evaluation(first, data.spare)) or {}
+        except RuntimeError as error:
+            if "does not have a grad_fn" not in str(error):  # of a backward() without gradients
+                raise
+            raise backward_called() from None
         except DdpKitError as error:
             error.add_note('found in one batch of eval_data, before training; sanity="off" leaves that out')
             raise
@@ -181,7 +187,8 @@ def evaluate(
         counting.start(device)
     stopped, begun = False, collectives_of_all_groups()
     with evaluating(parts.model) as outputs, parts.logged.apart():
-        for number, (samples, batch) in enumerate(parts.strategy.evaluation(data.batches(), data.spare)):
+        batches = parts.strategy.evaluation(data.batches(), data.spare)
+        for number, (samples, batch) in enumerate(with_bar(batches, "evaluation", data.count, parts.world.is_main)):
             # If batches run collectives, ranks may not stop after different ones: then it runs to the end.
             stopped = number > 0 and stops is not None and stops() and collectives_of_all_groups() == begun
             if stopped:

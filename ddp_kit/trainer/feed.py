@@ -172,7 +172,7 @@ class StreamFeed:
             logger.info(
                 "skipping the first {} steps of epoch {} by reading them: the stream has no state_dict to resume from",
                 first_step,
-                epoch,
+                epoch + 1,
             )
             for _ in range(first_step):
                 self._fetch()

@@ -9,7 +9,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from ddp_kit.errors import ConfigError
+from ddp_kit.errors import ConfigError, kind_of
 from ddp_kit.metrics import Loss, Mean
 from ddp_kit.records import LogRow
 from ddp_kit.trainer.exchange import every_text
@@ -36,9 +36,7 @@ class LoggedValues:
     def add(self, values: Mapping[str, Logged]) -> None:
         """Add values by name. Raises `ConfigError` for values that are no numbers."""
         if not isinstance(values, Mapping):
-            raise ConfigError(
-                f"trainer.log got a {type(values).__name__}", 'pass a dict: trainer.log({"accuracy": value})'
-            )
+            raise ConfigError(f"trainer.log got {kind_of(values)}", 'pass a dict: trainer.log({"accuracy": value})')
         for name, value in values.items():
             _check_name(name)
             entry = name, _detached(name, value), 1.0 if self._samples is None else self._samples
@@ -133,7 +131,7 @@ def _detached(name: str, value: object) -> Tensor | Loss:
         return value.detach()
     if isinstance(value, Real) and not isinstance(value, Tensor):
         return torch.tensor(float(value), dtype=torch.float64)
-    found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
     raise ConfigError(
         f"trainer.log got {found} for {name!r}, not a single number",
         "pass a number, a tensor with one element, or Loss(sum, weight)",

@@ -86,12 +86,16 @@ class LossCalls:
         return value
 
     def _first(self, batch: object, step: int, passes: int) -> "Tensor | Loss":
+        before = self._parameters.any_gradient
         try:
             value = self._called(batch, step)
+            if self._parameters.any_gradient and not before:
+                raise backward_called()
             self._check_finite(value)
             self._advise(value, batch, passes)
         except LossError as error:
-            self.agree(error, passes)  # raises it
+            found = backward_called() if self._parameters.any_gradient and not before else error
+            self.agree(found, passes)  # raises it
             raise
         self.agree(value, passes)
         return value
@@ -117,6 +121,14 @@ class LossCalls:
                 "check the inputs (NaN, division by zero, log(0)) and the initial weights; "
                 "torch.autograd.set_detect_anomaly(True) names the operation",
             )
+
+
+def backward_called() -> LossError:
+    """The error for a loss function that computes gradients itself."""
+    return LossError(
+        "the loss function calls backward(), which the Trainer does itself",
+        "return the loss, without backward(), optimizer.step() and zero_grad(); for several losses use updates=[...]",
+    )
 
 
 def _token_counts(batch: object) -> tuple[int, int] | None:

@@ -29,6 +29,10 @@ _SIGNS = (
     "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN reports it if a convolution's workspace does not fit
     "out of memory",
 )
+_TWICE = (
+    "the Trainer calls backward() on the loss: leave it out of the loss function; and call .detach() on tensors that "
+    "are kept from one step to the next, such as the state of an RNN"
+)
 _FITS, _TOO_SMALL, _TOO_LARGE = range(3)  # in order of severity
 
 
@@ -58,6 +62,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def with_hint(error: BaseException, parts: Parts) -> BaseException:
     """The same error; if it is out of memory, with a hint and the path of a memory snapshot."""
+    if "backward through the graph a second time" in str(error):
+        error.add_note(f"hint: {_TWICE}")
     if not is_out_of_memory(error):
         return error
     config = parts.config

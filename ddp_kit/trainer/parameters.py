@@ -26,6 +26,11 @@ class RunParameters:
         for parameter in self._all:
             parameter.grad = None
 
+    @property
+    def any_gradient(self) -> bool:
+        """Whether a parameter of the model has a gradient."""
+        return any(parameter.grad is not None for parameter in self._own)
+
     def check_frozen(self) -> None:
         """Raise `ConfigError` if any `requires_grad` has changed. Takes about 30 nanoseconds per parameter."""
         if [parameter.requires_grad for parameter in self._own] == self._learns:

@@ -73,7 +73,7 @@ class Position:
             logger.warning(
                 "epoch {} was started with {} ranks and resumes with {}: each rank reads its own stream up to this "
                 "step, so samples of this epoch may be left out or used twice, depending on how the dataset is divided",
-                self.epoch,
+                self.epoch + 1,
                 before[RANKS],
                 facts[RANKS],
             )
@@ -82,8 +82,8 @@ class Position:
         differ = [f"{name} was {old}, and is {new}" for name, old, new in found if old is not None and old != new]
         if differ:
             raise DataError(
-                f"the run resumes after {self.steps_in_epoch} steps of epoch {self.epoch}, but the next ones would use "
-                f"different samples than before: {'; '.join(differ)}",
+                f"the run resumes after {self.steps_in_epoch} steps of epoch {self.epoch + 1}, but the next ones would "
+                f"use different samples than before: {'; '.join(differ)}",
                 "resume with the same data and settings; they may change from the next epoch on. To start from step 0, "
                 "use another checkpoint.dir, checkpoint.resume=None, or a new Trainer",
             )

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_kit.errors import LossError
+from ddp_kit.errors import LossError, kind_of
 from ddp_kit.heartbeat import Phase
 from ddp_kit.parallel import PassedOn
+from ddp_kit.progress import with_bar
 from ddp_kit.torch_internals import pytree
 from ddp_kit.trainer.data import Evaluation
 from ddp_kit.trainer.evaluation import evaluating
@@ -29,7 +30,8 @@ def predict(parts: Parts, function: PredictFunction | None, data: Evaluation) ->
     columns: dict[str, list[Tensor]] = {}
     spec = None
     with evaluating(parts.model) as outputs, parts.logged.apart():
-        for samples, batch in parts.strategy.evaluation(data.batches(), data.spare):
+        batches = parts.strategy.evaluation(data.batches(), data.spare)
+        for samples, batch in with_bar(batches, "prediction", data.count, parts.world.is_main):
             parts.heart.mark(Phase.EVALUATION)
             try:
                 with parts.precision.forward():
@@ -87,7 +89,7 @@ def _leaves(found: Any, samples: int) -> tuple[dict[str, Tensor], Any]:
 
 def _check_prediction(leaf: Any, samples: int) -> None:
     if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != samples:
-        found = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+        found = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else kind_of(leaf)
         raise LossError(
             f"a prediction for {samples} samples contains {found}",
             f"return tensors whose first dimension is the samples ({samples}): "

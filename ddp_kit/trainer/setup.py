@@ -1,21 +1,34 @@
 """Checks the Trainer's arguments and converts them to what the loop needs."""
 
+import inspect
+import multiprocessing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_kit.callbacks import Callback
 from ddp_kit.config import TrainerConfig
 from ddp_kit.env import make_cublas_deterministic
-from ddp_kit.errors import ConfigError, nearest, some
+from ddp_kit.errors import ConfigError, kind_of, nearest, some
 from ddp_kit.metric_objects import MetricObject, is_metric_object
 from ddp_kit.parallel import Strategy
 from ddp_kit.sampler import OwnTrainBatches, TrainBatches
 from ddp_kit.trainer.parts import MetricFunction
+
+
+def check_main() -> None:
+    """Raise `ConfigError` in a process that multiprocessing has spawned, such as a DataLoader worker, and that imports
+    the script: it would join the process group as one more process of this rank, and wait forever."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing.spawn itself asks
+        raise ConfigError(
+            "a spawned process, such as a DataLoader worker, imports the script, which creates a Trainer",
+            'put what the script does under `if __name__ == "__main__":`, and classes and functions above it',
+        )
 
 
 def only_repeatable_algorithms() -> None:
@@ -29,31 +42,83 @@ def checked_config(config: object) -> TrainerConfig:
     if config is None:
         return TrainerConfig()
     if not isinstance(config, TrainerConfig):
+        how = {"dict": "TrainerConfig(**settings)", "str": f"TrainerConfig.load({config!r})"}
         raise ConfigError(
-            f"config is a {type(config).__name__}", "pass a TrainerConfig, such as TrainerConfig(epochs=3)"
+            f"config is {kind_of(config)}, not a TrainerConfig",
+            f"pass config={how.get(type(config).__name__, 'TrainerConfig(epochs=3)')}",
         )
     return config
 
 
-def checked_function(value: Any, name: str) -> Any:
-    """The function, if it can be called."""
+def checked_function(value: Any, name: str, *arguments: str) -> Any:
+    """The function, if it can be called with these positional arguments. Raises `ConfigError`."""
+    wanted, hint = ", ".join(arguments), f"pass a function of ({', '.join(arguments)})"
     if not callable(value):
-        raise ConfigError(f"{name} is a {type(value).__name__}", "pass a function")
+        raise ConfigError(f"{name} is {kind_of(value)}, not a function", hint)
+    try:
+        # An instance of Module takes anything; its `forward` says what.
+        signature = inspect.signature(value.forward if isinstance(value, nn.Module) else value)
+    except (TypeError, ValueError):  # written in C
+        return value
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        taken = ", ".join(signature.parameters)
+        if isinstance(value, type):
+            hint = f"pass lambda {wanted}: {value.__name__}({wanted}, ...)"
+        raise ConfigError(f"{name} takes ({taken}), but it is called with ({wanted})", hint) from None
     return value
 
 
+def checked_loss(loss_fn: Any, name: str = "loss_fn") -> Any:
+    """The loss function. Raises `ConfigError`, also for one of torch's, which do not get the model."""
+    hint = "pass a function of (model, batch): lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
+    if loss_fn is None:
+        raise ConfigError(f"the Trainer got no {name}", f"{hint}; or several updates")
+    if isinstance(loss_fn, Optimizer):
+        raise ConfigError(f"{name} is {kind_of(loss_fn)}", "the order is Trainer(model, optimizer, loss_fn, config)")
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        raise ConfigError(f"{name} is {kind_of(loss_fn)}", hint)
+    kind = type(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
+    if getattr(kind, "__module__", None) in ("torch.nn.modules.loss", "torch.nn.functional"):
+        raise ConfigError(f"{name} is torch's {kind.__name__}, which gets predictions and targets", hint)
+    return checked_function(loss_fn, name, "model", "batch")
+
+
 def checked_model(model: object) -> None:
-    """Raise `ConfigError` if it is not a Module, or is on the meta device."""
+    """Raise `ConfigError` if it is not a Module that can be trained, or has no values yet."""
     if not isinstance(model, nn.Module):
-        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise ConfigError(f"model is {what}", "pass an instance of torch.nn.Module: Trainer(MyModel(), ...)")
+        raise ConfigError(*_no_module(model))
     tensors = [*model.named_parameters(), *model.named_buffers()]
+    lazy = [name for name, each in tensors if is_lazy(each)]
+    if lazy:
+        raise ConfigError(
+            f"the model {type(model).__name__} has lazy modules that are not initialised: {some(lazy)}",
+            "call the model once with a batch before creating the Trainer",
+        )
     meta = [name for name, each in tensors if each.is_meta]
     if meta:
         raise ConfigError(
             f"the model {type(model).__name__} is on the meta device, without values: {some(meta)}",
             "allocate it first with model.to_empty(device=...), then initialise or load its weights",
         )
+
+
+def _no_module(model: object) -> tuple[str, str]:
+    """The message and the hint for a model that is none."""
+    name = kind_of(model)
+    if isinstance(model, Mapping) and model and all(isinstance(each, torch.Tensor) for each in model.values()):
+        return f"model is a state_dict ({name})", "create the model, and call model.load_state_dict(...) on it"
+    children = [*(model.values() if isinstance(model, Mapping) else model)] if isinstance(model, Iterable) else []
+    if children and all(isinstance(each, nn.Module) for each in children):
+        return (
+            f"model is {name} of {len(children)} modules",
+            'put them into one module: Trainer(nn.ModuleDict({"first": first, "second": second}), ...), and call '
+            'model["first"](...) in loss_fn; several optimizers are updates=[Update(...), ...]',
+        )
+    if callable(model) and not isinstance(model, type):
+        return f"model is {name}", "pass what it returns, an instance of torch.nn.Module: Trainer(make_model(), ...)"
+    return f"model is {name}", "pass an instance of torch.nn.Module: Trainer(MyModel(), ...)"
 
 
 def optimizer_for(
@@ -70,10 +135,16 @@ def optimizer_for(
             f"pass a function that creates it: Trainer(model, lambda parameters: {kind}(parameters, lr=...), ...)",
         )
     if not isinstance(optimizer, Optimizer) and callable(optimizer):
-        made = optimizer(model.parameters())
+        made = checked_function(optimizer, "optimizer", "parameters")(model.parameters())
     if not isinstance(made, Optimizer):
+        several = isinstance(made, list | tuple | Mapping)
         raise ConfigError(
-            f"optimizer is a {type(made).__name__}", "pass a torch Optimizer, or a function parameters -> Optimizer"
+            f"{'the function given as optimizer returned' if made is not optimizer else 'optimizer is'} "
+            f"{kind_of(made)}, not an Optimizer",
+            "several optimizers are updates=[Update(name, loss_fn, optimizer), ...]"
+            if several
+            else "pass a torch Optimizer, such as torch.optim.AdamW(model.parameters(), lr=1e-3), or a function "
+            "parameters -> Optimizer",
         )
     own = set(model.parameters())
     unknown = sum(parameter not in own for group in made.param_groups for parameter in group["params"])
@@ -107,13 +178,14 @@ def scheduler_for(
 ) -> LRScheduler | None:
     """The scheduler, created if a function was given. Raises `ConfigError` unless it is one for this optimizer."""
     made: object = scheduler
-    if scheduler is not None and not isinstance(scheduler, LRScheduler) and callable(scheduler):
-        made = scheduler(optimizer)
-    if made is None:
+    if scheduler is None:
         return None
+    if not isinstance(scheduler, LRScheduler) and callable(scheduler):
+        made = checked_function(scheduler, "scheduler", "optimizer")(optimizer)
     if not isinstance(made, LRScheduler):
         raise ConfigError(
-            f"scheduler is a {type(made).__name__}, not an LRScheduler",
+            f"{'the function given as scheduler returned' if made is not scheduler else 'scheduler is'} "
+            f"{kind_of(made)}, not an LRScheduler",
             "pass a scheduler of torch.optim.lr_scheduler, or a function optimizer -> LRScheduler",
         )
     if made.optimizer is not optimizer:
@@ -140,23 +212,27 @@ def check_sync_batch_norm(model: nn.Module, batches: TrainBatches | OwnTrainBatc
 def checked_metrics(metrics: object) -> dict[str, MetricFunction | MetricObject]:
     """The metrics by name, none of which is the loss itself."""
     if not isinstance(metrics, Mapping):
-        raise ConfigError(f"metrics is a {type(metrics).__name__}", 'pass a dict: metrics={"accuracy": accuracy}')
+        raise ConfigError(f"metrics is {kind_of(metrics)}, not a dict", 'pass metrics={"accuracy": accuracy}')
     if "loss" in metrics:
         raise ConfigError("a metric is called 'loss', the name of the loss itself", "rename the metric")
     return {name: _checked_metric(name, metric) for name, metric in metrics.items()}
 
 
 def _checked_metric(name: str, metric: Any) -> MetricFunction | MetricObject:
-    if is_metric_object(metric):
-        return MetricObject(name, metric, None)
-    if isinstance(metric, tuple) and len(metric) == 2 and is_metric_object(metric[0]):
-        return MetricObject(name, metric[0], checked_function(metric[1], f"the second part of metric {name!r}"))
-    function: MetricFunction = checked_function(metric, f"metric {name!r}")
+    first, *rest = metric if isinstance(metric, tuple) and len(metric) == 2 else (metric,)
+    if isinstance(first, type) and is_metric_object(first):
+        raise ConfigError(f"metric {name!r} is {kind_of(first)}", f"pass an instance: {first.__name__}(...)")
+    if is_metric_object(first):
+        select = checked_function(rest[0], f"the second part of metric {name!r}", "output", "batch") if rest else None
+        return MetricObject(name, first, select)
+    function: MetricFunction = checked_function(metric, f"metric {name!r}", "output", "batch")
     return function
 
 
 def checked_callbacks(callbacks: object) -> tuple[Callback, ...]:
     """The callbacks as a tuple. Raises `ConfigError` if one is not a `Callback`."""
+    if callbacks is None:
+        raise ConfigError("callbacks is None", "leave it out, or pass a list: callbacks=[]")
     given = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
     for callback in given:
         if isinstance(callback, type) and issubclass(callback, Callback):
@@ -165,8 +241,8 @@ def checked_callbacks(callbacks: object) -> tuple[Callback, ...]:
             )
         if not isinstance(callback, Callback):
             raise ConfigError(
-                f"callbacks contains a {type(callback).__name__}",
-                "pass a list of instances of ddp_kit.Callback subclasses",
+                f"callbacks contains {kind_of(callback)}, which is not a Callback",
+                "derive a class from ddp_kit.Callback, with methods such as on_step(self, trainer); pass an instance",
             )
         _check_events(callback)
     return tuple(given)

@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from ddp_kit.callbacks.best_value import check_metric
 from ddp_kit.callbacks.plateau import Plateau
 from ddp_kit.compilation import compile_in_place
 from ddp_kit.config import TrainerConfig, absolute
-from ddp_kit.env import plan_request
+from ddp_kit.env import plan_request, rank_for_messages
 from ddp_kit.errors import ConfigError
 from ddp_kit.heartbeat import Phase
 from ddp_kit.loader import Data
@@ -71,9 +72,10 @@ from ddp_kit.trainer.rates import check_ticks, scale_learning_rate, warmed_up
 from ddp_kit.trainer.run_state import RunState
 from ddp_kit.trainer.same_data import SampleComparison, facts_of_data
 from ddp_kit.trainer.setup import (
+    check_main,
     checked_callbacks,
     checked_config,
-    checked_function,
+    checked_loss,
     checked_metrics,
     checked_model,
     only_repeatable_algorithms,
@@ -94,6 +96,7 @@ from ddp_kit.trainer.subscribers import (
     UserCallbacks,
 )
 from ddp_kit.trainer.updates import Update, checked_updates, joined, loss_to_evaluate, step_of
+from ddp_kit.uncaught import show_without_traceback
 from ddp_kit.world import random_states_kept, seed_everything
 
 
@@ -135,6 +138,8 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         parallelize: Parallelize | None = None,
     ) -> None:
+        show_without_traceback(rank_for_messages())
+        check_main()
         self.config = checked_config(config)
         checked_model(model)
         self._updates = checked_updates(model, updates, (optimizer, loss_fn, scheduler), self.config)
@@ -184,7 +189,7 @@ class Trainer:
             self.optimizer,
             device_optimizer,
             self.scheduler,
-            checked_function(loss_fn, "loss_fn"),
+            checked_loss(loss_fn),
             precision,
             activations,
             self.world,
@@ -296,7 +301,7 @@ class Trainer:
         announce(self.world, self.batch_plan, self.config, self.step, total, feed.division)
         self._state.stopping = False
         self._tell("on_fit_start")
-        with ProgressReport(total, self.world.is_main) as progress:
+        with self._told_of_an_interrupt(), ProgressReport(total, self.world.is_main) as progress:
             for step in self._steps(train_data, feed, evaluations):
                 progress.step(step.number)
                 if step.log is not None:
@@ -466,6 +471,19 @@ class Trainer:
         if (needed := self._metrics_needed()) and self.world.is_main:
             owners = ", ".join(dict.fromkeys(owner for owner, _ in needed))
             log.logger.warning("fit has no eval_data: {} will act only on your own calls of trainer.evaluate", owners)
+
+    @contextmanager
+    def _told_of_an_interrupt(self) -> Iterator[None]:
+        """Ctrl-C ends a run without checkpoints: note at which step, for the one line that is then printed."""
+        try:
+            yield
+        except KeyboardInterrupt as interrupt:
+            if self.config.checkpoint.dir is None:
+                hint = 'nothing is saved; with checkpoint={"dir": "run"} Ctrl-C saves, and the same command resumes'
+            else:
+                hint = "by a second Ctrl-C: this step is not saved"
+            interrupt.add_note(f"after step {self.step}; {hint}")
+            raise
 
     # --- the loop -----------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_kit.config import TrainerConfig
-from ddp_kit.errors import ConfigError
+from ddp_kit.errors import ConfigError, kind_of
 from ddp_kit.metrics import Loss
 from ddp_kit.timing import StepClock
 from ddp_kit.trainer.closure_step import ClosureStep
@@ -18,7 +18,7 @@ from ddp_kit.trainer.feed import Share
 from ddp_kit.trainer.logged_values import LoggedValues
 from ddp_kit.trainer.micro_batch import new_step
 from ddp_kit.trainer.parts import LossFunction, Parts
-from ddp_kit.trainer.setup import checked_function
+from ddp_kit.trainer.setup import checked_loss
 from ddp_kit.trainer.step import OptimizerStep, StepRecord
 from ddp_kit.trainer.step_batches import StepBatches, own_containers
 
@@ -62,7 +62,7 @@ def checked_updates(
     `others`: what a Trainer of one update has instead, optimizer, loss function and scheduler.
     """
     if not updates:
-        checked_function(others[1], "loss_fn")
+        checked_loss(others[1])
         return ()
     if any(each is not None for each in others):
         raise ConfigError(
@@ -82,10 +82,10 @@ def checked_updates(
     for update in updates:
         if not isinstance(update.optimizer, Optimizer):
             raise ConfigError(
-                f"update {update.name!r} has a {type(update.optimizer).__name__} as its optimizer",
+                f"update {update.name!r} has {kind_of(update.optimizer)} as its optimizer",
                 "pass a torch Optimizer with the parameters that this update trains",
             )
-        checked_function(update.loss_fn, f"loss_fn of update {update.name!r}")
+        checked_loss(update.loss_fn, f"loss_fn of update {update.name!r}")
         if update.every < 1:
             raise ConfigError(f"update {update.name!r} has every={update.every}", "set a number of steps, at least 1")
         for group in update.optimizer.param_groups:

@@ -1,9 +1,11 @@
 """A user's mistake in several processes: one message, no traceback, and the launcher ends."""
 
+import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import mistakes
 import pytest
 
 THOROUGH = pytest.mark.thorough
@@ -31,77 +33,40 @@ trainer.fit(torch.randn(40, 2))
 """
 
 
-WITH_RANKS = """
+BATCH_NORM = """
 import torch
 from torch import nn
 from ddp_kit import Trainer, TrainerConfig
-rank = int(os.environ["RANK"])
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1), nn.Linear(2, 1))
-rate, late, keep, choose = 0.1, 0, None, lambda data, _: data
-samples, uses, config = 40, lambda given, batch: given[2](given[1](given[0](batch))), TrainerConfig(global_batch_size=8)
-{change}
-class Whole(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = model
-    def forward(self, batch):
-        return uses(self.layers, batch)
-whole = Whole()
-loss = {loss}
-trainer = Trainer(whole, lambda parameters: torch.optim.SGD(parameters, lr=rate), loss, config)
-with torch.no_grad():
-    model[3].bias += late
-data = choose(torch.randn(samples, 2), keep)
+model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+trainer = Trainer(model, optimizer, lambda model, batch: model(batch).mean(), TrainerConfig(global_batch_size=8))
+data = torch.randn(40, 2)
 result = trainer.fit(data, data)
-say(rank, result.metrics["loss"], whole.eval()(data).mean().item())
+say(trainer.world.rank, result.metrics["loss"], model.eval()(data).mean().item())
 """
-USUAL = "lambda given, batch: given(batch).mean()"
-UNUSED_PARAMETERS_ALLOWED = 'config = TrainerConfig(global_batch_size=8, parallel={"find_unused_parameters": True})'
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "loss", "said"),
-    [
-        (
-            "samples += rank",
-            USUAL,
-            "the ranks do not agree on the number of samples in train_data: 40, 41 on ranks 0 to 1",
-        ),
-        pytest.param(
-            "config = TrainerConfig(seed=rank)",
-            USUAL,
-            "the ranks do not agree on the setting seed",
-            marks=pytest.mark.thorough,
-        ),
-        ("rate = 0.1 + rank", USUAL, "the ranks do not agree on the optimizer and its settings"),
-        pytest.param(
-            "late = rank", USUAL, "the ranks do not agree on the weights of the model", marks=pytest.mark.thorough
-        ),
-        pytest.param(
-            "choose = torch.utils.data.Subset; keep = [rank, 3, 5]",
-            USUAL,
-            "the samples that train_data is a subset of",
-            marks=pytest.mark.thorough,
-        ),
-        ("", USUAL, 'parallel={"find_unused_parameters": True}'),
-    ],
-    ids=["other data", "seed", "optimizer", "weights", "subset", "unused parameters"],
-)
-def test_what_would_train_the_ranks_apart_is_refused_once(
-    start: Start, script: Script, change: str, loss: str, said: str
-) -> None:
-    run = start("ddpkit", 2, script(WITH_RANKS.replace("{change}", change).replace("{loss}", loss)))
-    assert run.returncode == 1
-    assert run.stderr.count(said) == 1
-    assert "Traceback" not in run.stderr
+def test_both_ranks_are_told_of_each_mistake_in_the_words_of_the_table(start: Start) -> None:
+    run = start("ddpkit", 2, Path(mistakes.__file__))
+    assert run.returncode == 0, run.stderr
+    found: dict[str, dict[int, tuple[tuple[str, str], bool]]] = {}
+    for line in run.stdout.splitlines():
+        rank, what, message, hint, elsewhere = json.loads(line)
+        found.setdefault(what, {})[rank] = (message, hint), elsewhere
+    assert all(found[what] for what in mistakes.of_two_ranks(0))
+    for what, by_rank in found.items():
+        reported = {text for text, elsewhere in by_rank.values() if not elsewhere}
+        assert by_rank.keys() == {0, 1}, what
+        assert len(reported) == 1, what
+        if what in mistakes.of_two_ranks(0):
+            assert reported == {mistakes.documented()[what]}
 
 
 @pytest.mark.slow
 def test_one_model_is_evaluated_its_batch_norm_statistics_included(start: Start, script: Script) -> None:
-    text = WITH_RANKS.replace("{change}", UNUSED_PARAMETERS_ALLOWED).replace("{loss}", USUAL)
-    run = start("ddpkit", 2, script(text))
+    run = start("ddpkit", 2, script(BATCH_NORM))
     assert run.returncode == 0, run.stderr
     ranks = [[float(word) for word in line.split()] for line in run.stdout.splitlines()]
     assert ranks[0][1] == ranks[1][1]
@@ -243,55 +208,6 @@ def test_the_rank_that_has_the_cause_is_named_whichever_ends_first(
     assert run.stderr.count("ddpkit: error") == 1, run.stderr
     assert "ddpkit: error (rank 2) at script.py:" in run.stderr
     assert "ddpkit: rank 2 failed first: exit code 1" in run.stderr
-
-
-BEFORE_THE_FIRST_STEP = """
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
-from ddp_kit import DdpKitError, Trainer, TrainerConfig
-
-class Endless:
-    def __getitem__(self, index):
-        return torch.zeros(2)
-
-class Nothing(IterableDataset):
-    def __iter__(self):
-        return iter(())
-
-model, data = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), torch.ones(40, 2)
-sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
-loss_fn = lambda model, batch: model(batch).mean()
-for optimizer, given in [
-    (sgd([*model.parameters(), nn.Parameter(torch.ones(1))]), data),
-    (sgd(model[0].parameters()), data),
-    (sgd, Endless()),
-    (sgd, DataLoader(data, batch_size=3)),
-    (sgd, Nothing()),
-    (sgd, []),
-]:
-    try:
-        Trainer(model, optimizer, loss_fn, TrainerConfig(global_batch_size=8)).fit(given)
-    except DdpKitError as error:
-        say(os.environ["RANK"], error.message)
-"""
-
-
-@pytest.mark.slow
-def test_what_cannot_be_trained_with_is_refused_on_all_ranks_alike(start: Start, script: Script) -> None:
-    run = start("ddpkit", 2, script(BEFORE_THE_FIRST_STEP))
-    assert run.returncode == 0, run.stderr
-    said = [[line[2:] for line in run.stdout.splitlines() if line.startswith(rank)] for rank in "01"]
-    assert said[0] == said[1]
-    expected = (
-        "the optimizer holds 1 parameters that the model does not have",
-        "the optimizer does not hold 1.weight, 1.bias",
-        "train_data is a Endless, without __getitem__ or without __len__",
-        "the DataLoader has batch_size=3, but the configuration makes micro-batches of 4 samples",
-        "train_data yielded no sample on any rank",
-        "train_data is empty",
-    )
-    assert [line.startswith(start) for line, start in zip(said[0], expected, strict=True)] == [True] * len(expected)
 
 
 APART = """

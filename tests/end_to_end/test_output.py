@@ -34,7 +34,7 @@ def test_elsewhere_there_are_plain_lines_of_rank_0(
     assert run.returncode == 0, run.stderr
     said = [line for line in run.stderr.splitlines() if "INFO" in line]
     lines = [line.split("INFO")[1].strip() for line in said if "__main__" not in line]
-    assert all(re.match(r"\d\d:\d\d:\d\d rank 0 INFO", line) for line in said if "__main__" not in line), said
+    assert all(re.match(r"\d\d:\d\d:\d\d INFO", line) for line in said if "__main__" not in line), said
     theirs = sorted(line.split(" | ")[0] for line in said if line.endswith("of the user's own"))
     assert theirs == ["rank 0", "rank 1"], "lines of the user's own, of every rank, with its name"
     assert lines[0] == "2 ranks on cpu, fp32: global batch 4 = micro-batch 2 x accumulation 1 x 2; 20 steps"
@@ -46,7 +46,8 @@ def test_elsewhere_there_are_plain_lines_of_rank_0(
 @pytest.mark.slow
 def test_on_a_terminal_there_is_one_bar(script: Callable[[str], Path]) -> None:
     ours, theirs = pty.openpty()
-    command = [str(Path(sys.executable).with_name("ddpkit")), "launch", "--nproc-per-node", "2", str(script(FIT))]
+    main = script(FIT + "trainer.evaluate(torch.ones(84, 2))\n")
+    command = [str(Path(sys.executable).with_name("ddpkit")), "launch", "--nproc-per-node", "2", str(main)]
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as run:
         os.close(theirs)
@@ -58,6 +59,7 @@ def test_on_a_terminal_there_is_one_bar(script: Callable[[str], Path]) -> None:
                 break
     assert run.returncode == 0, shown
     assert b"20/20" in shown
+    assert b"/21" in shown, "the evaluation has one of its own"
     assert b"step 20/20" not in shown, "no plain lines beside the bar"
     assert shown.count(b"done on rank") == 2
 

@@ -95,8 +95,3 @@ def test_a_model_in_which_nothing_learns_is_refused() -> None:
 def test_sync_batch_norm_cannot_be_recovered_from_running_out_of_memory() -> None:
     with pytest.raises(ConfigError, match="SyncBatchNorm"):
         made(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))).check_recoverable()
-
-
-def test_a_lazy_model_has_no_equal_copies() -> None:
-    with pytest.raises(ConfigError, match="call the model once"):
-        DdpStrategy(world(0, 2), ParallelConfig()).check(nn.LazyLinear(2))

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_kit.parallel import Passes, Strategy
-from ddp_kit.parallel.replicas import broadcast, check_replicable
+from ddp_kit.parallel.replicas import broadcast
 
 
 class FlatAllReduce(Strategy):
@@ -13,7 +13,6 @@ class FlatAllReduce(Strategy):
 
     def check(self, model: nn.Module) -> None:
         super().check(model)
-        check_replicable(model)
 
     def setup(self, model: nn.Module) -> None:
         super().setup(model)

@@ -1,5 +1,6 @@
 """What a step, or a run, refuses, and what it leaves as it was; at one rank. Several ranks: end_to_end/agreed.py."""
 
+import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
@@ -47,27 +48,35 @@ def trainer_for(
     return Trainer(model or network(), options.pop("optimizer", sgd), loss, TrainerConfig(**settings), **options)
 
 
-def meta() -> nn.Module:
-    with torch.device("meta"):
-        return nn.Linear(2, 1)
+def test_a_spawned_process_that_imports_the_script_makes_no_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for the other ranks as one more process of this one."""
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(ConfigError, match="imports the script, which creates a Trainer"):
+        trainer_for()
 
 
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        (lambda: lambda x: x, "model is a function"),
-        (lambda: nn.Linear, "model is the class Linear"),
-        (meta, "on the meta device, without values: weight, bias"),
-    ],
-)
-def test_what_is_no_model_is_said(model: Callable[[], Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        trainer_for(model=model())
+def test_backward_in_the_loss_function_is_said_where_evaluation_data_is_given() -> None:
+    """A batch of it is evaluated first, without gradients."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        value = squares(model, batch)
+        value.backward()
+        return value
+
+    with pytest.raises(LossError, match="the loss function calls backward"):
+        trainer_for(loss).fit(data(), data())
 
 
-def test_metrics_without_names_are_said() -> None:
-    with pytest.raises(ConfigError, match="metrics is a list"):
-        trainer_for(metrics=[squares])
+def test_a_graph_that_was_used_before_gets_a_hint() -> None:
+    kept: list[Tensor] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        kept.append(squares(model, batch))
+        return torch.stack(kept).sum()
+
+    with pytest.raises(RuntimeError, match="a second time") as caught:
+        trainer_for(loss).fit(data())
+    assert "call .detach()" in caught.value.__notes__[0]
 
 
 def test_a_loss_that_becomes_constant_is_said_with_its_step() -> None:

@@ -93,24 +93,6 @@ def test_a_metric_that_there_is_not_is_named_before_the_first_step(settings: Any
     assert "did you mean 'error'?" in str(caught.value)
 
 
-class Misspelt(Callback):
-    def on_evaluation(self, trainer: Any) -> None:
-        """Not an event."""
-
-
-@pytest.mark.parametrize(
-    ("callback", "words"),
-    [
-        (EarlyStopping, "callbacks contains the class EarlyStopping"),
-        (Misspelt(), "Misspelt has a method on_evaluation, but there is no such event"),
-    ],
-)
-def test_callbacks_that_nothing_would_call_are_refused(callback: Any, words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        trained(callbacks=[callback])
-    assert words in str(caught.value)
-
-
 @pytest.fixture
 def messages() -> Iterator[list[str]]:
     found: list[str] = []

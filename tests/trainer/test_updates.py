@@ -70,7 +70,7 @@ def test_a_step_that_one_update_skips_counts_for_the_others() -> None:
         (lambda m: {"updates": [Update("a", both, sgd(m), every=2)]}, "no update runs in every step"),
         (lambda m: {"updates": [Update("a", both, sgd(m), every=0)]}, "has every=0"),
         (lambda m: {"updates": [Update("a", both, "adam")]}, "has a str as its optimizer"),  # type: ignore[arg-type]
-        (lambda m: {"updates": [Update("a", 3, sgd(m))]}, "loss_fn of update 'a' is a int"),  # type: ignore[arg-type]
+        (lambda m: {"updates": [Update("a", 3, sgd(m))]}, "loss_fn of update 'a' is an int"),  # type: ignore[arg-type]
         (lambda m: {"updates": [sgd(m)]}, "updates is not a list of Update"),
         (lambda m: {"updates": [Update("a", both, sgd(m))], "loss_fn": both}, "and also an optimizer"),
         (lambda m: {"updates": [Update("a", both, sgd(m))], "config": TrainerConfig(precision="fp16")}, "'fp16'"),

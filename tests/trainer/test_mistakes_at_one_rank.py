@@ -1,0 +1,40 @@
+"""Each mistake of the table in docs/mistakes.md gets the message that is there, without a traceback."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mistakes import ALONE, documented, of_two_ranks, told
+
+from ddp_kit import DdpKitError
+from ddp_kit.uncaught import show_without_traceback
+
+ROWS = documented()
+
+
+@pytest.mark.parametrize(("what", "make"), ALONE.items(), ids=[*ALONE])
+def test_a_mistake_gets_its_message(
+    what: str,
+    make: Callable[[], object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DdpKitError) as caught:
+        make()
+    assert told(caught.value) == ROWS[what]
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    show_without_traceback()
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    shown = capsys.readouterr().err
+    assert shown.startswith("ddpkit: error")
+    assert str(caught.value) in shown
+    assert "Traceback" not in shown
+
+
+def test_the_table_has_these_mistakes_and_no_others() -> None:
+    assert list(ROWS) == [*ALONE, *of_two_ranks(0)]
