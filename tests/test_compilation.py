@@ -33,6 +33,7 @@ def test_the_repeated_blocks_are_compiled_and_nothing_else() -> None:
     assert compiled(model) == ["1.0", "1.1", "2.0", "2.1"]
 
 
+@pytest.mark.slow
 @imports_the_compiler
 def test_the_whole_model_is_compiled_in_place() -> None:
     model = nn.Sequential(Block(), nn.Linear(4, 1))

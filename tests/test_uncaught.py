@@ -71,6 +71,7 @@ def test_another_exception_keeps_its_traceback(tmp_path: Path) -> None:
     assert "KeyError: 'x'" in errors
 
 
+@pytest.mark.slow
 def test_what_several_ranks_find_is_printed_by_one_in_each_attempt(tmp_path: Path) -> None:
     for attempt in range(2):
         processes = [started(rank, MISTAKE, tmp_path, attempt) for rank in range(4)]

@@ -322,6 +322,7 @@ def test_check_does_not_wait_and_who_waits_does_not_wait_for_a_stopped_writer(tm
     assert steps(tmp_path) == [1]
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_any_line_loses_no_save_and_no_later_wait_hangs(tmp_path: Path, same: Same) -> None:
     """As a signal handler raises it: between any two lines of what waits for the writer."""
     lines = {saver_module.__file__, background_module.__file__}

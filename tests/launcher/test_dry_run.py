@@ -187,6 +187,7 @@ def test_gpus_cores_and_programs_stand_by_rank(
     assert "CUDA_VISIBLE_DEVICES=1,2 CUDA_DEVICE_ORDER=PCI_BUS_ID OMP_NUM_THREADS=1 torchrun" in run.stdout
 
 
+@pytest.mark.slow
 def test_the_gpus_of_each_process_are_shown(ddpkit: Command, machine: Callable[..., dict[str, str]]) -> None:
     run = ddpkit("launch", "--dry-run", "--gpus-per-process", 2, "-m", "this", env=machine(0, 0, 0, 0))
     assert run.returncode == 0, run.stderr

@@ -311,7 +311,7 @@ class Drawn(IterableDataset[tuple[Tensor, Tensor]]):
             yield x, x.sum(0, keepdim=True)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_stream_that_draws_goes_on_bit_by_bit(tmp_path: Path, workers: int) -> None:
     settings: dict[str, Any] = {"epochs": 2, "data": {"num_workers": workers}}
     whole = trainer_for(None, **settings)
@@ -349,7 +349,7 @@ class Resumable(Drawn):
         self.at["read"] = 0
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("workers", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("left_after", [3, 6, 9])
 def test_a_stream_that_has_a_state_continues_from_it(tmp_path: Path, workers: int, left_after: int) -> None:
     settings: dict[str, Any] = {"epochs": 2, "data": {"num_workers": workers}}
