@@ -630,7 +630,7 @@ NO_ETCD = pytest.mark.skipif(importlib.util.find_spec("etcd") is not None, reaso
     ("words", "codes", "said"),
     [
         ("--rdzv-endpont here:1", {2}, "did you mean --rdzv-endpoint?"),
-        ("--m 1", {2}, "ambiguous option: --m"),
+        ("--m 1", {2}, "there is no flag '--m'"),
         ("-m --no-python", {2}, "--no-python"),
         ("--no-python", {2}, "train.py"),  # which is not executable
         ("--nnodes 3:1", {2}, "max_nodes"),
