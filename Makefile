@@ -28,7 +28,7 @@ demo: $(STAMP)   ## train examples/digits.py on every GPU, or on 2 CPU processes
 	then $(BIN)/ddpkit launch --gpus all examples/digits.py; \
 	else $(BIN)/ddpkit launch --nproc-per-node 2 examples/digits.py; fi
 
-test: check      ## lint, types, the tests: under 30 minutes on two cores
+test: check      ## lint, types, the tests: under 35 minutes on two cores
 	$(PYTEST) -m "not thorough"
 
 thorough: check  ## the same with every combination, and an hour of damaged checkpoints
@@ -50,8 +50,9 @@ docs: $(STAMP)   ## the documentation site, in build/site; a broken link or an u
 placement: $(STAMP) ## every placement against one process, in float64: the table of docs/placement.md
 	$(BIN)/python benchmarks/exactness.py
 
-recording: $(STAMP) ## docs/images/launch.svg, from a real run
+recording: $(STAMP) ## docs/images: launches and a report, from real runs; needs Chromium
 	$(BIN)/python docs/tools/recording.py
+	$(BIN)/python docs/tools/report_pictures.py
 
 fuzz: $(STAMP)   ## FUZZ_SECONDS (3600) of checkpoints that are changed at random: each is refused in words
 	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest -m thorough tests/checkpoint/test_fuzz.py

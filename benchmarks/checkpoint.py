@@ -58,20 +58,21 @@ SECONDS = 600.0
 RESTART_SECONDS = 60.0
 """A restart that takes longer is none."""
 ABOUT = """\
-One process that trains with AdamW, with as many threads as there are cores. Medians. The state is the model and its
-Adam, in some 200 tensors. A save begins when nothing of the one before is left to do. The loop stands still for the
-call, with all that belongs to it: state_dict(), packing, copying; in brackets its ratio to a copy of the same tensors,
-one after the other, into memory that is there already, made two steps earlier. The first save is each way's first in
-its process; the others are medians of the later ones. ddpkit is a save by `every_steps`, in the background. A save
-is on the disk when its files and their names are synced; for torch.save and Lightning, which do not do so, fsync is
-called. DCP is torch.distributed.checkpoint, its stager kept from save to save. "Staged beside" copies in a thread while
-the next gradients are made; what it waits for before the weights change counts. As that, and any writer, takes from
-the loop's cores, the third figure is the save and the step after it, less a step when nothing is written."""
+One process trains with AdamW, with one thread per core. Medians. The state is the model and its AdamW state, in about
+200 tensors. A save begins when the previous one is completely done. "Stands still" is the time of the call in the
+training loop, with everything that belongs to it: state_dict(), packing, copying. In brackets: its ratio to a plain
+copy of the same tensors, one after the other, into allocated memory, made two steps earlier. "The first time" is the
+first save in the process; the other rows are medians of later saves. ddpkit saves by `every_steps`, in the
+background. A save is on the disk when its files and their names are synced; for torch.save and Lightning, which do
+not sync, the benchmark calls fsync. DCP is torch.distributed.checkpoint, with its stager kept between saves. "Staged
+beside" copies in a thread during the next backward pass; its wait before the weights change is included. Because the
+copy and the writers also use the loop's cores, "with the step after it" is the time of the save and the next step,
+minus that of a step while nothing is written."""
 ABOUT_RESTART = f"""\
-{RANKS} ranks, gloo, OMP_NUM_THREADS=1, a checkpoint of 10 MB every 10 steps. From the SIGKILL of a random rank, sent
-from outside, to when the last rank has come so far. torchrun has TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which
-most of its restarts fail. By hand: DDP, torch.save to another name, torch.load. Loading alone: one process, nothing
-beside it."""
+{RANKS} ranks, gloo, OMP_NUM_THREADS=1, a checkpoint of 10 MB every 10 steps. Times are from the SIGKILL of a random
+rank until the last rank reaches the given point. torchrun has TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which
+most of its restarts fail. By hand: DDP, torch.save to a temporary name, torch.load. "Loading alone" is one process
+with nothing else running."""
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,10 @@ class Placement:
     """Whether embedding and head share their weight."""
 
 
+def _pipeline(**settings: Any) -> dict[str, Any]:
+    return {"pipeline": 2, **settings}
+
+
 PLACEMENTS = {
     "ddp": Placement(2, "ddp"),
     "zero1": Placement(2, "zero1"),
@@ -61,6 +65,11 @@ PLACEMENTS = {
     "pipeline 2, interleaved": Placement(2, {"pipeline": 2, "schedule": "interleaved"}, tied=False),
     "pipeline 2, zbv": Placement(2, {"pipeline": 2, "schedule": "zbv"}, tied=False),
     "replicate x pipeline 2x2": Placement(4, {"pipeline": 2}, tied=False),
+    "tensor x pipeline 2x2, gpipe": Placement(4, _pipeline(tensor=2, tensor_plan=PLAN, schedule="gpipe"), tied=False),
+    "tensor x pipeline 2x2, 1f1b": Placement(4, _pipeline(tensor=2, tensor_plan=PLAN), tied=False),
+    "tensor x pipeline 2x2, sequence": Placement(4, _pipeline(tensor=2, tensor_plan=SEQUENCE), tied=False),
+    "shard x pipeline 2x2, gpipe": Placement(4, _pipeline(shard=2, schedule="gpipe"), tied=False),
+    "shard x pipeline 2x2, 1f1b": Placement(4, _pipeline(shard=2), tied=False),
     "device_map 2, 2 ranks": Placement(2, {"device_map": {"": 0, "blocks.2-3": 1}}),
     "ddp, checkpointing": Placement(2, "ddp", {"memory": {"checkpointing": "blocks"}}),
     "fsdp, checkpointing": Placement(2, "fsdp", {"memory": {"checkpointing": "blocks"}}),

@@ -29,10 +29,11 @@ LAUNCHERS = {"torchrun": [str(BIN / "torchrun")], "ddpkit": [str(BIN / "ddpkit")
 MARK = "DDPKIT_BENCHMARK"
 SPEAKERS, LINES = 8, 100_000
 ABOUT = """\
-gloo, OMP_NUM_THREADS=1, launchers in turns; medians, and the worst. Killed with SIGKILL is the launcher of two ranks,
-each with two data loader workers that ignore SIGTERM and a child in a session of its own; counted are the processes
-alive a second later. The exception is raised in one of eight ranks; at the end the launcher has said its last word. Of
-two nodes, the second one's last rank ends with exit code 7. torchrun prints by --tee 3, ddpkit as always."""
+gloo, OMP_NUM_THREADS=1, alternating launchers; medians and the worst run. The first rows kill the launcher with
+SIGKILL. It runs two ranks, each with two DataLoader workers that ignore SIGTERM and a child in its own session; the
+processes alive one second later are counted. The exception is raised in one of eight ranks, and timed until the
+launcher's last line. In the run on two nodes, the last rank of the second node ends with exit code 7. torchrun prints
+with --tee 3, ddpkit with its defaults."""
 
 
 def alive(mark: str) -> list[int]:

@@ -42,9 +42,10 @@ KILLS = 50
 PEERS_KILLS = 6
 """Less, as most of them fail, and take RESTART_SECONDS for it."""
 ABOUT = """\
-gloo, OMP_NUM_THREADS=1. Medians. Starts count from the command; restarts from the SIGKILL of one worker to the first
-all_reduce of the last rank of the next attempt, within 20 s; memory is proportional (PSS). accelerate runs torchrun's
-agent, so its restarts are torchrun's; one rank on the CPU it starts as plain Python."""
+gloo, OMP_NUM_THREADS=1. Medians. Starts are measured from the command; restarts from the SIGKILL of one worker to the
+first all_reduce of the last rank in the next attempt, within 20 s ("4 of 6": restarts that succeeded in time). Memory
+is the proportional set size (PSS). accelerate uses torchrun's agent, so its restarts are torchrun's; it starts a
+single rank on the CPU as plain Python."""
 
 
 @dataclass

@@ -31,7 +31,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from ddp_kit.launcher.agent.inbox import Inbox, StartRound
 from ddp_kit.launcher.agent.listening import listen
 from ddp_kit.launcher.agent.multi_node import MultiNodeLink
-from ddp_kit.launcher.job import Limits, Node, State, Stop
+from ddp_kit.launcher.agent.waiting import Commands
+from ddp_kit.launcher.job import Limits, Node, Report, State, Stop
+from ddp_kit.launcher.rendezvous import Rendezvous
+from ddp_kit.launcher.verdict import Failure
 
 HEADER = (
     "nodes",
@@ -42,13 +45,13 @@ HEADER = (
     "its operations per node",
 )
 ABOUT = """\
-Every node is a real one without workers; all share these cores, and their connections are made beforehand. One run per
-row. A node makes seven store operations per rendezvous whatever the number of nodes, and the decider's work per report
-does not depend on it either: from 128 nodes on, a node costs 0.4 to 0.5 ms, so the curve is a straight line. It bends
-below that, where fixed costs and waiting for each other are most of the time. The line's slope is this machine's: it
-plays all nodes on two cores, with two threads for each. On a cluster a node has its own, and what is shared is one
-store (about 70 microseconds per operation) and one seat per node to write. torch's c10d needs fewer operations, but
-each carries the state of all nodes, and it begins and ends with waits of up to a second."""
+Every node is a real agent without workers. All of them share the cores of this machine, and connect before the
+measurement. One run per row. A node makes seven store operations per rendezvous whatever the number of nodes, and the
+coordinator's work per report is constant too: from 128 nodes on, each node costs 0.4 to 0.5 ms, so the time grows
+linearly. With fewer nodes, fixed costs and waiting for each other dominate. The slope is that of this machine, which
+runs all nodes on two cores, with two threads each. On a cluster each node has its own cores; they share only one
+store (about 70 microseconds per operation) and one rank assignment per node to write. torch's c10d rendezvous needs
+fewer operations, but each carries the state of all nodes, and it begins and ends with waits of up to a second."""
 SILENCE = 60.0  # two cores that play 2,000 nodes are slow, not dead
 
 
@@ -67,21 +70,26 @@ class Counting:
         return getattr(self._store, name)  # type: ignore[no-any-return]
 
 
-class CountedMeeting(MultiNodeLink):
+class CountedLink(MultiNodeLink):
     """A node whose store operations are counted."""
 
     asked: Counter[str]
 
-    def _meet(self, run_id: str, hosts: bool | None) -> Any:
+    def _connect(self, run_id: str, is_host: bool | None) -> Any:
         self.asked = Counter()
-        return Counting(super()._meet(run_id, hosts), self.asked)
+        return Counting(super()._connect(run_id, is_host), self.asked)
 
 
-def a_node(total: int, port: int, hosts: bool) -> tuple[CountedMeeting, Inbox]:
+def _discard(_text: str) -> None:
+    """Standard output is for figures."""
+
+
+def a_node(total: int, port: int, hosts: bool) -> tuple[CountedLink, Inbox]:
     inbox = Inbox()
-    limits = Limits(min_nodes=total, max_nodes=total, max_restarts=1, silence=SILENCE)
+    limits = Limits(min_nodes=total, max_nodes=total, max_restarts=1, heartbeat_timeout=SILENCE)
     node = Node(number=0, host="simulated", processes=8, address="127.0.0.1")
-    return CountedMeeting(node, limits, inbox, print, ("127.0.0.1", port), "simulation", 0.0, hosts), inbox
+    rendezvous = Rendezvous("c10d", True, "simulation", "127.0.0.1", port, "", limits, is_host=hosts)
+    return CountedLink(node, rendezvous, inbox, _discard, 0.0, Commands((), "", total)), inbox
 
 
 def play(total: int, port: int, own: int, hosts: bool) -> None:
@@ -90,37 +98,39 @@ def play(total: int, port: int, own: int, hosts: bool) -> None:
     tell({"connected": own})
     listen_to_parent()
     start = time.monotonic()
-    for meeting, _ in nodes:
-        meeting.join()
+    for link, _ in nodes:
+        link.join()
     placed = await_seats(nodes)
-    beats = sum(meeting.asked["add"] - 3 for meeting, _ in nodes)
-    operations = [sum(meeting.asked.values()) for meeting, _ in nodes]
+    beats = sum(link.asked["add"] - 3 for link, _ in nodes)
+    operations = [sum(link.asked.values()) for link, _ in nodes]
     tell({"start": start, "placed": placed, "operations": sum(operations) - beats})
     listen_to_parent()
     start = time.monotonic()
     if hosts:
-        nodes[0][0].report(0, State.FAILED)
+        link, _ = nodes[0]
+        failed = Failure(rank=0, local_rank=0, pid=0, exit_code=1, after=1.0)
+        link.report(Report(link.number, 0, State.FAILED, (failed,)))
     tell({"start": start, "placed": await_seats(nodes)})
     listen_to_parent()
     os._exit(0)
 
 
-def await_seats(nodes: list[tuple[CountedMeeting, Inbox]]) -> float:
+def await_seats(nodes: list[tuple[CountedLink, Inbox]]) -> float:
     """Obey orders until every node has a seat; the time of the last one."""
     poll = select.poll()
-    by_descriptor = {inbox.fileno(): (meeting, inbox) for meeting, inbox in nodes}
+    by_descriptor = {inbox.fileno(): (link, inbox) for link, inbox in nodes}
     for descriptor in by_descriptor:
         poll.register(descriptor, select.POLLIN)
     waiting = set(by_descriptor)
     while waiting:
         for descriptor, _ in poll.poll():
-            meeting, inbox = by_descriptor[descriptor]
+            link, inbox = by_descriptor[descriptor]
             item = inbox.take()
             if isinstance(item, StartRound):
                 waiting.discard(descriptor)
             elif isinstance(item, Stop):
-                meeting.report(item.round, State.STOPPED)
-            else:
+                link.report(Report(link.number, item.round, State.STOPPED))
+            elif item is not None:  # the inbox may wake its reader for nothing
                 raise SystemExit(f"unexpected: {item}")
     return time.monotonic()
 

@@ -41,17 +41,17 @@ RANKS = sorted({1, min(2, torch.cuda.device_count())}) if CUDA else [1, 2]
 SECONDS = 600.0
 GPU_STEPS = 30
 ABOUT = """\
-Milliseconds of an optimizer step: the median block of a run (a tenth of its steps, with one log point), the slowest
-rank, the median of the rounds; in brackets the median ratio to the loop by hand of the same round. All started by
-torchrun (one rank on a GPU by python), in float32 (on a GPU the GPT in bfloat16 by autocast), one epoch, without
-checkpoints, bars or validation, all with the same fused optimizers, and on a GPU with whole batches for all; DDP at two
-ranks, the bare model at one. On the CPU: gloo, OMP_NUM_THREADS=1, each rank on a core of its own. Each peer has a
-TensorDataset in a DataLoader and a DistributedSampler of its own making; "own Dataset" has only `__getitem__`, "whole
-batches" cuts a batch out at once by `__getitems__`, so that the loop alone is left. The loop by hand: DDP with
-gradient_as_bucket_view, no_sync under accumulation, zero_grad(set_to_none=True), the loss read at log points only.
-Processor time is that of all threads of a rank, and less disturbed by what else the machine does. Memory of a rank: the
-peak of what is resident, and the proportional part (PSS) after the last measured step. The conv net and the GPT, in
-which the loop is little of a step, have half of the rounds."""
+Milliseconds per optimizer step of the slowest rank: the median over blocks of a run (a tenth of its steps, with one
+log point), then over rounds. In brackets: the median ratio to the loop by hand in the same round. torchrun starts all
+of them (python for one rank on a GPU). They train in float32 (on a GPU, the GPT in bfloat16 by autocast) for one
+epoch, without checkpoints, progress bars or validation, with the same fused optimizers, and on a GPU with whole
+batches; with DDP at two ranks, and the bare model at one. On the CPU: gloo, OMP_NUM_THREADS=1, one core per rank.
+Each peer uses a TensorDataset in a DataLoader with its own DistributedSampler. "own Dataset" has only `__getitem__`;
+"whole batches" slices a batch at once with `__getitems__`, which leaves only the cost of the loop. The loop by hand:
+DDP with gradient_as_bucket_view, no_sync under accumulation, zero_grad(set_to_none=True), the loss read at log points
+only. Processor time is that of all threads of a rank; other load on the machine affects it less. Memory of a rank:
+the peak resident size, and the proportional set size (PSS) after the last measured step. The conv net and the GPT, in
+which the loop is a small part of a step, have half as many rounds."""
 
 
 @dataclass(frozen=True)

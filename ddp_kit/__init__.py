@@ -32,11 +32,14 @@ _HOME = {
     "LossError": "errors",
     "MemoryConfig": "config",
     "MemoryPlan": "parallel.memory",
+    "MLflowLogger": "callbacks",
     "ParallelConfig": "config",
     "ProfileConfig": "config",
+    "RowLogger": "callbacks",
     "Step": "records",
     "TensorBoardLogger": "callbacks",
     "TokenBatchSampler": "token_batches",
+    "TrackioLogger": "callbacks",
     "Trainer": "trainer",
     "TrainerConfig": "config",
     "Update": "trainer",
@@ -44,6 +47,7 @@ _HOME = {
     "WandbLogger": "callbacks",
     "World": "world",
     "WorldError": "errors",
+    "launch": "function_launch",
     "load_model": "model_loading",
     "scheduler_steps": "trainer",
 }
@@ -58,7 +62,10 @@ if TYPE_CHECKING:
     from ddp_kit.callbacks import CSVLogger as CSVLogger
     from ddp_kit.callbacks import EarlyStopping as EarlyStopping
     from ddp_kit.callbacks import JSONLinesLogger as JSONLinesLogger
+    from ddp_kit.callbacks import MLflowLogger as MLflowLogger
+    from ddp_kit.callbacks import RowLogger as RowLogger
     from ddp_kit.callbacks import TensorBoardLogger as TensorBoardLogger
+    from ddp_kit.callbacks import TrackioLogger as TrackioLogger
     from ddp_kit.callbacks import WandbLogger as WandbLogger
     from ddp_kit.config import CheckpointConfig as CheckpointConfig
     from ddp_kit.config import DataConfig as DataConfig
@@ -74,6 +81,7 @@ if TYPE_CHECKING:
     from ddp_kit.errors import LossError as LossError
     from ddp_kit.errors import UsageError as UsageError
     from ddp_kit.errors import WorldError as WorldError
+    from ddp_kit.function_launch import launch as launch
     from ddp_kit.metrics import Loss as Loss
     from ddp_kit.model_loading import load_model as load_model
     from ddp_kit.parallel.memory import MemoryPlan as MemoryPlan

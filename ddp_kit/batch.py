@@ -1,7 +1,7 @@
-"""Divides the samples of an optimizer step into micro-batches per rank: global batch, micro-batch, accumulation, ranks.
+"""Divides the samples of an optimizer step among ranks and into micro-batches.
 
-Pure arithmetic over positions. Nothing is rounded: a global batch that the ranks do not divide is split unevenly,
-and every sample of a step is used exactly once, at any number of ranks.
+Pure arithmetic on positions. Nothing is rounded: a global batch that is not divisible by the number of ranks is split
+unevenly, and every sample of a step is used exactly once, for any number of ranks.
 """
 
 from dataclasses import dataclass
@@ -13,29 +13,30 @@ DEFAULT_GLOBAL_BATCH = 32
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The sizes of an optimizer step, in samples, and how it is divided."""
+    """The batch sizes of an optimizer step, in samples, and their division among ranks."""
 
     global_batch: int
     """Samples per optimizer step over all ranks."""
     micro_batch: int
-    """Samples per forward pass of one rank, at most."""
+    """The largest number of samples in a forward pass of one rank."""
     accumulation: int
-    """Forward and backward passes per optimizer step of the rank with the largest share."""
+    """Forward and backward passes per optimizer step, on the rank with the largest share."""
     world_size: int
+    """The number of ranks that a global batch is divided among."""
 
     def steps(self, samples: int, drop_last: bool = False) -> int:
-        """Optimizer steps in one pass over `samples` samples."""
+        """The number of optimizer steps in an epoch of `samples` samples. `drop_last`: only complete ones."""
         return samples // self.global_batch if drop_last else -(-samples // self.global_batch)
 
     def step_samples(self, step: int, samples: int) -> range:
-        """The positions of optimizer step number `step` in an epoch of `samples` samples."""
+        """The positions of the samples of step `step`, counted from 0, in an epoch of `samples` samples."""
         return range(step * self.global_batch, min((step + 1) * self.global_batch, samples))
 
     def micro_batches(self, rank: int, samples: int) -> tuple[range, ...]:
-        """The passes of `rank` in an optimizer step of `samples` samples, as positions within the step.
+        """The micro-batches of `rank` in an optimizer step of `samples` samples, as positions within the step.
 
-        A full step has `accumulation` passes, or fewer if there are not enough samples; a short step has as many
-        as its samples need. A rank without samples has none.
+        A full step has `accumulation` micro-batches per rank, or fewer if the rank has fewer samples; a shorter step
+        has as many as its samples need. A rank without samples has none.
         """
         own = split(samples, self.world_size, rank)
         if not own:
@@ -47,7 +48,7 @@ class BatchPlan:
 
 
 def split(total: int, parts: int, number: int) -> range:
-    """Part `number` of `total` positions that are split into `parts` consecutive ranges, equal in size up to one."""
+    """Range `number` of `total` positions that are split into `parts` ranges whose sizes differ by at most one."""
     size, larger = divmod(total, parts)
     start = number * size + min(number, larger)
     return range(start, start + size + (number < larger))
@@ -56,9 +57,9 @@ def split(total: int, parts: int, number: int) -> range:
 def plan_batches(
     global_batch: int | None, micro_batch: int | None, accumulation: int | None, world_size: int
 ) -> BatchPlan:
-    """Complete the three sizes for `world_size` ranks: two determine the third; the default global batch is 32.
+    """Compute the batch sizes that are None from the others. The default global batch is 32.
 
-    Raises `ConfigError` if all three are given and do not agree.
+    Raises `ConfigError` if all three are given and contradict each other.
     """
     if global_batch is None:
         global_batch = DEFAULT_GLOBAL_BATCH if micro_batch is None else micro_batch * (accumulation or 1) * world_size

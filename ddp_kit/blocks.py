@@ -1,4 +1,4 @@
-"""The repeated blocks of a model, such as the layers of a transformer: what is compiled, recomputed, sharded as one."""
+"""The repeated blocks of a model, such as the layers of a transformer: the units of compilation and sharding."""
 
 from collections import Counter
 
@@ -6,10 +6,10 @@ from torch import nn
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The model's repeated blocks by name, in the order in which they are registered; empty where there are none.
+    """Name -> module of the model's repeated blocks, in registration order; empty if there are none.
 
-    A block is a child of a ModuleList or Sequential that has children of its own and is one of several of its class.
-    Of blocks within blocks the outer ones count, but a ModuleList or Sequential that holds blocks is none itself.
+    A block is a child of a ModuleList or Sequential, has children of its own, and has siblings of the same class. Of
+    nested blocks only the outermost count, except that a ModuleList or Sequential that contains blocks is not a block.
     """
     found: dict[str, nn.Module] = {}
     for prefix, parent in model.named_modules():
@@ -31,9 +31,10 @@ def _has_below(name: str, found: dict[str, nn.Module]) -> bool:
 
 
 def work_of(module: nn.Module, *, recurse: bool = True) -> float:
-    """How long a module computes, in multiplications per position of its input, as far as its weights tell.
+    """An estimate of a module's computation: multiplications per position of its input.
 
-    Each weight multiplies once, except an embedding's, which are looked up. `recurse`: with the modules inside it.
+    Each weight counts as one multiplication, except those of embeddings, which are lookups. `recurse`: include
+    submodules.
     """
     parts = module.modules() if recurse else [module]
     multiplying = (part for part in parts if not isinstance(part, nn.Embedding | nn.EmbeddingBag))

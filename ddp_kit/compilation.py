@@ -1,20 +1,23 @@
-"""torch.compile for a model, which stays the same object."""
+"""torch.compile for a model, in place."""
 
 from torch import nn
 
 from ddp_kit.blocks import repeated_blocks
 from ddp_kit.errors import ConfigError
+from ddp_kit.torch_internals import compile_module
 
 
 def compile_in_place(model: nn.Module, what: str) -> None:
-    """torch.compile for the whole "model", or for each of its repeated "blocks"; the modules stay the same objects.
+    """Compile the whole model (`what`: "model") or each of its repeated blocks ("blocks"); modules remain the same.
 
-    Blocks are compiled once for all of a kind, so it takes less time, and graphs end where DDP's hooks have to run.
+    Blocks of the same class share compiled code, so compilation takes less time, and graphs end where DDP's hooks must
+    run. Raises `ConfigError` if there are no repeated blocks.
     """
     if what == "model":
-        whole = [*model.children()] if isinstance(model, nn.ModuleDict | nn.ModuleList) else [model]  # has no forward
+        # A ModuleDict or ModuleList has no forward of its own.
+        whole = [*model.children()] if isinstance(model, nn.ModuleDict | nn.ModuleList) else [model]
         for each in whole:
-            each.compile()
+            compile_module(each)
         return
     blocks = repeated_blocks(model)
     if not blocks:
@@ -24,4 +27,4 @@ def compile_in_place(model: nn.Module, what: str) -> None:
             "use compile='model'",
         )
     for block in blocks.values():
-        block.compile()
+        compile_module(block)

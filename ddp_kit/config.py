@@ -1,6 +1,6 @@
 """Settings of a training run: `TrainerConfig` and its parts, frozen and validated on creation.
 
-One `ConfigError` lists every mistake, each with the field, the value found and the nearest valid one.
+A single `ConfigError` lists every mistake, each with the field, the value found and the nearest valid value.
 """
 
 import inspect
@@ -50,7 +50,7 @@ STRATEGIES = {
     "pipeline": "ddp_kit.parallel.pipeline:PipelineStrategy",
     "device_map": "ddp_kit.parallel.device_map:DeviceMapStrategy",
 }
-"""By name: the module and the class, which is imported where it is used."""
+"""Name -> "module:class" of each strategy; the class is imported when it is used."""
 AUTO = "auto"
 """The Trainer replaces this strategy with the first one that fits in memory; see `ddp_kit.parallel.candidates`."""
 StrategyName = Literal["ddp", "zero1", "fsdp", "tensor", "pipeline", "device_map", "auto"]
@@ -73,7 +73,7 @@ def _not_bool_as_fraction(value: Any) -> Any:
 Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1)]
 Size = Annotated[int, BeforeValidator(_not_bool), Field(ge=-1)]
 Function = SkipJsonSchema[Callable[[Any], Any]]
-"""A setting that only Python can give; it is not saved, and not compared between ranks."""
+"""A setting that can only be set in Python; it is not saved, and not compared between ranks."""
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, BeforeValidator(_not_bool_as_fraction), Field(ge=0, le=1)]
 
@@ -86,7 +86,7 @@ def _is_part(field: FieldInfo) -> bool:
 
 
 def _help_lines(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Name, default and description of each setting, those of parts with dots."""
+    """Name, default and description of each setting; names of nested settings have dots."""
     for name, field in model.model_fields.items():
         if _is_part(field):
             yield from _help_lines(field.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
@@ -96,18 +96,18 @@ def _help_lines(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
-    """In a JSON schema each setting has its own description already."""
+    """Omit the list of settings from the class's description: in a JSON schema each one has its own."""
     schema["description"] = (model.__doc__ or "").partition(_SETTINGS)[0]
 
 
 class _Part(BaseModel):
-    """A frozen piece of configuration whose mistakes come as one `ConfigError`."""
+    """The base class of configurations: frozen, and all mistakes are reported in one `ConfigError`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=_describe)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
-        """Give the class a docstring and a signature for `help()`; pydantic's shows its own validators."""
+        """Give the class a docstring and signature for `help()`: pydantic's signature shows validators as types."""
         super().__pydantic_init_subclass__(**options)
         defaults = {name: {} if _is_part(field) else field.default for name, field in cls.model_fields.items()}
         cls.__signature__ = inspect.Signature(
@@ -116,7 +116,7 @@ class _Part(BaseModel):
         lines = "\n".join(_help_lines(cls))
         cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}{_SETTINGS}{lines}\n"
 
-    # Type checkers see the `__init__` of each class instead, with the types that may be given for each setting.
+    # Type checkers see the `__init__` of each subclass instead, which has the accepted types of each setting.
     if not TYPE_CHECKING:
 
         def __init__(self, *unnamed: Any, **values: Any) -> None:
@@ -124,8 +124,8 @@ class _Part(BaseModel):
             if unnamed:
                 show_without_traceback()
                 raise ConfigError(
-                    f"{name} was given {kind_of(unnamed[0])} without a name",
-                    f"give each setting by its name: {name}({_EXAMPLES[name]}); a dict as {name}(**settings)",
+                    f"{name} got {kind_of(unnamed[0])} as a positional argument",
+                    f"pass each setting by name: {name}({_EXAMPLES[name]}); a dict as {name}(**settings)",
                 )
             try:
                 super().__init__(**values)
@@ -137,13 +137,13 @@ class _Part(BaseModel):
         def __setattr__(self, name: str, value: Any) -> None:
             show_without_traceback()
             raise ConfigError(
-                f"{name} of a {type(self).__name__} was set after it was created, but a configuration does not change",
+                f"{name} of a {type(self).__name__} was set after its creation, but a configuration is immutable",
                 f"set it at creation: {type(self).__name__}({name}={value!r}, ...)",
             )
 
 
 class DataConfig(_Part):
-    """How samples reach the model."""
+    """How samples are loaded, batched and moved to the device."""
 
     if TYPE_CHECKING:
 
@@ -154,7 +154,8 @@ class DataConfig(_Part):
     )
     pin_memory: bool | Literal["auto"] = Field(
         default="auto",
-        description='Page-locked host memory, for copies that overlap with computation; "auto": on a GPU.',
+        description="Put batches in pinned (page-locked) host memory, so that copies to the GPU overlap with "
+        'computation; "auto": if there is a GPU.',
     )
     prefetch_batches: Annotated[int, Field(ge=0)] = Field(
         default=2, description="Micro-batches copied to the device in advance (GPU only)."
@@ -169,7 +170,8 @@ class DataConfig(_Part):
     )
     compare_items: Annotated[int, Field(ge=0)] = Field(
         default=8,
-        description="Samples of a dataset that are compared over the ranks when it is first used; 0: none.",
+        description="Number of samples that the ranks compare when a dataset is first used, to detect different data; "
+        "0: none.",
     )
     seed_samples: bool = Field(
         default=False,
@@ -179,20 +181,20 @@ class DataConfig(_Part):
     collate_fn: Function | None = Field(
         default=None,
         exclude=True,
-        description="Makes a batch of a list of samples; None: as torch's default_collate does. A function, which a "
-        "configuration file cannot give.",
+        description="Function that collates a list of samples into a batch; None: torch's default_collate. Cannot be "
+        "set in a configuration file.",
     )
     device_transform: Function | None = Field(
         default=None,
         exclude=True,
-        description="Transforms a training batch on the device, before its use and beside the step before it (on a "
-        "GPU). Its random numbers depend on seed, epoch, step and rank; with seed_samples on (seed, epoch, sample), "
-        "and it gets each sample as a batch of one.",
+        description="Function that transforms a training batch on the device; on a GPU it runs concurrently with the "
+        "previous step. Its random numbers depend on seed, epoch, step and rank. With seed_samples they depend on "
+        "(seed, epoch, sample), and it is called for each sample, as a batch of size 1.",
     )
     eval_device_transform: Function | None = Field(
         default=None,
         exclude=True,
-        description="The same for batches of evaluation and prediction.",
+        description="Like device_transform, for batches of evaluation and prediction.",
     )
 
 
@@ -211,7 +213,8 @@ class CheckpointConfig(_Part):
     keep_last: Count = Field(default=2, description="Number of complete checkpoints to keep.")
     keep_best: str | None = Field(
         default=None,
-        description='Metric, or "loss": save after the best evaluation so far, and keep that checkpoint as well.',
+        description='Name of a metric, or "loss": save after each evaluation that is the best so far, and keep the '
+        "best checkpoint in addition to the last ones.",
     )
     best_mode: Literal["min", "max"] = Field(
         default="min", description="Whether lower or higher values of keep_best are better."
@@ -234,13 +237,13 @@ class CheckpointConfig(_Part):
     )
 
     @model_validator(mode="after")
-    def _overlap_of_something(self) -> Self:
+    def _overlap_needs_background(self) -> Self:
         if self.overlap and not self.background:
             raise ValueError("overlap = True needs background = True: otherwise training waits for the whole save")
         return self
 
     @model_validator(mode="after")
-    def _mode_of_something(self) -> Self:
+    def _best_mode_needs_keep_best(self) -> Self:
         if self.best_mode != "min" and self.keep_best is None:
             raise ValueError(f"best_mode = {self.best_mode!r} needs keep_best, which is not set")
         return self
@@ -267,14 +270,16 @@ class ParallelConfig(_Part):
         default="ddp",
         description="ddp: a whole replica on every rank; zero1: the same with the optimizer state sharded; fsdp: "
         "weights, gradients and optimizer state sharded; auto: the first of these that fits in memory, with activation "
-        "checkpointing and tensor parallelism if needed. The sizes below are an alternative; their product is the "
+        "checkpointing and tensor parallelism if needed. Alternatively, set the sizes below, whose product is the "
         "number of ranks.",
     )
     replicate: Size = Field(
         default=-1, description="Number of replicas of the whole model; -1: ranks divided by the other sizes."
     )
     shard: Size = Field(
-        default=1, description="Ranks over which weights, gradients and optimizer state are sharded (FSDP2)."
+        default=1,
+        description="Ranks over which weights, gradients and optimizer state are sharded (FSDP2); in a pipeline, those "
+        "of the blocks.",
     )
     tensor: Count = Field(
         default=1, description="Ranks over which each layer of `tensor_plan` is split (tensor parallelism)."
@@ -306,7 +311,8 @@ class ParallelConfig(_Part):
     )
     reshard: Literal["auto"] | bool = Field(
         default="auto",
-        description='FSDP: free gathered weights after the forward pass; "auto": yes, except those of the root module.',
+        description='FSDP: free gathered weights after the forward pass; "auto": yes, except those of the root module '
+        "and, in a pipeline, those of blocks that take at most an eighth of the memory.",
     )
     device_map: Literal["auto"] | dict[str, int] | None = Field(
         default=None,
@@ -322,7 +328,7 @@ class ParallelConfig(_Part):
         description="Promise that every pass uses the same parameters: DDP does not search for unused ones.",
     )
     bucket_mb: PositiveFloat = Field(
-        default=25.0, description="Size of the gradient buckets that are reduced together, MiB."
+        default=25.0, description="Size of a gradient bucket in MiB; the gradients in a bucket are reduced together."
     )
     compression: Compression | None = Field(
         default=None,
@@ -375,7 +381,7 @@ class ParallelConfig(_Part):
     def _devices_of_modules(cls, value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        found = dict(_flat(value))
+        found = dict(_flattened(value))
         if not found or any(type(index) is not int or index < 0 for index in found.values()):
             raise ValueError('map module names to device numbers, counted from 0: {"embed": 0, "blocks.0-11": 1}')
         return found
@@ -383,7 +389,7 @@ class ParallelConfig(_Part):
     @field_validator("tensor_plan", mode="before")
     @classmethod
     def _plan_of_modules(cls, value: Any) -> Any:
-        return dict(_flat(value)) if isinstance(value, Mapping) else value
+        return dict(_flattened(value)) if isinstance(value, Mapping) else value
 
     @field_validator("strategy", mode="before", json_schema_input_type=StrategyName)
     @classmethod
@@ -396,7 +402,7 @@ class ParallelConfig(_Part):
 
 
 class MemoryConfig(_Part):
-    """How activations take less memory between the forward and the backward pass, and what is kept in host memory."""
+    """How to reduce device memory: activation checkpointing and compression, and offload to host memory."""
 
     if TYPE_CHECKING:
 
@@ -404,14 +410,14 @@ class MemoryConfig(_Part):
 
     checkpointing: Literal["blocks", "ops"] | Fraction | None = Field(
         default=None,
-        description="Activation checkpointing, with the same result: blocks: the backward pass recomputes each "
-        "repeated block from its input; a number from 0 to 1: that fraction of the blocks; ops: keeps attention and "
-        "every second matrix product of a block, and recomputes all else; None: off.",
+        description="Activation checkpointing; results are the same. blocks: the backward pass recomputes each "
+        "repeated block from its input; a number from 0 to 1: that fraction of the blocks; ops: keep the outputs of "
+        "attention and of every second matrix product of a block, and recompute the rest; None: off.",
     )
     offload_activations: bool = Field(
         default=False,
-        description="Keep activations of 1 MiB or more in page-locked host memory until the backward pass, with the "
-        "same result. On the CPU they are only copied.",
+        description="Keep activations of 1 MiB or more in pinned host memory until the backward pass; results are the "
+        "same. On the CPU they are only copied.",
     )
     activation_bits: Literal[8] | None = Field(
         default=None,
@@ -420,13 +426,13 @@ class MemoryConfig(_Part):
     )
     offload_optimizer: bool = Field(
         default=False,
-        description="Keep the optimizer's state in host memory and run its step on the CPU, on page-locked copies of "
-        "the weights and gradients that this rank updates.",
+        description="Keep the optimizer's state in host memory and run its step on the CPU, on pinned copies of the "
+        "weights and gradients that this rank updates.",
     )
     offload_parameters: bool = Field(
         default=False,
-        description="With FSDP: keep sharded weights and gradients in page-locked host memory between uses; the "
-        "optimizer's step then runs on the CPU too.",
+        description="With FSDP: keep sharded weights and gradients in pinned host memory between uses; the optimizer's "
+        "step then also runs on the CPU.",
     )
 
 
@@ -445,7 +451,8 @@ class ProfileConfig(_Part):
     )
     dir: Path = Field(
         default=Path("profile"),
-        description="Folder of the traces, and of memory snapshots when a GPU runs out of memory.",
+        description="Folder of the traces, of the largest allocations on GPUs, and of memory snapshots when a GPU runs "
+        "out of memory.",
     )
 
     @field_validator("steps")
@@ -483,7 +490,7 @@ class TrainerConfig(_Part):
     accumulation_steps: Count | None = Field(
         default=None, description="Forward and backward passes per optimizer step."
     )
-    precision: Precision = Field(default="fp32", description="Arithmetic of the forward and backward passes.")
+    precision: Precision = Field(default="fp32", description="Numeric precision of the forward and backward passes.")
     fp8_layers: Literal["auto"] | tuple[str, ...] = Field(
         default="auto",
         description='Linear layers that precision="fp8" computes in float8, by names or patterns such as '
@@ -497,7 +504,7 @@ class TrainerConfig(_Part):
     )
     non_finite: Literal["stop", "skip"] = Field(
         default="stop",
-        description="If a loss or gradient is NaN or infinite: end the run, or skip that step.",
+        description="If a loss or gradient is NaN or infinite: stop the run with an error, or skip the step.",
     )
     warmup_steps: Annotated[int, BeforeValidator(_not_bool), Field(ge=0)] = Field(
         default=0,
@@ -521,6 +528,11 @@ class TrainerConfig(_Part):
     )
     log_every: Count = Field(
         default=10, description="Optimizer steps between log points, at which the host waits for the device."
+    )
+    mfu: bool = Field(
+        default=False,
+        description="Log the model FLOPs utilisation, on GPUs whose peak rate is known. After the first step the loss "
+        "function is called once more, with tensors that have shapes but no values.",
     )
     eval_every: Count | None = Field(
         default=None, description="Optimizer steps between evaluations; None: after each epoch."
@@ -566,11 +578,12 @@ class TrainerConfig(_Part):
                 "memory.offload_parameters needs sharded weights, and parallel.strategy is "
                 f"{self.parallel.strategy!r}: set parallel='fsdp', or use offload_optimizer instead"
             )
-        if self.memory.offload_optimizer and self.parallel.pipeline > 1:
-            raise ValueError(
-                f"memory.offload_optimizer is not supported with parallel.pipeline = {self.parallel.pipeline}: leave "
-                "one of them out"
-            )
+        for moved in ("offload_optimizer", "offload_parameters"):
+            if getattr(self.memory, moved) and self.parallel.pipeline > 1:
+                raise ValueError(
+                    f"memory.{moved} is not supported with parallel.pipeline = {self.parallel.pipeline}: leave one of "
+                    "them out"
+                )
         if self.compile == "model" and self.parallel.pipeline > 1:
             raise ValueError(
                 f"compile = 'model' compiles the whole model, and parallel.pipeline = {self.parallel.pipeline} runs a "
@@ -602,7 +615,7 @@ class TrainerConfig(_Part):
     @field_validator("data", "checkpoint", "parallel", "memory", "profile", mode="before")
     @classmethod
     def _empty_part(cls, value: Any) -> Any:
-        return {} if value is None else value  # `data:` with nothing below it, in a YAML file
+        return {} if value is None else value  # a YAML file may have `data:` with nothing below it
 
     @field_validator("verify_ranks", "sanity", mode="before")
     @classmethod
@@ -616,30 +629,32 @@ class TrainerConfig(_Part):
 
     @property
     def last_epoch(self) -> int | None:
-        """The number of epochs that ends a run; None where only max_steps does."""
+        """The number of epochs after which a run ends; None if only max_steps limits it."""
         return 1 if self.epochs is None and self.max_steps is None else self.epochs
 
     @classmethod
     def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Self:
-        """Read a YAML, TOML or JSON file; `overrides` wins over it, with dots for parts: `{"data.shuffle": False}`.
+        """Create a configuration from a YAML, TOML or JSON file.
 
-        Raises `ConfigError` for a file that is missing or unreadable, and for every mistake in the values.
+        `overrides`: settings that take precedence over the file, with dots for nested ones: `{"data.shuffle": False}`.
+        Raises `ConfigError` if the file cannot be read or a setting is invalid.
         """
         values: dict[str, Any] = {}
         _read_into(values, path)
         for name, value in (overrides or {}).items():
-            _put(values, name, value)
+            _set_nested(values, name, value)
         return cls(**values)
 
     @classmethod
     def from_command_line(cls, words: Sequence[str] | None = None, **defaults: "Unpack[TrainerSettings]") -> Self:
-        """Read `--config FILE` and settings such as `data.num_workers=4`, whose values are written as in YAML.
+        """Create a configuration from words such as `--config FILE` and `data.num_workers=4`, with values as in YAML.
 
-        `words`: None: this process's command line. A script with options of its own gives the rest that
-        `argparse.ArgumentParser.parse_known_args` returns. Settings win over the file, the file over `defaults`.
-        Raises `ConfigError` for words that are neither, a file that cannot be read, and every mistake in the values.
+        `words`: the command line; None: `sys.argv[1:]`. A script with options of its own passes the remaining arguments
+        that `argparse.ArgumentParser.parse_known_args` returns. Settings take precedence over the file, and the file
+        over `defaults`.
+        Raises `ConfigError` for other words, for a file that cannot be read, and for invalid settings.
         """
-        files, settings, problems = _sorted_words(sys.argv[1:] if words is None else words)
+        files, settings, problems = _parse_words(sys.argv[1:] if words is None else words)
         if problems:
             show_without_traceback()
             raise _config_error("the command line", tuple(problems))
@@ -647,7 +662,7 @@ class TrainerConfig(_Part):
         for file in files:
             _read_into(values, file)
         for name, value in settings:
-            _put(values, name, value)
+            _set_nested(values, name, value)
         return cls(**values)
 
     def save(self, path: str | Path) -> None:
@@ -657,11 +672,11 @@ class TrainerConfig(_Part):
 
 
 def absolute(path: str | Path) -> Path:
-    """The path with `~` expanded, and independent of the current folder from now on. Raises `ConfigError`."""
+    """The absolute path, with `~` expanded. Raises `ConfigError` if the home folder is unknown."""
     try:
         return Path(path).expanduser().absolute()
     except RuntimeError as error:
-        raise ConfigError(f"the folder {str(path)!r} cannot be found: {error}", "give its whole path") from None
+        raise ConfigError(f"the folder {str(path)!r} cannot be found: {error}", "pass its absolute path") from None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -675,7 +690,7 @@ def _read(path: Path) -> dict[str, Any]:
         parse = parsers[path.suffix.lower()]
         values = parse(path.read_text(encoding="utf-8"))
     except KeyError:
-        problem = f"the ending {path.suffix!r} is not one of {', '.join(parsers)}"
+        problem = f"the file extension {path.suffix!r} is not one of {', '.join(parsers)}"
     except OSError as error:
         problem = error.strerror or str(error)
     except (yaml.YAMLError, ValueError) as error:
@@ -685,16 +700,16 @@ def _read(path: Path) -> dict[str, Any]:
             return {}
         if isinstance(values, dict) and all(isinstance(name, str) for name in values):
             return values
-        problem = f"a table of settings is expected at the top, found {type(values).__name__}"
+        problem = f"expected a mapping of settings at the top level, found {kind_of(values)}"
     show_without_traceback()
     raise ConfigError(f"cannot read the configuration {path}: {problem}", "check the path and the file") from None
 
 
-def _put(values: dict[str, Any], name: str, value: Any) -> None:
-    """Set `a.b` inside nested tables; a nested table given as a value is merged, not replaced."""
+def _set_nested(values: dict[str, Any], name: str, value: Any) -> None:
+    """Set the value of a dotted name such as `a.b` in nested dicts; a value that is itself a mapping is merged."""
     if isinstance(value, Mapping):
         for inner, inner_value in value.items():
-            _put(values, f"{name}.{inner}", inner_value)
+            _set_nested(values, f"{name}.{inner}", inner_value)
         return
     *parts, last = name.split(".")
     for part in parts:
@@ -704,7 +719,7 @@ def _put(values: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _as_table(name: str, value: Any) -> dict[str, Any]:
-    """A copy of the part `name`, in any form that a user may give it; empty for other values."""
+    """A dict of the settings of part `name`, in whichever form the user gave it; empty for other values."""
     if name == "parallel" and isinstance(value, str):
         return {"strategy": value}
     if isinstance(value, BaseModel):
@@ -714,10 +729,10 @@ def _as_table(name: str, value: Any) -> dict[str, Any]:
 
 def _read_into(values: dict[str, Any], path: str | Path) -> None:
     for name, value in _read(absolute(path)).items():
-        _put(values, name, value)
+        _set_nested(values, name, value)
 
 
-def _sorted_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, Any]], list[str]]:
+def _parse_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, Any]], list[str]]:
     """The files, the settings and the problems of a command line."""
     files: list[str] = []
     settings: list[tuple[str, Any]] = []
@@ -732,14 +747,14 @@ def _sorted_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, Any]
                 problems.append("--config needs a file, such as --config run.yaml")
         elif not given or not name or name.startswith("-"):
             right = f"{name.lstrip('-')}={text}" if given and name.lstrip("-") else "data.num_workers=4"
-            problems.append(f"{word}: a setting is given as name=value; nearest: {right}")
+            problems.append(f"{word}: a setting is written as name=value; nearest: {right}")
         else:
             settings.append((name, _parsed(text)))
     return files, settings, problems
 
 
 def _parsed(text: str) -> Any:
-    """The value that the text has in YAML. Dates stay text; `None` is null, as in Python."""
+    """The text parsed as YAML, except that dates remain text, and `None` is null."""
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -747,16 +762,16 @@ def _parsed(text: str) -> Any:
     return text if isinstance(value, date) else None if value == "None" else value
 
 
-def _flat(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Its names and values; those of a nested table with dots, as `_put` makes it of `{"a": {"b.c": 1}}`."""
+def _flattened(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of each setting in nested dicts: the inverse of `_set_nested`."""
     for name, value in table.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from _flattened(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
 
-# --- saying what is wrong ---------------------------------------------------------------------------------------
+# --- error messages ---------------------------------------------------------------------------------------------
 
 
 def _config_error(owner: str, problems: tuple[str, ...]) -> ConfigError:
@@ -765,11 +780,11 @@ def _config_error(owner: str, problems: tuple[str, ...]) -> ConfigError:
 
 
 def _problems(owner: type[BaseModel], errors: list[ErrorDetails]) -> Iterator[str]:
-    """One sentence for each mistake: field, value, what is allowed, the nearest that works."""
+    """One sentence for each mistake: the field, its value, what is allowed, and the nearest valid value."""
     seen = set()
     for error in errors:
         inner = error.get("ctx", {}).get("error")
-        if isinstance(inner, ConfigError):  # a part was made on the way and listed its own problems
+        if isinstance(inner, ConfigError):  # raised by a nested part, which has listed its own problems
             yield from (f"{error['loc'][0]}.{problem}" for problem in inner.problems)
             continue
         # Members of a union report one error each, under the same field: one sentence covers them.
@@ -796,13 +811,13 @@ def _field_path(owner: type[BaseModel], location: tuple[int | str, ...]) -> tupl
 
 def _sentence(owner: type[BaseModel], path: tuple[str, ...], errors: list[ErrorDetails]) -> str:
     name, value = ".".join(path), errors[0]["input"]
-    own = [error for error in errors if error["type"] == "value_error"]
-    if not path:  # of several settings together
-        return str(own[0]["ctx"]["error"])
+    raised = [error for error in errors if error["type"] == "value_error"]  # by our own validators
+    if not path:  # by a validator of several settings together
+        return str(raised[0]["ctx"]["error"])
     if errors[0]["type"] == "extra_forbidden":
         return f"{name} = {value!r}: there is no such setting; {_nearest_setting(path)}"
-    if own:
-        return f"{name} = {value!r}: {own[0]['ctx']['error']}"
+    if raised:
+        return f"{name} = {value!r}: {raised[0]['ctx']['error']}"
     if _is_part(_field(owner, path)):
         return f"{name} = {_shown(value)}: this part has several settings; type {name}={_part_with(name, value)}"
     allowed = list(dict.fromkeys(text for error in errors for text in _allowed(error)))
@@ -824,7 +839,7 @@ def _allowed(error: ErrorDetails) -> Iterator[str]:
         yield error["msg"].removeprefix("Input should be ")
 
 
-# What other libraries call the precisions.
+# Other libraries' names of the precisions.
 _SYNONYMS = {
     **dict.fromkeys(("float32", "32", "32-true", "no", "float", "full"), "fp32"),
     **dict.fromkeys(("bfloat16", "bf16-mixed"), "bf16"),
@@ -832,14 +847,14 @@ _SYNONYMS = {
     "bfloat16-true": "bf16-true",
     **dict.fromkeys(("float8", "transformer-engine"), "fp8"),
 }
-_OPTIMIZER_S_OWN = {"lr", "learning_rate", "weight_decay", "momentum", "betas", "optimizer"}
-_TRAINER_S_OWN = {"model", "loss_fn", "scheduler", "lr_scheduler", "metrics", "callbacks", "updates"}
-_LAUNCHER_S_OWN = {
+_OPTIMIZER_ARGUMENTS = {"lr", "learning_rate", "weight_decay", "momentum", "betas", "optimizer"}
+_TRAINER_ARGUMENTS = {"model", "loss_fn", "scheduler", "lr_scheduler", "metrics", "callbacks", "updates"}
+_LAUNCHER_OPTIONS = {
     "devices", "gpus", "n_gpu", "num_gpus", "nodes", "num_nodes", "nnodes", "num_processes", "nproc_per_node",
     "accelerator", "world_size",
 }  # fmt: skip
-# What other libraries call our settings, where the spelling does not lead there.
-_ELSEWHERE = {
+# Other libraries' names of our settings, where the spelling is not similar.
+_EQUIVALENTS = {
     **{name: f'precision="{name}"' for name in ("fp16", "bf16", "tf32", "fp8")},
     **dict.fromkeys(("amp", "mixed_precision", "use_amp", "autocast"), 'precision="bf16"'),
     "batch_size": "global_batch_size (samples per optimizer step), or micro_batch_size (per rank and pass)",
@@ -854,7 +869,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("patience", "early_stopping"), "EarlyStopping, in the Trainer's callbacks"),
     **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), 'memory={"checkpointing": "blocks"}'),
 }
-# What may be typed for a part, and for all.
+# A valid setting of each class, for messages.
 _EXAMPLES = {
     "TrainerConfig": "epochs=3",
     "DataConfig": "num_workers=4",
@@ -867,16 +882,16 @@ _LONGEST_VALUE = 80
 
 
 def _nearest_setting(path: tuple[str, ...]) -> str:
-    """Look for the name where it was typed, then in all other parts."""
+    """What to use instead of an unknown setting: the most similar name, first by its full path, then in any part."""
     last = path[-1]
-    if last in _OPTIMIZER_S_OWN:
-        return "it belongs to the optimizer that you give the Trainer"
-    if last in _TRAINER_S_OWN:
+    if last in _OPTIMIZER_ARGUMENTS:
+        return "it belongs to the optimizer that you pass to the Trainer"
+    if last in _TRAINER_ARGUMENTS:
         return f"it is an argument of the Trainer: Trainer(..., {last.removeprefix('lr_')}=...)"
-    if last in _LAUNCHER_S_OWN:
+    if last in _LAUNCHER_OPTIONS:
         return "the launcher starts the processes: `ddpkit launch --gpus 2 train.py`"
-    if last in _ELSEWHERE:
-        return f"nearest: {_ELSEWHERE[last]}"
+    if last in _EQUIVALENTS:
+        return f"nearest: {_EQUIVALENTS[last]}"
     names = list(_setting_names(TrainerConfig))
     typed = ".".join(path)
     close = nearest(typed, names)
@@ -900,7 +915,7 @@ def _shown(value: object) -> str:
 
 
 def _part_with(name: str, value: object) -> str:
-    """What to type for a part that was given in another form, with the value where it is a likely one."""
+    """What to type for a part whose value is not a mapping; uses the value if it was probably meant for a setting."""
     if name == "parallel":
         return '"fsdp"'
     setting, _, example = _EXAMPLES[f"{name.capitalize()}Config"].partition("=")
@@ -915,7 +930,7 @@ def _part_with(name: str, value: object) -> str:
 
 
 def _nearest_value(owner: type[BaseModel], path: tuple[str, ...], errors: list[ErrorDetails]) -> str:
-    """A value that would have been accepted, as close to the one found as we can say."""
+    """A valid value, as close as possible to the invalid one."""
     value = errors[0]["input"]
     for error in errors:
         context = error.get("ctx", {})

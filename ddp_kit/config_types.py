@@ -18,7 +18,7 @@ class DataSettings(TypedDict, total=False):
     num_workers: int | Literal["auto"]
     """DataLoader workers per rank; "auto": this rank's share of the CPU cores, at most 8."""
     pin_memory: bool | Literal["auto"]
-    """Page-locked host memory, for copies that overlap with computation; "auto": on a GPU."""
+    """Put batches in pinned (page-locked) host memory, so that copies to the GPU overlap with computation; "auto": if there is a GPU."""
     prefetch_batches: int
     """Micro-batches copied to the device in advance (GPU only)."""
     timeout: float | None
@@ -28,15 +28,15 @@ class DataSettings(TypedDict, total=False):
     drop_last: bool
     """Skip an incomplete last global batch; False trains on it, exactly weighted."""
     compare_items: int
-    """Samples of a dataset that are compared over the ranks when it is first used; 0: none."""
+    """Number of samples that the ranks compare when a dataset is first used, to detect different data; 0: none."""
     seed_samples: bool
     """Seed each sample's random augmentation by (seed, epoch, sample): the same for any number of ranks or workers, and after a resume."""
     collate_fn: Callable[[Any], Any] | None
-    """Makes a batch of a list of samples; None: as torch's default_collate does. A function, which a configuration file cannot give."""
+    """Function that collates a list of samples into a batch; None: torch's default_collate. Cannot be set in a configuration file."""
     device_transform: Callable[[Any], Any] | None
-    """Transforms a training batch on the device, before its use and beside the step before it (on a GPU). Its random numbers depend on seed, epoch, step and rank; with seed_samples on (seed, epoch, sample), and it gets each sample as a batch of one."""
+    """Function that transforms a training batch on the device; on a GPU it runs concurrently with the previous step. Its random numbers depend on seed, epoch, step and rank. With seed_samples they depend on (seed, epoch, sample), and it is called for each sample, as a batch of size 1."""
     eval_device_transform: Callable[[Any], Any] | None
-    """The same for batches of evaluation and prediction."""
+    """Like device_transform, for batches of evaluation and prediction."""
 
 
 class CheckpointSettings(TypedDict, total=False):
@@ -51,7 +51,7 @@ class CheckpointSettings(TypedDict, total=False):
     keep_last: int
     """Number of complete checkpoints to keep."""
     keep_best: str | None
-    """Metric, or "loss": save after the best evaluation so far, and keep that checkpoint as well."""
+    """Name of a metric, or "loss": save after each evaluation that is the best so far, and keep the best checkpoint in addition to the last ones."""
     best_mode: Literal["min", "max"]
     """Whether lower or higher values of keep_best are better."""
     trainable_only: bool
@@ -68,11 +68,11 @@ class ParallelSettings(TypedDict, total=False):
     """The settings of `ParallelConfig`."""
 
     strategy: Literal["ddp", "zero1", "fsdp", "tensor", "pipeline", "device_map", "auto"]
-    """ddp: a whole replica on every rank; zero1: the same with the optimizer state sharded; fsdp: weights, gradients and optimizer state sharded; auto: the first of these that fits in memory, with activation checkpointing and tensor parallelism if needed. The sizes below are an alternative; their product is the number of ranks."""
+    """ddp: a whole replica on every rank; zero1: the same with the optimizer state sharded; fsdp: weights, gradients and optimizer state sharded; auto: the first of these that fits in memory, with activation checkpointing and tensor parallelism if needed. Alternatively, set the sizes below, whose product is the number of ranks."""
     replicate: int
     """Number of replicas of the whole model; -1: ranks divided by the other sizes."""
     shard: int
-    """Ranks over which weights, gradients and optimizer state are sharded (FSDP2)."""
+    """Ranks over which weights, gradients and optimizer state are sharded (FSDP2); in a pipeline, those of the blocks."""
     tensor: int
     """Ranks over which each layer of `tensor_plan` is split (tensor parallelism)."""
     pipeline: int
@@ -88,7 +88,7 @@ class ParallelSettings(TypedDict, total=False):
     tensor_plan: Literal["auto"] | Mapping[str, str]
     """How layers are split for `tensor`: names or patterns such as {"blocks.*.up": "column", "blocks.*.down": "row"}; "auto": the plan that the model defines."""
     reshard: Literal["auto"] | bool
-    """FSDP: free gathered weights after the forward pass; "auto": yes, except those of the root module."""
+    """FSDP: free gathered weights after the forward pass; "auto": yes, except those of the root module and, in a pipeline, those of blocks that take at most an eighth of the memory."""
     device_map: Literal["auto"] | Mapping[str, int] | None
     """Devices for the layers of one model: module names, or ranges such as `blocks.0-11`, each with the number of one of the rank's devices; "auto": repeated blocks, balanced by bytes; None: off."""
     find_unused_parameters: bool
@@ -96,7 +96,7 @@ class ParallelSettings(TypedDict, total=False):
     static_graph: bool
     """Promise that every pass uses the same parameters: DDP does not search for unused ones."""
     bucket_mb: float
-    """Size of the gradient buckets that are reduced together, MiB."""
+    """Size of a gradient bucket in MiB; the gradients in a bucket are reduced together."""
     compression: Literal["bf16", "fp16", "powersgd"] | None
     """Compression of gradients for communication: bf16, fp16 (half the bytes) or powersgd (low rank); None: off."""
     share_gpus: bool
@@ -107,15 +107,15 @@ class MemorySettings(TypedDict, total=False):
     """The settings of `MemoryConfig`."""
 
     checkpointing: Literal["blocks", "ops"] | float | None
-    """Activation checkpointing, with the same result: blocks: the backward pass recomputes each repeated block from its input; a number from 0 to 1: that fraction of the blocks; ops: keeps attention and every second matrix product of a block, and recomputes all else; None: off."""
+    """Activation checkpointing; results are the same. blocks: the backward pass recomputes each repeated block from its input; a number from 0 to 1: that fraction of the blocks; ops: keep the outputs of attention and of every second matrix product of a block, and recompute the rest; None: off."""
     offload_activations: bool
-    """Keep activations of 1 MiB or more in page-locked host memory until the backward pass, with the same result. On the CPU they are only copied."""
+    """Keep activations of 1 MiB or more in pinned host memory until the backward pass; results are the same. On the CPU they are only copied."""
     activation_bits: Literal[8] | None
     """8: keep floating-point activations of 64 KiB or more as 8-bit integers. The loss is the same; gradients are approximate. None: off."""
     offload_optimizer: bool
-    """Keep the optimizer's state in host memory and run its step on the CPU, on page-locked copies of the weights and gradients that this rank updates."""
+    """Keep the optimizer's state in host memory and run its step on the CPU, on pinned copies of the weights and gradients that this rank updates."""
     offload_parameters: bool
-    """With FSDP: keep sharded weights and gradients in page-locked host memory between uses; the optimizer's step then runs on the CPU too."""
+    """With FSDP: keep sharded weights and gradients in pinned host memory between uses; the optimizer's step then also runs on the CPU."""
 
 
 class ProfileSettings(TypedDict, total=False):
@@ -126,7 +126,7 @@ class ProfileSettings(TypedDict, total=False):
     ranks: tuple[int, ...] | list[int] | None
     """The ranks that record; None: all."""
     dir: str | Path
-    """Folder of the traces, and of memory snapshots when a GPU runs out of memory."""
+    """Folder of the traces, of the largest allocations on GPUs, and of memory snapshots when a GPU runs out of memory."""
 
 
 class TrainerSettings(TypedDict, total=False):
@@ -145,7 +145,7 @@ class TrainerSettings(TypedDict, total=False):
     accumulation_steps: int | None
     """Forward and backward passes per optimizer step."""
     precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16-true", "fp8"]
-    """Arithmetic of the forward and backward passes."""
+    """Numeric precision of the forward and backward passes."""
     fp8_layers: Literal["auto"] | tuple[str, ...] | list[str]
     """Linear layers that precision="fp8" computes in float8, by names or patterns such as "blocks.*.up"; "auto": those of the repeated blocks that are large enough to become faster."""
     max_grad_norm: float | None
@@ -153,7 +153,7 @@ class TrainerSettings(TypedDict, total=False):
     max_grad_value: float | None
     """Clip each gradient value to this absolute value; None: off."""
     non_finite: Literal["stop", "skip"]
-    """If a loss or gradient is NaN or infinite: end the run, or skip that step."""
+    """If a loss or gradient is NaN or infinite: stop the run with an error, or skip the step."""
     warmup_steps: int
     """Optimizer steps in which the learning rate rises linearly to the scheduler's initial rate."""
     learning_rate_scaling: Literal["linear", "sqrt"] | None
@@ -168,6 +168,8 @@ class TrainerSettings(TypedDict, total=False):
     """Use only algorithms with bitwise reproducible results; may be slower."""
     log_every: int
     """Optimizer steps between log points, at which the host waits for the device."""
+    mfu: bool
+    """Log the model FLOPs utilisation, on GPUs whose peak rate is known. After the first step the loss function is called once more, with tensors that have shapes but no values."""
     eval_every: int | None
     """Optimizer steps between evaluations; None: after each epoch."""
     eval_every_epochs: int | None

@@ -46,9 +46,16 @@ ALLOCATOR_OLDER = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 NO_COLOR = "NO_COLOR"  # see https://no-color.org
 # torchrun's variables for the defaults of flags: --nproc-per-node, --master-port,
 PROCESSES_DEFAULT = "PET_NPROC_PER_NODE"
+NODES_DEFAULT = "PET_NNODES"  # --nnodes,
+NODE_RANK_DEFAULT = "PET_NODE_RANK"
+MASTER_ADDR_DEFAULT = "PET_MASTER_ADDR"
 MASTER_PORT_DEFAULT = "PET_MASTER_PORT"
+FLAG_DEFAULT = "PET_{name}"  # any flag's
 GRACE_DEFAULT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # --shutdown-timeout,
 LINE_PREFIX_DEFAULT = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"  # --log-line-prefix-template
+# Set by the manifests of `ddpkit submit`: the seconds that the cluster leaves the launcher from SIGTERM to SIGKILL.
+GRACE = "DDPKIT_GRACE_SECONDS"
+END_TIME = "SLURM_JOB_END_TIME"  # when the job ends, in seconds since 1970
 # Settings of torch's agent without a flag.
 UNINTERRUPTIBLE_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"  # seconds; not a number: no limit
 FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"  # 1: serve the workers' timers (torch.distributed.elastic.timer)
@@ -67,8 +74,14 @@ IMPORT_TIME_VARIABLES = (
     "TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", ALLOCATOR, *ALLOCATOR_OLDER,
 )  # fmt: skip
 START_TIME_VARIABLES = ("PYTHON", "LD_PRELOAD", "LD_LIBRARY_PATH", "MALLOC_", "GLIBC_TUNABLES")
+# Prefixes of variables that change how ddpkit, torch and their libraries behave: `ddpkit env` lists these.
+REPORTED_VARIABLES = (
+    "DDPKIT_", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "CUBLAS_", "NVIDIA_", "OMP_", "MKL_",
+    "KMP_", "PYTHON", "LD_", "SLURM_", "PET_", "JOB_COMPLETION_INDEX", RANK, LOCAL_RANK, WORLD_SIZE, "MASTER_",
+    "GROUP_", "ROLE_", "VIRTUAL_ENV", "CONDA_PREFIX",
+)  # fmt: skip
 CHECKPOINT_WRITER = "ddp_kit.checkpoint.process"
-"""In the command line of the process that finishes a save after its rank has ended."""
+"""A string in the command line of checkpoint writer processes, which may outlive their rank to finish a save."""
 # For the warm server's imports: BLAS must not start threads, and the check for GPUs must not initialise CUDA.
 HIDDEN_FROM_WORKERS = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
@@ -83,6 +96,12 @@ STACKS_FILE = "stacks.txt"  # the stack of a rank when a hang was detected
 # Makes a forked worker write its stacks, on machines where py-spy cannot read them.
 STACKS_SIGNAL = getattr(signal, "SIGRTMAX", 3) - 3
 VERDICT_FILE = "verdict.json"
+GRACE_FILE = "shutdown-timeout"  # in an attempt's folder: the seconds of --shutdown-timeout
+ROUND_FILE = "ddpkit-round.json"  # in an attempt's folder while it runs: see launcher/round_record.py
+# The record of a run: see docs/run-record.md. RECORD_NOTE, in an attempt's folder, names the folder of the record.
+RECORD_FOLDER = "record"
+RECORD_ATTEMPTS, RECORD_ROWS = "attempts.jsonl", "rows.jsonl"
+RECORD_NOTE = "ddpkit-record"
 ERROR_SHOWN_FILE = "error-shown"  # in an attempt's folder: one of its ranks has printed the error that ends it
 
 # Keys in the `extraInfo` of an error file that ddpkit wrote, and not the script.
@@ -115,18 +134,18 @@ class PlanRequest:
 
 
 def plan_request(env: Mapping[str, str] | None = None) -> PlanRequest | None:
-    """What is to be planned; None in a process that is to train."""
+    """The request of `ddpkit plan`; None in a process that should train."""
     env = os.environ if env is None else env
     return PlanRequest(_number(env, PLAN_RANKS), _number(env, PLAN_MEMORY)) if PLAN_RANKS in env else None
 
 
 def emulates_fp8() -> bool:
-    """Whether float8 products are computed in float32, where the device has none: in tests."""
+    """Whether float8 products are emulated in float32, for tests on devices without them."""
     return os.environ.get(EMULATE_FP8) == "1"
 
 
 def agent_serves_store(env: Mapping[str, str]) -> bool:
-    """Whether the launcher serves the workers' store, else rank 0 does. The variable is torchrun's."""
+    """Whether the launcher serves the workers' store; if not, rank 0 does. The variable is torchrun's."""
     return env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
 
@@ -175,6 +194,26 @@ def job_start_time() -> float | None:
     return None
 
 
+def job_end_time(env: Mapping[str, str] | None = None) -> float | None:
+    """When the scheduler ends this job, as `time.time`; None: unknown."""
+    text = (os.environ if env is None else env).get(END_TIME, "")
+    return float(text) if text.isdecimal() else None
+
+
+def launcher_grace(env: Mapping[str, str]) -> int | None:
+    """Seconds that the cluster gives this launcher between SIGTERM and SIGKILL; None: unknown."""
+    text = env.get(GRACE, "")
+    return int(text) if text.isdecimal() else None
+
+
+def shutdown_timeout() -> float | None:
+    """Seconds that the launcher gives this worker between SIGTERM and SIGKILL; None: unknown."""
+    folder = attempt_folder()
+    with suppress(OSError, ValueError):
+        return None if folder is None else float((folder / GRACE_FILE).read_text())
+    return None
+
+
 def error_file() -> Path | None:
     """The file in which this worker reports a failure to its launcher; None: no launcher, or it keeps no files."""
     path = os.environ.get(ERROR_FILE)
@@ -192,6 +231,39 @@ def attempt(env: Mapping[str, str] | None = None) -> tuple[str, int]:
     """The job's id and its number of restarts; ("", 0) without a launcher."""
     env = os.environ if env is None else env
     return env.get(RUN_ID, ""), _number(env, RESTART_COUNT, 0)
+
+
+def attempt_id(env: Mapping[str, str] | None = None) -> str:
+    """The name of this attempt in the record of the run; "" if the job has no unique id."""
+    run_id, restarts = attempt(env)
+    return f"{run_id}.{restarts}" if run_id not in ("", "none") else ""  # torchrun's default is "none"
+
+
+def noted_record_folder() -> Path | None:
+    """The folder for the record of this run, as noted in the attempt's folder; None: none."""
+    folder = attempt_folder()
+    with suppress(OSError):
+        noted = "" if folder is None else (folder / RECORD_NOTE).read_text()
+        return Path(noted) if noted else None
+    return None
+
+
+def note_record_folder(path: Path) -> None:
+    """Tell the launcher where the record of this run is; does nothing without ddpkit's launcher."""
+    folder = attempt_folder()
+    if folder is not None and (folder / RECORD_NOTE).exists():
+        with suppress(OSError):
+            (folder / RECORD_NOTE).write_text(str(path))
+
+
+def reported_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that change how ddpkit, torch and their libraries behave, sorted by name."""
+    return {name: value for name, value in sorted(env.items()) if name.startswith(REPORTED_VARIABLES)}
+
+
+def process_environment() -> dict[str, str]:
+    """A copy of this process's environment."""
+    return dict(os.environ)
 
 
 def rank_for_messages() -> int:

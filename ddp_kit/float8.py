@@ -1,12 +1,12 @@
-"""Matrix products of linear layers in float8, by torchao, for precision="fp8".
+"""Float8 matrix products in linear layers, with torchao, for precision="fp8".
 
     output          = input * weight^T           input and weight in e4m3
     input's grad    = output's grad * weight     the output's gradient in e5m2
     weight's grad   = output's grad^T * input
 
-Before each product, both matrices are scaled by their largest values and cast. Weights, their gradients and the
-optimizer's state keep their types. Source: Micikevicius et al. 2022, arXiv 2209.05433, with scales of the present
-tensors ("dynamic") in place of earlier ones.
+Before each product, both matrices are scaled by their largest absolute values and cast to float8. Weights, their
+gradients and the optimizer's state keep their dtypes. Source: Micikevicius et al. 2022, arXiv 2209.05433, but with
+scales computed from the current tensors ("dynamic scaling").
 """
 
 import fnmatch
@@ -23,17 +23,17 @@ from ddp_kit.env import emulates_fp8
 from ddp_kit.errors import ConfigError, nearest, some
 from ddp_kit.log import logger
 
-_CAPABILITY = (8, 9)  # of the first GPUs with float8 products
-_MULTIPLE = 16  # of the sizes that these products take
-# A layer with at most these sizes is slower in float8. torchao's own limits, measured there on H100.
+_CAPABILITY = (8, 9)  # the compute capability of the first GPUs with float8 products
+_MULTIPLE = 16  # float8 products need sizes that are multiples of this
+# Layers with at most these sizes are slower in float8. These are torchao's limits, measured on an H100.
 _SMALL_INPUT, _SMALL_OUTPUT = 4096, 1024
 
 
 def convert_linear_layers(model: nn.Module, layers: str | Sequence[str], device: torch.device) -> None:
-    """Replace the chosen linear layers of a model by torchao's, which hold the same parameter objects.
+    """Replace linear layers of a model by torchao's float8 layers, which hold the same parameter objects.
 
     `layers`: names or patterns of linear layers; "auto": those of the repeated blocks that are large enough to become
-    faster. Layers with a size that 16 does not divide stay as they are.
+    faster. Layers with a size that is not a multiple of 16 are not converted.
 
     Raises `ConfigError` if the device has no float8 products, torchao is missing, or no layer can be converted.
     """
@@ -56,7 +56,7 @@ def convert_linear_layers(model: nn.Module, layers: str | Sequence[str], device:
     float8.convert_to_float8_training(
         model,
         module_filter_fn=lambda module, _name: module in chosen,
-        # The gradient of a weight is a product over all rows of a batch, of which there may be any number: padded.
+        # The gradient of a weight is a product over all rows of a batch. Pad them: their number may be any.
         config=float8.Float8LinearConfig(emulate=emulated, pad_inner_dim=True),
     )
     logger.info("fp8: {} of {} linear layers{}", len(chosen), len(linear), "".join(f"; {each}" for each in left))
@@ -79,7 +79,7 @@ def _check_device(device: torch.device) -> None:
 def _torchao() -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of its own source, about which users of ddpkit can do nothing
+            warnings.simplefilter("ignore")  # torchao warns about its own source, which ddpkit's users cannot change
             import torchao.float8
     except ImportError as error:
         raise ConfigError(
@@ -89,7 +89,7 @@ def _torchao() -> Any:
 
 
 def _named(model: nn.Module, linear: dict[str, nn.Linear], layers: str | Sequence[str]) -> set[str]:
-    """The linear layers that are asked for."""
+    """The names of the linear layers that `layers` selects. Raises `ConfigError` for a pattern without a match."""
     if layers == "auto":
         blocks = {each for block in repeated_blocks(model).values() for each in block.modules()}
         return {name for name, each in linear.items() if each in blocks}
@@ -106,7 +106,7 @@ def _named(model: nn.Module, linear: dict[str, nn.Linear], layers: str | Sequenc
 
 
 def _why_not(name: str, layer: nn.Linear, named: set[str], automatic: bool) -> str | None:
-    """Why a layer is left as it is; None: it is converted."""
+    """Why a layer is not converted; None: it is converted."""
     sizes = layer.in_features, layer.out_features
     if not name:
         return "the model is itself the layer, which stays the same object"
@@ -122,7 +122,7 @@ def _why_not(name: str, layer: nn.Linear, named: set[str], automatic: bool) -> s
 
 
 def _has_hooks(layer: nn.Module) -> bool:
-    """A converted layer would lose them; torch's older weight_norm and spectral_norm are such."""
+    """Whether it has hooks, such as those of torch's older weight_norm; a converted layer would lose them."""
     return any(hooks for name, hooks in vars(layer).items() if name.endswith("_hooks"))
 
 

@@ -1,4 +1,4 @@
-"""The heartbeat of a worker: integers in a memory-mapped file that its launcher reads at any time."""
+"""The heartbeat of a worker: a memory-mapped file of integers, which its launcher may read at any time."""
 
 import mmap
 import os
@@ -31,12 +31,12 @@ class Phase(IntEnum):
 
     @property
     def in_user_code(self) -> bool:
-        """Whether the script's code runs, which may take any time."""
+        """Whether the script's own code is running, which may take any time."""
         return self in (Phase.OUTSIDE, Phase.BETWEEN_STEPS, Phase.FAILED)
 
     @property
     def description(self) -> str:
-        """A description to follow "in"."""
+        """The phase in words, to follow "in"."""
         return {
             Phase.OUTSIDE: "the script",
             Phase.FAILED: "the script, after an exception",
@@ -62,11 +62,25 @@ class HeartbeatField(IntEnum):
     STEPS = 3
     """Optimizer steps completed by this process."""
     COLLECTIVES = 4
-    """Collectives begun in the default group; counted if the launcher asks for it."""
+    """Collectives started in the default group; only counted if the launcher asks for it."""
     ALL_COLLECTIVES = 5
-    """Collectives begun in all groups."""
+    """Collectives started in all groups."""
     BEGAN = 6
-    """The step that the run started from, 0 or that of a checkpoint, plus 1; 0: it has not started."""
+    """The step that the run started from (0, or that of a checkpoint), plus 1; 0: it has not started."""
+    CHANGED_AT = 7
+    """When the phase was last set, in nanoseconds of CLOCK_MONOTONIC, which all processes of a machine share."""
+    STEP_NANOSECONDS = 8
+    """The time of one step, as a moving average; 0: fewer than two steps are done."""
+    DATA_SHARE = 9
+    """The share of the time that went to waiting for data, in thousandths, as of the last log point."""
+    COMMUNICATION_SHARE = 10
+    """The same for waiting for other ranks and the network."""
+    MFU = 11
+    """Model FLOPs utilisation, in thousandths, as of the last log point; 0: not known."""
+
+
+ADVICE_WORDS = 64
+"""The fields are followed by this many 8-byte words for the last line of advice: UTF-8, padded with zeros."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +96,21 @@ class Heartbeat:
     all_collectives: int = 0
     began: int | None = None
     """The step that the run started from; None: it has not started."""
+    changed_at: int = 0
+    """Nanoseconds of CLOCK_MONOTONIC; 0: never."""
+    step_seconds: float = 0.0
+    """A moving average; 0: not known yet."""
+    data_share: float = 0.0
+    """0 to 1, as of the last log point."""
+    communication_share: float = 0.0
+    mfu: float = 0.0
+    """Model FLOPs utilisation, 0 to 1; 0: not known."""
+    advice: str = ""
+    """The last line of advice; "": there was none."""
 
 
 _heartbeats: "dict[str, memoryview[int]]" = {}
-"""The mappings of this process by error file, so that it maps each file once."""
+"""Error file -> mapping of the heartbeat file next to it, so that this process maps each file only once."""
 
 
 def heartbeat_memory(env: Mapping[str, str] | None = None) -> "memoryview[int] | None":
@@ -96,7 +121,7 @@ def heartbeat_memory(env: Mapping[str, str] | None = None) -> "memoryview[int] |
     if error_file in _heartbeats:
         return _heartbeats[error_file]
     with suppress(OSError, ValueError):  # the launcher then sees no heartbeat
-        size = 8 * len(HeartbeatField)
+        size = 8 * (len(HeartbeatField) + ADVICE_WORDS)
         descriptor = os.open(
             Path(error_file).with_name(HEARTBEAT_FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
         )
@@ -113,8 +138,9 @@ def heartbeat_memory(env: Mapping[str, str] | None = None) -> "memoryview[int] |
 def read_heartbeat(error_file: str) -> Heartbeat:
     """Read the heartbeat file next to this error file; the default `Heartbeat` if there is none."""
     with suppress(OSError, ValueError, TypeError, IndexError):
-        found = memoryview(Path(error_file).with_name(HEARTBEAT_FILE).read_bytes()).cast("q").tolist()
-        step, phase, beats, steps, collectives, all_collectives, began = found
+        content, fields = Path(error_file).with_name(HEARTBEAT_FILE).read_bytes(), 8 * len(HeartbeatField)
+        found = memoryview(content[:fields]).cast("q").tolist()
+        step, phase, beats, steps, collectives, all_collectives, began, changed_at, step_time, data, others, mfu = found
         return Heartbeat(
             step - 1 if step else None,
             Phase(phase),
@@ -123,5 +149,11 @@ def read_heartbeat(error_file: str) -> Heartbeat:
             collectives,
             all_collectives,
             began - 1 if began else None,
+            changed_at,
+            step_time / 1e9,
+            data / 1000,
+            others / 1000,
+            mfu / 1000,
+            content[fields:].rstrip(b"\0").decode(errors="replace"),
         )
     return Heartbeat()

@@ -1,30 +1,34 @@
-"""Log lines through loguru: from rank 0, with the time, without breaking a progress bar."""
+"""Log lines through loguru: from rank 0 only, with the time, above a progress bar if there is one."""
 
 import inspect
+import os
 import sys
+import textwrap
 from typing import TYPE_CHECKING
 
 from loguru import logger
 
 if TYPE_CHECKING:
-    from loguru import Record
+    from loguru import Message, Record
 
 _FORMAT = "<green>{time:HH:mm:ss}</green> <level>{level: <7}</level> {message}"
-_USERS_FORMAT = inspect.signature(logger.add).parameters["format"].default  # loguru's, or that of LOGURU_FORMAT
-_DEFAULT_HANDLER = 0  # loguru's own, which exists until the user configures loguru
+_USERS_FORMAT = inspect.signature(logger.add).parameters["format"].default  # LOGURU_FORMAT, or loguru's default
+_INDENT, _NARROW = len("12:34:56 INFO    "), 60
+"""Columns before a message. On terminals with fewer columns than `_NARROW`, only the first line is indented so far."""
+_NO_BREAK = "\u00a0"
+_DEFAULT_HANDLER = 0  # the id of loguru's own handler, which exists until the user configures loguru
 
-# Their lines are those of a rank that waits for the others, rank 0 among them.
+# Modules that may log on any rank, because rank 0 may be one of the ranks that they report.
 _ANY_RANK = ("ddp_kit.trainer.barrier", "ddp_kit.parallel.unit_order")
 
 __all__ = ["logger", "start"]
 
 
 def start(rank: int, world_size: int) -> None:
-    """Let ddpkit's lines through on the main rank alone.
+    """Enable ddpkit's log lines on the main rank only, and set their format.
 
-    Where the user has configured loguru, their handlers receive the lines. Where they have not, loguru's default
-    handler keeps everything but ours, with the rank where there are several, and ours get a format that suits a
-    training log.
+    If the user has configured loguru, their handlers receive the lines. Otherwise ddpkit's lines get a handler with a
+    short format, and loguru's default handler, with the rank if there are several, gets all others.
     """
     (logger.enable if rank == 0 else logger.disable)("ddp_kit")
     for module in _ANY_RANK:
@@ -34,12 +38,41 @@ def start(rank: int, world_size: int) -> None:
     except ValueError:
         return
     name, colour = f"rank {rank} | " if world_size > 1 else "", sys.stderr.isatty()
-    logger.add(_write, format=_FORMAT, filter="ddp_kit", level="INFO", colorize=colour)
+    label = len(f"[rank {rank}] ") if world_size > 1 else 0  # the launcher may write this before each line
+
+    def write(message: "Message") -> None:
+        _write(_wrapped(message, label))
+
+    logger.add(write, format=_FORMAT, filter="ddp_kit", level="INFO", colorize=colour)
     logger.add(_write, format=f"{name}{_USERS_FORMAT}", filter=_not_ours, colorize=colour)
 
 
 def _write(message: str) -> None:
-    sys.stderr.write(message)  # looked up at each line: a progress bar puts itself in place of sys.stderr
+    sys.stderr.write(message)  # looked up each time, because a progress bar replaces sys.stderr
+
+
+def _wrapped(message: "Message", label: int) -> str:
+    """The message, wrapped between words if standard error is a terminal. `label`: columns to leave free."""
+    text = message.record["message"]
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError, AttributeError):  # no terminal, or a replacement without a descriptor
+        return message
+    room = columns - label
+    if "\n" in text or _INDENT + len(text) <= room or room < _INDENT:
+        return message
+    later = " " * (_INDENT if columns >= _NARROW else 2)
+    figures = text.split("  ")
+    if len(figures) > 1 and max(map(len, figures)) <= room - _INDENT:  # keep each number with its name
+        figures = [each.replace(" ", _NO_BREAK) for each in figures]
+    lines = textwrap.wrap(
+        " " * _INDENT + "  ".join(figures),
+        room,
+        subsequent_indent=later,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return message.replace(text, "\n".join(lines).lstrip().replace(_NO_BREAK, " "), 1)
 
 
 def _not_ours(record: "Record") -> bool:

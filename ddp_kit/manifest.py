@@ -1,12 +1,12 @@
-"""The files of a checkpoint: their names, whether it is complete, which one is the newest. Read-only.
+"""The files of a checkpoint: their names, whether it is complete, and which checkpoint is the newest. Read-only.
 
-    <dir>/step-00000012/            gets this name by one rename, when all of it is on the disk
-        manifest.json               what is here: each file with its size and hash
-        model.safetensors           tensors, one file per part of the state; or, where several ranks write,
-        model-00001-of-00002.safetensors, ...    one per part and rank, and model.safetensors.index.json
-        state.json                  all else, of all parts
-    <dir>/.writing-step-00000012-1f0c93aa/    not finished; the next save removes it unless somebody writes it still
-    <dir>/set-aside-20260102-030405-1f0c/     of a branch that the run has left: nothing looks in there
+    <dir>/step-00000012/            renamed to this when all files are on disk
+        manifest.json               the size and hash of each file
+        model.safetensors           tensors, one file per part of the state; if several ranks write:
+        model-00001-of-00002.safetensors, ...    one file per part and rank, and model.safetensors.index.json
+        state.json                  everything else, of all parts
+    <dir>/.writing-step-00000012-1f0c93aa/    incomplete; the next save removes it unless it is still being written
+    <dir>/set-aside-20260102-030405-1f0c/     checkpoints of a branch that the run has left; never read
 
 docs/checkpoints.md describes the files for other programs.
 """
@@ -33,24 +33,24 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 TENSORS = ".safetensors"
 INDEX = f"{TENSORS}.index.json"
-"""Which file has which tensor, where a part has several: for programs that read Hugging Face's sharded models."""
+"""The suffix of the file that maps tensors to files if a part has several, as in Hugging Face's sharded models."""
 WRITING, REMOVED = ".writing-", ".removed-"
-"""How the names of folders begin that are being written, and removed; or whose writer was killed."""
+"""Name prefixes of folders that are being written or removed, or were when the writer was killed."""
 ASIDE = "set-aside-"
-"""How the names of folders begin that hold the checkpoints of a branch that was left."""
+"""Name prefix of folders with the checkpoints of a branch that the run has left."""
 
 _NAME = re.compile(r"step-(\d{8,})")
 _TENSOR_FILE = re.compile(rf"(.+?)(-\d{{5}}-of-\d{{5}})?{re.escape(TENSORS)}")
 _PLAIN_NAME = re.compile(r"[\w-][\w.-]*", re.ASCII)
-_HASH = "sha256"  # of the manifest itself
+_HASH = "sha256"  # the key of the manifest's hash of itself
 HASHES: Mapping[str, Callable[[], Any]] = {"xxh3": xxhash.xxh3_128, "sha256": hashlib.sha256}
-"""Of files. The first is written; it takes a tenth of the other's time, which is that of writing the file itself. None
-of them has to withstand anybody who means harm: who can change a file can change its hash."""
+"""The hashes of files that can be read. New files get the first: SHA-256 takes ten times as long, about as long as
+writing the file. They detect damage, not attacks: whoever can change a file can also change its hash."""
 NEW_HASH = next(iter(HASHES))
 _FILE_HASH = re.compile(r"xxh3:[0-9a-f]{32}|sha256:[0-9a-f]{64}")
-_LONGEST_MANIFEST = 1 << 20  # some thousands of files
+_LONGEST_MANIFEST = 1 << 20  # enough for thousands of files
 LARGEST = 1 << 63
-"""Beyond what a file or a tensor can have."""
+"""Sizes of files and tensors are below this."""
 _BUFFER = 1 << 20
 _READERS = 4
 _NEWER = "newer format"
@@ -58,27 +58,27 @@ _NEWER = "newer format"
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file as it was written."""
+    """The name, size and hash of a file, as it was written."""
 
     name: str
     bytes: int
     hash: str
-    """Its kind and value, such as `xxh3:00c0ffee...`."""
+    """The kind and the value, such as `xxh3:00c0ffee...`."""
 
     def hasher(self) -> "Hasher":
-        """For the hash that the file should have."""
+        """A hasher of the same kind."""
         return Hasher(self.hash.partition(":")[0])
 
 
 class Hasher:
-    """The hash of a file, as its record has it."""
+    """Computes the hash of a file; `str` returns it in the form of `FileRecord.hash`."""
 
     def __init__(self, kind: str = NEW_HASH) -> None:
         self._kind = kind
         self._hash = HASHES[kind]()
 
     def update(self, content: bytes | memoryview) -> None:
-        """Of the content so far and this."""
+        """Add content."""
         self._hash.update(content)
 
     def __str__(self) -> str:
@@ -91,43 +91,43 @@ class Manifest:
 
     step: int
     created: str
-    """UTC, as in ISO 8601."""
+    """When it was written, in UTC, as ISO 8601."""
     best: bool
-    """Whether it was the best so far when it was saved; the newest of these is the best."""
+    """Whether it was the best so far when it was saved; the newest such checkpoint is the best of all."""
     versions: Mapping[str, str]
-    """Of ddpkit, torch and python."""
+    """The versions of ddpkit, torch and python."""
     files: tuple[FileRecord, ...]
 
     @property
     def bytes(self) -> int:
-        """The size of all files but the manifest."""
+        """The total size of all files except the manifest."""
         return sum(file.bytes for file in self.files)
 
     def text(self) -> str:
-        """As it is written: JSON, with a hash over itself."""
+        """The content of the file: JSON that includes its own hash."""
         content = {"format": FORMAT, **asdict(self)}
         return json.dumps({**content, _HASH: _hash_of(content)}, indent=2) + "\n"
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint on the disk, whole or not."""
+    """A checkpoint on disk, complete or not."""
 
     path: Path
     step: int
     manifest: Manifest | None
-    """None where it cannot be read."""
+    """None if it cannot be read."""
     problem: str | None
-    """What is wrong, in words; None: nothing that was looked for."""
+    """What is wrong; None: no problem was found."""
 
     @property
     def whole(self) -> bool:
-        """Whether it can be loaded, as far as was looked."""
+        """Whether it is complete and undamaged, as far as it was checked."""
         return self.problem is None
 
     @property
     def newer(self) -> bool:
-        """Whether it is not damaged, but of a later version of ddpkit."""
+        """Whether it is not damaged, but written by a later version of ddpkit."""
         return self.problem is not None and self.problem.startswith(_NEWER)
 
     def __str__(self) -> str:
@@ -140,26 +140,26 @@ class Choice:
 
     found: Found | None
     passed_over: tuple[Found, ...]
-    """Newer ones that are damaged, newest first; each says why."""
+    """Newer checkpoints that are damaged, newest first, each with its problem."""
 
 
 def name_of(step: int) -> str:
-    """The name of a step's folder."""
+    """The folder name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def checkpoints(folder: Path, *, hashes: bool = False) -> tuple[Found, ...]:
-    """All checkpoints in `folder`, newest first; none where there is no such folder yet.
+    """All checkpoints in `folder`, newest first; empty if the folder does not exist.
 
-    Their sizes are checked; with `hashes` every byte is, which reads all of them.
-    Raises `CheckpointError` where the folder cannot be read.
+    `hashes`: verify the hash of every file, which reads all of them; otherwise only sizes are checked.
+    Raises `CheckpointError` if the folder cannot be read.
     """
     found = (_found(path, step) for step, path in _steps(folder))
     return tuple(verified(one) if hashes else one for one in found if one is not None)
 
 
 def newest_whole(folder: Path, *, hashes: bool = False) -> Choice:
-    """The newest checkpoint in `folder` without a fault. Arguments and errors are those of `checkpoints`."""
+    """The newest complete checkpoint in `folder`. Arguments and errors are those of `checkpoints`."""
     passed_over: list[Found] = []
     for step, path in _steps(folder):
         found = _found(path, step)
@@ -173,9 +173,9 @@ def newest_whole(folder: Path, *, hashes: bool = False) -> Choice:
 
 
 def best(folder: Path) -> Found:
-    """The newest checkpoint in `folder` that was the best when it was saved; its sizes are checked.
+    """The best checkpoint in `folder`: the newest one that was the best when it was saved. File sizes are checked.
 
-    Raises `CheckpointError` where there is none, or the folder cannot be read.
+    Raises `CheckpointError` if there is none, or the folder cannot be read.
     """
     for found in checkpoints(folder):
         if found.manifest is not None and found.manifest.best:
@@ -192,7 +192,7 @@ def leftovers(folder: Path) -> tuple[Path, ...]:
 
 
 def left_branches(folder: Path) -> tuple[Path, ...]:
-    """Folders with the checkpoints of branches that were left. Raises `CheckpointError`."""
+    """Folders with the checkpoints of branches that the run has left. Raises `CheckpointError`."""
     return tuple(path for path in _entries(folder) if path.name.startswith(ASIDE))
 
 
@@ -203,7 +203,7 @@ def part_of(file: str) -> str | None:
 
 
 def examine(path: Path) -> Found:
-    """One checkpoint by its path; sizes are checked. Raises `CheckpointError` where nothing is there."""
+    """The checkpoint at `path`; file sizes are checked. Raises `CheckpointError` if nothing is there."""
     path = path.absolute()
     name = _NAME.fullmatch(path.name)
     found = _found(path, int(name[1]) if name else None)
@@ -213,7 +213,7 @@ def examine(path: Path) -> Found:
 
 
 def verified(found: Found) -> Found:
-    """The same checkpoint after reading every byte: with its problem where a hash differs."""
+    """The checkpoint after reading every byte; has a problem if a hash differs."""
     if found.manifest is None or found.problem is not None:
         return found
     with ThreadPoolExecutor(_READERS) as pool:
@@ -222,7 +222,7 @@ def verified(found: Found) -> Found:
 
 
 def open_file(path: Path) -> BufferedReader:
-    """Open a file of a checkpoint. Raises `OSError`, also for a link, a pipe and a device: no save makes such."""
+    """Open a file of a checkpoint. Raises `OSError`, also for a link, pipe or device, which no save creates."""
     try:
         # Without O_NONBLOCK, opening a pipe that nobody writes to would block forever.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -237,7 +237,7 @@ def open_file(path: Path) -> BufferedReader:
 
 
 def read_state(found: Found) -> Any:
-    """The content of state.json. Raises `OSError`, and `ValueError` where it is not what was written."""
+    """The content of state.json. Raises `OSError`, and `ValueError` if it is missing or damaged."""
     record = next((file for file in found.manifest.files if file.name == STATE), None) if found.manifest else None
     if record is None:
         raise ValueError(f"{STATE} is missing")
@@ -277,7 +277,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _found(path: Path, step: int | None) -> Found | None:
-    """What is at `path`; None: nothing, any more. `step`: what its name says, None where that says nothing."""
+    """The checkpoint at `path`; None if nothing is there. `step`: the step in the folder's name, if it has one."""
     manifest, problem = None, None
     try:
         with open_file(path / MANIFEST) as file:
@@ -303,10 +303,10 @@ def _found(path: Path, step: int | None) -> Found | None:
 
 
 def _manifest(text: bytes) -> tuple[Manifest | None, str | None]:
-    """What it says, or what is wrong with it."""
+    """The parsed manifest, or what is wrong with it."""
     damaged = f"{MANIFEST} is damaged"
     if len(text) > _LONGEST_MANIFEST:
-        return None, f"{MANIFEST} is longer than any: over {_LONGEST_MANIFEST:,} bytes"
+        return None, f"{MANIFEST} is too long: more than {_LONGEST_MANIFEST:,} bytes"
     try:
         content = json.loads(text)
         number = content.get("format") if isinstance(content, dict) else None
@@ -321,15 +321,15 @@ def _manifest(text: bytes) -> tuple[Manifest | None, str | None]:
         manifest = Manifest(**content, files=files)
     except (ValueError, RecursionError, TypeError, KeyError):
         return None, damaged
-    return (manifest, None) if _is_possible(manifest) else (None, damaged)
+    return (manifest, None) if _is_valid(manifest) else (None, damaged)
 
 
 def _from_format_1(file: dict[str, Any]) -> dict[str, Any]:
     return {"name": file["name"], "bytes": file["bytes"], "hash": f"sha256:{file['sha256']}"}
 
 
-def _is_possible(manifest: Manifest) -> bool:
-    """Whether each value is of its kind. No name leads out of the checkpoint's folder."""
+def _is_valid(manifest: Manifest) -> bool:
+    """Whether each value has the right type and range, and no file name leads out of the checkpoint's folder."""
     names = [file.name for file in manifest.files]
     return (
         is_size(manifest.step)
@@ -354,7 +354,7 @@ def _wrong(folder: Path, manifest: Manifest) -> str | None:
 
 def _wrong_size(path: Path, file: FileRecord) -> str | None:
     try:
-        status = path.lstat()  # a link is no file of a checkpoint
+        status = path.lstat()  # not stat: checkpoints contain no links
     except FileNotFoundError:
         return f"{file.name} is missing"
     except OSError as error:
@@ -378,5 +378,5 @@ def _wrong_hash(path: Path, file: FileRecord) -> str | None:
 
 
 def wrong_hash(name: str) -> str:
-    """The message for a file whose bytes are not those that were written."""
+    """The message for a file whose content has changed since it was written."""
     return f"{name} is damaged: its hash differs from the one in {MANIFEST}"

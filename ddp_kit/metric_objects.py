@@ -1,4 +1,4 @@
-"""Metrics that keep their own state and reduce it over the ranks themselves, such as torchmetrics'."""
+"""Metric objects, such as torchmetrics', which hold their own state and reduce it over the ranks themselves."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -19,9 +19,9 @@ _MOST_DIMENSIONS = 8
 
 
 class MetricObject:
-    """A metric with a state of its own that it joins over the ranks itself: update, compute, reset.
+    """A metric object with the methods `update`, `compute` and `reset`.
 
-    `select(output, batch)`: the arguments of its update; without it the output and the second part of the batch.
+    `select(output, batch)`: returns the arguments of `update`; None: the output and the second item of the batch.
     """
 
     def __init__(self, name: str, metric: Any, select: Callable[[Any, Any], Any] | None) -> None:
@@ -30,14 +30,14 @@ class MetricObject:
         self._select = select
 
     def start(self, device: torch.device) -> None:
-        """Forget what was counted before."""
+        """Reset the metric, on this device."""
         self._device = device
         if hasattr(self._metric, "to"):
             self._metric.to(device)
         self._metric.reset()
 
     def add(self, output: Any, batch: Any) -> None:
-        """Count a batch."""
+        """Update the metric with a batch. Raises `LossError` if the batch is not a pair and there is no `select`."""
         if self._select is not None:
             arguments = self._select(output, batch)
         elif isinstance(batch, list | tuple) and len(batch) == 2:
@@ -50,16 +50,19 @@ class MetricObject:
         self._metric.update(*arguments)
 
     def values(self) -> dict[str, float]:
-        """Over all ranks. A collective. Several values are numbered, or named by their keys. Raises `LossError`."""
+        """The values over all ranks, by name: `name`, or `name.0`, `name.key`, ... for several. A collective.
+
+        Raises `LossError` if `compute` does not return numbers.
+        """
         _fill_empty_states(self._metric, self._device)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a rank without samples has never called update
+            warnings.simplefilter("ignore")  # torchmetrics warns if update was never called: a rank may have no samples
             found = self._metric.compute()
         return dict(_numbers(self._name, found))
 
 
 def is_metric_object(value: object) -> bool:
-    """Whether it keeps its own state."""
+    """Whether it has the methods of a metric object."""
     return all(callable(getattr(value, method, None)) for method in ("update", "compute", "reset"))
 
 
@@ -82,12 +85,12 @@ def _numbers(name: str, found: Any) -> Iterator[tuple[str, float]]:
 
 
 # --- list states on ranks without samples -----------------------------------------------------------------------
-# torchmetrics (1.9) gathers for an empty list a float32 tensor of one dimension. Where that of the other ranks has
-# another type or more dimensions, gloo ends the process and NCCL gives wrong numbers.
+# torchmetrics (1.9) gathers a 1-D float32 tensor in place of an empty list. If other ranks' tensors have another dtype
+# or more dimensions, gloo aborts the process and NCCL returns wrong numbers.
 
 
 def _fill_empty_states(metric: Any, device: torch.device) -> None:
-    """Let the list states that are empty on this rank have the type and shape of the other ranks'. A collective."""
+    """Put an empty tensor of the other ranks' dtype and shape into list states that are empty here. A collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     states = list(_list_states(metric))
@@ -115,7 +118,10 @@ def _list_states(metric: Any) -> Iterator[tuple[Any, str, list[Any]]]:
 
 
 def _described(state: list[Any]) -> list[int]:
-    """Dimensions, type, and sizes beside the first of what a list state holds; zeros where that is nothing known."""
+    """The number of dimensions, dtype index and sizes after the first dimension of a list state's first tensor.
+
+    Zeros if the list is empty, or the tensor is of an unknown kind.
+    """
     first = state[0] if state else None
     if not isinstance(first, Tensor) or first.dtype not in _DTYPES or first.dim() > _MOST_DIMENSIONS:
         return [0] * (_MOST_DIMENSIONS + 1)

@@ -1,4 +1,4 @@
-"""Weighted means that are exact over all ranks: accumulated as (sum, weight), reduced once."""
+"""Weighted means that are exact over all ranks: accumulated as (sum, weight) and reduced once."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from ddp_kit.errors import LossError, kind_of
 
-_WEIGHT_HINT = "give a number of at least 0, such as how many tokens or samples the loss is the sum over"
+_WEIGHT_HINT = "pass a number of at least 0, such as the number of tokens or samples in the sum"
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss or metric as a sum, with its weight, such as the number of tokens in the sum.
+    """A loss or metric as a sum and its weight, such as the number of tokens in the sum.
 
-    `loss`: scalar tensor, the sum. `weight`: number or scalar tensor, at least 0; it may differ by rank and by
-    micro-batch. An optimizer step minimises (sum of all losses) / (sum of all weights) of its global batch.
+    `loss`: a scalar tensor, the sum. `weight`: a number or scalar tensor, at least 0; it may differ between ranks and
+    micro-batches. An optimizer step minimises (sum of all losses) / (sum of all weights) over its global batch.
     """
 
     loss: Tensor
@@ -27,7 +27,10 @@ class Loss:
 
 
 def checked(value: object, source: str) -> "Tensor | Loss":
-    """Check that a user's function returned a scalar tensor or a `Loss` with one. Raises `LossError`."""
+    """Return the value if it is a scalar tensor or a `Loss` with one; else raise `LossError`.
+
+    `source`: the function that returned it, for the message.
+    """
     if isinstance(value, Loss):
         total, weight = value.loss, value.weight
         if not isinstance(weight, Tensor | Real) or (isinstance(weight, Tensor) and weight.numel() != 1):
@@ -58,7 +61,7 @@ def exact_weight(weight: Tensor | float) -> Tensor | float:
 
 
 def bad_weight(step: int, rank: int | None = None) -> LossError:
-    """The error for an invalid weight that was on a device."""
+    """The error for an invalid weight on a device, which is only detected later. `rank`: the first with one."""
     where = "" if rank is None else f", first on rank {rank}"
     return LossError(f"the weight of a Loss is negative, NaN or infinite at step {step}{where}", _WEIGHT_HINT, step)
 
@@ -102,7 +105,7 @@ def _described(value: object) -> str:
 
 
 def _hint_for(value: object) -> str:
-    """What to return instead of a value that is no tensor."""
+    """What a loss function should return instead of `value`, which is not a tensor."""
     wanted = "return the mean over the batch's samples as a scalar tensor, or Loss(sum, weight)"
     if value is None:
         return f"{wanted}; is its `return` missing?"

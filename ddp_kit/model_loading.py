@@ -1,4 +1,4 @@
-"""The weights of a run, in a model: without a Trainer, without process groups, nothing unpickled."""
+"""Loads the weights of a run into a model, without a Trainer or process group. Nothing is unpickled."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,8 +9,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ddp_kit.checkpoint.frozen import differ, entry_of, fingerprint
-from ddp_kit.checkpoint.loading import damaged, load_entries
+from ddp_kit.checkpoint.frozen import entry_of, fingerprint, frozen_weights_differ
+from ddp_kit.checkpoint.loading import cannot_load, load_entries
 from ddp_kit.config import absolute
 from ddp_kit.errors import CheckpointError, ConfigError
 from ddp_kit.log import logger
@@ -28,7 +28,7 @@ class _Weights(NamedTuple):
     step: int | None
     values: Mapping[str, Any]
     left_out: Mapping[str, Any] = {}
-    """By `checkpoint.trainable_only`: name -> what is known of it."""
+    """Name -> dtype, shape and fingerprint of each weight that `checkpoint.trainable_only` left out."""
 
 
 def load_model(
@@ -39,21 +39,23 @@ def load_model(
     ema: bool = False,
     strict: bool = True,
 ) -> LoadedWeights:
-    """Load the weights and buffers of a run into a model, in place, and return what matched. Not a collective.
+    """Load the weights and buffers of a run into a model in place, and return which ones matched. Not a collective.
 
-    `path`: a run's checkpoint folder, one checkpoint in it, or a file of `ddpkit export` (with several shards: its
-    `.safetensors.index.json`). Whatever the placement that saved it, the model is an ordinary one, on any device.
-    `which`: of a run's folder, the newest whole checkpoint, or the best one by `checkpoint.keep_best`.
-    `ema`: load the average that the callback `EMA` made, which is what evaluations used.
-    `strict=False`: what is missing, unexpected or of another shape is left as it is, and named in the result.
-    Every byte that is read is compared with the checkpoint's hashes. Values take the type of the model's own tensors.
-    Raises `CheckpointError` where there is no checkpoint, it is damaged, or (`strict`) it does not match the model,
-    which is then unchanged.
+    `path`: a run's checkpoint folder, one checkpoint, or a file written by `ddpkit export` (if it is sharded, its
+    `.safetensors.index.json`). The checkpoint may be from any parallel strategy and number of ranks.
+    `model`: an ordinary module with whole weights, on any device; loaded values are converted to its dtypes.
+    `which`: for a run's folder, load the newest complete checkpoint, or the best one by `checkpoint.keep_best`.
+    `ema`: load the weights averaged by the `EMA` callback, which evaluations used.
+    `strict`: raise an error unless names and shapes match. If False, the model keeps values that do not match, and the
+    result lists their names.
+    All bytes read from a checkpoint are verified against its hashes.
+    Raises `CheckpointError` if there is no checkpoint, if it is damaged, or if it does not match the model, which is
+    then unchanged; `ConfigError` for invalid arguments.
     """
     source = absolute(path)
     if any(each.is_meta for each in model.state_dict().values() if isinstance(each, Tensor)):
         raise ConfigError("the model is on the meta device, without memory", "call model.to_empty(device='cpu') first")
-    return _put_into(model, _read(source, which, ema), strict)
+    return _load_into(model, _read(source, which, ema), strict)
 
 
 def _read(source: Path, which: str, ema: bool) -> _Weights:
@@ -91,15 +93,15 @@ def _newest(folder: Path, ema: bool) -> _Weights:
 
 def _from_checkpoint(found: Found, ema: bool) -> _Weights:
     if not found.whole:
-        raise damaged(found, str(found.problem))
+        raise cannot_load(found, str(found.problem))
     try:
         state = read_state(found)
         averaged = has_average(state)
         stored = stored_weights(state, ema=ema and averaged)
     except OSError as error:
-        raise damaged(found, f"a file cannot be read: {error.strerror or error}") from None
+        raise cannot_load(found, f"a file cannot be read: {error.strerror or error}") from None
     except (ValueError, TypeError) as error:
-        raise damaged(found, str(error)) from None
+        raise cannot_load(found, str(error)) from None
     if ema and not averaged:
         raise ConfigError(f"{found.path} has no averaged weights", "leave out ema, or train with the callback EMA")
     if averaged and not ema:
@@ -107,7 +109,7 @@ def _from_checkpoint(found: Found, ema: bool) -> _Weights:
     return _Weights(found.path, found.step, load_entries(found, stored.entries), stored.left_out)
 
 
-# Files of other programs ---------------------------------------------------------------------------------------------
+# safetensors files ---------------------------------------------------------------------------------------------------
 
 
 def _from_file(path: Path) -> _Weights:
@@ -116,7 +118,7 @@ def _from_file(path: Path) -> _Weights:
         return _Weights(path, None, dict(pair for file in files for pair in _tensors(file)))
     except OSError as error:
         index = path.with_name(path.name.removesuffix(TENSORS) + INDEX)
-        hint = f"name its index: {index}" if index.exists() else "look at the path and its permissions"
+        hint = f"pass the index instead: {index}" if index.exists() else "check the path and its permissions"
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}", hint) from None
     except (SafetensorError, ValueError, RecursionError) as error:
         raise CheckpointError(
@@ -145,9 +147,9 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 # Into the model ------------------------------------------------------------------------------------------------------
 
 
-def _put_into(model: nn.Module, weights: _Weights, strict: bool) -> LoadedWeights:
-    state = model.state_dict()  # with the versions of its modules, which load_state_dict looks at
-    own, values = dict(model.state_dict(keep_vars=True)), weights.values  # tied weights are the same object
+def _load_into(model: nn.Module, weights: _Weights, strict: bool) -> LoadedWeights:
+    state = model.state_dict()  # its _metadata has the versions of the modules, which load_state_dict reads
+    own, values = dict(model.state_dict(keep_vars=True)), weights.values  # keep_vars: tied weights are one object
     mismatched = {
         name: (tuple(value.shape), tuple(own[name].shape))
         for name, value in values.items()
@@ -170,7 +172,7 @@ def _put_into(model: nn.Module, weights: _Weights, strict: bool) -> LoadedWeight
     )
     others = [name for name in weights.left_out if name in own and name not in frozen]
     if others and strict:
-        raise differ(others)
+        raise frozen_weights_differ(others)
     if not loaded or (strict and not result.matches):
         raise CheckpointError(
             f"the model {type(model).__name__} does not match: {result}",
@@ -181,7 +183,7 @@ def _put_into(model: nn.Module, weights: _Weights, strict: bool) -> LoadedWeight
     state.update((name, values[name]) for name in loaded)
     try:
         model.load_state_dict(state, strict=False)
-    except Exception as error:  # modules may load as they like
+    except Exception as error:  # a module's own loading code may raise anything
         raise CheckpointError(
             f"{weights.path} cannot be loaded into {type(model).__name__}: {str(error)[:_LONGEST_TEXT]}",
             "create the model as the run's script does",
@@ -190,5 +192,8 @@ def _put_into(model: nn.Module, weights: _Weights, strict: bool) -> LoadedWeight
 
 
 def _is_same(value: Any, entry: Any) -> bool:
-    """Whether a frozen weight is the one that was left out; those of `ddpkit plan` have no values."""
+    """Whether a frozen weight of the model is the one that the checkpoint left out.
+
+    `entry`: its fingerprint in the checkpoint. Fake tensors, under `ddpkit plan`, have no values to compare.
+    """
     return is_fake(value) or (isinstance(value, Tensor) and entry_of(value, int(fingerprint(value))) == entry)

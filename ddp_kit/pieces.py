@@ -8,21 +8,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Piece:
-    """A box in a tensor, or a range of its values in row-major order."""
+    """A piece of a tensor: a box, or a range of its values in row-major order."""
 
     tensor: Tensor
-    """A box has as many dimensions as the whole tensor; a range has one."""
+    """The values of the piece. A box has as many dimensions as the whole tensor, a range has one."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     offsets: tuple[int, ...]
-    """Where the box begins in each dimension, or the range among all values."""
+    """Where the box begins in each dimension; for a range, the index of its first value among all values."""
     flat: bool = False
     """Whether it is a range."""
     owned: bool = True
-    """Whether this rank writes it to checkpoints: of several ranks that hold the same piece, one does."""
+    """Whether this rank writes the piece to checkpoints; of several ranks that hold the same piece, only one does."""
 
     def of(self, saved: "Tensor | Piece") -> Tensor:
-        """Cut this piece out of a saved tensor; a saved `Piece` must be the same one. Raises `ValueError`."""
+        """This piece's values, from a saved whole tensor or the same saved `Piece`. Raises `ValueError` for others."""
         if isinstance(saved, Piece):
             same = saved.shape == self.shape and saved.offsets == self.offsets and saved.flat == self.flat
             if not same or saved.tensor.shape != self.tensor.shape:
@@ -36,12 +36,12 @@ class Piece:
         return saved[box]
 
     def with_tensor(self, tensor: Tensor) -> "Piece":
-        """The same piece with other values."""
+        """The same piece, with the values of `tensor`."""
         return replace(self, tensor=tensor)
 
     @property
     def numel(self) -> int:
-        """Values of the whole tensor."""
+        """The number of values of the whole tensor."""
         return math.prod(self.shape)
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic of forward and backward: fp32, tf32, bf16, fp16 (autocast), bf16-true and fp8.
+"""The numeric precision of forward and backward passes.
 
 precision  weights   matrix products         gradient scaling   needs
 fp32       float32   float32                 no                 anything
@@ -26,10 +26,10 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat1
 
 
 class Precision:
-    """One of the six precisions, on one device. `sharded`: each rank sees the gradients of its shards alone, so the
-    ranks agree on whether a step has overflowed. `fp8_layers`: as in `TrainerConfig`.
+    """One of the six precisions, on one device.
 
-    Raises `ConfigError` where the device does not have it.
+    `sharded`: each rank has the gradients of its own shards only, so the ranks must agree on whether a step overflowed.
+    `fp8_layers`: as in `TrainerConfig`. Raises `ConfigError` if the device does not support the precision.
     """
 
     def __init__(
@@ -37,23 +37,23 @@ class Precision:
     ) -> None:
         _check(name, device)
         self.batch_dtype = torch.bfloat16 if name == "bf16-true" else None
-        """The type that floating-point tensors of a batch are converted to; None: left as they are."""
+        """The dtype to which floating-point tensors of a batch are converted; None: they are not converted."""
         self._autocast_dtype = _AUTOCAST.get(name)
         self.scales = name == "fp16"
-        """Whether steps with gradients that are not finite are left out as a matter of course."""
+        """Whether the loss is scaled, so that steps with non-finite gradients are expected, and skipped."""
         self._device = device
         self._fp8_layers = fp8_layers if name == "fp8" else None
         self._scaler = _scaler(device, sharded=sharded) if name == "fp16" else None
-        self._left_out: Tensor | None = None  # on the device: skipped steps not yet reported
+        self._skipped: Tensor | None = None  # on the device: the number of skipped steps not yet reported
         self.overflowed: Tensor | None = None
         """With fp16: whether the last step overflowed, as a boolean scalar on the device."""
         if device.type == "cuda":
             _choose_float32(tf32=name == "tf32")
 
     def prepare(self, model: nn.Module) -> None:
-        """Convert weights or linear layers where the precision asks for it; the parameters stay the same objects.
+        """Convert the model's weights (bf16-true) or linear layers (fp8); parameters remain the same objects.
 
-        Raises `ConfigError` where the device or the model has no use for fp8.
+        Raises `ConfigError` if fp8 is not available, or the model has no layer for it.
         """
         if self.batch_dtype is not None:
             model.to(self.batch_dtype)
@@ -67,28 +67,29 @@ class Precision:
         return torch.autocast(self._device.type, dtype=self._autocast_dtype)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss as it enters the backward pass."""
+        """The loss, multiplied by the loss scale if there is one."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Bring the gradients to their true size, once per step, before clipping."""
+        """Divide the gradients by the loss scale, once per step, before clipping."""
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
 
     def state(self) -> dict[str, Any]:
-        """Of the gradient scaling; empty without."""
+        """The state of the gradient scaler; empty without one."""
         return {} if self._scaler is None else self._scaler.state_dict()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """What `state` gave."""
-        if self._scaler is not None and state:  # else the run had another precision
+        """Load what `state` returned."""
+        if self._scaler is not None and state:  # empty if the run had another precision
             self._scaler.load_state_dict(state)
 
-    def apply(self, optimizer: Optimizer, *, tell: bool = True) -> bool:
-        """One optimizer step. False if fp16 overflowed: the step is skipped and the scale lowered.
+    def apply(self, optimizer: Optimizer, *, wait: bool = True) -> bool:
+        """Do the optimizer step. Returns False if fp16 overflowed: the step is then skipped and the scale lowered.
 
-        Only the device knows whether it overflowed, so `tell` makes the host wait. Without `tell` this returns True,
-        does not wait if the optimizer is fused (its kernel skips the step), and `steps_left_out` counts skipped steps.
+        Only the device knows whether it overflowed. `wait`: let the host wait for the answer. If False, the result is
+        always True, and `take_skipped_steps` counts skipped steps; the host then waits only if the optimizer is not
+        fused, because a fused kernel skips the step itself.
         """
         if self._scaler is None:
             optimizer.step()
@@ -98,23 +99,23 @@ class Precision:
         before = before.clone()  # update() changes it in place
         self._scaler.step(optimizer)
         self._scaler.update()
-        # An overflow is what lowers the scale.
+        # The scale decreases if and only if the step overflowed.
         self.overflowed = overflowed = scale_on_device(self._scaler) < before  # type: ignore[operator]
-        if tell:
+        if wait:
             return not bool(overflowed)
-        self._left_out = overflowed.long() if self._left_out is None else self._left_out + overflowed
+        self._skipped = overflowed.long() if self._skipped is None else self._skipped + overflowed
         return True
 
-    def steps_left_out(self) -> int:
-        """How many steps `apply` has skipped unreported since the last call. Waits for the device."""
-        left_out, self._left_out = self._left_out, None
-        return 0 if left_out is None else int(left_out)
+    def take_skipped_steps(self) -> int:
+        """The number of steps that `apply` has skipped without `wait` since the last call. Waits for the device."""
+        skipped, self._skipped = self._skipped, None
+        return 0 if skipped is None else int(skipped)
 
 
 def _scaler(device: torch.device, *, sharded: bool) -> torch.amp.GradScaler:
     if not sharded:
         return torch.amp.GradScaler(device.type)
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # which imports all of FSDP
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # imports all of FSDP
 
     return ShardedGradScaler(device.type)
 
@@ -135,10 +136,9 @@ def _unavailable(name: str, device: str, instead: str) -> ConfigError:
 
 
 def _choose_float32(tf32: bool) -> None:
-    """Set what float32 matrix products and convolutions may use.
+    """Allow or forbid TF32 for float32 matrix products and convolutions; cuDNN's default allows it.
 
-    Through torch's older switches: reading those after the newer ones were set raises an error in torch, and
-    torch.compile reads them. cuDNN's own default would be TF32 even for fp32.
+    Uses torch's older switches, because torch.compile reads them, which raises an error if the newer ones were set.
     """
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32

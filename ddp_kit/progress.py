@@ -3,29 +3,41 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from time import monotonic_ns
 from types import TracebackType
 from typing import Self, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
+from rich.table import Column
+from rich.text import Text
 
 from ddp_kit.errors import LossError
-from ddp_kit.heartbeat import HeartbeatField, Phase, heartbeat_memory
+from ddp_kit.heartbeat import ADVICE_WORDS, HeartbeatField, Phase, heartbeat_memory
 from ddp_kit.log import logger
 
 T = TypeVar("T")
+_BAR_COLUMNS = 20
 
-_running: list[Progress] = []  # the bar of the run, to which evaluations add a line
+
+class _TimeLeft(TimeRemainingColumn):
+    def render(self, task: Task) -> Text:
+        shown = super().render(task)
+        return Text.assemble(shown, (" left", shown.style)) if shown.plain else shown
+
+
+_running: list[Progress] = []  # the bar of the run, in whose place evaluations show theirs
 
 
 class ProgressReport:
     """Shows steps as they are done; nothing where `shown` is False. A context manager.
 
-    `total`: optimizer steps of the whole run; None where only the data will tell.
+    `total`: optimizer steps of the whole run; None where only the data will tell. `done`: those done before.
     """
 
-    def __init__(self, total: int | None, shown: bool) -> None:
+    def __init__(self, total: int | None, shown: bool, done: int = 0) -> None:
         self._total = total
+        self._done = done
         self._shown = shown
         self._bar = _bar() if shown and sys.stderr.isatty() else None
 
@@ -33,7 +45,7 @@ class ProgressReport:
         if self._bar is not None:
             self._bar.start()
             _running.append(self._bar)
-            self._task = self._bar.add_task("", total=self._total)
+            self._task = self._bar.add_task("", total=self._total, completed=self._done)
         return self
 
     def __exit__(
@@ -49,11 +61,25 @@ class ProgressReport:
             self._bar.update(self._task, completed=done)
 
     def log(self, done: int, values: str) -> None:
-        """Show the values of a log point."""
+        """Show the values of a log point: next to the bar, as many as fit there, or as a line."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, description=values)
+            room = (
+                self._bar.console.width - len(f"{self._total} / {self._total} ") - _BAR_COLUMNS - len(" 0:00:00 left ")
+            )
+            self._bar.update(self._task, completed=done, description=_fitting(values, room))
         elif self._shown:
             logger.info("step {}{}  {}", done, "" if self._total is None else f"/{self._total}", values)
+
+
+def _fitting(values: str, room: int) -> str:
+    """The first of the values, which two spaces separate, that fit into so many columns."""
+    shown = ""
+    for value in values.split("  "):
+        longer = f"{shown}  {value}" if shown else value
+        if len(longer) > room:
+            break
+        shown = longer
+    return shown
 
 
 def with_bar(batches: Iterable[T], title: str, count: Callable[[], int] | None, shown: bool) -> Iterable[T]:
@@ -65,6 +91,10 @@ def _with_bar(batches: Iterable[T], title: str, count: Callable[[], int] | None)
     bar = _running[-1] if _running else _bar()
     if not _running:
         bar.start()
+    # One line at any time: what other ranks print would be overwritten by a display that goes up to redraw itself.
+    hidden = [each.id for each in bar.tasks if each.visible]
+    for each in hidden:
+        bar.update(each, visible=False)
     task = bar.add_task(title, total=None if count is None else count())
     try:
         for batch in batches:
@@ -72,11 +102,13 @@ def _with_bar(batches: Iterable[T], title: str, count: Callable[[], int] | None)
             bar.advance(task)
     finally:
         bar.remove_task(task)
+        for each in hidden:
+            bar.update(each, visible=True)
         if bar not in _running:
             bar.stop()
 
 
-_STEP, _PHASE, _BEATS, _STEPS, _BEGAN = map(
+_STEP, _PHASE, _BEATS, _STEPS, _BEGAN, _CHANGED_AT, _STEP_NANOSECONDS = map(
     int,
     (
         HeartbeatField.STEP,
@@ -84,8 +116,13 @@ _STEP, _PHASE, _BEATS, _STEPS, _BEGAN = map(
         HeartbeatField.BEATS,
         HeartbeatField.STEPS,
         HeartbeatField.BEGAN,
+        HeartbeatField.CHANGED_AT,
+        HeartbeatField.STEP_NANOSECONDS,
     ),
 )
+_SIZE = len(HeartbeatField) + ADVICE_WORDS
+_AVERAGED = 8
+"""A step counts for one part in so many of the moving average of the time of a step."""
 
 
 class Heartbeat:
@@ -93,8 +130,9 @@ class Heartbeat:
 
     def __init__(self) -> None:
         memory = heartbeat_memory()
-        self._memory = memoryview(bytearray(8 * len(HeartbeatField))).cast("q") if memory is None else memory
+        self._memory = memoryview(bytearray(8 * _SIZE)).cast("q") if memory is None else memory
         self._beats = self._memory[_BEATS]
+        self._stepped_at = 0  # nanoseconds; 0: no step is done yet
 
     @property
     def where(self) -> str:
@@ -106,6 +144,7 @@ class Heartbeat:
         self._memory[_PHASE] = phase
         self._beats += 1
         self._memory[_BEATS] = self._beats
+        self._memory[_CHANGED_AT] = monotonic_ns()
 
     def stand(self, step: int) -> None:
         """Set the number of optimizer steps done before this process started."""
@@ -115,6 +154,22 @@ class Heartbeat:
         """An optimizer step is done."""
         self._memory[_STEP] = step + 1
         self._memory[_STEPS] += 1
+        now = monotonic_ns()
+        if self._stepped_at:
+            average = self._memory[_STEP_NANOSECONDS] or now - self._stepped_at
+            self._memory[_STEP_NANOSECONDS] = average + (now - self._stepped_at - average) // _AVERAGED
+        self._stepped_at = now
+
+    def shares(self, data: float, communication: float, mfu: float = 0.0) -> None:
+        """Set the shares of the time that went to waiting for data and for other ranks, and the MFU; 0: not known."""
+        self._memory[HeartbeatField.DATA_SHARE] = round(1000 * data)
+        self._memory[HeartbeatField.COMMUNICATION_SHARE] = round(1000 * communication)
+        self._memory[HeartbeatField.MFU] = round(1000 * mfu)
+
+    def advise(self, line: str) -> None:
+        """Set the last line of advice; one that is too long is cut."""
+        content = line.encode()[: 8 * ADVICE_WORDS].ljust(8 * ADVICE_WORDS, b"\0")
+        self._memory[len(HeartbeatField) : _SIZE] = memoryview(content).cast("q")
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -135,6 +190,7 @@ class Heartbeat:
     def follow(self, step: int) -> Iterator[None]:
         """While steps are done: note the one they begin after, and at a loss that is not finite, the last good one."""
         self.stand(step)
+        self._stepped_at = 0
         if not self._memory[_BEGAN]:
             self._memory[_BEGAN] = step + 1
         try:
@@ -146,10 +202,11 @@ class Heartbeat:
 
 
 def _bar() -> Progress:
+    whole = Column(no_wrap=True)  # on a narrow terminal the bar alone gets shorter
     return Progress(
-        MofNCompleteColumn(),
-        BarColumn(bar_width=30),
-        TimeRemainingColumn(),
+        MofNCompleteColumn(table_column=whole),
+        BarColumn(bar_width=_BAR_COLUMNS),
+        _TimeLeft(table_column=whole),
         TextColumn("{task.description}"),
         console=Console(stderr=True, soft_wrap=True),
         # What the script prints appears above the bar, in one piece; where its output goes elsewhere it is left alone.

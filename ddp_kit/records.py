@@ -1,73 +1,88 @@
-"""What a run reports: log points, steps, the result. Read-only."""
+"""Read-only records of a run: log rows, steps, results."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+_GIB = 1 << 30
+_MIN_SHOWN_WAIT = 0.05
+"""The share of a step's time from which on waiting for other ranks is shown."""
+
 
 @dataclass(frozen=True)
 class LogRow:
-    """One log point: what happened since the one before."""
+    """One log point: statistics of the interval since the previous one."""
 
     step: int
     """Optimizer steps done."""
     epoch: int
-    """Counted from 0; `str` counts it from 1."""
+    """The index of the epoch, from 0. `str(row)` shows it from 1."""
     loss: float
-    """Mean over the interval's samples (or weights) on all ranks."""
+    """Mean loss over the interval and all ranks, weighted by samples or by the weights of `Loss`."""
     learning_rate: float
-    """Of the optimizer's first parameter group, for the step to come."""
+    """The learning rate of the optimizer's first parameter group in the next step."""
     grad_norm: float
-    """Of the gradient at the row's last step, over all parameters, before clipping; 0 where it was not measured."""
+    """Global norm of the gradient at the row's last step, before clipping; 0 if it was not measured."""
     samples_per_second: float
-    """Over all ranks."""
+    """Training throughput of all ranks together."""
     step_seconds: float
     """Wall time per optimizer step, without evaluations."""
     times: "StepTimes"
-    """Where the wall time of this rank went."""
+    """How the wall time of this rank divides into phases."""
     slowest_rank: int
-    """The one that needed the most time for itself; the others wait for it."""
+    """The rank with the largest `StepTimes.own`; the others wait for it."""
     slowest_factor: float
-    """How many times the median of the others that is."""
+    """The slowest rank's `StepTimes.own`, divided by the median of the other ranks'."""
     values: dict[str, float] = field(default_factory=dict)
-    """What was given to `trainer.log`: means over the interval on all ranks."""
+    """The values passed to `trainer.log`, averaged over the interval and all ranks."""
     learning_rates: tuple[float, ...] = ()
-    """Of all parameter groups."""
+    """The learning rate of each parameter group."""
+    rank_seconds: tuple[float, ...] = ()
+    """`StepTimes.own` of each rank: seconds per optimizer step without waiting for other ranks."""
+    rank_memory: tuple[int, ...] = ()
+    """Peak bytes allocated by torch on each rank's GPU so far; empty on a CPU."""
+    mfu: float | None = None
+    """Model FLOPs utilisation over all ranks, from 0 to 1; None: not known, see `TrainerConfig.mfu`."""
 
     @property
     def data_seconds(self) -> float:
-        """The part of `step_seconds` in which this rank waited for a batch."""
+        """Seconds per step in which this rank waited for a batch."""
         return self.times.data
 
     def __str__(self) -> str:
         own = "".join(f"  {name} {value:.4g}" for name, value in self.values.items())
+        waits = self.times.communication / self.step_seconds
+        others = f"  ranks {waits:.0%}" if waits >= _MIN_SHOWN_WAIT else ""
+        mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%}"
+        memory = f"  memory {max(self.rank_memory) / _GIB:.1f} GiB" if self.rank_memory else ""
         return (
             f"epoch {self.epoch + 1}  loss {self.loss:.4g}{own}  lr {self.learning_rate:.3g}  "
-            f"{self.samples_per_second:,.0f} samples/s  data {self.data_seconds / self.step_seconds:.0%}"
+            f"{self.samples_per_second:,.0f} samples/s{mfu}  data {self.data_seconds / self.step_seconds:.0%}"
+            f"{others}{memory}"
         )
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Where one rank's time went: seconds per optimizer step, as means over an interval."""
+    """One rank's wall time by phase: seconds per optimizer step, averaged over an interval."""
 
     data: float
     """Waiting for batches."""
     transfer: float
-    """Batches on their way to the device."""
+    """Copying batches to the device."""
     forward: float
     backward: float
-    """Computing gradients, of all passes; without `communication`."""
+    """The backward passes, without `communication`."""
     communication: float
-    """Waiting for the other ranks and the network with nothing else to do; what the backward pass hides is free."""
+    """Idle time in which the rank waits for other ranks or the network; overlapped communication does not count."""
     optimizer: float
-    """Clipping, the optimizer's step, and what goes with them."""
+    """Gradient clipping and the optimizer step."""
     other: float
     """The rest of the wall time: callbacks, logging, the loop itself."""
 
     @property
     def figures(self) -> tuple[float, ...]:
-        """All of them, in their order; dataclasses.astuple takes thirty times as long."""
+        """All fields in order, 30 times faster than `dataclasses.astuple`."""
         return (
             self.data,
             self.transfer,
@@ -85,71 +100,72 @@ class StepTimes:
 
     @property
     def own(self) -> float:
-        """What the rank needed for itself: the others wait for the one with the most."""
+        """The wall time of a step without `communication`: ranks wait for the one with the largest value."""
         return self.data + self.transfer + self.forward + self.backward + self.optimizer + self.other
 
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step that was just done."""
+    """A completed optimizer step."""
 
     number: int
-    """Counted from 1 over the whole run: `trainer.step`."""
+    """The number of the step in the whole run, from 1; equals `trainer.step`."""
     epoch: int
-    """Counted from 0."""
+    """The index of the epoch, from 0."""
     samples: int
     """Samples in this step over all ranks."""
     ends_epoch: bool
+    """Whether it is the last step of its epoch."""
     log: LogRow | None
-    """The interval's figures at a log point, else None."""
+    """The row that became ready at this step; None at most steps."""
 
 
 @dataclass(frozen=True)
 class FitResult:
-    """The result of a run; the same on every rank, apart from times."""
+    """The result of `Trainer.fit`; apart from times, the same on every rank."""
 
     steps: int
     """Optimizer steps done."""
     samples: int
     """Samples trained on over all ranks, counted once per epoch."""
     loss: float
-    """The mean over the last logged interval."""
+    """The mean loss of the last log row; NaN if there is none."""
     history: tuple[LogRow, ...]
     """One row per log point."""
     skipped: int
-    """Steps skipped because a gradient was not finite: by fp16's scaling, or by `non_finite="skip"`."""
+    """Steps skipped because a gradient was not finite: by fp16 loss scaling, or by `non_finite="skip"`."""
     metrics: dict[str, float]
-    """Of the last evaluation; empty without one."""
+    """The loss and metrics of the last evaluation; empty without one."""
 
 
 @dataclass(frozen=True)
 class LearningRateSearch:
-    """What a learning-rate range test found; the same on every rank."""
+    """The result of a learning-rate range test; the same on every rank."""
 
     rates: tuple[float, ...]
-    """Those tried, rising, of the optimizer's first parameter group."""
+    """The learning rates tried, ascending, of the optimizer's first parameter group."""
     losses: tuple[float, ...]
-    """The smoothed loss at each."""
+    """The smoothed loss at each rate."""
     suggestion: float | None
-    """Where the loss falls most steeply; None where it never fell."""
+    """The rate at which the loss falls most steeply; None if it never fell."""
 
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What `load_model` loaded, and what of the checkpoint and of the model did not match."""
+    """What `load_model` loaded, and the names that did not match."""
 
     path: Path
-    """The checkpoint, or the file."""
+    """The checkpoint or the file that was loaded."""
     step: int | None
-    """Optimizer steps that had been done; None for a file."""
+    """The optimizer step of the checkpoint; None for a file."""
     loaded: tuple[str, ...]
-    """Names in the model's state_dict."""
+    """The names that were loaded, as in the model's state_dict."""
     missing: tuple[str, ...] = ()
-    """In the model only: they keep their values."""
+    """Names that only the model has; these keep their values."""
     unexpected: tuple[str, ...] = ()
-    """In the checkpoint only."""
+    """Names that only the checkpoint has."""
     mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    """Of another shape in the checkpoint (first) than in the model (second): they keep their values."""
+    """Name -> (shape in the checkpoint, shape in the model), where these differ; the model keeps its values."""
 
     @property
     def matches(self) -> bool:

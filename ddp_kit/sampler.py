@@ -1,7 +1,7 @@
-"""Samplers: which samples this rank uses, in which order, as a pure function of (seed, epoch, position).
+"""Samplers: which samples this rank uses, and in which order, as a pure function of (seed, epoch, position).
 
-Step k of an epoch has the same samples at every number of ranks. A user's own sampler is iterated on every rank with
-the same random states, so that each rank draws the same order and takes its share of it.
+Step k of an epoch has the same samples for any number of ranks. A user's own sampler is iterated on every rank with the
+same random states, so that all ranks draw the same order, of which each takes its share.
 """
 
 import sys
@@ -25,10 +25,11 @@ from ddp_kit.world import mixed_seed, random_states_kept, seed_generators
 
 
 class ExactDistributedSampler(DistributedSampler[Any]):
-    """torch's DistributedSampler without padding: each sample once, on one rank, in contiguous shares.
+    """torch's DistributedSampler without padding: each sample is on exactly one rank, in contiguous shares.
 
-    Iterating yields this rank's samples of an epoch; `order` returns those of all ranks. `own`: the user's own sampler
-    over all samples, which then decides the order. Raises `DataError` if it has no length, or yields another number.
+    Iterating yields this rank's samples of an epoch; `order` returns those of all ranks.
+    `own`: the user's own sampler over all samples, which then determines the order. Raises `DataError` if it has no
+    length, or does not yield as many items as its length.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class ExactDistributedSampler(DistributedSampler[Any]):
 
 
 class _LazyInts(Sequence[int]):
-    """The values of an int64 tensor, converted on access: 8 bytes each, where a list of ints takes 36."""
+    """A sequence of the values of an int64 tensor: 8 bytes per value, while a list of ints takes 36."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -91,7 +92,7 @@ class _LazyInts(Sequence[int]):
 
 
 class TrainBatches(Sampler[list[Any]]):
-    """This rank's micro-batches of an epoch, from optimizer step `first_step` on."""
+    """A batch sampler that yields this rank's micro-batches of an epoch, starting at step `first_step`."""
 
     def __init__(self, sampler: ExactDistributedSampler, plan: BatchPlan, *, drop_last: bool) -> None:
         self._sampler = sampler
@@ -116,26 +117,26 @@ class TrainBatches(Sampler[list[Any]]):
         return self._sampler.epoch
 
     def set_position(self, epoch: int, first_step: int) -> None:
-        """What the next iteration starts with."""
+        """Set where the next iteration starts."""
         self._sampler.set_epoch(epoch)
         self.first_step = first_step
 
     def samples(self, step: int) -> int:
         """Samples of optimizer step `step` over all ranks."""
         if step < self._full_steps:
-            return self._plan.global_batch
+            return self._plan.global_batch  # the usual case, without computation
         return len(self._plan.step_samples(step, self._sampler.total_size))
 
     def passes(self, step: int) -> tuple[int, ...]:
-        """Samples of each of this rank's passes in optimizer step `step`; empty where it has none."""
+        """The number of samples in each of this rank's passes in step `step`; empty if it has none."""
         return self._full_passes if step < self._full_steps else tuple(map(len, self._ranges(self.samples(step))))
 
     def most_passes(self, step: int) -> int:
-        """Those of the rank that has the most in optimizer step `step`."""
+        """The largest number of passes on any rank in step `step`."""
         return len(self._plan.micro_batches(0, self.samples(step)))
 
     def spare(self) -> list[Any]:
-        """A batch of one sample, whoever takes it."""
+        """A batch of one sample, for a rank that has no batch of its own."""
         return list(self._sampler.order()[:1])
 
     def fingerprint(self) -> str:
@@ -155,11 +156,11 @@ class TrainBatches(Sampler[list[Any]]):
         return self._plan.micro_batches(self._sampler.rank, samples)
 
 
-class OwnTrainBatches(Sampler[list[Any]]):
-    """This rank's share of the batches that the user's own batch sampler yields, each of them one micro-batch.
+class UserTrainBatches(Sampler[list[Any]]):
+    """This rank's share of the batches of the user's own batch sampler; each batch is one micro-batch.
 
-    An optimizer step takes the next `accumulation` x `world_size` batches; each rank takes contiguous ones.
-    Raises `DataError` for a batch sampler without a length, or with a length that differs from what it yields.
+    An optimizer step uses the next `accumulation` x `world_size` batches, of which each rank takes consecutive ones.
+    Raises `DataError` if the batch sampler has no length, or does not yield as many batches as its length.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class OwnTrainBatches(Sampler[list[Any]]):
             f"a step = {self.per_step} batches of the DataLoader's {type(own).__name__} = "
             f"accumulation {accumulation} x {world_size}"
         )
-        """For the log line at the start of a run, when the number of samples per step is not known yet."""
+        """The division of a step, for the log line at the start of a run; samples per step are not known in advance."""
         self._total = _length(own, "batch sampler")
         self.steps = self._total // self.per_step if drop_last else -(-self._total // self.per_step)
         if self.steps == 0:
@@ -184,10 +185,10 @@ class OwnTrainBatches(Sampler[list[Any]]):
             )
         self.epoch = 0
         self.first_step = 0
-        self._drawn: _Drawn | None = None
+        self._drawn: _EpochBatches | None = None
 
     def set_position(self, epoch: int, first_step: int) -> None:
-        """What the next iteration starts with."""
+        """Set where the next iteration starts."""
         self.epoch = epoch
         self.first_step = first_step
 
@@ -196,16 +197,16 @@ class OwnTrainBatches(Sampler[list[Any]]):
         return self._epoch().samples[step]
 
     def passes(self, step: int) -> tuple[int, ...]:
-        """Samples of each of this rank's passes in optimizer step `step`; empty where it has none."""
+        """The number of samples in each of this rank's passes in step `step`; empty if it has none."""
         return self._epoch().passes[step]
 
     def most_passes(self, step: int) -> int:
-        """Those of the rank that has the most in optimizer step `step`."""
+        """The largest number of passes on any rank in step `step`."""
         batches = min(self.per_step, self._total - step * self.per_step)
         return len(split(batches, self._world_size, 0))
 
     def spare(self) -> list[Any]:
-        """The first batch, whoever takes it."""
+        """The first batch, for a rank that has no batch of its own."""
         return list(_drawn_batches(self._own, self.seed, self.epoch)[0])
 
     def fingerprint(self) -> str:
@@ -216,13 +217,13 @@ class OwnTrainBatches(Sampler[list[Any]]):
         own = self._epoch().own
         return (batch for step in range(self.first_step, self.steps) for batch in own[step])
 
-    def _epoch(self) -> "_Drawn":
+    def _epoch(self) -> "_EpochBatches":
         if self._drawn is None or self._drawn.epoch != self.epoch:
             batches = _drawn_batches(self._own, self.seed, self.epoch)
             steps = [batches[start : start + self.per_step] for start in range(0, self._total, self.per_step)]
             shares = [split(len(step), self._world_size, self._rank) for step in steps]
             own = [step[share.start : share.stop] for step, share in zip(steps, shares, strict=True)]
-            self._drawn = _Drawn(
+            self._drawn = _EpochBatches(
                 self.epoch,
                 own,
                 [sum(map(len, step)) for step in steps],
@@ -233,22 +234,22 @@ class OwnTrainBatches(Sampler[list[Any]]):
 
 
 @dataclass(frozen=True)
-class _Drawn:
-    """The batches that a batch sampler yielded for an epoch, by optimizer step."""
+class _EpochBatches:
+    """The batches that a batch sampler has yielded for an epoch, by optimizer step."""
 
     epoch: int
     own: list[list[list[Any]]]
-    """The batches of this rank."""
+    """This rank's batches in each step."""
     samples: list[int]
-    """The number of samples of each step over all ranks."""
+    """The number of samples in each step, over all ranks."""
     passes: list[tuple[int, ...]]
-    """The sizes of this rank's batches."""
+    """The sizes of this rank's batches in each step."""
     fingerprint: str
     """A hash of the batches of all ranks."""
 
 
 class EvalBatches(Sampler[list[Any]]):
-    """This rank's share of a dataset in order, in batches of at most `size` samples: each sample once, no padding."""
+    """A batch sampler over this rank's share of a dataset, in order, in batches of at most `size`; without padding."""
 
     def __init__(self, sampler: ExactDistributedSampler, size: int) -> None:
         self._sampler = sampler
@@ -261,7 +262,7 @@ class EvalBatches(Sampler[list[Any]]):
         return [min(self._size, total - start) for start in range(0, total, self._size)]
 
     def spare(self) -> list[Any]:
-        """A batch of one sample, whoever takes it."""
+        """A batch of one sample, for a rank that has no batch of its own."""
         return list(self._sampler.order()[:1])
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -269,8 +270,8 @@ class EvalBatches(Sampler[list[Any]]):
         return (list(islice(own, size)) for size in self.sizes())
 
 
-class OwnEvalBatches(Sampler[list[Any]]):
-    """This rank's share of the batches that the user's own batch sampler yields, each of them once."""
+class UserEvalBatches(Sampler[list[Any]]):
+    """This rank's share of the batches of the user's own batch sampler, for evaluation: each batch on one rank."""
 
     def __init__(self, own: Iterable[Any], rank: int, world_size: int, *, seed: int) -> None:
         self.seed, self.epoch = seed, 0
@@ -283,7 +284,7 @@ class OwnEvalBatches(Sampler[list[Any]]):
         return list(map(len, self._batches))
 
     def spare(self) -> list[Any]:
-        """The first batch, whoever takes it."""
+        """The first batch, for a rank that has no batch of its own."""
         return list(self._first[0])
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -304,7 +305,10 @@ def _length(own: Iterable[Any], what: str) -> int:
 
 
 def _draw(own: Iterable[Any], seed: int, epoch: int, what: str) -> list[Any]:
-    """Iterate the user's sampler for `epoch`, seeded equally on every rank and in every run; other states are kept."""
+    """The items that the user's sampler yields in `epoch`, drawn with the same seeds on every rank and in every run.
+
+    Random states are restored afterwards. `what`: "sampler" or "batch sampler", for messages.
+    """
     with _seeded(own, mixed_seed(seed, epoch)):
         for part in _parts(own):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
@@ -342,7 +346,7 @@ def _seeded(own: Iterable[Any], seed: int) -> Iterator[None]:
 
 
 def _seed_one(value: Any, seed: int, stack: ExitStack) -> None:
-    """Seed `value` if it is a generator of torch, Python or numpy; `stack` restores its state."""
+    """Seed `value` if it is a random generator of torch, Python or numpy; `stack` will restore its state."""
     numpy = sys.modules.get("numpy")
     if isinstance(value, Generator):
         stack.callback(value.set_state, value.get_state())
@@ -360,7 +364,7 @@ def _seed_one(value: Any, seed: int, stack: ExitStack) -> None:
 
 
 def _parts(own: Iterable[Any]) -> Iterator[Any]:
-    """A sampler and the samplers inside it: a batch sampler usually has one."""
+    """A sampler and the samplers inside it; a batch sampler usually contains one."""
     part: Any = own
     for _ in range(5):  # a limit, in case a sampler contains itself
         yield part
@@ -370,7 +374,7 @@ def _parts(own: Iterable[Any]) -> Iterator[Any]:
 
 
 def _compact(order: list[Any]) -> Sequence[Any]:
-    """Integers in 8 bytes each; keys of other types stay a list."""
+    """The order as an array of 8-byte integers, if all keys are integers."""
     try:
         return array("q", order)
     except (TypeError, OverflowError):

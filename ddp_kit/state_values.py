@@ -1,4 +1,4 @@
-"""Checks of values that come from a checkpoint: a file may contain anything, and would fail much later."""
+"""Checks of values loaded from a checkpoint: a file may contain anything, and a wrong type would fail much later."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,30 +10,30 @@ _LONGEST_TEXT = 60
 
 
 def whole_number(value: Any, name: str, least: int = 0) -> int:
-    """The value, an int of at least `least`. Raises `ValueError`."""
+    """Return the value if it is an int of at least `least`; else raise `ValueError`."""
     if isinstance(value, int) and not isinstance(value, bool) and least <= value < _MOST:
         return value
     raise _not_a(f"whole number from {least}", value, name)
 
 
 def real_number(value: Any, name: str) -> float:
-    """The value, an int or a float. Raises `ValueError`."""
+    """Return the value if it is an int or a float; else raise `ValueError`."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value
     raise _not_a("number", value, name)
 
 
 def flag(value: Any, name: str) -> bool:
-    """The value, True or False. Raises `ValueError`."""
+    """Return the value if it is a bool; else raise `ValueError`."""
     if isinstance(value, bool):
         return value
     raise _not_a("boolean", value, name)
 
 
-def same_kind(value: Any, own: Any, name: str) -> None:
-    """Raise `ValueError` where `value` cannot take the place of `own`: a number that of a number, and so on.
+def check_same_kind(value: Any, own: Any, name: str) -> None:
+    """Raise `ValueError` unless `value` is of the same kind as `own`, the value that it replaces: a number, a list, ...
 
-    Nothing is known of the place of a None; None may take that of a bool or a text.
+    If `own` is None, any value is accepted; None is accepted in place of a bool or a string.
     """
     if isinstance(own, bool):
         _ = value is None or flag(value, name)
@@ -46,12 +46,12 @@ def same_kind(value: Any, own: Any, name: str) -> None:
         if not isinstance(value, list | tuple) or (isinstance(own, tuple) and len(value) != len(own)):
             raise _not_a(f"list of {len(own)}", value, name)
         for place, each in enumerate(value if own else ()):
-            same_kind(each, own[min(place, len(own) - 1)], f"{name}[{place}]")
+            check_same_kind(each, own[min(place, len(own) - 1)], f"{name}[{place}]")
     elif isinstance(own, Mapping):
         if not isinstance(value, Mapping):
             raise _not_a("dict", value, name)
         for key in own.keys() & value.keys():
-            same_kind(value[key], own[key], f"{name}[{key!r}]")
+            check_same_kind(value[key], own[key], f"{name}[{key!r}]")
 
 
 def _not_a(kind: str, value: Any, name: str) -> ValueError:

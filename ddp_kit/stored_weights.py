@@ -1,4 +1,4 @@
-"""Which weights a checkpoint holds, by their names in the model, as its state.json says. Read-only, without torch."""
+"""Which weights a checkpoint holds, by name, according to its state.json. Read-only, without torch."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -6,24 +6,25 @@ from typing import Any, NamedTuple
 from ddp_kit.tensor_reading import Key
 
 FROZEN = "frozen"
-"""The key of a fingerprint, in the entry of a weight that `checkpoint.trainable_only` left out."""
+"""The key of the fingerprint in the entry of a weight that `checkpoint.trainable_only` left out."""
 _TENSORS = ("$tensor", "$array")
 _AVERAGING = "EMA"  # the class of the callback
 
 
 class StoredWeights(NamedTuple):
-    """The `model` part of a checkpoint."""
+    """The weights and buffers in the `model` part of a checkpoint."""
 
     entries: Mapping[str, Any]
-    """By name: the entry of what is stored, as state.json has it. Tied weights have the same one."""
+    """Name -> the entry in state.json; tied weights have the same entry."""
     left_out: Mapping[str, Any]
-    """By name: dtype, shape and fingerprint of what `checkpoint.trainable_only` left out."""
+    """Name -> dtype, shape and fingerprint of each weight that `checkpoint.trainable_only` left out."""
 
 
 def stored_weights(state: Any, *, ema: bool = False) -> StoredWeights:
-    """The weights, from the content of state.json. `ema`: those of the average that an `EMA` made; see `has_average`.
+    """The weights, from the content of state.json.
 
-    Raises `ValueError` where there are none.
+    `ema`: with the averages of the `EMA` callback in place of the trained weights; requires `has_average`.
+    Raises `ValueError` if there are no weights.
     """
     model = dict(_pairs(state.get("model") if isinstance(state, dict) else None))
     left_out = {name: entry for name, entry in model.items() if isinstance(entry, dict) and FROZEN in entry}
@@ -31,8 +32,8 @@ def stored_weights(state: Any, *, ema: bool = False) -> StoredWeights:
     if not entries:
         raise ValueError("it has no model weights")
     if ema:
-        average = _averages(state)[-1]  # of several, the one that evaluations use
-        # A tied weight has one name in the average and several in the model.
+        average = _averages(state)[-1]  # evaluations use that of the last callback
+        # Tied weights have one name in the average and several in the model.
         new = {key: average[name] for name, entry in entries.items() if name in average for key in keys_in([entry])}
         entries = {
             name: next((new[key] for key in keys_in([entry]) if key in new), entry) for name, entry in entries.items()
@@ -41,12 +42,12 @@ def stored_weights(state: Any, *, ema: bool = False) -> StoredWeights:
 
 
 def has_average(state: Any) -> bool:
-    """Whether the checkpoint, by its state.json, has the average of an `EMA`."""
+    """Whether the checkpoint has averaged weights, from an `EMA` callback. `state`: the content of state.json."""
     return bool(_averages(state))
 
 
 def keys_in(entries: Iterable[Any]) -> Iterator[Key]:
-    """The tensors that entries of state.json refer to. Raises `ValueError`."""
+    """The keys of the tensors that entries of state.json refer to. Raises `ValueError` for invalid references."""
     waiting = [*entries]
     while waiting:
         entry = waiting.pop()
@@ -75,7 +76,7 @@ def _averages(state: Any) -> list[dict[str, Any]]:
 
 
 def _pairs(model: Any) -> Iterator[tuple[str, Any]]:
-    """Of a state_dict, as docs/checkpoints.md has it."""
+    """(name, entry) of a state_dict in the format described in docs/checkpoints.md."""
     if isinstance(model, dict):
         pairs: Any = model.get("$ordered") or model.get("$dict") or model.items()
         yield from ((name, value) for name, value in pairs if isinstance(name, str) and name[:1] != "$")

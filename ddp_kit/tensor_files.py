@@ -1,8 +1,8 @@
-"""Headers of safetensors files, and the position of sharded pieces in their whole tensors.
+"""Headers of safetensors files, and the positions of sharded pieces in their whole tensors.
 
 Source of the format: https://github.com/huggingface/safetensors, "Format": 8 bytes with the header's length, the header
-as JSON, then the tensors without gaps. If a tensor is sharded over ranks, each rank's file has a piece of it: a box,
-or a range of its values in row-major order. The header's metadata has the offsets, as described in docs/checkpoints.md.
+as JSON, then the tensors without gaps. If a tensor is sharded over ranks, each rank's file holds a piece of it: a box,
+or a range of its values in row-major order. The header's metadata has the offsets; see docs/checkpoints.md.
 """
 
 import json
@@ -33,7 +33,7 @@ Shape = tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """A box in a tensor."""
+    """A box in a tensor: a range of indices in each dimension."""
 
     begin: Shape
     end: Shape
@@ -119,7 +119,7 @@ class TensorRecord:
     whole: Shape
     """The shape of the whole tensor; the header has the shape of the piece."""
     boxes: tuple[Box, ...]
-    """The values of the tensor that the file has, in this order."""
+    """The values of the tensor that the file holds, in the order in which it stores them."""
     bytes: int
     """The size in the file."""
     is_piece: bool = False
@@ -137,7 +137,7 @@ def tensor_table(path: Path) -> dict[str, TensorRecord]:
 def read_header(file: BufferedReader, size: int) -> tuple[dict[str, TensorRecord], bytes]:
     """Read a safetensors header: the tensors, and the raw bytes of the header. `size`: of the file, in bytes.
 
-    Raises `ValueError` for an invalid header, and where the tensors do not fill the file without gaps.
+    Raises `ValueError` if the header is invalid, or the tensors do not fill the file without gaps.
     """
     length = file.read(_LENGTH_BYTES)
     header = int.from_bytes(length, "little")
@@ -165,7 +165,7 @@ def read_header(file: BufferedReader, size: int) -> tuple[dict[str, TensorRecord
 
 
 def header(metadata: Mapping[str, str], tensors: Iterable[tuple[str, str, Iterable[int], int]]) -> bytes:
-    """The header of a file, from the name, dtype, shape and bytes of each tensor in it."""
+    """The header of a file. `tensors`: name, dtype, shape and bytes of each tensor, in file order."""
     table: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name, dtype, shape, size in tensors:

@@ -1,4 +1,4 @@
-"""Reads tensors, or parts of them, from the files of a checkpoint, and verifies hashes. Each byte is read once.
+"""Reads tensors, or parts of them, from the files of a checkpoint, and verifies hashes. Each byte is read only once.
 
     files = TensorFiles(found)                          reads the headers
     files.tensors["model", "weight"]                    dtype and shape of the whole tensor, also if it is sharded
@@ -23,7 +23,7 @@ _READERS = 4
 
 Array = np.ndarray[Any, Any]
 Key = tuple[str, str]
-"""The part of the state, and the tensor's name in it."""
+"""The name of a part of the state, and the name of a tensor in it."""
 
 
 class Place(NamedTuple):
@@ -46,7 +46,7 @@ class Whole(NamedTuple):
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def places(self, memory: Array, shape: Shape, offsets: Shape, *, flat: bool = False) -> list[Place]:
-        """The places of a piece, described as in `boxes_of`; `memory` is a byte array of the piece's size."""
+        """Where to copy the boxes of a piece. `memory`: a byte array of the piece's size; the rest as in `boxes_of`."""
         values, found, at = memory.view(f"u{ITEM_BYTES[self.dtype]}"), [], 0
         for box in boxes_of(self.shape, shape, offsets, flat=flat):
             count = math.prod(box.shape)
@@ -63,9 +63,9 @@ class _File(NamedTuple):
 
 
 class TensorFiles:
-    """The tensors of a checkpoint.
+    """The tensor files of a checkpoint. Creating it reads their headers.
 
-    Raises `OSError`, and `ValueError` if a file is not the one that was written, or a tensor's pieces are incomplete.
+    Raises `OSError`, and `ValueError` if a file is damaged or the pieces of a tensor are incomplete.
     """
 
     def __init__(self, found: Found) -> None:
@@ -90,9 +90,9 @@ class TensorFiles:
                 raise ValueError(wrong_hash(record.name)) from None
 
     def read(self, wanted: Mapping[Key, Sequence[Place]]) -> None:
-        """Copy the wanted boxes from all files that have values of them, and verify the hashes of these files.
+        """Copy the wanted boxes from all files that contain them, and verify the hashes of these files.
 
-        Raises `OSError`, and `ValueError` if a file is not the one that was written; copied values are then invalid.
+        Raises `OSError`, and `ValueError` if a file is damaged; values that were copied are then invalid.
         """
         with ThreadPoolExecutor(_READERS) as pool:
             for _ in pool.map(lambda file: self._read(file, wanted), filter(_needed(wanted), self._files)):
@@ -110,7 +110,7 @@ class TensorFiles:
 
 
 def _needed(wanted: Mapping[Key, Sequence[Place]]) -> Any:
-    """Whether a file has to be read; a file without values is read too, to verify its hash."""
+    """A predicate: whether a file has to be read. A file without values is also read, to verify its hash."""
 
     def needed(file: _File) -> bool:
         own = [(wanted.get((file.part, name), ()), record.boxes) for name, record in file.tensors.items()]
@@ -156,7 +156,7 @@ def _bytes(memory: Array) -> Array:
 
 
 def _whole(name: str, records: Sequence[TensorRecord]) -> Whole:
-    """The tensor that the pieces form. Raises `ValueError` unless they have each of its values once."""
+    """The tensor that the pieces form. Raises `ValueError` unless they contain each of its values exactly once."""
     first = records[0]
     boxes = [box for each in records for box in each.boxes]
     if len({(each.dtype, each.whole) for each in records}) > 1 or overlap(boxes):

@@ -38,6 +38,9 @@ class StepClock:
 
     def __init__(self) -> None:
         self._last = self._watched_at = 0.0
+        self.idle = 0.0
+        """Of the last reading, the share of the steps in which a GPU ran out of work: as the step began, or at the end
+        of a forward pass, it had finished all that was queued, as it does where the host waits for it in each step."""
         self._begin_interval()
 
     def _begin_interval(self) -> None:
@@ -112,19 +115,26 @@ class Event(Protocol):
 class DeviceClock(StepClock):
     """A clock on the device's own time, which runs behind the host's; it never makes the host wait.
 
-    `new_event`: makes an event that is recorded on the stream that the computation uses.
+    `new_event`: makes an event that is recorded on the stream that the computation uses. `has_finished`: whether that
+    stream has nothing left to do.
     """
 
-    def __init__(self, new_event: Callable[[], Event]) -> None:
+    def __init__(self, new_event: Callable[[], Event], has_finished: Callable[[], bool]) -> None:
         super().__init__()
         self._new_event = new_event
         self._made = 0
         self._free: list[Event] = []
+        self._has_finished = has_finished
+        self._begun = self._idled = 0  # steps; those in which the device ran out of work
+        self._idle_in_step = False
         self._open: list[tuple[int, Event]] | None = None  # the marks of the current step, if it is measured
         self._waiting: deque[list[tuple[int, Event]]] = deque()  # steps that the device may not have finished
 
     def start(self) -> None:
         self._collect()
+        self._begun += 1
+        self._idle_in_step = False
+        self._look()
         self._open = None
         if self._made - len(self._free) < _MOST_WAITING:
             self._open = []
@@ -134,6 +144,8 @@ class DeviceClock(StepClock):
         self._collect()
 
     def mark(self, phase: int) -> None:
+        if phase == FORWARD:
+            self._look()
         if self._open is None:
             return
         if self._free:
@@ -144,11 +156,17 @@ class DeviceClock(StepClock):
         event.record()
         self._open.append((phase, event))
 
+    def _look(self) -> None:
+        if not self._idle_in_step and self._has_finished():
+            self._idle_in_step = True
+            self._idled += 1
+
     def _computed(self) -> None:
         self.mark(BACKWARD)
 
     def read(self, step_seconds: float) -> StepTimes:
         self._collect()
+        self.idle, self._begun, self._idled = self._idled / max(1, self._begun), 0, 0
         return super().read(step_seconds)
 
     def _collect(self) -> None:
@@ -182,7 +200,9 @@ class _CudaEvent:
 
 def step_clock(device: torch.device) -> StepClock:
     """The clock that suits `device`."""
-    return DeviceClock(partial(_CudaEvent, device)) if device.type == "cuda" else StepClock()
+    if device.type != "cuda":
+        return StepClock()
+    return DeviceClock(partial(_CudaEvent, device), lambda: torch.cuda.current_stream(device).query())
 
 
 # --- all ranks' times in one all-reduce -----------------------------------------------------------------------------

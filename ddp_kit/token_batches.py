@@ -1,4 +1,4 @@
-"""Batches by tokens: few long samples or many short ones, each within the same budget."""
+"""Batches with a maximum number of tokens instead of a fixed number of samples."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -11,21 +11,22 @@ from ddp_kit.world import mixed_seed
 
 
 class TokenBatchSampler(Sampler[list[int]]):
-    """Batches of samples of similar length, each with at most `tokens` tokens once padded to its longest sample.
+    """A batch sampler that groups samples of similar length, with at most `tokens` tokens per padded batch.
 
         loader = DataLoader(dataset, batch_sampler=TokenBatchSampler(lengths, tokens=4096), collate_fn=pad)
         Trainer(...).fit(loader)    # each batch is one micro-batch of one rank
 
-    `lengths`: the tokens of each sample, in the dataset's order. `shuffle`: a new order of the batches, and of samples
-    of equal length, in each epoch: a pure function of (seed, epoch). The number of batches is the same in all epochs.
-    Let the loss function return `Loss(sum, tokens)`: batches have different numbers of tokens.
-    Raises `DataError` if there is no sample, or one is longer than the budget.
+    `lengths`: the number of tokens of each sample, in the dataset's order. `tokens`: the maximum of (samples in a
+    batch) x (length of its longest sample). `shuffle`: in each epoch, shuffle the batches and the samples of equal
+    length; the order is a pure function of (seed, epoch). All epochs have the same number of batches.
+    Batches have different numbers of tokens, so let the loss function return `Loss(sum, number of tokens)`.
+    Raises `DataError` if there are no samples, or one is longer than `tokens`.
     """
 
     def __init__(self, lengths: Sequence[int], tokens: int, *, shuffle: bool = True, seed: int = 0) -> None:
         longest = max(range(len(lengths)), key=lengths.__getitem__, default=None)
         if longest is None:
-            raise DataError("TokenBatchSampler got no lengths", "give the number of tokens of each sample")
+            raise DataError("TokenBatchSampler got no lengths", "pass the number of tokens of each sample")
         if lengths[longest] > tokens:
             raise DataError(
                 f"sample {longest} has {lengths[longest]} tokens, more than the {tokens} of a batch",
@@ -39,7 +40,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch whose order the next iteration has."""
+        """Set the epoch whose order the next iteration uses."""
         self._epoch = epoch
 
     def __len__(self) -> int:

@@ -1,11 +1,15 @@
-"""All private torch APIs that a worker uses: read this first when torch changes.
+"""All private torch APIs that a worker uses: check these first when torch changes.
 
-Read in torch 2.10, 2.13 and 2.15. What a version may lack is said where it is used.
+Written against the sources of torch 2.10, 2.13 and 2.15; uses that differ between versions say so.
 """
 
+import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
+from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -25,19 +29,19 @@ __all__ = ["pytree"]
 
 
 def default_store() -> dist.Store:
-    """The store of the default group, with all its prefixes."""
+    """The store of the default process group, with its prefixes."""
     return distributed_c10d._get_default_store()
 
 
 def collectives_of_default_group() -> int:
-    """How many this process has begun in the default group; 0 where that is not counted."""
+    """The number of collectives that this process has started in the default group; 0 if the backend does not count."""
     with suppress(RuntimeError, AttributeError, ValueError):
         return _begun(distributed_c10d._get_default_group())
     return 0
 
 
 def collectives_of_all_groups() -> int:
-    """How many this process has begun so far, in all groups that count them."""
+    """The number of collectives that this process has started in all groups whose backend counts them."""
     total = 0
     for group in list(distributed_c10d._world.pg_map):
         with suppress(RuntimeError, AttributeError):
@@ -45,18 +49,44 @@ def collectives_of_all_groups() -> int:
     return total
 
 
+def compilations() -> int:
+    """The number of graphs that torch.compile has compiled in this process, including recompilations."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return int(counters.get("stats", {}).get("unique_graphs", 0))
+
+
+def compile_module(module: nn.Module) -> None:
+    """`module.compile()`, also for modules whose `forward` is torch's own code, such as Sequential.
+
+    Dynamo skips torch's own frames if they are the outermost ones; `wrap_top_frame` adds an outer frame.
+    """
+    from torch._dynamo import config  # imported only if needed, because it takes a second
+
+    with config.patch(wrap_top_frame=type(module).forward.__module__.startswith("torch.")):
+        module.compile()
+
+
 def _begun(group: Any) -> int:
     return int(group._get_sequence_number_for_group())
 
 
 def broadcast_coalesced(tensors: list[Tensor], bytes_at_once: int) -> None:
-    """Rank 0's values to all ranks, in place, many tensors in one piece. A collective of the default group."""
+    """Broadcast rank 0's tensors in place, coalesced into buffers of `bytes_at_once`. A collective."""
     dist._broadcast_coalesced(dist.group.WORLD, tensors, bytes_at_once, 0)  # type: ignore[arg-type]
 
 
+def memory_of(tensor: Any) -> Tensor:
+    """The tensor itself in which a DTensor keeps its part, to exchange its `data`; any other tensor itself.
+
+    In torch 2.13, `to_local` makes a new tensor around the same memory if the DTensor is a parameter.
+    """
+    found: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
 def gather_ranges(whole: Tensor, own: Tensor) -> None:
-    """Fill `whole`, one dimension, with the ranges of all ranks, one after another. A collective."""
-    # torch 2.13 renamed the function, and warns of the old name.
+    """All-gather into the 1-D tensor `whole`: the ranks' `own` tensors in rank order. A collective."""
+    # torch 2.13 renamed the function and deprecated the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(whole, own)
 
@@ -75,7 +105,7 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def interpolate_all(tensors: list[Tensor], ends: list[Tensor], weight: float) -> None:
-    """Move each tensor by `weight` of the way to its end, in place."""
+    """Linear interpolation in place: tensor + weight * (end - tensor)."""
     torch._foreach_lerp_(tensors, ends, weight)
 
 
@@ -83,12 +113,12 @@ def interpolate_all(tensors: list[Tensor], ends: list[Tensor], weight: float) ->
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Within a backward pass: call this at its end, before what is queued later."""
+    """Queue a callback for the end of the current backward pass. Callbacks run in the order of queueing."""
     Variable._execution_engine.queue_callback(callback)
 
 
 def scale_on_device(scaler: torch.amp.GradScaler) -> Tensor | None:
-    """The scale, without waiting for the device; None before the first loss was scaled."""
+    """The loss scale, a scalar on the device; None before the first loss was scaled. Does not wait for the device."""
     return scaler._get_scale_async()
 
 
@@ -98,67 +128,69 @@ def profiler_runs() -> bool:
 
 
 def inner_schedulers(scheduler: LRScheduler) -> list[LRScheduler]:
-    """Those of a SequentialLR or ChainedScheduler."""
+    """The schedulers inside a SequentialLR or ChainedScheduler."""
     return list(scheduler._schedulers)  # type: ignore[attr-defined]
 
 
 def milestones(scheduler: LRScheduler) -> list[int]:
-    """The ticks at which a SequentialLR changes to its next scheduler."""
+    """The ticks at which a SequentialLR switches to its next scheduler."""
     return list(scheduler._milestones)  # type: ignore[attr-defined]
 
 
-# --- DDP, whose wrapper is never called: see parallel/ddp.py -------------------------------------------------------
+# --- DDP, used without calling its wrapper: see parallel/ddp.py ----------------------------------------------------
 
 
 class DdpReducer:
-    """The reducer of a DDP wrapper."""
+    """The reducer of a DDP module, whose `forward` is never called."""
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
-        # torch 2.13 renamed the argument, and warns of the old name; the attribute can be set in every version.
+        # Not passed as an argument: torch 2.13 renamed it and deprecated the old name.
         name = "forward_sync_buffers" if hasattr(wrapper, "forward_sync_buffers") else "broadcast_buffers"
         setattr(wrapper, name, False)
 
     def without_log(self) -> None:
-        """DDP times every 100th step for its own log, which nobody reads here, and waits for the device to do so."""
+        """Turn off DDP's runtime statistics, for which it waits for the device in every 100th step."""
         if hasattr(self._wrapper, "_set_ddp_runtime_logging_sample_rate"):
             self._wrapper._set_ddp_runtime_logging_sample_rate(2**31 - 1)
 
     def reduced(self, loss: Tensor) -> Tensor:
-        """The same loss; the backward pass from it reduces the gradients."""
+        """The same loss, whose backward pass reduces the gradients."""
         self._wrapper._pre_forward()
         found: Tensor = self._wrapper._post_forward(loss)
         return found
 
     def forward_context(self) -> AbstractContextManager[object]:
-        """Where torch.compile cuts graphs at DDP's buckets."""
+        """The context in which torch.compile splits graphs at DDP's buckets."""
         context: AbstractContextManager[object] = self._wrapper._inside_ddp_forward()
         return context
 
     def finish_iteration(self) -> None:
-        """What DDP's next forward pass would begin with: it raises a `RuntimeError` where parameters were left out.
+        """Do now what DDP does at the start of its next forward pass: rebuild buckets, and check for unused parameters.
 
-        To be called while gradients are None, for buckets may be built anew. Costs a microsecond.
+        Must be called while gradients are None, because buckets may be rebuilt. Raises `RuntimeError` if parameters
+        were unused. Takes a microsecond.
         """
         reducer = self._wrapper.reducer
         if reducer._rebuild_buckets():
             self._wrapper._has_rebuilt_buckets = True  # as DDP itself does after this call
         if self._wrapper.static_graph:
-            # With a static graph DDP counts each backward pass of its first iteration, which ends when the next one
-            # begins: here, or the next step's first passes and those of the user's own code would be counted too.
+            # With a static graph, DDP counts the backward passes of its first iteration, which ends when the next one
+            # is prepared. Without this call, passes of the next step and of user code would be counted too.
             reducer.prepare_for_forward()
 
     def settled_order(self) -> list[Tensor] | None:
-        """The parameters in the order in which they are reduced; None before the buckets are in theirs.
+        """The parameters in the order in which they are reduced; None before the buckets are rebuilt.
 
-        DDP's own log has it from the next forward pass on only; a checkpoint of the first step needs it before.
+        DDP's logging data has it only after the next forward pass, which is too late for a checkpoint of the first
+        step.
         """
         if not getattr(self._wrapper, "_has_rebuilt_buckets", False):
             return None
         return [parameter for bucket in self._zeros() for parameter in bucket.parameters()]
 
     def reduce_zeros(self, begun: int) -> None:
-        """Begin the reductions of all buckets but the first `begun`, with zeros."""
+        """Start the reductions of all buckets except the first `begun`, with zeros."""
         for bucket in self._zeros()[begun:]:
             self._wrapper.reducer._run_comm_hook(bucket)
 
@@ -166,23 +198,40 @@ class DdpReducer:
         return list(self._wrapper.reducer._get_zeros_like_grad_buckets())
 
 
+# --- the allocator of GPUs (read in torch 2.13 alone) -----------------------------------------------------------------
+
+
+def record_allocations(most: int) -> None:
+    """Record the last so many allocations and frees of GPU memory, with Python stacks. 0: stop, and discard them."""
+    record = torch.cuda.memory._record_memory_history
+    if most:
+        record("all", context="alloc", stacks="python", max_entries=most)
+    else:
+        record(None)
+
+
+def memory_snapshot() -> dict[str, Any]:
+    """The state of the allocator, and what was recorded. Structure: the docstring of the function called here."""
+    return torch.cuda.memory._snapshot()  # type: ignore[no-any-return]
+
+
 # --- tensors --------------------------------------------------------------------------------------------------------
 
 
 def version_of(tensor: Tensor) -> int:
-    """How many operations have written to the memory of a tensor, as autograd counts them."""
+    """Autograd's version counter: the number of in-place operations on the tensor's memory."""
     return tensor._version
 
 
-# --- tensors without memory, for the plan before the start (run with torch 2.13 alone) --------------------------------
+# --- fake tensors, for memory plans and FLOPs (tested with torch 2.13 only) -------------------------------------------
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class FakeTensors:
-    """Makes tensors that have a shape, a type and a device, and no memory: what is computed of them has none either.
+    """Creates fake parameters: with shape, dtype and device, but without memory. Results computed from them are fake.
 
-    They may be mixed with others. An operation that needs a value, such as `.item()`, raises a `RuntimeError`.
+    They may be mixed with real tensors. An operation that needs a value, such as `.item()`, raises a `RuntimeError`.
     """
 
     def __init__(self) -> None:
@@ -190,7 +239,7 @@ class FakeTensors:
         self._prepared: set[tuple[Any, ...]] = set()
 
     def parameter(self, like: Tensor) -> nn.Parameter:
-        """A parameter without memory."""
+        """A fake parameter with the shape, strides, dtype, device and requires_grad of `like`."""
         place = like.shape, like.stride(), like.device
         with torch.no_grad():
             if place not in self._prepared:
@@ -198,13 +247,31 @@ class FakeTensors:
                 self._prepare(like)
             return nn.Parameter(self._empty(like, like.dtype), requires_grad=like.requires_grad)
 
+    def like(self, tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor or parameter without memory; `dtype`: of floating-point ones."""
+        floats = dtype if tensor.is_floating_point() else None
+        with self._mode, torch.no_grad():
+            made = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=floats or tensor.dtype, device=device or tensor.device
+            )
+            if isinstance(tensor, nn.Parameter):
+                return nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return made
+
+    def computing(self) -> AbstractContextManager[object]:
+        """A context in which no operation computes anything: real tensors, too, are taken by their shapes alone."""
+        return self._mode
+
     def _empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         with self._mode:
             return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=like.device)
 
     def _prepare(self, like: Tensor) -> None:
-        """Let `Module.to` work later. It swaps fake tensors, which torch refuses where there is a weak reference; the
-        mode keeps one to the first result of each operation, and none to those that come from its cache."""
+        """Run the operations once whose results `Module.to` will swap, so that its own come from the mode's cache.
+
+        `Module.to` uses `swap_tensors`, which refuses tensors that have weak references. The mode keeps a weak
+        reference to the first result of each operation, but not to results from its cache.
+        """
         for dtype in dict.fromkeys((like.dtype, *_FLOATS)):
             if dtype == like.dtype or like.is_floating_point():
                 empty = self._empty(like, dtype)
@@ -214,12 +281,117 @@ class FakeTensors:
 
 
 def is_fake(tensor: object) -> bool:
-    """Whether it has no memory."""
+    """Whether it is a fake tensor."""
     return getattr(tensor, "fake_mode", None) is not None
 
 
+class NotCountedError(Exception):
+    """An operation whose FLOPs are not known; the message names it."""
+
+
+# Operations on weights without matrix products, besides views and element-wise operations. Their FLOPs do not count.
+_NO_PRODUCTS = {
+    "embedding", "_embedding_bag", "embedding_renorm", "index", "index_select", "index_put", "gather", "scatter", "cat",
+    "stack", "clone", "copy", "fill", "zero", "_to_copy", "_unsafe_view", "slice_scatter", "select_scatter", "repeat",
+    "native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward",
+    "_fused_rms_norm", "_fused_rms_norm_backward", "_weight_norm_interface", "_weight_norm_interface_backward",
+    "_prelu_kernel", "_prelu_kernel_backward", "native_dropout", "bernoulli",
+    "sum", "mean", "prod", "cumsum", "linalg_vector_norm", "amax", "amin", "argmax",
+    "any", "all", "std", "var", "var_mean", "logsumexp", "_softmax", "_log_softmax", "_softmax_backward_data",
+    "constant_pad_nd", "tril", "triu", "flip", "roll", "zeros_like", "ones_like", "empty_like", "full_like",
+    "new_zeros", "new_empty", "new_full",
+}  # fmt: skip
+
+
+@cache
+def _has_no_products(operation: Any) -> bool:
+    """Whether all variants of an operation are cheap. torch does not mark each of them, such as those in place."""
+    name = operation.__name__.rstrip("_")
+    variants = getattr(torch.ops.aten, name, operation)
+    return name in _NO_PRODUCTS or any(
+        variant.is_view or torch.Tag.pointwise in variant.tags
+        for variant in (getattr(variants, overload, None) for overload in variants.overloads())
+        if variant is not None
+    )
+
+
+def _convolution_backward(
+    gradient: Tensor,
+    given: Tensor,
+    weight: Tensor,
+    *settings: Any,
+    out_val: object = None,  # noqa: ARG001
+) -> int:
+    """FLOPs of a convolution's backward pass: those of the forward pass for each of the two gradients that is wanted.
+
+    torch's own formula multiplies those of the weight's gradient by the number of groups.
+    """
+    *_, transposed, _output_padding, _groups, wanted = settings
+    places = (given if transposed else gradient).shape[2:]
+    return 2 * given.shape[0] * prod(places) * weight.numel() * int(sum(wanted[:2]))
+
+
+class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the FLOPs of the products and convolutions within, by the formulas of torch.utils.flop_counter.
+
+    Operations that recompute activations during the backward pass do not count. Raises `NotCountedError` at the first
+    operation that has no formula and may need one: a custom operation, or one that takes a matrix of `weights`
+    (parameters and buffers) and is not known to be cheap, as copies, lookups and element-wise operations are.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        from torch.utils.flop_counter import flop_registry  # which few runs need
+
+        self._formulas = {**flop_registry, torch.ops.aten.convolution_backward: _convolution_backward}
+        self._weights = WeakIdKeyDictionary()
+        for each in weights:
+            self._weights[each.untyped_storage()] = True
+        self.flops: Counter[torch.dtype] = Counter()
+        """By the type of the factors."""
+        self.goes_backward = False
+        """Set it when the backward pass begins: then gradients are enabled only while activations are recomputed."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        formula = self._formulas.get(getattr(func, "overloadpacket", None))
+        if formula is None:
+            return self._without_formula(func, args, kwargs)
+        found = func(*args, **kwargs)
+        if not (self.goes_backward and torch.is_grad_enabled()):
+            flops = formula(*args, **kwargs, out_val=found)
+            # The backward pass of a fused attention kernel recomputes one of its five products.
+            again = func.overloadpacket.__name__.endswith("attention_backward")
+            self.flops[args[0].dtype] += flops * 4 // 5 if again else flops
+        return found
+
+    def _without_formula(self, func: Any, args: Any, kwargs: Any) -> Any:
+        space = getattr(func, "namespace", "")
+        if space == "prim":  # what a tensor is asked, such as its device; an exception would end the process
+            return func(*args, **kwargs)
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        weights = [each for each in tensors if each.layout == torch.strided and each.untyped_storage() in self._weights]
+        if tensors and space not in ("aten", "prims"):
+            raise NotCountedError(str(func))
+        with self:
+            found = func.decompose(*args, **kwargs)  # in inference mode, operations arrive whole
+        if found is not NotImplemented:
+            return found
+        if any(each.ndim > 1 for each in weights) and not _has_no_products(func.overloadpacket):
+            raise NotCountedError(str(func))
+        found = func(*args, **kwargs)
+        if weights and len(weights) == len(tensors):
+            for leaf in pytree.tree_leaves(found):
+                if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+                    self._weights[leaf.untyped_storage()] = True
+        return found
+
+
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the memory of the tensors that are made within, fake ones too, until nothing holds them."""
+    """Measures the bytes of live tensors that are created in this context, fake ones included.
+
+    `given`: tensors whose memory does not count. `now`: bytes that are alive; `peak`: their maximum so far.
+    """
 
     def __init__(self, given: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

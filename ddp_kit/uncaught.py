@@ -4,8 +4,8 @@
     the other ranks             print nothing, because they found the same error
     all                         write their error files, for the launcher's verdict
 
-Without a launcher, each process prints its own message. Tracebacks of other exceptions are printed without the frames
-that only lead to the user's code, those of ddpkit and of torch's DataLoader and module calls.
+Without a launcher, each process prints its own message. Tracebacks of other exceptions are shortened: frames of ddpkit,
+and of torch's DataLoader and module calls, that only lead to the user's code are folded.
 """
 
 import json
@@ -26,8 +26,8 @@ from ddp_kit.errors import DdpKitError
 _LIBRARY_FOLDERS = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")))
 
 _FRAME = re.compile(r'^ +File "(?P<file>.+)", line \d+, in ')
-_ITS_SOURCE = " " * 4  # the lines below a frame are indented further than the frame
-_OF_THE_LIBRARY = re.compile(
+_SOURCE_INDENT = " " * 4  # the lines below a frame are indented further than the frame
+_LIBRARY_FRAME = re.compile(
     rf"^{re.escape(str(Path(__file__).parent))}/|"
     r"/torch/(utils/data/|_utils\.py$|utils/_contextlib\.py$|nn/modules/module\.py$|nn/parallel/distributed\.py$)"
 )
@@ -66,24 +66,24 @@ class _MessageHook:
         if _should_print(error):
             rank = f" (rank {self.rank})" if self.rank > 0 else ""
             text = "\n  ".join([str(error), *getattr(error, "__notes__", ())])
-            sys.stderr.write(f"ddpkit: error{rank}{_place(trace)}: {text}\n")
+            sys.stderr.write(f"ddpkit: error{rank}{_user_code_location(trace)}: {text}\n")
         message = f"{kind.__name__}: {error.message}".partition("\n")[0]
         leave_note(message, {NOTE_SECONDARY: error.reported_elsewhere, NOTE_PRINTED: not error.only_this_rank})
 
 
 def folded_traceback(error: BaseException, trace: TracebackType | None) -> str:
-    """The traceback as Python prints it, with each run of frames that only lead to the user's code in one line.
+    """The traceback as Python prints it, with consecutive frames of ddpkit and torch folded into one line.
 
-    Where the innermost frame is ddpkit's own, its run is shown: that is an error of ddpkit.
+    If the innermost frame is ddpkit's own, these frames are shown, because the error is probably in ddpkit.
     """
     lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
     found: list[str] = []
-    run: list[list[str]] = []  # frames of the library, each with its source
+    run: list[list[str]] = []  # consecutive library frames, each with its source lines
     for line in [*lines, ""]:
         frame = _FRAME.match(line)
-        if run and frame is None and line.startswith(_ITS_SOURCE):
+        if run and frame is None and line.startswith(_SOURCE_INDENT):
             run[-1].append(line)
-        elif frame is not None and _OF_THE_LIBRARY.search(frame["file"]):
+        elif frame is not None and _LIBRARY_FRAME.search(frame["file"]):
             run.append([line])
         else:
             last = _FRAME.match(run[-1][0]) if run else None
@@ -129,8 +129,8 @@ def _should_print(error: DdpKitError) -> bool:
     return True
 
 
-def _place(trace: TracebackType | None) -> str:
-    """The innermost line of the user's code in the traceback."""
+def _user_code_location(trace: TracebackType | None) -> str:
+    """The innermost line of the user's code in the traceback, as " at script.py:12"; "" if there is none."""
     place = ""
     while trace is not None:
         file = Path(trace.tb_frame.f_code.co_filename)

@@ -21,45 +21,50 @@ from ddp_kit.env import GPUS_PER_PROCESS, VISIBLE_GPUS, WorkerEnv, from_env, ran
 from ddp_kit.errors import WorldError
 from ddp_kit.uncaught import show_without_traceback
 
-# gloo would wait for 30 minutes by default; NCCL's own default is 10.
-_TIMEOUT = timedelta(minutes=10)
+_TIMEOUT = timedelta(minutes=10)  # the default of NCCL; that of gloo is 30
 _DRAIN_SECONDS = 0.05
-_FAREWELL_SECONDS = 5.0
+_DESTROY_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class World:
-    """One process's place in its job. Ranks count from 0; `device` is where its model and batches live."""
+    """This process's ranks and devices. Ranks count from 0."""
 
     rank: int
     world_size: int
+    """The number of ranks."""
     local_rank: int
+    """The rank among the processes of this node."""
     local_world_size: int
+    """The number of ranks on this node."""
     node_rank: int
     device: torch.device
+    """The device of the model and the batches."""
     gpus: tuple[torch.device, ...] = ()
-    """All that are this process's own, consecutive; the first is `device`. Empty: `device` alone."""
+    """All GPUs of this process, with consecutive indices; the first is `device`. Empty: only `device`."""
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, which logs and writes for all ranks."""
+        """Whether this is rank 0, which logs and writes for all ranks."""
         return self.rank == 0
 
 
 def join(
     *, share_gpus: bool = False, starting: Callable[[int, int], AbstractContextManager[None]] | None = None
 ) -> World:
-    """Read this process's place from its environment, choose its device and join the process group.
+    """Read this process's ranks from its environment, choose its device, and initialise the process group.
 
-    The group is NCCL for GPU tensors and gloo for CPU tensors; one that the script made itself is used as it is,
-    and one process alone needs none. Raises `WorldError` where there is no GPU for this rank.
-    `share_gpus`: where this node has fewer GPUs than processes, they share them, and all ranks reduce over gloo: NCCL
-    refuses a GPU that two ranks use. `starting`: gets rank and world size; entered while the ranks of a new group meet.
+    The group uses NCCL for GPU tensors and gloo for CPU tensors. A group that the script has initialised is used as it
+    is; a single process needs none.
+    `share_gpus`: allow fewer GPUs than processes on a node. All collectives then use gloo, because NCCL refuses a GPU
+    that two ranks use.
+    `starting(rank, world_size)`: a context that is entered while a new group is initialised.
+    Raises `WorldError` if there is no GPU for this rank.
     """
     show_without_traceback(rank_for_messages())
     place = from_env()
     if dist.is_initialized() and place.world_size != dist.get_world_size():
-        device = _current_device()  # the script started its processes itself, and chose their devices
+        device = _current_device()  # the script started its processes itself and has set their devices
         place = replace(place, rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=device.index or 0)
         gpus: tuple[torch.device, ...] = ()
     else:
@@ -70,7 +75,7 @@ def join(
     if place.world_size > 1 and not dist.is_initialized():
         with starting(place.rank, place.world_size) if starting is not None else nullcontext():
             _start_group(device, share_gpus, binds=len(gpus) <= 1)
-        show_without_traceback(place.rank)  # torch has put a hook in front that labels each line with the rank
+        show_without_traceback(place.rank)  # again: init_process_group installs an excepthook of its own
     return World(
         rank=place.rank,
         world_size=place.world_size,
@@ -83,28 +88,36 @@ def join(
 
 
 def mixed_seed(*numbers: int) -> int:
-    """One seed made of several numbers, 32 bits: torch's CPU generator uses no more of it.
+    """A 32-bit hash of several numbers, for use as a seed; torch's CPU generator uses only 32 bits.
 
-    Not their sum, as in torch's DistributedSampler, where epoch 1 of seed 0 is epoch 0 of seed 1.
+    Not their sum, as in torch's DistributedSampler, where epoch 1 of seed 0 is the same as epoch 0 of seed 1.
     """
     return int.from_bytes(blake2b(repr(numbers).encode(), digest_size=4).digest())
 
 
 def seed_everything(seed: int, rank: int) -> None:
-    """Set every random state of this process: the same in every run, different for every `rank`."""
+    """Seed all random generators of this process, differently on each rank."""
     own = mixed_seed(seed, rank)
-    torch.manual_seed(own)  # the GPU's state too
+    torch.manual_seed(own)  # also seeds the GPUs
     seed_generators(own)
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the generators that code on the CPU draws from: Python's, torch's and numpy's. `seed`: 32 bits."""
+    """Seed the CPU generators of Python, torch and numpy. `seed`: 32 bits."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
-    if "numpy" in sys.modules:  # where it is not imported, nothing draws from it
+    if "numpy" in sys.modules:  # otherwise nothing draws from it
         import numpy as np
 
         np.random.seed(seed)
+
+
+def seed_pass(world: World, *numbers: int) -> None:
+    """Seed the generators of this process and of its device with a hash of `numbers`. Does not wait for the device."""
+    seed = mixed_seed(*numbers)
+    seed_generators(seed)
+    if world.device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 @dataclass(frozen=True)
@@ -114,13 +127,13 @@ class RandomStates:
     python: Any
     torch: Tensor
     numpy: Any
-    """None where numpy is not imported: then nothing draws from it."""
+    """None if numpy is not imported: then nothing draws from it."""
     device: Tensor | None
-    """Of this process's GPUs, one after the other; None where they are not asked for."""
+    """The states of this process's GPUs, concatenated; None if not requested."""
 
 
 def random_states(world: World | None = None) -> RandomStates:
-    """Where the generators are from which code on the CPU draws; with `world`, those of its GPUs too."""
+    """The states of the CPU generators; with `world`, also those of its GPUs."""
     numpy = sys.modules.get("numpy")
     gpus = (world.gpus or (world.device,)) if world is not None and world.device.type == "cuda" else ()
     return RandomStates(
@@ -140,13 +153,13 @@ def set_random_states(states: RandomStates) -> None:
     if states.device is not None:
         first, size = torch.cuda.current_device(), len(torch.cuda.get_rng_state())
         for index, state in enumerate(states.device.view(-1, size), first):
-            if index < torch.cuda.device_count():  # it may have been saved by a process with more
+            if index < torch.cuda.device_count():  # the process that saved it may have had more GPUs
                 torch.cuda.set_rng_state(state, index)
 
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Restore the states of the CPU generators afterwards, whatever is drawn or seeded inside."""
+    """A context that restores the states of the CPU generators on exit."""
     before = random_states()
     try:
         yield
@@ -156,7 +169,10 @@ def random_states_kept() -> Iterator[None]:
 
 @cache
 def host_group(world: World) -> dist.ProcessGroup | None:
-    """A group whose collectives work on host memory, so that no device is waited for. A collective when first asked."""
+    """A gloo group for collectives on host memory, which do not wait for the device; None: the default group is one.
+
+    The first call is a collective.
+    """
     return None if world.device.type == "cpu" else dist.new_group(backend="gloo", timeout=_TIMEOUT)
 
 
@@ -187,13 +203,13 @@ def _gpus(place: WorkerEnv, share_gpus: bool) -> tuple[torch.device, ...]:
             f"rank {place.rank} needs {each} GPUs, which are not available: {processes}",
             f"start at most {there // each} processes, or lower {GPUS_PER_PROCESS} (now {each})",
         )
-    error.only_this_rank = place.local_rank == there // each  # higher ranks would report the same
+    error.only_this_rank = place.local_rank == there // each  # the lowest such rank; higher ones have the same error
     raise error
 
 
 def _start_group(device: torch.device, share_gpus: bool, *, binds: bool) -> None:
-    """`binds`: NCCL knows this process's one GPU from the start; it refuses any other then."""
-    # Not decided by what this node has: a group has one backend, and another node may have more GPUs.
+    """Initialise the process group. `binds`: bind NCCL to this process's only GPU, which initialises it eagerly."""
+    # Must not depend on this node's number of GPUs: all nodes need the same backend.
     nccl = device.type == "cuda" and dist.is_nccl_available() and not share_gpus
     backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
     dist.init_process_group(backend, timeout=_TIMEOUT, device_id=device if nccl and binds else None)
@@ -203,12 +219,12 @@ def _start_group(device: torch.device, share_gpus: bool, *, binds: bool) -> None
 def _stop_group() -> None:
     if not dist.is_initialized():
         return
-    # gloo's threads let go of a collective's tensors a moment after it has returned, and need the interpreter for
-    # it; one that finds it shutting down aborts the process, in 1 of 4 runs at 3 ranks (torch 2.13, pytorch/pytorch
-    # pull request 179291). Nothing tells when they are through, so the interpreter is left to them for a moment.
+    # gloo's threads release a collective's tensors shortly after it has returned, and need the GIL for that. A thread
+    # that finds the interpreter shutting down aborts the process, in 1 of 4 runs at 3 ranks (torch 2.13,
+    # pytorch/pytorch pull request 179291). Nothing signals when they are done, so give them a moment.
     time.sleep(_DRAIN_SECONDS)
     if getattr(sys, "last_value", None) is not None:
-        return  # this rank failed: others may sit in a collective, and NCCL's teardown would wait for them
-    farewell = threading.Thread(target=dist.destroy_process_group, daemon=True)
-    farewell.start()
-    farewell.join(_FAREWELL_SECONDS)
+        return  # this rank failed: other ranks may be in a collective, and NCCL's teardown would wait for them
+    destroying = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    destroying.start()
+    destroying.join(_DESTROY_SECONDS)

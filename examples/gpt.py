@@ -1,4 +1,4 @@
-"""A small GPT that learns to write Python, character by character, from the source of Python's own library.
+"""Train a small character-level GPT on the source code of Python's standard library.
 
 ddpkit launch --nproc-per-node 2 examples/gpt.py
 ddpkit launch --nproc-per-node 2 examples/gpt.py --parallel fsdp
@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, random_split
 
 from ddp_kit import Loss, Trainer, TrainerConfig
 
-IGNORED = -100  # cross_entropy leaves targets with this value out
+IGNORED = -100  # cross_entropy's default ignore_index
 MODULES = """
 argparse ast collections/__init__ dataclasses difflib doctest inspect logging/__init__ optparse pathlib
 pickle random shutil subprocess tarfile textwrap threading tokenize traceback zipfile
@@ -25,9 +25,9 @@ pickle random shutil subprocess tarfile textwrap threading tokenize traceback zi
 
 
 class Lines(Dataset[tuple[Tensor, Tensor]]):
-    """Functions and classes as sequences of characters, each of its own length, padded to `length`.
+    """Blocks of source code, such as functions, as sequences of characters, padded to `length`.
 
-    What is padded has no target, so the samples differ in the number of tokens that count.
+    Padding has no target, so samples have different numbers of tokens with a target.
     """
 
     def __init__(self, text: str, length: int) -> None:
@@ -59,14 +59,14 @@ def load(length: int) -> Lines:
 
 
 def unigram_entropy(data: Lines) -> float:
-    """Nats per character of the best model that knows only how often each character occurs."""
+    """The cross-entropy, in nats per character, of a model that knows only the frequency of each character."""
     counts = torch.bincount(torch.cat(data.samples), minlength=data.vocabulary).double()
     shares = counts[counts > 0] / counts.sum()
     return -(shares * shares.log()).sum().item()
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a two-layer network, each added to its input."""
+    """A pre-norm transformer block: causal self-attention, then an MLP, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Gpt(nn.Module):
 
 
 def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
-    """The sum over the characters that count, with their number as its weight: exact over ranks and micro-batches."""
+    """The summed loss of the characters that have a target, weighted by their number: exact over ranks and passes."""
     tokens, targets = batch
     logits = model(tokens).flatten(0, 1)
     loss = F.cross_entropy(logits.float(), targets.flatten(), reduction="sum", ignore_index=IGNORED)
@@ -116,7 +116,7 @@ def warm_up_and_down(optimizer: torch.optim.Optimizer, steps: int, peak: float) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--parallel", default="ddp", choices=["ddp", "zero1", "fsdp"], help="how the model is spread")
+    parser.add_argument("--parallel", default="ddp", choices=["ddp", "zero1", "fsdp"], help="the parallel strategy")
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
@@ -141,9 +141,9 @@ def main() -> None:
     )
     result = trainer.fit(train_data, test_data)
     if trainer.world.is_main:
-        print(f"loss on text not seen: {result.metrics['loss']:.3f} nats per character")
-        print(f"knowing only how often each character occurs: {unigram_entropy(data):.3f}")
-        print(f"that is {math.exp(unigram_entropy(data) - result.metrics['loss']):.1f} times as sure of each character")
+        print(f"loss on unseen text: {result.metrics['loss']:.3f} nats per character")
+        print(f"loss of a model that knows only character frequencies: {unigram_entropy(data):.3f}")
+        print(f"ratio of their perplexities: {math.exp(unigram_entropy(data) - result.metrics['loss']):.1f}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The same engine with the loop in your hands: stop when the loss has stopped falling.
+"""A training loop of your own, with `Trainer.steps`: stops when the loss no longer falls.
 
 ddpkit launch --nproc-per-node 2 examples/imperative.py
 """
@@ -37,11 +37,11 @@ def main() -> None:
         if trainer.world.is_main:
             print(f"step {step.number}: loss {step.log.loss:.4f}")
         if step.log.loss > 0.95 * before and step.log.loss < 0.02:
-            break  # the loss is that of the whole interval on all ranks, so all of them stop here
+            break  # a log row is the same on all ranks, so all of them stop here
         before = step.log.loss
     metrics = trainer.evaluate(data)
     if trainer.world.is_main:
-        print(f"stopped after {trainer.step} steps with loss {metrics['loss']:.4f}; the noise alone is 0.01")
+        print(f"stopped after {trainer.step} steps with loss {metrics['loss']:.4f}; the variance of the noise is 0.01")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""A script that knows nothing of ddpkit: what runs under torchrun runs under `ddpkit launch`.
+"""A plain DDP script that does not use ddpkit: scripts for torchrun also run under `ddpkit launch`.
 
 ddpkit launch --nproc-per-node 2 examples/plain_ddp.py
 """
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ def main() -> None:
     dist.init_process_group("nccl" if gpu else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
-    torch.manual_seed(rank)  # other data on every rank; DDP gives all of them rank 0's weights
+    torch.manual_seed(rank)  # different data on every rank; DDP broadcasts rank 0's weights
     model = DistributedDataParallel(nn.Linear(10, 1).to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for _ in range(200):
@@ -33,8 +34,9 @@ def main() -> None:
     if rank == 0:
         print(f"{world_size} ranks, mean loss {total.item() / world_size:.2e}")
     if not gpu:
-        # torch 2.13's gloo can abort a process that ends right behind a collective; this wait is not one of those.
-        dist.monitored_barrier()
+        # After a collective, gloo's threads still need the GIL for a moment. A process that exits before that aborts or
+        # hangs (torch 2.13, pytorch/pytorch pull request 179291).
+        time.sleep(0.1)
     dist.destroy_process_group()
 
 

@@ -40,8 +40,8 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def _environment(extra: dict[str, str] | None) -> dict[str, str]:
-    """This process's environment without what a launcher or pytest has put there."""
-    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC", "PET_", "PYTEST", "OMP_NUM_THREADS")
+    """This process's environment without what a launcher, make or pytest has put there."""
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC", "PET_", "PYTEST", "OMP_NUM_THREADS", "MAKE")
     return {name: value for name, value in os.environ.items() if not name.startswith(ours)} | (extra or {})
 
 

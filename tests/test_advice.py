@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddp_kit.advice import advice, slowest_rank
+from ddp_kit.advice import WATCHED_SECONDS, Adviser, Watched, advice, slowest_rank
 from ddp_kit.records import StepTimes
 
 
@@ -20,14 +20,14 @@ def test_a_step_in_good_order_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("out_of_order", "said"),
     [
-        ({"data": 44}, "data 31%: raise data.num_workers (2) or move transforms to the device"),
-        ({"transfer": 30}, "transfer 23%: send smaller types, such as uint8 images, and convert them on the device"),
+        ({"data": 44}, "data 31%: raise data.num_workers (now 2) or use data.device_transform"),
+        ({"transfer": 30}, "transfer 23%: use smaller dtypes, such as uint8 images, and convert on the device"),
         (
             {"communication": 90},
             "communication 50%: larger micro-batches or more accumulation_steps, or parallel.compression",
         ),
-        ({"optimizer": 60}, "optimizer 39%: make the optimizer with fused=True"),
-        ({"optimizer": 60, "data": 80}, "data 34%: raise data.num_workers (2) or move transforms to the device"),
+        ({"optimizer": 60}, "optimizer 39%: pass fused=True to the optimizer"),
+        ({"optimizer": 60, "data": 80}, "data 34%: raise data.num_workers (now 2) or use data.device_transform"),
         ({"other": 900}, None),
     ],
 )
@@ -59,12 +59,12 @@ def test_a_slow_rank_comes_before_the_communication_that_it_makes_of_the_others(
     waiting = times(communication=70)
     said = advice([waiting, waiting, times(communication=10, forward=90), waiting], 0)
     assert said is not None
-    assert said.startswith("rank 2 is 1.7 x as slow as the median of the others, mostly in forward: see what else runs")
+    assert said.startswith("rank 2 takes 1.7x the median time of the others, mostly in forward: see what else runs")
 
 
 def test_a_rank_that_is_slow_by_a_little_is_left_alone() -> None:
     assert advice([times(), times(forward=47)], 0) is None
-    assert "rank 1 is 1.2 x" in (advice([times(), times(forward=49)], 0) or "")
+    assert "rank 1 takes 1.2x" in (advice([times(), times(forward=49)], 0) or "")
 
 
 def test_a_slow_rank_s_own_phase_is_named() -> None:
@@ -78,3 +78,74 @@ def test_the_slowest_rank_is_the_one_that_needs_most_for_itself() -> None:
     rank, factor = slowest_rank([times(communication=900), times(forward=120), times(), times()])
     assert (rank, factor) == (1, pytest.approx(2.0))
     assert slowest_rank([StepTimes(0, 0, 0, 0, 0, 0, 0)] * 2) == (0, 1.0)
+
+
+# --- over several intervals ------------------------------------------------------------------------------------------
+
+
+class Run:
+    """Intervals of ten steps, each watched for long enough."""
+
+    def __init__(self, *, waits: bool = False) -> None:
+        self.adviser = Adviser(0, compressed=False, fused=False, waits=waits)
+        self.step = 0
+
+    def interval(self, *ranks: StepTimes, graphs: int = 0, idle: float = 0.0) -> str | None:
+        ranks = ranks or (times(),)
+        self.step += 10
+        steps = int(WATCHED_SECONDS / ranks[0].total) + 1
+        return self.adviser.watch(Watched(self.step, steps, ranks, graphs, idle))
+
+
+def test_nothing_is_said_of_the_first_interval_and_each_kind_once() -> None:
+    run = Run()
+    assert run.interval(times(data=44)) is None
+    assert (run.interval(times(data=44)) or "").startswith("data 31%")
+    assert run.interval(times(data=80)) is None
+    assert (run.interval(times(optimizer=60)) or "").startswith("optimizer 39%")
+
+
+def test_a_run_that_compiles_again_and_again_is_told_of_it_once() -> None:
+    run = Run()
+    said = [run.interval(graphs=graphs) for graphs in (2, 3, 3, 5, 6, 7)]
+    assert [bool(line) for line in said] == [False, False, False, False, True, False]
+    assert (said[4] or "").startswith(
+        "torch.compile recompiled in the intervals that ended at steps 20, 40 and 50 (6 graphs so far): pad batches"
+    )
+
+
+def test_the_graphs_of_a_smaller_batch_and_of_an_evaluation_are_in_good_order() -> None:
+    run = Run()
+    assert [run.interval(graphs=graphs) for graphs in (2, 3, 4, 4, 4)] == [None] * 5
+
+
+def test_an_interval_in_which_a_rank_compiled_does_not_make_it_a_slow_rank() -> None:
+    run = Run()
+    slow = times(), times(forward=300)
+    assert run.interval(*slow, graphs=1) is None
+    assert run.interval(*slow, graphs=2) is None
+    assert run.interval(times(), times(), graphs=2) is None
+    assert (run.interval(*slow, graphs=2) or "").startswith("rank 1")
+
+
+def test_a_gpu_that_runs_out_of_work_in_each_step_is_told_of() -> None:
+    run = Run()
+    short = times(0.2)
+    assert run.interval(short, idle=1.0) is None
+    assert run.interval(short, idle=0.8) is None
+    assert run.interval(times(1.5), idle=1.0) is None, "a millisecond of 150"
+    said = run.interval(short, idle=0.96)
+    assert said is not None
+    assert said.startswith(
+        "host-device synchronisation, or steps too small: the GPU ran out of work in 96% of the steps"
+    )
+    assert 'profile={"steps": [10, 12]}' in said
+    assert run.interval(short, idle=1.0) is None
+
+
+def test_a_phase_that_stands_out_explains_a_gpu_without_work_and_so_do_settings_that_wait() -> None:
+    run = Run()
+    assert run.interval(idle=1.0) is None
+    assert (run.interval(times(0.2, data=80), idle=1.0) or "").startswith("data")
+    run = Run(waits=True)
+    assert [run.interval(times(0.2), idle=1.0) for _ in range(3)] == [None] * 3

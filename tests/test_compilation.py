@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from ddp_kit import ConfigError
 from ddp_kit.compilation import compile_in_place
+from ddp_kit.torch_internals import compilations
 
 # torch 2.13 uses its own deprecated script_method where it imports its compiler
 imports_the_compiler = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -35,10 +36,18 @@ def test_the_repeated_blocks_are_compiled_and_nothing_else() -> None:
 
 @pytest.mark.slow
 @imports_the_compiler
-def test_the_whole_model_is_compiled_in_place() -> None:
-    model = nn.Sequential(Block(), nn.Linear(4, 1))
+@pytest.mark.parametrize(
+    "model",
+    [nn.Sequential(Block(), nn.Linear(4, 1)), Block(), nn.Linear(4, 4)],
+    ids=["container", "own-forward", "layer"],
+)
+def test_the_whole_model_is_compiled_in_place(model: nn.Module) -> None:
+    """Torch's own modules, too: it does not compile its own code where nothing is around it."""
     compile_in_place(model, "model")
     assert compiled(model) == [""]
+    before = compilations()
+    model(torch.ones(2, 4)).sum().backward()
+    assert compilations() > before
 
 
 def test_a_model_without_repeated_blocks_says_so() -> None:

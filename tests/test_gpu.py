@@ -1,6 +1,7 @@
 """What only a GPU can show, in one process."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -15,10 +16,11 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import Dataset, TensorDataset
 
-from ddp_kit import EMA, Callback, DataConfig, Loss, Trainer, TrainerConfig
+from ddp_kit import EMA, Callback, DataConfig, Loss, Trainer, TrainerConfig, peak_rates
 from ddp_kit.checkpoint.loading import load
 from ddp_kit.loader import on_device
 from ddp_kit.manifest import checkpoints
+from ddp_kit.peak_rates import PeakRates
 
 pytestmark = pytest.mark.gpu
 PRECISIONS = ["fp32", "tf32", "bf16", "fp16", "bf16-true"]
@@ -121,6 +123,37 @@ def test_every_precision_learns(precision: str) -> None:
     trainer = trainer_for(precision=precision, epochs=4, data=DataConfig(prefetch_batches=2))
     result = trainer.fit(data())
     assert result.history[-1].loss < result.history[0].loss / 4
+
+
+class Attending(nn.Module):
+    """Attention, which has fused kernels on a GPU, and a layer that draws random numbers there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts, self.drop, self.out = nn.Linear(4, 3 * 64), nn.Dropout(), nn.Linear(4 * 64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.parts(x.view(-1, 4, 4)).view(-1, 4, 3, 2, 32).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        found: Tensor = self.out(self.drop(attended.transpose(1, 2).flatten(1)))
+        return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-true"])
+def test_counting_flops_changes_nothing(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = torch.cuda.get_device_name().removeprefix("NVIDIA ")
+    here = PeakRates(re.escape(name), {"fp32": 1.0, "bf16": 1.0}, "this test")
+    monkeypatch.setattr(peak_rates, "TABLE", (here,))
+    ends = []
+    for asked in (False, True):
+        torch.manual_seed(0)
+        trainer = trainer_for(model=Attending(), precision=precision, mfu=asked, max_steps=6, log_every=2)
+        result = trainer.fit(data())
+        ends.append({**trainer.model.state_dict(), "random": torch.cuda.get_rng_state()})
+        found = [None if row.mfu is None else round(row.mfu * 1e12 / row.samples_per_second) for row in result.history]
+        flops = 2 * 4 * 2 * 4 * 192 + 3 * (2 * 2 * 4 * 4 * 64 + 2 * 256)  # a sample has four tokens of four values
+        assert found == ([flops] * 3 if asked else [None] * 3)
+    assert [each for each in ends[0] if not torch.equal(ends[0][each], ends[1][each])] == []
 
 
 class Wide(nn.Module):

@@ -79,7 +79,7 @@ def test_gradients_of_all_types_are_scaled_by_a_tensor() -> None:
     assert [None if one.grad is None else one.grad.tolist() for one in parameters] == [[1.5, 1.5], [1.5, 1.5], None]
 
 
-def fp16_steps(gradients: list[float], *, tell: bool) -> tuple[Precision, nn.Parameter, list[bool]]:
+def fp16_steps(gradients: list[float], *, wait: bool) -> tuple[Precision, nn.Parameter, list[bool]]:
     """Steps with these gradients, by the fused SGD."""
     weight = nn.Parameter(torch.tensor([8.0]))
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
@@ -89,19 +89,19 @@ def fp16_steps(gradients: list[float], *, tell: bool) -> tuple[Precision, nn.Par
         weight.grad = None
         precision.scaled((weight * gradient).sum()).backward()
         precision.unscale(optimizer)
-        told.append(precision.apply(optimizer, tell=tell))
+        told.append(precision.apply(optimizer, wait=wait))
     return precision, weight, told
 
 
 def test_fp16_does_not_read_whether_a_step_counts_unless_that_is_asked_for(reads: Reads) -> None:
     gradients = [1.0, float("inf"), 2.0, float("nan")]
     with reads:
-        precision, weight, told = fp16_steps(gradients, tell=False)
+        precision, weight, told = fp16_steps(gradients, wait=False)
     assert not reads.of
     assert all(told)
     assert weight.item() == 8.0 - 1.0 - 2.0
-    assert precision.steps_left_out() == 2
-    assert precision.steps_left_out() == 0
-    precision, weight, told = fp16_steps(gradients, tell=True)
+    assert precision.take_skipped_steps() == 2
+    assert precision.take_skipped_steps() == 0
+    precision, weight, told = fp16_steps(gradients, wait=True)
     assert told == [True, False, True, False]
-    assert (weight.item(), precision.steps_left_out()) == (5.0, 0)
+    assert (weight.item(), precision.take_skipped_steps()) == (5.0, 0)

@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch.profiler import profile, record_function
 
+from ddp_kit import profile as profile_module
 from ddp_kit.config import ProfileConfig
 from ddp_kit.errors import ConfigError
+from ddp_kit.launcher.trace.memory_file import read_memory
 from ddp_kit.log import logger
 from ddp_kit.profile import Recorder, save_memory_snapshot
+from ddp_kit.torch_internals import memory_snapshot
 
 
 @pytest.fixture
@@ -65,6 +68,21 @@ def test_the_shapes_are_in_the_trace(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "rank0_steps2-3.json.gz") as file:
         shapes = [event.get("args", {}).get("Input Dims") for event in json.load(file)["traceEvents"]]
     assert [[3, 7], [7, 2]] in shapes
+
+
+def test_each_step_is_marked_and_the_functions_that_ran_are_in_the_trace(tmp_path: Path) -> None:
+    train(recorder(tmp_path))
+    with gzip.open(tmp_path / "rank0_steps2-3.json.gz") as file:
+        trace = json.load(file)
+    marks = [event for event in trace["traceEvents"] if str(event.get("name")).startswith("ProfilerStep#")]
+    assert [mark["name"] for mark in marks] == ["ProfilerStep#2", "ProfilerStep#3"]
+    assert marks[0]["ts"] + marks[0]["dur"] <= marks[1]["ts"]
+    for event in trace["traceEvents"]:
+        if event.get("cat") == "cpu_op" and event["name"] == "aten::mm":
+            assert any(mark["ts"] <= event["ts"] <= mark["ts"] + mark["dur"] for mark in marks)
+    functions = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "python_function"]
+    assert any(name.endswith(": train") for name in functions)
+    assert trace["float32_matmul_precision"] == torch.get_float32_matmul_precision()
 
 
 @pytest.mark.parametrize(("ranks", "recording"), [((0,), {0}), ((1, 2), {1, 2}), (None, {0, 1, 2})])
@@ -136,6 +154,93 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, lin
     assert lines[0].startswith("WARNING profile: no trace was written to ")
 
 
+class Allocator:
+    """In place of a GPU's: what a script that allocates once per step would leave in it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.asked: list[int] = []
+        monkeypatch.setattr(profile_module, "uses_gpu", lambda: True)
+        monkeypatch.setattr(profile_module, "memory_snapshot", self.snapshot)
+        monkeypatch.setattr(profile_module, "record_allocations", self.record)
+
+    def record(self, most: int) -> None:
+        self.asked.append(most)
+        self.events = [] if not most else [self.event()]
+
+    def event(self) -> dict[str, Any]:
+        here = {"filename": str(Path.cwd() / "model.py"), "line": 12, "name": "forward"}
+        torch_itself = {
+            "filename": str(Path(torch.__file__).parent / "nn" / "functional.py"),
+            "line": 1,
+            "name": "gelu",
+        }
+        return {"action": "alloc", "addr": 1, "size": 1000, "stream": 0, "frames": [torch_itself, here]}
+
+    def snapshot(self) -> dict[str, Any]:
+        blocks = [
+            {"address": address, "size": 1024, "requested_size": 1000, "state": "active_allocated", "frames": []}
+            for address in (1, 2)
+        ]
+        return {"segments": [{"device": 0, "blocks": blocks}], "device_traces": [self.events, []]}
+
+
+def test_what_took_the_memory_of_a_gpu_is_recorded_with_the_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+) -> None:
+    allocator = Allocator(monkeypatch)
+    train(recorder(tmp_path))
+    assert names(tmp_path) == ["memory_rank0_steps2-3.json", "rank0_steps2-3.json.gz"]
+    assert json.loads((tmp_path / "memory_rank0_steps2-3.json").read_text()) == {
+        "format": 1, "rank": 0, "steps": [2, 3], "complete": True, "bytes": 2000, "earlier": 1000,
+        "lines": [{"file": "model.py", "line": 12, "function": "forward", "bytes": 1000, "count": 1}],
+    }  # fmt: skip
+    assert allocator.asked == [1_000_000, 0], "nothing is recorded before and after these steps"
+    assert lines[0] == f"INFO profile: {tmp_path}/memory_rank0_steps2-3.json (`ddpkit report` shows it)"
+    summary = read_memory(tmp_path / "memory_rank0_steps2-3.json")
+    assert (summary.bytes, str(summary.lines[0].place)) == (2000, "forward (model.py:12)")
+
+
+def test_a_run_that_fails_inside_the_window_leaves_its_memory_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocator = Allocator(monkeypatch)
+    with pytest.raises(RuntimeError, match="the user's own"):
+        train(recorder(tmp_path, steps=(2, 100)), fails_in=2)
+    assert names(tmp_path) == ["memory_rank0_steps2-2.json", "rank0_steps2-2.json.gz"]
+    assert allocator.asked[-1] == 0
+
+
+def test_a_history_that_the_script_records_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+) -> None:
+    allocator = Allocator(monkeypatch)
+    allocator.events = [allocator.event()]
+    train(recorder(tmp_path))
+    assert allocator.asked == []
+    assert names(tmp_path) == ["rank0_steps2-3.json.gz"]
+    assert lines[0] == "WARNING profile: no memory is recorded: the script records its memory history itself"
+
+
+def test_memory_that_cannot_be_recorded_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+) -> None:
+    allocator = Allocator(monkeypatch)
+
+    def refuse(_most: int) -> None:
+        raise RuntimeError("cudaMallocAsync has no history")
+
+    monkeypatch.setattr(profile_module, "record_allocations", refuse)
+    train(recorder(tmp_path))
+    assert lines[0] == "WARNING profile: memory cannot be recorded: cudaMallocAsync has no history"
+    monkeypatch.setattr(profile_module, "record_allocations", allocator.record)
+    monkeypatch.setattr(profile_module, "memory_peak", lambda *_: {}["segments"])
+    train(recorder(tmp_path))
+    assert lines[2].startswith(f"WARNING profile: no record of memory was written to {tmp_path}/memory_rank0_steps2-3")
+    assert allocator.asked == [1_000_000, 0]
+    assert names(tmp_path) == ["rank0_steps2-3.json.gz"]
+
+
 def test_there_is_no_memory_snapshot_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert save_memory_snapshot(tmp_path / "traces", 0) is None
@@ -165,3 +270,31 @@ def test_a_gpu_s_kernels_are_in_the_trace_and_its_memory_in_the_snapshot(tmp_pat
     path = save_memory_snapshot(tmp_path, 0)
     assert path is not None
     assert path.stat().st_size > 0
+
+
+@pytest.mark.gpu
+def test_the_lines_that_took_a_gpu_s_memory_are_recorded(tmp_path: Path) -> None:
+    before = torch.ones(1 << 20, device="cuda")  # 4 MiB
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    recording = recorder(tmp_path, steps=(1, 2))
+    for number in (1, 2):
+        recording.before_step(number)
+        small = [torch.ones(1 << 20, device="cuda") for _ in range(3)]
+        large = torch.ones(1 << 22, device="cuda")
+        del small, large
+        recording.after_step(number)
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    summary = read_memory(tmp_path / "memory_rank0_steps1-2.json")
+    assert summary.complete
+    assert summary.bytes == pytest.approx(peak, rel=0.01)
+    assert summary.earlier >= before.nbytes
+    (first, second) = summary.lines[:2]
+    assert (first.bytes, first.count) == (16 << 20, 1)
+    assert (second.bytes, second.count) == (12 << 20, 3)
+    own = [Path(each.place.file).name for each in (first, second) if each.place is not None]
+    assert own == [Path(__file__).name] * 2
+    assert first.place is not None
+    assert second.place is not None
+    assert first.place.line == second.place.line + 1
+    assert not any(memory_snapshot()["device_traces"]), "recording has ended"

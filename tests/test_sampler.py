@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, SubsetRandomS
 
 from ddp_kit.batch import plan_batches
 from ddp_kit.errors import DataError
-from ddp_kit.sampler import EvalBatches, ExactDistributedSampler, OwnEvalBatches, OwnTrainBatches, TrainBatches
+from ddp_kit.sampler import EvalBatches, ExactDistributedSampler, TrainBatches, UserEvalBatches, UserTrainBatches
 
 
 def train_batches(samples: int, global_batch: int, world_size: int, rank: int, **options: bool) -> TrainBatches:
@@ -188,14 +188,14 @@ def test_a_sampler_that_cannot_be_counted_is_refused() -> None:
     with pytest.raises(DataError, match="has length 3, but yields 2 items in epoch 5"):
         order_of(Miscounts(), 4)
     with pytest.raises(DataError, match="batch sampler .Miscounts. has length 3, but"):
-        OwnEvalBatches(Miscounts(), 0, 1, seed=0)
+        UserEvalBatches(Miscounts(), 0, 1, seed=0)
 
 
 BUCKETS = [[1], [2, 3], [4, 5, 6], [7], [8, 9], [10]]
 
 
-def own_batches(rank: int, world_size: int, accumulation: int = 1, **options: bool) -> OwnTrainBatches:
-    return OwnTrainBatches(BUCKETS, rank, world_size, accumulation, drop_last=options.get("drop_last", False), seed=0)
+def own_batches(rank: int, world_size: int, accumulation: int = 1, **options: bool) -> UserTrainBatches:
+    return UserTrainBatches(BUCKETS, rank, world_size, accumulation, drop_last=options.get("drop_last", False), seed=0)
 
 
 def test_a_step_takes_the_next_of_the_user_s_own_batches_in_turn_over_the_ranks() -> None:
@@ -216,7 +216,7 @@ def test_a_rank_may_have_none_of_the_last_batches() -> None:
 def test_the_user_s_own_batches_are_taken_up_in_the_middle_and_drawn_anew_in_every_epoch() -> None:
     def drawn(epoch: int, first_step: int) -> list[list[int]]:
         own = BatchSampler(SubsetRandomSampler(range(20)), 3, drop_last=False)
-        batches = OwnTrainBatches(own, 0, 1, 2, drop_last=False, seed=0)
+        batches = UserTrainBatches(own, 0, 1, 2, drop_last=False, seed=0)
         batches.set_position(epoch, first_step)
         return list(batches)
 
@@ -229,11 +229,11 @@ def test_batches_that_make_no_step_and_empty_ones_are_refused() -> None:
     with pytest.raises(DataError, match="yields 6 batches, fewer than the 8 of one step"):
         own_batches(0, 4, 2, drop_last=True)
     with pytest.raises(DataError, match="an empty batch: number 1"):
-        OwnEvalBatches([[1], []], 0, 1, seed=0)
+        UserEvalBatches([[1], []], 0, 1, seed=0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 7])
 def test_evaluation_takes_each_of_the_user_s_own_batches_once(world_size: int) -> None:
-    ranks = [OwnEvalBatches(BUCKETS, rank, world_size, seed=0) for rank in range(world_size)]
+    ranks = [UserEvalBatches(BUCKETS, rank, world_size, seed=0) for rank in range(world_size)]
     assert [batch for batches in ranks for batch in batches] == BUCKETS
     assert [size for batches in ranks for size in batches.sizes()] == list(map(len, BUCKETS))

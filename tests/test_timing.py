@@ -165,6 +165,9 @@ class Device:
     def catch_up(self) -> None:
         self.finished = self.recorded
 
+    def has_finished(self) -> bool:
+        return self.finished == self.recorded
+
 
 class DeviceEvent:
     def __init__(self, device: Device) -> None:
@@ -198,7 +201,7 @@ def step(clock: StepClock, device: Device, forward: float = 2, optimizer: float 
 
 
 def test_a_device_s_steps_count_once_it_has_finished_them(device: Device) -> None:
-    clock = DeviceClock(device.new_event)
+    clock = DeviceClock(device.new_event, device.has_finished)
     step(clock, device)
     assert clock.read(4) == times(other=4)
     step(clock, device, forward=6)
@@ -210,7 +213,7 @@ def test_a_device_s_steps_count_once_it_has_finished_them(device: Device) -> Non
 
 
 def test_events_are_used_again(device: Device) -> None:
-    clock = DeviceClock(device.new_event)
+    clock = DeviceClock(device.new_event, device.has_finished)
     for _ in range(100):
         step(clock, device)
         device.catch_up()
@@ -220,7 +223,7 @@ def test_events_are_used_again(device: Device) -> None:
 
 def test_a_device_far_behind_is_not_given_ever_more_events(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_MOST_WAITING", 30)
-    clock = DeviceClock(device.new_event)
+    clock = DeviceClock(device.new_event, device.has_finished)
     for _ in range(100):
         step(clock, device)
     assert device.events == 30
@@ -234,12 +237,44 @@ def test_a_device_far_behind_is_not_given_ever_more_events(device: Device, monke
 
 def test_the_device_s_wait_for_the_reduction_is_communication(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_SECONDS_BETWEEN_WATCHED", 0.0)
-    clock = DeviceClock(device.new_event)
+    clock = DeviceClock(device.new_event, device.has_finished)
     for waiting in (5, 1):
         clock.start()
         reduced_backward(clock, device, computing=2, waiting=waiting)
         device.catch_up()
     assert clock.read(5) == times(backward=2, communication=3)
+
+
+def test_a_device_that_is_always_behind_is_never_idle(device: Device) -> None:
+    clock = DeviceClock(device.new_event, device.has_finished)
+    step(clock, device)
+    for _ in range(4):
+        reached = device.recorded
+        step(clock, device)
+        device.finished = reached
+    clock.read(3)
+    assert clock.idle == 1 / 5, "the first step"
+    step(clock, device)
+    clock.read(3)
+    assert clock.idle == 0
+
+
+@pytest.mark.parametrize("waits_in", ["the forward pass", "the body of the loop", "both"])
+def test_a_step_in_which_the_host_waits_leaves_the_device_idle_once(device: Device, waits_in: str) -> None:
+    clock = DeviceClock(device.new_event, device.has_finished)
+    step(clock, device)
+    clock.read(3)
+    for _ in range(4):
+        clock.start()
+        if waits_in != "the body of the loop":
+            device.catch_up()
+        clock.mark(FORWARD)
+        clock.mark(BACKWARD)
+        clock.mark(OPTIMIZER)
+        if waits_in != "the forward pass":
+            device.catch_up()
+    clock.read(3)
+    assert clock.idle == (3 / 4 if waits_in == "the body of the loop" else 1)
 
 
 def test_the_clock_suits_the_device() -> None:
@@ -271,6 +306,25 @@ def test_a_gpu_is_timed_without_waiting_for_it() -> None:
     found = clock.read(1.0)
     assert found.forward > 0
     assert found.backward > found.communication >= 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_idle_only_where_it_has_finished() -> None:
+    device = torch.device("cuda", 0)
+    clock = step_clock(device)
+
+    def two_steps(busy: bool) -> float:
+        for _ in range(2):
+            torch.cuda.synchronize()
+            if busy:
+                torch.cuda._sleep(1_000_000_000)  # cycles of the GPU: about half a second
+            clock.start()
+            clock.mark(FORWARD)
+        clock.read(1.0)
+        return clock.idle
+
+    assert two_steps(busy=True) == 0
+    assert two_steps(busy=False) == 1
 
 
 # --- all ranks ------------------------------------------------------------------------------------------------------

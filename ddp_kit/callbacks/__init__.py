@@ -1,4 +1,4 @@
-"""What watches a run from outside, by the events of `Callback` alone."""
+"""Callbacks: the base class `Callback`, loggers, and ready-made callbacks."""
 
 from ddp_kit.callbacks.best_model import BestModel
 from ddp_kit.callbacks.callback import Callback
@@ -6,7 +6,10 @@ from ddp_kit.callbacks.csv_logger import CSVLogger
 from ddp_kit.callbacks.early_stopping import EarlyStopping
 from ddp_kit.callbacks.ema import EMA
 from ddp_kit.callbacks.json_lines_logger import JSONLinesLogger
+from ddp_kit.callbacks.mlflow_logger import MLflowLogger
+from ddp_kit.callbacks.rows import RowLogger
 from ddp_kit.callbacks.tensorboard_logger import TensorBoardLogger
+from ddp_kit.callbacks.trackio_logger import TrackioLogger
 from ddp_kit.callbacks.wandb_logger import WandbLogger
 
 __all__ = [
@@ -16,6 +19,9 @@ __all__ = [
     "Callback",
     "EarlyStopping",
     "JSONLinesLogger",
+    "MLflowLogger",
+    "RowLogger",
     "TensorBoardLogger",
+    "TrackioLogger",
     "WandbLogger",
 ]

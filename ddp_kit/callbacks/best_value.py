@@ -1,4 +1,4 @@
-"""Whether an evaluation is better than the best before."""
+"""The best value of a metric over a run's evaluations."""
 
 import math
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from ddp_kit.state_values import real_number
 
 
 def check_metric(owner: str, metric: str, metrics: Iterable[str]) -> None:
-    """Raise `ConfigError` if an evaluation, which gives `metrics`, does not give this one."""
+    """Raise `ConfigError` if `metric` is not among the `metrics` of an evaluation. `owner`: who monitors it."""
     names = list(metrics)
     if metric not in names:
         likely = nearest(metric, names)
@@ -20,8 +20,11 @@ def check_metric(owner: str, metric: str, metrics: Iterable[str]) -> None:
         )
 
 
-class Watched:
-    """The best value so far of one metric. `min_delta`: the smallest improvement that counts, in the metric's unit."""
+class BestValue:
+    """The best value so far of one metric.
+
+    `owner`: who monitors it, for messages. `min_delta`: an improvement must be larger than this, in the metric's unit.
+    """
 
     def __init__(self, owner: str, metric: str, mode: Literal["min", "max"], min_delta: float = 0.0) -> None:
         if mode not in ("min", "max"):
@@ -47,11 +50,11 @@ class Watched:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """The state to save in a checkpoint."""
+        """The metric, its mode and the best value."""
         return {"metric": self.metric, "mode": self.mode, "best": self.best}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Load the best value; False, with a warning, if it is of another metric or mode."""
+        """Load the best value. If it is of another metric or mode, warn and return False."""
         saved, own = (state["metric"], state["mode"]), (self.metric, self.mode)
         if saved != own:
             logger.warning(

@@ -1,4 +1,4 @@
-"""Rows of comma-separated values."""
+"""The logger that writes a CSV file."""
 
 import csv
 from pathlib import Path
@@ -11,16 +11,16 @@ _FIRST = ["event", "step"]
 
 
 class CSVLogger(FileLogger):
-    """Adds one row per log point and one per evaluation to a CSV file, on the main rank; each is on disk at once.
+    """Appends one row per log point and one per evaluation to a CSV file, on the main rank.
 
         event             train (a log point) or eval (an evaluation)
         step              optimizer steps done
         epoch, loss, ...  the fields of `LogRow`, empty in rows of evaluations
         eval_loss, ...    the metrics, empty in rows of log points
 
-    An existing file is continued. Where a row has columns that the file does not have, they are added on the right,
-    and the file is replaced atomically by one with the longer header. A run that resumes from a checkpoint
-    removes its rows of later steps. Raises `ConfigError` for a file that is no such log.
+    The file is closed after each row. An existing file is appended to. New columns are added on the right; the file is
+    then replaced atomically by one with the longer header. A run that resumes from a checkpoint first removes its own
+    rows of later steps. Raises `ConfigError` if the file was not written by a CSVLogger.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -29,10 +29,10 @@ class CSVLogger(FileLogger):
         _read_columns(self._path)
 
     def write(self, trainer: Any, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Add a row, and columns if it needs any."""
+        """Append a row, after adding any new columns."""
         row = file_row(kind, step, values)
         if self._columns is None or not self._path.exists():
-            self._columns = self._go_on()
+            self._columns = self._open()
         columns = [*self._columns, *(name for name in row if name not in self._columns)]
         if columns != self._columns:
             self._rewrite(columns)
@@ -41,17 +41,17 @@ class CSVLogger(FileLogger):
             csv.writer(file, lineterminator="\n").writerow([row.get(name) for name in columns])
 
     def step_of(self, line: str) -> int:
-        """Its second column."""
+        """The step of a row: its second column."""
         return int(line.split(",", 2)[1])
 
-    def _go_on(self) -> list[str]:
-        """The columns of the existing file."""
+    def _open(self) -> list[str]:
+        """Prepare the file for rows, and return its columns."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self.begin()
         return _read_columns(self._path)
 
     def _rewrite(self, columns: list[str]) -> None:
-        """The rows that are there under a longer header, in a file that takes the other's place when it is whole."""
+        """Atomically replace the file by one with the same rows and a longer header."""
         rows: list[list[str]] = []
         if self._path.exists():
             with self._path.open(encoding="utf-8", newline="") as file:

@@ -1,8 +1,8 @@
-"""Stops a run that no longer improves."""
+"""The callback that stops a run when a metric no longer improves."""
 
 from typing import Any, Literal
 
-from ddp_kit.callbacks.best_value import Watched
+from ddp_kit.callbacks.best_value import BestValue
 from ddp_kit.callbacks.callback import Callback
 from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
@@ -10,13 +10,13 @@ from ddp_kit.state_values import whole_number
 
 
 class EarlyStopping(Callback):
-    """Stops after `patience` evaluations in a row without improvement.
+    """Stops the run after `patience` consecutive evaluations without improvement.
 
-    `metric`: "loss" or the name of one of the Trainer's metrics. `mode`: "min" or "max", what better means.
-    `min_delta`: by how much a value has to be better than the best to count. NaN is no improvement.
-    All ranks see the same values, so they decide the same. A new call of `fit` resets the count; one that resumes from
-    a checkpoint restores it, and stops at once if it had reached `patience`.
-    Raises `ConfigError`; for an unknown metric at the first evaluation.
+    `metric`: "loss" or the name of one of the Trainer's metrics. `mode`: "min" or "max", whether lower or higher is
+    better. `min_delta`: a value is an improvement only if it is better than the best by more than this. NaN never is.
+    All ranks have the same metrics, so they stop at the same step. A new call of `fit` resets the count. A run that
+    resumes from a checkpoint restores it, and stops at once if it had already reached `patience`.
+    Raises `ConfigError`, at the first evaluation if the metric is unknown.
     """
 
     def __init__(
@@ -24,45 +24,45 @@ class EarlyStopping(Callback):
     ) -> None:
         if patience < 1:
             raise ConfigError(f"EarlyStopping got patience={patience!r}", "use a number of evaluations, at least 1")
-        self._watched = Watched("EarlyStopping", metric, mode, min_delta)
+        self._best_value = BestValue("EarlyStopping", metric, mode, min_delta)
         self.metrics_needed = (metric,)
         self._patience = patience
         self.waited = 0
         """Evaluations since the best one."""
-        self._taken_up = False  # from a checkpoint, since the last call of `fit`
+        self._resumed = False  # whether a checkpoint was loaded since the last call of `fit`
 
     @property
     def best(self) -> float | None:
         """The best value so far; None before the first evaluation."""
-        return self._watched.best
+        return self._best_value.best
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value, and the number of evaluations since then."""
-        return {"watched": self._watched.state_dict(), "waited": self.waited}
+        """The best value, and the number of evaluations since it."""
+        return {"watched": self._best_value.state_dict(), "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue counting."""
-        if self._watched.load_state_dict(state["watched"]):
-            self.waited, self._taken_up = whole_number(state["waited"], "waited"), True
+        """Load the best value and the count."""
+        if self._best_value.load_state_dict(state["watched"]):
+            self.waited, self._resumed = whole_number(state["waited"], "waited"), True
 
     def on_fit_start(self, trainer: Any) -> None:
         """Reset the count, unless a checkpoint was loaded."""
-        if not self._taken_up:
+        if not self._resumed:
             self.waited = 0
-        self._taken_up = False
-        self._stop_where_due(trainer)
+        self._resumed = False
+        self._stop_if_due(trainer)
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
         """Stop the run after `patience` evaluations without improvement."""
-        self.waited = 0 if self._watched.improved(metrics) else self.waited + 1
-        self._stop_where_due(trainer)
+        self.waited = 0 if self._best_value.improved(metrics) else self.waited + 1
+        self._stop_if_due(trainer)
 
-    def _stop_where_due(self, trainer: Any) -> None:
+    def _stop_if_due(self, trainer: Any) -> None:
         if self.waited >= self._patience:
             logger.info(
                 "stopping at step {}: {} has not improved on {} in {} evaluations",
                 trainer.step,
-                self._watched.metric,
+                self._best_value.metric,
                 "NaN" if self.best is None else f"{self.best:.4g}",
                 self.waited,
             )

@@ -1,4 +1,4 @@
-"""An average of the weights over the steps, which evaluations use."""
+"""The callback that keeps an exponential moving average of the weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,17 +13,18 @@ from ddp_kit.torch_internals import copy_all, interpolate_all
 
 
 class EMA(Callback):
-    """Keeps an exponential moving average of the trained weights; evaluations use it instead of the weights.
+    """Keeps an exponential moving average of the trainable weights, and uses it in evaluations.
 
-        after the first step:   average = weights
-        after each later one:   average = decay * average + (1 - decay) * weights
+        after the first step:       average = weights
+        after each later step:      average = decay * average + (1 - decay) * weights
 
-    That is `torch.optim.swa_utils.AveragedModel` with its `get_ema_multi_avg_fn`, without the moments in which the
-    host waits for the device. Weights of 16 bits are averaged in float32, where the small changes do not get lost.
-    Buffers, such as BatchNorm's statistics, are not averaged: they are the model's own.
-    The average takes as much memory as the weights, and during an evaluation the weights set aside as much again.
-    `apply_to(trainer.model)` at the end leaves the model with the averaged weights.
-    From a checkpoint, `ddp_kit.load_model(path, model, ema=True)` and `ddpkit export --ema` take them.
+    `decay`: from 0 to less than 1. The formula is that of `torch.optim.swa_utils.AveragedModel` with
+    `get_ema_multi_avg_fn`, but the host never waits for the device. 16-bit weights are averaged in float32, because
+    small changes would be rounded away. Buffers, such as BatchNorm's statistics, are not averaged.
+    The average needs as much device memory as the weights; during an evaluation, the copy of the trained weights needs
+    the same again.
+    To get the averaged weights: `apply_to(trainer.model)` after training, `ddp_kit.load_model(path, model, ema=True)`
+    or `ddpkit export --ema` from a checkpoint. Raises `ConfigError` for an invalid decay.
     """
 
     def __init__(self, decay: float = 0.999) -> None:
@@ -31,42 +32,45 @@ class EMA(Callback):
             raise ConfigError(f"EMA got decay={decay!r}", "use a number from 0 to less than 1, such as 0.999")
         self._decay = decay
         self._model: nn.Module | None = None
-        self._state: Callable[[], dict[str, Any]]  # of the model, as this rank holds it
+        self._state: Callable[[], dict[str, Any]]  # returns the model's state_dict as this rank holds it
         self._names: list[str] = []
         self._parameters: list[Tensor] = []
-        self._places: list[Piece | None] = []  # of the parameters of which this rank holds a part
+        self._places: list[Piece | None] = []  # for each parameter: the piece that this rank holds; None: all of it
         self._average: list[Tensor] = []
-        self._trained: list[Tensor] = []  # the trained weights, while the model has the averaged ones
-        self._loaded: dict[str, Tensor] = {}  # from a checkpoint, until the model is known
+        self._trained: list[Tensor] = []  # the trained weights, while the model holds the averaged ones
+        self._loaded: dict[str, Tensor] = {}  # the average from a checkpoint, until the model is known
+        self._may_move = False  # whether the first step may still change which weights this rank holds
 
     def state_dict(self) -> dict[str, Any]:
-        """The average by parameter name; empty before the first step."""
+        """The average, by parameter name; empty before the first step."""
         return {"average": self._loaded or dict(zip(self._names, self._placed(self._average), strict=True))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the average. The next event raises `ConfigError` if it is of other parameters."""
+        """Load the average. The next event raises `ConfigError` if its parameters are not those of the model."""
         self._swap_back()
         self._model, self._names, self._parameters, self._places, self._average = None, [], [], [], []
         self._loaded = dict(state["average"])
 
     def on_fit_start(self, trainer: Any) -> None:
-        """Restore the average of a checkpoint, if one was loaded."""
-        self._take_up(trainer)
+        """Start from the average of the checkpoint, if one was loaded."""
+        self._use_loaded(trainer)
 
     @torch.no_grad()
     def on_step(self, trainer: Any) -> None:
-        """Add the weights to the average."""
-        self._take_up(trainer)
+        """Update the average."""
+        self._use_loaded(trainer)
         if trainer.model is not self._model:
             self._begin(trainer)
             return
-        interpolate_all(self._average, _in_the_precision_of(self._average, self._parameters), 1 - self._decay)
+        if self._may_move:
+            self._take_weights(trainer)
+        interpolate_all(self._average, _with_dtypes_of(self._average, self._parameters), 1 - self._decay)
 
     @torch.no_grad()
     def on_evaluate_start(self, trainer: Any) -> None:
-        """Put the averaged weights into the model's own tensors, which DDP and the optimizer hold too."""
+        """Copy the averaged weights into the model's tensors, in place: DDP and the optimizer hold the same tensors."""
         self._swap_back()
-        self._take_up(trainer)
+        self._use_loaded(trainer)
         if trainer.model is self._model:
             self._trained = [parameter.detach().clone() for parameter in self._parameters]
             copy_all(self._parameters, self._average)
@@ -80,50 +84,63 @@ class EMA(Callback):
         self._swap_back()
 
     def model_state(self) -> dict[str, Any]:
-        """A state_dict of the model with the averaged weights, and its buffers as they are now; a copy.
+        """A copy of the model's state_dict, with the averaged weights and the current buffers.
 
         Raises `ConfigError` before the first step.
         """
         if self._model is None:
             raise ConfigError("EMA has no average before the first step", "train at least one step first")
-        pairs = zip(self._parameters, self._placed(self._in_the_model_s_precision()), strict=True)
+        pairs = zip(self._parameters, self._placed(self._average_in_model_dtypes()), strict=True)
         averaged = {parameter.data_ptr(): average for parameter, average in pairs if parameter.numel()}
         state = self._state()
         return {name: _copied(averaged.get(_address(value), value)) for name, value in state.items()}
 
     def apply_to(self, model: nn.Module) -> None:
-        """Give a model of the same structure the averaged weights, in place; `trainer.model` too. No collective."""
+        """Load the averaged weights into `trainer.model` or another model of the same structure, in place.
+
+        Not a collective. Raises `ConfigError` before the first step.
+        """
         self._swap_back()
         if model is self._model:
             with torch.no_grad():
-                copy_all(self._parameters, self._in_the_model_s_precision())
+                copy_all(self._parameters, self._average_in_model_dtypes())
         else:
             model.load_state_dict(self.model_state())
 
     def _begin(self, trainer: Any) -> None:
         self._swap_back()
         self._model, self._state = trainer.model, trainer.model_state
-        trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
-        held = trainer.model_state()
-        self._names, self._places = trained, [held[name] if isinstance(held[name], Piece) else None for name in trained]
-        self._parameters = [_tensor(held[name]) for name in trained]
+        self._names = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
+        self._take_weights(trainer)
         self._average = [
             parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
             for parameter in self._parameters
         ]
 
+    def _take_weights(self, trainer: Any) -> None:
+        """Take the weights that this rank holds; drop the averages of those that it no longer holds."""
+        held = trainer.model_state()
+        self._places = [held[name] if isinstance(held[name], Piece) else None for name in self._names]
+        self._parameters = [_tensor(held[name]) for name in self._names]
+        self._average = [
+            average if average.shape == parameter.shape else average.new_empty(parameter.shape)
+            for average, parameter in zip(self._average, self._parameters, strict=False)
+        ]
+        self._may_move = False
+
     def _placed(self, tensors: list[Tensor]) -> list[Any]:
-        """Tensors of the parameters' shapes, each as the piece of the whole that its parameter is."""
+        """The tensors, one per parameter; those of sharded parameters as `Piece`s."""
         return [
             each if place is None else place.with_tensor(each)
             for each, place in zip(tensors, self._places, strict=True)
         ]
 
-    def _take_up(self, trainer: Any) -> None:
-        """After a checkpoint was loaded: its average, for this model."""
+    def _use_loaded(self, trainer: Any) -> None:
+        """Once after a checkpoint was loaded, make its average that of the trainer's model."""
         if not self._loaded:
             return
         self._begin(trainer)
+        self._may_move = True  # a pipeline finds out in its first pass which ranks need which weights
         loaded, self._loaded = self._loaded, {}
         differ = sorted(set(loaded) ^ set(self._names)) or [
             name
@@ -147,17 +164,17 @@ class EMA(Callback):
             copy_all(self._parameters, self._trained)
             self._trained = []
 
-    def _in_the_model_s_precision(self) -> list[Tensor]:
-        return _in_the_precision_of(self._parameters, self._average)
+    def _average_in_model_dtypes(self) -> list[Tensor]:
+        return _with_dtypes_of(self._parameters, self._average)
 
 
-def _in_the_precision_of(pattern: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
-    """The same tensors where the type is the same."""
+def _with_dtypes_of(pattern: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors, converted to the dtypes of `pattern`; not copied if the dtype is the same."""
     return [tensor.to(like.dtype) for like, tensor in zip(pattern, tensors, strict=True)]
 
 
 def _tensor(held: Any) -> Tensor:
-    """What this rank holds of a parameter."""
+    """The local tensor of a value of `model_state`."""
     found: Tensor = held.tensor if isinstance(held, Piece) else held
     return found
 

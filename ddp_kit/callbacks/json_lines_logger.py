@@ -1,4 +1,4 @@
-"""Rows of JSON, one object a line."""
+"""The logger that writes JSON Lines."""
 
 import json
 import math
@@ -10,14 +10,14 @@ from ddp_kit.errors import ConfigError
 
 
 class JSONLinesLogger(FileLogger):
-    """Adds one object per log point and one per evaluation to a file of JSON lines, on the main rank.
+    """Appends one JSON object per log point and one per evaluation to a file, one per line, on the main rank.
 
         {"event": "train", "step": 10, "epoch": 0, "loss": 0.7, ...}    the fields of `LogRow`
         {"event": "eval", "step": 10, "eval_loss": 0.6, ...}            the metrics
 
-    NaN and infinity, which JSON does not have, are null. Each row is on disk at once; an existing file is continued,
-    and a run that resumes from a checkpoint takes its rows of later steps out of it. Raises `ConfigError` for a
-    file that does not hold JSON objects.
+    NaN and infinity are written as null, because JSON lacks them. The file is closed after each row. An existing file
+    is appended to; a run that resumes from a checkpoint first removes its own rows of later steps. Raises `ConfigError`
+    if the file does not begin with a JSON object.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -31,15 +31,19 @@ class JSONLinesLogger(FileLogger):
                     )
 
     def write(self, trainer: Any, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Add a line."""
+        """Append a line for the row."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self.begin()
-        line = json.dumps(_finite(file_row(kind, step, values)), allow_nan=False)
+        self.add(file_row(kind, step, values))
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Append any JSON object as a line."""
+        line = json.dumps(_finite(row), allow_nan=False)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")
 
     def step_of(self, line: str) -> int:
-        """Its field."""
+        """The step of a row: the field `step`."""
         return int(json.loads(line)["step"])
 
 

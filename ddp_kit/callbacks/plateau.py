@@ -1,4 +1,4 @@
-"""Lowers the learning rate when a metric stops improving, with torch's ReduceLROnPlateau."""
+"""Drives torch's ReduceLROnPlateau, which lowers the learning rate when a metric stops improving."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ _COUNTS = ("num_bad_epochs", "cooldown_counter", "last_epoch")
 
 
 class Plateau(Callback):
-    """Ticks `scheduler` with `metric` at each evaluation. The Trainer adds it for a scheduler of this class.
+    """Steps a ReduceLROnPlateau at each evaluation. The Trainer adds this callback for such a scheduler.
 
-    `metric`: "loss" or the name of one of the Trainer's metrics, the same value on all ranks. `after_step`: evaluations
-    before this optimizer step, the end of a warm-up, do not count. Raises `ConfigError` if the scheduler has another
-    mode than `mode`.
+    `metric`: "loss" or the name of one of the Trainer's metrics. `mode`: the mode that the scheduler must have; None:
+    any. `after_step`: evaluations before this optimizer step, which ends the warm-up, do not step the scheduler.
+    Raises `ConfigError` if the scheduler's mode is not `mode`.
     """
 
     def __init__(self, scheduler: ReduceLROnPlateau, metric: str, mode: str | None, after_step: int = 0) -> None:
@@ -31,16 +31,16 @@ class Plateau(Callback):
         self._after_step = after_step
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
-        """Tick the scheduler."""
+        """Step the scheduler."""
         if trainer.step >= self._after_step:
             self._scheduler.step(metrics[self._metric])
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value and the counts. The learning rates are in the optimizer's state."""
+        """The scheduler's best value and counts. The learning rates are in the optimizer's state."""
         return {"best": float(self._scheduler.best)} | {name: getattr(self._scheduler, name) for name in _COUNTS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue counting evaluations without improvement."""
+        """Load the scheduler's best value and counts."""
         self._scheduler.best = real_number(state["best"], "the best value")
         for name in _COUNTS:
             setattr(self._scheduler, name, whole_number(state[name], name))

@@ -1,7 +1,7 @@
-"""Log points and evaluations as rows of names and values: the base classes of loggers."""
+"""The base classes of loggers, which write a row of names and values per log point and evaluation."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,67 +15,71 @@ from ddp_kit.state_values import whole_number
 
 
 class RowLogger(Callback):
-    """Calls `write` for each log point ("train") and each evaluation ("eval"), on the main rank only."""
+    """The base class of loggers: calls `write` for each log point and each evaluation, on the main rank only."""
 
     def write(self, trainer: Any, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Write a row. `values`: the other fields of `LogRow` for a log point, the metrics for an evaluation."""
+        """Write a row.
+
+        `kind`: "train" for a log point, "eval" for an evaluation. `step`: optimizer steps done. `values`: by name, the
+        other fields of `LogRow` for a log point, the metrics for an evaluation.
+        """
         raise NotImplementedError
 
-    _taken_up = False  # a checkpoint was loaded, and the rows of later steps are not removed yet
+    _resumed = False  # whether a checkpoint was loaded and rows of later steps are still to be removed
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Note that the rows of steps after the checkpoint's are to be removed: these steps are repeated."""
-        self._taken_up = True
+        """Note that rows after the checkpoint's step must be removed: the run repeats these steps."""
+        self._resumed = True
 
     def take_back(self, step: int) -> None:
-        """Remove the rows of later steps, before the first row of a run that resumes after `step`."""
+        """Remove the rows of steps after `step`. Called before the first row of a run that resumes after `step`."""
 
     def on_fit_start(self, trainer: Any) -> None:
         """Remove the rows after the checkpoint's step, if a checkpoint was loaded."""
-        self._take_back(trainer, trainer.step)
+        self._take_back_once(trainer, trainer.step)
 
     def on_step(self, trainer: Any) -> None:
-        """The same, in a loop over steps()."""
-        self._take_back(trainer, trainer.step - 1)
+        """Like `on_fit_start`, which a loop over steps() does not call."""
+        self._take_back_once(trainer, trainer.step - 1)
 
     def on_log(self, trainer: Any, row: LogRow) -> None:
-        """A row for the log point."""
+        """Write a row for the log point."""
         if trainer.world.is_main:
-            values = dict(_columns(row))
+            values = dict(columns(row))
             self.write(trainer, "train", values.pop("step"), values)
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
-        """A row for the evaluation."""
-        self._take_back(trainer, trainer.step)
+        """Write a row for the evaluation."""
+        self._take_back_once(trainer, trainer.step)
         if trainer.world.is_main:
             self.write(trainer, "eval", trainer.step, dict(metrics))
 
-    def _take_back(self, trainer: Any, step: int) -> None:
-        if self._taken_up:
-            self._taken_up = False
+    def _take_back_once(self, trainer: Any, step: int) -> None:
+        if self._resumed:
+            self._resumed = False
             if trainer.world.is_main:
                 self.take_back(step)
 
 
 class FileLogger(RowLogger):
-    """A `RowLogger` with a text file, one row per line. Rows of earlier runs in the file are kept."""
+    """A `RowLogger` that writes a text file with one row per line. Rows of earlier runs in the file are kept."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = absolute(path)
-        self._begins: int | None = None  # the first line of this run; None until the file is open
+        self._begins: int | None = None  # the index of this run's first line; None until the file is open
 
     def state_dict(self) -> dict[str, Any]:
-        """The file, and the first line of this run in it."""
+        """The path of the file, and the index of this run's first line in it."""
         return {"path": str(self._path.absolute()), "begins": self.begin()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the file, if it is the same one."""
+        """Continue the checkpoint's file, if it is the same one."""
         if state["path"] == str(self._path.absolute()):
             self._begins = whole_number(state["begins"], "begins")
             super().load_state_dict(state)
 
     def begin(self) -> int:
-        """Prepare the file for rows, and return the number of lines in it from earlier runs."""
+        """Prepare the file for rows, and return how many of its lines are from earlier runs."""
         if self._begins is None:
             self._begins = 0
             if self._path.exists():
@@ -111,13 +115,13 @@ class FileLogger(RowLogger):
 
 
 def file_row(kind: str, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a file with both kinds: metrics of evaluations have the prefix `eval_`, because both have a loss."""
+    """A row of a file that holds both kinds. Metrics have the prefix `eval_`, because log points have a loss too."""
     prefix = "eval_" if kind == "eval" else ""
     return {"event": kind, "step": step} | {f"{prefix}{name}": value for name, value in values.items()}
 
 
 def numbers(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
-    """The values that can be drawn as curves, under names such as train/loss and eval/loss."""
+    """The numeric values, under names such as train/loss and eval/loss."""
     drawn = (int, float)
     return {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, drawn)}
 
@@ -138,9 +142,16 @@ def drop_torn_row(path: Path) -> None:
             file.truncate(whole)
 
 
-def _columns(row: LogRow) -> Iterator[tuple[str, Any]]:
-    """The fields of a row, with a column per parameter group if there are several, and one per logged value."""
-    fields = asdict(row)
+def columns(row: LogRow) -> Iterator[tuple[str, Any]]:
+    """(name, value) of a row's columns: its fields, the rate of each parameter group if there are several, and the
+    logged values. Fields with a value per rank are left out: a run may have thousands of ranks.
+    So is `mfu` if it is not known.
+    """
+    fields = dict(vars(row))  # dataclasses.asdict takes five times as long
+    for name in ("rank_seconds", "rank_memory"):
+        fields.pop(name, None)
+    if fields.get("mfu") is None:
+        fields.pop("mfu", None)
     logged, rates = fields.pop("values", {}), fields.pop("learning_rates", ())
     yield from _flat(fields)
     if len(rates) > 1:
@@ -150,7 +161,7 @@ def _columns(row: LogRow) -> Iterator[tuple[str, Any]]:
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
+        if isinstance(value, Mapping) or is_dataclass(value):
+            yield from _flat(value if isinstance(value, Mapping) else vars(value), f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value

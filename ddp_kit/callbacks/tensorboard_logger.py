@@ -1,4 +1,4 @@
-"""Curves for TensorBoard."""
+"""The logger for TensorBoard."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +12,13 @@ if TYPE_CHECKING:
 
 
 class TensorBoardLogger(RowLogger):
-    """Writes train/loss, train/learning_rate, ..., eval/loss, ... over the optimizer steps, on the main rank.
+    """Writes train/loss, train/learning_rate, ..., eval/loss, ... by optimizer step as TensorBoard scalars, on the main
+    rank.
 
-    `dir`: the folder of the event files: `tensorboard --logdir dir`. Needs `pip install tensorboard`, and raises
-    `ConfigError` without it. What is logged after the end of `fit` goes to a further file in the same folder. A run
-    that resumes from a checkpoint says there that earlier points of later steps do not count (`purge_step`).
+    `dir`: the folder of the event files, for `tensorboard --logdir dir`. Later evaluations, after the end of `fit`, go
+    to another file in the same folder. A run that resumes from a checkpoint sets `purge_step`, so that TensorBoard
+    hides the earlier points of repeated steps. Needs `pip install tensorboard`; raises `ConfigError` if it is not
+    installed.
     """
 
     def __init__(self, dir: str | Path) -> None:
@@ -33,7 +35,7 @@ class TensorBoardLogger(RowLogger):
         writer.flush()
 
     def take_back(self, step: int) -> None:
-        """Let TensorBoard hide the points of later steps that are there."""
+        """Let TensorBoard hide the points of later steps that the files already contain."""
         self.on_fit_end(None, None)
         self._purge_step = step + 1
 
@@ -44,10 +46,10 @@ class TensorBoardLogger(RowLogger):
             self._writer = None
 
     def _open(self) -> "SummaryWriter":
-        from torch.utils.tensorboard import SummaryWriter  # takes a second; only the main rank needs it
+        from torch.utils.tensorboard import SummaryWriter  # imported only on the main rank, because it takes a second
 
         writer = SummaryWriter(str(self._dir), purge_step=self._purge_step)
         self._purge_step = None
-        self._close = finalize(self, writer.close)  # at the latest with this object: a loop over steps() has no end
+        self._close = finalize(self, writer.close)  # a loop over steps() does not call on_fit_end
         self._writer = writer
         return writer

@@ -1,11 +1,11 @@
-"""Checkpoints: complete or absent, bitwise identical when loaded, never unpickled.
+"""Checkpoints: a checkpoint on disk is complete, loads bitwise identical, and is never unpickled.
 
     saver.py       Saver: copies the state to host memory, then training continues
     packing.py     nested state -> named tensors and JSON;  unpacking.py: the inverse, for untrusted files
     division.py    which tensors each writer process writes;  layout.py: their offsets in its files
     buffer.py      host memory shared by two processes;  copying.py: copies into it
-    background.py  the trainer's handle to the writer process;  process.py: the writer process itself
-    writing.py     host memory -> a checkpoint: one rename, retention;  files.py: each file, hashed and synced
+    background.py  the training process's handle to the writer process;  process.py: the writer process itself
+    writing.py     host memory -> a checkpoint, with one rename; retention;  files.py: writes, hashes and syncs a file
     shares.py      one checkpoint written by several processes, which coordinate through its folder
     system.py      the file operations that all of these use
     lock.py        one run at a time in a folder

@@ -1,4 +1,4 @@
-"""Host memory shared by the trainer and the writer process; each save reuses its pages."""
+"""Host memory shared by the training process and the writer process; each save reuses its pages."""
 
 import mmap
 import os
@@ -20,7 +20,7 @@ _LIBC = CDLL(None)
 
 
 class SharedBuffer:
-    """Anonymous memory: freed when the last process closes it. The size of /dev/shm does not limit it."""
+    """Memory from memfd_create: freed when the last process closes it, and not limited by the size of /dev/shm."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("ddpkit-checkpoint", os.MFD_CLOEXEC)
@@ -30,7 +30,7 @@ class SharedBuffer:
         self._layout: Layout | None = None
         self._filling: Thread | None = None
         self.targets: list[Tensor] = []
-        """Where the tensors are to be copied to, in the order of the layout's places."""
+        """Tensors in this memory to copy the state to, in the order of the layout's places."""
 
     @property
     def view(self) -> memoryview:
@@ -41,15 +41,15 @@ class SharedBuffer:
     def reserve(self, size: int) -> None:
         """Allocate `size` bytes; a background thread faults in the pages."""
         if self._grow(size):
-            filling = Thread(target=_fill_in, args=(self._bytes,), daemon=True)  # daemon: exit does not wait for it
-            with suppress(RuntimeError):  # no more threads: pages are faulted in on first write
+            filling = Thread(target=_fault_in, args=(self._bytes,), daemon=True)  # daemon: exit does not wait for it
+            with suppress(RuntimeError):  # no thread is available: pages are faulted in on first write
                 filling.start()
                 self._filling = filling
 
     def prepare(self, layout: Layout, tensors: Sequence[Tensor], text: bytes) -> None:
-        """Make room for `tensors`, in the order of the layout's places, and write everything but them.
+        """Make room for `tensors`, set `targets`, and write the headers and `text`.
 
-        If the layout has not changed, that is only `text`.
+        `tensors`: in the order of the layout's places. If the layout has not changed, only `text` is written.
         """
         if self._filling is not None:
             self._filling.join()
@@ -57,7 +57,7 @@ class SharedBuffer:
         assert self._memory is not None
         assert self._bytes is not None
         if grown:
-            _fill_in(self._bytes)
+            _fault_in(self._bytes)
         if layout is not self._layout:
             for offset, header in layout.headers.items():
                 self._memory[offset : offset + len(header)] = header
@@ -97,21 +97,21 @@ class SharedBuffer:
         self._bytes = self._memory = None
 
     def _pin(self) -> None:
-        """Pin the memory, for GPU copies at full speed; if the driver refuses, copies are slower."""
+        """Pin the memory, so that copies from a GPU run at full speed; if the driver refuses, they are slower."""
         if self._pinned is not False or self._bytes is None:
             return
         error = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0)  # type: ignore[no-untyped-call]
         self._pinned = True if int(error) == 0 else None
         if self._pinned is None:
-            # CUDA keeps the error until the next query: torch would attribute it to its next kernel.
+            # CUDA keeps the error until it is queried, and torch would attribute it to its next kernel.
             with suppress(RuntimeError):
                 torch.zeros(1, device="cuda")
 
 
-def _fill_in(memory: Tensor) -> None:
-    """Fault in the pages now, not one by one as they are written: about a second per GB.
+def _fault_in(memory: Tensor) -> None:
+    """Fault in all pages now instead of one by one on first write, which takes about a second per GB.
 
-    In pieces, because other memory requests wait while the kernel provides one. Releases the GIL.
+    In pieces, because other memory allocations of the process wait meanwhile. Releases the GIL.
     """
     begin, size = memory.data_ptr(), memory.numel()
     for done in range(0, size, _PIECE):

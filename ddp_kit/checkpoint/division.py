@@ -1,4 +1,4 @@
-"""Which tensors each writer saves, and their offsets; reused while names, types and shapes stay the same."""
+"""Which tensors each writer saves, and their offsets; reused while names, dtypes and shapes remain the same."""
 
 import hashlib
 from collections.abc import Callable
@@ -9,16 +9,17 @@ from ddp_kit.checkpoint.packing import Packed
 from ddp_kit.pieces import Piece
 
 BYTES_PER_WRITER = 16 << 20
-"""Minimum bytes per writer: small checkpoints use fewer writers and stay in one file per part."""
+"""The minimum bytes per writer: small checkpoints use fewer writers, and have one file per part."""
 
 Replicated = Callable[[str, str], bool]
-"""Part and name of a tensor -> whether it is identical on every writer."""
+"""(part, name) of a tensor -> whether it is identical on all writers."""
 
 
 class Division:
-    """The tensors of a packed state that writer number `writer` of up to `writers` saves.
+    """The tensors of a packed state that one writer saves.
 
-    Replicated tensors are divided among the writers; writer 0 saves all others. Each writer saves its own pieces.
+    Replicated tensors are divided among the writers; each writer saves the `Piece`s that it owns; writer 0 saves the
+    rest. `writer`: the index of this writer. `writers`: the number of available writers.
     """
 
     def __init__(self, packed: Packed, replicated: Replicated, writer: int, writers: int) -> None:
@@ -33,11 +34,11 @@ class Division:
         self.writers = writers if pieces else active_writers(sum(sizes.values()), writers)
         """How many writers this state uses."""
         self.bytes = sum(each.tensor.nbytes for each in packed.tensors)
-        """Bytes of all tensors, on all writers."""
+        """The bytes of all tensors of this writer's state."""
         keys = [packed.tensors[number][:4] for number in shared]
         keys += [_of_whole(packed.tensors[number]) for number in pieces]
         self.tensors = hashlib.sha256(repr(keys).encode()).hexdigest()
-        """A hash of the divided tensors' names, types and shapes, the same on all writers."""
+        """A hash of names, dtypes and shapes of the divided tensors, which must be equal on all writers."""
         owners: list[int | None] = [0] * len(packed.tensors)
         load = [0] * self.writers
         for number in sorted(shared, key=lambda number: -sizes[number]):  # largest first, to the least loaded
@@ -50,16 +51,17 @@ class Division:
         suffix = f"-{writer + 1:05d}-of-{self.writers:05d}" if self.writers > 1 else ""
         self.layout = lay_out([packed.tensors[number] for number in own], packed.aliases, suffix)
         self.numbers = [own[place.number] for place in self.layout.places]
-        """The numbers of this writer's tensors in `packed.tensors`, in the order of their places."""
+        """The indices in `packed.tensors` of the tensors that this writer saves, in the order of their places."""
         self.replicated = [number in sizes for number in self.numbers]
+        """Whether each of them is replicated."""
 
-    def suits(self, packed: Packed) -> bool:
-        """Whether this division fits a state: the same tensors, apart from their values."""
+    def fits(self, packed: Packed) -> bool:
+        """Whether this division can be used for a state, because its tensors differ only in their values."""
         return self._key == _key(packed)
 
 
 def active_writers(size: int, writers: int) -> int:
-    """How many writers `size` bytes use."""
+    """The number of writers to use for `size` bytes, out of `writers`."""
     return max(1, min(writers, size // BYTES_PER_WRITER))
 
 
@@ -73,6 +75,6 @@ def _place(piece: Piece) -> tuple[Any, ...]:
 
 
 def _key(packed: Packed) -> tuple[list[Any], list[Any]]:
-    """What a layout depends on, including the order of aliases, which is their order in the file header."""
+    """Everything that a layout depends on, including the order of aliases, which is their order in file headers."""
     tensors = [(*stored[:4], stored.piece and _place(stored.piece)) for stored in packed.tensors]
     return tensors, [(part, *names.items()) for part, names in packed.aliases.items()]

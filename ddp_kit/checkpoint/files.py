@@ -1,4 +1,4 @@
-"""Writes host memory to files on the disk and hashes them."""
+"""Writes host memory to files, and hashes them."""
 
 import errno
 import fcntl
@@ -14,13 +14,13 @@ from ddp_kit.checkpoint.system import System
 from ddp_kit.manifest import FileRecord, Hasher
 
 _CHUNK = 64 << 20
-_LARGE = 4 << 20  # smaller files are soon read again, and disk bandwidth does not dominate their time
-_BLOCK = 4096  # the block size of any disk, or a multiple of it
+_LARGE = 4 << 20  # smaller files are written through the page cache: bandwidth does not dominate their time
+_BLOCK = 4096  # a multiple of the block size of any disk
 
 
 @dataclass(frozen=True)
 class Region:
-    """A file, and where its content is in memory."""
+    """A file to write, and the position of its content in memory."""
 
     name: str
     offset: int
@@ -39,22 +39,23 @@ class Job:
     versions: Mapping[str, str]
     files: tuple[Region, ...]
     token: str = ""
-    """Names the temporary folder of the checkpoint; the same in all writers."""
+    """Part of the name of the checkpoint's temporary folder; equal on all writers."""
     writer: int = 0
-    """This writer's number. Writer 0 waits for the others and finishes the checkpoint."""
+    """The index of this writer. Writer 0 waits for the others and completes the checkpoint."""
     writers: int = 1
+    """The number of writers."""
     total: int = 0
-    """Bytes that all writers write together; 0: the bytes of this writer."""
+    """Bytes that all writers write together; 0: those of this writer."""
     tensors: str = ""
-    """A hash of the names, types and shapes of all tensors that are divided among the writers."""
+    """A hash of names, dtypes and shapes of the tensors that are divided among the writers."""
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Bytes that this writer writes."""
         return sum(file.bytes for file in self.files)
 
     def to_json(self) -> str:
-        """As one line."""
+        """The job as one line of JSON."""
         return json.dumps(vars(self), default=vars)
 
     @classmethod
@@ -65,12 +66,12 @@ class Job:
 
 
 def write_files(files: Sequence[Region], memory: memoryview, folder: Path, system: System) -> list[FileRecord]:
-    """Write new files and fsync them. Raises `OSError`."""
+    """Create files from regions of `memory`, and fsync them. Raises `OSError`."""
     return [_write_file(folder / file.name, memory[file.offset : file.offset + file.bytes], system) for file in files]
 
 
 def write_text(path: Path, text: str, system: System) -> FileRecord:
-    """Write a new file and fsync it. Raises `OSError`."""
+    """Create a text file and fsync it. Raises `OSError`."""
     return _write_file(path, memoryview(text.encode()), system)
 
 
@@ -95,7 +96,7 @@ def _write_file(path: Path, content: memoryview, system: System) -> FileRecord:
 
 
 def _write_past_the_cache(file: int, content: memoryview, system: System) -> int:
-    """Write as many bytes as direct I/O can, bypassing the page cache; returns how many."""
+    """Write with direct I/O, bypassing the page cache; returns how many bytes could be written that way."""
     flags, done = fcntl.fcntl(file, fcntl.F_GETFL), 0
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -104,19 +105,19 @@ def _write_past_the_cache(file: int, content: memoryview, system: System) -> int
             if done % _BLOCK:
                 break
     except OSError as error:
-        if error.errno != errno.EINVAL:  # the file system has no direct I/O, or needs another block size
+        if error.errno != errno.EINVAL:  # EINVAL: the file system has no direct I/O, or another block size
             raise
     fcntl.fcntl(file, fcntl.F_SETFL, flags)
     return done
 
 
 def fsync_folder(folder: Path, system: System) -> None:
-    """Make a folder's entries durable. Raises `OSError`."""
+    """Make the entries of a folder durable. Raises `OSError`."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         system.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems: entries are durable at once, or never
+        if error.errno != errno.EINVAL:  # EINVAL: some network file systems cannot sync folders
             raise
     finally:
         os.close(descriptor)

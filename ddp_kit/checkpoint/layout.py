@@ -1,4 +1,4 @@
-"""The layout of safetensors files: the offset of each tensor in a buffer that holds all files."""
+"""The layout of safetensors files in a buffer that holds all of them: the offset of each tensor."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from ddp_kit.manifest import TENSORS
 from ddp_kit.pieces import Piece
 from ddp_kit.tensor_files import PIECES, header
 
-# The dtypes that every safetensors release from 0.4.3 on reads; others are stored as bytes.
+# The dtypes that safetensors supports since 0.4.3; others are stored as bytes.
 DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.uint16: "U16", torch.int16: "I16",
     torch.uint32: "U32", torch.int32: "I32", torch.uint64: "U64", torch.int64: "I64",
@@ -22,11 +22,11 @@ DTYPES = {
     torch.float32: "F32", torch.float64: "F64",
 }  # fmt: skip
 DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
-_PAGE = 4096  # files begin at a multiple of this in memory, so that they can be written without a copy
+_PAGE = 4096  # files begin at a multiple of this in memory, as direct I/O requires
 
 
 class Stored(NamedTuple):
-    """A tensor that is about to be written."""
+    """A tensor to write."""
 
     part: str
     name: str
@@ -35,14 +35,14 @@ class Stored(NamedTuple):
     piece: Piece | None
     """None: the tensor is whole."""
     tensor: Tensor
-    """Contiguous or not, on any device, of a dtype that the format has."""
+    """The values to write, of a dtype that the format has; on any device, contiguous or not."""
     original: Tensor
-    """The tensor that was given; differs from `tensor` if its dtype is stored as bytes."""
+    """The tensor in the state; differs from `tensor` if its dtype is stored as bytes."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a tensor in the buffer."""
+    """The position of a tensor in the buffer."""
 
     number: int
     """The index of the tensor."""
@@ -56,16 +56,16 @@ class Layout:
 
     files: tuple[Region, ...]
     headers: Mapping[int, bytes]
-    """Offset in the buffer -> the header written there, before the tensors."""
+    """Offset in the buffer -> the file header at that offset."""
     places: tuple[Place, ...]
     bytes: int
-    """The size of the buffer, with the padding between files."""
+    """The size of the buffer, including padding between files."""
 
 
 def lay_out(tensors: Sequence[Stored], aliases: Mapping[str, Mapping[str, str]], suffix: str = "") -> Layout:
-    """Assign an offset to each tensor.
+    """Assign files and offsets to tensors.
 
-    `aliases`: part -> another name of a tensor -> the name it is stored under. `suffix`: of the file names.
+    `aliases`: part -> {another name of a tensor -> the name under which it is stored}. `suffix`: of the file names.
     """
     parts: dict[str, list[int]] = {}
     for number, stored in enumerate(tensors):

@@ -1,4 +1,4 @@
-"""From a checkpoint on the disk to the state that was saved."""
+"""Loads the state that was saved from a checkpoint on disk."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -18,27 +18,27 @@ from ddp_kit.tensor_files import ITEM_BYTES
 from ddp_kit.tensor_reading import Key, Place, TensorFiles, Whole
 
 Wanted = Callable[[str, str], Piece | None]
-"""Part and name of a tensor -> a piece that gives the region to read (its values are ignored); None: all of it."""
+"""(part, name) of a tensor -> a piece that defines the region to read (its values are ignored); None: all of it."""
 
 DeviceOf = Callable[[str, str], torch.device]
-"""Part and name of a tensor -> its target device."""
+"""(part, name) of a tensor -> the device to load it to."""
 
 
 def load(
     path: Path | str, *, device: torch.device | str | DeviceOf = "cpu", wanted: Wanted | None = None
 ) -> dict[str, Any]:
-    """Read a checkpoint, verify every byte that is read, and return the state as it was given to `Saver.save`.
+    """Read a checkpoint, and return the state that was passed to `Saver.save`.
 
-    `device`: where the tensors go that were not in host memory when they were saved; the others stay there. What is
-    hashed is what is returned: each file is read once, in chunks.
-    `wanted`: for each tensor the place that this process needs. The state has a `Piece` with that place there, and the
-    process holds no more of the tensor; files without anything that is wanted are not read. A tensor whose shape is
-    another than that of the piece is read whole. Without it, all tensors are whole, and all files are verified.
-    Raises `CheckpointError` where there is no checkpoint, or it is not what was written.
+    `path`: the checkpoint's folder. `device`: where to load tensors that were not in host memory when they were saved.
+    `wanted`: the region that this process needs of each tensor. The state then has a `Piece` with this region, and only
+    the region is held in memory; files without wanted regions are not read. A tensor whose shape differs from that of
+    the piece is read whole. None: all tensors are whole, and all files are read.
+    Each file is read once, in chunks, and its hash is computed from the same bytes that are returned.
+    Raises `CheckpointError` if there is no checkpoint, or it is damaged.
     """
     found = examine(Path(path))
     if found.manifest is None or not found.whole:
-        raise damaged(found, str(found.problem))
+        raise cannot_load(found, str(found.problem))
     try:
         files = TensorFiles(found)
         values, places = {}, {}
@@ -50,18 +50,18 @@ def load(
         files.read(places)
         text = read_state(found)
     except OSError as error:
-        raise damaged(found, f"a file cannot be read: {error.strerror or error}") from None
-    except (ValueError, RuntimeError) as error:  # RuntimeError: for a shape that torch cannot represent
-        raise damaged(found, str(error)) from None
+        raise cannot_load(found, f"a file cannot be read: {error.strerror or error}") from None
+    except (ValueError, RuntimeError) as error:  # RuntimeError: a shape that torch cannot represent
+        raise cannot_load(found, str(error)) from None
     device_of = device if callable(device) else _always(torch.device(device))
     state: dict[str, Any] = unpack(text, _Fetch(values, device_of))
     return state
 
 
 def load_entries(found: Found, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of entries of the checkpoint's state.json, in host memory; what is read is verified, nothing else is.
+    """The values of some entries of the checkpoint's state.json, with tensors in host memory.
 
-    Raises `CheckpointError` where the checkpoint is not what was written.
+    Only files that are read are verified. Raises `CheckpointError` if they are damaged.
     """
     try:
         files = TensorFiles(found)
@@ -70,15 +70,15 @@ def load_entries(found: Found, entries: Mapping[str, Any]) -> dict[str, Any]:
             values[key], places[key] = _memory(files.tensors[key], None)
         files.read(places)
     except OSError as error:
-        raise damaged(found, f"a file cannot be read: {error.strerror or error}") from None
+        raise cannot_load(found, f"a file cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, RuntimeError) as error:
-        raise damaged(found, str(error)) from None
+        raise cannot_load(found, str(error)) from None
     read: dict[str, Any] = unpack(dict(entries), _Fetch(values, _always(torch.device("cpu"))))
     return read
 
 
 def _memory(whole: Whole, piece: Piece | None) -> tuple[Tensor | Piece, list[Place]]:
-    """For a tensor or a piece of it, and what is to be copied there."""
+    """Memory for a tensor or a piece of it, and the places to read into that memory."""
     shape = whole.shape if piece is None else tuple(piece.tensor.shape)
     content = torch.empty(math.prod(shape) * ITEM_BYTES[whole.dtype], dtype=torch.uint8)
     tensor = content.view(DTYPE_OF[whole.dtype]).view(shape)
@@ -87,11 +87,11 @@ def _memory(whole: Whole, piece: Piece | None) -> tuple[Tensor | Piece, list[Pla
     return piece.with_tensor(tensor), whole.places(content.numpy(), shape, piece.offsets, flat=piece.flat)
 
 
-def newer(found: Found) -> CheckpointError:
-    """The error of a checkpoint that a later version has written."""
+def from_newer_version(found: Found) -> CheckpointError:
+    """The error for a checkpoint that a later version of ddpkit has written."""
     return CheckpointError(
-        f"the checkpoint {found.path} is of a {found.problem}",
-        "use the version of ddpkit that wrote it, or a later one; or name an older checkpoint or another folder",
+        f"the checkpoint {found.path} has a {found.problem}",
+        "use the version of ddpkit that wrote it, or a later one; or pass an older checkpoint or another folder",
     )
 
 
@@ -109,7 +109,7 @@ class _Fetch:
         value = self._values[part, name]
         if not on_device:
             return value
-        if (part, name) not in self._moved:  # tied tensors stay tied
+        if (part, name) not in self._moved:  # only once, so that tied tensors remain tied
             device = self._device_of(part, name)
             self._moved[part, name] = (
                 value.with_tensor(value.tensor.to(device)) if isinstance(value, Piece) else value.to(device)
@@ -117,15 +117,15 @@ class _Fetch:
         return self._moved[part, name]
 
 
-def damaged(found: Found, problem: str) -> CheckpointError:
-    """The error of a checkpoint that cannot be loaded."""
+def cannot_load(found: Found, problem: str) -> CheckpointError:
+    """The error for a checkpoint that cannot be loaded."""
     if found.manifest is None and found.path.is_dir() and (inner := checkpoints(found.path)):
         return CheckpointError(
             f"{found.path} is a folder of checkpoints, not a checkpoint", f"use one of them, such as {inner[0].path}"
         )
     if found.newer:
-        return newer(found)
+        return from_newer_version(found)
     return CheckpointError(
         f"the checkpoint {found.path} cannot be loaded: {problem}",
-        f"use another one; `ddpkit checkpoints {found.path.parent} --verify` lists which are undamaged",
+        f"use another one; `ddpkit checkpoints {found.path.parent} --verify` shows which are undamaged",
     )

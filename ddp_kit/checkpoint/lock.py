@@ -1,10 +1,10 @@
-"""One run at a time writes into a folder of checkpoints: a lock that the kernel releases when its holder ends.
+"""A lock on a checkpoint folder, so that only one run writes to it at a time. The kernel releases it with its process.
 
-    <dir>/.lock       flock; it says who holds it, or held it last: host, process, job, since when
+    <dir>/.lock       locked with flock; contains its current or last holder: host, process, job, and since when
 
-A second run would resume from the weights of the first one, or remove its checkpoints. `flock` conflicts within one
-process, too, and works over NFS, where Linux makes a POSIX lock of the whole file of it. On a file system without locks
-nothing is protected.
+A second run would resume from the checkpoints of the first one, or remove them. `flock` also conflicts within one
+process, and works over NFS, where Linux maps it to a POSIX lock on the whole file. A file system without locks gives no
+protection.
 """
 
 import errno
@@ -24,29 +24,29 @@ from typing import Any
 from ddp_kit.errors import CheckpointError
 
 NAME = ".lock"
-_OTHER_RUN_SECONDS = 5.0  # for a run that is about to exit
-_SAME_JOB_SECONDS = 30.0  # for the attempt before: an NFS server takes some time to notice that its host is gone
-_LOOK_SECONDS = 0.1
+_OTHER_RUN_SECONDS = 5.0  # how long to wait for another run, which may be about to exit
+_SAME_JOB_SECONDS = 30.0  # the same for this job's previous attempt: NFS takes time to notice that a host is gone
+_POLL_SECONDS = 0.1
 _LONGEST = 4096  # bytes of a lock file
 _HELD_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EACCES)
-_open: set[int] = set()
+_open: set[int] = set()  # the descriptors of this process's lock files
 
 
 class FolderLock:
-    """The lock of one run on `folder`, which exists; `job`: its id, empty without a launcher."""
+    """A run's lock on `folder`, which must exist. `job`: the job's id; empty without a launcher."""
 
     def __init__(self, folder: Path, job: str) -> None:
         self._folder = folder
         self._job = job
         self._run = uuid.uuid4().hex
         self._descriptor: int | None = None
-        self._seen: Any = None  # the last run known to have written
+        self._seen: Any = None  # the last run that is known to have written to the folder
         self._finish: Callable[[], Any] = lambda: None
 
     def acquire(self, *, resuming: bool) -> None:
-        """Lock the folder. `resuming`: the run resumes from its checkpoints, whichever run wrote them.
+        """Lock the folder. `resuming`: the run will resume from the folder, so any run may have written to it.
 
-        Raises `CheckpointError`: another run holds it, or has written to it since this one resumed.
+        Raises `CheckpointError` if another run holds the lock, or has written to the folder since this one resumed.
         """
         with suppress(OSError):  # the file system has no locks
             self._descriptor = os.open(
@@ -58,14 +58,14 @@ class FolderLock:
         self._finish = weakref.finalize(self, _unlock, self._descriptor, os.getpid())
         try:
             self._wait()
-            last = self._said().get("wrote")
+            last = self._read_holder().get("wrote")
             if last not in (None, self._run, self._seen) and not resuming:
                 raise CheckpointError(
                     f"another run has written checkpoints to {self._folder} since this one started: {self._holder()}",
                     "create a new Trainer, which resumes from them, or use a separate checkpoint.dir for each run",
                 )
             self._seen = last
-            self._sign(last)
+            self._write_holder(last)
         except BaseException:
             self.release()
             raise
@@ -79,12 +79,12 @@ class FolderLock:
         """Record that this run wrote the newest checkpoint."""
         if self._seen != self._run:
             self._seen = self._run
-            self._sign(self._run)
+            self._write_holder(self._run)
 
     def _wait(self) -> None:
         began = time.monotonic()
-        while not self._taken():
-            holder = self._said()
+        while not self._try_lock():
+            holder = self._read_holder()
             if holder.get("pid") == os.getpid() and holder.get("host") == socket.gethostname():
                 raise CheckpointError(
                     f"another Trainer of this process writes checkpoints to {self._folder}",
@@ -96,53 +96,55 @@ class FolderLock:
                     f"another run writes checkpoints to {self._folder}: {self._holder()}",
                     "wait until it ends, end it, or use a separate checkpoint.dir for each run",
                 )
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
-    def _taken(self) -> bool:
+    def _try_lock(self) -> bool:
         assert self._descriptor is not None
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            return error.errno not in _HELD_BY_ANOTHER  # the file system has no locks
+            return error.errno not in _HELD_BY_ANOTHER  # other errors: the file system has no locks
         return True
 
-    def _sign(self, wrote: Any) -> None:
+    def _write_holder(self, wrote: Any) -> None:
+        """Write this process into the lock file. `wrote`: the run that has written to the folder last."""
         if self._descriptor is None:
             return
         since = datetime.now(UTC).isoformat(timespec="seconds")
-        said = {"host": socket.gethostname(), "pid": os.getpid(), "job": self._job, "since": since, "wrote": wrote}
-        with suppress(OSError):  # a full disk: the lock itself holds
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "job": self._job, "since": since, "wrote": wrote}
+        with suppress(OSError):  # for example a full disk; the lock works without its content
             os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, json.dumps(said).encode(), 0)
+            os.pwrite(self._descriptor, json.dumps(holder).encode(), 0)
 
-    def _said(self) -> dict[str, Any]:
-        """What the lock says of who holds it or held it last."""
+    def _read_holder(self) -> dict[str, Any]:
+        """The content of the lock file: its current or last holder; empty if it cannot be read."""
         with suppress(OSError, ValueError, RecursionError):
             descriptor = os.open(self._folder / NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                said = json.loads(os.read(descriptor, _LONGEST))
+                holder = json.loads(os.read(descriptor, _LONGEST))
             finally:
                 os.close(descriptor)
-            if isinstance(said, dict):
-                return said
+            if isinstance(holder, dict):
+                return holder
         return {}
 
     def _holder(self) -> str:
-        said = self._said()
-        job = f"job {said['job']!r}, " if said.get("job") else ""
-        return f"{job}process {said.get('pid')!r} on {said.get('host')!r}, since {said.get('since')!r}"
+        """The current or last holder in words."""
+        holder = self._read_holder()
+        job = f"job {holder['job']!r}, " if holder.get("job") else ""
+        return f"{job}process {holder.get('pid')!r} on {holder.get('host')!r}, since {holder.get('since')!r}"
 
 
 def _unlock(descriptor: int, owner: int) -> None:
-    if os.getpid() == owner:  # in a forked child it is closed, and the number may be another file's
+    if os.getpid() == owner:  # a forked child has closed the descriptor, and may have reused its number
         _open.discard(descriptor)
         with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # forked children may hold the file open
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough if forked children hold the file open
         os.close(descriptor)
 
 
 def _close_in_child() -> None:
-    """A forked DataLoader worker that outlives its trainer would keep the lock."""
+    """Close lock files in a forked child: a DataLoader worker that outlives training would keep the lock."""
     while _open:
         with suppress(OSError):
             os.close(_open.pop())

@@ -5,9 +5,9 @@
     state.json: {"model": {"weight": {"$tensor": ["model", "weight"]}},
                  "scheduler": {"betas": {"$tuple": [0.9, {"$float": "7ff8000000000000"}]}}}
 
-A value that JSON cannot express becomes an object whose first key begins with "$"; docs/checkpoints.md lists them.
-Training waits while a state is packed, so packing takes about a microsecond per tensor: names are built during the
-recursion, and the path of a value that cannot be stored is built only when its error is raised.
+A value that JSON cannot express becomes an object whose first key begins with "$"; docs/checkpoints.md lists these.
+Training waits while a state is packed, so packing is written to take about a microsecond per tensor: names are built
+during the recursion, and the path of a value that cannot be stored is built only when its error is raised.
 """
 
 import base64
@@ -28,10 +28,10 @@ from ddp_kit.errors import CheckpointError
 from ddp_kit.pieces import Piece
 
 _PART = re.compile(r"\w[\w-]*", re.ASCII)
-_LARGEST = 1 << 63  # larger integers are written in hexadecimal: Python parses long decimals slowly
+_LARGEST = 1 << 63  # larger integers are written in hexadecimal, because Python parses long decimals slowly
 DEEPEST = 200
 """The largest nesting depth."""
-_LONG = 100  # shorter lists are packed element by element at once
+_LONG = 100  # for shorter lists, the check for a list of integers takes longer than it saves
 FACTORIES: Mapping[str, Callable[[], Any]] = {
     kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)
 }
@@ -44,15 +44,16 @@ class Packed:
 
     tensors: tuple[Stored, ...]
     aliases: Mapping[str, Mapping[str, str]]
-    """Part -> another name of a tensor -> the name it is stored under."""
+    """Part -> {another name of a tensor -> the name under which it is stored}."""
     text: Mapping[str, Any]
     """The content of state.json."""
 
 
 def pack(state: Mapping[str, Any]) -> Packed:
-    """Pack a state: part -> nested dicts, lists, tuples, sets, numbers, strings, arrays, tensors, `Piece`s.
+    """Pack a state.
 
-    Tensors with the same memory and shape are stored once and loaded as one tensor. Named tuples are loaded as tuples,
+    `state`: part -> dicts, lists, tuples, sets, numbers, strings, arrays, tensors and `Piece`s, in any nesting. Tensors
+    with the same memory and shape are stored once, and loaded as the same tensor. Named tuples are loaded as tuples,
     parameters as tensors. Raises a `CheckpointError` with the path of a value that cannot be stored.
     """
     packer = _Packer()
@@ -79,7 +80,7 @@ class _UnstorableError(Exception):
         super().__init__()
         self.value = value
         self.steps = [*steps]
-        """The path, from the value up to its part."""
+        """The keys and indices on the path from the value up to its part."""
 
 
 class _Packer:
@@ -88,7 +89,7 @@ class _Packer:
         self.aliases: dict[str, dict[str, str]] = {}
         self._part = ""
         self._names: set[str] = set()  # in the current part
-        # By address. Holding the tensors keeps the memory of temporary ones from being reused before the end.
+        # Address -> tensors there. Holding them keeps the memory of temporary ones from being reused.
         self._seen: dict[int, list[Stored]] = {}
         self._kinds: dict[type, Callable[[Any, str, int], Any]] = {
             type(None): _same_value, bool: _same_value, str: _same_value, int: _int, float: _float,
@@ -118,7 +119,7 @@ class _Packer:
 
     def _list(self, value: Any, name: str, depth: int) -> Any:
         if len(value) > _LONG and set(map(type, value)) == {int} and min(value) >= -_LARGEST and max(value) < _LARGEST:
-            return list(value)  # the states of random generators are thousands of numbers
+            return list(value)  # fast for the states of random generators, which have thousands of numbers
         packed: list[Any] = []
         prefix, depth = _below(name, depth)
         try:
@@ -154,7 +155,7 @@ class _Packer:
 
     def _ordered(self, value: Any, name: str, depth: int) -> Any:
         packed = {"$ordered": self._pairs(value, name, depth)}
-        if vars(value):  # a state_dict's _metadata: the versions of its modules
+        if vars(value):  # such as a state_dict's _metadata, with the versions of its modules
             packed["attributes"] = self._dict(vars(value), name, depth)
         return packed
 
@@ -172,7 +173,7 @@ class _Packer:
         pairs = []
         prefix, depth = _below(name, depth)
         for key, one in value.items():
-            if isinstance(key, Tensor):  # tensors are compared by identity, which does not survive
+            if isinstance(key, Tensor):  # as keys they are compared by identity, which is lost
                 raise _UnstorableError(key)
             packed_key = key if type(key) is str else self._pack(key, f"{prefix}key", depth)
             try:
@@ -202,7 +203,7 @@ class _Packer:
         if value.layout is not torch.strided or value.is_quantized or value.is_nested or value.is_meta:
             raise _UnstorableError(value)
         name = name or self._part
-        # An empty tensor has no memory of its own: its key is its negated id, which is no address.
+        # An empty tensor has no address; its negated id is unique, and cannot be an address.
         address = value.data_ptr() or -id(value)
         seen = self._seen.get(address)
         stored = None if seen is None else next((other for other in seen if _same(other.original, value)), None)
@@ -247,7 +248,7 @@ class _Packer:
 
 
 def _below(name: str, depth: int) -> tuple[str, int]:
-    """The prefix of the names inside a container, and their depth."""
+    """The prefix of names inside a container, and their depth. Raises `RecursionError` if nested too deeply."""
     if depth >= DEEPEST:
         raise RecursionError
     return f"{name}." if name else "", depth + 1

@@ -1,4 +1,4 @@
-"""Saving: a copy of the state in host memory, and a process that writes it to the disk while training continues."""
+"""Saves a state: copies it to host memory, from where a separate process writes it to disk while training continues."""
 
 import json
 import platform
@@ -21,7 +21,7 @@ from ddp_kit.checkpoint.division import Division, Replicated, active_writers
 from ddp_kit.checkpoint.files import Job, Region
 from ddp_kit.checkpoint.layout import Stored
 from ddp_kit.checkpoint.packing import pack
-from ddp_kit.checkpoint.writing import make_folder, refused, write
+from ddp_kit.checkpoint.writing import cannot_write, make_folder, write
 from ddp_kit.errors import CheckpointError
 from ddp_kit.manifest import STATE
 from ddp_kit.torch_internals import version_of
@@ -36,18 +36,18 @@ def _nothing(part: str, name: str) -> bool:  # noqa: ARG001
 
 
 class Saver:
-    """Writes checkpoints into `folder`; a context manager, which ends with `close`.
-
-    `keep_last`: how many whole checkpoints are kept, the new one included; the best one is kept in addition.
-    `background`: whether a separate process writes, hashes and waits for the disk.
-    `writer`, `writers`: which of how many Savers, in as many processes, that write each checkpoint together.
+    """Writes checkpoints into a folder. A context manager that calls `close` on exit.
 
         saver.save(12, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": {"epoch": 3}})
-        saver.check()    now and then: raises what went wrong
+        saver.check()    # now and then: raises the error of a failed save
         saver.close()
 
-    It holds host memory of the size of what it writes from `reserve` or the first save on. Raises `CheckpointError`
-    where the folder cannot be written to.
+    `keep_last`: the number of complete checkpoints to keep, including the new one; the best one is kept in addition.
+    `background`: write and hash in a separate process; if False, `save` returns when the checkpoint is on disk.
+    `writer`, `writers`: the index of this Saver, and the number of Savers that write each checkpoint together, one per
+    process.
+    From the first save or `reserve` on, it holds as much host memory as it writes. Raises `CheckpointError` if the
+    folder cannot be written to.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Saver:
         try:
             make_folder(self._folder)
         except OSError as error:
-            raise refused(error, self._folder) from None
+            raise cannot_write(error, self._folder) from None
         self._buffer = SharedBuffer()
         self._release = weakref.finalize(self, self._buffer.close)
         self._background = background
         self._process: WriterProcess | None = None  # started by the first save
-        self._division: Division | None = None  # of the save before
+        self._division: Division | None = None  # of the previous save
         self._copying: _Copying | None = None
 
     def save(
@@ -77,22 +77,22 @@ class Saver:
         replicated: Replicated = _nothing,
         overlap: bool = False,
     ) -> None:
-        """Begin a checkpoint. When this returns, the state of this writer is copied and may change.
+        """Start a save. When this returns, the state has been copied and may change.
 
-        One at a time: while the one before is still being written, this waits for it. Where that one has failed, its
-        `CheckpointError` is raised here, unless `check` or `wait` has raised it before, and nothing is begun.
-        `state`: part -> what `packing.pack` can store, on any device. `best`: whether it is the best so far.
+        Waits until the previous save is finished. If that one failed, its `CheckpointError` is raised here, unless
+        `check` or `wait` has raised it already, and no save is started.
+        `state`: part -> values that `packing.pack` can store, with tensors on any device. `best`: mark the checkpoint
+        as the best so far.
 
-        Where several writers save, all of them call this; `token` is the same in all, and another one in each save.
-        Those tensors that are `replicated` are divided among the writers; of the state of writers other than 0,
-        nothing else is looked at.
+        If there are several writers, all of them call this. `token`: equal on all writers, and different in each save.
+        `replicated`: which tensors are identical on all writers, so that they can be divided among them. Of the states
+        of writers other than 0, only replicated tensors and pieces are used.
 
-        `overlap`: return while the replicated tensors are still copied, in a thread: call `finish_copy` before they
-        change.
+        `overlap`: return while a thread is still copying replicated tensors; call `finish_copy` before they change.
         """
         packed = pack(state)
         self.wait()
-        if self._division is None or not self._division.suits(packed):
+        if self._division is None or not self._division.fits(packed):
             self._division = Division(packed, replicated, self._writer, self._writers)
         division = self._division
         if self._writer >= division.writers:
@@ -120,7 +120,7 @@ class Saver:
             self._begin(job)
 
     def finish_copy(self) -> None:
-        """Return when the whole state is copied. Raises `CheckpointError` if it changed during the copy."""
+        """Wait until the whole state is copied. Raises `CheckpointError` if it changed during the copy."""
         if self._copying is None:
             return
         self._copying.done.result()
@@ -129,51 +129,50 @@ class Saver:
         self._begin(copying.job)
 
     def _begin(self, job: Job) -> None:
-        """Let the copied state be written."""
+        """Write the copied state, or let the writer process do it."""
         if not self._background:
             with self._buffer.view as view:
                 write(job, view)
             return
-        assert self._process is not None, "opened by the save"
+        assert self._process is not None, "`save` has started it"
         with self._replaced_if_gone():
             self._process.start(job)
 
     def reserve(self, size: int) -> None:
-        """Get host memory ready in the background, for a state of `size` bytes that all writers have; else the first
-        save does that."""
+        """Allocate host memory in the background, so that the first save does not have to.
+
+        `size`: the bytes of the state, which the writers will divide among them.
+        """
         active = active_writers(size, self._writers)
         if self._writer < active:
             self._open()
             with _enough_memory(size // active):
                 self._buffer.reserve(size // active)
 
-    def check(self) -> None:
-        """Raise the `CheckpointError` of a save that has failed, once; does not wait."""
-        self._finished(wait=False)
+    def check(self) -> bool:
+        """Whether no save is in progress. Does not wait. Raises the `CheckpointError` of a failed save, once."""
+        return self._finished(wait=False)
 
     def wait(self) -> None:
-        """Return when the last checkpoint is whole; may be called again when interrupted. Raises its error."""
+        """Wait until the last save is finished. May be called again after an interrupt. Raises its error."""
         self._finished(wait=True)
 
     def close(self) -> None:
-        """Wait, then give everything back. Raises the last save's `CheckpointError`."""
+        """Wait until the last save is finished, then release all resources. Raises its `CheckpointError`."""
         try:
             self.wait()
         finally:
             self.release()
 
     def release(self) -> None:
-        """Stop the writer process and free the memory; a later save recreates both.
-
-        Only once `wait` has returned.
-        """
+        """Stop the writer process and free the memory; a later save recreates both. Call `wait` before."""
         if self._process is not None:
             self._process.close()
             self._process = None
         self._release()
 
     def _open(self) -> None:
-        """Create the buffer and start the writer process if needed."""
+        """Create the buffer and start the writer process, unless they exist."""
         if not self._release.alive:
             self._buffer = SharedBuffer()
             self._release = weakref.finalize(self, self._buffer.close)
@@ -188,16 +187,17 @@ class Saver:
     ) -> None:
         self.close()
 
-    def _finished(self, *, wait: bool) -> None:
+    def _finished(self, *, wait: bool) -> bool:
         if wait:
             self.finish_copy()
-        if self._process is not None:
-            with self._replaced_if_gone():
-                self._process.finished(wait=wait)
+        if self._process is None:
+            return self._copying is None
+        with self._replaced_if_gone():
+            return self._process.finished(wait=wait) and self._copying is None
 
     @contextmanager
     def _replaced_if_gone(self) -> Iterator[None]:
-        """Let the next save start another process if this one is gone."""
+        """A context that forgets the writer process if it is gone, so that the next save starts another one."""
         try:
             yield
         except CheckpointError:
@@ -207,7 +207,7 @@ class Saver:
 
 
 class _Copying:
-    """Copies tensors in a thread and detects whether they change during the copy."""
+    """Copies tensors in a thread, and detects whether they change during the copy."""
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Stored]], job: Job) -> None:
         self.job = job
@@ -217,7 +217,7 @@ class _Copying:
         pool.shutdown(wait=False)
 
     def check(self) -> None:
-        """Raise `CheckpointError` where a tensor was written to since the beginning."""
+        """Raise `CheckpointError` if a tensor was written to since the copy began."""
         changed = [f"{each.part}: {each.name}" for each, version in self._copied if version_of(each.tensor) != version]
         if changed:
             more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""

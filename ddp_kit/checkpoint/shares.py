@@ -1,10 +1,10 @@
-"""One checkpoint from several processes; each writes its share into the same unfinished folder.
+"""One checkpoint written by several processes, each of which writes its share into the same unfinished folder.
 
     writer 1, 2, ...      lock .writer-N; write the files of its share; rename its record to .writer-N.json
-    writer 0              write its own share; wait for the record of each other writer; then finish the checkpoint
+    writer 0              write its own share; wait for the records of all other writers; complete the checkpoint
 
-Nothing but the folder connects them: they may be on several nodes, and the jobs that started them may be gone. A writer
-without a lock and without a record has died or was never started, and the checkpoint comes to nothing.
+They communicate only through the folder: they may be on different nodes, and may outlive their job. If a writer holds
+no lock and has left no record, it has died or was never started, and the checkpoint is abandoned.
 """
 
 import fcntl
@@ -22,80 +22,83 @@ from ddp_kit.errors import CheckpointError
 from ddp_kit.manifest import INDEX, FileRecord, open_file, part_of
 from ddp_kit.tensor_files import tensor_table
 
-_LOOK_SECONDS = 0.01
-_START_SECONDS = 20.0  # for a writer to begin, once writer 0 has written its own share
-_ABANDONED_SECONDS = 1.0  # the same where the job is gone: what it has asked for may be about to begin
-_STALL_SECONDS = 120.0  # without locks, or with a writer that is stopped: for any file to grow
+_POLL_SECONDS = 0.01
+_START_SECONDS = 20.0  # how long a writer may take to start, after writer 0 has written its own share
+_ABANDONED_SECONDS = 1.0  # the same if the job is gone, because a writer may just be starting
+_STALL_SECONDS = 120.0  # how long no file may grow, if there are no locks or a writer is stopped
 _LONGEST_RECORD = 1 << 20
 
 
-def write_share(job: Job, memory: memoryview, half: Path, system: System) -> None:
-    """Write the share of a writer other than 0. Writer 0 reports its errors if it can read them."""
-    lock = os.open(half / _name(job.writer), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+def write_share(job: Job, memory: memoryview, unfinished: Path, system: System) -> None:
+    """Write the share of a writer other than 0. Errors are recorded in the folder, and reported by writer 0.
+
+    `unfinished`: the unfinished folder of the checkpoint.
+    """
+    lock = os.open(unfinished / _name(job.writer), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        with suppress(OSError):  # there are no locks here
-            fcntl.flock(lock, fcntl.LOCK_EX)  # writer 0 holds it for a moment when it looks
+        with suppress(OSError):  # the file system has no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)  # blocking, because writer 0 holds the lock for a moment when it polls
         record: dict[str, object] = {"tensors": job.tensors}
         try:
-            record["files"] = [asdict(file) for file in write_files(job.files, memory, half, system)]
+            record["files"] = [asdict(file) for file in write_files(job.files, memory, unfinished, system)]
         except OSError as error:
-            for file in job.files:  # on a full disk, to make room for the record
-                (half / file.name).unlink(missing_ok=True)
+            for file in job.files:  # make room for the record on a full disk
+                (unfinished / file.name).unlink(missing_ok=True)
             record["errno"] = error.errno
-        unnamed = half / f"{_name(job.writer)}.new"
+        unnamed = unfinished / f"{_name(job.writer)}.new"
         write_text(unnamed, json.dumps(record), system)
-        system.rename(unnamed, half / f"{_name(job.writer)}.json")
+        system.rename(unnamed, unfinished / f"{_name(job.writer)}.json")
     except FileNotFoundError:
-        if half.is_dir():
+        if unfinished.is_dir():
             raise
-        # writer 0 has given up, and says why
+        # Writer 0 has abandoned the checkpoint, and reports why.
     finally:
         os.close(lock)
 
 
-def collect(job: Job, half: Path, system: System, abandoned: Callable[[], bool]) -> list[FileRecord]:
-    """Wait for the other writers' shares, and return their files. For writer 0.
+def collect(job: Job, unfinished: Path, system: System, abandoned: Callable[[], bool]) -> list[FileRecord]:
+    """Wait for the other writers' shares, and return their files. Called by writer 0.
 
-    `abandoned`: whether the process that has started this one is gone. Raises `CheckpointError`, and `OSError` with
-    the number of that of another writer.
+    `unfinished`: the checkpoint's folder. `abandoned()`: whether the process that started this one is gone.
+    Raises `CheckpointError`, and `OSError` with the error number of another writer.
     """
     files: list[FileRecord] = []
     waiting = dict.fromkeys(range(1, job.writers))
     size, since = -1, time.monotonic()
     while waiting:
-        there = _names(half)
-        writing = {each: each in there and _is_locked(half / each) for each in map(_name, waiting)}
-        there = _names(half)  # once more: a record comes before its writer's lock goes
+        there = _names(unfinished)
+        writing = {each: each in there and _is_locked(unfinished / each) for each in map(_name, waiting)}
+        there = _names(unfinished)  # again: a writer leaves its record before it releases its lock
         for writer in [*waiting]:
             if f"{_name(writer)}.json" in there:
-                files += _checked(_record(half / f"{_name(writer)}.json"), job, writer)
+                files += _checked(_record(unfinished / f"{_name(writer)}.json"), job, writer)
                 del waiting[writer]
             elif writing[_name(writer)] is False and time.monotonic() - since > _allowed(abandoned):
                 raise _missing(job, writer, "has ended, or did not begin")
         if waiting:
-            now = _size(half)
+            now = _size(unfinished)
             if now != size:
                 size, since = now, time.monotonic()
             elif time.monotonic() - since > _STALL_SECONDS:
                 raise _missing(job, min(waiting), f"has written nothing for {_STALL_SECONDS:g} s")
-            time.sleep(_LOOK_SECONDS)
-    for path in [*_entries(half)]:
+            time.sleep(_POLL_SECONDS)
+    for path in [*_entries(unfinished)]:
         if path.name.startswith(_name("")):
             path.unlink()
-    return files + _indexes(half, files, system)
+    return files + _indexes(unfinished, files, system)
 
 
-def _indexes(half: Path, others: Iterable[FileRecord], system: System) -> list[FileRecord]:
-    """For each part in several files: which of them has which tensor, as other programs look for it."""
+def _indexes(unfinished: Path, others: Iterable[FileRecord], system: System) -> list[FileRecord]:
+    """Write an index of tensor -> file for each part that has several files, in Hugging Face's format."""
     indexes = []
     for part in sorted({part for file in others if (part := part_of(file.name)) is not None}):
-        tables = {path.name: tensor_table(path) for path in _entries(half) if part_of(path.name) == part}
+        tables = {path.name: tensor_table(path) for path in _entries(unfinished) if part_of(path.name) == part}
         total = sum(tensor.bytes for table in tables.values() for tensor in table.values())
         names = {
             name: file for file, table in sorted(tables.items()) for name, each in table.items() if not each.is_piece
         }
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2)
-        indexes.append(write_text(half / f"{part}{INDEX}", text, system))
+        indexes.append(write_text(unfinished / f"{part}{INDEX}", text, system))
     return indexes
 
 
@@ -103,30 +106,30 @@ def _name(writer: int | str) -> str:
     return f".writer-{writer}"
 
 
-def _entries(half: Path) -> list[Path]:
-    return sorted(half.iterdir())
+def _entries(unfinished: Path) -> list[Path]:
+    return sorted(unfinished.iterdir())
 
 
 def _allowed(abandoned: Callable[[], bool]) -> float:
-    """Seconds for a writer to begin."""
+    """Seconds that a writer may take to start."""
     return _ABANDONED_SECONDS if abandoned() else _START_SECONDS
 
 
-def _names(half: Path) -> set[str]:
-    """List the folder instead of testing each name: NFS caches a negative lookup for a minute."""
-    return {path.name for path in _entries(half)}
+def _names(unfinished: Path) -> set[str]:
+    """The names in the folder. Listed, not tested one by one, because NFS caches negative lookups for a minute."""
+    return {path.name for path in _entries(unfinished)}
 
 
-def _size(half: Path) -> int:
+def _size(unfinished: Path) -> int:
     total = 0
-    for path in _entries(half):
-        with suppress(FileNotFoundError):  # a record has just got its name
+    for path in _entries(unfinished):
+        with suppress(FileNotFoundError):  # a record has just been renamed
             total += path.stat().st_size
     return total
 
 
 def _is_locked(path: Path) -> bool | None:
-    """None: there are no locks here."""
+    """Whether a process holds the lock; None: the file system has no locks."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -161,6 +164,6 @@ def _checked(record: dict[str, object], job: Job, writer: int) -> list[FileRecor
 def _missing(job: Job, writer: int, what: str) -> CheckpointError:
     return CheckpointError(
         f"the checkpoint of step {job.step} was not saved: process {writer} of the {job.writers} that write it {what}",
-        "earlier checkpoints are unchanged",
+        "see the output of that process; earlier checkpoints are unchanged",
         transient=True,
     )

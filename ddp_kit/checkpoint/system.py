@@ -1,4 +1,4 @@
-"""The file operations of a save, one by one: tests can make each fail, or kill the process there."""
+"""The file operations of a save, as methods that tests can make fail, or replace to kill the process there."""
 
 import ctypes
 import os
@@ -10,18 +10,18 @@ _EXCHANGE = 2  # RENAME_EXCHANGE
 
 
 class System:
-    """What the operating system does for a save. All of it may raise `OSError`."""
+    """The file operations of a save. All of them may raise `OSError`."""
 
     def mkdir(self, path: Path) -> None:
-        """Make a folder that is not there yet."""
+        """Create a folder, which must not exist."""
         path.mkdir()
 
     def create(self, path: Path) -> int:
-        """Open a file that is not there yet."""
+        """Create a file, which must not exist, and return its descriptor."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, file: int, content: memoryview) -> int:
-        """Write some of it, and return how much."""
+        """Write at least a part of the content, and return how many bytes."""
         return os.write(file, content)
 
     def fsync(self, file: int) -> None:
@@ -29,7 +29,7 @@ class System:
         os.fsync(file)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Give a folder another name."""
+        """Rename a file or folder."""
         old.rename(new)
 
     def exchange(self, one: Path, other: Path) -> None:
@@ -43,10 +43,10 @@ class System:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def remove(self, path: Path) -> None:
-        """Remove a folder and its content; entries that cannot be removed yet stay for the next save."""
+        """Remove a folder and its content. Entries that cannot be removed are left for the next save."""
         shutil.rmtree(path, ignore_errors=True)
 
     def free(self, folder: Path) -> int:
-        """How many bytes can still be written there."""
+        """The number of bytes that can still be written to the folder's file system."""
         status = os.statvfs(folder)
         return status.f_bavail * status.f_frsize

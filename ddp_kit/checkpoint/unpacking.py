@@ -1,7 +1,7 @@
-"""The inverse of `packing.pack`: from state.json and the tensor files to nested state. The files are not trusted.
+"""The inverse of `packing.pack`: restores nested state from state.json and the tensor files, which are not trusted.
 
-Types come from allow-lists, shapes must match the number of bytes, and no bytes are made into an array twice. So a
-malicious file cannot run code, read other memory, or allocate much more memory than the files have bytes.
+Types come from allow-lists, shapes must match the number of bytes, and bytes are used for at most one array. So a
+malicious file cannot run code, read other memory, or allocate much more memory than the size of the files.
 """
 
 import base64
@@ -24,7 +24,7 @@ from ddp_kit.pieces import Piece
 from ddp_kit.tensor_files import checked_shape
 
 Fetch = Callable[[str, str, bool], Tensor | Piece]
-"""Part, name, and whether it was on a device other than the CPU -> the tensor, or the piece of it that was read."""
+"""(part, name, whether it was on a device other than the CPU) -> the tensor, or the piece of it that was read."""
 
 _TORCH_DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
@@ -35,7 +35,7 @@ _STORED_AS_BYTES = {
     if dtype not in DTYPES and not name.startswith("q")  # quantized tensors consist of more than their bytes
 }
 _DEVICE = re.compile(r"[a-z]{1,20}(:[0-9]{1,4})?")
-# Numbers, text, bytes, times: never `O`, whose elements are pointers.
+# Numbers, strings, bytes and times, but never `O`, whose elements are pointers.
 _NUMPY_DTYPE = re.compile(r"[<>|=]?([biufc][0-9]{1,2}|[SUV][0-9]{1,9}|[mM]8(\[[0-9]{0,9}[A-Za-z]{1,2}\])?)")
 _MOST_NESTED_FIELDS = 10
 _MOST_FIELDS = 10_000
@@ -43,11 +43,10 @@ _MOST_WITHOUT_BYTES = 1 << 16
 
 
 def unpack(text: Any, fetch: Fetch) -> Any:
-    """The state, from the content of state.json and a function that fetches tensors. Raises `CheckpointError`."""
+    """The state. `text`: the content of state.json. `fetch`: returns tensors. Raises `CheckpointError`."""
     try:
         return _Reader(fetch).value(text, 0)
-    # The file is damaged: numpy and torch raise many kinds of errors for invalid values.
-    except Exception as error:
+    except Exception as error:  # numpy and torch raise many kinds of errors for invalid values
         raise CheckpointError(
             f"the state cannot be read ({type(error).__name__}: {str(error)[:200]!r})",
             "if a newer version of ddpkit wrote it (see its manifest.json), load it with that version",
@@ -99,7 +98,7 @@ class _Reader:
             raise ValueError(f"unknown tag {tag}")
         ordered = OrderedDict(pairs)
         attributes = self.value(text.get("attributes", {}), depth + 1)
-        if any(hasattr(OrderedDict, name) for name in attributes):  # `keys` would no longer be a method
+        if any(hasattr(OrderedDict, name) for name in attributes):  # an attribute such as `keys` would replace a method
             raise ValueError("an attribute of an OrderedDict would replace a method")
         vars(ordered).update(attributes)
         return ordered
@@ -117,7 +116,7 @@ class _Reader:
         return stored
 
     def _array(self, text: Any, part: str, name: str) -> Any:
-        """A copy, because it may be written to; made once per array."""
+        """The array, in a writable copy of its bytes. Raises `ValueError` if the bytes were used for another array."""
         if (part, name) in self._arrays:
             raise ValueError("two arrays refer to the same bytes")
         self._arrays.add((part, name))
@@ -131,13 +130,13 @@ class _Reader:
 
 def _scalar(text: Any, content: Any) -> Any:
     dtype, memory = _numpy_dtype(text["dtype"]), _decoded(content)
-    if dtype.itemsize not in (0, len(memory)):  # empty strings have some bytes
+    if dtype.itemsize not in (0, len(memory)):  # itemsize is 0 for an empty string, which is stored with some bytes
         raise ValueError("the size of a number does not match its dtype")
     return _checked_bools(np.ndarray((), dtype, memory))[()]
 
 
 def _checked_bools(array: Any) -> Any:
-    """If a bool is neither 0 nor 1, numpy counts wrongly and writes past the end of its result."""
+    """Raise `ValueError` if a bool is neither 0 nor 1: numpy would count wrongly, and write out of bounds."""
     for name in array.dtype.names or ():
         _checked_bools(array[name])
     if array.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
@@ -153,7 +152,7 @@ def _numpy_dtype(text: Any) -> np.dtype[Any]:
 
 
 def _description(text: Any, depth: int) -> Any:
-    """numpy's description of a dtype, whose tuples JSON has turned into lists."""
+    """numpy's description of a dtype, with tuples in place of JSON's lists. Raises `ValueError` for other values."""
     if isinstance(text, str) and _NUMPY_DTYPE.fullmatch(text):
         return text
     if not isinstance(text, list) or depth > _MOST_NESTED_FIELDS or len(text) > _MOST_FIELDS:

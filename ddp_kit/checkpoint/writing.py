@@ -1,13 +1,13 @@
-"""From host memory to a checkpoint on the disk. Without torch: the process that does this has not imported it.
+"""Writes a checkpoint from host memory to disk. Does not use torch, which the writer process does not import.
 
-    make .writing-step-K-<random>        the leftovers of dead writers go
-    write and fsync each file            where several processes write: each its share, see shares.py
+    create .writing-step-K-<token>       and remove what killed writers have left
+    write and fsync each file            if there are several writers, each writes its share: see shares.py
     write and fsync the manifest
-    fsync the folder, rename it to step-K, fsync its parent          from here on it is the newest
-    rename what is not kept to .removed-..., then remove it
+    fsync the folder, rename it to step-K, fsync its parent          from here on it is the newest checkpoint
+    rename checkpoints that are not kept to .removed-..., then remove them
 
-Killed at any moment, there is the old checkpoint or the new one, and a folder with a leading dot that the next save
-removes.
+If the process is killed at any moment, either the old or the new checkpoint is complete; the next save removes the
+folder with a leading dot that is left.
 """
 
 import errno
@@ -36,54 +36,54 @@ from ddp_kit.manifest import (
     name_of,
 )
 
-_LOOK_SECONDS = 0.02
-_LONG_AGO = 3600.0  # without locks, a folder that has not changed for so long has no writer
+_POLL_SECONDS = 0.02
+_LONG_AGO = 3600.0  # without locks, a folder that has not changed for this long has no writer
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _HELD_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 def write(job: Job, memory: memoryview, system: System | None = None, *, abandoned: Callable[[], bool] = bool) -> None:
-    """Write one checkpoint, durably, and remove those that are not kept; or write one writer's share of it.
+    """Write a checkpoint durably, and remove checkpoints that are not kept; or write one writer's share of it.
 
-    `abandoned`: whether the process that asked for it is gone. Raises `CheckpointError`; what was there before is then
-    still there.
+    `memory`: contains the files. `abandoned()`: whether the process that requested the save is gone.
+    Raises `CheckpointError`; earlier checkpoints are then unchanged.
     """
     system = system or System()
     folder = Path(job.folder)
     with _explained(job, folder, system):
         make_folder(folder, system)
-        half = folder / f"{WRITING}{name_of(job.step)}-{job.token or secrets.token_hex(4)}"
+        unfinished = folder / f"{WRITING}{name_of(job.step)}-{job.token or secrets.token_hex(4)}"
         if job.writer > 0:
-            _make_half(half, system)
-            write_share(job, memory, half, system)
+            _make_unfinished(unfinished, system)
+            write_share(job, memory, unfinished, system)
             return
         with _alone(folder) as alone:
-            _make_half(half, system)
+            _make_unfinished(unfinished, system)
             try:
-                _clear_leftovers(folder, half, alone, system)
+                _clear_leftovers(folder, unfinished, alone, system)
                 _check_space(job, folder, system)
-                records = write_files(job.files, memory, half, system)
-                records += collect(job, half, system, abandoned)
+                records = write_files(job.files, memory, unfinished, system)
+                records += collect(job, unfinished, system, abandoned)
                 created = datetime.now(UTC).isoformat(timespec="seconds")
                 manifest = Manifest(job.step, created, job.best, job.versions, tuple(records))
-                write_text(half / MANIFEST, manifest.text(), system)
-                fsync_folder(half, system)
-                _put_in_place(half, folder / name_of(job.step), system)
+                write_text(unfinished / MANIFEST, manifest.text(), system)
+                fsync_folder(unfinished, system)
+                _put_in_place(unfinished, folder / name_of(job.step), system)
             except BaseException:
                 with suppress(OSError):
-                    system.remove(half)
+                    system.remove(unfinished)
                 raise
             fsync_folder(folder, system)
             _prune(job, folder, system)
 
 
-def _make_half(half: Path, system: System) -> None:
-    with suppress(FileExistsError):  # another writer was quicker
-        system.mkdir(half)
+def _make_unfinished(unfinished: Path, system: System) -> None:
+    with suppress(FileExistsError):  # another writer has created it
+        system.mkdir(unfinished)
 
 
 def make_folder(folder: Path, system: System | None = None) -> None:
-    """Make the folder of all checkpoints, and those above it, durably. Raises `OSError`."""
+    """Create the folder of all checkpoints and its parents, durably. Raises `OSError`."""
     system = system or System()
     if not folder.is_dir():
         if not folder.parent.is_dir():
@@ -91,16 +91,16 @@ def make_folder(folder: Path, system: System | None = None) -> None:
         try:
             system.mkdir(folder)
         except FileExistsError:
-            if not folder.is_dir():  # else another process was quicker
+            if not folder.is_dir():  # otherwise another process has created it
                 raise
         fsync_folder(folder.parent, system)
 
 
 def set_aside(folder: Path, after: int, system: System | None = None) -> tuple[Path, list[int]] | None:
-    """Move the checkpoints of later steps into a folder next to them, durably; None where there are none.
+    """Move the checkpoints of steps after `after` into a new folder next to them, durably.
 
-    They belong to a branch that the run has left: those of the new one must not be taken for older ones. Returns the
-    folder and their steps. Raises `CheckpointError`.
+    They belong to a branch that the run has left, and would be taken for newer than those of the current branch.
+    Returns the new folder and the steps; None if there are none. Raises `CheckpointError`.
     """
     system = system or System()
     there = [found for found in checkpoints(folder) if found.step > after and _is_ours(found)]
@@ -114,12 +114,12 @@ def set_aside(folder: Path, after: int, system: System | None = None) -> tuple[P
         fsync_folder(place, system)
         fsync_folder(folder, system)
     except OSError as error:
-        raise refused(error, folder) from None
+        raise cannot_write(error, folder) from None
     return place, [found.step for found in there]
 
 
-def refused(error: OSError, folder: Path) -> CheckpointError:
-    """The error of a folder that cannot be written to."""
+def cannot_write(error: OSError, folder: Path) -> CheckpointError:
+    """The error for a folder that cannot be written to."""
     return CheckpointError(
         f"checkpoints cannot be written to {folder}: {error.strerror or error}",
         f"use a folder that this process may write to; `ddpkit doctor --dir {folder}` tests it",
@@ -129,26 +129,26 @@ def refused(error: OSError, folder: Path) -> CheckpointError:
 # Writing -------------------------------------------------------------------------------------------------------------
 
 
-def _put_in_place(half: Path, place: Path, system: System) -> None:
+def _put_in_place(unfinished: Path, place: Path, system: System) -> None:
     if not place.exists():
-        system.rename(half, place)
+        system.rename(unfinished, place)
         return
-    # A run that went back writes a step once more: to swap them leaves no moment without one.
+    # The run has gone back and saves a step again. Exchange the folders, so that one of them is always in place.
     try:
-        system.exchange(half, place)
-        before = half
+        system.exchange(unfinished, place)
+        before = unfinished
     except OSError:
         before = _removed(place)
         system.rename(place, before)
-        system.rename(half, place)
+        system.rename(unfinished, place)
     system.remove(before)
 
 
-# Keeping -------------------------------------------------------------------------------------------------------------
+# Retention -----------------------------------------------------------------------------------------------------------
 
 
 def _prune(job: Job, folder: Path, system: System) -> None:
-    """Remove older checkpoints. Those of later steps belong to another run and are kept."""
+    """Remove older checkpoints that are not kept. Those of later steps belong to another run, and are kept."""
     there = [found for found in checkpoints(folder) if found.step <= job.step]
     kept = _kept(there, job.keep_last)
     for found in there:
@@ -168,7 +168,7 @@ def _kept(there: Iterable[Found], keep_last: int) -> set[int]:
 
 
 def _is_ours(found: Found) -> bool:
-    """Whether it is known to be a checkpoint that this version may remove: whole or damaged, but of its format."""
+    """Whether it is known to be a checkpoint of a format that this version knows, complete or damaged."""
     return found.manifest is not None
 
 
@@ -181,13 +181,13 @@ def _removed(path: Path) -> Path:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[bool | None]:
-    """Hold the folder's lock while writing. True: no other process writes there. None: there are no locks here."""
+    """A context that tries to lock the folder. Yields whether no other process writes there; None: unknown."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             alone: bool | None = True
-        except OSError as error:  # the kernel lets go of a dead writer's
+        except OSError as error:  # held by a living process: the kernel releases the locks of dead ones
             alone = False if error.errno in _HELD_BY_ANOTHER else None
         yield alone
     finally:
@@ -203,16 +203,16 @@ def wait_for_writers(folder: Path, seconds: float) -> None:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return
-            except OSError as error:  # where there are no locks, nobody can be seen
+            except OSError as error:  # without locks, other processes cannot be detected
                 if error.errno not in _HELD_BY_ANOTHER or time.monotonic() > deadline:
                     return
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
     finally:
         os.close(descriptor)
 
 
 def _clear_leftovers(folder: Path, own: Path, alone: bool | None, system: System) -> None:
-    now = own.stat().st_mtime  # by the clock of the file system, which may be another's
+    now = own.stat().st_mtime  # by the clock of the file system, which may differ from this machine's
     for path in leftovers(folder):
         if path != own and (alone or (alone is None and now - _last_written(path) > _LONG_AGO)):
             with suppress(FileNotFoundError):
@@ -225,7 +225,7 @@ def _last_written(path: Path) -> float:
     return float("inf")
 
 
-# What can go wrong ---------------------------------------------------------------------------------------------------
+# Errors --------------------------------------------------------------------------------------------------------------
 
 
 def _check_space(job: Job, folder: Path, system: System) -> None:
@@ -254,4 +254,4 @@ def _explained(job: Job, folder: Path, system: System) -> Iterator[None]:
             with suppress(OSError):
                 free = system.free(folder)
             raise _full(job, folder, free) from None
-        raise refused(error, folder) from None
+        raise cannot_write(error, folder) from None

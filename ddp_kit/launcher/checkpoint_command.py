@@ -25,52 +25,57 @@ from ddp_kit.tensor_files import tensor_table
 _EPILOG = f"""\
 exit codes:
   {ExitCode.OK:<2d} all checkpoints are whole
-  {ExitCode.BROKEN:<2d} one is damaged
+  {ExitCode.BROKEN:<2d} at least one is damaged
 """
 _BEST = "whole, the best when it was saved"
 _SHOWN = 60  # characters of a value
 _MISSING = object()
 
 
-def run(words: Sequence[str], say: Callable[[str], None]) -> int:
-    """List the checkpoints of a folder, or the differences between two of them, and return the exit code."""
-    parser = Parser(
+def parser() -> Parser:
+    """The flags of `ddpkit checkpoints`."""
+    flags = Parser(
         prog="ddpkit checkpoints",
         description="List the checkpoints in a folder, verify them, or compare two of them.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("dir", metavar="DIR", type=Path, help="the folder with the checkpoints")
-    parser.add_argument("--verify", action="store_true", help="read every byte and compare hashes, not only sizes")
-    parser.add_argument(
+    flags.add_argument("dir", metavar="DIR", type=Path, help="the folder with the checkpoints")
+    flags.add_argument("--verify", action="store_true", help="read every byte and compare hashes, not only sizes")
+    flags.add_argument(
         "--diff",
         nargs=2,
         metavar="STEP",
         type=int,
-        help="the differences between two steps: names, shapes and types of tensors, and all other values",
+        help="print the differences between two steps: names, shapes and types of tensors, and all other values",
     )
-    asked = parser.parse_args(words)
+    return flags
+
+
+def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
+    """List the checkpoints of a folder, or the differences between two of them, and return the exit code."""
+    args = parser().parse_args(argv)
     try:
-        found = checkpoints(asked.dir)
-        left, branches = leftovers(asked.dir), left_branches(asked.dir)
+        found = checkpoints(args.dir)
+        left, branches = leftovers(args.dir), left_branches(args.dir)
     except CheckpointError as error:
         raise UsageError(error.message, error.hint) from None
     if not found and not left and not branches:
         raise UsageError(
-            f"there are no checkpoints in {asked.dir}", "give the folder that contains the step-... folders"
+            f"there are no checkpoints in {args.dir}", "name the folder that contains the step-... folders"
         )
-    if asked.diff:
-        found = tuple(_of_step(step, found) for step in asked.diff)
-    if asked.verify:
+    if args.diff:
+        found = tuple(_of_step(step, found) for step in args.diff)
+    if args.verify:
         found = tuple(map(verified, found))
-    if asked.diff and all(one.whole for one in found):
-        say("\n".join(_differences(*found)))
+    if args.diff and all(one.whole for one in found):
+        print_text("\n".join(_differences(*found)))
         return ExitCode.OK
-    say("\n".join(_table(found)))
+    print_text("\n".join(_table(found)))
     for path in left:
-        say(f"{path.name}: not finished; the next save removes it, unless a process still writes it")
+        print_text(f"{path.name}: incomplete; the next save removes it, unless a process is still writing it")
     for path in branches:
-        say(f"{path.name}: an abandoned branch; `ddpkit checkpoints {path}` lists it, no save removes it")
+        print_text(f"{path.name}: an abandoned branch, which no save removes; `ddpkit checkpoints {path}` lists it")
     return ExitCode.OK if all(one.whole for one in found) else ExitCode.BROKEN
 
 
@@ -134,7 +139,7 @@ def _differences(old: Found, new: Found) -> Iterator[str]:
     lines = [*_changed(_tensors(old), _tensors(new)), *_changed(_values(old), _values(new))]
     yield f"step {old.step} -> step {new.step}: {len(lines) or 'no'} difference{'' if len(lines) == 1 else 's'}"
     yield from lines
-    yield "(of tensors: their names, types and shapes; not their values)"
+    yield "(tensors are compared by name, type and shape, not by value)"
 
 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:

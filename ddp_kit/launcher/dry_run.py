@@ -1,6 +1,7 @@
 """The text of `--dry-run`: what would run where, with which environment, and the same command line for torchrun."""
 
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,12 +25,12 @@ from ddp_kit.env import (
     WORLD_SIZE,
 )
 from ddp_kit.launcher.job import RankAssignment
-from ddp_kit.launcher.masking import masked, masked_env, masked_words
-from ddp_kit.launcher.plan import GRACE_SECONDS, Logs, Place, Plan
+from ddp_kit.launcher.plan import GRACE_SECONDS, Logs, Plan, WorkerResources
 from ddp_kit.launcher.rendezvous import Rendezvous
+from ddp_kit.masking import masked, masked_env, masked_words
 
 AT_THE_START = "chosen at the start"
-AT_RENDEZVOUS = "given when the nodes meet"
+AT_RENDEZVOUS = "assigned at the rendezvous"
 
 _BY_FLAG = {
     ROLE_NAME: "--role",
@@ -53,7 +54,7 @@ def describe(plan: Plan, env: Mapping[str, str], host: str, defaults: Mapping[st
             _table(_processes(plan, env, host)),
             _table([*([name, masked(text, env)] for name, text in _settings(plan)), *_memory(plan, env)]),
             *_environment(plan, env),
-            f"The same with torchrun{_differences(plan, defaults)}:\n\n  {_torchrun(plan, env, defaults)}",
+            f"The equivalent torchrun command{_differences(plan, defaults)}:\n\n  {_torchrun(plan, env, defaults)}",
         ]
     )
 
@@ -62,16 +63,16 @@ def describe(plan: Plan, env: Mapping[str, str], host: str, defaults: Mapping[st
 
 
 def _processes(plan: Plan, env: Mapping[str, str], host: str) -> list[list[str]]:
-    places = plan.places or (Place(),)
+    workers = plan.workers or (WorkerResources(),)
     group_rank = plan.rendezvous.group_rank
-    first = None if group_rank is None or (group_rank and not plan.places) else group_rank * len(places)
+    first = None if group_rank is None or (group_rank and not plan.workers) else group_rank * len(workers)
     rows = [["rank", "host", "GPU", "cores", "program"]]
-    for local_rank, place in enumerate(places):
+    for local_rank, worker in enumerate(workers):
         rank = f"first + {local_rank}" if first is None else str(first + local_rank)
-        gpu = ", ".join(f"{each.index}: {each.name}" for each in place.gpus) or "-"
-        cores = "by --numa-binding" if plan.numa_binding else _ranges(place.cpus) or "any"
-        program = shlex.join(masked_words(plan.words(local_rank), {**env, **plan.env}))
-        rows.append([rank if plan.places else f"{rank}, ...", host, gpu, cores, program])
+        gpu = ", ".join(f"{each.index}: {each.name}" for each in worker.gpus) or "-"
+        cores = "by --numa-binding" if plan.numa_binding else _ranges(worker.cpus) or "any"
+        program = shlex.join(masked_words(plan.command_line(local_rank), {**env, **plan.env}))
+        rows.append([rank if plan.workers else f"{rank}, ...", host, gpu, cores, program])
     return rows
 
 
@@ -88,12 +89,15 @@ def _ranges(cpus: Sequence[int]) -> str:
 
 def _settings(plan: Plan) -> list[tuple[str, str]]:
     most = plan.rendezvous.limits.max_restarts
-    started = "forked from the warm server where possible" if plan.program(0) else "each executed"
+    started = (
+        "forked from the warm server where possible" if plan.program(0) else "started cold, with a new interpreter each"
+    )
     return [
-        ("processes", f"{len(plan.places)}, {started}"),
+        ("processes", f"{len(plan.workers)}, {started}"),
+        *_recognised(plan.rendezvous),
         ("nodes", _nodes(plan.rendezvous)),
-        ("meet at", _meet_at(plan.rendezvous)),
-        *_waits(plan.rendezvous),
+        ("rendezvous", _endpoint(plan.rendezvous)),
+        *_timeouts(plan.rendezvous),
         ("restarts", f"at most {most} in a row without progress" if most else "none"),
         ("signals", ", ".join(plan.signals_to_handle) or "no signal"),
         ("grace", f"{plan.shutdown_timeout} s from SIGTERM to SIGKILL"),
@@ -103,36 +107,55 @@ def _settings(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
+def _recognised(rendezvous: Rendezvous) -> list[tuple[str, str]]:
+    """The cluster, and the variable that each value comes from."""
+    place = rendezvous.place
+    if place is None:
+        return []
+    values = {
+        "nodes": place.nodes,
+        "node rank": place.node_rank,
+        "host": place.host,
+        "port": place.port,
+        "GPUs": place.gpus,
+        "end of the job": None if place.end_time is None else time.ctime(place.end_time),
+    }
+    known = {name: value for name, value in values.items() if value is not None and name in place.sources}
+    rows = [("", f"{name} {value}, from {place.sources[name]}") for name, value in known.items()]
+    return [("cluster", f"{place.environment}; flags override what it says:"), *rows]
+
+
 def _nodes(rendezvous: Rendezvous) -> str:
     limits = rendezvous.limits
     many = str(rendezvous.nodes or f"{limits.min_nodes} to {limits.max_nodes}")
     if many == "1":
         return many
     if rendezvous.group_rank is None:
-        return f"{many}; ranks are given when the nodes meet"
-    return f"{many}, this one is node {rendezvous.group_rank}; the ranks above assume as many processes on all nodes"
+        return f"{many}; ranks are {AT_RENDEZVOUS}"
+    same = "the ranks above assume the same number of processes on every node"
+    return f"{many}, this is node {rendezvous.group_rank}; {same}"
 
 
-def _meet_at(rendezvous: Rendezvous) -> str:
-    if not rendezvous.named_by:
-        return f"{rendezvous.master_addr}, at a free port chosen at the start"
+def _endpoint(rendezvous: Rendezvous) -> str:
+    if not rendezvous.endpoint_source:
+        return f"{rendezvous.master_addr}, on a free port {AT_THE_START}"
     port = "" if rendezvous.port is None else f":{rendezvous.port}"
     host = {None: "", True: ", hosted here", False: ", hosted by another node"}[rendezvous.is_host]
-    return f"{rendezvous.master_addr}{port} ({rendezvous.named_by}){host}"
+    return f"{rendezvous.master_addr}{port} ({rendezvous.endpoint_source}){host}"
 
 
-def _waits(rendezvous: Rendezvous) -> list[tuple[str, str]]:
+def _timeouts(rendezvous: Rendezvous) -> list[tuple[str, str]]:
     limits = rendezvous.limits
-    if limits.max_nodes == 1 or not rendezvous.is_ours:
+    if limits.max_nodes == 1 or not rendezvous.served_by_ddpkit:
         return []
-    waits = f"{limits.join:g} s for enough nodes, {limits.last_call:g} s for more"
-    lost = f"a node is lost after {limits.silence:g} s without a heartbeat, a replacement has {limits.replacement:g} s"
-    return [("waits", f"{waits}; {lost}")]
+    waits = f"up to {limits.join_timeout:g} s for enough nodes, then {limits.last_call_timeout:g} s for more"
+    lost = f"a node without a heartbeat for {limits.heartbeat_timeout:g} s is lost"
+    return [("timeouts", f"{waits}; {lost}; up to {limits.replacement_timeout:g} s for its replacement")]
 
 
 def _hangs(seconds: float | None) -> str:
     if seconds is None:
-        return "in a Trainer's run, a process without progress for 300 s or more is killed"
+        return "a process without progress for 300 s or more is killed, in scripts with a Trainer"
     return f"a process without progress for {seconds:g} s or more is killed" if seconds else "not detected"
 
 
@@ -143,10 +166,10 @@ def _logs(logs: Logs) -> str:
         where = f"in a new folder {temporary if logs.log_dir is None else f'in {logs.log_dir}'}"
     settings = {name: value for name, value in vars(logs).items() if name not in ("log_dir", "colour")}
     given = {name: value for name, value in settings.items() if value and value != "0"}
-    words = (
+    shown = (
         f"{name} {value if isinstance(value, str) else ','.join(map(str, value))}" for name, value in given.items()
     )
-    return ", ".join([where, *words])
+    return ", ".join([where, *shown])
 
 
 def _memory(plan: Plan, env: Mapping[str, str]) -> list[list[str]]:
@@ -154,13 +177,13 @@ def _memory(plan: Plan, env: Mapping[str, str]) -> list[list[str]]:
     if plan.torchrun["module"] or plan.torchrun["no_python"]:
         return []
     rendezvous = plan.rendezvous
-    ranks = (rendezvous.nodes or rendezvous.limits.min_nodes) * max(1, len(plan.places))
-    known = [gpu.memory_total for place in plan.places for gpu in place.gpus if gpu.memory_total]
+    ranks = (rendezvous.nodes or rendezvous.limits.min_nodes) * max(1, len(plan.workers))
+    known = [gpu.memory_total for worker in plan.workers for gpu in worker.gpus if gpu.memory_total]
     size = f"{min(known) // _MIB}MiB" if known else "80GiB"
-    words = [plan.script, *map(str, plan.torchrun["training_script_args"])]
+    arguments = [plan.script, *map(str, plan.torchrun["training_script_args"])]
     command = shlex.join(["ddpkit", "plan", "--gpus", str(ranks), "--memory", size])
-    command += f" {shlex.join(masked_words(words, {**env, **plan.env}))}"
-    return [["memory", f"planned by `{command}`" + ("" if known else ", for GPUs of 80 GiB: there is none here")]]
+    command += f" {shlex.join(masked_words(arguments, {**env, **plan.env}))}"
+    return [["memory", f"to estimate it: `{command}`" + ("" if known else " (80 GiB is an example: no GPU here)")]]
 
 
 # The environment ---------------------------------------------------------------------------------------------------
@@ -169,32 +192,28 @@ def _memory(plan: Plan, env: Mapping[str, str]) -> list[list[str]]:
 def _environment(plan: Plan, env: Mapping[str, str]) -> list[str]:
     """The variables that all ranks share, each with its origin; then those that differ by rank."""
     assignment = _assignment(plan)
-    worker = [plan.environment(assignment, local_rank, env) for local_rank in range(max(1, len(plan.places)))]
+    envs = [plan.environment(assignment, local_rank, env) for local_rank in range(max(1, len(plan.workers)))]
     known_later, origin = _known_later(plan.rendezvous), _origin(plan, env)
     differing = [*_RANKS, *([VISIBLE_GPUS] if plan.virtual_local_rank else [])]
-    shown = {**masked_env(worker[0]), ERROR_FILE: ""}
-    rows = {
-        name: [
-            name,
-            origin.get(name, "your environment"),
-            known_later.get(name) or (value if value.isprintable() else repr(value)),
-        ]
+    shown = {**masked_env(envs[0]), ERROR_FILE: ""}
+    values = {
+        name: known_later.get(name) or (value if value.isprintable() else repr(value))
         for name, value in sorted(shown.items())
         if name not in differing
     }
-    ours = [row for name, row in rows.items() if name in origin]
-    yours = [row for name, row in rows.items() if name not in origin]
-    by_rank = [[env[name] if name not in known_later else known_later[name] for name in differing] for env in worker]
+    ours = [[name, origin[name], value] for name, value in values.items() if name in origin]
+    yours = [[name, value] for name, value in values.items() if name not in origin]
+    by_rank = [[env[name] if name not in known_later else known_later[name] for name in differing] for env in envs]
     return [
-        f"The environment of every rank, first what is set for it:\n\n{_table(ours)}",
-        f"then what you have exported:\n\n{_table(yours)}",
-        f"and what differs from rank to rank:\n\n{_table([differing, *by_rank])}",
+        f"Variables that the launcher sets, with the same value on every rank:\n\n{_table(ours)}",
+        f"Variables from your environment:\n\n{_table(yours)}",
+        f"Variables that differ between the ranks:\n\n{_table([differing, *by_rank])}",
     ]
 
 
 def _assignment(plan: Plan) -> RankAssignment:
     """This node's rank assignment if all nodes have as many processes; placeholders for what is only known later."""
-    rendezvous, count = plan.rendezvous, max(1, len(plan.places))
+    rendezvous, count = plan.rendezvous, max(1, len(plan.workers))
     group_rank, nodes = rendezvous.group_rank or 0, rendezvous.nodes or 1
     return RankAssignment(
         round=0,
@@ -213,7 +232,7 @@ def _assignment(plan: Plan) -> RankAssignment:
 def _known_later(rendezvous: Rendezvous) -> dict[str, str]:
     """The variables whose values are not known yet, and when they are known."""
     known_later = {ERROR_FILE: f"{AT_THE_START}, one for each rank"}
-    if not rendezvous.named_by:
+    if not rendezvous.endpoint_source:
         known_later |= {MASTER_PORT: AT_THE_START, RUN_ID: AT_THE_START}
     if rendezvous.port == 0:
         known_later[MASTER_PORT] = AT_THE_START
@@ -221,7 +240,7 @@ def _known_later(rendezvous: Rendezvous) -> dict[str, str]:
         known_later |= dict.fromkeys((RANK, ROLE_RANK, GROUP_RANK, MASTER_ADDR, MASTER_PORT), AT_RENDEZVOUS)
     if rendezvous.nodes is None:
         known_later |= dict.fromkeys((WORLD_SIZE, ROLE_WORLD_SIZE, GROUP_WORLD_SIZE), AT_RENDEZVOUS)
-    if not rendezvous.is_ours:
+    if not rendezvous.served_by_ddpkit:
         known_later |= dict.fromkeys((MASTER_ADDR, MASTER_PORT, USE_AGENT_STORE), AT_RENDEZVOUS)
     return known_later
 
@@ -230,15 +249,16 @@ def _origin(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
     """Where the value of each variable that the launcher sets comes from; the others are the user's."""
     rendezvous = plan.rendezvous
     set_by_launcher = plan.environment(_assignment(plan), 0, plan.env)
-    origin = dict.fromkeys([*set_by_launcher, ERROR_FILE], "set by torchrun too") | _BY_FLAG
-    where = "--local-addr" if rendezvous.local_addr and rendezvous.named_by else rendezvous.named_by
-    origin |= dict.fromkeys((MASTER_ADDR, MASTER_PORT), where or "ddpkit's default for one node")
-    if not rendezvous.named_by:
+    origin = dict.fromkeys([*set_by_launcher, ERROR_FILE], "the same as torchrun's") | _BY_FLAG
+    where = "--local-addr" if rendezvous.local_addr and rendezvous.endpoint_source else rendezvous.endpoint_source
+    origin |= dict.fromkeys((MASTER_ADDR, MASTER_PORT), where or "default for a single node")
+    if not rendezvous.endpoint_source:
         origin[RUN_ID] = origin[MASTER_ADDR]
     if NCCL_ERROR_HANDLING in env:
         del origin[NCCL_ERROR_HANDLING]
     if rendezvous.group_rank is not None and rendezvous.limits.max_nodes > 1:
-        origin[GROUP_RANK] = "--node-rank"
+        place = rendezvous.place
+        origin[GROUP_RANK] = "--node-rank" if place is None else place.sources.get("node rank", "--node-rank")
     return origin | dict(plan.origin)
 
 
@@ -257,8 +277,8 @@ def _torchrun(plan: Plan, env: Mapping[str, str], defaults: Mapping[str, Any]) -
     script, arguments = str(wanted.pop("training_script")), list(map(str, wanted.pop("training_script_args")))
     flags = [_flag(name, value) for name, value in wanted.items() if value is not None and value != defaults.get(name)]
     dashes = ["--"] if _taken_for_flags(arguments, wanted) else []
-    words = masked_words(["torchrun", *flags, *dashes, script, *arguments], {**env, **plan.env})
-    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in plan.env.items()), shlex.join(words)])
+    command = masked_words(["torchrun", *flags, *dashes, script, *arguments], {**env, **plan.env})
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in plan.env.items()), shlex.join(command)])
 
 
 def _flag(name: str, value: Any) -> str:
@@ -273,17 +293,17 @@ def _flag(name: str, value: Any) -> str:
 def _taken_for_flags(arguments: Sequence[str], names: Mapping[str, Any]) -> bool:
     """Whether torchrun would parse an argument of the script as an abbreviation of one of its flags."""
     flags = [f"--{spelled}" for name in names for spelled in (name, name.replace("_", "-"))]
-    words = [word.partition("=")[0] for word in arguments if word.startswith("--")]
-    return any(flag.startswith(word) and flag != word for word in words for flag in flags)
+    flag_names = [word.partition("=")[0] for word in arguments if word.startswith("--")]
+    return any(flag.startswith(word) and flag != word for word in flag_names for flag in flags)
 
 
 def _differences(plan: Plan, defaults: Mapping[str, Any]) -> str:
     """How the behaviour of the torchrun command line differs."""
     ours = {"shutdown_timeout": GRACE_SECONDS}
     given = {name for name, value in plan.torchrun.items() if value not in (None, "", ours.get(name))}
-    but = ["which binds no process to cores"] if any(place.cpus for place in plan.places) else []
+    but = ["which does not bind processes to cores"] if any(worker.cpus for worker in plan.workers) else []
     but += [f"which has no --{name.replace('_', '-')} in this version" for name in sorted(given - defaults.keys())]
-    return "".join(f", {words}" for words in but)
+    return "".join(f", {text}" for text in but)
 
 
 # Layout ------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`ddpkit export`: the weights of a checkpoint as safetensors files, whatever the placement that saved them."""
+"""`ddpkit export`: write the weights of a checkpoint, saved with any placement, to safetensors files."""
 
 import argparse
 import json
@@ -26,42 +26,50 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]I?)?B?")
 Weights = Mapping[str, Whole]
 
 
-def run(words: Sequence[str], say: Callable[[str], None]) -> int:
-    """Write the files, say which, and return the exit code. Raises `UsageError` and `CheckpointError`."""
-    parser = Parser(
+def parser() -> Parser:
+    """The flags of `ddpkit export`."""
+    flags = Parser(
         prog="ddpkit export",
         description="Write the weights of a checkpoint to safetensors files that other programs read.",
     )
-    parser.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help="a checkpoint, or a folder of them")
-    parser.add_argument("target", metavar="FILE", type=Path, help=f"a new file, such as model{TENSORS}")
-    parser.add_argument(
+    flags.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help="a checkpoint, or a folder of them")
+    flags.add_argument("target", metavar="FILE", type=Path, help=f"a new file, such as model{TENSORS}")
+    flags.add_argument(
         "--max-shard-size",
         metavar="SIZE",
         type=_size,
         default=math.inf,
-        help="such as 5GB: write several files of this size at most, and an index; a larger tensor has its own file",
+        help="split the weights into files of at most this size, such as 5GB, and write an index; a larger tensor "
+        "gets a file of its own",
     )
-    parser.add_argument("--best", action="store_true", help="of a folder: the best checkpoint, by checkpoint.keep_best")
-    parser.add_argument("--ema", action="store_true", help="the average that the callback EMA made of the weights")
-    asked = parser.parse_args(words)
-    target: Path = asked.target.absolute()
+    flags.add_argument(
+        "--best", action="store_true", help="the best checkpoint of a folder (see checkpoint.keep_best), not the newest"
+    )
+    flags.add_argument("--ema", action="store_true", help="the average of the weights that the EMA callback kept")
+    return flags
+
+
+def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
+    """Write the files, print_text which, and return the exit code. Raises `UsageError` and `CheckpointError`."""
+    args = parser().parse_args(argv)
+    target: Path = args.target.absolute()
     if target.suffix != TENSORS:
-        raise UsageError(f"{asked.target} does not end with {TENSORS}", f"name it {asked.target.stem}{TENSORS}")
+        raise UsageError(f"{args.target} does not end with {TENSORS}", f"name it {args.target.stem}{TENSORS}")
     if not target.parent.is_dir():
         raise UsageError(f"there is no folder {target.parent}", f"mkdir -p {target.parent}")
-    found = _checkpoint(asked.source, asked.best, say)
+    found = _checkpoint(args.source, args.best, print_text)
     try:
-        _export(found, target, asked.max_shard_size, asked.ema, say)
+        _export(found, target, args.max_shard_size, args.ema, print_text)
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         raise CheckpointError(
-            f"the weights of {found.path} are not exported: {error.strerror or error}{where}",
-            "look at that path, its permissions and the free space on its disk",
+            f"the weights of {found.path} could not be exported: {error.strerror or error}{where}",
+            "check that path, its permissions and the free space on its disk",
         ) from None
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
             f"the checkpoint {found.path} cannot be exported: {error}",
-            f"`ddpkit checkpoints {found.path.parent} --verify` tells which ones are whole; take another",
+            f"choose another one; `ddpkit checkpoints {found.path.parent} --verify` shows which ones are whole",
         ) from None
     return 0
 
@@ -70,22 +78,22 @@ def _size(text: str) -> float:
     match = _SIZE.fullmatch(text.upper())
     size = float(match[1]) * _UNITS[match[2] or ""] if match else 0
     if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 5GB or 500MiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 5GB or 500MiB")
     return size
 
 
-def _checkpoint(source: Path, wants_best: bool, say: Callable[[str], None]) -> Found:
+def _checkpoint(source: Path, wants_best: bool, print_text: Callable[[str], None]) -> Found:
     """The checkpoint at a path, or the best or newest whole one in a folder."""
     if wants_best or (source / MANIFEST).exists():
         found = best(source) if wants_best else examine(source)
         if found.whole:
             return found
         raise CheckpointError(
-            f"the checkpoint {found.path} cannot be exported: {found.problem}", "take another one of the same folder"
+            f"the checkpoint {found.path} cannot be exported: {found.problem}", "choose another one in the same folder"
         )
     choice = newest_whole(source)
     for damaged in choice.passed_over:
-        say(f"skipped {damaged}")
+        print_text(f"skipped {damaged}")
     if choice.found is None:
         raise UsageError(f"there is no whole checkpoint in {source}", f"`ddpkit checkpoints {source}` lists them")
     return choice.found
@@ -94,10 +102,12 @@ def _checkpoint(source: Path, wants_best: bool, say: Callable[[str], None]) -> F
 # What is exported ----------------------------------------------------------------------------------------------------
 
 
-def _export(found: Found, target: Path, most: float, ema: bool, say: Callable[[str], None]) -> None:
+def _export(found: Found, target: Path, most: float, ema: bool, print_text: Callable[[str], None]) -> None:
     state = read_state(found)
     if ema and not has_average(state):
-        raise UsageError(f"{found.path} has no average of the weights", "leave out --ema: its run had no callback EMA")
+        raise UsageError(
+            f"{found.path} has no average of the weights", "remove --ema: the run did not use the EMA callback"
+        )
     stored = stored_weights(state, ema=ema)
     names, tied = _names(stored)
     files = TensorFiles(found)
@@ -119,14 +129,16 @@ def _export(found: Found, target: Path, most: float, ema: bool, say: Callable[[s
                 places.setdefault(names[name], []).extend(place)
         files.read(places)
         if len(shards) > 1:
-            made.append(stack.enter_context(_NewFile(index)))  # last: where it is, all shards are
+            made.append(stack.enter_context(_NewFile(index)))  # last, so that an index implies all shards
             made[-1].write(_index(weights, paths, shards))
         for file in made:
             file.finish()
-    say(f"{len(weights)} tensors of step {found.step}, {sum(each.bytes for each in weights.values()):,} bytes:")
-    say("\n".join(str(file.path) for file in made))
+    print_text(f"{len(weights)} tensors of step {found.step}, {sum(each.bytes for each in weights.values()):,} bytes:")
+    print_text("\n".join(str(file.path) for file in made))
     if stored.left_out:
-        say(f"without {len(stored.left_out)} frozen weights, which checkpoint.trainable_only left out")
+        print_text(
+            f"without {len(stored.left_out)} frozen weights, which checkpoint.trainable_only kept out of the checkpoint"
+        )
 
 
 def _names(stored: StoredWeights) -> tuple[dict[str, Key], dict[str, str]]:
@@ -136,7 +148,7 @@ def _names(stored: StoredWeights) -> tuple[dict[str, Key], dict[str, str]]:
     first: dict[Key, str] = {}
     for name, value in stored.entries.items():
         if not isinstance(value, dict) or "$tensor" not in value:
-            continue  # such as a module's extra state: no weight
+            continue  # not a weight, for example a module's extra state
         if "dtype" in value:
             raise CheckpointError(
                 f"{name} is of the type {value['dtype']}, which safetensors does not have",
@@ -153,7 +165,7 @@ def _names(stored: StoredWeights) -> tuple[dict[str, Key], dict[str, str]]:
 
 
 def _shards(weights: Weights, most: float) -> list[dict[str, Whole]]:
-    """In the model's order, as many in each as there is room for."""
+    """Divide the weights among shards of at most `most` bytes, in the model's order."""
     shards: list[dict[str, Whole]] = [{}]
     size = 0
     for name, whole in weights.items():
@@ -177,11 +189,11 @@ def _index(weights: Weights, paths: Sequence[Path], shards: Sequence[Weights]) -
 def _refuse_to_overwrite(paths: Sequence[Path]) -> None:
     for path in paths:
         if path.exists() or path.is_symlink():
-            raise UsageError(f"{path} is there already", "name another file, or remove this one")
+            raise UsageError(f"{path} already exists", "name another file, or remove this one")
 
 
 class _NewFile:
-    """A file that gets its name when all of it is on the disk; else nothing of it stays."""
+    """A file that is renamed to its final name once it is completely on the disk; otherwise nothing is left of it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -189,13 +201,13 @@ class _NewFile:
         self._file = os.open(self._unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def lay_out(self, weights: Weights, tied: Mapping[str, str]) -> dict[str, list[Place]]:
-        """Write the header, and return where each tensor goes: into memory of the kernel's that is the file."""
-        # By falling size of their elements: so each is aligned, without a gap.
+        """Write the header, and return the places of all tensors in a memory map of the file."""
+        # Larger element sizes first, so that every tensor is aligned without padding.
         order = sorted(weights, key=lambda name: -ITEM_BYTES[weights[name].dtype])
         table = ((name, weights[name].dtype, weights[name].shape, weights[name].bytes) for name in order)
         begin = header({**tied, "format": "pt"}, table)
         size = len(begin) + sum(each.bytes for each in weights.values())
-        # Where a disk is full, this says so; a write to memory without a place on the disk would be a SIGBUS.
+        # Raises an error if the disk is full; a later write to the memory map would raise SIGBUS instead.
         os.posix_fallocate(self._file, 0, size)
         os.pwrite(self._file, begin, 0)
         content = np.frombuffer(mmap.mmap(self._file, size), np.uint8)
@@ -207,12 +219,12 @@ class _NewFile:
         return places
 
     def write(self, content: bytes) -> None:
-        """All of it."""
+        """Write the whole content."""
         with open(self._file, "wb", closefd=False) as file:
             file.write(content)
 
     def finish(self) -> None:
-        """Make it durable, and give it its name."""
+        """Flush it to the disk, and rename it to its final name."""
         os.fsync(self._file)
         _refuse_to_overwrite([self.path])
         self._unnamed.rename(self.path)

@@ -1,6 +1,6 @@
-"""Hints for common failures: a table from patterns in a failed worker's output to what to do.
+"""Hints for common failures: a table of patterns in a failed worker's output, each with advice.
 
-The first row that matches is used, so specific patterns come before general ones.
+The first match is used, so specific patterns come before general ones.
 """
 
 import re
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cause:
-    """A common cause of failures and its remedy."""
+    """A common cause of failures."""
 
     pattern: str
     """A regular expression to search for in the worker's output."""
@@ -32,7 +32,7 @@ _HOST_MEMORY = (
 _TIMEOUT = (
     "other ranks did not reach this point before the timeout. Look at the ranks without an error: one may be "
     "stuck, slower, or past this point, for example after a collective under `if rank == 0`, or with different "
-    "amounts of data on the ranks (`py-spy dump --pid PID` shows a process's stack). If they only need longer: "
+    "amounts of data on the ranks (`py-spy dump --pid PID` shows a process's stack). If they are just slow: "
     "init_process_group(timeout=...)"
 )
 _OTHER_RANK = "another rank ended first: look for the cause in its output"
@@ -78,7 +78,7 @@ CAUSES = (
     ),
     Cause(
         r"no kernel image is available|not compatible with the current PyTorch installation",
-        f"this torch, or an extension, has no code for this GPU architecture: install one that has;  {_RUN_DOCTOR}",
+        f"this torch, or an extension, was not built for this GPU architecture: install one that was; {_RUN_DOCTOR}",
     ),
     Cause(
         r"CUDA driver version is insufficient|driver on your system is too old|Found no NVIDIA driver|"
@@ -89,7 +89,7 @@ CAUSES = (
     ),
     Cause(
         r"invalid device ordinal|No CUDA GPUs are available|no CUDA-capable device|Duplicate GPU detected",
-        "it used a GPU that it cannot see, or one that another rank uses: start at most one process per GPU "
+        "it used a GPU that is not visible to it, or that another rank uses: start at most one process per GPU "
         f"(--gpus all), use cuda:LOCAL_RANK, and check CUDA_VISIBLE_DEVICES; {_RUN_DOCTOR}",
     ),
     Cause(
@@ -186,7 +186,9 @@ def hint(text: str, exit_code: int, out_of_memory: bool = False) -> str:
             if found:
                 return _fill_in(cause.advice, found.groupdict())
     advice = next((advice for number, advice in _BY_SIGNAL.items() if number == -exit_code), "")
-    return "" if _CRASHED in advice and "Fatal Python error" in text else advice  # the text already has the Python line
+    return (
+        "" if _CRASHED in advice and "Fatal Python error" in text else advice
+    )  # faulthandler has already shown the line
 
 
 def is_secondary(text: str) -> bool:

@@ -1,14 +1,21 @@
 """The state machine of a job on all its nodes, without I/O and without a clock.
 
-    gathering --enough nodes--> running --a failure, a node lost or a new node--> stopping --all stopped--> running
-                                   |                                                   | |
-                                   |          running <--time-- waiting <--backoff------+ |
-                                   |   running <--a node joins-- short <--too few nodes-+ |
-                                   |                               |  nobody joins in time |
-                                   +------------- every node done --> ended <------------+ nothing left to try
+    gathering   enough nodes have joined                    -> running
+                too few within the join timeout             -> ended
+    running     a failure, a lost node or a new node        -> stopping
+                all nodes are done                          -> ended
+    stopping    once all workers have stopped:
+                    restart at once                         -> running
+                    restart after a delay                   -> backoff
+                    too few nodes are left                  -> awaiting replacement
+                    no restart is left                      -> ended
+    backoff     the delay has passed                        -> running
+    awaiting replacement
+                a node joins                                -> running
+                none does within the replacement timeout    -> ended
 
-Its inputs are the reports of nodes, its outputs are orders for them. Times are seconds of the monotonic clock of the
-process that runs it; the clocks of other nodes do not matter.
+Its inputs are the reports of the nodes, its outputs the orders for them. Times are in seconds, by the monotonic clock
+of the process that runs it; the clocks of other nodes do not matter.
 """
 
 from collections import Counter
@@ -28,7 +35,7 @@ class Node:
     """The launcher of one node, as it joins the job."""
 
     number: int
-    """In the order of arrival."""
+    """Numbered in the order of arrival."""
     host: str
     processes: int
     role: str = "default"
@@ -39,7 +46,7 @@ class Node:
     address: str = ""
     """Its address for other nodes."""
     port: int = 0
-    """The port on which it already listens, for the workers' store of the next round."""
+    """The port that it already listens on for the workers' store of the next round."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +114,8 @@ class Stop:
     """Stop the workers of a round and report."""
 
     round: int
-    joined: bool = False
-    """Whether the reason is a new node: the workers have not failed and may save."""
+    may_save: bool = False
+    """Whether the reason is a node that joined or leaves: no worker has failed, and they may save."""
 
 
 @dataclass(frozen=True)
@@ -130,27 +137,27 @@ Order = Go | Stop | Pause | End
 
 @dataclass(frozen=True)
 class Limits:
-    """How many nodes and restarts, and how many seconds to wait for what."""
+    """The limits on nodes and restarts, and timeouts in seconds."""
 
     min_nodes: int = 1
     max_nodes: int = 1
     max_restarts: int = 0
-    join: float = 600.0
-    """Until `min_nodes` have joined."""
-    last_call: float = 30.0
-    """For more nodes, once `min_nodes` have joined."""
-    silence: float = 3.0
-    """Without a heartbeat, until a node counts as lost."""
-    replacement: float = 12.0
-    """For a replacement, if too few nodes are left."""
+    join_timeout: float = 600.0
+    """For `min_nodes` to join."""
+    last_call_timeout: float = 30.0
+    """For more nodes to join, once `min_nodes` have."""
+    heartbeat_timeout: float = 3.0
+    """Without a heartbeat for this long, a node counts as lost."""
+    replacement_timeout: float = 12.0
+    """For a replacement to join, if too few nodes are left."""
 
 
 class _Phase(Enum):
     GATHERING = auto()
     RUNNING = auto()
     STOPPING = auto()
-    WAITING = auto()
-    SHORT = auto()
+    BACKOFF = auto()
+    AWAITING_REPLACEMENT = auto()
     """Too few nodes are left: waiting for a replacement."""
     ENDED = auto()
 
@@ -188,9 +195,10 @@ class Job:
         self._enough_since: float | None = None
         self._round = _Round()
         self._restarts = Restarts(limits.max_restarts)
-        self._due = now  # in WAITING: when the next round starts; in SHORT: when the job ends without a replacement
+        # In BACKOFF: when the next round starts; in AWAITING_REPLACEMENT: when the job ends if no node has joined.
+        self._due = now
         self._left_by = 0
-        self._left = False  # whether a node has left on purpose since the latest round began
+        self._left = False  # whether a launcher has been asked to stop since the latest round began
         self._outcome = Outcome()
 
     @property
@@ -205,7 +213,7 @@ class Job:
 
     def timeout(self, now: float) -> float | None:
         """Seconds until `tick` starts the next round; None: no round waits for a time."""
-        return max(0.0, self._due - now) if self._phase is _Phase.WAITING else None
+        return max(0.0, self._due - now) if self._phase is _Phase.BACKOFF else None
 
     def joined(self, node: Node, now: float) -> list[Order]:
         """A node joins. A node that joins after the end gets the outcome."""
@@ -268,8 +276,10 @@ class Job:
         """Time has passed."""
         self._now = now
         for number, latest in list(self._last_heartbeat.items()):
-            if now - latest > self._limits.silence:
-                self._lose(number, f"no heartbeat from {self._nodes[number].host} for {self._limits.silence:g} s")
+            if now - latest > self._limits.heartbeat_timeout:
+                self._lose(
+                    number, f"no heartbeat from {self._nodes[number].host} for {self._limits.heartbeat_timeout:g} s"
+                )
         return self._gather(now) if self._phase is _Phase.GATHERING else self._advance()
 
     def _lose(self, number: int, why: str) -> None:
@@ -284,14 +294,14 @@ class Job:
         limits, joined = self._limits, len(self._nodes)
         if joined < limits.min_nodes or HOST not in self._nodes:
             self._enough_since = None
-            if now - self._began > limits.join:
+            if now - self._began > limits.join_timeout:
                 wanted = f"{limits.min_nodes} nodes" if limits.min_nodes > 1 else "the node"
-                what = f"only {joined} of {wanted} joined within {limits.join:g} s"
+                what = f"only {joined} of {wanted} joined within {limits.join_timeout:g} s"
                 return self._end(Outcome(lost=what, started=False))
             return []
         if self._enough_since is None:
             self._enough_since = now
-        if joined >= limits.max_nodes or now - self._enough_since >= limits.last_call:
+        if joined >= limits.max_nodes or now - self._enough_since >= limits.last_call_timeout:
             return self._go("")
         return []
 
@@ -304,29 +314,31 @@ class Job:
             self._round.for_new_node = has_room and not self._round.done and not disturbed
             if disturbed or self._round.for_new_node:
                 self._phase = _Phase.STOPPING
-                after = self._decide()
-                return after if after is not None else [Stop(self._round.number, self._round.for_new_node)]
+                after = self._after_stopping()
+                failed = bool(self._round.down or self._round.failing)
+                may_save = self._round.for_new_node or (self._left and not failed)
+                return after if after is not None else [Stop(self._round.number, may_save)]
             if self._round.present and self._round.done == self._round.present:
                 return self._end(Outcome())
         elif self._phase is _Phase.STOPPING:
-            return self._decide() or []
-        elif self._phase is _Phase.WAITING:
-            return self._wait()
-        elif self._phase is _Phase.SHORT:
-            return self._check_replacement()
+            return self._after_stopping() or []
+        elif self._phase is _Phase.BACKOFF:
+            return self._check_backoff()
+        elif self._phase is _Phase.AWAITING_REPLACEMENT:
+            return self._check_for_replacement()
         return []
 
-    def _decide(self) -> list[Order] | None:
+    def _after_stopping(self) -> list[Order] | None:
         """Continue or end, once every present member has stopped; None: some have not."""
         round_ = self._round
         if len(round_.down) < len(round_.present):
             return None
-        self._restarts.ended(_combined(round_.steps), self._now - round_.began)
+        self._restarts.round_ended(_combined(round_.steps), self._now - round_.began)
         if self._too_few():
             return self._wait_for_replacement()
         if round_.lost:
             what = "; ".join(round_.lost)
-            too_often = self._restarts.lost()
+            too_often = self._restarts.node_lost()
             return self._end(Outcome(tuple(round_.failures), lost=too_often)) if too_often else self._go(what)
         if round_.for_new_node:
             return self._go("a node joined")
@@ -339,19 +351,21 @@ class Job:
 
     def _wait_for_replacement(self) -> list[Order]:
         """Too few nodes are left: wait for a replacement of a lost node, but not of one that left on purpose."""
-        if HOST not in self._nodes or self._left or not self._limits.replacement:
+        if HOST not in self._nodes or self._left or not self._limits.replacement_timeout:
             return self._end_with_too_few_nodes()
-        self._phase, self._due = _Phase.SHORT, self._now + self._limits.replacement
-        return [Pause(f"{'; '.join(self._round.lost)}; waiting {self._limits.replacement:g} s for a replacement")]
+        self._phase, self._due = _Phase.AWAITING_REPLACEMENT, self._now + self._limits.replacement_timeout
+        return [
+            Pause(f"{'; '.join(self._round.lost)}; waiting {self._limits.replacement_timeout:g} s for a replacement")
+        ]
 
-    def _check_replacement(self) -> list[Order]:
+    def _check_for_replacement(self) -> list[Order]:
         if HOST not in self._nodes or self._left:
             return self._end_with_too_few_nodes()
         if not self._too_few():
-            too_often = self._restarts.lost()
+            too_often = self._restarts.node_lost()
             return self._end(Outcome(lost=too_often)) if too_often else self._go("a node joined")
         if self._now >= self._due:
-            self._round.lost.append(f"no replacement joined within {self._limits.replacement:g} s")
+            self._round.lost.append(f"no replacement joined within {self._limits.replacement_timeout:g} s")
             return self._end_with_too_few_nodes()
         return []
 
@@ -364,16 +378,16 @@ class Job:
         outcome = Outcome(failures, tuple(sorted(self._round.ended_well)), restarts=self._restarts.count)
         if asks_for_another_run(outcome):
             return self._end(outcome)
-        follows = self._restarts.failed(first)
+        follows = self._restarts.round_failed(first)
         if isinstance(follows, GiveUp):
             return self._end(replace(outcome, note=follows.note))
-        why = f"{first}; {follows.words}"
+        why = f"{first}; {follows.description}"
         if not follows.wait:
             return self._go(why)
-        self._phase, self._due = _Phase.WAITING, self._now + follows.wait
+        self._phase, self._due = _Phase.BACKOFF, self._now + follows.wait
         return [Pause(f"{why} in {follows.wait:g} s")]
 
-    def _wait(self) -> list[Order]:
+    def _check_backoff(self) -> list[Order]:
         if self._too_few():
             return self._wait_for_replacement()
         return self._go("; ".join(self._round.lost)) if self._now >= self._due else []
@@ -416,7 +430,7 @@ class Job:
 
 
 def _combined(steps: Sequence[Steps]) -> Steps | None:
-    """The steps of a round. All ranks start at the same step; those that failed before it recorded none."""
+    """The steps of a round, from the reports of its nodes. All ranks start at the same step, if they get that far."""
     if not steps:
         return None
     return Steps(max(each.began for each in steps), max(each.reached for each in steps))

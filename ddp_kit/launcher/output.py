@@ -2,11 +2,11 @@
 
     rank's stdout, stderr --pipe (or terminal)--> one thread --> console, in colour; a file per rank
                                                      |
-                                                     +-- a traceback is held back for a moment: if it is the
+                                                     +-- holds a traceback back for a moment: if it is the
                                                          rank's final output, the verdict shows it, once
 
-The thread reads what is available and splits it after the last newline. It looks at single lines only if one of them
-starts a traceback.
+The thread reads what is available and splits it after the last newline. It examines single lines only if one of them
+starts a traceback or is a warning of torch's C++ code.
 """
 
 import os
@@ -19,14 +19,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ddp_kit.launcher import tracebacks
-from ddp_kit.launcher.streams import Route, Streams, as_terminal_or_pipe, open_log, same_place
+from ddp_kit.launcher.streams import Route, Streams, is_same_file, open_log, open_terminal_or_pipe
 
 _READ_BYTES = 1 << 18
-_LONGEST_LINE = 1 << 16
-_MOST_HELD = 1 << 20
+_MAX_LINE_BYTES = 1 << 16
+_MAX_HELD_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 15
 _PARTIAL_SECONDS = 0.05  # until an unfinished line, such as a progress bar, is shown
-_FIRST_OUTPUT_SECONDS = 0.05  # a wait at the first output, to find out whether more than one rank prints
+_FIRST_OUTPUT_SECONDS = 0.05  # to wait at the first output for other ranks, because labels depend on them
 _HELD_SECONDS = 0.7  # until a traceback of a rank that still runs is shown
 _JOIN_SECONDS = 0.1
 _MARKS = (b"Traceback (most recent call last)", b"Fatal Python error: ", b"terminate called ")
@@ -38,7 +38,7 @@ class FinalOutput:
     """The final output of a failed rank."""
 
     trace: str = ""
-    """Its traceback; empty: none, or it went past this process."""
+    """Its traceback; empty: none, or it did not pass through this process."""
     tail: str = ""
     """The end of its output."""
     shown: bool = False
@@ -50,7 +50,7 @@ class _Source:
     """One pipe from one worker."""
 
     local_rank: int
-    end: int
+    descriptor: int
     console: int
     """The launcher's descriptor that shows the output."""
     copy: int
@@ -68,6 +68,7 @@ class _Source:
     continued: bool = False
     """Whether there was more output after the latest traceback that was shown."""
     tail: bytes = b""
+    warnings: tracebacks.WarningFilter = field(default_factory=tracebacks.WarningFilter)
 
 
 @dataclass
@@ -87,7 +88,7 @@ class Output:
     def __init__(
         self, workers: Iterable[Streams], direct: bool, colour: bool, is_ending: Callable[[int], bool] = lambda _: False
     ) -> None:
-        """`direct`: whether output for the console only goes there without passing through this process.
+        """`direct`: whether output that goes only to the console bypasses this process.
 
         `colour`: whether labels may be coloured on a terminal. `is_ending`: whether a local rank is known to be ending
         with an exception.
@@ -96,40 +97,40 @@ class Output:
         self._colour = colour
         self._sources: list[_Source] = []
         self._ended: list[_Source] = []
-        self._ends: dict[int, tuple[int, int]] = {}
+        self._descriptors: dict[int, tuple[int, int]] = {}
         self._copies: dict[str, int] = {}
         self._redirected: dict[int, str] = {}
         self._ranks_with_output: set[int] = set()
         self._failed: set[int] = set()
         self._consoles = _Consoles()
         self._deadline = float("inf")
-        self._wake_up, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="ddpkit-output", daemon=True)
         for worker in workers:
-            self._ends[worker.local_rank] = self._open(worker, direct)
+            self._descriptors[worker.local_rank] = self._open(worker, direct)
 
     # Before the start --------------------------------------------------------------------------------------------
 
     def _open(self, worker: Streams, direct: bool) -> tuple[int, int]:
         """The descriptors for the worker's stdout and stderr."""
         routes = (worker.out, worker.err)
-        together = worker.out == worker.err and worker.out.console and same_place(1, 2)
+        together = worker.out == worker.err and worker.out.console and is_same_file(1, 2)
         if worker.err.file and not worker.err.console:
             self._redirected[worker.local_rank] = worker.err.file
-        ends = []
+        descriptors = []
         for console, route in enumerate(routes, 1):
             if not route.console:
-                ends.append(open_log(route.file))
+                descriptors.append(open_log(route.file))
             elif direct and not route.file:
-                ends.append(os.dup(console))
-            elif together and ends:
-                ends.append(os.dup(ends[0]))
+                descriptors.append(os.dup(console))
+            elif together and descriptors:
+                descriptors.append(os.dup(descriptors[0]))
             else:
-                ends.append(self._intercept(worker, route, console))
-        return ends[0], ends[1]
+                descriptors.append(self._intercept(worker, route, console))
+        return descriptors[0], descriptors[1]
 
     def _intercept(self, worker: Streams, route: Route, console: int) -> int:
-        ours, theirs = as_terminal_or_pipe(console)
+        ours, theirs = open_terminal_or_pipe(console)
         if route.file and route.file not in self._copies:
             self._copies[route.file] = open_log(route.file)
         label = route.label or f"[rank {worker.rank}] "
@@ -139,38 +140,38 @@ class Output:
         self._sources.append(_Source(worker.local_rank, ours, console, copy, label.encode(), bool(route.label)))
         return theirs
 
-    def ends(self, local_rank: int) -> tuple[int, int]:
+    def descriptors(self, local_rank: int) -> tuple[int, int]:
         """The descriptors for a worker's stdout and stderr."""
-        return self._ends[local_rank]
+        return self._descriptors[local_rank]
 
     def start(self) -> None:
-        """Close the workers' ends, once every worker has inherited them, and start to read."""
-        for ends in self._ends.values():
-            for end in ends:
-                os.close(end)
-        self._ends.clear()
+        """Close the workers' descriptors, after every worker has inherited them, and start reading."""
+        for descriptors in self._descriptors.values():
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._descriptors.clear()
         self._thread.start()
 
     # While it runs -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         poll = select.poll()
-        for end in (self._wake_up, *(source.end for source in self._sources)):
-            poll.register(end, select.POLLIN)
+        for descriptor in (self._wake_read, *(source.descriptor for source in self._sources)):
+            poll.register(descriptor, select.POLLIN)
         while self._sources:
-            ready = {end for end, _ in poll.poll(self._timeout() * 1000)}
+            ready = {descriptor for descriptor, _ in poll.poll(self._timeout() * 1000)}
             if not ready and time.monotonic() >= self._deadline:
                 return  # a process started by a worker holds the pipe open without writing to it
-            if not self._ranks_with_output and ready - {self._wake_up}:
+            if not self._ranks_with_output and ready - {self._wake_read}:
                 time.sleep(_FIRST_OUTPUT_SECONDS)
-                ready = {end for end, _ in poll.poll(0)}
-            if self._wake_up in ready:
-                os.read(self._wake_up, 64)
-            received = [(source, _read(source.end)) for source in self._sources if source.end in ready]
+                ready = {descriptor for descriptor, _ in poll.poll(0)}
+            if self._wake_read in ready:
+                os.read(self._wake_read, 64)
+            received = [(source, _read(source.descriptor)) for source in self._sources if source.descriptor in ready]
             self._ranks_with_output |= {source.local_rank for source, data in received if data}
             for source, data in received:
                 if not data or not self._receive(source, data):
-                    poll.unregister(source.end)
+                    poll.unregister(source.descriptor)
                     self._close(source)
             self._show_overdue()
 
@@ -180,18 +181,18 @@ class Output:
         return min(left, _PARTIAL_SECONDS if waits else 3600.0)
 
     def _receive(self, source: _Source, data: bytes) -> bool:
-        """Pass the data on; False if neither a console nor a file takes it any more."""
+        """Pass the data on; False if neither a console nor a file accepts it any more."""
         source.tail = (source.tail + data)[-_TAIL_BYTES:]
         if source.copy >= 0:
             with suppress(OSError):  # a full disk must not end the job; the console still shows the output
                 _write(source.copy, data)
         data = source.partial + data
         cut = data.rfind(b"\n") + 1
-        if len(data) - cut > _LONGEST_LINE:
+        if len(data) - cut > _MAX_LINE_BYTES:
             cut = len(data)
         source.partial, source.partial_since = data[cut:], time.monotonic()
-        if cut:
-            self._receive_lines(source, data[:cut])
+        if kept := source.warnings.kept(data[:cut]):
+            self._receive_lines(source, kept)
         return source.console not in self._consoles.closed or source.copy >= 0
 
     def _receive_lines(self, source: _Source, lines: bytes) -> None:
@@ -205,7 +206,7 @@ class Output:
         else:
             source.continued = True
             self._show(source, lines)
-        if len(source.held) > _MOST_HELD:
+        if len(source.held) > _MAX_HELD_BYTES:
             self._release(source)
 
     def _show_overdue(self) -> None:
@@ -221,7 +222,7 @@ class Output:
         if source in self._ended:
             return False
         poll = select.poll()
-        poll.register(source.end, select.POLLIN)
+        poll.register(source.descriptor, select.POLLIN)
         return bool(poll.poll(0))
 
     def _is_final(self, source: _Source) -> bool:
@@ -268,12 +269,12 @@ class Output:
         self._show_partial(source)
         self._sources.remove(source)
         self._ended.append(source)
-        os.close(source.end)
+        os.close(source.descriptor)
 
     # The end -----------------------------------------------------------------------------------------------------
 
     def failed(self, local_rank: int) -> None:
-        """A worker failed: its output that is held back stays so until `end`."""
+        """Note that a worker failed: a traceback that is held back stays so until `end`."""
         self._failed.add(local_rank)
 
     def tail(self, local_rank: int) -> str:
@@ -300,18 +301,18 @@ class Output:
     ) -> dict[int, FinalOutput]:
         """Show the rest of the workers' output, and return the final output of the failed ones by local rank.
 
-        `suppress_trace`: whether to return a traceback without showing it. `is_secondary`: whether to do so even if it
-        is too long for the verdict. `seconds`: how long to wait for further output. `interrupted`: whether to stop
+        `suppress_trace`: whether to return a traceback without showing it. `is_secondary`: whether to do that even if
+        it is too long for the verdict. `seconds`: how long to wait for further output. `interrupted`: whether to stop
         waiting for a blocked console.
         """
         self._deadline = time.monotonic() + seconds
-        os.write(self._wake, b"!")
+        os.write(self._wake_write, b"!")
         while self._thread.is_alive() and not interrupted():
             self._thread.join(_JOIN_SECONDS)
         if self._thread.is_alive():
             return {}
         sources = [*self._ended, *self._sources]
-        words = {rank: self._final_output_of(rank, sources, suppress_trace, is_secondary) for rank in failed}
+        final = {rank: self._final_output_of(rank, sources, suppress_trace, is_secondary) for rank in failed}
         for source in sources:
             if source.held:
                 source.held, source.partial = source.held + source.partial, b""
@@ -319,10 +320,15 @@ class Output:
             elif source.partial:
                 self._show(source, source.partial)
         passed_on = {source.local_rank for source in sources} - {self._consoles.latest_trace}
-        words = {rank: replace(each, shown=each.shown and rank not in passed_on) for rank, each in words.items()}
-        for descriptor in (*self._copies.values(), self._wake_up, self._wake, *(each.end for each in self._sources)):
+        final = {rank: replace(each, shown=each.shown and rank not in passed_on) for rank, each in final.items()}
+        for descriptor in (
+            *self._copies.values(),
+            self._wake_read,
+            self._wake_write,
+            *(each.descriptor for each in self._sources),
+        ):
             os.close(descriptor)
-        return words
+        return final
 
     def _final_output_of(
         self,
@@ -359,10 +365,10 @@ def _end_of_file(path: str) -> str:
     return ""
 
 
-def _read(end: int) -> bytes:
+def _read(descriptor: int) -> bytes:
     """The available data; empty at the end."""
     try:
-        return os.read(end, _READ_BYTES)
+        return os.read(descriptor, _READ_BYTES)
     except OSError:  # a terminal whose last writer closed it
         return b""
 

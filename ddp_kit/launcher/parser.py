@@ -18,8 +18,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if ambiguous := re.match(r"ambiguous option: (\S+) could match (.+)", message):
             flags = sorted({flag.replace("_", "-") for flag in ambiguous[2].split(", ")})
-            hint = f"type {' or '.join(flags)}"
             name = ambiguous[1].partition("=")[0]
-            raise UsageError(f"there is no flag {name!r}", f"{hint}; `{self.prog} --help` lists all flags")
+            hint = f"type one of {', '.join(flags)}; `{self.prog} --help` lists all flags"
+            raise UsageError(f"the flag {name!r} is ambiguous", hint)
         usage = self.format_usage().strip()
-        raise UsageError(message, f"{usage}\n  see `{self.prog} --help`")
+        # argparse also counts the script's arguments, whose name is `...`, as missing.
+        raise UsageError(message.removesuffix(", ..."), f"{usage}\n  see `{self.prog} --help`")

@@ -36,6 +36,7 @@ from ddp_kit.env import (
     USE_AGENT_STORE,
     VISIBLE_GPUS,
     WORLD_SIZE,
+    launcher_grace,
 )
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import rendezvous
@@ -49,13 +50,15 @@ from ddp_kit.launcher.warm.messages import Program
 
 GRACE_SECONDS = 25
 """From SIGTERM to SIGKILL. Kubernetes kills the launcher after 30 s; the rest is for the verdict and the cleanup."""
-_MOST_PROCESSES = 1 << 22  # PID_MAX_LIMIT
+_FOR_THE_VERDICT = 5
+"""Seconds kept for the verdict, of the grace period that the cluster gives the launcher after SIGTERM."""
+_MAX_PROCESSES = 1 << 22  # PID_MAX_LIMIT
 _RUN_PATH = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 @dataclass(frozen=True)
-class Place:
-    """The GPU and the cores of one process of this node."""
+class WorkerResources:
+    """The GPUs and cores of one worker of this node."""
 
     gpus: tuple[Gpu, ...] = ()
     """Empty: no GPU, or the script chooses one."""
@@ -91,28 +94,28 @@ class Logs:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that this node will do: `--dry-run` prints it, `agent.run` executes it."""
+    """Everything that this node will do: `--dry-run` prints it, `agent.run` executes it."""
 
     command: tuple[str, ...]
-    """What a worker executes; may contain `${local_rank}`."""
+    """The command line of a worker; may contain `${local_rank}`."""
     forked: Program | None
-    """The program that a fork of the warm server runs; None: `command` has to be executed."""
+    """The program that a worker forked from the warm server runs; None: workers execute `command`."""
     is_wrapped: bool
-    """Whether a worker may be a program that starts the rank, such as a shell (--no-python)."""
-    places: tuple[Place, ...]
-    """By local rank."""
+    """Whether a worker may be a wrapper, such as a shell, that starts the rank itself (--no-python)."""
+    workers: tuple[WorkerResources, ...]
+    """The resources of each worker, by local rank."""
     env: Mapping[str, str]
-    """What the launcher adds to the workers' environment, in addition to torchrun's variables."""
+    """The variables that the launcher adds to the workers' environment besides torchrun's."""
     origin: Mapping[str, str]
     """Where the value of each variable in `env` comes from, such as `--gpus 2`."""
     role: str
     rendezvous: Rendezvous
     signals_to_handle: tuple[str, ...]
-    """Names of the signals that close the job."""
+    """Names of the signals that stop the job."""
     shutdown_timeout: int
     """Seconds from SIGTERM to SIGKILL."""
     hang_timeout: float | None
-    """Seconds; 0: no limit; None: `agent.watch.DEFAULT_SECONDS`."""
+    """Seconds; 0: no limit; None: `agent.hang_rule.DEFAULT_SECONDS`."""
     uninterruptible_state_timeout: float
     """Seconds that a worker may spend in the kernel's uninterruptible sleep; 0: no limit."""
     virtual_local_rank: bool
@@ -121,9 +124,9 @@ class Plan:
     logs: Logs
     event_log_handler: str
     torchrun: Mapping[str, Any]
-    """The same as torchrun's settings: for jobs that torch's agent runs, and for the command line in --dry-run."""
+    """The plan as torchrun's settings, for jobs that torch's agent runs and for the command line in --dry-run."""
     flags: tuple[str, ...]
-    """The launcher's flags as they were typed, for the command to type on other nodes."""
+    """The launcher's flags as they were typed, to print the command for the other nodes."""
     script_as_typed: str
     """The script, with `...` for its arguments."""
     notices: tuple[str, ...]
@@ -134,12 +137,12 @@ class Plan:
         """The script, module or program to run."""
         return str(self.torchrun["training_script"])
 
-    def words(self, local_rank: int) -> tuple[str, ...]:
+    def command_line(self, local_rank: int) -> tuple[str, ...]:
         """The command line that a worker executes."""
         return self.command[0], *_fill_local_rank(local_rank, self.command[1:])
 
     def program(self, local_rank: int) -> Program | None:
-        """The program that a fork of the warm server runs; None: it cannot be forked."""
+        """The program that a forked worker runs; None: it cannot be forked."""
         if self.forked is None:
             return None
         name, *arguments = _fill_local_rank(local_rank, (self.forked.name, *self.forked.arguments))
@@ -156,7 +159,7 @@ class Plan:
             RANK: assignment.first_rank + local_rank,
             LOCAL_RANK: local_rank,
             WORLD_SIZE: assignment.world_size,
-            LOCAL_WORLD_SIZE: len(self.places),
+            LOCAL_WORLD_SIZE: len(self.workers),
             GROUP_RANK: assignment.group_rank,
             GROUP_WORLD_SIZE: assignment.group_world_size,
             ROLE_NAME: self.role,
@@ -197,12 +200,12 @@ def make(
     chosen = choose(requested, typed, machine, env, held) if by_gpu else ()
     _check_groups(spec, chosen)
     processes = _processes(spec, len(chosen) // each, env)
-    places = _places(processes, chosen, each, cpus, bind=spec.torchrun["numa_binding"] is None)
-    variables = _gpu_variables(spec, chosen, env) | _thread_variables(places, cpus, env)
+    workers = _worker_resources(processes, chosen, each, cpus, bind=spec.torchrun["numa_binding"] is None)
+    variables = _gpu_variables(spec, chosen, env) | _thread_variables(workers, cpus, env)
     variables |= {name: (value, "ddpkit's default") for name, value in defaults.items()}
-    settings = {**spec.torchrun, "nproc_per_node": processes, **rendezvous.meeting_point(spec.torchrun, run_id)}
+    settings = {**spec.torchrun, "nproc_per_node": processes, **rendezvous.single_node_settings(spec.torchrun, run_id)}
     if settings["shutdown_timeout"] is None and GRACE_DEFAULT not in env:
-        settings["shutdown_timeout"] = GRACE_SECONDS
+        settings["shutdown_timeout"] = _default_grace(env)
     if len(chosen) > 1 and any(gpu.is_mig for _, gpu in chosen):
         settings["virtual_local_rank"] = True  # CUDA shows a process at most one MIG device
     if not 0 < settings["monitor_interval"] < math.inf:
@@ -213,11 +216,11 @@ def make(
         command=_command(settings, env),
         forked=None if spec.cold else _forked(settings, env),
         is_wrapped=settings["no_python"] or settings["run_path"],
-        places=places,
+        workers=workers,
         env=MappingProxyType({name: value for name, (value, _) in variables.items()}),
         origin=MappingProxyType({name: why for name, (_, why) in variables.items()}),
         role=settings["role"],
-        rendezvous=rendezvous.read(settings, env),
+        rendezvous=rendezvous.read(settings, env, spec.place),
         signals_to_handle=tuple(name for name in names if name.strip() not in spec.ignored_signals),
         shutdown_timeout=_shutdown_timeout(settings["shutdown_timeout"], env),
         hang_timeout=spec.hang_timeout,
@@ -234,17 +237,18 @@ def make(
             *_mask_notices(machine, env),
             *_gpu_notices(spec, chosen),
             *_thread_notices(variables, processes),
-            *rendezvous.overruled(spec.torchrun),
+            *rendezvous.overridden_flags(spec.torchrun),
+            *_missing_gpus(spec, chosen),
         ),
     )
     if plan.virtual_local_rank:
-        for local_rank in range(len(places)):
+        for local_rank in range(len(workers)):
             _only_gpu({**env, **plan.env}, local_rank)
     return plan
 
 
 def _requested_gpus(spec: LaunchSpec) -> str | None:
-    """The value of --gpus, else the number of GPUs from --gpus-per-process and --nproc-per-node; None: neither."""
+    """The value of --gpus, else the number of GPUs from --gpus-per-process and --nproc-per-node, else None."""
     if spec.gpus is None and spec.gpus_per_process is not None and spec.processes is not None:
         if not spec.processes.isdecimal():
             raise UsageError(
@@ -264,7 +268,7 @@ def _check_groups(spec: LaunchSpec, chosen: Chosen) -> None:
     if not chosen:
         raise UsageError(
             f"--gpus-per-process {each} is not available: this machine has no NVIDIA GPU, or no driver for one",
-            f"type `ddpkit launch {spec.command}` for a process on the CPU",
+            f"type `ddpkit launch {spec.command}` to train in one process on the CPU",
         )
     if len(chosen) % each:
         most = len(chosen) // each * each
@@ -276,12 +280,13 @@ def _check_groups(spec: LaunchSpec, chosen: Chosen) -> None:
         )
     if each > 1 and spec.torchrun["virtual_local_rank"]:
         raise UsageError(
-            f"--gpus-per-process {each}: with --virtual-local-rank a process sees one GPU", "remove one of the two"
+            f"--gpus-per-process {each}: with --virtual-local-rank, a process sees a single GPU",
+            "remove one of the two",
         )
     if each > 1 and any(gpu.is_mig for _, gpu in chosen):
         raise UsageError(
             f"--gpus-per-process {each}: a process can use at most one MIG device",
-            "leave it out, or select whole GPUs with --gpus",
+            "remove it, or select whole GPUs with --gpus",
         )
 
 
@@ -297,22 +302,22 @@ def _processes(spec: LaunchSpec, gpus: int, env: Mapping[str, str]) -> str:
             f"--gpus {spec.gpus} means {gpus} processes, one per {group}, but --nproc-per-node is {spec.processes}",
             f"{first}remove one of the two",
         )
-    if spec.processes.lstrip("-").isdecimal() and not 1 <= int(spec.processes) <= _MOST_PROCESSES:
-        how_many = "no process" if int(spec.processes) < 1 else "more processes than Linux can number"
-        raise UsageError(f"--nproc-per-node {spec.processes} asks for {how_many}", "type at least 1")
+    if spec.processes.lstrip("-").isdecimal() and not 1 <= int(spec.processes) <= _MAX_PROCESSES:
+        limit = "less than 1" if int(spec.processes) < 1 else f"more processes than Linux allows ({_MAX_PROCESSES})"
+        raise UsageError(f"--nproc-per-node {spec.processes} is {limit}", "type a number of processes, or auto")
     return spec.processes
 
 
-def _places(processes: str, chosen: Chosen, each: int, cpus: Cpus, bind: bool) -> tuple[Place, ...]:
-    """`each`: GPUs of one process."""
+def _worker_resources(processes: str, chosen: Chosen, each: int, cpus: Cpus, bind: bool) -> tuple[WorkerResources, ...]:
+    """The resources of each process; `each`: GPUs per process."""
     if not chosen:
-        return (Place(),) * (int(processes) if processes.isdecimal() else 0)
+        return (WorkerResources(),) * (int(processes) if processes.isdecimal() else 0)
     groups = [tuple(gpu for _, gpu in chosen[first : first + each]) for first in range(0, len(chosen), each)]
-    return tuple(Place(group, _near(group, cpus) if bind else ()) for group in groups)
+    return tuple(WorkerResources(group, _near(group, cpus) if bind else ()) for group in groups)
 
 
 def _near(gpus: tuple[Gpu, ...], cpus: Cpus) -> tuple[int, ...]:
-    """The usable cores near any of these GPUs; empty if those of one GPU are not known."""
+    """The usable cores near any of these GPUs; empty if they are unknown for one of them."""
     if not all(gpu.near for gpu in gpus):
         return ()
     return tuple(sorted({cpu for gpu in gpus for cpu in gpu.near if cpu in cpus.core_of}))
@@ -335,11 +340,11 @@ def _gpu_variables(spec: LaunchSpec, chosen: Chosen, env: Mapping[str, str]) -> 
 
 
 def _mask_notices(machine: tuple[Gpu, ...], env: Mapping[str, str]) -> Iterator[str]:
-    words = [word for word in env.get(VISIBLE_GPUS, "").split(",") if word.strip() not in ("", "-1")]
+    listed = [word for word in env.get(VISIBLE_GPUS, "").split(",") if word.strip() not in ("", "-1")]
     seen = len(visible(machine, env))
-    if machine and seen < len(words):
+    if machine and seen < len(listed):
         mask = f"{VISIBLE_GPUS}={env[VISIBLE_GPUS]}"
-        yield f"{mask} selects {seen} of the {len(words)} GPUs it names: one does not exist or is named twice"
+        yield f"{mask} makes {seen} of the {len(listed)} GPUs in it visible: one does not exist or is listed twice"
 
 
 def _gpu_notices(spec: LaunchSpec, chosen: Chosen) -> Iterator[str]:
@@ -353,42 +358,44 @@ def _thread_notices(variables: Mapping[str, tuple[str, str]], processes: str) ->
     if THREADS in variables:
         threads, _ = variables[THREADS]
         each = "the process" if processes == "1" else f"each of {processes} processes"
-        yield f"{THREADS}={threads} for {each}; set it yourself to change this"
+        yield f"{THREADS}={threads} for {each}; set it to change this"
 
 
-def _thread_variables(places: tuple[Place, ...], cpus: Cpus, env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+def _thread_variables(
+    workers: tuple[WorkerResources, ...], cpus: Cpus, env: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
     """The variable that sets the number of threads per worker, with its value and the reason for it."""
     # In a forked worker, torch counted the cores of the launcher, not those that the worker is bound to.
-    bound = any(place.cpus and len(place.cpus) < len(cpus.core_of) for place in places)
-    if THREADS in env or not (len(places) > 1 or bound):
+    bound = any(worker.cpus and len(worker.cpus) < len(cpus.core_of) for worker in workers)
+    if THREADS in env or not (len(workers) > 1 or bound):
         return {}
-    threads = threads_each(cpus, [place.cpus for place in places])
+    threads = threads_each(cpus, [worker.cpus for worker in workers])
     return {THREADS: (str(threads), "the cores divided among the processes of this node")}
 
 
 def _only_gpu(env: Mapping[str, str], local_rank: int) -> str:
     """The only GPU that a rank sees with --virtual-local-rank. Source: LocalElasticAgent._set_local_rank_env."""
-    words = env.get(VISIBLE_GPUS)
-    if words is None:
+    mask = env.get(VISIBLE_GPUS)
+    if mask is None:
         return str(local_rank)
-    if local_rank >= len(words.split(",")):
+    if local_rank >= len(mask.split(",")):
         raise UsageError(
-            f"--virtual-local-rank: there is no GPU for local rank {local_rank} in {VISIBLE_GPUS}={words}",
+            f"--virtual-local-rank: there is no GPU for local rank {local_rank} in {VISIBLE_GPUS}={mask}",
             "start at most as many processes as there are visible GPUs",
         )
-    return words.split(",")[local_rank].strip()
+    return mask.split(",")[local_rank].strip()
 
 
 def _command(torchrun: Mapping[str, Any], env: Mapping[str, str]) -> tuple[str, ...]:
     """The command line of a worker, as torchrun builds it."""
-    words = [str(torchrun["training_script"]), *map(str, torchrun["training_script_args"])]
+    command = [str(torchrun["training_script"]), *map(str, torchrun["training_script_args"])]
     if torchrun["run_path"]:
-        return sys.executable, "-u", "-c", _RUN_PATH, *words
+        return sys.executable, "-u", "-c", _RUN_PATH, *command
     if not torchrun["no_python"]:
-        return env.get(PYTHON, sys.executable), "-u", *(["-m"] if torchrun["module"] else []), *words
+        return env.get(PYTHON, sys.executable), "-u", *(["-m"] if torchrun["module"] else []), *command
     if torchrun["module"]:
         raise UsageError("--module and --no-python exclude each other", "remove one of them")
-    return tuple(words)
+    return tuple(command)
 
 
 def _forked(torchrun: Mapping[str, Any], env: Mapping[str, str]) -> Program | None:
@@ -398,18 +405,36 @@ def _forked(torchrun: Mapping[str, Any], env: Mapping[str, str]) -> Program | No
     return Program(sys.executable, str(torchrun["training_script"]), arguments, torchrun["module"])
 
 
-def _fill_local_rank(local_rank: int, words: Iterable[str]) -> list[str]:
-    return [Template(word).safe_substitute(local_rank=local_rank) for word in words]  # as torch does
+def _fill_local_rank(local_rank: int, arguments: Iterable[str]) -> list[str]:
+    return [Template(word).safe_substitute(local_rank=local_rank) for word in arguments]  # as torch does
+
+
+def _default_grace(env: Mapping[str, str]) -> int:
+    """The default grace period, shorter than the one that the cluster gives this launcher if that is known."""
+    known = launcher_grace(env)
+    return GRACE_SECONDS if known is None else max(1, known - _FOR_THE_VERDICT)
+
+
+def _missing_gpus(spec: LaunchSpec, chosen: Chosen) -> Iterator[str]:
+    """A notice if the cluster assigned more GPUs to this node than are visible."""
+    place = spec.place
+    if place is not None and place.gpus and len(chosen) < place.gpus and spec.gpus is None and spec.processes is None:
+        source = place.sources.get("GPUs", "it")
+        yield (
+            f"{place.environment} assigned {place.gpus} GPU{'s' * (place.gpus > 1)} to this node ({source}), "
+            f"but {len(chosen) or 'none'} {'is' if len(chosen) == 1 else 'are'} visible; run `ddpkit doctor` on this "
+            f"node to see why"
+        )
 
 
 def _shutdown_timeout(given: int | None, env: Mapping[str, str]) -> int:
-    name, value = ("--shutdown_timeout", given) if given is not None else (GRACE_DEFAULT, env[GRACE_DEFAULT])
+    name, value = ("--shutdown-timeout", given) if given is not None else (GRACE_DEFAULT, env[GRACE_DEFAULT])
     try:
         seconds = int(value)
     except ValueError:
         seconds = -1
     if seconds < 0:
-        raise UsageError(f"{name} must be a number of seconds of at least 0, not {value!r}", "for example 30")
+        raise UsageError(f"{name} must be a number of seconds, 0 or more, not {value!r}", "for example: 30")
     return seconds
 
 
@@ -422,11 +447,11 @@ def _uninterruptible_state_timeout(env: Mapping[str, str]) -> float:
 
 
 def _logs(torchrun: Mapping[str, Any], env: Mapping[str, str]) -> Logs:
-    words = torchrun["local_ranks_filter"]
+    ranks = torchrun["local_ranks_filter"]
     try:
-        local_ranks_filter = frozenset(map(int, words.split(","))) if words else frozenset[int]()
+        local_ranks_filter = frozenset(map(int, ranks.split(","))) if ranks else frozenset[int]()
     except ValueError:
-        raise UsageError(f"--local_ranks_filter {words} is not a list of numbers", "for example: 0,1,2") from None
+        raise UsageError(f"--local-ranks-filter {ranks} is not a list of numbers", "for example: 0,1,2") from None
     return Logs(
         log_dir=torchrun["log_dir"],
         redirects=torchrun["redirects"],

@@ -1,4 +1,4 @@
-"""`ddpkit plan`: the memory that a training script will need on each device, without any GPU."""
+"""`ddpkit plan`: estimate the memory that a training script needs on each device, without a GPU."""
 
 import argparse
 import os
@@ -23,40 +23,50 @@ _EPILOG = """\
 example:
   ddpkit plan --gpus 8 --memory 80GiB train.py --lr 0.1
 
-The script runs in one process up to trainer.fit(...); no parameter gets memory, and nothing is trained. Weights,
-gradients and optimizer state are exact; activations and the rest are estimates that were not verified on a GPU.
+The script runs in one process up to trainer.fit(...). No memory is allocated for parameters, and nothing is trained.
+Weights, gradients and optimizer state are exact. Activations and the rest are estimates, not verified on a GPU.
 """
 
 
-def run(words: Sequence[str], env: Mapping[str, str]) -> int:
-    """Run the script for its plan, and return its exit code."""
-    parser = Parser(
+def parser() -> Parser:
+    """The flags of `ddpkit plan`."""
+    flags = Parser(
         prog="ddpkit plan",
-        description="Memory per device before the start: does it fit, and what to change if not. Needs no GPU.",
+        description="Estimate, before a run, the memory that it needs on each device: whether it fits, and what to "
+        "change if not. Needs no GPU.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--gpus", metavar="N", type=int, help="devices in all (default: those of this node)")
-    parser.add_argument(
-        "--memory", metavar="SIZE", help="of each device, as 80GiB, 80GB or bytes (default: that of this node's GPUs)"
+    flags.add_argument("--gpus", metavar="N", type=int, help="total number of devices (default: the GPUs of this node)")
+    flags.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="memory of each device: 80GiB, 80GB or a number of bytes (default: that of this node's GPUs)",
     )
-    parser.add_argument("script", metavar="SCRIPT", help="the training script")
-    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="its own arguments")
-    asked = parser.parse_args(words)
-    here = [gpu for _, gpu in gpus.visible(gpus.gpus(), env)] if asked.gpus is None or asked.memory is None else []
-    ranks = len(here) if asked.gpus is None else asked.gpus
-    memory = min((gpu.memory_total for gpu in here), default=0) if asked.memory is None else size_of(asked.memory)
+    flags.add_argument("script", metavar="SCRIPT", help="the training script")
+    flags.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="the script's arguments")
+    return flags
+
+
+def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Run the script up to its memory plan, and return its exit code."""
+    args = parser().parse_args(argv)
+    here = [gpu for _, gpu in gpus.visible(gpus.gpus(), env)] if args.gpus is None or args.memory is None else []
+    ranks = len(here) if args.gpus is None else args.gpus
+    memory = min((gpu.memory_total for gpu in here), default=0) if args.memory is None else size_of(args.memory)
     if ranks < 1:
         raise UsageError(
-            f"--gpus {asked.gpus}: at least one is needed" if asked.gpus is not None else "there is no GPU here",
-            "say for how many devices to plan: --gpus 8",
+            f"--gpus {args.gpus} is less than 1" if args.gpus is not None else "this machine has no GPU",
+            "type the number of devices to plan for, such as --gpus 8",
         )
     if not memory:
-        raise UsageError("there is no GPU here whose memory could be planned for", "say how much it is: --memory 80GiB")
-    if not Path(asked.script).is_file():
-        raise UsageError(f"there is no file {asked.script}", "name the training script")
+        raise UsageError(
+            "this machine has no GPU that reports its memory", "type the memory per device, such as --memory 80GiB"
+        )
+    if not Path(args.script).is_file():
+        raise UsageError(f"there is no file {args.script}", "name the training script")
     process = Popen(
-        [sys.executable, "-m", _SCRIPT_RUNNER, asked.script, *asked.arguments],
+        [sys.executable, "-m", _SCRIPT_RUNNER, args.script, *args.arguments],
         env={**env, PLAN_RANKS: str(ranks), PLAN_MEMORY: str(memory)},
         preexec_fn=partial(die_with_parent, os.getpid()) if sys.platform == "linux" else None,
     )
@@ -68,10 +78,10 @@ def size_of(text: str) -> int:
     """Bytes of a size such as 80GiB, 80GB or 85899345920. Raises `UsageError`."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise UsageError(f"--memory {text}: that is no size", "write it as 80GiB, 80GB or in bytes")
+        raise UsageError(f"--memory {text} is not a size", "type it as 80GiB, 80GB or a number of bytes")
     number, unit = found.groups()
     unit = (unit or "B").upper()
     size = int(float(number) * (1024 if "I" in unit else 1000) ** _POWERS.index(unit[0]))
     if size < 1:
-        raise UsageError(f"--memory {text}: that is nothing", "write it as 80GiB, 80GB or in bytes")
+        raise UsageError(f"--memory {text} is less than one byte", "type it as 80GiB, 80GB or a number of bytes")
     return size

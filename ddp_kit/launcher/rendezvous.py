@@ -1,4 +1,4 @@
-"""Interpret the flags on nodes and rendezvous: the endpoint, the node that hosts it, and the job's limits."""
+"""Interpret the flags about nodes and the rendezvous: the endpoint, the node that hosts it, and the job's limits."""
 
 import math
 from collections.abc import Mapping
@@ -7,13 +7,14 @@ from typing import Any
 
 from ddp_kit.env import agent_serves_store
 from ddp_kit.errors import UsageError
+from ddp_kit.launcher.clusters.job_place import JobPlace
 from ddp_kit.launcher.job import Limits
 
 C10D_PORT = 29400  # torch's default for this rendezvous
 STATIC_PORT = 29500  # and for the static one
 _LOOPBACK = "127.0.0.1"
-_TORCHS_TIMEOUT = 900.0
-_NUMBERS = (
+_STATIC_TIMEOUT = 900.0
+_CONF_NUMBERS = (
     "timeout",
     "join_timeout",
     "last_call_timeout",
@@ -25,7 +26,7 @@ _NUMBERS = (
     "read_timeout",
 )
 _MAY_BE_ZERO = ("replacement_timeout",)
-_MOST_SECONDS = 1e9  # 30 years; system calls do not take much more
+_MAX_SECONDS = 1e9  # 30 years; system calls do not take much more
 _YES = ("1", "true", "t", "yes", "y")
 _NO = ("0", "false", "f", "no", "n")
 
@@ -35,24 +36,26 @@ class Rendezvous:
     """The rendezvous of a job: how its nodes meet."""
 
     backend: str
-    is_ours: bool
+    served_by_ddpkit: bool
     """Whether ddpkit serves it: static, or c10d with a TCP store. Else torch's agent does."""
     run_id: str
     """--rdzv-id."""
     host: str
     port: int | None
     """None: not known, with a backend that ddpkit does not serve."""
-    named_by: str
-    """The flags that set the endpoint; empty: the launcher chose it."""
+    endpoint_source: str
+    """The flags, or the variable of the cluster, that set the endpoint; empty: the launcher chose it."""
     limits: Limits
     node_rank: int | None = None
     """--node-rank; None: any."""
     is_host: bool | None = None
-    """Whether this node hosts it; None: it does if `host` is an address of this machine."""
+    """Whether this node hosts it; None: only if `host` is an address of this machine."""
     local_addr: str | None = None
     """--local-addr: the address of this node for other nodes."""
     agent_serves_store: bool = True
     """Whether the launcher serves the workers' store; else the worker of rank 0 does."""
+    place: JobPlace | None = None
+    """This node's place in the job, if a cluster's variables set the number of nodes, the node rank or the endpoint."""
 
     @property
     def nodes(self) -> int | None:
@@ -72,38 +75,41 @@ class Rendezvous:
         return self.local_addr or self.host if self.group_rank == 0 else self.host
 
     @property
-    def by_master_flags(self) -> bool:
+    def set_by_master_flags(self) -> bool:
         """Whether --master-addr and --master-port set the endpoint."""
-        return self.backend == "static" and self.named_by.startswith("--master-addr")
+        return self.backend == "static" and self.endpoint_source.startswith("--master-addr")
 
 
-def read(torchrun: Mapping[str, Any], env: Mapping[str, str]) -> Rendezvous:
-    """Read torchrun's settings. Raises `UsageError` for invalid ones."""
+def read(torchrun: Mapping[str, Any], env: Mapping[str, str], place: JobPlace | None = None) -> Rendezvous:
+    """Read torchrun's settings, completed with those of `place`. Raises `UsageError` for invalid ones."""
     conf = _conf(torchrun["rdzv_conf"])
     backend = torchrun["rdzv_backend"]
     static = backend == "static"
-    is_ours = static or (backend == "c10d" and conf.get("store_type", "tcp") == "tcp")
-    host, port, named_by = _endpoint(torchrun, is_ours)
-    is_host = _is_host(conf) if is_ours else None
+    served_by_ddpkit = static or (backend == "c10d" and conf.get("store_type", "tcp") == "tcp")
+    host, port, endpoint_source = _endpoint(torchrun, served_by_ddpkit)
+    is_host = _is_host(conf) if served_by_ddpkit else None
+    if place is not None and place.host == host and endpoint_source:
+        endpoint_source = f"{place.sources.get('host', place.environment)} of {place.environment}"
     return Rendezvous(
         backend=backend,
-        is_ours=is_ours,
+        served_by_ddpkit=served_by_ddpkit,
         run_id=torchrun["rdzv_id"],
         host=host,
         port=port,
-        named_by=named_by,
-        limits=_limits(torchrun, conf if is_ours else {}),
+        endpoint_source=endpoint_source,
+        limits=_limits(torchrun, conf if served_by_ddpkit else {}, place),
         node_rank=torchrun["node_rank"] if static else None,
         is_host=torchrun["node_rank"] == 0 if static else is_host,
         local_addr=torchrun["local_addr"],
         agent_serves_store=static or agent_serves_store(env),
+        place=place,
     )
 
 
-def meeting_point(torchrun: Mapping[str, Any], run_id: str) -> dict[str, Any]:
-    """Settings for a job on one node without an endpoint: a free port and an id of its own, as in torchrun.
+def single_node_settings(torchrun: Mapping[str, Any], run_id: str) -> dict[str, Any]:
+    """The settings of a single-node job without an endpoint: a free port and an id of its own, as in torchrun.
 
-    Its workers use the loopback address, so that the host's name need not resolve. Empty for other jobs.
+    Its workers use the loopback address, so that the host name does not have to resolve. Empty for other jobs.
     """
     named = torchrun["rdzv_backend"] != "static" or torchrun["rdzv_endpoint"] or torchrun["master_port"] is not None
     several_nodes = str(torchrun["nnodes"]).split(":")[-1] != "1"
@@ -118,7 +124,7 @@ def meeting_point(torchrun: Mapping[str, Any], run_id: str) -> dict[str, Any]:
     }
 
 
-def overruled(torchrun: Mapping[str, Any]) -> tuple[str, ...]:
+def overridden_flags(torchrun: Mapping[str, Any]) -> tuple[str, ...]:
     """A notice for each flag that another flag overrides; torchrun ignores these flags silently."""
     if torchrun["standalone"]:
         winner = "--standalone"
@@ -136,98 +142,101 @@ def overruled(torchrun: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _endpoint(torchrun: Mapping[str, Any], is_ours: bool) -> tuple[str, int | None, str]:
+def _endpoint(torchrun: Mapping[str, Any], served_by_ddpkit: bool) -> tuple[str, int | None, str]:
     """Host, port, and the flags that set them."""
-    words = torchrun["rdzv_endpoint"]
+    endpoint = torchrun["rdzv_endpoint"]
     if torchrun["standalone"]:
         return "localhost", 0, ""
-    if not is_ours:
-        return words, None, "--rdzv-endpoint"
+    if not served_by_ddpkit:
+        return endpoint, None, "--rdzv-endpoint"
     if torchrun["rdzv_backend"] == "c10d":
-        host, port = _host_and_port(words)
-        return host, C10D_PORT if port is None else port, "--rdzv-endpoint" if words else "torch's default"
-    if not words:
+        host, port = _host_and_port(endpoint)
+        return host, C10D_PORT if port is None else port, "--rdzv-endpoint" if endpoint else "torch's default"
+    if not endpoint:
         port = STATIC_PORT if torchrun["master_port"] is None else torchrun["master_port"]
         return torchrun["master_addr"].strip("[]"), port, "--master-addr and --master-port"
-    host, port = _host_and_port(words)
+    host, port = _host_and_port(endpoint)
     if port is None:
         raise UsageError(
-            f"--rdzv-endpoint {words} has no port, and the static rendezvous has no default for it",
-            f"type --rdzv-endpoint {words}:{STATIC_PORT}, or --master-addr and --master-port",
+            f"--rdzv-endpoint {endpoint} has no port, and the static rendezvous has no default for it",
+            f"type --rdzv-endpoint {endpoint}:{STATIC_PORT}, or --master-addr and --master-port",
         )
     return host, port, "--rdzv-endpoint"
 
 
-def _host_and_port(words: str) -> tuple[str, int | None]:
+def _host_and_port(endpoint: str) -> tuple[str, int | None]:
     """Host and port of `host`, `host:port` or `[v6 address]:port`."""
-    host, colon, port = words.strip().rpartition(":")
+    host, colon, port = endpoint.strip().rpartition(":")
     if not colon or port.endswith("]") or (host.count(":") and not host.startswith("[")):
-        return words.strip().strip("[]") or "localhost", None
+        return endpoint.strip().strip("[]") or "localhost", None
     if not (port.isascii() and port.isdecimal() and int(port) <= 65535):
-        raise UsageError(f"{words!r} is not an endpoint: {port!r} is not a port", "write it as HOST:PORT")
+        raise UsageError(f"{endpoint!r} is not an endpoint: {port!r} is not a port", "write it as HOST:PORT")
     return host.strip("[]") or "localhost", int(port)
 
 
-def _conf(words: str) -> dict[str, str]:
+def _conf(text: str) -> dict[str, str]:
     """Parse --rdzv-conf."""
-    pairs = [each.partition("=") for each in words.split(",")] if words.strip() else []
+    pairs = [each.partition("=") for each in text.split(",")] if text.strip() else []
     for name, _, value in pairs:
         if not (name.strip() and value.strip()):
-            raise UsageError(f"--rdzv-conf {words}: {name.strip()!r} has no value", "write NAME=VALUE,NAME=VALUE")
+            raise UsageError(f"--rdzv-conf {text}: {name.strip()!r} has no value", "write NAME=VALUE,NAME=VALUE")
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _is_host(conf: Mapping[str, str]) -> bool | None:
-    words = conf.get("is_host", "").lower()
-    if "is_host" in conf and words not in (*_YES, *_NO):
-        raise UsageError(f"--rdzv-conf is_host={words} is neither yes nor no", "write is_host=1 or is_host=0")
-    return words in _YES if words else None
+    value = conf.get("is_host", "").lower()
+    if "is_host" in conf and value not in (*_YES, *_NO):
+        raise UsageError(f"--rdzv-conf is_host={value} is neither yes nor no", "write is_host=1 or is_host=0")
+    return value in _YES if value else None
 
 
-def _limits(torchrun: Mapping[str, Any], conf: Mapping[str, str]) -> Limits:
+def _limits(torchrun: Mapping[str, Any], conf: Mapping[str, str], place: JobPlace | None) -> Limits:
     """How many nodes and restarts, and how long to wait; --rdzv-conf has torch's names."""
-    found = {name: _number(name, conf[name]) for name in _NUMBERS if name in conf}
+    found = {name: _number(name, conf[name]) for name in _CONF_NUMBERS if name in conf}
     named = "keep_alive_interval" in found or "keep_alive_max_attempt" in found
     min_nodes, max_nodes = _nnodes(str(torchrun["nnodes"]))
     max_restarts = torchrun["max_restarts"]
     if max_restarts < 0:
-        raise UsageError(f"--max-restarts {max_restarts} is below 0", "type 0 for no restart")
+        raise UsageError(f"--max-restarts {max_restarts} is less than 0", "type 0 for no restarts")
     default = Limits(min_nodes, max_nodes, max_restarts)
+    replacement = default.replacement_timeout if place is None or place.replacement is None else place.replacement
     static = torchrun["rdzv_backend"] == "static"
     return Limits(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         max_restarts=max_restarts,
-        join=found.get("join_timeout", found.get("timeout", _TORCHS_TIMEOUT) if static else default.join),
-        last_call=found.get("last_call_timeout", default.last_call),
-        silence=found.get("keep_alive_interval", 5.0) * found.get("keep_alive_max_attempt", 3.0)
+        join_timeout=found.get(
+            "join_timeout", found.get("timeout", _STATIC_TIMEOUT) if static else default.join_timeout
+        ),
+        last_call_timeout=found.get("last_call_timeout", default.last_call_timeout),
+        heartbeat_timeout=found.get("keep_alive_interval", 5.0) * found.get("keep_alive_max_attempt", 3.0)
         if named
-        else default.silence,
-        replacement=found.get("replacement_timeout", default.replacement),
+        else default.heartbeat_timeout,
+        replacement_timeout=found.get("replacement_timeout", replacement),
     )
 
 
-def _nnodes(words: str) -> tuple[int, int]:
-    least, several, most = words.partition(":")
+def _nnodes(nnodes: str) -> tuple[int, int]:
+    least, several, most = nnodes.partition(":")
     try:
         min_nodes, max_nodes = int(least), int(most if several else least)
     except ValueError:
         raise UsageError(
-            f"--nnodes {words} is neither a number nor MIN:MAX", "type --nnodes 2 or --nnodes 2:4"
+            f"--nnodes {nnodes} is neither a number nor MIN:MAX", "type --nnodes 2 or --nnodes 2:4"
         ) from None
     if not 0 < min_nodes <= max_nodes:
         raise UsageError(
-            f"--nnodes {words} is not possible: min_nodes is at least 1, and max_nodes is at least min_nodes",
+            f"--nnodes {nnodes}: MIN must be at least 1, and MAX must be at least MIN",
             "type --nnodes 2 or --nnodes 2:4",
         )
     return min_nodes, max_nodes
 
 
-def _number(name: str, words: str) -> float:
+def _number(name: str, value: str) -> float:
     try:
-        found = float(words)
+        found = float(value)
     except ValueError:
         found = math.nan
-    if not (0 < found <= _MOST_SECONDS or (found == 0 and name in _MAY_BE_ZERO)):
-        raise UsageError(f"--rdzv-conf {name}={words} is not a number above 0", f"write it as {name}=30")
+    if not (0 < found <= _MAX_SECONDS or (found == 0 and name in _MAY_BE_ZERO)):
+        raise UsageError(f"--rdzv-conf {name}={value} is not a number greater than 0", f"for example: {name}=30")
     return found

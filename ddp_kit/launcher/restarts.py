@@ -1,21 +1,21 @@
 """Which failures are followed by a restart, and when: the counts behind `--max-restarts`. Pure, without a clock.
 
-A failure without progress counts against the limit. Workers killed from outside restart at once; so does a first
-crash, and further ones after 1, 2, 4 ... 60 s. The same error at the same step is not retried a second time. Lost
-nodes have a limit of their own.
+A failure without progress counts against the limit. After a first crash, or if something else killed a worker, the
+restart is immediate; after further crashes it is delayed by 1, 2, 4 ... 60 s. The same error at the same step is
+retried only once. Lost nodes have a limit of their own.
 """
 
 from dataclasses import dataclass
 
-from ddp_kit.launcher.verdict import Failure, alike
+from ddp_kit.launcher.verdict import Failure, normalised
 
 IDENTICAL_FAILURES = 5
-"""The job ends after so many consecutive restarts that ended in the same failure without progress."""
+"""The job ends after this many consecutive restarts with the same failure and no progress."""
 LOST_NODES = 100
-"""The job ends after so many consecutive losses of nodes without progress: they are not the script's fault."""
+"""The job ends after this many consecutive losses of nodes without progress. High: they are not the script's fault."""
 PROGRESS_SECONDS = 300.0
 """In a script that records no steps, a round that lasted this long is not part of a crash loop."""
-LONGEST_WAIT = 60.0
+MAX_WAIT = 60.0
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Steps:
 class Restart:
     """The job restarts its workers."""
 
-    words: str
+    description: str
     """The count, for the message: `restart 1 of 3`."""
     wait: float
     """Seconds before the restart."""
@@ -65,8 +65,8 @@ class Restarts:
         self._same: tuple[tuple[int, int, str], int] | None = None  # the latest failure, how often in a row
         self._errors: set[tuple[int, str, int]] = set()  # all errors at a known step
 
-    def ended(self, steps: Steps | None, seconds: float) -> None:
-        """A round ended after `seconds`. `steps`: None if its workers recorded none."""
+    def round_ended(self, steps: Steps | None, seconds: float) -> None:
+        """Note that a round ended after `seconds`. `steps`: None if its workers recorded none."""
         if steps is None:
             if seconds >= PROGRESS_SECONDS:
                 self._losses = 0
@@ -77,13 +77,13 @@ class Restarts:
             self._same = None
         self._reached = max(self._reached, steps.reached)
 
-    def lost(self) -> str:
-        """A node was lost. Returns why the job ends; empty: it continues."""
+    def node_lost(self) -> str:
+        """Note that a node was lost. Return why the job ends; empty: it continues."""
         self._losses += 1
         return f"nodes were lost {self._losses} times in a row without progress" * (self._losses > LOST_NODES)
 
-    def failed(self, first: Failure) -> Restart | GiveUp:
-        """A round ended in this failure."""
+    def round_failed(self, first: Failure) -> Restart | GiveUp:
+        """Decide what follows a round that ended with this failure."""
         if first.at_start:
             return GiveUp(
                 "not restarted: the imports of the script failed" if self._failures < self._max_restarts else ""
@@ -100,10 +100,10 @@ class Restarts:
         if times > IDENTICAL_FAILURES:
             return GiveUp(f"not restarted again: the same failure {times} times in a row without progress")
         self.count += 1
-        return Restart(self._words(), self._wait())
+        return Restart(self._description(), self._wait())
 
     def _count_alike(self, first: Failure) -> int:
-        """Consecutive occurrences of this failure. Workers killed from outside and long rounds are not a crash loop."""
+        """Count consecutive occurrences of this failure; killed workers and long rounds are no crash loop."""
         kind = (first.rank, first.exit_code, _kind_of_error(first))
         lasted = first.step is None and first.after >= PROGRESS_SECONDS
         if lasted or first.from_outside:
@@ -114,24 +114,24 @@ class Restarts:
         return before + 1
 
     def _is_repeated(self, first: Failure) -> bool:
-        """Whether this error occurred at this step before, on any rank: if all ranks fail, any may be the first."""
+        """Whether this error occurred at this step before, on any rank: if all fail, any of them may be the first."""
         if first.step is None or first.exit_code <= 0 or first.secondary or first.hung:
             return False
-        error = (first.exit_code, alike(_kind_of_error(first)), first.step)
+        error = (first.exit_code, normalised(_kind_of_error(first)), first.step)
         repeated = error in self._errors
         self._errors.add(error)
         return repeated
 
     def _wait(self) -> float:
-        doublings = min(self._crashes, 10) - 2  # more would pass LONGEST_WAIT anyway
-        return min(LONGEST_WAIT, 2.0**doublings) if self._crashes > 1 else 0.0
+        doublings = min(self._crashes, 10) - 2  # more would pass MAX_WAIT anyway
+        return min(MAX_WAIT, 2.0**doublings) if self._crashes > 1 else 0.0
 
-    def _words(self) -> str:
+    def _description(self) -> str:
         if self.count == self._failures:
             return f"restart {self.count} of {self._max_restarts}"
         return f"restart {self.count} ({self._failures} of {self._max_restarts} since step {self._since})"
 
 
 def _kind_of_error(first: Failure) -> str:
-    """What identifies an error. Empty for ddpkit's own errors, whose message differs after a restart."""
+    """The message that identifies an error; empty for ddpkit's own errors, whose message differs after a restart."""
     return "" if first.printed else first.message

@@ -12,15 +12,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ddp_kit.env import MASTER_PORT_DEFAULT, PROCESSES_DEFAULT, PYTHON
+from ddp_kit.env import FLAG_DEFAULT, MASTER_PORT_DEFAULT, PROCESSES_DEFAULT, PYTHON
 from ddp_kit.errors import UsageError, nearest
 from ddp_kit.exit_codes import ExitCode
+from ddp_kit.launcher.clusters.job_place import JobPlace
 from ddp_kit.launcher.parser import Parser
 
 _DESCRIPTION = """\
-Start a script in several processes, each with its rank and its GPU. Takes every torchrun command line.
-One default differs from torchrun: with neither --gpus nor --nproc-per-node there is one process per visible
-GPU, and one process where there is no GPU."""
+Run a script in several processes, each with its own rank and GPU. Accepts every torchrun command line.
+One default differs from torchrun: without --gpus and --nproc-per-node, it starts one process per visible GPU,
+or a single process on a machine without GPUs."""
 
 _EXAMPLES = f"""\
 examples:
@@ -35,19 +36,19 @@ exit codes:
   {ExitCode.OK:<9d} every process exited with code 0
   {ExitCode.USAGE:<9d} the command line is invalid
   {ExitCode.LAUNCH_FAILED:<9d} the job could not be started
-  {ExitCode.NODE_LOST:<9d} a node that the job needs was lost
-  {ExitCode.REQUEUE:<9d} the processes saved a checkpoint and ask to be started again
-  {ExitCode.HUNG:<9d} a process hung and was killed, see --hang-timeout
+  {ExitCode.NODE_LOST:<9d} the job lost a node and could not continue without it
+  {ExitCode.REQUEUE:<9d} the processes saved a checkpoint: start the same command again to continue
+  {ExitCode.HUNG:<9d} a process hung and was killed (see --hang-timeout)
   other     the exit code of the process that failed first; 128 + signal number if a signal killed it
 """
 
 _MAX_RESTARTS = """\
-Maximum number of consecutive worker group restarts without progress. The count starts again at 0 when a run that
-resumed from a checkpoint fails after new Trainer steps."""
+Maximum number of consecutive restarts of the worker group without progress. The count is reset once a run that
+resumed from a checkpoint has completed new Trainer steps."""
 
 _SHUTDOWN_TIMEOUT = """\
-Seconds from SIGTERM to SIGKILL when workers are stopped. Default: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, or 25; torchrun's is
-30, after which Kubernetes kills the launcher as well."""
+Seconds from SIGTERM to SIGKILL when workers are stopped. Default: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, or else 25: less than
+torchrun's 30 s, after which Kubernetes would kill the launcher too."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,12 @@ class LaunchSpec:
     """Names of the signals that were ignored when the launcher started, as under nohup."""
     gpus_per_process: int | None = None
     """The value of --gpus-per-process; None: not given."""
+    typed: frozenset[str] = frozenset()
+    """The names in `torchrun` of the flags that were typed."""
+    given: frozenset[str] = frozenset()
+    """The same, including those that PET_ variables set."""
+    place: JobPlace | None = None
+    """This node's place in the job, from the cluster's variables; None: no cluster, or the flags give it completely."""
 
     @property
     def script(self) -> str:
@@ -91,62 +98,17 @@ class LaunchSpec:
         return shlex.quote(self.script) + " ..." * bool(self.torchrun.get("training_script_args"))
 
 
-def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[str, str]) -> LaunchSpec:
-    """Parse `words` with torchrun's flags and ddpkit's own. Raises `UsageError`."""
-    parser = Parser(
-        prog="ddpkit launch",
-        usage="ddpkit launch [flags] script.py [arguments of the script]",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[torchrun],
-        add_help=False,  # torchrun's parser has -h
-    )
-    ours = parser.add_argument_group("ddpkit's own flags")
-    ours.add_argument(
-        "--gpus",
-        metavar="N|all|0,2|free:N|UUID",
-        help="GPUs to use, one process each: N GPUs (free ones first), all, a list of positions as `ddpkit devices`"
-        " shows them, N free GPUs, or a list of UUIDs of GPUs or MIG devices",
-    )
-    ours.add_argument(
-        "--gpus-per-process",
-        metavar="N",
-        type=_count,
-        help="give each process N GPUs, for models on several devices (see device_map); --gpus then means the GPUs of"
-        " all processes of this node. Default: 1",
-    )
-    ours.add_argument(
-        "--cold", action="store_true", help="start every worker with a new interpreter instead of forking it"
-    )
-    ours.add_argument(
-        "--hang-timeout",
-        metavar="SECONDS",
-        type=_seconds,
-        help="kill a process that hangs: no progress for SECONDS, or for twice the longest pause so far if that is"
-        " longer. Prints the stack of every rank. 0: never. Default: 300 in a Trainer's run; a value given here"
-        " also applies to the collectives of any other script",
-    )
-    ours.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print what would run where and with which environment, and start nothing",
-    )
-    for action in parser.actions:  # name the positional arguments as in the usage line
-        action.metavar = {"training_script": "script.py", "training_script_args": "..."}.get(
-            action.dest, action.metavar
-        )
-        if action.dest == "max_restarts":
-            action.help = _MAX_RESTARTS
-        if action.dest == "shutdown_timeout":
-            action.help = _SHUTDOWN_TIMEOUT
-    # None: not given. torch's defaults would hide that, and its default port differs between versions.
-    parser.set_defaults(nproc_per_node=env.get(PROCESSES_DEFAULT), master_port=env.get(MASTER_PORT_DEFAULT))
-    own, script, arguments = _split(words, parser)
-    found, unknown = parser.parse_known_args([*(_in_full(word, parser) for word in own), *script])
+def parse(argv: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[str, str]) -> LaunchSpec:
+    """Parse `argv` with torchrun's flags and ddpkit's own. Raises `UsageError`."""
+    known = parser(torchrun)
+    # None means not given. torch's defaults would hide that, and its default port differs between versions.
+    known.set_defaults(nproc_per_node=env.get(PROCESSES_DEFAULT), master_port=env.get(MASTER_PORT_DEFAULT))
+    own, script, arguments = _split(argv, known)
+    found, unknown = known.parse_known_args([*(_written_out(word, known) for word in own), *script])
     flags = vars(found) | {"training_script_args": arguments}
     if unknown:
-        raise _unknown_flag(unknown[0], parser)
+        raise _unknown_flag(unknown[0], known)
+    typed = _typed(own, known)
     return LaunchSpec(
         gpus=flags.pop("gpus"),
         processes=flags.pop("nproc_per_node"),
@@ -155,47 +117,108 @@ def parse(words: Sequence[str], torchrun: argparse.ArgumentParser, env: Mapping[
         hang_timeout=flags.pop("hang_timeout"),
         gpus_per_process=flags.pop("gpus_per_process"),
         flags=tuple(own),
+        typed=typed,
+        given=typed | {name for name in flags if FLAG_DEFAULT.format(name=name.upper()) in env},
         torchrun=MappingProxyType(flags),
     )
 
 
-def _seconds(words: str) -> float:
+def parser(torchrun: argparse.ArgumentParser) -> Parser:
+    """The flags of `ddpkit launch`: torchrun's and ddpkit's own."""
+    flags = Parser(
+        prog="ddpkit launch",
+        usage="ddpkit launch [flags] script.py [script arguments]",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[torchrun],
+        add_help=False,  # torchrun's parser has -h
+    )
+    ours = flags.add_argument_group("ddpkit's own flags")
+    ours.add_argument(
+        "--gpus",
+        metavar="N|all|0,2|free:N|UUID",
+        help="GPUs to use, with one process each: N GPUs (free ones first), all, a list of GPU numbers as shown by"
+        " `ddpkit devices`, N free GPUs, or a list of UUIDs of GPUs or MIG devices",
+    )
+    ours.add_argument(
+        "--gpus-per-process",
+        metavar="N",
+        type=_count,
+        help="give each process N GPUs, for a model that spans several devices (see device_map); --gpus is then the"
+        " total for all processes of this node. Default: 1",
+    )
+    ours.add_argument(
+        "--cold", action="store_true", help="start every worker with a new interpreter instead of forking it"
+    )
+    ours.add_argument(
+        "--hang-timeout",
+        metavar="SECONDS",
+        type=_seconds,
+        help="kill a process that has made no progress for SECONDS (or for twice the longest pause so far, if that is"
+        " longer), and print where every rank was. 0: never. Default: 300, but only for scripts with a Trainer; a"
+        " value given here also covers other scripts, by their collectives",
+    )
+    ours.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what would run, where, and with which environment; start nothing",
+    )
+    for action in flags.actions:  # name the positional arguments as in the usage line
+        action.metavar = {"training_script": "script.py", "training_script_args": "..."}.get(
+            action.dest, action.metavar
+        )
+        if action.dest == "max_restarts":
+            action.help = _MAX_RESTARTS
+        if action.dest == "shutdown_timeout":
+            action.help = _SHUTDOWN_TIMEOUT
+    return flags
+
+
+def _typed(argv: Sequence[str], known: Parser) -> frozenset[str]:
+    """The names of the flags among the launcher's arguments."""
+    actions = {flag: action.dest for action in known.actions for flag in action.option_strings}
+    names = (_written_out(word, known).partition("=")[0] for word in argv)
+    return frozenset(actions[name] for name in names if name in actions)
+
+
+def _seconds(text: str) -> float:
     try:
-        seconds = float(words)
+        seconds = float(text)
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{words!r} is not a number of seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return seconds
 
 
-def _count(words: str) -> int:
-    if not words.isdecimal() or int(words) < 1:
-        raise argparse.ArgumentTypeError(f"{words!r} is not a number of GPUs of at least 1")
-    return int(words)
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs of at least 1")
+    return int(text)
 
 
-def _split(words: Sequence[str], parser: Parser) -> tuple[list[str], list[str], list[str]]:
-    """Split into the launcher's words, the script (an empty list if missing) and the script's arguments.
+def _split(argv: Sequence[str], known: Parser) -> tuple[list[str], list[str], list[str]]:
+    """Split into the launcher's arguments, the script (an empty list if missing) and the script's arguments.
 
     argparse alone would parse `--local=3` after the script as an abbreviation of a launcher flag.
     """
-    actions = {flag: action for action in parser.actions for flag in action.option_strings}
+    actions = {flag: action for action in known.actions for flag in action.option_strings}
     position = 0
-    while position < len(words) and words[position].startswith("-") and words[position] not in ("--", "-"):
-        position += 2 if _takes_next_word(words[position], actions) else 1
-    own, rest = list(words[:position]), list(words[position:])
+    while position < len(argv) and argv[position].startswith("-") and argv[position] not in ("--", "-"):
+        position += 2 if _takes_next_word(argv[position], actions) else 1
+    own, rest = list(argv[:position]), list(argv[position:])
     script, arguments = _without_dashes(rest)[:1], _without_dashes(rest)[1:]
     return own, script, _without_dashes(arguments)
 
 
-def _in_full(word: str, parser: Parser) -> str:
-    """The word, with the beginning of a flag such as `--nproc` replaced by the flag.
+def _written_out(word: str, known: Parser) -> str:
+    """The word with an abbreviated flag such as `--nproc` written out.
 
-    In some Python versions, argparse takes the two spellings of one flag for two flags, and refuses.
+    In some Python versions, argparse calls such an abbreviation ambiguous, because of the flag's two spellings.
     """
     name, equals, value = word.partition("=")
-    spellings = [(flag, action) for action in parser.actions for flag in action.option_strings]
+    spellings = [(flag, action) for action in known.actions for flag in action.option_strings]
     found = [(flag, action) for flag, action in spellings if flag.startswith(name)] if name.startswith("--") else []
     several = len({id(action) for _, action in found}) != 1
     return word if several or name in dict(spellings) else f"{found[0][0]}{equals}{value}"
@@ -215,9 +238,9 @@ def _takes_next_word(word: str, actions: Mapping[str, argparse.Action]) -> bool:
     return False
 
 
-def _without_dashes(words: list[str]) -> list[str]:
+def _without_dashes(arguments: list[str]) -> list[str]:
     """Drop a leading `--`: argparse and torchrun drop one before the script and one after it."""
-    return words[1:] if words[:1] == ["--"] else words
+    return arguments[1:] if arguments[:1] == ["--"] else arguments
 
 
 def check_script(spec: LaunchSpec, env: Mapping[str, str]) -> None:
@@ -249,7 +272,7 @@ def _check_file(script: str) -> None:
 
 
 def _check_syntax(path: Path) -> None:
-    """Report a syntax error once now, instead of one traceback per process later."""
+    """Report a syntax error once, before the start, instead of one traceback per process."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # shown when the script runs
@@ -268,8 +291,8 @@ def _nearest_script(missing: Path) -> str:
     return f"the scripts in {missing.parent.resolve()} are: {names}" if scripts else "check the path"
 
 
-def _unknown_flag(word: str, parser: Parser) -> UsageError:
-    flags = [flag for action in parser.actions for flag in action.option_strings]
+def _unknown_flag(word: str, known: Parser) -> UsageError:
+    flags = [flag for action in known.actions for flag in action.option_strings]
     close = nearest(word.split("=")[0], flags)
     hint = f"did you mean {close}? " if close else ""
     return UsageError(

@@ -38,7 +38,7 @@ class Streams:
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Inside the block, create files and folders that only the user can access, also those that torch creates."""
+    """Inside the block, files and folders are created for this user only, including those that torch creates."""
     before = os.umask(0o077)
     try:
         yield
@@ -52,14 +52,14 @@ def open_log(path: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | new, 0o600)
 
 
-def same_place(one: int, other: int) -> bool:
-    """Whether two descriptors lead to the same file, pipe or terminal."""
+def is_same_file(one: int, other: int) -> bool:
+    """Whether two descriptors refer to the same file, pipe or terminal."""
     first, second = os.fstat(one), os.fstat(other)
     return (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)
 
 
-def as_terminal_or_pipe(console: int) -> tuple[int, int]:
-    """The launcher's and the worker's end of a pipe, or of a pseudo-terminal if the console is a terminal."""
+def open_terminal_or_pipe(console: int) -> tuple[int, int]:
+    """Open a pipe, or a pseudo-terminal if the console is a terminal; return the launcher's and the worker's end."""
     if os.isatty(console):
         with suppress(OSError):  # no pseudo-terminal is available
             ours, theirs = pty.openpty()

@@ -1,4 +1,4 @@
-"""Find the traceback at the end of a process's output."""
+"""Tracebacks in a process's output: find the one at its end, and leave out the C++ stacks of torch's warnings."""
 
 import re
 
@@ -13,13 +13,17 @@ _AFTER_TRACEBACK = re.compile(
     r"|^Exception ignored in|^sys:\d+: |^\s*warnings\.warn\("
 )
 _CHAINED = re.compile(r"^(The above exception was the direct cause|During handling of the above exception)")
-_IN_A_WORKER = "Original Traceback"  # in the message of an exception that torch has brought from a DataLoader worker
+_IN_A_WORKER = "Original Traceback"  # in the message of an exception that torch re-raised from a DataLoader worker
 _GROUP_MEMBER = re.compile(r"^ {4,}\| ")  # an exception inside an ExceptionGroup
 _FATAL = re.compile(r"^(Fatal Python error: |terminate called )")
 _ABORT = re.compile(r"^terminate called ")
 _AT_START = re.compile(r"(ImportError|ModuleNotFoundError|SyntaxError|IndentationError|TabError)\b")
 _INTERRUPT = re.compile(r"^KeyboardInterrupt$", re.MULTILINE)
-_MOST_LINES = 60
+_MAX_LINES = 60
+_WARNING = re.compile(rb"(\[rank\d+\]:)?\[W\d{4} [^\]]*\.cpp:\d+\] ")
+# TCPStore.cpp warns of an error before it raises it. Where the host of the rendezvous is lost, every rank of the other
+# nodes would print fifteen lines of that above the line that says so.
+_RAISED_TOO = re.compile(rb"(\[rank\d+\]:)?\[W\d{4} [^\]]*TCPStore\.cpp:\d+\] \[c10d\] (send|recv)\w+ failed on ")
 
 
 def split(text: str) -> tuple[str, str]:
@@ -39,8 +43,8 @@ def split(text: str) -> tuple[str, str]:
 def shortened(trace: str) -> str:
     """The beginning and the end of a very long traceback."""
     lines = trace.splitlines()
-    if len(lines) > _MOST_LINES:
-        lines = [*lines[: _MOST_LINES // 3], "  ...", *lines[-2 * _MOST_LINES // 3 :]]
+    if len(lines) > _MAX_LINES:
+        lines = [*lines[: _MAX_LINES // 3], "  ...", *lines[-2 * _MAX_LINES // 3 :]]
     return "\n".join(lines)
 
 
@@ -55,7 +59,7 @@ def message_of(trace: str) -> str:
 
 
 def is_interrupt(trace: str) -> bool:
-    """Whether the traceback has a KeyboardInterrupt, also one raised inside an exception handler."""
+    """Whether the traceback has a KeyboardInterrupt, including one that was raised inside an exception handler."""
     return bool(_INTERRUPT.search(trace))
 
 
@@ -84,3 +88,24 @@ def _end(plain: list[str], start: int) -> int:
         if plain[number].strip():
             end = number
     return end + 1
+
+
+class WarningFilter:
+    """Leaves out of a stream the C++ stacks of torch's warnings, and the warnings of errors that it raises too."""
+
+    def __init__(self) -> None:
+        self._after_warning = self._in_stack = False
+
+    def kept(self, lines: bytes) -> bytes:
+        """The lines to show. `lines`: whole ones, which follow those of the call before."""
+        if not self._after_warning and not self._in_stack and b".cpp:" not in lines:
+            return lines
+        return b"".join(line for line in lines.splitlines(keepends=True) if self._is_kept(line))
+
+    def _is_kept(self, line: bytes) -> bool:
+        if self._in_stack and line.startswith((b"frame #", b"<omitting python frames>", b"\n")):
+            self._in_stack = line != b"\n"
+            return False
+        self._in_stack = self._after_warning and line.startswith(b"Exception raised from ")
+        self._after_warning = bool(_WARNING.match(line))
+        return not self._in_stack and not _RAISED_TOO.match(line)

@@ -9,8 +9,8 @@ from typing import Any
 
 from ddp_kit.exit_codes import ExitCode
 
-_MOST_GROUPS = 3
-_MOST_LISTED_RANKS = 4
+_MAX_GROUPS = 3
+_MAX_LISTED_RANKS = 4
 # Addresses, ports and source lines, which differ between the ranks in the same error message.
 _RANK_SPECIFIC = re.compile(r"\[[^\]]*\](:\d+)?\s*")
 # Process ids, memory addresses and other numbers, which differ between the attempts in the same error message.
@@ -31,19 +31,19 @@ class Failure:
     host: str = ""
     """Its node; empty if the job has only one."""
     message: str = ""
-    """Its exception in one line; empty: not known."""
+    """Its exception in one line; empty: unknown."""
     printed: bool = False
-    """Whether a rank of its node printed the whole message on the console."""
+    """Whether a rank of its node has already printed the whole message."""
     trace: str = ""
-    """Its traceback; empty: not known."""
+    """Its traceback; empty: unknown."""
     step: int | None = None
     """The last optimizer step that its Trainer completed."""
     hint: str = ""
-    """What to do about it, if the cause is a known one."""
+    """What to do about it, for known causes."""
     at_start: bool = False
-    """Whether the imports or the syntax of its script failed: a restart cannot help."""
+    """Whether its script failed at its imports or with a syntax error, so that a restart cannot help."""
     terminated: bool = False
-    """Whether the launcher was terminating it before it ended."""
+    """Whether the launcher had begun to terminate it before it ended."""
     secondary: bool = False
     """Whether its error only says that another rank is gone."""
     out_of_memory: bool = False
@@ -55,7 +55,7 @@ class Failure:
 
     @property
     def from_outside(self) -> bool:
-        """Whether it was killed, neither by the launcher nor for lack of memory."""
+        """Whether something other than the launcher and the out-of-memory killer killed it."""
         return self.exit_code in (-signal.SIGKILL, -signal.SIGTERM) and not self.out_of_memory
 
     @property
@@ -65,7 +65,7 @@ class Failure:
 
     @property
     def message_to_show(self) -> str:
-        """Its exception, unless this console has it already; another node's console is not visible here."""
+        """Its exception, unless it is already on this console."""
         return "" if self.printed and not self.host else self.message
 
     @property
@@ -74,8 +74,8 @@ class Failure:
         if self.hung:
             return "hung"
         if self.out_of_memory:
-            return f"out of memory, {_ending(self.exit_code)[0]}"
-        return _ending(self.exit_code)[0]
+            return f"out of memory, {_how_ended(self.exit_code)[0]}"
+        return _how_ended(self.exit_code)[0]
 
     def __str__(self) -> str:
         return f"rank {self.rank} failed first: {self.described}"
@@ -123,7 +123,7 @@ def first_failure(failures: tuple[Failure, ...]) -> Failure:
 
 
 def _secondary_level(failure: Failure) -> int:
-    """How likely a failure is only the consequence of another one; 0: a root cause."""
+    """How likely a failure is just a consequence of another one; 0: a root cause."""
     if failure.stopped:
         return 4
     if failure.secondary:
@@ -133,13 +133,13 @@ def _secondary_level(failure: Failure) -> int:
     return int(failure.terminated)
 
 
-def alike(message: str) -> str:
-    """The message without what differs for the same error on other ranks and in other attempts."""
+def normalised(message: str) -> str:
+    """The message without the parts that differ between ranks and attempts for the same error."""
     return _NUMBER.sub("#", _plain(message))
 
 
 def asks_for_another_run(outcome: Outcome) -> bool:
-    """Whether the workers saved and asked for another run, and none failed by itself."""
+    """Whether the workers saved and asked for another run, and none failed for another reason."""
     return bool(outcome.failures) and first_failure(outcome.failures).exit_code == ExitCode.REQUEUE
 
 
@@ -169,7 +169,7 @@ def judge(outcome: Outcome, shown: Collection[int] = ()) -> Verdict:
         first.hint and f"hint: {first.hint}",
     ]
     trace = "" if first.rank in shown else first.trace
-    return Verdict(_ending(first.exit_code)[1], "\n  ".join(filter(None, lines)), trace)
+    return Verdict(_how_ended(first.exit_code)[1], "\n  ".join(filter(None, lines)), trace)
 
 
 def record(outcome: Outcome) -> dict[str, Any]:
@@ -188,46 +188,46 @@ def _headline(first: Failure, ended_well: tuple[int, ...]) -> str:
     if first.secondary and ended_well:
         them = "it" if len(ended_well) == 1 else "them"
         return (
-            f"{in_words(ended_well)} ended early, with exit code 0, while others still needed {them}; "
+            f"{rank_list(ended_well)} ended early, with exit code 0, while others still needed {them}; "
             f"then rank {first.rank} failed: {first.described}"
         )
     return str(first)
 
 
 def _grouped(failures: Iterable[Failure], first: Failure) -> list[str]:
-    """One line per group of other ranks that failed in the same way, without those that the launcher stopped.
+    """One line per group of other ranks with the same error, without ranks that the launcher stopped.
 
-    What the line on the rank that failed first says is not repeated.
+    An error that is the same as the first rank's is not repeated.
     """
     by_message: dict[str, list[int]] = {}
     for failure in failures:
         if not failure.stopped:
-            words = _plain(failure.message_to_show) or failure.how
-            known = first.message_to_show and alike(words) == alike(first.message_to_show)
-            words = "" if known else words
-            by_message.setdefault(words, []).append(failure.rank)
-    largest = Counter({words: len(ranks) for words, ranks in by_message.items()}).most_common()
+            message = _plain(failure.message_to_show) or failure.how
+            known = first.message_to_show and normalised(message) == normalised(first.message_to_show)
+            message = "" if known else message
+            by_message.setdefault(message, []).append(failure.rank)
+    largest = Counter({message: len(ranks) for message, ranks in by_message.items()}).most_common()
     lines = []
-    for words, count in largest[:_MOST_GROUPS]:
-        same = " with the same error" if count > 1 or not words else ""
-        ranks = in_words(by_message[words])
-        lines.append(f"{ranks} failed after it{same}: {words}" if words else f"{ranks} failed after it{same}")
-    rest = sum(count for _, count in largest[_MOST_GROUPS:])
-    return [*lines, f"{rest} more failed after it, with different errors"] if rest else lines
+    for message, count in largest[:_MAX_GROUPS]:
+        same = " with the same error" if count > 1 or not message else ""
+        ranks = rank_list(by_message[message])
+        lines.append(f"{ranks} then failed{same}: {message}" if message else f"{ranks} then failed{same}")
+    rest = sum(count for _, count in largest[_MAX_GROUPS:])
+    return [*lines, f"{rest} more ranks then failed, with different errors"] if rest else lines
 
 
 def _plain(message: str) -> str:
     return _RANK_SPECIFIC.sub("", message).strip()
 
 
-def in_words(ranks: Collection[int]) -> str:
-    """Ranks in a sentence: their numbers, or how many if they are more than a few."""
-    if len(ranks) > _MOST_LISTED_RANKS:
+def rank_list(ranks: Collection[int]) -> str:
+    """`rank 3`, `ranks 1, 2`, or only their number if there are many, as in `7 ranks`."""
+    if len(ranks) > _MAX_LISTED_RANKS:
         return f"{len(ranks)} ranks"
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
-def _ending(exit_code: int) -> tuple[str, int]:
+def _how_ended(exit_code: int) -> tuple[str, int]:
     if exit_code >= 0:
         return f"exit code {exit_code}", exit_code
     return f"killed by {_signal_name(-exit_code)}", ExitCode.of_signal(-exit_code)

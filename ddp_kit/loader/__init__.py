@@ -1,16 +1,16 @@
-"""From a dataset, a stream or the user's own DataLoader to batches on the device."""
+"""Loads batches from a dataset, a stream or the user's own DataLoader, and moves them to the device."""
 
 from ddp_kit.loader.build import build_loader
 from ddp_kit.loader.device import on_device
 from ddp_kit.loader.device_transform import DeviceTransform
 from ddp_kit.loader.source import Batching, Data, batching, check_batch_size, open_data
-from ddp_kit.loader.stream import Mark, Stream, build_stream
+from ddp_kit.loader.stream import ReaderState, Stream, build_stream
 
 __all__ = [
     "Batching",
     "Data",
     "DeviceTransform",
-    "Mark",
+    "ReaderState",
     "Stream",
     "batching",
     "build_loader",

@@ -1,4 +1,4 @@
-"""The DataLoader over a dataset and its batches."""
+"""Builds the DataLoader over a dataset."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -36,17 +36,18 @@ def build_loader(
     *,
     keyed: bool = False,
 ) -> Iterable[Any]:
-    """A loader over `batches`; the options of the user's own DataLoader (`template`) are kept.
+    """A loader that yields the batches of `dataset` whose keys `batches` yields.
 
-    `seed` seeds the DataLoader workers. If `batches` has a seed and an epoch (`Batches`), random states are set from
-    these instead: once per batch, or once per sample with `config.seed_samples`. The same holds for this process if it
-    prefetches. `keyed`: with `config.seed_samples`, yield `Keyed` batches.
+    `template`: the user's own DataLoader, whose options are used. `seed`: of the DataLoader workers. But if `batches`
+    has a seed and an epoch (`Batches`), random states are set from these: for each sample with `config.seed_samples`,
+    else for each batch if workers or prefetching fetch it ahead of its use. `keyed`: with `config.seed_samples`, yield
+    `Keyed` batches.
     """
     options = loader_options(config, world, seed, template)
     workers, pinned = options["num_workers"], options["pin_memory"]
     collate = chosen_collate(config, template)
     own = dataset
-    # If so, this process fetches batches, and draws their random numbers, before the step that uses them.
+    # Whether this process fetches batches, and draws their random numbers, before the step that uses them.
     ahead = world.device.type == "cuda" and config.prefetch_batches > 0
     # Fetching whole batches draws no random numbers.
     if collate is checked_collate and can_fetch_whole_batches(dataset) and not keyed:
@@ -70,13 +71,11 @@ def build_loader(
 
 
 def chosen_collate(config: DataConfig, template: "DataLoader[Any] | None") -> Callable[[Any], Any]:
-    """The user's collate function, or torch's with better errors."""
+    """The user's collate function, or torch's default with better errors. Raises `ConfigError` if there are two."""
     given = config.collate_fn
     if template is not None and template.collate_fn is not default_collate:
         if given is not None:
-            raise ConfigError(
-                "the DataLoader has a collate_fn, and data.collate_fn is another one", "leave one of them out"
-            )
+            raise ConfigError("both the DataLoader and data.collate_fn set a collate function", "leave one of them out")
         given = template.collate_fn
     return given or checked_collate
 
@@ -84,9 +83,9 @@ def chosen_collate(config: DataConfig, template: "DataLoader[Any] | None") -> Ca
 def loader_options(
     config: DataConfig, world: World, seed: int, template: "DataLoader[Any] | None" = None
 ) -> dict[str, Any]:
-    """The DataLoader's options, without the dataset, the sampler and collate_fn."""
+    """Options for the DataLoader, apart from the dataset, the sampler and collate_fn; those of `template` if given."""
     pinned = world.device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
-    # Seeds the DataLoader workers, differently on every rank, and leaves the global generator as it is.
+    # Seeds the DataLoader workers differently on every rank, without drawing from the global generator.
     generator = torch.Generator().manual_seed(mixed_seed(seed, world.rank))
     workers = _workers(config, world) if template is None else template.num_workers
     timeout = config.timeout or 0 if workers else 0

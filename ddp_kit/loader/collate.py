@@ -14,18 +14,18 @@ _SHOWN = 4  # differing samples in a message
 
 @dataclass(frozen=True)
 class Uncollated:
-    """Replaces a batch whose samples cannot be collated; a DataLoader worker sends it like a batch."""
+    """Takes the place of a batch whose samples cannot be collated; a DataLoader worker sends it like a batch."""
 
     said: str
-    """torch's message."""
+    """torch's error message."""
     where: str
-    """The part of a sample that differs, such as `[0]` or `['image']`; empty for the sample itself."""
+    """The first part that differs between samples, such as `[0]` or `['image']`; empty for the sample itself."""
     kinds: tuple[str, ...]
-    """The shape, length, keys or type of that part in each sample; empty if they do not differ."""
+    """The shape, length, keys or type of that part in each sample; empty if the samples do not differ."""
 
 
 def checked_collate(samples: Any) -> Any:
-    """Call `default_collate`; return an `Uncollated` for invalid samples (`checked_batches` raises the error)."""
+    """Call `default_collate`; return an `Uncollated` for samples that it cannot collate (see `checked_batches`)."""
     try:
         return default_collate(samples)
     except (TypeError, RuntimeError, LookupError, ValueError, AttributeError) as error:
@@ -52,7 +52,7 @@ class CollateKeyed:
 
 
 def data_error(found: Uncollated, keys: Sequence[Any] | None) -> DataError:
-    """The error for samples that cannot be collated. `keys`: the samples of the batch, if known."""
+    """The error for samples that cannot be collated. `keys`: the keys of the samples, if known."""
     return DataError(*_message_and_hint(found, keys))
 
 
@@ -77,7 +77,7 @@ def _message_and_hint(found: Uncollated, keys: Sequence[Any] | None) -> tuple[st
 
 
 def _difference(samples: Sequence[Any]) -> tuple[str, tuple[str, ...]]:
-    """The first part in which the samples differ, and its description in each sample."""
+    """The first part in which samples differ, and its description in each sample; ("", ()) if they do not."""
     by_part = [dict(_parts(sample)) for sample in samples]
     for where in by_part[0]:
         kinds = tuple(parts.get(where, "nothing") for parts in by_part)
@@ -87,7 +87,7 @@ def _difference(samples: Sequence[Any]) -> tuple[str, tuple[str, ...]]:
 
 
 def _parts(sample: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """The parts of a sample, outer ones first, each with the property that must be equal in all samples."""
+    """(path, description) of each part of a sample, outer ones first; descriptions must be equal in all samples."""
     if hasattr(sample, "shape"):
         yield where, f"shape {tuple(sample.shape)}"
     elif isinstance(sample, Mapping):

@@ -1,15 +1,14 @@
-"""Moves batches to the device, overlapped with computation; batches may be any nested containers."""
+"""Moves batches, which may be any nested containers, to the device, overlapped with computation."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from copy import copy
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ddp_kit.containers import each_leaf
 from ddp_kit.loader.worker_errors import checked_batches
 
 
@@ -26,19 +25,21 @@ def on_device(
     fetched: Callable[[], None] = _nothing,
     moved: Callable[[], None] = _nothing,
 ) -> Iterator[Any]:
-    """Yield the loader's batches on `device`, with floating-point tensors converted to `dtype` if it is given.
+    """Yield the loader's batches on `device`.
 
-    On a GPU, the dense tensors in host memory of the next `ahead` batches are copied on a side stream, overlapped with
-    computation. Everything else in a batch is moved on the computation's stream when the batch is yielded.
-    `fetched` is called when the loader has returned a batch, `moved` when it is on the device. `transform`: applied to
-    each batch after its copy, on the same stream.
+    On a GPU, the dense host tensors of the next `ahead` batches are copied on a side stream, overlapped with
+    computation. Everything else in a batch is moved on the current stream when the batch is yielded.
+    `dtype`: convert floating-point tensors to it; None: do not convert. `transform`: applied to each batch after its
+    copy, on the same stream. `fetched()`: called when the loader has returned a batch. `moved()`: called when the batch
+    is on the device.
+    Raises `DataError` if a DataLoader worker fails or samples cannot be collated.
     """
     if device.type != "cuda" or ahead == 0:
         move = partial(_moved, device=device, dtype=dtype)
         stays = device.type == "cpu" and dtype is None
         for batch in checked_batches(loader):
             fetched()
-            arrived = batch if stays and _is_plain(batch) else _each(move, batch)
+            arrived = batch if stays and _is_plain(batch) else each_leaf(move, batch)
             arrived = arrived if transform is None else transform(arrived)
             moved()
             yield arrived
@@ -67,12 +68,12 @@ def _is_plain(batch: Any) -> bool:
 
 
 def _ahead(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Copy the dense tensors in host memory on the side stream, and leave everything else.
+    """Copy the dense host tensors of a batch on the side stream, and leave everything else.
 
-    The computation's stream may still be writing tensors that are already on a GPU. Allocations of objects with a
-    `to` method of their own are unknown, and torch cannot record streams of sparse and nested tensors.
+    Tensors on a GPU may still be being written by the current stream. It is unknown what an object's own `to` method
+    allocates, and torch cannot record the streams of sparse and nested tensors.
     """
-    return _each(lambda leaf: _moved(leaf, device, dtype) if _is_dense_on_host(leaf) else leaf, batch)
+    return each_leaf(lambda leaf: _moved(leaf, device, dtype) if _is_dense_on_host(leaf) else leaf, batch)
 
 
 def _is_dense_on_host(leaf: Any) -> bool:
@@ -81,15 +82,18 @@ def _is_dense_on_host(leaf: Any) -> bool:
 
 def _moved(leaf: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     if isinstance(leaf, Tensor):
-        # Asynchronous only from pinned memory; from pageable memory torch copies synchronously.
+        # Asynchronous only from pinned memory.
         there = leaf.to(device, non_blocking=True)
-        # Converted on the device: in one call, torch would convert on the host first, into pageable memory.
+        # Convert in a second call, on the device: in one call torch would convert on the host, into pageable memory.
         return there.to(dtype) if dtype is not None and there.is_floating_point() else there
     return leaf.to(device) if hasattr(leaf, "to") and not isinstance(leaf, type) else leaf
 
 
 def _arrived(batch: Any, event: torch.cuda.Event, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """The batch for the computation's stream, which waits for the copy; the memory is not reused before it is done."""
+    """The batch for use on the current stream, which waits for the copy.
+
+    `record_stream` keeps the memory from being reused while the current stream uses it.
+    """
     current = torch.cuda.current_stream(device)
     current.wait_event(event)
 
@@ -98,32 +102,4 @@ def _arrived(batch: Any, event: torch.cuda.Event, device: torch.device, dtype: t
             leaf.record_stream(current)
         return _moved(leaf, device, dtype)
 
-    return _each(finish, batch)
-
-
-def _each(function: Callable[[Any], Any], batch: Any) -> Any:
-    """Apply `function` to each leaf of nested containers. Objects with a `to` method are leaves.
-
-    User-defined mappings and dataclasses are copied and filled, so their constructors do not run again.
-    """
-    if isinstance(batch, Tensor | str | bytes) or hasattr(batch, "to"):
-        return function(batch)
-    if type(batch) is list or type(batch) is tuple:  # nearly all batches
-        return type(batch)([_each(function, value) for value in batch])
-    if isinstance(batch, MutableMapping) and type(batch) is not dict:
-        clone = copy(batch)
-        for name, value in batch.items():
-            clone[name] = _each(function, value)
-        return clone
-    if isinstance(batch, Mapping):
-        return {name: _each(function, value) for name, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_make"):  # a named tuple
-        return batch._make(_each(function, value) for value in batch)
-    if isinstance(batch, list | tuple):
-        return type(batch)(_each(function, value) for value in batch)
-    if is_dataclass(batch) and not isinstance(batch, type):
-        filled = copy(batch)
-        for name in (field.name for field in fields(batch) if hasattr(batch, field.name)):
-            object.__setattr__(filled, name, _each(function, getattr(batch, name)))  # frozen ones too
-        return filled
-    return function(batch)
+    return each_leaf(finish, batch)

@@ -1,4 +1,4 @@
-"""Applies the user's `data.device_transform` to batches on the device, with random numbers of their own."""
+"""Applies the user's `data.device_transform` to batches on the device, with random states of its own."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,18 +12,20 @@ from ddp_kit.world import mixed_seed, random_states_kept, seed_generators
 
 
 class Keyed(NamedTuple):
-    """A batch with the epoch and the key of each of its samples, for transforms that are seeded per sample."""
+    """A batch with the keys of its samples, for transforms that are seeded per sample."""
 
     keys: Sequence[tuple[int, Any]]
+    """(epoch, key in the dataset) of each sample."""
     batch: Any
 
 
 class DeviceTransform:
-    """The batches of one epoch, transformed one after the other.
+    """Transforms the batches of one epoch in order.
 
-    A batch is transformed ahead of its use, so it must not draw from the random states of training, whose position a
-    checkpoint holds. Its own follow from (seed, epoch, the batch's number, rank); those of a `Keyed` batch from (seed,
-    epoch, sample): its samples are then transformed one by one. `number`: of the next batch within the epoch.
+    Batches are transformed ahead of their use, so transforms must not draw from the random states of training, which a
+    checkpoint stores. They are seeded from (seed, epoch, rank, number of the batch), or for each sample of a `Keyed`
+    batch, which is then transformed one by one, from (seed, epoch, key).
+    `number`: the index within the epoch of the next batch.
     """
 
     def __init__(self, function: Callable[[Any], Any], seed: int, epoch: int, rank: int, number: int) -> None:
@@ -46,12 +48,12 @@ class DeviceTransform:
 
 
 def _sample(batch: Any, place: int) -> Any:
-    """A batch of one sample."""
+    """The sample at index `place` of a batch, as a batch of size 1."""
     return pytree.tree_map_only(Tensor, lambda leaf: leaf[place : place + 1] if leaf.dim() else leaf, batch)
 
 
 def _joined(samples: list[Any]) -> Any:
-    """The batch of these batches of one sample."""
+    """Concatenate batches of size 1. Raises `DataError` if they are nested differently."""
     leaves, forms = zip(*map(pytree.tree_flatten, samples), strict=True)
     if len(set(map(repr, forms))) > 1:
         raise DataError(

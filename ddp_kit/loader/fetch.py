@@ -1,4 +1,4 @@
-"""Fetches a dataset's samples: a whole batch at once where the result is the same, or each with its own seed."""
+"""Fetches a dataset's samples: a whole batch at once if that gives the same result, or each with its own seed."""
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -48,26 +48,26 @@ class WholeBatches(Dataset[Any]):
             for subset in self._subsets:
                 chosen = subset.indices
                 indices = [chosen[index] for index in indices]
-            # takes a fifth of the time of torch.tensor(indices)
+            # Five times as fast as torch.tensor(indices).
             index = torch.frombuffer(array("q", indices), dtype=torch.int64)
             return [tensor.index_select(0, index) for tensor in self._tensors.tensors]
         except (IndexError, OverflowError, RuntimeError, TypeError, ValueError):
-            # Negative or invalid indices: fetched sample by sample, with torch's own result or error.
-            return default_collate(fetched(self.dataset, keys))  # type: ignore[no-any-return]
+            # Negative or invalid indices: fetch each sample, which has torch's result or error.
+            return default_collate(fetch_samples(self.dataset, keys))  # type: ignore[no-any-return]
 
 
 class Samples(Dataset[Any]):
-    """A dataset whose errors name the sample."""
+    """A wrapper of a dataset whose errors name the sample."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
     def __getitems__(self, keys: list[Any]) -> list[Any]:
-        return fetched(self.dataset, keys)
+        return fetch_samples(self.dataset, keys)
 
 
-def fetched(dataset: Any, keys: list[Any]) -> list[Any]:
-    """The samples, fetched as torch's DataLoader does. An error gets a note that names the sample."""
+def fetch_samples(dataset: Any, keys: list[Any]) -> list[Any]:
+    """Fetch samples as torch's DataLoader does, and add a note to an error that names the sample."""
     subsets, inner = _unwrapped(dataset)
     if callable(getattr(inner, "__getitems__", None)):
         try:
@@ -86,7 +86,7 @@ def fetched(dataset: Any, keys: list[Any]) -> list[Any]:
 
 
 def _sample(key: Any, subsets: list[Any], inner: Any) -> str:
-    """A sample by its number; that of a Subset also by its number in the dataset itself."""
+    """A description of a sample by its index; for a Subset, also by its index in the underlying dataset."""
     where = f"sample {key} of {type(inner).__name__}" if not subsets else f"sample {key} of a Subset"
     with suppress(Exception):  # such as a key that is out of range
         for subset in subsets:
@@ -96,13 +96,13 @@ def _sample(key: Any, subsets: list[Any], inner: Any) -> str:
 
 
 def can_fetch_whole_batches(dataset: Dataset[Any]) -> bool:
-    """Whether `WholeBatches` returns the same as fetching each sample: no user code runs in between."""
+    """Whether `WholeBatches` gives the same result as fetching each sample, because no user code is involved."""
     _, inner = _unwrapped(dataset)
     return type(inner) is TensorDataset and all(map(_is_dense_on_cpu, inner.tensors))
 
 
 def _unwrapped(dataset: Any) -> tuple[list[Any], Any]:
-    """The nested Subsets, outermost first, and the innermost dataset."""
+    """The nested Subsets of a dataset, outermost first, and the underlying dataset."""
     subsets = []
     while type(dataset) is Subset:
         subsets.append(dataset)
@@ -115,7 +115,7 @@ def _is_dense_on_cpu(tensor: Tensor) -> bool:
 
 
 class WholeBatchLoader:
-    """Yields the batches of `data`, fetched in this process, like a DataLoader without workers."""
+    """Yields batches fetched in this process, like a DataLoader without workers but faster. `pinned`: pin memory."""
 
     def __init__(self, data: WholeBatches, batches: Iterable[list[int]], pinned: bool) -> None:
         self._data = data
@@ -130,10 +130,10 @@ class WholeBatchLoader:
 
 
 class SeededSamples(Dataset[Any]):
-    """A dataset that sets the random states for each sample, from (seed, epoch, sample) alone.
+    """A wrapper of a dataset that sets the random states for each sample, from (seed, epoch, key) only.
 
-    Its keys come from `WithEpoch`. In the training process the random states are restored afterwards. `keyed`: each
-    sample comes with its key.
+    Its keys come from `WithEpoch`. In the training process, random states are restored afterwards. `keyed`: return
+    (key, sample) pairs.
     """
 
     def __init__(self, dataset: Any, seed: int, *, keyed: bool = False) -> None:
@@ -148,14 +148,14 @@ class SeededSamples(Dataset[Any]):
 
     def _fetched(self, epoch: int, key: Any) -> Any:
         seed_generators(mixed_seed(self._seed, epoch, key))
-        return fetched(self.dataset, [key])[0]
+        return fetch_samples(self.dataset, [key])[0]
 
 
 class SeededBatches(Dataset[Any]):
-    """A dataset that sets the random states for each batch, from (seed, epoch, keys of the batch) alone.
+    """A wrapper of a dataset that sets the random states for each batch, from (seed, epoch, keys of the batch) only.
 
-    So a resumed run draws the same random numbers, however far ahead batches are fetched. Its keys come from
-    `WithEpoch`. The states are not restored, because collate_fn draws from them too: use it in DataLoader workers or in
+    So a resumed run draws the same random numbers, no matter how far ahead batches are fetched. Its keys come from
+    `WithEpoch`. The states are not restored, because collate_fn may draw from them: use it in DataLoader workers or in
     an `IsolatedLoader`.
     """
 
@@ -166,11 +166,11 @@ class SeededBatches(Dataset[Any]):
     def __getitems__(self, keys: list[tuple[int, Any]]) -> list[Any]:
         own = [key for _, key in keys]
         seed_generators(mixed_seed(self._seed, keys[0][0], *own))
-        return fetched(self.dataset, own)
+        return fetch_samples(self.dataset, own)
 
 
 class IsolatedLoader:
-    """A loader in the training process that restores the random states after each batch."""
+    """A wrapper of a loader without workers that restores the training process's random states after each batch."""
 
     def __init__(self, loader: "DataLoader[Any]") -> None:
         self._loader = loader
@@ -188,10 +188,11 @@ class IsolatedLoader:
             yield batch
 
 
-class OwnRandomStates:
-    """Random states separate from those of training, which are in use inside the context.
+class IsolatedRandomStates:
+    """A context with random states of its own, separate from those of training.
 
-    The next use continues with the states at the end of the last one. In a DataLoader worker they are the only ones.
+    Each use continues from the states at the end of the previous one; the first starts from `seed`. In a DataLoader
+    worker there are no others to separate them from.
     """
 
     def __init__(self, seed: int) -> None:
@@ -214,13 +215,13 @@ class OwnRandomStates:
 
     @property
     def states(self) -> RandomStates:
-        """The states at the end of the last use."""
+        """The random states at the end of the last use."""
         assert self._states is not None
         return self._states
 
 
 class WithEpoch:
-    """Adds the epoch to each key of a batch: persistent DataLoader workers do not know it otherwise."""
+    """Adds the epoch to each key of a batch, because persistent DataLoader workers have no other way to know it."""
 
     def __init__(self, batches: Batches) -> None:
         self.batches = batches
@@ -231,14 +232,17 @@ class WithEpoch:
 
 
 class ExposeUserDataset:
-    """A `worker_init_fn` for a wrapped dataset: `get_worker_info()` shows the user's own dataset."""
+    """A `worker_init_fn` for wrapped datasets that lets `get_worker_info()` return the user's own dataset.
+
+    `then`: the user's own worker_init_fn.
+    """
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then
 
     def __call__(self, number: int) -> None:
         info: Any = get_worker_info()
-        # The record is frozen. Fetching is not affected: the worker has its own reference to the wrapped dataset.
+        # The record forbids assignment. Fetching is not affected, because the worker has a reference to the wrapper.
         object.__setattr__(info, "dataset", info.dataset.dataset)
         if self._then is not None:
             self._then(number)

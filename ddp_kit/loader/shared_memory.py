@@ -1,4 +1,4 @@
-"""Sends batches from DataLoader workers without shared memory, for containers that have too little."""
+"""Sends batches from DataLoader workers without shared memory, for containers with too little of it."""
 
 import pickle
 import shutil
@@ -16,13 +16,13 @@ _LEAST_SHARED_MEMORY = 128 << 20  # Docker's default is 64 MiB
 
 
 def sendable(collate: Callable[[Any], Any], workers: int) -> Callable[[Any], Any]:
-    """`collate`, wrapped to send batches without shared memory if there is too little of it."""
+    """The collate function, wrapped to send batches without shared memory if there is too little of it."""
     return _by_value(collate) if workers and _little_shared_memory() else collate
 
 
 @cache
 def _little_shared_memory() -> bool:
-    """Whether there is too little shared memory for DataLoader workers; logged once."""
+    """Whether there is too little shared memory for DataLoader workers; logs a warning once."""
     try:
         free = shutil.disk_usage(_SHARED_MEMORY).free
     except OSError:  # not Linux
@@ -41,7 +41,7 @@ def _little_shared_memory() -> bool:
 class _ByValue:
     """A batch that a DataLoader worker sends as bytes; `finish` is applied to it in the receiving process.
 
-    torch's `file_system` sharing does not help: it uses /dev/shm too.
+    torch's sharing strategy `file_system` would not help, because it uses /dev/shm as well.
     """
 
     content: Any
@@ -57,7 +57,7 @@ def _rebuilt(content: bytes, finish: Callable[[Any], Any] | None) -> Any:
 
 
 def _by_value(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """torch's collate uses shared memory in DataLoader workers, so it is called in the receiving process."""
+    """Wrap a collate function. torch's uses shared memory in DataLoader workers, so it runs in the receiver."""
     return partial(_ByValue, finish=collate) if collate is checked_collate else partial(_send, collate)
 
 

@@ -1,4 +1,4 @@
-"""Checks the data that the user gives, and reads the batching of their own DataLoader."""
+"""Checks the data that the user passes, and reads how their own DataLoader makes batches."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from ddp_kit.errors import DataError, kind_of
 
 Data = Dataset[Any] | DataLoader[Any] | Sequence[Any]
 
-_WANTED = "give a torch Dataset or IterableDataset, or a DataLoader over one"
+_WANTED = "pass a torch Dataset or IterableDataset, or a DataLoader over one"
 _SHOWN = 4  # keys in a message
 _MAX_NESTING = 5  # the largest depth of nested samplers
 
 
 def open_data(data: object, role: str) -> "tuple[Any, DataLoader[Any] | None]":
-    """The dataset, and the user's own DataLoader if they gave one.
+    """The dataset, and the user's own DataLoader, if `data` is one.
 
-    Raises `DataError` for data that cannot be divided over ranks.
+    `role`: such as "train_data", for messages. Raises `DataError` for data that cannot be divided among ranks.
     """
     loader = data if isinstance(data, DataLoader) else None
     dataset = loader.dataset if loader is not None else data
@@ -34,14 +34,17 @@ def open_data(data: object, role: str) -> "tuple[Any, DataLoader[Any] | None]":
     if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
         raise DataError(f"{role} is {kind_of(dataset)}, without __getitem__ or without __len__", _WANTED)
     if len(dataset) == 0:
-        raise DataError(f"{role} is empty: {type(dataset).__name__} has 0 samples", "check the path it was made from")
+        raise DataError(
+            f"{role} is empty: {type(dataset).__name__} has 0 samples",
+            "check the path or the filter that it was created with",
+        )
     if loader is not None:
         _check_loader(loader, role)
     return dataset, loader
 
 
 def _no_dataset(data: Any) -> tuple[str, str] | None:
-    """What the data is, and what to pass instead, if its items are not samples by number; None: they may be."""
+    """What the data is and what to pass instead, if it is not a sequence of samples; None: it may be one."""
     kind = kind_of(data)
     if isinstance(data, type):
         return kind, f"pass an instance: {data.__name__}(...)"
@@ -70,12 +73,12 @@ def _check_stream(dataset: "IterableDataset[Any]", role: str) -> None:
     if isinstance(dataset, pipes):
         raise DataError(
             f"{role} is a DataPipe ({type(dataset).__name__}), which only torch's DataLoader can divide",
-            "give an IterableDataset that divides itself by rank and DataLoader worker, or a dataset with __getitem__",
+            "pass an IterableDataset that divides itself by rank and DataLoader worker, or a dataset with __getitem__",
         )
     if any(isinstance(stage, DataLoader) for stage in getattr(dataset, "pipeline", ())):
         raise DataError(
             f"{role} is a {type(dataset).__name__} around a DataLoader, which yields whole batches",
-            "give the dataset itself, or DataLoader(dataset.batched(16), batch_size=None) for batches of its own",
+            "pass the dataset itself, or DataLoader(dataset.batched(16), batch_size=None) for batches of its own",
         )
 
 
@@ -97,7 +100,7 @@ def _check_loader(loader: "DataLoader[Any]", role: str) -> None:
 
 
 def _samplers(batches: Any) -> Iterator[Any]:
-    """A batch sampler, and the samplers inside it."""
+    """A batch sampler and the samplers inside it."""
     part = batches
     for _ in range(_MAX_NESTING):
         if part is None:
@@ -121,7 +124,7 @@ class Batching:
     """How the user's own DataLoader makes batches."""
 
     size: int | None
-    """None if the user's own code makes the batches."""
+    """Samples per batch; None if the user's own code makes the batches."""
     shuffle: bool
     drop_last: bool
     sampler: Iterable[Any] | None = None
@@ -131,7 +134,7 @@ class Batching:
 
 
 def batching(loader: "DataLoader[Any] | None") -> Batching | None:
-    """None without a DataLoader."""
+    """How a DataLoader makes batches; None without one."""
     if loader is None:
         return None
     if isinstance(loader.dataset, IterableDataset):
@@ -148,13 +151,13 @@ def batching(loader: "DataLoader[Any] | None") -> Batching | None:
 
 
 def _is_default_order(sampler: Any, dataset: object) -> bool:
-    """Whether the sampler is what `shuffle` of a DataLoader makes: each sample once, in order or shuffled."""
+    """Whether the sampler is one that DataLoader(shuffle=...) creates: each sample once, in order or shuffled."""
     known = type(sampler) in (SequentialSampler, RandomSampler) and not getattr(sampler, "replacement", False)
     return known and len(sampler) == _length(dataset)
 
 
 def check_batch_size(own: Batching | None, micro_batch: int, asked: bool = False) -> None:
-    """Raise `DataError` if the user's DataLoader and the configuration disagree.
+    """Raise `DataError` if the user's DataLoader and the configuration have different batch sizes.
 
     `asked`: whether the configuration sets global_batch_size or micro_batch_size.
     """
@@ -171,5 +174,5 @@ def check_batch_size(own: Batching | None, micro_batch: int, asked: bool = False
             f"the DataLoader has batch_size={own.size}, but the configuration makes micro-batches of "
             f"{micro_batch} samples",
             f"set micro_batch_size={own.size} in the TrainerConfig (samples per rank and pass, so the global batch "
-            f"grows with the number of ranks), or give the dataset itself instead of a DataLoader",
+            f"grows with the number of ranks), or pass the dataset itself instead of a DataLoader",
         )

@@ -1,9 +1,10 @@
-"""Batches from an IterableDataset: each rank reads its own stream, and the dataset divides the data among them.
+"""Batches from an IterableDataset. Each rank reads a stream; the dataset itself divides the data among ranks.
 
-DataLoader workers take turns: batch j of a rank comes from worker j % W, so the i-th batch of worker w has number
-i*W + w. A worker whose stream has ended is left out, and the others continue to take turns.
+W DataLoader workers take turns: batch j of a rank comes from worker j % W, so batch i of worker w is batch i*W + w of
+the rank. When a worker's stream ends, the others continue to take turns.
 
-`state_dict` of a dataset that also has `load_state_dict` is called after each batch, in the process that reads it.
+If the dataset has `state_dict` and `load_state_dict`, its `state_dict` is called after each batch, in the process that
+reads it.
 """
 
 import copy
@@ -21,17 +22,17 @@ from ddp_kit.config import DataConfig
 from ddp_kit.errors import DataError
 from ddp_kit.loader.build import chosen_collate, loader_options
 from ddp_kit.loader.collate import Uncollated, data_error, identity_collate
-from ddp_kit.loader.fetch import ExposeUserDataset, OwnRandomStates
+from ddp_kit.loader.fetch import ExposeUserDataset, IsolatedRandomStates
 from ddp_kit.loader.shared_memory import sendable
 from ddp_kit.loader.worker_errors import checked_batches
 from ddp_kit.world import RandomStates, World, mixed_seed, set_random_states
 
 _SKIPPED_TURN = 0
-"""Yielded as the number of samples by a worker that skips its turn: after a resume another worker may be first."""
+"""The number of samples yielded by a worker that skips its first turn, because after a resume another one is first."""
 
 
 @dataclass(frozen=True)
-class Mark:
+class ReaderState:
     """The position of a process that reads a stream, after one of its batches."""
 
     reader: int
@@ -39,37 +40,39 @@ class Mark:
     number: int
     """The index within the epoch of the next batch to read."""
     random: RandomStates
+    """The random states after the batch."""
     dataset: Any
-    """The dataset's `state_dict`."""
+    """The dataset's `state_dict` after the batch."""
 
 
 class Stream:
-    """Iterating yields `(samples, batch)` for one epoch; `samples` is the number of samples in the batch."""
+    """Iterating yields (number of samples, batch) for each batch of an epoch."""
 
     def __init__(self, loader: "DataLoader[Any]", epoch: Tensor) -> None:
         self._loader = loader
         self._epoch = epoch
-        self.marks = deque[Mark]()
-        """The marks of the batches yielded so far, if the dataset has state; the caller removes them."""
+        self.states = deque[ReaderState]()
+        """The states of the batches yielded so far, if the dataset has state; the caller removes those it has read."""
 
-    def set_position(self, epoch: int, marks: Sequence[Mark] = ()) -> None:
-        """Start the next iteration in `epoch`, after the batches of `marks`, in the order in which they were yielded.
+    def set_position(self, epoch: int, states: Sequence[ReaderState] = ()) -> None:
+        """Set where the next iteration starts: in `epoch`, after the batches of `states`.
 
-        The iteration calls the dataset's `set_epoch`, if it has one, also in DataLoader workers.
+        `states`: the last one of each reader, in the order in which their batches were yielded. The iteration calls the
+        dataset's `set_epoch`, if it has one, in each process that reads it.
         """
         self._epoch.fill_(epoch)
-        self.marks.clear()
+        self.states.clear()
         batches: Any = self._loader.dataset
-        batches.begin_at = (epoch, {mark.reader: mark for mark in marks}, marks[-1].reader + 1) if marks else None
+        batches.begin_at = (epoch, {state.reader: state for state in states}, states[-1].reader + 1) if states else None
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        for samples, batch, mark in checked_batches(self._loader):
+        for samples, batch, state in checked_batches(self._loader):
             if samples == _SKIPPED_TURN:
                 continue
             if type(batch) is Uncollated:
                 raise data_error(batch, None)
-            if mark is not None:
-                self.marks.append(mark)
+            if state is not None:
+                self.states.append(state)
             yield _count(batch) if samples is None else samples, batch
 
 
@@ -81,13 +84,14 @@ def build_stream(
     seed: int,
     template: "DataLoader[Any] | None" = None,
     *,
-    marked: bool = False,
+    record_states: bool = False,
 ) -> Stream:
-    """A loader whose batch number j in an epoch has `sizes[j % len(sizes)]` samples; the last batches may have fewer.
+    """The stream of batches of an IterableDataset, for this rank.
 
-    The options of the user's own DataLoader (`template`) are kept. If its batch_size is None, the dataset yields whole
-    batches and `sizes` is not used. `marked`: record a `Mark` with each batch if the dataset has state.
-    Raises `DataError` for `data.seed_samples`, and while iterating for a batch of unknown size.
+    `sizes`: batch j of an epoch has `sizes[j % len(sizes)]` samples; the last batches may have fewer. `template`: the
+    user's own DataLoader, whose options are used; if its batch_size is None, the dataset yields whole batches, and
+    `sizes` is ignored. `record_states`: record a `ReaderState` with each batch if the dataset has state.
+    Raises `DataError` for `data.seed_samples`; iterating raises it for a batch of unknown size.
     """
     if config.seed_samples:
         raise DataError(
@@ -108,13 +112,13 @@ def build_stream(
         drop_last=template is not None and template.drop_last,
         epoch=epoch,
         seed=mixed_seed(seed, world.rank),
-        marked=marked,
+        record_states=record_states,
     )
     return Stream(DataLoader(batches, batch_size=None, collate_fn=identity_collate, **options), epoch)
 
 
-class _Batches(IterableDataset[tuple[int | None, Any, Mark | None]]):
-    """Groups samples into batches in the process that reads them. `sizes` None: the dataset yields batches already."""
+class _Batches(IterableDataset[tuple[int | None, Any, ReaderState | None]]):
+    """Groups samples into batches in the process that reads them. `sizes`: None: the dataset yields whole batches."""
 
     def __init__(
         self,
@@ -125,40 +129,40 @@ class _Batches(IterableDataset[tuple[int | None, Any, Mark | None]]):
         drop_last: bool,
         epoch: Tensor,
         seed: int,
-        marked: bool,
+        record_states: bool,
     ) -> None:
         self._seed = seed
         self.dataset = dataset
         has_state = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
-        self._marked = marked and has_state
-        self.begin_at: tuple[int, dict[int, Mark], int] | None = None
-        """For an epoch that is resumed: the position of each reader, and whose turn it is."""
+        self._record_states = record_states and has_state
+        self.begin_at: tuple[int, dict[int, ReaderState], int] | None = None
+        """To resume within an epoch: the epoch, the state of each reader, and the reader whose turn it is."""
         self._sizes = sizes
         self._collate = collate
         self._drop_last = drop_last
         self._epoch = epoch
 
-    def __iter__(self) -> Iterator[tuple[int | None, Any, Mark | None]]:
+    def __iter__(self) -> Iterator[tuple[int | None, Any, ReaderState | None]]:
         epoch, info = int(self._epoch), get_worker_info()
         reader, turns = (0, 1) if info is None else (info.id, info.num_workers)
-        mark = None
+        start = None
         if self.begin_at is not None and self.begin_at[0] == epoch:
-            _, marks, turn = self.begin_at
-            mark = marks.get(reader)
+            _, states, turn = self.begin_at
+            start = states.get(reader)
             if reader < turn % turns:
                 yield _SKIPPED_TURN, None, None
-        # Reading the same epoch again draws the same random numbers.
-        own = OwnRandomStates(mixed_seed(self._seed, epoch, reader))
+        # The seed depends on the epoch, so reading the same epoch again draws the same random numbers.
+        own = IsolatedRandomStates(mixed_seed(self._seed, epoch, reader))
         dataset: Any = self.dataset
         with own:
             if callable(set_epoch := getattr(dataset, "set_epoch", None)):
                 set_epoch(epoch)
-            if mark is not None:
-                dataset.load_state_dict(mark.dataset)
+            if start is not None:
+                dataset.load_state_dict(start.dataset)
             stream = iter(dataset)
-            if mark is not None:
-                set_random_states(mark.random)
-        for number in count(reader if mark is None else mark.number, turns):
+            if start is not None:
+                set_random_states(start.random)
+        for number in count(reader if start is None else start.number, turns):
             size = 1 if self._sizes is None else self._sizes[number % len(self._sizes)]
             with own:
                 samples: list[Any] = []
@@ -167,18 +171,20 @@ class _Batches(IterableDataset[tuple[int | None, Any, Mark | None]]):
                 except Exception as error:
                     worker = "" if info is None else f", read by DataLoader worker {info.id}"
                     name = type(dataset).__name__
-                    error.add_note(f"while reading item {len(samples)} of batch {number} of {name}{worker}, from 0")
+                    error.add_note(
+                        f"while reading item {len(samples)} of batch {number} of {name}{worker} (numbers start at 0)"
+                    )
                     raise
                 if not samples or (self._drop_last and len(samples) < size):
                     return
                 batch = self._collate(samples[0] if self._sizes is None else samples)
-                state = copy.deepcopy(dataset.state_dict()) if self._marked else None
-            mark = Mark(reader, number + turns, own.states, state) if self._marked else None
-            yield None if self._sizes is None else len(samples), batch, mark
+                dataset_state = copy.deepcopy(dataset.state_dict()) if self._record_states else None
+            after = ReaderState(reader, number + turns, own.states, dataset_state) if self._record_states else None
+            yield None if self._sizes is None else len(samples), batch, after
 
 
 def _count(batch: Any) -> int:
-    """The number of samples in a batch that the dataset yielded: the length of its first tensor."""
+    """The number of samples in a whole batch from the dataset: the length of its first tensor. Raises `DataError`."""
     tensor = next(_tensors(batch), None)
     if tensor is None or tensor.dim() == 0:
         found = "contains no tensor" if tensor is None else "begins with a scalar tensor"

@@ -1,4 +1,4 @@
-"""Errors of DataLoader workers and collation, with the samples at fault."""
+"""Errors of DataLoader workers and of collation, which name the worker or the samples."""
 
 import pickle
 import warnings
@@ -26,7 +26,7 @@ def checked_batches(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _started(loader: Iterable[Any]) -> Iterator[Any]:
-    """The loader's iterator. Raises `DataError` if its DataLoader workers cannot be sent what they read."""
+    """The loader's iterator. Raises `DataError` if the dataset cannot be pickled for its DataLoader workers."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Got pickle error when attempting to start a worker")  # the error says it
@@ -42,7 +42,7 @@ def _started(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _keys(loader: Any, number: int) -> list[Any] | None:
-    """The samples of the loader's batch `number`, drawn again from the batch sampler; None if unknown."""
+    """The keys of the samples in batch `number`, drawn again from the batch sampler; None if unknown."""
     batches = getattr(loader, "batch_sampler", None)
     if batches is None or not loader.in_order:
         return None

@@ -8,11 +8,12 @@
     fsdp.py          torch's FSDP2: weights, gradients and optimizer state sharded; with tensor.py, layers are split too
     unit_order.py    finds ranks that run different units of FSDP, whose collectives would hang or mix
     device_map.py    the layers of one model on several devices of each rank; split.py divides a chain of blocks
-    pipeline.py      the blocks of one model in stages, each on a rank: stages.py cuts it, stage_links.py sends
+    pipeline.py      the blocks of one model in stages, each on a rank: stages.py cuts it, stage_links.py sends;
+                     tensor.py splits the blocks of a stage, fsdp_units.py shards them
     memory.py        bytes per device, by arithmetic; candidates.py: what `parallel="auto"` tries
     offload.py       the optimizer on the host
     activations.py   what the forward pass keeps for the backward pass
-    replicas.py, shards.py   what several strategies share
+    replicas.py, shards.py, fsdp_units.py, dtensors.py   what several strategies share
 
 A new strategy is a subclass of `Strategy` in a file of its own, and one line in `ddp_kit.config.STRATEGIES`.
 """

@@ -61,10 +61,14 @@ class Activations:
         ]
         self._changes_saved = config.offload_activations or config.activation_bits is not None
 
-    @contextmanager
-    def forward_context(self) -> Iterator[None]:
+    def forward_context(self) -> AbstractContextManager[None]:
         """Around the forward pass of a training step; its backward pass may come later."""
         self._called.clear()
+        # A generator costs a few microseconds per pass, which a model of that size would notice.
+        return self._changed() if self._forwards or self._changes_saved else nullcontext()
+
+    @contextmanager
+    def _changed(self) -> Iterator[None]:
         with ExitStack() as stack:
             for block, forward in self._forwards:
                 stack.enter_context(_replaced_forward(block, forward))

@@ -9,28 +9,30 @@ import fnmatch
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ddp_kit.blocks import repeated_blocks
 from ddp_kit.config import ParallelConfig
 from ddp_kit.errors import ConfigError, LossError, nearest, some
-from ddp_kit.parallel.mesh import sizes_of, whole_gradients_fit
+from ddp_kit.parallel.dtensors import is_divided, is_dtensor, piece_of_dtensor, reduced_part
+from ddp_kit.parallel.fsdp_units import FsdpUnits, equal_batches, fit_whole_on_all_ranks, shard_unit
+from ddp_kit.parallel.mesh import sizes_of
 from ddp_kit.parallel.replicas import broadcast
-from ddp_kit.parallel.shards import Shards
+from ddp_kit.parallel.shards import Shards, check_dense_gradients
 from ddp_kit.parallel.strategy import Parallelize, Passes, Strategy
 from ddp_kit.parallel.tensor import split_layers
 from ddp_kit.parallel.tensor_plan import tensor_plan
 from ddp_kit.parallel.unit_order import UnitOrder
 from ddp_kit.pieces import Piece
-from ddp_kit.world import World, host_group
+from ddp_kit.world import World
 
 T = TypeVar("T")
 
@@ -48,10 +50,11 @@ class FsdpStrategy(Strategy):
         self.sizes = sizes_of(config, world.world_size)
         _, self._replica, self._shard, self._tensor = self.sizes.coordinates(world.rank)
         self._mesh: DeviceMesh
-        self._units: list[FSDPModule] = []
+        self._sharded: list[FSDPModule] = []
+        self._units: FsdpUnits
         self._shards: Shards
+        self._named_units: dict[str, Any] = {}
         self._order: UnitOrder
-        self._keeps_whole_gradients = False
         self._parallelize: Parallelize | None = None
         self._offload: OffloadPolicy = OffloadPolicy()
 
@@ -88,10 +91,11 @@ class FsdpStrategy(Strategy):
                 )
         if self.config.share_gpus and self.world.device.type == "cuda":
             raise ConfigError(
-                "parallel.share_gpus does not go with FSDP and tensor parallel: gloo does not have their collectives "
+                "parallel.share_gpus is not supported with FSDP and tensor parallel: gloo lacks their collectives "
                 "for the memory of a GPU",
                 "start as many ranks as there are GPUs, or run on the CPU with CUDA_VISIBLE_DEVICES=''",
             )
+        check_dense_gradients(model, self.config.strategy)
         scalars = [name for name, each in model.named_parameters() if each.ndim == 0]
         if scalars:
             raise ConfigError(
@@ -101,7 +105,7 @@ class FsdpStrategy(Strategy):
 
     def check_recoverable(self) -> None:
         raise ConfigError(
-            f"micro_batch_size='auto' does not go together with parallel.strategy={self.config.strategy!r}: it tries "
+            f"micro_batch_size='auto' is not supported with parallel.strategy={self.config.strategy!r}: it tries "
             "sizes until one does not fit, and where one rank runs out of memory, the others wait in the pass's "
             "collectives",
             "set micro_batch_size to a number; `ddpkit plan train.py` estimates what fits",
@@ -119,21 +123,22 @@ class FsdpStrategy(Strategy):
         else:
             self._place(model)
             self._parallelize(model, self._mesh)
-            self._units = [each for each in model.modules() if isinstance(each, FSDPModule)]
+            self._sharded = [each for each in model.modules() if isinstance(each, FSDPModule)]
             self._check_spread(model)
         self.parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
-        self._keeps_whole_gradients = self._whole_gradients_fit()
-        units: list[Any] = self._units
+        fit = fit_whole_on_all_ranks(self.parameters, self.world)
+        self._units = FsdpUnits(self._sharded, whole_gradients=fit, replicated=sizes.replicate > 1)
+        sharded: list[Any] = self._sharded
         names_of = {module: name for name, module in model.named_modules()}
-        self._order = UnitOrder(self.world, {names_of[unit]: unit for unit in units})
-        for sharded in self._units:
-            sharded.set_gradient_divide_factor(1.0)
-            sharded.set_force_sum_reduction_for_comms(True)
-        pieces = {each: piece for each in model.parameters() if (piece := _piece(each)) is not None}
+        self._named_units = {names_of[unit]: unit for unit in sharded}
+        self._order = UnitOrder(self.world, self._named_units)
+        pieces = {each: piece for each in model.parameters() if (piece := piece_of_dtensor(each)) is not None}
         self._shards = Shards(pieces, dict(zip(model.parameters(), names, strict=True)))
         held = [(each, self._shards.of.get(each, each)) for each in self.parameters]
         self._held = [shard for _, shard in held]
-        self._split = [shard for whole, shard in held if _is_split(whole)]  # over the ranks of a tensor group
+        self._split = [
+            shard for whole, shard in held if is_divided(whole, "tensor")
+        ]  # over the ranks of a tensor group
 
     def _spread(self, model: nn.Module) -> None:
         """Unit by unit: no rank ever holds the whole model on its device."""
@@ -142,7 +147,7 @@ class FsdpStrategy(Strategy):
         for name, unit in units.items():
             self._place(unit)
             if plan:
-                split_layers(model, unit, plan, self._mesh["tensor"])
+                split_layers(model, {*unit.modules()}, plan, self._mesh["tensor"])
             if self.sizes.data > 1:
                 self._shard_unit(name, unit)
 
@@ -159,7 +164,7 @@ class FsdpStrategy(Strategy):
 
     @property
     def parameters_on_host(self) -> bool:
-        return isinstance(self._offload, CPUOffloadPolicy) and bool(self._units)
+        return isinstance(self._offload, CPUOffloadPolicy) and bool(self._sharded)
 
     def _check_spread(self, model: nn.Module) -> None:
         """Raise `ConfigError` for parameters whose gradients nobody would reduce over the ranks."""
@@ -167,7 +172,7 @@ class FsdpStrategy(Strategy):
         apart = [
             name
             for name, each in model.named_parameters()
-            if each.requires_grad and needed - set(each.device_mesh.mesh_dim_names or () if _is_dtensor(each) else ())
+            if each.requires_grad and needed - set(each.device_mesh.mesh_dim_names or () if is_dtensor(each) else ())
         ]
         if apart:
             raise ConfigError(
@@ -206,29 +211,10 @@ class FsdpStrategy(Strategy):
         broadcast([*(each.detach() for each in whole), *unit.buffers()])
 
     def _shard_unit(self, name: str, unit: nn.Module) -> None:
-        mesh = self._mesh["replicate", "shard"] if self.sizes.replicate > 1 else self._mesh["shard"]
         reshard = None if self.config.reshard == "auto" else self.config.reshard
-        try:
-            sharded: Any = fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, offload_policy=self._offload)
-            self._units.append(sharded)
-        except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
-            raise ConfigError(
-                f"FSDP cannot shard {name or 'the model'} ({type(unit).__name__}): {error}",
-                "name other modules in parallel.units, or use parallel='ddp'",
-            ) from None
-
-    def _whole_gradients_fit(self) -> bool:
-        """The same on all ranks: it decides which collectives run."""
-        size = sum(each.numel() * each.element_size() for each in self.parameters)
-        if self.world.device.type == "cuda":
-            memory = torch.cuda.get_device_properties(self.world.device).total_memory
-        else:
-            import psutil
-
-            memory = psutil.virtual_memory().total // self.world.local_world_size
-        fits = torch.tensor(int(whole_gradients_fit(size, memory)))
-        dist.all_reduce(fits, op=dist.ReduceOp.MIN, group=host_group(self.world))
-        return bool(fits)
+        hint = "name other modules in parallel.units, or use parallel='ddp'"
+        settings = {"reshard_after_forward": reshard, "offload_policy": self._offload}
+        self._sharded.append(shard_unit(name, unit, self._mesh, hint, **settings))
 
     def setup_optimizer(self, optimizer: Optimizer) -> None:
         self._shards.give_to(optimizer)
@@ -245,31 +231,32 @@ class FsdpStrategy(Strategy):
         broadcast(self.model.buffers())
 
     def run_passes(self, passes: Passes) -> None:
+        ran: set[str] = set()
         for number in range(passes.count):
             last = number == passes.count - 1
-            with _explained(), self._order.in_pass("training pass"):
+            with _explained(), self._order.in_pass("training pass") as running:
                 loss = passes.forward(number)
+            ran.update(running)
             if passes.count > 1:
-                for unit in self._units:
-                    if self._keeps_whole_gradients:
-                        unit.set_requires_gradient_sync(last, recurse=False)
-                    elif self.sizes.replicate > 1:  # shards add up, and are reduced over the replicas once
-                        unit.set_requires_all_reduce(last, recurse=False)
+                self._units.before_backward(last=last)
             if last:
+                left_out = ran.difference(running)
+                self._units.reduce_too(unit for name, unit in self._named_units.items() if name in left_out)
                 passes.before_reduction(loss)
             with _explained():
                 loss.backward()  # type: ignore[no-untyped-call]
             passes.after_backward()
         with torch.no_grad():
             for whole, shard in self._shards.trained:
-                shard.grad = None if whole.grad is None else _reduced_part(whole.grad, whole)
+                shard.grad = None if whole.grad is None else reduced_part(whole.grad, whole)
 
     def check_gradients(self) -> None:
         missing = [self.held_names()[id(each)] for each in self._held if each.grad is None]
         if missing:
+            when = "the last micro-batch of a step" if self._units.add_up else "a step"
             raise LossError(
-                f"{some(missing)} got no gradient in a step, and FSDP reduces those of all ranks together",
-                "let them take part in the loss, or freeze them (requires_grad=False) before the Trainer is made",
+                f"{some(missing)} got no gradient in {when}, and FSDP reduces those of all ranks together",
+                "use them in the loss, or freeze them (requires_grad=False) before creating the Trainer",
             )
 
     # --- gradients ------------------------------------------------------------------------------------------------
@@ -292,22 +279,13 @@ class FsdpStrategy(Strategy):
     # --- evaluation and prediction ----------------------------------------------------------------------------------
 
     def evaluation(self, batches: Iterable[tuple[int, T]], spare: Callable[[], T]) -> Iterator[tuple[int, T]]:
-        arriving, last = iter(batches), None
         try:
-            while True:
-                own = next(arriving, None)
-                more = torch.tensor(int(own is not None))
-                dist.all_reduce(more, op=dist.ReduceOp.MAX, group=host_group(self.world))
-                if not more:
-                    return
-                last = own or last or (0, spare())
+            for each in equal_batches(batches, spare, self.world):
                 with self._order.in_pass("evaluation pass"):
-                    yield own or (0, last[1])
+                    yield each
         finally:
-            # Only a backward pass frees what the root has gathered: the next pass would use it, even if callbacks, such
-            # as EMA, have changed the weights since.
-            for unit in self._units:
-                unit.reshard()
+            # The next pass would use what is gathered, even if callbacks, such as EMA, have changed the weights since.
+            self._units.reshard()
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -317,8 +295,8 @@ class FsdpStrategy(Strategy):
         for name, value in state.items():
             if id(value) in pieces:  # tied weights are stored once
                 state[name] = pieces[id(value)]
-            elif (piece := _piece(value)) is not None:
-                state[name] = pieces[id(value)] = self._written(piece, split=_is_split(value))
+            elif (piece := piece_of_dtensor(value)) is not None:
+                state[name] = pieces[id(value)] = self._written(piece, split=is_divided(value, "tensor"))
             elif isinstance(value, Tensor):
                 state[name] = value.detach()
         return state
@@ -327,7 +305,7 @@ class FsdpStrategy(Strategy):
         own, plain = self.model.state_dict(), {}
         with torch.no_grad():
             for name, value in state.items():
-                piece = _piece(own.get(name))
+                piece = piece_of_dtensor(own.get(name))
                 if piece is None:
                     plain[name] = value
                 else:
@@ -346,53 +324,9 @@ class FsdpStrategy(Strategy):
         return replace(piece, owned=self._replica == 0 and (split or self._tensor == 0))
 
 
-def _is_dtensor(value: Any) -> TypeGuard[DTensor]:
-    return isinstance(value, DTensor)
-
-
-def _reduced_part(gradient: Any, parameter: Any) -> Tensor:
-    """This rank's part of a gradient; where tensor parallel has left sums to be taken, these are taken."""
-    if gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(placements=parameter.placements)
-    return _local(gradient)
-
-
 def _norm(parameters: list[nn.Parameter], device: torch.device) -> Tensor:
     gradients = [each.grad for each in parameters if each.grad is not None]
     return nn.utils.get_total_norm(gradients).to(device) if gradients else torch.zeros((), device=device)
-
-
-def _is_split(parameter: Any) -> bool:
-    """Whether the ranks of a tensor group hold different parts of it."""
-    if not isinstance(parameter, DTensor):
-        return False
-    names = parameter.device_mesh.mesh_dim_names or ()
-    return "tensor" in names and hasattr(parameter.placements[names.index("tensor")], "dim")
-
-
-def _local(value: Any) -> Tensor:
-    """The part of a DTensor that this rank holds, in its memory."""
-    found: Tensor = value.to_local()
-    return found
-
-
-def _piece(value: Any) -> Piece | None:
-    """The part of a DTensor that this rank holds; None for anything else."""
-    if not isinstance(value, DTensor):
-        return None
-    mesh, offsets, sizes = value.device_mesh, [0] * value.ndim, list(value.shape)
-    # Tensor parallel has divided the tensor first, and FSDP has then divided what each rank had: as torch.chunk does.
-    for number in reversed(range(mesh.ndim)):
-        dimension = getattr(value.placements[number], "dim", None)
-        if dimension is not None:
-            share = -(-sizes[dimension] // mesh.size(number))
-            begin = min(share * mesh.get_local_rank(number), sizes[dimension])
-            offsets[dimension] += begin
-            sizes[dimension] = min(share, sizes[dimension] - begin)
-    with torch.no_grad():
-        local = _local(value.detach())
-    assert list(local.shape) == sizes, f"{value.placements} is not divided as expected"
-    return Piece(local, tuple(value.shape), tuple(offsets))
 
 
 def _check_shared(model: nn.Module, units: dict[str, nn.Module]) -> None:

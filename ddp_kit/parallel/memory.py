@@ -35,7 +35,7 @@ class ParameterRow:
     """Bytes of one value."""
     trained: bool
     unit: str = ""
-    """The repeated block that it is in; "": in none."""
+    """The block that it is in; "": in none, or in several."""
     state_per_value: int = 0
     """Bytes of optimizer state for each value."""
     state_besides: int = 0
@@ -192,21 +192,20 @@ def plan_memory(
     sizes = sizes_of(parallel, ranks)
     staged, splits = _stage(model, sizes.pipeline), _known_splits(model.rows)
     rows = [_split(row, sizes.tensor, known=splits) for row in staged]
-    local = [_shard(row, sizes.shard) for row in rows]
+    # A pipeline shards its blocks alone.
+    local = [_shard(row, sizes.shard) if row.unit or sizes.pipeline == 1 else row for row in rows]
     weights = sum(row.numel * row.itemsize for row in local)
-    gradients, whole, undivided = (
-        sum(row.numel * row.itemsize for row in each if row.trained) for each in (local, rows, staged)
-    )
+    gradients, whole = (sum(row.numel * row.itemsize for row in each if row.trained) for each in (local, rows))
+    sharded = [row for row in staged if row.unit or sizes.pipeline == 1]
     state = sum(row.numel * row.state_per_value + row.state_besides for row in local)
     copies = gradients if model.copies_weights else 0
     if parallel.optimizer == "sharded" and ranks > 1:
         state, padding = _flat_state(rows, sizes.data)
         weights, copies = weights + padding, -(-copies // sizes.data)
     keeps_whole = (
-        sizes.shard > 1
-        and model.accumulates
-        and (device_memory is None or whole_gradients_fit(undivided, device_memory))
+        sizes.shard > 1 and model.accumulates and _fit_whole([row for row in sharded if row.trained], device_memory)
     )
+    gathered = sizes.pipeline > 1 and _fit_whole(sharded, device_memory)
     passed = model.passed.with_less(checkpointing=checkpointing, offload=offload)
     on_device = _OnDevice(weights, whole if keeps_whole else gradients, state, copies)
     host = 0
@@ -222,7 +221,7 @@ def plan_memory(
         activations=passed.batch + passed.kept,
         temporaries=passed.peak - passed.kept,
         optimizer_temporaries=on_device.copies,
-        communication=_communication(rows, parallel, sizes, gradients),
+        communication=_communication(rows, parallel, sizes, gradients, gathered=gathered),
         fixed=CONTEXT_BYTES * (2 if ranks > 1 else 1),
         problems=model.problems,
         host=host,
@@ -305,8 +304,17 @@ def _flat_state(rows: Sequence[ParameterRow], ranks: int) -> tuple[int, int]:
     return max(state) + sum(row.state_besides for row in rows), padding
 
 
-def _communication(rows: Sequence[ParameterRow], parallel: ParallelConfig, sizes: Sizes, gradients: int) -> int:
-    """DDP's buckets are the memory of the gradients; FSDP gathers one unit while it uses another."""
+def _fit_whole(rows: Sequence[ParameterRow], device_memory: int | None) -> bool:
+    return device_memory is None or whole_gradients_fit(sum(row.numel * row.itemsize for row in rows), device_memory)
+
+
+def _communication(
+    rows: Sequence[ParameterRow], parallel: ParallelConfig, sizes: Sizes, gradients: int, *, gathered: bool
+) -> int:
+    """DDP's buckets are the memory of the gradients; FSDP gathers one unit while it uses another.
+
+    `gathered`: unless `reshard` says otherwise, all units stay gathered.
+    """
     if sizes.shard == 1:
         half = int(parallel.bucket_mb * MIB) if parallel.compression in ("bf16", "fp16") else 0
         return gradients if parallel.compression == "powersgd" else half  # PowerSGD keeps what it has left out
@@ -316,8 +324,11 @@ def _communication(rows: Sequence[ParameterRow], parallel: ParallelConfig, sizes
         weights[row.unit] = weights.get(row.unit, 0) + size
         trained[row.unit] = trained.get(row.unit, 0) + size * row.trained
     root, blocks = weights.pop(""), sorted(weights.values())
-    gathered = root + (sum(blocks) if parallel.reshard is False else sum(blocks[-2:]))
-    return gathered + 2 * max(trained.values())  # whole gradients of one unit, and what is sent of them
+    if sizes.pipeline > 1:  # what is in no block is not sharded
+        root, trained[""] = 0, 0
+    stay = gathered if parallel.reshard == "auto" else not parallel.reshard
+    held = root + (sum(blocks) if stay else sum(blocks[-2:]))
+    return held + 2 * max(trained.values())  # whole gradients of one unit, and what is sent of them
 
 
 # What to change ------------------------------------------------------------------------------------------------------

@@ -31,6 +31,10 @@ class Sizes:
         pipeline, replicate = divmod(rank, self.replicate)
         return pipeline, replicate, shard, tensor
 
+    def rank(self, pipeline: int, replicate: int, shard: int, tensor: int) -> int:
+        """The rank at these coordinates."""
+        return ((pipeline * self.replicate + replicate) * self.shard + shard) * self.tensor + tensor
+
 
 def sizes_of(config: ParallelConfig, world_size: int) -> Sizes:
     """The sizes that a configuration means for so many ranks. Raises `ConfigError` where they do not fit."""

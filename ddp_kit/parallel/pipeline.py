@@ -7,11 +7,15 @@ torch.distributed.pipelining's schedules put in order: stage_links.py.
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
@@ -23,8 +27,11 @@ from torch.optim import Optimizer
 
 from ddp_kit.config import ParallelConfig
 from ddp_kit.errors import ConfigError, LossError, some
+from ddp_kit.parallel.dtensors import is_divided, local_part, piece_of_dtensor, reduced_part
+from ddp_kit.parallel.fsdp_units import FsdpUnits, equal_batches, fit_whole_on_all_ranks, shard_unit
 from ddp_kit.parallel.mesh import sizes_of
 from ddp_kit.parallel.replicas import broadcast
+from ddp_kit.parallel.shards import Shards
 from ddp_kit.parallel.stage_links import Links, Received, Stage, StageFailedError, move
 from ddp_kit.parallel.stages import (
     Chain,
@@ -33,32 +40,57 @@ from ddp_kit.parallel.stages import (
     holders_before_first_pass,
     leaves_of,
     places_of_stages,
+    sharded_parameters,
 )
 from ddp_kit.parallel.strategy import PassedOn, Passes, Strategy
+from ddp_kit.parallel.tensor import split_layers
+from ddp_kit.parallel.tensor_plan import tensor_plan
 from ddp_kit.pieces import Piece
-from ddp_kit.torch_internals import version_of
-from ddp_kit.world import World, host_group
+from ddp_kit.torch_internals import memory_of, version_of
+from ddp_kit.world import World, host_group, random_states, seed_pass, set_random_states
 
 T = TypeVar("T")
 
 _BATCH_NORMS = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 
 
+class _StageRoot(nn.Module):
+    """The root FSDP module of a stage. With one root, FSDP gathers a block while the block before computes."""
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, call: Callable[[], Any]) -> Any:
+        """What `call` returns or, of an error, only `PassedOn`: FSDP has to see that the forward pass has ended."""
+        try:
+            return call()
+        except PassedOn as passed:
+            return passed
+
+
 class PipelineStrategy(Strategy):
-    """`pipeline` stages, in `replicate` pipelines that each train on samples of their own.
+    """`pipeline` stages of blocks that are split over `tensor` ranks and sharded over `shard`, in `replicate` groups.
 
         the first pass of a run, alone: which weights outside of the blocks does each stage need? the rest is freed
         the other passes, and all passes of later steps, as the schedule orders them
         gradients: added up over the ranks that hold the same weights
 
-    What is needed of a model: blocks in one ModuleList or Sequential, called in their order, each with the tensor that
-    the one before returned (or with the first item of the tuple) as its first argument; a loss function that calls the
-    model once. Everything outside of the blocks runs on every stage that comes to it, those before the first block on
-    all, so these should be cheap, as embeddings are. Weights outside of the blocks may be used by several stages, and
-    tied; frozen ones are kept on all of them. A rank keeps NaN, which takes no memory, in place of other weights.
+    All ranks of the same `replicate` and `shard` train on the same samples. FSDP shards the blocks, and reduces their
+    gradients. Weights outside of the blocks, and those that several blocks share, are not sharded: which stages use
+    them shows only in the first pass.
 
-    What is not seen: an attribute that a block sets for the loss function to read, such as the auxiliary loss of a
-    mixture of experts; and statistics that an optimizer takes over all weights at once, which are those of one rank.
+    Requirements: the model has blocks in one ModuleList or Sequential and calls them in order; each block gets the
+    output of the one before, or the first item of that tuple, as its first argument; the loss function calls the model
+    once. Code outside of the blocks runs on every stage that reaches it, code before the first block on all of them, so
+    it should be cheap, as embeddings are. Weights outside of the blocks may be used by several stages, and tied; frozen
+    ones are kept on all of them. A rank keeps NaN, which takes no memory, in place of other weights.
+
+    Random numbers: code outside of the blocks draws the same ones on each stage that runs it, whatever the order of the
+    schedule. Blocks of different stages draw different ones.
+
+    Not supported, and not detected: an attribute that a block sets for the loss function to read, such as the auxiliary
+    loss of a mixture of experts; an optimizer that computes statistics over all weights, which are those of one rank.
     """
 
     shards = True
@@ -67,25 +99,40 @@ class PipelineStrategy(Strategy):
     def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
         super().__init__(world, config, recoverable=recoverable)
         self.sizes = sizes_of(config, world.world_size)
-        self._place, self._replica, _, _ = self.sizes.coordinates(world.rank)
+        self._place, self._replica, self._shard, self._tensor = self.sizes.coordinates(world.rank)
+        self.equal_passes = self.sizes.shard > 1
+        self.replaces_parameters = self.sizes.shard > 1 or self.sizes.tensor > 1
         self._places = places_of_stages(config)  # of all stages
         self._stages = [stage for stage, place in enumerate(self._places) if place == self._place]  # of this rank
         self._chain: Chain
         self._models: dict[int, StageModel] = {}
+        self._roots: dict[int, Any] = {}  # of stages that FSDP shards
+        self._units: dict[int, FsdpUnits] = {}  # their blocks
+        self._mesh: DeviceMesh
+        self._shards = Shards({}, {})
+        self._whole: dict[Tensor, nn.Parameter] = {}  # the optimizer's parameter -> the model's
+        self._sharded: set[nn.Parameter] = set()  # over the ranks of `shard`
+        self._split: set[nn.Parameter] = set()  # over the ranks of `tensor`
         self._links: dict[int, Links] = {}
         self._optimizer: Optimizer | None = None
         self._holders: dict[nn.Parameter, tuple[int, ...]] = {}
         """The places in the pipeline that hold a parameter; the first of them writes it to checkpoints."""
         self._outer: list[nn.Parameter] = []  # trained weights of which the first pass shows who needs them
         self._known: set[nn.Parameter] = set()  # those of which that is known, from the first pass or a checkpoint
-        self._owners: dict[str, int] = {}  # by the name of a buffer that passes change: the stage whose value counts
+        self._owners: dict[str, int] = {}  # by the name of a buffer that passes change: the place whose value counts
+        self._block_buffers: dict[str, int] = {}  # by the name of a buffer in a block: the place that runs the block
+        self._constant: dict[str, tuple[Tensor, int]] = {}  # buffers that no pass may change, with their versions
         self._group: Any = None  # of this pipeline
+        self._replica_group: Any = None  # of the ranks that hold one whole model together
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._learned = False
         self._schedules: dict[int, tuple[list[Stage], Any]] = {}
         self._passes: Passes | None = None
-        self._backwards_left = 0
+        self._backwards_left: dict[int, int] = {}  # by stage
         self._running = 0  # the stage that runs forward
+        self._step_seed = 0
+        self._pass_seed: tuple[int, ...] = ()  # of the pass that runs forward
+        self._calls_alone = 0  # since the last optimizer step
         self._came: Received | None = None
         self._needed: set[Tensor] = set()  # weights
         self._changed: set[str] = set()  # buffers
@@ -99,15 +146,20 @@ class PipelineStrategy(Strategy):
 
     @property
     def data_rank(self) -> int:
-        return self._replica
+        return self._replica * self.sizes.shard + self._shard
 
     @property
     def contributes(self) -> bool:
-        return self._is_last
+        return self._is_last and self._tensor == 0
 
     @property
     def replicas(self) -> tuple[Sequence[int], ...]:
-        return tuple(self._ranks((stage,)) for stage in range(self.sizes.pipeline))
+        sizes = self.sizes
+        apart = product(range(sizes.pipeline), range(sizes.shard), range(sizes.tensor))
+        return tuple(
+            [sizes.rank(place, replica, shard, tensor) for replica in range(sizes.replicate)]
+            for place, shard, tensor in apart
+        )
 
     @property
     def calls_per_pass(self) -> int:
@@ -117,9 +169,10 @@ class PipelineStrategy(Strategy):
     def _is_last(self) -> bool:
         return self._place == self._places[-1]
 
-    def _ranks(self, stages: Iterable[int]) -> list[int]:
-        """All ranks of these stages."""
-        return [stage * self.sizes.replicate + replica for stage in stages for replica in range(self.sizes.replicate)]
+    def _ranks(self, places: Iterable[int], tensor: int) -> list[int]:
+        """The ranks at these places that hold the same weights, where these are not sharded."""
+        data = range(self.sizes.replicate), range(self.sizes.shard)
+        return [self.sizes.rank(place, *data_rank, tensor) for place in places for data_rank in product(*data)]
 
     # --- set up ---------------------------------------------------------------------------------------------------
 
@@ -152,21 +205,31 @@ class PipelineStrategy(Strategy):
             raise ConfigError(
                 "parallel.strategy is 'pipeline', and parallel.pipeline is 1", "set pipeline to the number of stages"
             )
-        if sizes.shard > 1 or sizes.tensor > 1 or config.optimizer != "whole":
+        if config.optimizer != "whole":
             raise ConfigError(
-                f"a pipeline goes with replicate alone, but shard is {sizes.shard}, tensor is {sizes.tensor} and "
-                f"optimizer is {config.optimizer!r}",
-                "leave them out; replicate is then the ranks left over",
+                "parallel.optimizer = 'sharded' is not supported with a pipeline",
+                "leave it out, or set shard, which shards weights, gradients and optimizer state",
+            )
+        if sizes.shard > 1 and config.schedule == "zbv":
+            raise ConfigError(
+                "parallel.schedule = 'zbv' splits each backward pass in two, which FSDP cannot, and parallel.shard is "
+                f"{sizes.shard}",
+                "use the schedule '1f1b', 'interleaved' or 'gpipe'",
+            )
+        if sizes.shard > 1 and config.units != "auto":
+            raise ConfigError(
+                f"parallel.units = {config.units} is not supported with a pipeline, in which each block is a unit",
+                "leave it out",
             )
         if config.share_gpus and self.world.device.type == "cuda":
             raise ConfigError(
-                "parallel.share_gpus does not go with a pipeline: gloo does not send from the memory of a GPU",
+                "parallel.share_gpus is not supported with a pipeline: gloo does not send from the memory of a GPU",
                 "start as many ranks as there are GPUs, or run on the CPU with CUDA_VISIBLE_DEVICES=''",
             )
 
     def check_recoverable(self) -> None:
         raise ConfigError(
-            "micro_batch_size='auto' does not go together with parallel.pipeline: where one rank runs out of memory, "
+            "micro_batch_size='auto' is not supported with parallel.pipeline: where one rank runs out of memory, "
             "the others wait for what it sends",
             "set micro_batch_size to a number",
         )
@@ -174,59 +237,119 @@ class PipelineStrategy(Strategy):
     def setup(self, model: nn.Module) -> None:
         self.model = model
         self._chain = chain = chain_of(model, self.config)
-        blocks = chain.blocks(model)
+        if self.replaces_parameters:
+            sizes = {name: getattr(self.sizes, name) for name in ("pipeline", "replicate", "shard", "tensor")}
+            self._mesh = init_device_mesh(self.world.device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
+        self._spread(model)
         self._holders, self._outer = holders_before_first_pass(model, chain, self._places)
-        shared = {each for each, held in self._holders.items() if len(held) > 1}
-        # Block by block: no rank ever holds the whole model on its device.
-        for block in blocks:
-            self._put_on_device([each for each in block.parameters() if each not in shared])
-        self._put_on_device([each for each in model.parameters() if each in shared])
+        self.parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
+        self._models = {stage: StageModel(model, chain, stage) for stage in self._stages}
+        for stage, numbers in enumerate(chain.stages):
+            for number in numbers:
+                for name, _ in chain.blocks(model)[number].named_buffers(remove_duplicate=False):
+                    self._block_buffers.setdefault(f"{chain.names[number]}.{name}", self._places[stage])
+        pieces = {each: piece for each in model.parameters() if (piece := piece_of_dtensor(each)) is not None}
+        self._shards = Shards(pieces, {each: name for name, each in model.named_parameters()})
+        self._whole = {shard: whole for whole, shard in self._shards.of.items()}
+        self._sharded = {each for each in pieces if is_divided(each, "shard")}
+        self._split = {each for each in pieces if is_divided(each, "tensor")}
+        self._connect()
+
+    def _spread(self, model: nn.Module) -> None:
+        """Block by block: no rank ever holds the whole model on its device."""
+        chain, sizes = self._chain, self.sizes
+        blocks, own = chain.blocks(model), {number for stage in self._stages for number in chain.stages[stage]}
+        plan = tensor_plan(model, self.config) if sizes.tensor > 1 else {}
+        holders, _ = holders_before_first_pass(model, chain, self._places)
+        shared = {each for each, held in holders.items() if len(held) > 1}
+        unsharded = {*model.parameters()} - sharded_parameters(model, chain).keys()
+        for number, (name, block) in enumerate(zip(chain.names, blocks, strict=True)):
+            self._put_on_device([each for each in block.parameters() if each not in shared], holders)
+            if number in own and plan:
+                split_layers(model, {*block.modules()}, plan, self._mesh["tensor"])
+            if number in own and sizes.shard > 1:
+                shard_unit(name, block, self._mesh, "leave out parallel.shard", ignored_params=unsharded)
+        self._put_on_device([each for each in model.parameters() if each in shared], holders)
+        if plan:
+            inside = {module for block in blocks for module in block.modules()}
+            split_layers(model, {*model.modules()} - inside, plan, self._mesh["tensor"])
         for buffer in model.buffers():
             buffer.data = buffer.data.to(self.world.device)
         broadcast(model.buffers())
-        self.parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
-        self._models = {stage: StageModel(model, chain, stage) for stage in self._stages}
-        self._connect()
+        if sizes.shard > 1:
+            self._unite_stages(blocks, unsharded)
+
+    def _unite_stages(self, blocks: list[Any], unsharded: set[nn.Parameter]) -> None:
+        held = [each for each in self.model.parameters() if is_divided(each, "shard")]
+        reshard = self.config.reshard
+        gathered = fit_whole_on_all_ranks(held, self.world) if reshard == "auto" else not reshard
+        whole_gradients = fit_whole_on_all_ranks([each for each in held if each.requires_grad], self.world)
+        for stage in self._stages:
+            own = [blocks[number] for number in self._chain.stages[stage]]
+            self._roots[stage] = shard_unit("", _StageRoot(own), self._mesh, "", ignored_params=unsharded)
+            self._units[stage] = FsdpUnits(
+                own, whole_gradients=whole_gradients, replicated=self.sizes.replicate > 1, gathered=gathered
+            )
 
     @torch.no_grad()
-    def _put_on_device(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _put_on_device(self, parameters: Sequence[nn.Parameter], holders: dict[nn.Parameter, tuple[int, ...]]) -> None:
         """To the device, as rank 0 has them; what belongs to other stages is freed."""
         for each in parameters:
             each.data = each.data.to(self.world.device)
         broadcast([each.detach() for each in parameters])
         for each in parameters:
-            if self._place not in self._holders[each]:
+            if self._place not in holders[each]:
                 _free(each)
 
     def _connect(self) -> None:
-        for replica in range(self.sizes.replicate):
-            ranks = [stage * self.sizes.replicate + replica for stage in range(self.sizes.pipeline)]
+        sizes, own = self.sizes, (self._replica, self._shard, self._tensor)
+        for each in product(range(sizes.replicate), range(sizes.shard), range(sizes.tensor)):
+            ranks = [sizes.rank(place, *each) for place in range(sizes.pipeline)]
             groups = dist.new_group(ranks), dist.new_group(ranks, backend="gloo")
-            if replica == self._replica:
-                self._group = groups[0]
+            if each == own:
+                self._group = self._replica_group = groups[0]
                 of_stages = [ranks[place] for place in self._places]
                 self._links = {stage: Links(of_stages, stage, *groups, self.world.device) for stage in self._stages}
-        for stage in range(self.sizes.pipeline):
-            self._make_group((stage,))
+        for replica in range(sizes.replicate) if self.replaces_parameters else ():
+            within = product(range(sizes.pipeline), range(sizes.shard), range(sizes.tensor))
+            group = dist.new_group([sizes.rank(place, replica, *rest) for place, *rest in within])
+            if replica == self._replica:
+                self._replica_group = group
+        for place in range(sizes.pipeline):
+            self._make_group((place,))
 
-    def _make_group(self, stages: tuple[int, ...]) -> None:
-        ranks = self._ranks(stages)
-        if stages not in self._groups:
-            self._groups[stages] = dist.new_group(ranks) if len(ranks) > 1 else None
+    def _make_group(self, places: tuple[int, ...]) -> None:
+        if places in self._groups:
+            return
+        for tensor in range(self.sizes.tensor):
+            ranks = self._ranks(places, tensor)
+            group = dist.new_group(ranks) if len(ranks) > 1 else None
+            if tensor == self._tensor:
+                self._groups[places] = group
 
     def setup_optimizer(self, optimizer: Optimizer) -> None:
+        if self.replaces_parameters:
+            self._shards.give_to(optimizer)
         self._optimizer = optimizer
         self._forget_state()
+
+    def _held(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What the optimizer holds of a parameter of the model."""
+        return self._shards.of.get(parameter, parameter)
+
+    def _model_parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """Of the parameters that an optimizer holds, those of the model."""
+        return [self._whole.get(each, each) for group in optimizer.param_groups for each in group["params"]]
 
     def _forget_state(self) -> None:
         """Drop the optimizer state of other stages' weights."""
         for parameter, stages in self._holders.items():
             if self._optimizer is not None and self._place not in stages:
-                self._optimizer.state.pop(parameter, None)
+                self._optimizer.state.pop(self._held(parameter), None)
 
     def local_parameters(self) -> list[Tensor]:
         return [
-            each.detach() if self._place in stages else each.detach().new_zeros(1)
+            self._held(each).detach() if self._place in stages else self._held(each).detach().new_zeros(1)
             for each, stages in self._holders.items()
         ]
 
@@ -237,11 +360,15 @@ class PipelineStrategy(Strategy):
 
     def sync_buffers(self) -> None:
         for name, stage in self._owners.items():
-            dist.broadcast(self.model.get_buffer(name), src=self._ranks((stage,))[0])
+            dist.broadcast(self.model.get_buffer(name), src=self.sizes.rank(stage, 0, 0, 0))
 
     def run_passes(self, passes: Passes) -> None:
         self._passes, first = passes, 0
-        self._backwards_left = passes.count * len(self._stages)
+        # Between passes, the generators of all ranks of a pipeline have the same state, so this number is the same too.
+        self._step_seed = int(torch.randint(2**31, (), device="cpu", generator=torch.default_generator))
+        self._calls_alone = 0
+        self._backwards_left = dict.fromkeys(self._stages, passes.count)
+        self._constant = {name: (each, version_of(each)) for name, (each, _) in self._constant.items()}
         try:
             if not self._learned:
                 first = min(1, passes.count)
@@ -256,6 +383,7 @@ class PipelineStrategy(Strategy):
         if not passes.count:
             passes.before_reduction(torch.zeros((), device=self.world.device))
         self._settle()
+        self._check_buffers()
         self._reduce(has_passes=passes.count > 0)
 
     def _run_alone(self, passes: Passes) -> None:
@@ -297,7 +425,7 @@ class PipelineStrategy(Strategy):
     def _new_stages(self) -> list[Stage]:
         made = {number: Stage(self._links[number], len(self._places), self.world.device) for number in self._stages}
         for number, stage in made.items():
-            stage.forward_pass, stage.backward_pass = self._forward, self._backward
+            stage.forward_pass, stage.backward_pass = self._forward, partial(self._backward, number)
             if number + 1 in made:
                 stage.is_followed_by(made[number + 1])
         return [*made.values()]
@@ -305,10 +433,16 @@ class PipelineStrategy(Strategy):
     def _settle(self) -> None:
         for links in self._links.values():
             links.settle()
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """Free gathered weights, also of stages without a backward pass: they would outlive a change of the weights."""
+        for units in self._units.values():
+            units.reshard()
 
     def _forward(self, stage: int, number: int, came: Received | None) -> tuple[Tensor, int]:
         assert self._passes is not None, "called within `run_passes`"
-        self._running, self._came = stage, came
+        self._running, self._came, self._pass_seed = stage, came, (self._step_seed, number)
         try:
             return self._passes.forward(number), -1
         except PassedOn as passed:
@@ -316,13 +450,15 @@ class PipelineStrategy(Strategy):
         finally:
             self._came = None
 
-    def _backward(self, ends: Tensor | None, compute: Callable[[], None]) -> None:
-        passes = self._passes
+    def _backward(self, stage: int, ends: Tensor | None, compute: Callable[[], None]) -> None:
+        passes, left = self._passes, self._backwards_left
         assert passes is not None, "called within `run_passes`"
         if ends is not None:
-            self._backwards_left -= 1
-            if not self._backwards_left:
+            left[stage] -= 1
+            if not any(left.values()):
                 passes.before_reduction(ends)
+        if stage in self._units:
+            self._units[stage].before_backward(last=not left[stage])
         compute()
         passes.after_backward()
 
@@ -330,7 +466,7 @@ class PipelineStrategy(Strategy):
         if self._passes is None:
             return self._call_alone(function, batch)
         try:
-            value = self._models[self._running].call(function, batch, self._came)
+            value = self._run_stage(self._running, function, batch, self._came)
         except LossError:
             if not self._learned:  # the ranks agree on errors of the first pass: none may wait for another
                 self._links[self._running].announce_failure()
@@ -340,9 +476,24 @@ class PipelineStrategy(Strategy):
             self._check_foreign(each for each in self.parameters if each in leaves)
         return value
 
+    def _run_stage(self, stage: int, function: Callable[[nn.Module, T], Any], batch: T, came: Received | None) -> Any:
+        states = random_states(self.world)
+        seed_pass(self.world, *self._pass_seed)
+        before_blocks = partial(seed_pass, self.world, *self._pass_seed, stage)
+        call = partial(self._models[stage].call, function, batch, came, before_blocks)
+        try:
+            found = self._roots[stage](call) if stage in self._roots else call()
+        finally:  # stages draw different numbers of times, which must not change what is drawn for data
+            set_random_states(states)
+        if isinstance(found, PassedOn):
+            raise found
+        return found
+
     def _call_alone(self, function: Callable[[nn.Module, T], Any], batch: T) -> Any:
         """Outside of optimizer steps: through this rank's stages, one after another."""
         came: Received | None = None
+        self._calls_alone += 1
+        self._pass_seed = self._step_seed, -self._calls_alone  # not a new number: an evaluation changes no later step
         for stage in self._stages:
             links = self._links[stage]
             if stage > 0 and came is None:
@@ -350,7 +501,7 @@ class PipelineStrategy(Strategy):
                 move([links.operation(dist.irecv, came.tensor.detach(), -1)])
             try:
                 own = batch if stage == self._stages[-1] else copy.deepcopy(batch)  # functions may take batches apart
-                return self._models[stage].call(function, own, came)
+                return self._run_stage(stage, function, own, came)
             except PassedOn as passed:
                 sent = PassedOn(passed.tensor.detach(), passed.items)
             if stage + 1 in self._stages:
@@ -378,6 +529,12 @@ class PipelineStrategy(Strategy):
                 self._hold(parameter, stages or (0,))
         changed = zip(buffers, users[len(self._outer) :], strict=True)
         self._owners = {name: stages[0] for name, stages in changed if stages}
+        alone = self._block_buffers if self.data_ranks == 1 else {}  # no other rank has a value of its own
+        self._constant = {
+            name: (each, version_of(each))
+            for name, each in self.model.named_buffers()
+            if name not in self._owners and name not in alone
+        }
         self._forget_state()
         for stages in sorted({self._holders[each] for each in self.parameters}):
             self._make_group(stages)
@@ -388,6 +545,7 @@ class PipelineStrategy(Strategy):
         self._known.add(parameter)
         if self._place not in places:
             _free(parameter)
+            _free(self._held(parameter))
 
     # --- gradients ------------------------------------------------------------------------------------------------
 
@@ -400,10 +558,14 @@ class PipelineStrategy(Strategy):
         by_group: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for each in self.parameters:
             if self._place in self._holders[each]:
-                by_group.setdefault(self._holders[each], []).append(each)
+                held = self._held(each)
                 if each.grad is None:
                     self._without_gradient += [names[id(each)]] if has_passes else []
-                    each.grad = torch.zeros_like(each)
+                    held.grad = torch.zeros_like(held)
+                else:
+                    held.grad = reduced_part(each.grad, each)
+                if each not in self._sharded:  # else FSDP has reduced it
+                    by_group.setdefault(self._holders[each], []).append(held)
         for stages in sorted(by_group):  # in one order on all ranks, whose groups overlap
             if (group := self._groups[stages]) is not None:
                 for bucket in self._buckets(by_group[stages]):
@@ -439,27 +601,56 @@ class PipelineStrategy(Strategy):
                 "all weights on all ranks",
             )
 
+    def _check_buffers(self) -> None:
+        """Raise `LossError` if a pass changed a buffer that the ranks do not synchronise."""
+        changed = [name for name, (each, version) in self._constant.items() if version_of(each) != version]
+        if changed:
+            raise LossError(
+                f"a pass changed {some(changed)}, which the first pass of the run left as it was: a pipeline "
+                "synchronises the buffers that change in the first pass",
+                "update it from the first pass on, for example with a rate of 0; or in a callback, on all ranks alike",
+            )
+
     def check_gradients(self) -> None:
         if self._without_gradient:
             raise LossError(
                 f"{some(self._without_gradient)} got no gradient in a step, and a pipeline reduces those of all ranks",
-                "let them take part in the loss, or freeze them (requires_grad=False) before the Trainer is made",
+                "use them in the loss, or freeze them (requires_grad=False) before creating the Trainer",
             )
 
+    @property
+    def updated(self) -> list[nn.Parameter]:
+        return [self._held(each) for each in self.parameters]
+
     def grad_norm(self) -> Tensor:
-        """Sums of squares, added up over the stages; each weight counts once, however many stages hold it."""
-        own = [each.grad for each in self.parameters if each.grad is not None and self._holders[each][0] == self._place]
+        """Sums of squares, added up over the ranks of a replica; each value counts once, however many hold it."""
+        own = [
+            gradient
+            for each in self.parameters
+            if (gradient := self._held(each).grad) is not None and self._is_first_holder(each)
+        ]
         exact = torch.promote_types(self.parameters[0].dtype, torch.float32)
         square = nn.utils.get_total_norm(own).to(self.world.device, exact).square()
-        dist.all_reduce(square, group=self._group)
+        dist.all_reduce(square, group=self._replica_group)
         return square.sqrt()
+
+    def _is_first_holder(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank is the first one of its replica that holds this part of it."""
+        return (
+            self._holders[parameter][0] == self._place
+            and (self._shard == 0 or parameter in self._sharded)
+            and (self._tensor == 0 or parameter in self._split)
+        )
 
     # --- evaluation and prediction --------------------------------------------------------------------------------
 
-    def evaluation(self, batches: Iterable[tuple[int, T]], spare: Callable[[], T]) -> Iterator[tuple[int, T]]:  # noqa: ARG002
+    def evaluation(self, batches: Iterable[tuple[int, T]], spare: Callable[[], T]) -> Iterator[tuple[int, T]]:
         # A collective, by which it shows that an evaluation cannot be broken off on one rank alone.
-        dist.all_reduce(torch.zeros((), device=self.world.device), group=self._group)
-        yield from batches
+        dist.all_reduce(torch.zeros((), device=self.world.device), group=self._replica_group)
+        try:
+            yield from equal_batches(batches, spare, self.world) if self.equal_passes else batches
+        finally:
+            self._reshard()
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -469,36 +660,54 @@ class PipelineStrategy(Strategy):
         for name, value in state.items():
             if not isinstance(value, Tensor):
                 continue
-            if id(value) not in pieces and (stages := self._stages_of(name, value)) is not None:
-                pieces[id(value)] = self._piece(value.detach(), value.shape, stages)
+            if id(value) not in pieces:
+                if isinstance(value, nn.Parameter):
+                    pieces[id(value)] = self._piece(value)
+                elif (place := self._buffer_place(name)) is not None:
+                    pieces[id(value)] = self._tensor_piece(value, value.shape, (place,))
             state[name] = pieces.get(id(value), value.detach())  # tied weights are stored once
         return state
 
-    def _stages_of(self, name: str, value: Tensor) -> tuple[int, ...] | None:
-        """The stages that hold it; None: all do, and rank 0's counts."""
-        if isinstance(value, nn.Parameter):
-            return self._holders[value]
-        return (self._owners[name],) if name in self._owners else None
+    def _buffer_place(self, name: str) -> int | None:
+        """The place whose value of a buffer counts; None: the values of all places are equal."""
+        return self._owners.get(name, self._block_buffers.get(name))
 
-    def _piece(self, value: Tensor, shape: Sequence[int], stages: tuple[int, ...]) -> Piece:
-        """A whole tensor, on the stages that hold it; elsewhere nothing of it, of the same type."""
-        if self._place not in stages:
+    def _piece(self, parameter: nn.Parameter) -> Piece:
+        """The part of a parameter that this rank holds; elsewhere nothing of it, of the same type."""
+        part = piece_of_dtensor(parameter)
+        if part is None or self._place not in self._holders[parameter]:
+            return self._tensor_piece(local_part(parameter).detach(), parameter.shape, self._holders[parameter])
+        return replace(part, owned=self._replica == 0 and self._is_first_holder(parameter))
+
+    def _tensor_piece(self, value: Tensor, shape: Sequence[int], places: tuple[int, ...]) -> Piece:
+        """A whole tensor, on the places that hold it; elsewhere nothing of it, of the same type."""
+        if self._place not in places:
             value = value.new_empty((0, *shape[1:]) if len(shape) else ())
-        owned = self._place == stages[0] and self._replica == 0
+        owned = self._place == places[0] and (self._replica, self._shard, self._tensor) == (0, 0, 0)
         return Piece(value, tuple(shape), (0,) * len(shape), owned=owned)
 
+    def held_names(self) -> dict[int, str]:
+        return super().held_names() | self._shards.names
+
     def piece_of(self, parameter: Tensor) -> Piece | None:
-        stages = self._holders.get(parameter)  # type: ignore[call-overload]
-        return None if stages is None else self._piece(parameter.detach(), parameter.shape, stages)
+        whole = self._whole.get(parameter, parameter)
+        return self._piece(whole) if whole in self._holders else None  # type: ignore[arg-type]
 
     @torch.no_grad()
     def load_model_state(self, state: dict[str, Any]) -> None:
         own = self.model.state_dict(keep_vars=True)
         for name, value in state.items():
             held = own.get(name)
-            stages = self._stages_of(name, held) if isinstance(held, Tensor) else None
-            if isinstance(held, Tensor) and (stages is None or self._place in stages):
-                held.copy_(value.tensor if isinstance(value, Piece) else value)
+            if not isinstance(held, Tensor):
+                continue
+            if isinstance(held, nn.Parameter):
+                counts = self._place in self._holders[held]
+            else:
+                counts = self._buffer_place(name) in (None, self._place)
+            if counts:
+                part = piece_of_dtensor(held)
+                saved = part.of(value) if part is not None else value.tensor if isinstance(value, Piece) else value
+                local_part(held).copy_(saved)
         others = {name: value for name, value in state.items() if not isinstance(own.get(name), Tensor)}
         self.model.load_state_dict(others, strict=False)
 
@@ -525,25 +734,17 @@ class PipelineStrategy(Strategy):
         self._forget_state()
 
     def optimizer_form(self, optimizer: Optimizer) -> Any:
-        numbers = self._owned_numbers(optimizer)
-        return {
-            str(numbers[parameter]): {name: _form(value) for name, value in kept.items()}
-            for parameter, kept in optimizer.state.items()
-            if parameter in numbers and isinstance(kept, dict)
-        }
-
-    def _owned_numbers(self, optimizer: Optimizer) -> dict[Tensor, int]:
-        """The numbers, in an optimizer's state_dict, of the weights that this rank writes to checkpoints."""
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        return {
-            each: number
-            for number, each in enumerate(parameters)
-            if self._holders[each][0] == self._place and self._replica == 0
-        }
+        forms: dict[str, Any] = {}
+        for number, parameter in enumerate(self._model_parameters(optimizer)):
+            held = self._held(parameter)
+            kept = optimizer.state.get(held)
+            if isinstance(kept, dict) and self._is_first_holder(parameter) and self._replica == 0:
+                forms[str(number)] = {name: _form(value, held, parameter) for name, value in kept.items()}
+        return forms
 
     def optimizer_state(self, state: dict[int, Any], forms: Sequence[Any]) -> dict[int, Any]:
         assert self._optimizer is not None, "`setup_optimizer` was called"
-        parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
+        parameters = self._model_parameters(self._optimizer)
         every = {int(number): form for one in forms if one for number, form in one.items()}
         return {
             number: {
@@ -555,18 +756,17 @@ class PipelineStrategy(Strategy):
     def _state_piece(self, parameter: nn.Parameter, state: dict[int, Any], name: str, number: int, form: Any) -> Any:
         if "value" in form:
             return form["value"]
-        stages = self._holders[parameter]
-        if self._place in stages:
+        places = self._holders[parameter]
+        if self._place in places:
             value = state[number][name]
-            value = value.tensor if isinstance(value, Piece) else value
-        else:
-            device = self.world.device if form["on_device"] else torch.device("cpu")
-            value = torch.empty(0, dtype=getattr(torch, form["dtype"]), device=device)
-        return self._piece(value, form["shape"], stages)
+            return value if isinstance(value, Piece) else self._tensor_piece(value, form["shape"], places)
+        device = self.world.device if form["on_device"] else torch.device("cpu")
+        value = torch.empty(0, dtype=getattr(torch, form["dtype"]), device=device)
+        return self._tensor_piece(value, form["shape"], places)
 
     def own_optimizer_state(self, state: dict[int, Any]) -> dict[int, Any]:
         assert self._optimizer is not None, "`setup_optimizer` was called"
-        parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
+        parameters = self._model_parameters(self._optimizer)
         return {number: kept for number, kept in state.items() if self._place in self._holders[parameters[number]]}
 
 
@@ -587,15 +787,18 @@ def _the_loss_itself(output: Tensor, _target: Tensor) -> Tensor:
     return output
 
 
-def _form(value: Any) -> dict[str, Any]:
+def _form(value: Any, held: Tensor, parameter: Tensor) -> dict[str, Any]:
+    """What other ranks have to know of an optimizer's state of a parameter. `held`: this rank's part of it."""
     if not isinstance(value, Tensor):
         return {"value": value}
     dtype = str(value.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "shape": list(value.shape), "on_device": not value.is_cpu}
+    shape = parameter.shape if value.shape == held.shape else value.shape
+    return {"dtype": dtype, "shape": list(shape), "on_device": not value.is_cpu}
 
 
 @torch.no_grad()
 def _free(parameter: nn.Parameter) -> None:
     """Free its memory; it keeps its shape and reads as NaN everywhere, so that accidental use shows."""
-    kind = torch.nan if parameter.is_floating_point() else 0
-    parameter.data = torch.full((), kind, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    part = memory_of(parameter)
+    kind = torch.nan if part.is_floating_point() else 0
+    part.data = torch.full((), kind, dtype=part.dtype, device=part.device).expand(part.shape)

@@ -6,6 +6,7 @@ others.
 """
 
 from collections.abc import Mapping
+from copy import deepcopy
 from inspect import signature
 from typing import Any
 
@@ -13,11 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_kit.errors import ConfigError
+from ddp_kit.errors import ConfigError, some
 from ddp_kit.pieces import Piece
+from ddp_kit.world import random_states, set_random_states
 
-_ROWS, _COLUMNS = 4, 6
-_STEPS = 3
+# Of the trial in `check_elementwise`:
+_VALUES, _SHAPES = 24, ((4, 6), (24,), (2, 3, 2, 2))
+_RATES = ("lr", "initial_lr")  # groups that differ only in these are tried once
+_STEPS = 12
+_RATE = 1e-2  # the lowest learning rate: at 0, as at the start of a warm-up, nothing would change
+_SCALES = (1.0, 1e3, 1e6)  # of the gradients: an optimizer may clip them at any norm
 _KERNELS = ("fused", "foreach", "capturable")  # settings that choose a kernel, which some devices do not have
 
 
@@ -35,37 +41,90 @@ class Shards:
         self.trained = [(whole, shard) for whole, shard in self.of.items() if whole.requires_grad]
 
     def give_to(self, optimizer: Optimizer) -> None:
-        """Replace the model's parameters in the optimizer with the shards. Raises `ConfigError`."""
-        if optimizer.state:
-            raise ConfigError(
-                "the optimizer has state already, and a sharded optimizer must start without state",
-                "pass a new optimizer, or a function such as lambda parameters: AdamW(parameters, lr=1e-3)",
-            )
+        """Replace the model's parameters in the optimizer with the shards, and its state with their part of it.
+
+        Some optimizers, such as Adagrad, create their state in the constructor. Raises `ConfigError`.
+        """
         check_elementwise(optimizer)
+        for whole, shard in self.of.items():
+            if whole in optimizer.state:
+                optimizer.state[shard] = self._part_of_state(optimizer, whole)
+                del optimizer.state[whole]
         for group in optimizer.param_groups:
             group["params"] = [self.of.get(each, each) for each in group["params"]]
+
+    def _part_of_state(self, optimizer: Optimizer, whole: nn.Parameter) -> dict[str, Any]:
+        """The shard's part of tensors with a value for each of the parameter's; scalars as they are."""
+        from ddp_kit.parallel.dtensors import is_dtensor, local_part  # only needed here, and slow to import
+
+        piece, part = self.pieces[id(self.of[whole])], {}
+        for name, value in optimizer.state[whole].items():
+            if not isinstance(value, Tensor) or (value.ndim == 0 and whole.ndim > 0):
+                part[name] = value
+            elif value.shape == whole.shape:
+                part[name] = (local_part(value) if is_dtensor(value) else piece.of(value)).detach().clone()
+            else:
+                raise ConfigError(
+                    f"the optimizer {type(optimizer).__name__} has state that cannot be sharded: {name} of "
+                    f"{self.names[id(self.of[whole])]} has the shape {tuple(value.shape)}, the parameter "
+                    f"{tuple(whole.shape)}",
+                    "pass an optimizer without state, or use parallel='ddp', which does not shard",
+                )
+        return part
+
+
+def check_dense_gradients(model: nn.Module, strategy: str) -> None:
+    """Raise `ConfigError` for trained embeddings with sparse gradients, which have no shards."""
+    sparse = [
+        name or "the model"
+        for name, each in model.named_modules()
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse and each.weight.requires_grad
+    ]
+    if sparse:
+        raise ConfigError(
+            f"parallel.strategy={strategy!r} does not shard sparse gradients, such as those of {some(sparse)}",
+            "leave out sparse=True, or use parallel='ddp'",
+        )
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
     """Raise `ConfigError` for an optimizer that updates a shard differently from the same part of the whole tensor.
 
-    Runs an optimizer of the same class and settings on a small matrix, and on its two flattened halves.
+    Runs an optimizer of the same class and settings on small tensors, and two others on their flattened halves.
     """
-    name = type(optimizer).__name__
+    before = random_states()
     try:
-        with torch.random.fork_rng(devices=[]):
-            whole, halves = _trained(optimizer, parts=1), _trained(optimizer, parts=2)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        problem = f"shards are vectors, and on vectors it fails with {type(error).__name__}: {error}"
-    else:
-        if torch.equal(whole, halves):
-            return
-        problem = "its update of a value depends on the other values of the tensor"
-    raise ConfigError(
-        f"the optimizer {name} cannot be sharded: {problem}",
-        "use an optimizer that updates each value independently, such as AdamW or SGD; or parallel='ddp', which does "
-        "not shard",
-    )
+        problem = _problem_of(optimizer)
+    finally:
+        set_random_states(before)
+    if problem is not None:
+        raise ConfigError(
+            f"the optimizer {type(optimizer).__name__} cannot be sharded: {problem}",
+            "use an optimizer that updates each value independently, such as AdamW or SGD; or parallel='ddp', which "
+            "does not shard",
+        )
+
+
+def _problem_of(optimizer: Optimizer) -> str | None:
+    """Why it cannot be sharded. Users write optimizers too, so a trial may raise anything."""
+    try:
+        whole = _trial(optimizer, None)
+    except Exception as error:
+        return f"a trial of an optimizer with its settings fails with {type(error).__name__}: {error}"
+    if all(torch.equal(each, whole[0]) for each in whole):
+        return "a trial does not change any weights, so nothing shows that it updates each value independently"
+    try:
+        halves = [_trial(optimizer, half) for half in (slice(_VALUES // 2), slice(_VALUES // 2, None))]
+    except Exception as error:
+        return f"shards are vectors, and on vectors it fails with {type(error).__name__}: {error}"
+    pairs = zip(whole, [torch.cat(both, dim=-1) for both in zip(*halves, strict=True)], strict=True)
+    if not all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in pairs):
+        return "its update of a value depends on other values"
+    try:
+        _trial(optimizer, slice(0))
+    except Exception as error:
+        return f"shards may be empty, and on empty tensors it fails with {type(error).__name__}: {error}"
+    return None
 
 
 def settings_of(kind: Any, group: Mapping[str, Any], *, kernels: bool = False) -> dict[str, Any]:
@@ -82,17 +141,51 @@ def settings_of(kind: Any, group: Mapping[str, Any], *, kernels: bool = False) -
     }
 
 
-def _trained(optimizer: Optimizer, parts: int) -> Tensor:
-    """The values of a matrix after some steps of the optimizer, on the whole matrix or on that many flat parts."""
-    made: Any = type(optimizer)
-    values = torch.linspace(-1.0, 2.0, _ROWS * _COLUMNS).reshape(_ROWS, _COLUMNS)
-    held = [values] if parts == 1 else [*values.reshape(-1).clone().chunk(parts)]
-    parameters = [nn.Parameter(each.clone()) for each in held]
-    trial: Optimizer = made(parameters, **settings_of(made, optimizer.param_groups[0]))
+def _trial_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's settings for a trial on the CPU, in containers of their own."""
+    left_out = ("params", "param_names", *_KERNELS)
+    settings = {
+        name: deepcopy(value) if isinstance(value, list | dict | set) else value
+        for name, value in group.items()
+        if name not in left_out and not isinstance(value, Tensor)
+    }
+    if isinstance(group.get("lr"), int | float | Tensor):
+        rates = (group["lr"], group.get("initial_lr"))
+        settings["lr"] = max([_RATE, *(each for each in rates if isinstance(each, int | float))])
+    return settings
+
+
+def _trial(optimizer: Optimizer, part: slice | None) -> list[Tensor]:
+    """The values of small tensors at the start and after each step, a row for each tensor. `part`: only that part of
+    each tensor, as a vector."""
+    kind: Any = type(optimizer)
+    settings: dict[str, dict[str, Any]] = {}
+    for group in map(_trial_settings, optimizer.param_groups):
+        settings.setdefault(repr({name: value for name, value in group.items() if name not in _RATES}), group)
+
+    def tensors(values: Tensor) -> list[Tensor]:
+        if part is None:
+            return [values.reshape(shape).clone() for shape in _SHAPES]
+        return [values[part].clone() for _ in _SHAPES]
+
+    start = torch.linspace(-1.0, 2.0, _VALUES, dtype=torch.float32, device="cpu")
+    groups = [{**each, "params": [nn.Parameter(one) for one in tensors(start)]} for each in settings.values()]
+    parameters = [each for group in groups for each in group["params"]]
+    arguments = settings_of(kind, groups[0])
+    if len(groups) > 1:
+        trial: Optimizer = kind(groups, **arguments)
+    else:  # not every constructor takes groups
+        trial = kind(parameters, **arguments)
+        trial.param_groups[0].update(next(iter(settings.values())))
+    rows = [_rows(parameters)]
     for step in range(_STEPS):
-        for number, parameter in enumerate(parameters):
-            gradient = torch.cos(values * (step + 1.0))
-            share = gradient if parts == 1 else gradient.reshape(-1).chunk(parts)[number]
-            parameter.grad = share.clone()
+        gradient = torch.cos(start * (step + 1.0)) * _SCALES[step % len(_SCALES)]
+        for parameter, each in zip(parameters, tensors(gradient) * len(groups), strict=True):
+            parameter.grad = each.clone()
         trial.step()
-    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+        rows.append(_rows(parameters))
+    return rows
+
+
+def _rows(parameters: list[nn.Parameter]) -> Tensor:
+    return torch.stack([each.detach().reshape(-1).clone() for each in parameters])

@@ -21,7 +21,7 @@ class _Group:
     """Nodes between output and input from which the same leaves get gradients, and these leaves."""
 
     nodes: list[Node] = field(default_factory=list)
-    leaves: set[Tensor] = field(default_factory=set)
+    leaves: dict[Tensor, None] = field(default_factory=dict)
 
 
 def backward_to_input(output: Tensor, gradient: Tensor | None, received: Tensor | None) -> Callable[[], None]:
@@ -35,7 +35,7 @@ def backward_to_input(output: Tensor, gradient: Tensor | None, received: Tensor 
     if output.grad_fn is None:  # it is what was received
         torch.autograd.backward(output, gradient)
         return lambda: None
-    path = set() if received is None or not received.requires_grad else _path(output.grad_fn, received)
+    path = {} if received is None or not received.requires_grad else _path(output.grad_fn, received)
     if received is None or not path:
         return partial(torch.autograd.backward, output, gradient)
     groups = _groups(path)
@@ -50,7 +50,9 @@ def backward_to_input(output: Tensor, gradient: Tensor | None, received: Tensor 
 
 
 def _note(reached: dict[Node, Gradients], node: Node, gradients: Gradients) -> None:
-    reached[node] = gradients
+    # Copies: the gradient of a broadcast weight can be a view of these. The next pass adds to it in place, while the
+    # stage before may still wait for the same memory.
+    reached[node] = tuple(None if each is None else each.clone() for each in gradients)
 
 
 def _backward_to_leaves(groups: list[_Group], reached: dict[Node, Gradients]) -> None:
@@ -78,10 +80,11 @@ def _backward_to_leaves(groups: list[_Group], reached: dict[Node, Gradients]) ->
     reached.clear()
 
 
-def _path(root: Node, received: Tensor) -> set[Node]:
-    """The nodes from which a backward pass comes to `received`."""
+def _path(root: Node, received: Tensor) -> dict[Node, None]:
+    """The nodes from which a backward pass reaches `received`, in the same order in every run: gradients are added in
+    this order."""
     before: dict[Node, list[Node]] = {root: []}
-    ahead, path = [root], set[Node]()
+    ahead, path = [root], dict[Node, None]()
     back = list[Node]()
     while ahead:
         node = ahead.pop()
@@ -96,26 +99,26 @@ def _path(root: Node, received: Tensor) -> set[Node]:
     while back:
         node = back.pop()
         if node not in path:
-            path.add(node)
+            path[node] = None
             back += before[node]
     return path
 
 
-def _groups(path: set[Node]) -> list[_Group]:
+def _groups(path: dict[Node, None]) -> list[_Group]:
     """What is to be computed in the second part; nodes that share a leaf are in one group."""
     of_leaf: dict[Tensor, _Group] = {}
     for node in path:
         group = _Group([node], _leaves_beside(node, path))
-        for other in {of_leaf[leaf] for leaf in group.leaves if leaf in of_leaf}:
+        for other in dict.fromkeys(of_leaf[leaf] for leaf in group.leaves if leaf in of_leaf):
             group.nodes += other.nodes
             group.leaves |= other.leaves
         of_leaf.update(dict.fromkeys(group.leaves, group))
     return [*dict.fromkeys(of_leaf.values())]
 
 
-def _leaves_beside(node: Node, path: set[Node]) -> set[Tensor]:
+def _leaves_beside(node: Node, path: dict[Node, None]) -> dict[Tensor, None]:
     """The leaves that get gradients from a node of the path other than along it."""
-    seen, leaves = set[Node](), set[Tensor]()
+    seen, leaves = set[Node](), dict[Tensor, None]()
     ahead = [node]
     while ahead:
         for following, _ in ahead.pop().next_functions:
@@ -123,5 +126,5 @@ def _leaves_beside(node: Node, path: set[Node]) -> set[Tensor]:
                 seen.add(following)
                 ahead.append(following)
                 if hasattr(following, "variable"):
-                    leaves.add(following.variable)
+                    leaves[following.variable] = None
     return leaves

@@ -1,6 +1,7 @@
 """The stages of a pipeline: how a model is cut, and how its own forward pass runs on one of them."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,11 @@ class Chain:
     """Their names in it."""
     stages: tuple[range, ...]
     """The numbers of the blocks of each stage."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the blocks in the model."""
+        return [f"{self.prefix}.{key}" if self.prefix else key for key in self.keys]
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The blocks, in call order."""
@@ -108,7 +114,7 @@ def _named_chain(model: nn.Module, names: Sequence[str], stages: int) -> Chain:
         )
     if begins[0] == 0:
         raise ConfigError(
-            f"parallel.stages names {names[0]}, the first of its kind, with which the first stage begins anyhow",
+            f"parallel.stages names {names[0]}, the first of the blocks, where the first stage begins in any case",
             "name the modules at which the stages after the first begin",
         )
     edges = [0, *begins, len(keys)]
@@ -147,7 +153,7 @@ class StageModel:
         self.model = model
         self._own, self._stage = chain.stages[stage], stage
         self._parent = model.get_submodule(chain.prefix)
-        self._names = [f"{chain.prefix}.{key}" if chain.prefix else key for key in chain.keys]
+        self._names = chain.names
         self._blocks = dict(zip(chain.keys, chain.blocks(model), strict=True))
         self._stand_ins = {
             key: _StandIn(block, self._standing_in(number, block))
@@ -158,19 +164,27 @@ class StageModel:
         self._items = -1  # of the output of the last block that was called
         self._received: Tensor | None = None
         self._received_items = -1
+        self._before_blocks: Callable[[], None]
 
-    def call(self, function: Callable[[nn.Module, Any], Any], batch: Any, came: Received | None = None) -> Any:
+    def call(
+        self,
+        function: Callable[[nn.Module, Any], Any],
+        batch: Any,
+        came: Received | None = None,
+        before_blocks: Callable[[], None] = lambda: None,
+    ) -> Any:
         """What `function(model, batch)` returns on the last stage; the others raise `PassedOn`.
 
-        `came`: from the stage before; None on the first.
+        `came`: from the stage before; None on the first. `before_blocks`: called before the first block of this stage.
         """
+        self._before_blocks = before_blocks
         self._next, self._items = 0, -1
         self._received, self._received_items = (None, -1) if came is None else (came.tensor, came.items)
         with self._standing():
             value = function(self.model, batch)
         if self._next != len(self._names):
             raise LossError(
-                f"a call with the model has come to {self._next} of its {len(self._names)} blocks in a pipeline",
+                f"a call of the model ran {self._next} of its {len(self._names)} blocks in a pipeline",
                 "let the loss function call model(...) once, each time; and the model call all of its blocks",
             )
         return value
@@ -195,6 +209,8 @@ class StageModel:
             if number == self._own.stop:
                 raise PassedOn(args[0], self._items)
             self._next += 1
+            if number == self._own.start:
+                self._before_blocks()
             if number < self._own.start:
                 return self._returned(is_sent=number == self._own.start - 1)
             output = block(*args, **kwargs)
@@ -261,13 +277,28 @@ def holders_before_first_pass(
         for number in numbers:
             for each in blocks[number].parameters():
                 inside.setdefault(each, set()).add(places[stage])
-    of_blocks = {module for block in blocks for module in block.modules()}
-    outside = {
-        each for module in model.modules() if module not in of_blocks for each in module.parameters(recurse=False)
-    }
-    shared = {each for each, held in inside.items() if len(held) > 1} | outside
+    shared = {each for each, held in inside.items() if len(held) > 1} | _outside(model, blocks)
     held = {each: tuple(sorted(set(places))) if each in shared else tuple(inside[each]) for each in model.parameters()}
     return held, [each for each in model.parameters() if each in shared and each.requires_grad]
+
+
+def _outside(model: nn.Module, blocks: Sequence[nn.Module]) -> set[nn.Parameter]:
+    of_blocks = {module for block in blocks for module in block.modules()}
+    return {each for module in model.modules() if module not in of_blocks for each in module.parameters(recurse=False)}
+
+
+def sharded_parameters(model: nn.Module, chain: Chain) -> dict[nn.Parameter, str]:
+    """What FSDP shards, with the names of the blocks: the parameters that one block alone has. Those outside of the
+    blocks stay whole, since the first pass alone shows who needs them; and those without a dimension."""
+    blocks = chain.blocks(model)
+    uses = Counter(each for block in blocks for each in {*block.parameters()})
+    apart = _outside(model, blocks)
+    return {
+        each: name
+        for name, block in zip(chain.names, blocks, strict=True)
+        for each in block.parameters()
+        if uses[each] == 1 and each.ndim and each not in apart
+    }
 
 
 def holders_after_first_pass(
@@ -293,7 +324,7 @@ def holders_after_first_pass(
 
 
 def leaves_of(root: Any) -> set[Tensor]:
-    """The leaves that a backward pass from a tensor comes to."""
+    """The leaves that a backward pass from a tensor reaches."""
     found: set[Tensor] = set()
     seen: set[Any] = set()
     ahead = [root.grad_fn] if isinstance(root, Tensor) else []

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -136,14 +136,14 @@ class Strategy(ABC):
         """How often the strategy calls the loss function for a batch: once for each part of the model on this rank."""
         return 1
 
-    equal_passes: ClassVar[bool] = False
+    equal_passes: bool = False
     """Whether each pass has collectives, so that all ranks run the same number: those that have fewer samples repeat
     a batch with zero weight."""
-    shards: ClassVar[bool] = False
+    shards: bool = False
     """Whether the optimizer of each rank holds a part of what is trained, rather than all of it."""
-    divides_weights: ClassVar[bool] = False
+    divides_weights: bool = False
     """Whether each rank holds a part of the weights, so that `model_state` gives pieces."""
-    replaces_parameters: ClassVar[bool] = False
+    replaces_parameters: bool = False
     """Whether `setup` puts other parameters into the model, so that the optimizer has to be made after it."""
 
     # --- set up ---------------------------------------------------------------------------------------------------

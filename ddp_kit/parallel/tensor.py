@@ -9,7 +9,7 @@ A column layer passes its part of the outputs to a row layer in the same parent 
 head of a language model, its outputs are gathered. Source: Shoeybi et al. 2019, arXiv 1909.08053.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from torch import nn
@@ -26,15 +26,14 @@ from torch.distributed.tensor.parallel import (
 _TOKENS = 1  # the dimension of the sequence
 
 
-def split_layers(model: nn.Module, unit: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Replace the parameters of the planned layers in `unit`, a module of the model, with this rank's part of them.
+def split_layers(model: nn.Module, inside: Set[nn.Module], plan: Mapping[str, str], mesh: DeviceMesh) -> None:
+    """Replace the parameters of the planned layers among the modules `inside` with this rank's part of them.
 
     Every rank of `mesh` must hold the same whole parameters before the call.
     """
     layers = {name: module for name, module in model.named_modules() if name in plan}
     summed = {name.rpartition(".")[0] for name in plan if plan[name] == "row" and isinstance(layers[name], nn.Linear)}
     sequence = "sequence" in plan.values()
-    inside = set(unit.modules())
     for name, layer in layers.items():
         if layer in inside and not _is_split(layer):
             style = _style(layer, plan[name], paired=name.rpartition(".")[0] in summed, sequence=sequence)

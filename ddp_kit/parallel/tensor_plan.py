@@ -25,8 +25,18 @@ def tensor_plan(model: nn.Module, config: ParallelConfig) -> dict[str, str]:
                 f"nearest: {nearest(pattern, [*modules]) or some([*modules][1:])}",
             )
         plan |= dict.fromkeys(found, kind)
+    users: dict[nn.Parameter, list[str]] = {}
+    for name, module in modules.items():
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(parameter, []).append(name)
     for name, kind in plan.items():
         _check_layer(name, modules[name], kind, config.tensor)
+        tied = {other for each in modules[name].parameters(recurse=False) for other in users[each]} - {name}
+        if tied:  # they would be two weights from then on
+            raise ConfigError(
+                f"parallel.tensor_plan names {name}, which shares a weight with {some(sorted(tied))}",
+                "leave them out of parallel.tensor_plan, or give each a weight of its own",
+            )
     return plan
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ TIMEOUT_SECONDS = 120.0
 _FIRST_TIMEOUT_SECONDS = 600.0  # as long as a collective's: in a first pass a rank may be compiling
 _LONGEST_PAUSE = 0.25
 _PREFIX = "ddp_kit/units"
+_numbers = count()  # of the models that this process trains
 _END = "the end of the pass"
 _HINT = (
     "let all ranks run the same modules: decide what is left out by numbers that are the same on all of them, or "
@@ -44,6 +46,7 @@ class UnitOrder:
     def __init__(self, world: World, units: Mapping[str, nn.Module]) -> None:
         self._world = world
         self._store: Any = None  # a connection of its own
+        self._prefix = f"{_PREFIX}/{next(_numbers)}"
         self._orders: dict[str, list[str]] = {}  # of the latest pass of each kind
         self._expected: list[str] | None = None  # None: outside of a pass, as in recomputation
         self._kind = ""
@@ -56,15 +59,17 @@ class UnitOrder:
                 unit.register_forward_hook(partial(self._before, "the model's end"))
 
     @contextmanager
-    def in_pass(self, kind: str) -> Iterator[None]:
-        """The context of one forward pass. `kind`: passes of one kind usually have the same order.
+    def in_pass(self, kind: str) -> Iterator[list[str]]:
+        """The context of one forward pass; yields the list to which the names of its units are added as they run.
+
+        `kind`: passes of one kind usually have the same order.
 
         Raises `LossError` where ranks differ.
         """
         self._kind, self._expected, self._seen, self._at = kind, self._orders.get(kind, []), [], 0
         self._passes += 1
         try:
-            yield
+            yield self._seen
             if self._at < len(self._expected) or not self._expected:
                 self._compare(_END)
             self._orders[kind] = self._seen
@@ -89,8 +94,8 @@ class UnitOrder:
         if self._store is None:
             self._store = default_store().clone()  # type: ignore[attr-defined]
         store, rank = self._store, self._world.rank
-        keys = [f"{_PREFIX}/{self._compared}/{each}" for each in range(self._world.world_size)]
-        before, self._compared = f"{_PREFIX}/{self._compared - 1}/{rank}", self._compared + 1
+        keys = [f"{self._prefix}/{self._compared}/{each}" for each in range(self._world.world_size)]
+        before, self._compared = f"{self._prefix}/{self._compared - 1}/{rank}", self._compared + 1
         own = f"{place} in {self._kind} {self._passes}"
         store.set(keys[rank], own)
         self._wait(keys, own)
@@ -101,7 +106,7 @@ class UnitOrder:
         """The ranks that are not here yet. Raises `LossError` where one is elsewhere."""
         there = {rank: self._store.get(key).decode() for rank, key in enumerate(keys) if self._store.check([key])}
         if set(there.values()) != {own}:
-            shown = ", ".join(f"rank {rank} comes to {words}" for rank, words in there.items())
+            shown = ", ".join(f"rank {rank} is at {words}" for rank, words in there.items())
             raise LossError(f"the ranks do not run the same units of FSDP: {shown}", _HINT)
         return [rank for rank in range(self._world.world_size) if rank not in there]
 
@@ -124,8 +129,6 @@ class UnitOrder:
 
     def _problem(self, own: str, missing: list[int]) -> str:
         left = self._expected[self._at : self._at + 1] if self._expected else []
-        before = f"where {left[0]} was before" if left else "which was not there before"
-        return (
-            f"rank {self._world.rank} comes to {own}, {before}; rank {', '.join(map(str, missing))} did not come to "
-            "the same unit of FSDP"
-        )
+        before = f"where the pass before had {left[0]}" if left else "which the pass before did not have"
+        others = ", ".join(map(str, missing))
+        return f"rank {self._world.rank} is at {own}, {before}; rank {others} did not reach the same unit of FSDP"

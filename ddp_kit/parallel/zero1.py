@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ddp_kit.config import ParallelConfig
 from ddp_kit.parallel.ddp import DdpStrategy
-from ddp_kit.parallel.shards import Shards
+from ddp_kit.parallel.shards import Shards, check_dense_gradients
 from ddp_kit.parallel.strategy import Passes, Strategy
 from ddp_kit.pieces import Piece
 from ddp_kit.torch_internals import gather_ranges
@@ -44,7 +44,13 @@ class Zero1Strategy(DdpStrategy):
     def optimizer_replicas(self) -> tuple[range, ...]:
         return tuple(range(rank, rank + 1) for rank in range(self.world.world_size))
 
+    def check(self, model: nn.Module) -> None:
+        super().check(model)
+        check_dense_gradients(model, self.config.strategy)
+
     def setup(self, model: nn.Module) -> None:
+        for each in model.parameters():  # DDP's buckets keep these strides, and the flat tensor is in row-major order
+            each.data = each.data.contiguous()
         super().setup(model)
         if self._flat:  # called again after `release`: the optimizer still holds the first shards
             return

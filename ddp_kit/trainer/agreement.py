@@ -17,13 +17,13 @@ from ddp_kit.world import World
 
 Facts = dict[str, int | str]
 
-_MAY_DIFFER = {"num_workers", "pin_memory", "prefetch_batches"}  # how batches are fetched, not which
+_MAY_DIFFER = {"num_workers", "pin_memory", "prefetch_batches"}  # these do not change which batches are fetched
 
 
 def check_agreement(world: World, facts: Facts, groups: Sequence[Sequence[int]] = ()) -> None:
-    """Raise `DataError` if the ranks do not agree. A collective: all ranks call it with the same fact names.
+    """Raise `DataError` if the ranks' facts differ. A collective: all ranks call it with the same fact names.
 
-    Integers are exchanged as they are, text as a digest. `groups`: see `first_difference`.
+    `facts`: name -> value; integers are exchanged as they are, strings as digests. `groups`: see `first_difference`.
     """
     found = first_difference(world, facts, groups)
     if found is not None:
@@ -35,9 +35,9 @@ def check_agreement(world: World, facts: Facts, groups: Sequence[Sequence[int]] 
 
 
 def first_difference(world: World, facts: Facts, groups: Sequence[Sequence[int]] = ()) -> str | None:
-    """The first fact that differs between ranks, and the ranks; None if none does. A collective.
+    """A description of the first fact that differs between ranks, and of the ranks; None: all are equal. A collective.
 
-    `groups`: ranks are compared only within their group; empty: one group of all ranks.
+    `groups`: compare ranks only within each group; empty: compare all ranks.
     """
     numbers = [fact if isinstance(fact, int) else digest_of(fact.encode()) for fact in facts.values()]
     table = zip(*gathered(world, numbers), strict=True)
@@ -59,9 +59,9 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def first_losses(world: World, facts: tuple[int, int], problem: DdpKitError | None) -> list[tuple[int, int]]:
-    """Every rank's facts about its first loss. A collective: all ranks call it once.
+    """Exchange facts about each rank's first loss; returns them in rank order. A collective: all ranks call it once.
 
-    If any rank has a problem, all ranks raise; only the lowest rank with a problem reports its error.
+    If any rank has a problem, all ranks raise an error; only the lowest rank with a problem reports its own.
     """
     everyone = gathered(world, [*facts, problem is not None])
     troubled = [rank for rank, (*_, trouble) in enumerate(everyone) if trouble]
@@ -76,7 +76,7 @@ def first_losses(world: World, facts: tuple[int, int], problem: DdpKitError | No
 
 
 def facts_of_run(config: TrainerConfig, optimizer: Optimizer, metrics: Iterable[str]) -> Facts:
-    """Facts that must be the same on all ranks, except those about the data."""
+    """Facts about configuration, optimizer and metrics that must be the same on all ranks."""
     settings = config.model_dump(mode="json", exclude={"data": _MAY_DIFFER})
     facts: Facts = {f"the setting {name}": repr(value) for name, value in settings.items()}
     return facts | {

@@ -1,17 +1,17 @@
-"""A monitored barrier before the Trainer's collectives: it reports which ranks are missing, and where they are.
+"""A monitored barrier before the Trainer's collectives, which reports which ranks are missing, and where they are.
 
-It uses the process group's store instead of a collective: if another rank is in a gradient reduction, two mismatched
-collectives would hang, crash, or silently give wrong numbers.
+It uses the process group's store instead of a collective: if another rank is in a gradient reduction, the mismatched
+collectives would hang, crash, or silently return wrong numbers.
 
     wait_for_all(world, "trainer.fit() after step 0"):
         write to the store that this rank has arrived
-        until all ranks have:
-            a rank's process has ended                       -> WorldError
-            a rank has started later collectives             -> WorldError: it skipped this barrier
-            a few seconds have passed                        -> one line: which ranks are missing, and where they are
+        until all ranks have arrived:
+            a missing rank's process has ended               -> WorldError
+            a missing rank has started later collectives     -> WorldError: it skipped this barrier
+            a few seconds have passed                        -> log which ranks are missing, and where they are
             the barrier timeout has passed                   -> WorldError
 
-A thread in each process writes its rank's place to the store when another rank asks for it.
+A thread in each process answers other ranks that ask where this rank is.
 """
 
 import atexit
@@ -33,15 +33,16 @@ from ddp_kit.torch_internals import collectives_of_default_group, default_store
 from ddp_kit.world import World, join
 
 TIMEOUT_SECONDS = 600.0
-"""The barrier timeout, as long as a collective's: a missing rank may still be preparing something."""
+"""The barrier timeout, the same as that of collectives: a missing rank may be busy with something that takes long."""
 ANSWER_SECONDS = 1.0
-"""The poll interval for questions from other ranks, and the interval between two questions."""
+"""The interval between two checks for questions from other ranks, and between two questions of a waiting rank."""
 SILENT_SECONDS = 5.0
-"""The wait before the first line about missing ranks, and how long a rank must be past the barrier to be an error."""
+"""The time before the first log line about missing ranks, and before a rank past the barrier is an error."""
 REPEAT_SECONDS = 60.0
+"""The time between two log lines about missing ranks."""
 _LONGEST_PAUSE = 0.25  # between two polls for missing ranks
-_FAREWELL_SECONDS = 5.0
-_LOOKS_PER_SECOND = 500  # the maximum of store polls, summed over all ranks
+_JOIN_SECONDS = 5.0  # for the answering thread
+_POLLS_PER_SECOND = 500  # the maximum of store polls, summed over all ranks
 
 _PREFIX = "ddp_kit/barrier"
 _HINT = (
@@ -52,17 +53,18 @@ _HINT = (
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank is."""
+class RankLocation:
+    """Where a rank is in its program."""
 
     collectives: int
-    """How many collectives it has started in the default group."""
+    """The number of collectives that it has started in the default group."""
     words: str
+    """A description, such as a call of the Trainer or a phase of a step."""
 
     @staticmethod
-    def parse(text: str) -> "Place":
+    def parse(text: str) -> "RankLocation":
         collectives, _, words = text.partition(" ")
-        return Place(int(collectives), words)
+        return RankLocation(int(collectives), words)
 
     def __str__(self) -> str:
         return f"{self.collectives} {self.words}"
@@ -70,23 +72,25 @@ class Place:
 
 @dataclass
 class _Barriers:
-    """This process's state between barriers."""
+    """This process's state that all barriers share."""
 
     group_store: Any
+    """The store of the current default process group."""
     store: Any
     """A separate connection to the same store."""
     rank: int
     passed: int = 0
+    """The number of barriers so far."""
     collectives: list[int] = field(default_factory=list)
-    """How many collectives each rank had started at the last barrier."""
-    heart: Heartbeat | None = None
+    """The number of collectives that each rank had started at the last barrier."""
+    heartbeat: Heartbeat | None = None
     """The heartbeat of the newest Trainer."""
     owner: int = field(default_factory=os.getpid)
     closed: threading.Event = field(default_factory=threading.Event)
 
     @property
     def where(self) -> str:
-        return self.heart.where if self.heart is not None else "the script"
+        return self.heartbeat.where if self.heartbeat is not None else "the script"
 
     def serve(self, store: Any, pause: float) -> None:
         """Write where this rank is whenever another rank asks."""
@@ -98,25 +102,25 @@ class _Barriers:
                     asked = latest
                     store.set(
                         f"{_PREFIX}/answer/{self.rank}",
-                        str(Place(collectives_of_default_group(), self.where)),
+                        str(RankLocation(collectives_of_default_group(), self.where)),
                     )
 
     def end(self) -> None:
         """Announce that this rank's process is ending."""
-        if os.getpid() != self.owner or self.closed.is_set():  # a forked child inherits this object
+        if os.getpid() != self.owner or self.closed.is_set():  # a forked child inherits the object, but not the thread
             return
         self.closed.set()
-        with suppress(RuntimeError, ValueError):  # the store may have closed before
+        with suppress(RuntimeError, ValueError):  # the store may be closed already
             self.store.set(f"{_PREFIX}/ended/{self.rank}", "")
         # A thread that the interpreter stops inside torch's store would abort the process.
-        self.thread.join(_FAREWELL_SECONDS)
+        self.thread.join(_JOIN_SECONDS)
 
     def start(self, store: Any, pause: float) -> None:
-        """Start the answering thread. `store`: its own connection."""
+        """Start the answering thread. `store`: a connection for it alone. `pause`: seconds between its polls."""
         self.thread = threading.Thread(target=self.serve, args=[store, pause], name="barrier", daemon=True)
         self.thread.start()
         atexit.register(self.end)
-        Finalize(None, self.end, exitpriority=0)  # multiprocessing children skip atexit handlers
+        Finalize(None, self.end, exitpriority=0)  # because multiprocessing children skip atexit handlers
 
 
 _current: list[_Barriers] = []  # at most one, for the current process group
@@ -128,14 +132,14 @@ def _barriers(world: World) -> _Barriers:
         for old in _current:
             old.end()
         _current[:] = [_Barriers(group_store, group_store.clone(), world.rank)]
-        _current[0].start(group_store.clone(), max(ANSWER_SECONDS, world.world_size / _LOOKS_PER_SECOND))
+        _current[0].start(group_store.clone(), max(ANSWER_SECONDS, world.world_size / _POLLS_PER_SECOND))
     return _current[0]
 
 
-def joined(place: str, *, share_gpus: bool) -> World:
-    """Join the process group (`world.join`) and wait until all ranks have.
+def join_world(place: str, *, share_gpus: bool) -> World:
+    """Join the process group with `world.join`, and wait at a barrier until all ranks have.
 
-    If this takes long, rank 0 logs what it waits for, then rank 1.
+    If that takes long, ranks 0 and 1 log what they wait for. `place`: the call, for messages.
     """
     world = join(share_gpus=share_gpus, starting=partial(_warned_when_late, place))
     log.start(world.rank, world.world_size)
@@ -145,7 +149,7 @@ def joined(place: str, *, share_gpus: bool) -> World:
 
 @contextmanager
 def _warned_when_late(place: str, rank: int, world_size: int) -> Iterator[None]:
-    """Warn if forming the process group takes long. There is no store yet that could tell which ranks are missing."""
+    """Log a warning if creating the process group takes long; which ranks are missing is unknown without a store."""
 
     def warn() -> None:
         log.start(rank, world_size)
@@ -168,20 +172,20 @@ def _warned_when_late(place: str, rank: int, world_size: int) -> Iterator[None]:
         timer.cancel()
 
 
-def watch(world: World, heart: Heartbeat) -> None:
-    """Let the other ranks find out where this rank is, and when its process has ended."""
+def watch(world: World, heartbeat: Heartbeat) -> None:
+    """Let other ranks find out where this rank is, by its heartbeat, and when its process has ended."""
     if world.world_size > 1:
-        _barriers(world).heart = heart
+        _barriers(world).heartbeat = heartbeat
 
 
 def wait_for_all(world: World, place: str) -> None:
-    """Wait until all ranks are at the same place. Raises `WorldError` if one is elsewhere or does not arrive."""
+    """Wait until all ranks are at the same place. Raises `WorldError` if a rank is elsewhere, or does not arrive."""
     if world.world_size == 1:
         return
     barriers = _barriers(world)
     keys = [f"{_PREFIX}/{barriers.passed}/{rank}" for rank in range(world.world_size)]
     barriers.passed += 1
-    found = _all_here(world, barriers, keys, place, TIMEOUT_SECONDS)
+    found = _arrive_and_wait(world, barriers, keys, place, TIMEOUT_SECONDS)
     if len({each.words for each in found}) > 1:
         raise WorldError(
             "the ranks made different calls: "
@@ -191,25 +195,29 @@ def wait_for_all(world: World, place: str) -> None:
     barriers.collectives = [each.collectives for each in found]
 
 
-def all_come(world: World, place: str, name: str, seconds: float) -> bool:
-    """Whether all ranks arrive in time at a place that a rank may skip. `name`: its key, used once per process."""
+def all_arrive(world: World, place: str, name: str, seconds: float) -> bool:
+    """Whether all ranks arrive within `seconds` at a barrier that a rank may skip. `name`: a unique key for it."""
     if world.world_size == 1:
         return True
     barriers = _barriers(world)
     try:
-        _all_here(world, barriers, [f"{_PREFIX}/{name}/{rank}" for rank in range(world.world_size)], place, seconds)
+        _arrive_and_wait(
+            world, barriers, [f"{_PREFIX}/{name}/{rank}" for rank in range(world.world_size)], place, seconds
+        )
     except WorldError:
         return False
     return True
 
 
-def _all_here(world: World, barriers: _Barriers, keys: Sequence[str], words: str, seconds: float) -> list[Place]:
-    """The place that each rank wrote on arrival. Raises `WorldError` if a rank does not arrive."""
-    own = Place(collectives_of_default_group(), words)
+def _arrive_and_wait(
+    world: World, barriers: _Barriers, keys: Sequence[str], words: str, seconds: float
+) -> list[RankLocation]:
+    """Announce this rank's arrival and wait for the others; returns the ranks' locations. Raises `WorldError`."""
+    own = RankLocation(collectives_of_default_group(), words)
     try:
         barriers.store.set(keys[world.rank], str(own))
-        _Wait(world, barriers, keys, own, time.monotonic() + seconds).until_all_are_here()
-        return [Place.parse(text.decode()) for text in barriers.store.multi_get(list(keys))]
+        _Wait(world, barriers, keys, own, time.monotonic() + seconds).until_all_arrived()
+        return [RankLocation.parse(text.decode()) for text in barriers.store.multi_get(list(keys))]
     except (RuntimeError, ValueError) as error:
         raise _gone(world, words, error) from None
 
@@ -217,7 +225,9 @@ def _all_here(world: World, barriers: _Barriers, keys: Sequence[str], words: str
 class _Wait:
     """One rank's wait for the others at a barrier."""
 
-    def __init__(self, world: World, barriers: _Barriers, keys: Sequence[str], own: Place, deadline: float) -> None:
+    def __init__(
+        self, world: World, barriers: _Barriers, keys: Sequence[str], own: RankLocation, deadline: float
+    ) -> None:
         self._world = world
         self._barriers = barriers
         self._store = barriers.store
@@ -229,9 +239,9 @@ class _Wait:
         self._next_question -= 2 * ANSWER_SECONDS
         self._past_since: dict[int, float] = {}
 
-    def until_all_are_here(self) -> None:
+    def until_all_arrived(self) -> None:
         pause = 0.001
-        while not self._store.check(list(self._keys)):  # not store.wait: torch logs its own lines if that fails
+        while not self._store.check(list(self._keys)):  # not store.wait, which logs lines of torch's if it fails
             ended = [rank for rank in range(self._world.world_size) if self._store.check([_ended(rank)])]
             self._missing = [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
             self._refuse([rank for rank in self._missing if rank in ended], "its process has ended")
@@ -245,29 +255,29 @@ class _Wait:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _ask(self, now: float) -> None:
-        places = {rank: self._answer(rank) for rank in self._missing}
+        locations = {rank: self._answer(rank) for rank in self._missing}
         self._store.add(f"{_PREFIX}/asked", 1)
         speaker = min(rank for rank in range(self._world.world_size) if rank not in self._missing)
-        due = self._next_line if None not in places.values() else self._next_line + SILENT_SECONDS
+        due = self._next_line if None not in locations.values() else self._next_line + SILENT_SECONDS
         if now >= due and self._world.rank == speaker:
             self._next_line = now + REPEAT_SECONDS
-            shown = "; ".join(f"rank {rank} {_shown(place)}" for rank, place in places.items())
+            shown = "; ".join(f"rank {rank} {_shown(location)}" for rank, location in locations.items())
             logger.warning("rank {} is at {} and waits: {}", self._world.rank, self._own.words, shown)
-        for rank, place in places.items():
-            # The answer is stale if the rank has arrived since.
-            if place is None or not self._is_past(rank, place) or self._store.check([self._keys[rank]]):
+        for rank, location in locations.items():
+            # If the rank has arrived since, its answer is stale.
+            if location is None or not self._is_past(rank, location) or self._store.check([self._keys[rank]]):
                 self._past_since.pop(rank, None)
             elif now - self._past_since.setdefault(rank, now) >= SILENT_SECONDS:
-                self._refuse([rank], f"it did not make this call, and is in {place.words}")
+                self._refuse([rank], f"it did not make this call, and is in {location.words}")
 
-    def _answer(self, rank: int) -> Place | None:
+    def _answer(self, rank: int) -> RankLocation | None:
         key = f"{_PREFIX}/answer/{rank}"
-        return Place.parse(self._store.get(key).decode()) if self._store.check([key]) else None
+        return RankLocation.parse(self._store.get(key).decode()) if self._store.check([key]) else None
 
-    def _is_past(self, rank: int, place: Place) -> bool:
+    def _is_past(self, rank: int, location: RankLocation) -> bool:
         """Whether a rank has skipped the barrier: all ranks must arrive between the same two collectives."""
         before = self._barriers.collectives or [0] * self._world.world_size
-        return place.collectives - before[rank] > self._own.collectives - before[self._world.rank]
+        return location.collectives - before[rank] > self._own.collectives - before[self._world.rank]
 
     def _refuse(self, ranks: Sequence[int], why: str) -> None:
         if not ranks:
@@ -282,8 +292,8 @@ class _Wait:
         raise error
 
 
-def _shown(place: Place | None) -> str:
-    return "does not answer" if place is None else f"is in {place.words}"
+def _shown(location: RankLocation | None) -> str:
+    return "does not answer" if location is None else f"is in {location.words}"
 
 
 def _ended(rank: int) -> str:

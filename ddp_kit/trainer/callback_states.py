@@ -1,4 +1,4 @@
-"""The states of callbacks in a checkpoint: rank 0's, or every rank's if a callback sets `state_per_rank`."""
+"""The states of callbacks in a checkpoint: rank 0's, or every rank's for callbacks that set `state_per_rank`."""
 
 import base64
 import json
@@ -16,19 +16,19 @@ from ddp_kit.checkpoint.layout import DTYPES
 from ddp_kit.checkpoint.packing import pack
 from ddp_kit.checkpoint.unpacking import unpack
 from ddp_kit.log import logger
-from ddp_kit.trainer.fitting import fitting
+from ddp_kit.trainer.load_errors import explained_load_errors
 
 _OWN = "ddp_kit."
 _EVERY_RANK = "every_rank"
 
 
-def own_states(callbacks: Sequence[Callback]) -> list[str | None]:
-    """For each callback: this rank's state as text if it has a state per rank, else None."""
+def per_rank_states(callbacks: Sequence[Callback]) -> list[str | None]:
+    """For each callback: this rank's state as text if it sets `state_per_rank`, else None."""
     return [as_text(callback.state_dict()) if callback.state_per_rank else None for callback in callbacks]
 
 
 def callback_states(callbacks: Sequence[Callback], of_ranks: Sequence[Sequence[str | None]]) -> list[Any]:
-    """For each callback: its class name and state. `of_ranks`: every rank's `own_states`."""
+    """[class name, state] of each callback, for the checkpoint. `of_ranks`: every rank's `per_rank_states`."""
     states: list[Any] = []
     for number, callback in enumerate(callbacks):
         everyone = [own[number] for own in of_ranks]
@@ -38,9 +38,13 @@ def callback_states(callbacks: Sequence[Callback], of_ranks: Sequence[Sequence[s
 
 
 def load_callbacks(path: Path, callbacks: Sequence[Callback], saved: list[Any], rank: int, ranks: int) -> None:
-    """Load the saved states into callbacks of the same class, in order; warn about those without a counterpart."""
+    """Load saved states into callbacks of the same class, in order; log a warning about those without a counterpart.
+
+    `path`: of the checkpoint, for messages. `saved`: what `callback_states` returned. Raises `CheckpointError`, and
+    whatever a user's callback raises.
+    """
     there: dict[str, deque[Any]] = defaultdict(deque)
-    with fitting(path):
+    with explained_load_errors(path):
         for name, state in saved:
             there[name].append(state)
     without = []
@@ -48,13 +52,13 @@ def load_callbacks(path: Path, callbacks: Sequence[Callback], saved: list[Any], 
         name = type(callback).__name__
         if there[name]:
             own = type(callback).__module__.startswith(_OWN)  # errors in the user's callbacks are shown unchanged
-            with fitting(path):
+            with explained_load_errors(path):
                 state = (
                     _of_rank(there[name].popleft(), name, rank, ranks)
                     if callback.state_per_rank
                     else there[name].popleft()
                 )
-            with fitting(path) if own else nullcontext():
+            with explained_load_errors(path) if own else nullcontext():
                 callback.load_state_dict(state)
         elif type(callback).load_state_dict is not Callback.load_state_dict:
             without.append(name)
@@ -81,7 +85,7 @@ def _of_rank(saved: Any, name: str, rank: int, ranks: int) -> Any:
 
 
 def as_text(state: Any) -> str:
-    """`state` as JSON, with its tensors as a base64-encoded safetensors file."""
+    """A nested state as JSON text, with its tensors as a base64-encoded safetensors file."""
     packed = pack({"state": state})
     tensors = {f"{number}": each.tensor.detach().contiguous().cpu() for number, each in enumerate(packed.tensors)}
     names = {each.name: f"{number}" for number, each in enumerate(packed.tensors)}
@@ -90,7 +94,7 @@ def as_text(state: Any) -> str:
 
 
 def from_text(text: str) -> Any:
-    """The inverse of `as_text`. May raise any error for other text."""
+    """The inverse of `as_text`. Other text may raise any error."""
     saved = json.loads(text)
     tensors = safetensors.torch.load(base64.b64decode(saved["tensors"]))
     if not all(tensor.dtype in DTYPES and not _is_odd(tensor) for tensor in tensors.values()):
@@ -99,5 +103,5 @@ def from_text(text: str) -> Any:
 
 
 def _is_odd(tensor: torch.Tensor) -> bool:
-    """Whether a bool tensor has bytes other than 0 and 1."""
+    """Whether it is a bool tensor with bytes other than 0 and 1, which is undefined behaviour in torch."""
     return tensor.dtype == torch.bool and bool(tensor.numel()) and bool(tensor.view(torch.uint8).max() > 1)

@@ -1,4 +1,4 @@
-"""A run's checkpoints: when to write one, and which one to resume from."""
+"""Decides when a run writes a checkpoint, and from which one it resumes."""
 
 import json
 import secrets
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ddp_kit.callbacks import Callback
-from ddp_kit.checkpoint.loading import load, newer
+from ddp_kit.checkpoint.loading import from_newer_version, load
 from ddp_kit.checkpoint.lock import FolderLock
 from ddp_kit.checkpoint.packing import pack
 from ddp_kit.checkpoint.writing import set_aside, wait_for_writers
@@ -24,13 +24,13 @@ from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.manifest import checkpoints, name_of
 from ddp_kit.pieces import Piece
-from ddp_kit.trainer.exchange import every_text, gathered
-from ddp_kit.trainer.fitting import fitting, of_another_run
+from ddp_kit.trainer.exchange import gathered, gathered_bytes
 from ddp_kit.trainer.folder_use import FolderUse
+from ddp_kit.trainer.load_errors import explained_load_errors, mismatch_error
 from ddp_kit.trainer.log_points import LogPoints
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.position import Position
-from ddp_kit.trainer.retrying_saver import RetryingSaver, finishes_copy
+from ddp_kit.trainer.retrying_saver import RetryingSaver, copy_finisher
 from ddp_kit.trainer.run_state import RunState
 from ddp_kit.trainer.saved_parts import (
     VERSIONS,
@@ -50,18 +50,18 @@ from ddp_kit.trainer.saved_parts import (
 )
 from ddp_kit.trainer.step import OptimizerStep
 
-_COMPARED = 32  # newest checkpoints in which nodes with separate folders look for one that all of them have
+_COMPARED = 32  # how many of the newest checkpoints nodes with separate folders compare, to find a common one
 
-_WRITER_SECONDS = 30.0  # to wait for a save of the previous run: its writer process outlives it
-_CONFIG = "trainer-config.yaml"  # of a name that is hardly a file of the user's own
-_MARK = ".mark-"  # a file that shows whether two nodes see the same folder
+_WRITER_SECONDS = 30.0  # how long to wait for a save of the previous run, whose writer process may outlive it
+_CONFIG = "trainer-config.yaml"
+_MARK = ".mark-"  # the name prefix of a file that shows whether two nodes see the same folder
 
 Lineage = dict[str, str | None]
 """Identifies the run that a series of checkpoints belongs to: see `_lineage`."""
 
 
 class LineagePart(SavedPart):
-    """The job that started the run, and the checkpoint that it started from."""
+    """The run's lineage: the job that started it, and the checkpoint that it started from."""
 
     name = "lineage"
     required = False
@@ -99,8 +99,8 @@ class Checkpoints:
         self._lineage = LineagePart()
         self._random = RandomPart(parts, position)
         self._best = BestPart(self._config, position)
-        self._saved: list[SavedPart] = [
-            CallbacksPart(parts, callbacks),  # first: where a callback refuses its state, nothing else is loaded
+        self._saved_parts: list[SavedPart] = [
+            CallbacksPart(parts, callbacks),  # first: if a callback refuses its state, nothing else is loaded
             ModelPart(parts),
             OptimizerPart(parts),
             SchedulerPart(parts.scheduler),
@@ -113,16 +113,19 @@ class Checkpoints:
             ConfigPart(parts.config),
             StrategyPart(parts.strategy, position),
         ]
-        self._kept: int | None = None  # the next save sets checkpoints of later steps aside; None: none
+        self._newest_kept: int | None = None  # the next save sets aside checkpoints after this step; None: none
         self.saved_at = time.monotonic()
-        """When the latest save started; before the first one, when this run started."""
-        self.wanted = False
-        """Whether to save once the step is done: the state is inconsistent until then."""
-        self._reserved = self._storable = False
-        self._writers: list[int] = []  # the ranks that write each checkpoint with this one, itself included
+        """When the last save started, as `time.monotonic`; before the first save, when this run started."""
+        self.save_seconds: float | None = None
+        """Seconds from the start of the last save until it was on disk, to within a step; None: there was no save."""
+        self._saving, self._save_began = False, 0.0
+        self.save_requested = False
+        """Whether a save is requested for the end of this step, because the state is inconsistent until then."""
+        self._memory_reserved = self._checked_storable = False  # whether memory was reserved, and the state was checked
+        self._writers: list[int] = []  # the ranks that write checkpoints together with this one, which is included
         lock: FolderLock | None = None
         if self._folder is not None:
-            self._writers = self._together(self._folder)
+            self._writers = self._ranks_with_same_folder(self._folder)
             if parts.strategy.shards and len(self._writers) < parts.world.world_size:
                 raise CheckpointError(
                     f"checkpoint.dir = {str(self._folder)!r} is not the same folder on all nodes, but each rank writes "
@@ -139,91 +142,102 @@ class Checkpoints:
             )
             lock = FolderLock(self._folder, attempt()[0]) if writer == 0 else None
             if self._config.overlap:
-                parts.optimizer.register_step_pre_hook(finishes_copy(self._saver))
-        self._use = FolderUse(parts.world, self._folder, lock)
+                parts.optimizer.register_step_pre_hook(copy_finisher(self._saver))
+        self._folder_use = FolderUse(parts.world, self._folder, lock)
 
     # --- saving -------------------------------------------------------------------------------------------------
 
     def after_step(self) -> None:
-        """Save if due or requested. Raises the error of an earlier background save."""
+        """Save if a save is due. Raises the error of an earlier background save."""
         if self.is_due:
             self.save()
         elif self._saver is not None:
-            if not self._reserved:
-                self._reserved = True  # after the first step, when the optimizer has its state
+            if not self._memory_reserved:
+                self._memory_reserved = True  # only after the first step, which allocates the optimizer state
                 self._saver.reserve(_size(self._parts))
-            self._saver.check()
-        if not self._storable and self._folder is not None:
-            self._storable = True  # check after the first step that the state can be saved, not hours later
-            pack(self._state(self._saved, [[part.rank_state() for part in self._saved]]))
+            self._note_save_end(self._saver.check())
+        if not self._checked_storable and self._folder is not None:
+            self._checked_storable = True  # check now that the state can be stored, not at the first save hours later
+            pack(self._state(self._saved_parts, [[part.rank_state() for part in self._saved_parts]]))
 
     @property
     def is_saved(self) -> bool:
-        """Whether this step is saved."""
+        """Whether this step has been saved."""
         return self._saved_step == self._position.step
 
     @property
     def is_due(self) -> bool:
-        """Whether this step is to be saved once it is done."""
+        """Whether to save at the end of this step: by `every_steps`, or because a save is requested."""
         every = self._config.every_steps
-        return self.wanted or (every is not None and self._position.step % every == 0)
+        return self.save_requested or (every is not None and self._position.step % every == 0)
+
+    @property
+    def newest(self) -> Path | None:
+        """The last checkpoint in the run's folder that this run has saved or loaded; None: there is none."""
+        path = None if self._folder is None else self._folder / name_of(max(0, self._saved_step))
+        return path if path is not None and path.is_dir() else None
+
+    @property
+    def best(self) -> tuple[str, float] | None:
+        """The metric of `checkpoint.keep_best` and its best value so far; None if there is none."""
+        return self._best.value
 
     def save_once(self) -> None:
-        """Save unless this step is saved already."""
+        """Save, unless this step has been saved."""
         if not self.is_saved:
             self.save()
 
     def save_again(self) -> None:
-        """Save this step even if it is saved already: its evaluation came after that save."""
+        """Save this step even if it has been saved, because it has been evaluated since."""
         if self._folder is not None:
             self.save()
 
     def finish(self) -> None:
-        """Save the final state, wait until it is on disk, and release the writer."""
-        self.save_wanted()
+        """Save the final state, wait until it is on disk, and release the writer process and its memory."""
+        self.save_if_requested()
         if self._folder is not None:
             self.save_once()
         self.settle()
 
     def settle(self) -> None:
-        """Wait until pending saves are on disk, and release the writer. Not a collective."""
+        """Wait until pending saves are on disk, and release the writer process and its memory. Not a collective."""
         if self._saver is not None:
             self._saver.settle()
             self._saver.release()
-            self._reserved = False
+            self._memory_reserved = False
 
     def end(self) -> None:
-        """Save the final state and unlock the folder, although the loop has not been left; no step follows."""
+        """Save the final state and unlock the folder while the loop is still open. No step may follow."""
         self.finish()
-        self._use.end()
+        self._folder_use.end()
 
     def after_evaluation(self, metrics: dict[str, float]) -> None:
-        """Save if this evaluation is the best so far; all ranks have the same metrics."""
+        """Request a save if this evaluation is the best so far. `metrics`: equal on all ranks."""
         if self._best.improved(metrics):
-            self.wanted = self.wanted or self._folder is not None
-        self.save_wanted()
+            self.save_requested = self.save_requested or self._folder is not None
+        self.save_if_requested()
 
-    def save_wanted(self) -> None:
-        """Save if requested, unless a loop, callback or evaluation is running."""
-        if self.wanted and self._run_state.may_save:
+    def save_if_requested(self) -> None:
+        """Do a requested save, unless a loop, callback or evaluation is running."""
+        if self.save_requested and self._run_state.may_save:
             self.save()
 
     def save_or_postpone(self) -> None:
-        """Save now; in a callback or an evaluation, once the step is done."""
-        if self._run_state.half_done and self._folder is not None:
-            self.wanted = True
+        """Save now, or, in a callback or an evaluation, at the end of the step."""
+        if self._run_state.is_in_callback and self._folder is not None:
+            self.save_requested = True
         else:
             self.save()
 
     @contextmanager
     def in_loop(self) -> Iterator[None]:
-        """The context in which steps are done; `after_step` follows each."""
-        with self._use.exclusive(), self._run_state.in_loop():
+        """The context in which steps are done; `after_step` is called after each."""
+        with self._folder_use.exclusive(), self._run_state.in_loop():
             self._write_config()
             yield
 
     def _write_config(self) -> None:
-        """Write the configuration next to the checkpoints, for people; a resume does not read it."""
+        """Write the configuration next to the checkpoints, for information only: it is not read on resume."""
         if self._folder is None or self._writers[0] != self._parts.world.rank:
             return
         try:
@@ -235,26 +249,27 @@ class Checkpoints:
         """Write a checkpoint of this step. Raises `CheckpointError`; transient errors are logged as warnings."""
         if self._folder is None:
             raise CheckpointError("checkpoint.dir is not set", 'set checkpoint={"dir": "run"} in the TrainerConfig')
-        with self._use.exclusive():
+        with self._folder_use.exclusive():
             self._save(self._folder)
 
     def _save(self, folder: Path) -> None:
-        self.saved_at, self.wanted = time.monotonic(), False
+        self.saved_at, self.save_requested = time.monotonic(), False
         step = self._position.step
         self._log_points.refuse_non_finite()
         weights = [each for each in self._parts.strategy.local_parameters() if each.is_floating_point()]
         self._log_points.refuse_weights(step, weights)
         self.restore_random()
         assert self._saver is not None, "there is a folder"
-        self._saver.check(wait=True)  # on all ranks, before any of them starts the next save
-        own = [secrets.token_hex(4), *(part.rank_state() for part in self._saved)]
-        everyone = [json.loads(text) for text in every_text(json.dumps(own).encode(), self._parts.world)]
+        self._note_save_end(self._saver.check(wait=True))  # on all ranks, before any starts the next save
+        self._save_began = time.monotonic()
+        own = [secrets.token_hex(4), *(part.rank_state() for part in self._saved_parts)]
+        everyone = [json.loads(text) for text in gathered_bytes(json.dumps(own).encode(), self._parts.world)]
         first = self._writers[0]
-        parts = [part for part in self._saved if part.replicated]
+        parts = [part for part in self._saved_parts if part.replicated]
         if first == self._parts.world.rank:
-            self._use.note_save()
+            self._folder_use.note_save()
             self._set_aside(folder)
-            parts = self._saved
+            parts = self._saved_parts
         self._saver.save(
             step,
             self._state(parts, [states for _, *states in everyone]),
@@ -263,47 +278,52 @@ class Checkpoints:
             replicated=self._is_replicated,
             overlap=self._config.overlap,
         )
-        self._saved_step, self._kept = step, None
+        self._saved_step, self._newest_kept, self._saving = step, None, True
+
+    def _note_save_end(self, ended: bool) -> None:
+        """Measure the duration of the last save, if it has just ended."""
+        if self._saving and ended:
+            self._saving, self.save_seconds = False, time.monotonic() - self._save_began
 
     def _is_replicated(self, name: str, tensor: str) -> bool:
-        part = next((part for part in self._saved if part.name == name), None)
+        part = next((part for part in self._saved_parts if part.name == name), None)
         return part is not None and part.replicated and part.is_replicated(tensor)
 
     def _set_aside(self, folder: Path) -> None:
-        """After resuming from an earlier step, move later checkpoints away: they would be taken for the newest."""
-        if self._kept is None:
+        """After a resume from an earlier step, move later checkpoints away, which would be taken for the newest."""
+        if self._newest_kept is None:
             return
-        moved = set_aside(folder, self._kept)
+        moved = set_aside(folder, self._newest_kept)
         if moved is not None:
             place, steps = moved
             logger.warning(
                 "this run continues after step {}: the checkpoints of steps {} are of another branch and were moved to "
                 "{}; remove that folder when you do not need them",
-                max(self._kept, 0),
+                max(self._newest_kept, 0),
                 ", ".join(map(str, sorted(steps))),
                 place,
             )
 
     def _state(self, parts: Sequence[SavedPart], everyone: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        """The state of `parts`. `everyone`: for each rank, the `rank_state` of each part of the run."""
+        """The state of `parts`. `everyone`: for each rank, the `rank_state` of each of the run's parts."""
         state: dict[str, Any] = {VERSIONS: {part.name: part.version for part in parts}}
-        for number, part in enumerate(self._saved):
+        for number, part in enumerate(self._saved_parts):
             if part in parts:
                 state[part.name] = part.state_dict([own[number] for own in everyone])
         return state
 
-    def _together(self, folder: Path) -> list[int]:
-        """The ranks that see the same folder as this one: those that see rank 0's folder, else those of this node."""
+    def _ranks_with_same_folder(self, folder: Path) -> list[int]:
+        """The ranks that see the same folder as this rank: those that see rank 0's, or those of the same node."""
         world = self._parts.world
-        names = every_text(uuid.uuid4().hex.encode() if world.rank == 0 else b"", world)
+        names = gathered_bytes(uuid.uuid4().hex.encode() if world.rank == 0 else b"", world)
         mark = folder / f"{_MARK}{names[0].decode()}"
         if world.rank == 0:
-            for old in folder.glob(f"{_MARK}*"):  # left behind by a run that was killed here
+            for old in folder.glob(f"{_MARK}*"):  # left by a run that was killed at this point
                 old.unlink(missing_ok=True)
             _make_mark(mark)
         gathered(world, [0])  # a barrier: the mark exists
         first = 0 if mark.exists() else world.rank - world.local_rank
-        firsts = [row[0] for row in gathered(world, [first])]  # also a barrier: all ranks have looked
+        firsts = [row[0] for row in gathered(world, [first])]  # also a barrier: all ranks have checked
         if world.rank == 0:
             mark.unlink(missing_ok=True)
         return [rank for rank, other in enumerate(firsts) if other == first]
@@ -312,7 +332,7 @@ class Checkpoints:
 
     def resume(self) -> None:
         """Resume from the checkpoint that the configuration names, if any."""
-        with self._use.exclusive(resuming=True):
+        with self._folder_use.exclusive(resuming=True):
             self._resume()
 
     def _resume(self) -> None:
@@ -322,7 +342,7 @@ class Checkpoints:
         path = None if wanted in (None, "auto") else absolute(str(wanted))
         job, restarts = attempt()
         lineage = _lineage(path, job)
-        # After a worker restart, resume from this job's own newest checkpoint instead of repeating its steps.
+        # After a restart of the workers, resume from this job's newest checkpoint instead of repeating its steps.
         if folder is not None and wanted != "auto" and restarts and self._load_newest(folder, lineage):
             return
         if path is not None:
@@ -332,68 +352,75 @@ class Checkpoints:
 
     def load(self, path: Path) -> None:
         """Resume from this checkpoint. Raises `CheckpointError` if it is damaged or from a different run."""
-        with self._use.exclusive(resuming=True):
+        with self._folder_use.exclusive(resuming=True):
             self._load(path)
 
     def _load(self, path: Path) -> None:
-        self._take_up(path, load(path, device=self._device_of, wanted=self._piece_of))
+        self._load_parts(path, load(path, device=self._device_of, wanted=self._piece_of))
         folder = self._folder
         inside = folder is not None and path.resolve().parent == folder.resolve()
         self._begin_lineage(_lineage(path, attempt()[0]), kept=self._position.step if inside else -1)
 
     def _piece_of(self, part: str, tensor: str) -> Piece | None:
-        return next((each.piece_of(tensor) for each in self._saved if each.name == part), None)
+        return next((each.piece_of(tensor) for each in self._saved_parts if each.name == part), None)
 
     def _device_of(self, part: str, tensor: str) -> torch.device:
-        """The device to load a tensor to; a model may be on several devices."""
-        found = next((each.device_of(tensor) for each in self._saved if each.name == part), None)
+        """The device to load a tensor to, because a model may be on several devices."""
+        found = next((each.device_of(tensor) for each in self._saved_parts if each.name == part), None)
         return self._parts.world.device if found is None else found
 
     def _begin_lineage(self, lineage: Lineage, kept: int) -> None:
-        """Start a lineage; the next save first sets checkpoints of later steps than `kept` aside."""
-        self._lineage.lineage, self._kept = lineage, kept
+        """Start a lineage. The next save first sets aside the checkpoints of steps after `kept`."""
+        self._lineage.lineage, self._newest_kept = lineage, kept
 
-    def _take_up(self, path: Path, state: dict[str, Any]) -> None:
-        """Load all parts, after checking that each of them fits. A collective: the strategy's part reduces once."""
+    def _load_parts(self, path: Path, state: dict[str, Any]) -> None:
+        """Load all parts, after checking that each of them matches. A collective, because of the strategy's part."""
         if self._saver is not None:
             self._saver.finish_copy()
-        with fitting(path):
-            saved = as_parts(path, state, self._saved)
-            for part in self._saved:
+        with explained_load_errors(path):
+            saved = as_parts(path, state, self._saved_parts)
+            for part in self._saved_parts:
                 if part.name in saved and (problem := part.check(saved[part.name])) is not None:
-                    raise of_another_run(path, problem)
-        for part in self._saved:
+                    raise mismatch_error(path, problem)
+        for part in self._saved_parts:
             if part.name in saved:
-                with nullcontext() if part.shows_own_errors else fitting(path):
+                with nullcontext() if part.shows_own_errors else explained_load_errors(path):
                     part.load_state_dict(saved[part.name], path)
         self._saved_step = self._position.step
         logger.info("resumed from {} after step {}", path, self._position.step)
 
     def restore_random(self) -> bool:
-        """Restore a checkpoint's random states; False if this run did not resume from any step."""
+        """Restore the checkpoint's random states, if any. Returns whether this run has resumed from a step."""
         return self._random.restore()
 
     def _load_newest(self, folder: Path, lineage: Lineage | None = None) -> bool:
-        """Resume from the newest checkpoint that is complete on every node; if `lineage` is given, it must match."""
+        """Resume from the newest checkpoint that is complete on every node. Returns False if there is none.
+
+        `lineage`: the lineage that the checkpoint must have; None: any.
+        """
         if folder.is_dir():
             wait_for_writers(folder, _WRITER_SECONDS)
         there = checkpoints(folder) if folder.is_dir() else ()
         for found in takewhile(lambda found: not found.whole, there):
             if found.newer:
-                raise newer(found)
+                raise from_newer_version(found)
             logger.warning("checkpoint skipped: {}", found)
-        for step in self._common(folder, [found.step for found in there if found.whole][:_COMPARED]):
+        for step in self._common_steps(folder, [found.step for found in there if found.whole][:_COMPARED]):
             path = folder / name_of(step)
             state = self._read(path)
             if state is not None:
                 if lineage is not None and state.get("lineage", state.get("course")) != lineage:
                     return False
-                self._take_up(path, state)
+                self._load_parts(path, state)
                 return True
         return False
 
-    def _common(self, folder: Path, own: list[int]) -> list[int]:
-        """The steps whose checkpoint every rank sees, newest first. Raises `CheckpointError` if ranks share none."""
+    def _common_steps(self, folder: Path, own: list[int]) -> list[int]:
+        """The steps whose checkpoints all ranks see, newest first.
+
+        `own`: those that this rank sees. Raises `CheckpointError` if there are checkpoints, but none that all ranks
+        see.
+        """
         table = gathered(self._parts.world, own + [-1] * (_COMPARED - len(own)))
         common = set.intersection(*({step for step in row if step >= 0} for row in table))
         if not common and any(step >= 0 for row in table for step in row):
@@ -408,13 +435,13 @@ class Checkpoints:
         return sorted(common, reverse=True)
 
     def _read(self, path: Path) -> dict[str, Any] | None:
-        """Its state; None, with a warning, if it is damaged on any rank. A collective."""
+        """The state of a checkpoint; None, with a warning, if it is damaged on any rank. A collective."""
         state, problem = None, ""
         try:
             state = load(path, device=self._device_of, wanted=self._piece_of)
         except CheckpointError as error:
             problem = error.message
-        problems = every_text(problem.encode(), self._parts.world)
+        problems = gathered_bytes(problem.encode(), self._parts.world)
         bad = [rank for rank, text in enumerate(problems) if text]
         if bad:
             logger.warning(
@@ -424,12 +451,12 @@ class Checkpoints:
 
 
 def _lineage(path: Path | None, job: str) -> Lineage:
-    """The lineage of a run that `job` started from the checkpoint `path`; None: from scratch."""
+    """The lineage of a run that `job` started from the checkpoint `path`; None: from step 0."""
     return {"from": None if path is None else str(path.resolve()), "job": job}
 
 
 def _size(parts: Parts) -> int:
-    """Bytes of weights and optimizer state, which make most of a checkpoint."""
+    """Bytes of weights and optimizer state, which are most of a checkpoint."""
     states = chain(*(state.values() for state in parts.optimizer.state.values() if isinstance(state, dict)))
     held = [each for each in states if isinstance(each, Tensor) and each.layout is torch.strided]
     weights = zip(parts.model.parameters(), parts.strategy.local_parameters(), strict=True)

@@ -1,4 +1,4 @@
-"""Optimizers that evaluate the loss several times within a step, such as LBFGS and sharpness-aware minimisation."""
+"""Steps of optimizers that evaluate the loss several times per step, such as LBFGS or sharpness-aware minimisation."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,15 +15,15 @@ from ddp_kit.trainer.step_batches import StepBatches
 
 
 class ClosureStep(OptimizerStep):
-    """Does one optimizer step after another, with an optimizer that takes a closure.
+    """Does steps of an optimizer that takes a closure.
 
     def closure():
-        the gradient of the global batch, clipped, as in `OptimizerStep`       # the same on all ranks
-        return the mean loss of the global batch                               # likewise: the host waits for it
+        compute the gradient of the global batch, clipped, as in `OptimizerStep`
+        return the mean loss of the global batch                               # equal on all ranks; the host waits
     optimizer.step(closure)
     scheduler.step()
 
-    Every call works on the same batches. The losses of the first call are those of the log rows.
+    Each call of the closure uses the same batches. Log rows have the losses of the first call.
     """
 
     def run(self, share: Share, batch: Callable[[], Any], interval: StepRecord, *, measure_norm: bool) -> None:
@@ -36,14 +36,14 @@ class ClosureStep(OptimizerStep):
                 self._strategy.end_step()
             record = _Record(interval, parts.world.device, first=calls == 0)
             calls += 1
-            with torch.enable_grad(), nullcontext() if record.first else parts.logged.apart():
+            with torch.enable_grad(), nullcontext() if record.first else parts.logged.set_aside():
                 self._begin()
                 passes = StepPasses(parts, self._losses, self._clock, share, batches.again(), record)
                 self._gradient(passes, measure_norm=measure_norm)
             self._clip(record, measure_norm)
-            return torch.tensor(reduced([record.mean])[0], dtype=torch.float64)  # on the host, where its value is used
+            return torch.tensor(reduced([record.mean])[0], dtype=torch.float64)  # on the host: optimizers read it
 
-        parts.optimizer.step(closure)  # type: ignore[arg-type] # torch calls float() on what it returns
+        parts.optimizer.step(closure)  # type: ignore[arg-type] # torch calls float() on the result
         self._tick(interval.step)
         self.clear()
         self._strategy.end_step()
@@ -51,7 +51,7 @@ class ClosureStep(OptimizerStep):
 
 
 class _Record:
-    """What the passes of one call of the closure record: the mean loss; for the first call in the interval too."""
+    """Records one call of the closure: its mean loss, and for the first call also the losses in the interval."""
 
     def __init__(self, interval: StepRecord, device: torch.device, *, first: bool) -> None:
         self._interval = interval

@@ -1,4 +1,4 @@
-"""Turns the user's data into feeds for the loop and batches for evaluation."""
+"""Turns the user's data into feeds for training and batches for evaluation."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from ddp_kit.loader import (
     open_data,
 )
 from ddp_kit.log import logger
-from ddp_kit.sampler import EvalBatches, ExactDistributedSampler, OwnEvalBatches, OwnTrainBatches, TrainBatches
+from ddp_kit.sampler import EvalBatches, ExactDistributedSampler, TrainBatches, UserEvalBatches, UserTrainBatches
 from ddp_kit.timing import DATA, TRANSFER, StepClock
 from ddp_kit.trainer.agreement import check_agreement, digest_of
 from ddp_kit.trainer.feed import Feed, MapFeed, Mover, StreamFeed, counted
@@ -36,15 +36,15 @@ from ddp_kit.world import World, mixed_seed
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """Data to evaluate or predict for."""
+class EvaluationData:
+    """Batches for evaluation or prediction."""
 
     batches: Callable[[], Iterable[tuple[int, Any]]]
-    """Iterates once over (number of samples, batch on the device)."""
+    """Returns an iterable of (number of samples, batch on the device) over this rank's batches."""
     spare: Callable[[], Any]
-    """Returns a batch for a rank that has none. Raises `DataError` if there is none."""
+    """Returns a batch for a rank that has none of its own. Raises `DataError` if there is none."""
     first: Callable[[], list[tuple[int, Any]]] | None = None
-    """Returns this rank's first batch, if it has any, read without DataLoader workers; None for a stream."""
+    """Returns a list of this rank's first batch, or an empty one, read without workers; None for a stream."""
     count: Callable[[], int] | None = None
     """Returns the number of this rank's batches; None for a stream."""
 
@@ -56,15 +56,15 @@ def _no_spare() -> Any:
     )
 
 
-def own_batch_size(data: Data, config: TrainerConfig) -> int | None:
-    """Samples per micro-batch from the user's DataLoader; None if the configuration sets a batch size."""
+def loader_batch_size(data: Data, config: TrainerConfig) -> int | None:
+    """The batch size of the user's DataLoader; None without one, or if the configuration sets a batch size."""
     if config.global_batch_size or config.micro_batch_size or config.reference_batch_size:
         return None
     return data.batch_size if isinstance(data, DataLoader) else None
 
 
 @dataclass(frozen=True)
-class DataRoom:
+class FeedBuilder:
     """Opens data for one Trainer: `plan` divides its steps, `clock` measures the time spent waiting for data."""
 
     parts: Parts
@@ -73,7 +73,7 @@ class DataRoom:
 
     @property
     def _reader(self) -> World:
-        """This rank as a data rank: ranks that share samples draw the same random numbers for them."""
+        """The world with data ranks in place of ranks: ranks with the same samples draw the same random numbers."""
         return replace(self.parts.world, rank=self._rank, world_size=self._ranks)
 
     @property
@@ -82,11 +82,14 @@ class DataRoom:
 
     @property
     def _ranks(self) -> int:
-        """The number of parts that the data is divided into."""
+        """The number of parts into which the data is divided."""
         return self.parts.strategy.data_ranks
 
-    def train(self, data: Data, step: int) -> Feed:
-        """What the loop trains on. `step`: optimizer steps done, which seeds DataLoader workers."""
+    def train_feed(self, data: Data, step: int) -> Feed:
+        """The feed of training data. `step`: optimizer steps done, part of the seed of DataLoader workers.
+
+        Raises `ConfigError` or `DataError` for data that does not fit the configuration.
+        """
         dataset, template = open_data(data, "train_data")
         own, config, world = batching(template), self.parts.config, self.parts.world
         asked = config.global_batch_size is not None or config.micro_batch_size is not None
@@ -97,7 +100,7 @@ class DataRoom:
             share = split(self.plan.global_batch, self._ranks, self._rank)
             passes = -(-len(share) // self.plan.micro_batch)
             sizes = [len(split(len(share), passes, number)) for number in range(passes)]
-            stream = build_stream(dataset, sizes, config.data, self._reader, config.seed, template, marked=True)
+            stream = build_stream(dataset, sizes, config.data, self._reader, config.seed, template, record_states=True)
             full = self.plan.global_batch if config.data.drop_last else None
             facts = self._stream_facts(template)
             return StreamFeed(stream, len(sizes), world, self._move, facts, self.parts.strategy, at_least=full)
@@ -119,7 +122,7 @@ class DataRoom:
         spare = partial(self._read_spare, dataset, batches, template, transform) if spares else None
         return MapFeed(loader, batches, self._move, facts, spare)
 
-    def _map_facts(self, dataset: Any, own: Batching | None, batches: TrainBatches | OwnTrainBatches) -> Facts:
+    def _map_facts(self, dataset: Any, own: Batching | None, batches: TrainBatches | UserTrainBatches) -> Facts:
         config = self.parts.config
         facts: Facts = {
             "the setting seed": config.seed,
@@ -129,7 +132,7 @@ class DataRoom:
         chosen = subset_indices(dataset)
         if chosen:
             facts["the samples of the Subset"] = digest_of(repr(chosen).encode())
-        if isinstance(batches, OwnTrainBatches):
+        if isinstance(batches, UserTrainBatches):
             kind = type(own.batches).__name__ if own else ""
             return facts | {"the sampler": kind, "the batches of a step over all ranks": batches.per_step}
         kind = "in random order" if (own.shuffle if own else config.data.shuffle) else "in the dataset's order"
@@ -138,7 +141,7 @@ class DataRoom:
         return facts | {"the sampler": kind, "the global batch": self.plan.global_batch}
 
     def _stream_facts(self, template: DataLoader[Any] | None) -> Facts:
-        """Must be the same on all ranks: a checkpoint holds one rank's facts."""
+        """Facts that determine the samples of a stream's steps; equal on all ranks, as a checkpoint holds one copy."""
         config = self.parts.config
         workers = config.data.num_workers if template is None else template.num_workers
         facts: Facts = {
@@ -146,16 +149,16 @@ class DataRoom:
             "the global batch": self.plan.global_batch,
             "drop_last": config.data.drop_last or (template is not None and template.drop_last),
             RANKS: self._ranks,
-            "data.num_workers": workers or 1,  # none and one read in the same order
+            "data.num_workers": workers or 1,  # the same order without workers and with one
         }
         if workers not in (0, 1) or (template is not None and template.batch_size is None):
             facts["the micro-batch"] = self.plan.micro_batch
         return facts
 
-    def trial(self, data: Data, samples: int) -> list[Any]:
-        """A batch of the first samples on the device, and as many more as are prefetched, for measuring memory.
+    def trial_batches(self, data: Data, samples: int) -> list[Any]:
+        """A batch of the first `samples` samples on the device, and as many more as are prefetched, to measure memory.
 
-        Consumes no state of the run. Raises `ConfigError` if the data makes its own batches.
+        Does not change the state of the run. Raises `ConfigError` if the data determines its batch size itself.
         """
         dataset, template = open_data(data, "train_data")
         if template is not None or isinstance(dataset, IterableDataset):
@@ -166,30 +169,30 @@ class DataRoom:
             )
         keys = [number % len(dataset) for number in range(samples)]
         config, world = self.parts.config.data, self.parts.world
-        # In a DataLoader worker if training uses workers: they must not inherit what the dataset opens here.
+        # With a DataLoader worker if training uses workers, which must not inherit files that the dataset opens here.
         settings = config.model_copy(update={"num_workers": 1 if config.num_workers else 0, "seed_samples": False})
         ahead = config.prefetch_batches if world.device.type == "cuda" else 0
         batches = [keys] * (1 + ahead)
         loader = build_loader(dataset, batches, settings, world, self.parts.config.seed)
         return list(self._on_device(loader, self._transform(config.device_transform)))
 
-    def evaluation(self, data: Data, role: str) -> Evaluation:
-        """Batches to evaluate or predict: each sample once, in the dataset's order."""
+    def evaluation_data(self, data: Data, role: str) -> EvaluationData:
+        """Batches for evaluation or prediction: each sample once, in the dataset's order. `role`: for messages."""
         dataset, template = open_data(data, role)
         own, config = batching(template), self.parts.config
         size = own.size if own and own.size else self.plan.micro_batch
         if isinstance(dataset, IterableDataset):
             stream = build_stream(dataset, [size], config.data, self._reader, config.seed, template)
-            return Evaluation(lambda: counted(stream, self._move_to_evaluate), _no_spare)
-        batches: EvalBatches | OwnEvalBatches
+            return EvaluationData(lambda: counted(stream, self._move_to_evaluate), _no_spare)
+        batches: EvalBatches | UserEvalBatches
         if own is not None and own.batches is not None:
-            batches = OwnEvalBatches(own.batches, self._rank, self._ranks, seed=config.seed)
+            batches = UserEvalBatches(own.batches, self._rank, self._ranks, seed=config.seed)
         else:
             batches = EvalBatches(self._sampler(dataset, own, shuffle=False), size)
         transform = config.data.eval_device_transform
         keyed = config.data.seed_samples and transform is not None
         loader = build_loader(dataset, batches, config.data, self._reader, config.seed, template, keyed=keyed)
-        return Evaluation(
+        return EvaluationData(
             lambda: zip(batches.sizes(), self._move_to_evaluate(loader), strict=True),
             partial(self._read_spare, dataset, batches, template, transform),
             lambda: [(len(batch), self._read(dataset, batch, template, transform)) for batch in islice(batches, 1)],
@@ -199,7 +202,7 @@ class DataRoom:
     def _read_spare(
         self, dataset: Any, batches: Any, template: DataLoader[Any] | None, transform: Callable[[Any], Any] | None
     ) -> Any:
-        """A batch for a rank without batches that runs passes with zero weight."""
+        """A batch for a rank without batches, which runs passes with zero weight."""
         return self._read(dataset, batches.spare(), template, transform)
 
     def _read(
@@ -214,12 +217,12 @@ class DataRoom:
         loader = build_loader(dataset, [indices], settings, self.parts.world, self.parts.config.seed, template)
         return next(iter(self._on_device(loader, self._transform(transform))))
 
-    def _train_batches(self, dataset: Any, own: Batching | None) -> TrainBatches | OwnTrainBatches:
+    def _train_batches(self, dataset: Any, own: Batching | None) -> TrainBatches | UserTrainBatches:
         config = self.parts.config
         drop_last = config.data.drop_last or bool(own and own.drop_last)
         if own is not None and own.batches is not None:
             passes = config.accumulation_steps or 1
-            return OwnTrainBatches(own.batches, self._rank, self._ranks, passes, drop_last=drop_last, seed=config.seed)
+            return UserTrainBatches(own.batches, self._rank, self._ranks, passes, drop_last=drop_last, seed=config.seed)
         sampler = self._sampler(dataset, own, shuffle=own.shuffle if own else config.data.shuffle)
         return TrainBatches(sampler, self.plan, drop_last=drop_last)
 
@@ -228,21 +231,21 @@ class DataRoom:
         return ExactDistributedSampler(dataset, self._rank, self._ranks, shuffle=shuffle, seed=seed, own=order)
 
     def _check_stream(self) -> None:
-        """Raise `ConfigError` for settings that need to know the division of samples in advance."""
+        """Raise `ConfigError` for settings that do not work with a stream."""
         if self.plan.global_batch < self._ranks:
             raise ConfigError(
-                f"a global batch of {self.plan.global_batch} cannot be divided over {self._ranks} ranks, each of which "
-                "reads a stream of its own",
+                f"a global batch of {self.plan.global_batch} cannot be divided among {self._ranks} ranks, each "
+                "of which reads its own stream",
                 f"set global_batch_size to {self._ranks} or more",
             )
         check_sync_batch_norm(self.parts.model, None, self._ranks)
 
     def _move(self, epoch: int, number: int) -> Mover:
-        """Batches on the device for training, with the waiting time measured; evaluation does not count."""
+        """A function that moves training batches to the device, and measures waiting and transfer times."""
 
         def fetched() -> None:
             self.clock.mark(DATA)
-            self.parts.heart.mark(Phase.TRANSFER)
+            self.parts.heartbeat.mark(Phase.TRANSFER)
 
         transform = self._transform(self.parts.config.data.device_transform, epoch, number)
         return lambda loader: self._on_device(loader, transform, fetched, partial(self.clock.mark, TRANSFER))

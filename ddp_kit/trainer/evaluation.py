@@ -1,4 +1,4 @@
-"""Evaluation: each sample counts once, for any number of ranks."""
+"""Evaluation, in which each sample counts once, for any number of ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ from ddp_kit.progress import with_bar
 from ddp_kit.records import Step
 from ddp_kit.torch_internals import collectives_of_all_groups
 from ddp_kit.trainer.checkpoints import Checkpoints
-from ddp_kit.trainer.data import Evaluation
+from ddp_kit.trainer.data import EvaluationData
 from ddp_kit.trainer.exchange import gathered
 from ddp_kit.trainer.logged_values import as_table, over_all_ranks
 from ddp_kit.trainer.loss_calls import backward_called
@@ -40,7 +40,7 @@ def evaluation_due(config: TrainerConfig, step: Step) -> bool:
 
 
 class Evaluator:
-    """Evaluates for a Trainer. `tell(event, *values)` calls the callbacks."""
+    """Runs the evaluations of a Trainer. `call_callbacks(event, *values)`: calls an event of all callbacks."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Evaluator:
         checkpoints: Checkpoints,
         position: Position,
         run_state: RunState,
-        tell: Callable[..., None],
+        call_callbacks: Callable[..., None],
     ) -> None:
         self._position = position
         self._watched_data: object = None  # the eval_data of fit
@@ -57,10 +57,10 @@ class Evaluator:
         self._metrics = metrics
         self._checkpoints = checkpoints
         self._run_state = run_state
-        self._tell = tell
+        self._call_callbacks = call_callbacks
 
     def watch(self, eval_data: object) -> None:
-        """Set the eval_data of `fit`: only its metrics decide which weights are the best."""
+        """Set the eval_data of `fit`: from then on, only its metrics determine which weights are best."""
         if eval_data is not None:
             self._watched_data = _dataset(eval_data)
 
@@ -68,48 +68,49 @@ class Evaluator:
         """Whether callbacks and `checkpoint.keep_best` get the metrics of `data`."""
         return self._watched_data is None or _dataset(data) is self._watched_data
 
-    def rehearse(self, data: Evaluation) -> dict[str, float]:
-        """Evaluate one batch before training, so that mistakes show at once. Callbacks get nothing; random states stay.
+    def rehearse(self, data: EvaluationData) -> dict[str, float]:
+        """Evaluate one batch before training, so that mistakes in the loss or metrics are found at once.
 
-        Returns the metrics. A collective.
+        Returns the metrics. Does not call callbacks, and restores random states. A collective.
         """
         parts, first = self._parts, data.first
         assert first is not None, "only datasets with a length are rehearsed"
         before = random_states(parts.world)
         try:
-            with parts.heart.during(Phase.EVALUATION):
-                return evaluate(parts, self._metrics, Evaluation(first, data.spare)) or {}
+            with parts.heartbeat.during(Phase.EVALUATION):
+                return evaluate(parts, self._metrics, EvaluationData(first, data.spare)) or {}
         except RuntimeError as error:
-            if "does not have a grad_fn" not in str(error):  # of a backward() without gradients
+            if "does not have a grad_fn" not in str(error):  # raised by backward() under no_grad
                 raise
             raise backward_called() from None
         except DdpKitError as error:
-            error.add_note('found in one batch of eval_data, before training; sanity="off" leaves that out')
+            error.add_note('found by evaluating one batch of eval_data before training; sanity="off" skips this check')
             raise
         finally:
             set_random_states(before)
 
     def run(
-        self, data: Evaluation, stops: Callable[[], bool] | None = None, *, watched: bool = True
+        self, data: EvaluationData, stops: Callable[[], bool] | None = None, *, watched: bool = True
     ) -> dict[str, float] | None:
-        """All metrics after this step; None if `stops` interrupted it, which restores the random states.
+        """Evaluate, call the callbacks' events, and return all metrics; None if `stops` interrupted the evaluation.
 
-        `watched`: whether callbacks get the metrics.
+        An interrupted evaluation restores the random states. `watched`: whether callbacks and `checkpoint.keep_best`
+        get the metrics. A collective.
         """
         parts, step = self._parts, self._position.step
         random = None if stops is None else random_states(parts.world)
         with self._run_state.in_callbacks():
             try:
-                self._tell("on_evaluate_start")
-                with parts.heart.during(Phase.EVALUATION):
+                self._call_callbacks("on_evaluate_start")
+                with parts.heartbeat.during(Phase.EVALUATION):
                     parts.strategy.sync_buffers()
                     values = evaluate(parts, self._metrics, data, stops)
                 if values is not None:
                     logger.info("evaluation at step {}: {}", step, _shown(values))
                     if watched:
-                        self._tell("on_evaluate", values)
+                        self._call_callbacks("on_evaluate", values)
             finally:  # also after an error: callbacks undo what they changed for the evaluation
-                self._tell("on_evaluate_end")
+                self._call_callbacks("on_evaluate_end")
         if values is not None:
             if watched:
                 self._checkpoints.after_evaluation(values)
@@ -119,24 +120,24 @@ class Evaluator:
 
 
 def _shown(values: Mapping[str, float]) -> str:
-    """One line of text, truncated: a curve has many values."""
+    """The metrics as one line of text, at most 32 of them: a metric such as a curve may have many values."""
     shown = [f"{name} {value:.4g}" for name, value in islice(values.items(), _SHOWN)]
     more = [f"and {len(values) - _SHOWN} more"] if len(values) > _SHOWN else []
     return "  ".join([*shown, *more])
 
 
-class Evaluations:
+class FitEvaluations:
     """The evaluations of one call of `fit`.
 
-    `data`: the batches to evaluate; `stopping`: whether the run ends with this step; `stops`: whether to interrupt a
-    running evaluation.
+    `data`: the batches to evaluate. `stopping()`: whether the run ends after this step. `stops()`: whether to interrupt
+    a running evaluation.
     """
 
     def __init__(
         self,
         evaluator: Evaluator,
         position: Position,
-        data: Evaluation,
+        data: EvaluationData,
         stopping: Callable[[], bool],
         stops: Callable[[], bool],
     ) -> None:
@@ -153,8 +154,8 @@ class Evaluations:
     def run(self, *, whole: bool = False) -> None:
         """Evaluate after this step. `whole`: do not interrupt it.
 
-        If the run was evaluated at this step before a restart, the metrics are computed again, but callbacks do not
-        get them a second time.
+        If this step was already evaluated before a restart, the metrics are computed again, but callbacks do not get
+        them a second time.
         """
         position = self._position
         told_before = position.evaluated == position.step
@@ -173,12 +174,12 @@ def _dataset(data: object) -> object:
 def evaluate(
     parts: Parts,
     metrics: Mapping[str, MetricFunction | MetricObject],
-    data: Evaluation,
+    data: EvaluationData,
     stops: Callable[[], bool] | None = None,
 ) -> dict[str, float] | None:
-    """The mean loss and all metrics over all ranks' samples. A collective.
+    """The mean loss and all metrics over all ranks' samples, by name, with values logged meanwhile. A collective.
 
-    `stops`: called between batches, whether to interrupt; returns None if any rank was interrupted.
+    `stops()`: called between batches; whether to interrupt the evaluation. Returns None if any rank was interrupted.
     """
     device = parts.world.device
     means = {name: Mean(device) for name in ("loss", *metrics) if not isinstance(metrics.get(name), MetricObject)}
@@ -186,14 +187,14 @@ def evaluate(
     for counting in objects.values():
         counting.start(device)
     stopped, begun = False, collectives_of_all_groups()
-    with evaluating(parts.model) as outputs, parts.logged.apart():
+    with evaluating(parts.model) as outputs, parts.logged.set_aside():
         batches = parts.strategy.evaluation(data.batches(), data.spare)
         for number, (samples, batch) in enumerate(with_bar(batches, "evaluation", data.count, parts.world.is_main)):
-            # If batches run collectives, ranks may not stop after different ones: then it runs to the end.
+            # Ranks may be interrupted after different batches, so not if the batches run collectives.
             stopped = number > 0 and stops is not None and stops() and collectives_of_all_groups() == begun
             if stopped:
                 break
-            parts.heart.mark(Phase.EVALUATION)
+            parts.heartbeat.mark(Phase.EVALUATION)
             try:
                 counted = samples if parts.strategy.contributes else 0
                 with parts.precision.forward(), parts.logged.batch(counted):
@@ -219,7 +220,7 @@ def evaluate(
         logged = parts.logged.take()
     if stops is not None and any(each for (each,) in gathered(parts.world, [stopped])):
         return None
-    anything = Mean(device)  # whether a rank has logged values of its own
+    anything = Mean(device)  # not 0 if any rank has logged values
     anything.add(torch.tensor(float(bool(logged))), 1)
     *averages, any_logged = reduced([*means.values(), anything])
     found = dict(zip(means, averages, strict=True))

@@ -1,4 +1,4 @@
-"""Small values that every rank tells the others."""
+"""All-gathers of small values."""
 
 import torch
 import torch.distributed as dist
@@ -7,9 +7,9 @@ from ddp_kit.world import World
 
 
 def gathered(world: World, numbers: list[int], hosts: dist.ProcessGroup | None = None) -> list[list[int]]:
-    """Every rank's numbers, in rank order. `hosts`: a group for host memory, to use instead of the devices.
+    """All ranks' numbers, in rank order. A collective; waits for the device unless `hosts` is given.
 
-    A collective.
+    `numbers`: equally many on each rank. `hosts`: a group for host memory, to use instead of the default group.
     """
     device = world.device if hosts is None else torch.device("cpu")
     own = torch.tensor(numbers, dtype=torch.int64, device=device)
@@ -20,8 +20,8 @@ def gathered(world: World, numbers: list[int], hosts: dist.ProcessGroup | None =
     return [one.tolist() for one in everyone]
 
 
-def every_text(own: bytes, world: World, hosts: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Every rank's text. `hosts`: as in `gathered`. A collective."""
+def gathered_bytes(own: bytes, world: World, hosts: dist.ProcessGroup | None = None) -> list[bytes]:
+    """All ranks' texts, in rank order; they may differ in length. `hosts`: as in `gathered`. A collective."""
     if world.world_size == 1:
         return [own]
     lengths = [length for (length,) in gathered(world, [len(own)], hosts)]

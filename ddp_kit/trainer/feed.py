@@ -8,11 +8,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from ddp_kit.containers import with_copied_containers
 from ddp_kit.errors import DataError
-from ddp_kit.loader import Mark, Stream
+from ddp_kit.loader import ReaderState, Stream
 from ddp_kit.log import logger
 from ddp_kit.parallel import Strategy
-from ddp_kit.sampler import OwnTrainBatches, TrainBatches
+from ddp_kit.sampler import TrainBatches, UserTrainBatches
 from ddp_kit.torch_internals import pytree
 from ddp_kit.trainer.agreement import digest_of
 from ddp_kit.trainer.exchange import gathered
@@ -20,10 +21,10 @@ from ddp_kit.trainer.position import Facts
 from ddp_kit.world import World, host_group
 
 Mover = Callable[[Iterable[Any]], Iterator[Any]]
-"""Brings a loader's batches to the device."""
+"""Moves a loader's batches to the device."""
 EpochMover = Callable[[int, int], Mover]
-"""`(epoch, number)` -> the mover of an epoch's batches from that number on, of this rank's."""
-Place = tuple[Mark, ...]
+"""`(epoch, number)` -> the mover of this rank's batches in an epoch, starting with batch `number`."""
+StreamPosition = tuple[ReaderState, ...]
 """The positions of the processes that read a rank's stream, the most recent last; () for other data."""
 
 
@@ -33,7 +34,7 @@ class Share(NamedTuple):
     samples: int
     """Samples of the whole step, over all ranks."""
     passes: tuple[int, ...]
-    """Samples of each of this rank's passes; empty if it has none. A pass of 0 samples has zero weight."""
+    """The samples in each of this rank's passes; empty if it has none. A pass of 0 samples has zero weight."""
 
 
 class Feed(Protocol):
@@ -42,15 +43,15 @@ class Feed(Protocol):
     steps: int | None
     """Optimizer steps per epoch; None if unknown before its end."""
     division: str
-    """How a step divides into batches, for the log line at the start of a run; "" if the batch plan says it."""
-    place: Place
-    """This rank's place before the batches that `next` returned last."""
+    """How a step divides into batches, for the log line at the start of a run; "": as in the batch plan."""
+    place: StreamPosition
+    """This rank's position in a stream, before the batches of the step that `next` returned last."""
 
     def facts(self, epoch: int) -> Facts:
         """Facts that determine the samples of each step of the epoch."""
 
-    def begin(self, epoch: int, first_step: int, place: Place = ()) -> None:
-        """Move to a position. `place`: this rank's `place` at that position, if known."""
+    def begin(self, epoch: int, first_step: int, place: StreamPosition = ()) -> None:
+        """Go to a position. `place`: the value of `place` at that position, if known."""
 
     def next(self) -> Share | None:
         """The next step; None after the last one. All ranks must call it equally often."""
@@ -60,7 +61,7 @@ class Feed(Protocol):
 
 
 def counted(stream: Iterable[tuple[int, Any]], move: Mover) -> Iterator[tuple[int, Any]]:
-    """(number of samples, batch on the device) for each batch of a stream; `move` may prefetch batches."""
+    """(number of samples, batch on the device) for each batch of a stream, even if `move` prefetches batches."""
     counts: deque[int] = deque()
 
     def batches() -> Iterator[Any]:
@@ -74,12 +75,12 @@ def counted(stream: Iterable[tuple[int, Any]], move: Mover) -> Iterator[tuple[in
 class MapFeed:
     """The feed of a dataset with a length: the division of samples among ranks is known in advance."""
 
-    place: Place = ()
+    place: StreamPosition = ()
 
     def __init__(
         self,
         loader: Iterable[Any],
-        batches: TrainBatches | OwnTrainBatches,
+        batches: TrainBatches | UserTrainBatches,
         move: EpochMover,
         facts: Facts,
         spare: Callable[[], Any] | None = None,
@@ -87,7 +88,7 @@ class MapFeed:
         self.steps: int | None = batches.steps
         self._spare = spare
         self._left = 0  # remaining passes of the step that have samples
-        self._last: Any = None  # the batch that passes with zero weight repeat
+        self._last: Any = None  # a copy of the last batch, for passes with zero weight
         self.division = batches.division
         self._facts = facts
         self._loader = loader
@@ -100,7 +101,7 @@ class MapFeed:
         order = self._batches.fingerprint()
         return self._facts | ({"the order of the DataLoader's own sampler": order} if order else {})
 
-    def begin(self, epoch: int, first_step: int, place: Place = ()) -> None:  # noqa: ARG002 - the step says it
+    def begin(self, epoch: int, first_step: int, place: StreamPosition = ()) -> None:  # noqa: ARG002 - the step says it
         self._batches.set_position(epoch, first_step)
         self._number = first_step
         number = sum(len(self._batches.passes(step)) for step in range(first_step))
@@ -122,19 +123,22 @@ class MapFeed:
             return next(self._arriving)
         if self._left:
             self._left -= 1
-            self._last = next(self._arriving)
-        elif self._last is None:
+            batch = next(self._arriving)
+            self._last = with_copied_containers(batch)
+            return batch
+        if self._last is None:
             self._last = self._spare()
-        return self._last
+        return with_copied_containers(self._last)
 
 
 class StreamFeed:
-    """The feed of an iterable dataset of unknown length, of which every rank reads its own part.
+    """The feed of an iterable dataset of unknown length; every rank reads its own stream.
 
-    Each rank fetches one step ahead, and the ranks add up how many samples they have for it. So a step's weights are
-    known in advance, and the epoch ends on all ranks together, when no rank has samples left. A rank that runs out
-    earlier takes part without samples. `at_least`: a step with fewer samples is skipped and ends the epoch.
-    The counts are reduced between hosts while devices run the previous step. Does not wait for the device.
+    Each rank fetches the batches of the next step in advance, and an all-reduce adds up the ranks' sample counts. So
+    the weights of a step are known when it starts, and all ranks end the epoch together, when no rank has samples left.
+    A rank that runs out earlier takes part without samples. The all-reduce is on host memory, does not wait for the
+    device, and overlaps with the previous step.
+    `at_least`: the minimum number of samples in a step; a smaller one is skipped and ends the epoch.
     """
 
     steps: int | None = None
@@ -151,7 +155,7 @@ class StreamFeed:
         at_least: int | None = None,
     ) -> None:
         self._strategy = strategy
-        self._last: list[Any] = []  # the batch that passes with zero weight repeat
+        self._last: list[Any] = []  # a copy of the last batch, for passes with zero weight
         self._facts = facts
         self._at_least = at_least or 1
         self._loader = loader
@@ -159,12 +163,12 @@ class StreamFeed:
         self._world = world
         self._move = move
         self._compared = False  # whether the ranks' first samples were compared
-        self.place = self._reached = Place()
+        self.place = self._reached = StreamPosition()
 
     def facts(self, epoch: int) -> Facts:  # noqa: ARG002 - a stream's samples are not known in advance
         return self._facts
 
-    def begin(self, epoch: int, first_step: int, place: Place = ()) -> None:
+    def begin(self, epoch: int, first_step: int, place: StreamPosition = ()) -> None:
         self.place = self._reached = place
         self._loader.set_position(epoch, place)
         self._arriving = counted(self._loader, self._move(epoch, first_step * self._passes if place else 0))
@@ -180,9 +184,9 @@ class StreamFeed:
 
     def _fetch(self) -> list[tuple[int, Any]]:
         fetched = list(islice(self._arriving, self._passes))
-        if marks := self._loader.marks:
-            for mark in [marks.popleft() for _ in fetched]:
-                self._reached = (*(each for each in self._reached if each.reader != mark.reader), mark)
+        if states := self._loader.states:
+            for state in [states.popleft() for _ in fetched]:
+                self._reached = (*(each for each in self._reached if each.reader != state.reader), state)
         return fetched
 
     def next(self) -> Share | None:
@@ -191,32 +195,32 @@ class StreamFeed:
         passes, batches = tuple(samples for samples, _ in fetched), [batch for _, batch in fetched]
         samples = self._over_all_ranks(sum(passes) if self._strategy.contributes else 0, dist.ReduceOp.SUM)
         if self._strategy.equal_passes and samples:
-            passes, batches = self._filled_up(passes, batches)
+            passes, batches = self._padded(passes, batches)
         self._waiting = iter(batches)
         if samples < self._at_least and self._begun_at is not None:
-            raise self._nothing(samples, self._begun_at)
+            raise self._no_steps_error(samples, self._begun_at)
         if not self._compared and self._world.world_size > 1:
             self._compared = True
-            self._look_for_copies(batches)
+            self._compare_first_samples(batches)
         self._begun_at = None
         return Share(samples, passes) if samples >= self._at_least else None
 
     def batch(self) -> Any:
         return next(self._waiting)
 
-    def _filled_up(self, passes: tuple[int, ...], batches: list[Any]) -> tuple[tuple[int, ...], list[Any]]:
+    def _padded(self, passes: tuple[int, ...], batches: list[Any]) -> tuple[tuple[int, ...], list[Any]]:
         """Pad with zero-weight passes to the largest number of passes on any rank. A collective."""
         missing = self._over_all_ranks(len(passes), dist.ReduceOp.MAX) - len(passes)
-        self._last = batches[-1:] or self._last
+        self._last = with_copied_containers(batches[-1:]) or self._last
         if missing and not self._last:
             raise DataError(
                 "the stream of this rank yields no batch, but with this parallel strategy every rank must run every "
                 "pass",
                 "give every rank at least one batch, or use parallel='ddp'",
             )
-        return passes + (0,) * missing, batches + self._last * missing
+        return passes + (0,) * missing, batches + with_copied_containers(self._last * missing)
 
-    def _nothing(self, samples: int, first_step: int) -> DataError:
+    def _no_steps_error(self, samples: int, first_step: int) -> DataError:
         """The error for an epoch without steps: the next epoch would have none either."""
         if first_step:
             return DataError(
@@ -235,8 +239,11 @@ class StreamFeed:
             "how it divides the data, and whether drop_last skips its only batches",
         )
 
-    def _look_for_copies(self, batches: list[Any]) -> None:
-        """Warn if all ranks start with the same samples: then the stream is not divided among ranks. A collective."""
+    def _compare_first_samples(self, batches: list[Any]) -> None:
+        """Warn if all ranks read the same samples, because the stream is not divided among ranks. A collective.
+
+        Raises `DataError` if ranks that share a model replica read different samples.
+        """
         bits = b"".join(leaf.cpu().numpy().tobytes() for leaf in pytree.tree_leaves(batches) if _readable(leaf))
         digests: dict[int, set[int]] = {}
         for data_rank, digest in gathered(self._world, [self._strategy.data_rank, digest_of(bits)]):

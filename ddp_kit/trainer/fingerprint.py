@@ -1,4 +1,4 @@
-"""Checksums of weights and optimizer state, equal on all ranks if the tensors are bitwise identical."""
+"""Checksums of weights and optimizer state, to check that they are bitwise identical on all ranks."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
@@ -20,9 +20,9 @@ _RATES = ("lr", "initial_lr", "momentum", "betas", "weight_decay")
 
 
 def bits(tensors: Iterable[Tensor]) -> Tensor:
-    """A checksum of tensors, as an int64 scalar on the device of the first. Does not wait for the device.
+    """A checksum of tensors: an int64 scalar on the device of the first one. Does not wait for the device.
 
-    The bits are read as integers, so the order of summation does not matter.
+    Bytes are summed as integers, so the result does not depend on the order of summation.
     """
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     sums: list[Tensor] = []
@@ -42,7 +42,7 @@ def _stacked(scalars: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _spread(numbers: Tensor) -> Tensor:
-    """A sum with a different factor per position, so that a permutation changes it."""
+    """A weighted sum with a different factor for each position, so that a permutation changes it."""
     return (numbers * torch.arange(1, 2 * len(numbers), 2, device=numbers.device)).sum()
 
 
@@ -56,7 +56,7 @@ def _dense(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _whole(flat: Tensor) -> list[Tensor]:
-    """The same bytes as int64 numbers, padded with zeros: summing eight bytes at a time is fastest."""
+    """The bytes as int64 numbers, padded with zeros, because summing eight bytes at a time is fastest."""
     flat, size = flat.contiguous(), flat.element_size()
     rest = flat.numel() * size % 8 // size
     head, parts = flat[: flat.numel() - rest], []
@@ -68,7 +68,7 @@ def _whole(flat: Tensor) -> list[Tensor]:
 
 
 def facts_of_model(model: nn.Module) -> dict[str, int | str]:
-    """Facts that must be the same before the model is placed: names, shapes and types, not values."""
+    """Facts that must be equal on all ranks before the model is distributed: names, shapes and dtypes, not values."""
     sparse = [each for each in model.buffers() if each.layout != torch.strided]
     return {
         "the parameters of the model (names, shapes, types, which require gradients)": repr(
@@ -86,7 +86,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def facts_of_weights(parts: Parts) -> dict[str, int | str]:
-    """Facts that must be the same before a step on ranks that hold the same weights. Waits for the device."""
+    """A checksum of each parameter, to compare between ranks that hold the same weights. Waits for the device."""
     names = [name for name, _ in parts.model.named_parameters()]
     numbers = _stacked([bits([each]) for each in parts.strategy.local_parameters()], parts.world.device).tolist()
     return {
@@ -95,13 +95,16 @@ def facts_of_weights(parts: Parts) -> dict[str, int | str]:
 
 
 def facts_of_optimizer(parts: Parts) -> dict[str, int | str]:
-    """Facts that must be the same before a step on ranks with the same optimizer state. Waits for the device."""
+    """The optimizer state of each parameter as text, to compare between ranks that hold the same state.
+
+    Tensors are replaced by checksums. Waits for the device.
+    """
     names_held = parts.strategy.held_names()
     optimizers = parts.device_optimizer, parts.optimizer
     named, own = ([each for group in one.param_groups for each in group["params"]] for one in optimizers)
     held = {
         names_held[id(each)]: (kept, parts.optimizer.state.get(kept, {}))
-        for each, kept in zip(named, own, strict=False)  # the user may have added a group, which a step refuses
+        for each, kept in zip(named, own, strict=False)  # lengths differ if the user added a group: a step refuses that
     }
     numbers = _stacked([_state_bits(*each) for each in held.values()], parts.world.device).tolist()
     return {
@@ -111,7 +114,7 @@ def facts_of_optimizer(parts: Parts) -> dict[str, int | str]:
 
 
 def facts_of_progress(parts: Parts) -> dict[str, int | str]:
-    """Facts that must be the same on all ranks before a step: scheduler and gradient scaling."""
+    """The states of scheduler and gradient scaler as text; must be equal on all ranks before a step."""
     return {
         "the scheduler and its state": schedule(parts.scheduler),
         "the state of the gradient scaling": repr(parts.precision.state()),
@@ -125,7 +128,7 @@ def _state_bits(parameter: Tensor, state: Any) -> Tensor:
 
 
 def _plain(value: Any) -> str:
-    """Text that is the same in every process: no addresses, full precision."""
+    """A text representation that is the same in every process: without addresses, with full precision."""
     if isinstance(value, Tensor):
         return f"tensor {tuple(value.shape)} {value.dtype}"
     if isinstance(value, Mapping):
@@ -138,7 +141,7 @@ def _plain(value: Any) -> str:
 
 
 def settings_of(optimizer: Optimizer) -> str:
-    """The type of an optimizer and the settings of its groups, as text that is the same in every process."""
+    """An optimizer's class and the options of its groups, as text that is the same in every process."""
     groups = [
         {name: _number(value) for name, value in group.items() if name != "params"} | {"params": len(group["params"])}
         for group in optimizer.param_groups
@@ -151,7 +154,7 @@ def _number(value: Any) -> Any:
 
 
 def schedule(scheduler: LRScheduler | None) -> str:
-    """The type and state of a scheduler and of the schedulers inside it."""
+    """A scheduler's class and state, including the schedulers inside it, as text."""
     if scheduler is None:
         return "none"
     return f"{type(scheduler).__name__} {_plain(scheduler.state_dict())}"
@@ -173,7 +176,7 @@ def _on_host(value: Any) -> bool:
 
 
 def row(parts: Parts) -> Tensor:
-    """What ranks compare at a log point, as float64 [n] on the device; see `differing`. Does not wait for it."""
+    """The checksums that ranks compare at a log point: float64 [n] on the device, for `differing`. Does not wait."""
     device = parts.world.device
     own = [torch.tensor(rates(parts.optimizer), device=device)]
     if parts.config.verify_ranks != "off":
@@ -186,7 +189,10 @@ def row(parts: Parts) -> Tensor:
 
 
 def differing(rows: Sequence[Sequence[float]], strategy: Strategy) -> str | None:
-    """The name of the first value that differs within a group of ranks that must agree; None if none does."""
+    """The name of the first checksum that differs between ranks that must agree; None: all agree.
+
+    `rows`: what `row` returned on each rank.
+    """
     names = {
         "the learning rates": [range(len(rows))],
         "the weights of the model": strategy.replicas,

@@ -1,4 +1,4 @@
-"""A run's exclusive use of its checkpoint folder, agreed on by all ranks."""
+"""Exclusive use of a checkpoint folder by one run, agreed on by all ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,17 +6,17 @@ from pathlib import Path
 
 from ddp_kit.checkpoint.lock import FolderLock
 from ddp_kit.errors import CheckpointError
-from ddp_kit.trainer.exchange import every_text
+from ddp_kit.trainer.exchange import gathered_bytes
 from ddp_kit.world import World
 
 
 class FolderUse:
-    """Locks the folder on the ranks that write to it; if one of them cannot, all ranks raise."""
+    """Locks the folder on one rank per folder; if a rank cannot lock it, all ranks raise the error."""
 
     def __init__(self, world: World, folder: Path | None, lock: FolderLock | None) -> None:
         self._world = world
         self._folder = folder
-        self._lock = lock  # None on ranks that do not write
+        self._lock = lock  # None on ranks that do not lock the folder
         self._depth = 0
 
     @contextmanager
@@ -37,13 +37,13 @@ class FolderUse:
                 self._lock.release()
 
     def end(self) -> None:
-        """Unlock the folder for other runs, although this run's loop has not been left."""
+        """Unlock the folder for other runs, within the context."""
         if self._lock is not None:
             self._lock.release()
 
     def note_save(self) -> None:
-        """Note that the newest checkpoint is now from this run."""
-        assert self._lock is not None, "only a rank that writes saves"
+        """Record that the newest checkpoint is now from this run."""
+        assert self._lock is not None, "only the first writer of a checkpoint calls this"
         self._lock.note_save()
 
     def _acquire(self, resuming: bool) -> None:
@@ -53,7 +53,7 @@ class FolderUse:
                 self._lock.acquire(resuming=resuming)
         except CheckpointError as error:
             found = error
-        said = every_text(b"" if found is None else f"{found.message}\n{found.hint}".encode(), self._world)
+        said = gathered_bytes(b"" if found is None else f"{found.message}\n{found.hint}".encode(), self._world)
         if any(said):
             if self._lock is not None:
                 self._lock.release()

@@ -1,11 +1,11 @@
-"""The frozen weights of a run, which checkpoints leave out with `checkpoint.trainable_only`."""
+"""The frozen weights of a run, which `checkpoint.trainable_only` leaves out of checkpoints."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ddp_kit.checkpoint.frozen import differ, entry_of, fingerprint
+from ddp_kit.checkpoint.frozen import entry_of, fingerprint, frozen_weights_differ
 from ddp_kit.pieces import Piece
 from ddp_kit.trainer.exchange import gathered
 from ddp_kit.trainer.fingerprint import bits
@@ -13,9 +13,9 @@ from ddp_kit.trainer.parts import Parts
 
 
 class FrozenWeights:
-    """The parameters that do not require gradients, by their names. Methods are collectives unless they say otherwise.
+    """The parameters that do not require gradients, by name. Methods are collectives unless they say otherwise.
 
-    Their fingerprints are computed once; a checksum of what this rank holds tells at each save whether they still hold.
+    Their fingerprints are computed once; at each save, a faster checksum of this rank's part detects changes.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -24,11 +24,11 @@ class FrozenWeights:
         self._bits: list[int] = []
 
     def forget(self) -> None:
-        """They may be others now. Not a collective."""
+        """Discard the fingerprints, because the weights may have been replaced. Not a collective."""
         self._entries = None
 
     def unchanged(self) -> str | None:
-        """The name of one that has changed on this rank since `entries` were made; None: they are as they were."""
+        """The name of a weight that has changed on this rank since its fingerprint was computed; None: none has."""
         if self._entries is None:
             self.entries()
             return None
@@ -37,7 +37,7 @@ class FrozenWeights:
         return next((name for name, old, new in zip(names, self._bits, now, strict=True) if old != new), None)
 
     def entries(self) -> dict[str, Any]:
-        """What a checkpoint has of each: dtype, shape, fingerprint. The same under every placement."""
+        """Name -> dtype, shape and fingerprint, as stored in a checkpoint; the same for every parallel strategy."""
         if self._entries is None:
             held = self._held()
             sums = [fingerprint(value).to(self._parts.world.device) for value in held.values()]
@@ -53,10 +53,10 @@ class FrozenWeights:
         return self._entries
 
     def compare(self, saved: Mapping[str, Any]) -> None:
-        """Raise `CheckpointError` unless all that a checkpoint left out is here, with the same values."""
+        """Raise `CheckpointError` unless the weights that a checkpoint left out are here, with the same values."""
         own = self.entries()
         if others := [name for name, entry in saved.items() if own.get(name) != entry]:
-            raise differ(others)
+            raise frozen_weights_differ(others)
 
     def _held(self) -> dict[str, Any]:
         names = {

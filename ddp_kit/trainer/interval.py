@@ -1,4 +1,4 @@
-"""Losses and times between two log points, and their reduction: one collective and one NaN check per interval."""
+"""Losses and times between two log points, reduced by one collective and checked for NaN once per interval."""
 
 import time
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from ddp_kit.world import World
 
 _LOSS, WEIGHT = 0, 1  # the columns of an interval's [n, 2] tensors
 _FOLD = 256
-"""How many separate loss tensors are kept before they are stacked: on a GPU each takes 512 bytes."""
+"""The number of loss tensors that are kept before they are stacked: on a GPU each occupies at least 512 bytes."""
 
 
 class Interval:
-    """The losses since the last log point. Adding one computes nothing and does not wait for the device.
+    """The losses since the last log point. Adding one launches no kernel and does not wait for the device.
 
-    `first_step`: the number of its first optimizer step. `logged`: collects what user code logs.
+    `first_step`: the number of its first optimizer step. `logged`: the values that user code logs.
     """
 
     def __init__(self, world: World, first_step: int, logged: LoggedValues | None = None) -> None:
@@ -31,8 +31,8 @@ class Interval:
         self._first_step = first_step
         self._sums: list[Tensor] = []
         self._weights: list[Tensor | float] = []
-        self._step_of: list[int] = []  # of each loss
-        self._folded: list[Tensor] = []  # stacked sums and weights, each [n, 2]
+        self._step_of: list[int] = []  # the step of each loss
+        self._folded: list[Tensor] = []  # stacked (sum, weight) pairs, each [n, 2]
         self._before_step = 0
         self._plain = True
         self._norm: Tensor | None = None
@@ -67,7 +67,7 @@ class Interval:
         self._logged.drop_step()
 
     def end_step(self, samples: int) -> None:
-        """Record that a step is done. `samples`: over all ranks."""
+        """Record that a step is done. `samples`: its samples over all ranks."""
         self.steps += 1
         self.samples += samples
         if len(self._sums) >= _FOLD:
@@ -76,9 +76,9 @@ class Interval:
         self._logged.end_step()
 
     def close(self, clock: StepClock, facts: Tensor | None = None) -> "Reading":
-        """The sums over all ranks, being copied to the host. A collective.
+        """Start the reduction over all ranks and the copy to the host. A collective; does not wait for the device.
 
-        `facts`: float64 [n] on the device, the same n on each rank; all ranks get every rank's.
+        `facts`: float64 [n] on the device, with the same n on each rank; gathered from all ranks.
         """
         self._fold()
         world = self.world
@@ -86,10 +86,10 @@ class Interval:
         times = table_of(clock.read(seconds / self.steps), world.rank, world.world_size, world.device).flatten()
         pairs = torch.cat(self._folded) if self._folded else torch.zeros(0, 2, device=world.device)
         norm = torch.zeros((), device=world.device) if self._norm is None else self._norm
-        own = norm.detach().double() / world.world_size  # the same on all ranks
+        own = norm.detach().double() / world.world_size  # equal on all ranks, so their sum is the norm
         means = self._logged.take()
         anything = torch.full((1,), float(bool(means)), dtype=torch.float64, device=world.device)
-        seen = [pairs.sum(dim=0).double(), own.reshape(1), anything, times]
+        seen = [pairs.sum(dim=0).double(), own.reshape(1), anything, times, _peaks(world)]
         if facts is not None:
             every = facts.new_zeros(world.world_size, len(facts))
             every[world.rank] = facts
@@ -101,7 +101,7 @@ class Interval:
         return Reading(self, seconds, table, pairs, self._step_of, [*means], logged)
 
     def first_non_finite(self, column: int = _LOSS) -> tuple[int, int] | None:
-        """`Reading.first_non_finite` for the steps so far. Waits for the device. A collective."""
+        """Like `Reading.first_non_finite`, for the steps so far. Waits for the device. A collective."""
         self._fold()
         pairs = torch.cat(self._folded) if self._folded else torch.zeros(0, 2)
         return _first_non_finite(self.world, pairs[:, column], self._step_of)
@@ -118,8 +118,16 @@ class Interval:
         self._sums, self._weights, self._before_step = [], [], 0
 
 
+def _peaks(world: World) -> Tensor:
+    """Peak bytes allocated on this rank's GPU, as float64 [world_size] with zeros for other ranks; empty on a CPU."""
+    peaks = [0.0] * (world.world_size if world.device.type == "cuda" else 0)
+    if peaks:
+        peaks[world.rank] = float(torch.cuda.max_memory_allocated(world.device))
+    return torch.tensor(peaks, dtype=torch.float64).to(world.device, non_blocking=True)
+
+
 def _on_device(weight: Tensor | float, device: torch.device) -> Tensor:
-    """As float64. A number or host tensor is filled in on the device: copying it would make the host wait."""
+    """The weight as a float64 scalar on the device. `torch.full` does not make the host wait, unlike a copy."""
     if isinstance(weight, Tensor) and weight.device == device:
         return weight.detach().double().sum()
     number = float(weight.detach().double().sum()) if isinstance(weight, Tensor) else weight
@@ -128,23 +136,26 @@ def _on_device(weight: Tensor | float, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Values:
-    """An interval's figures over all ranks."""
+    """An interval's values over all ranks."""
 
     loss: float
-    """The weighted sum."""
+    """The weighted sum of the losses."""
     weight: float
+    """The sum of their weights."""
     norm: float
     """The gradient norm at the last step that measured it; 0 if none did."""
     logged: dict[str, float]
-    """What user code logged."""
+    """The means of the values that user code logged."""
     times: tuple[StepTimes, ...]
-    """Per rank."""
+    """The times of each rank."""
+    memory: tuple[int, ...]
+    """As in `LogRow.rank_memory`."""
     facts: tuple[tuple[float, ...], ...]
-    """Per rank; empty if none were given."""
+    """The facts of each rank; empty if none were given."""
 
 
 class Reading:
-    """An interval's sums over all ranks. On a GPU they are copied to pinned memory while the next steps run."""
+    """An interval's sums over all ranks, on their way to the host: on a GPU, they are copied while later steps run."""
 
     def __init__(
         self,
@@ -170,13 +181,15 @@ class Reading:
             self._arrived.record()
 
     def values(self) -> "Values":
-        """The figures. Waits for the copy to the host. A collective between hosts if any rank has logged values."""
+        """The values. Waits for the copy to the host. A collective on host memory if any rank has logged values."""
         if self._arrived is not None:
             self._arrived.synchronize()
         loss, weight, norm, anything, *rest = self._table.tolist()
         logged = over_all_ranks(self._world, self._names, self._logged.tolist()) if anything else {}
         ranks = self._world.world_size
-        times, facts = rest[: ranks * COLUMNS], rest[ranks * COLUMNS :]
+        times, rest = rest[: ranks * COLUMNS], rest[ranks * COLUMNS :]
+        peaks = ranks if self._world.device.type == "cuda" else 0
+        memory, facts = rest[:peaks], rest[peaks:]
         size = len(facts) // ranks
         return Values(
             loss,
@@ -184,16 +197,20 @@ class Reading:
             norm,
             logged,
             by_rank(times),
+            tuple(map(int, memory)),
             tuple(tuple(facts[n * size : (n + 1) * size]) for n in range(ranks)),
         )
 
     def first_non_finite(self, column: int = _LOSS) -> tuple[int, int] | None:
-        """The first optimizer step with a non-finite loss (or weight), and the lowest such rank. A collective."""
+        """The first optimizer step with a non-finite loss (or weight), and the lowest such rank; None: there is none.
+
+        A collective.
+        """
         return _first_non_finite(self._world, self._own_pairs[:, column], self._step_of)
 
 
 def _to_pinned(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory, complete once the device has come to it."""
+    """A copy in pinned memory, which is complete when the device has reached it."""
     copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return copied.copy_(tensor, non_blocking=True)
 

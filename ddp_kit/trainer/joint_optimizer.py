@@ -1,4 +1,4 @@
-"""The optimizers of several updates as one, and their schedulers, for what saves, loads and compares state."""
+"""Adapters that present the optimizers and schedulers of several updates as one, to save, load and compare state."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 
 class JointOptimizer(Optimizer):
-    """The optimizers of several updates as one: their groups and state, one after another."""
+    """Presents the optimizers of several updates as one optimizer, with the groups and state of all of them.
+
+    `optimizers`: by the name of the update. It is never stepped; each update steps its own optimizer.
+    """
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
         self.optimizers = dict(optimizers)
@@ -17,7 +20,7 @@ class JointOptimizer(Optimizer):
 
     @property
     def kind(self) -> str:
-        """The names of the updates, with those of their optimizers' classes."""
+        """The name of each update and the class of its optimizer, as text."""
         return ", ".join(f"{name}: {type(each).__name__}" for name, each in self.optimizers.items())
 
     @property
@@ -29,7 +32,7 @@ class JointOptimizer(Optimizer):
         return {key: value for each in self.optimizers.values() for key, value in each.state.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """As if one optimizer held all groups: parameters are numbered through."""
+        """The state as if one optimizer held all groups: parameters are numbered consecutively."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for each in self.optimizers.values():
@@ -61,11 +64,11 @@ class JointOptimizer(Optimizer):
             first += size
 
     def register_step_pre_hook(self, hook: Any) -> Any:
-        """Before each optimizer's step."""
+        """Register the hook with each optimizer."""
         return [each.register_step_pre_hook(hook) for each in self.optimizers.values()]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of all optimizers."""
+        """Clear the gradients of all optimizers."""
         for each in self.optimizers.values():
             each.zero_grad(set_to_none)
 
@@ -74,17 +77,17 @@ class JointOptimizer(Optimizer):
 
 
 def joint_scheduler(schedulers: Mapping[str, LRScheduler]) -> "JointScheduler | None":
-    """Those of the updates that have one, by the update's name."""
+    """The schedulers as one; None if there are none. `schedulers`: by the name of the update."""
     return JointScheduler(schedulers) if schedulers else None
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """The name of its class, or those of all that it joins."""
+    """The name of an optimizer's class; for a `JointOptimizer`, the names of all its optimizers' classes."""
     return optimizer.kind if isinstance(optimizer, JointOptimizer) else type(optimizer).__name__
 
 
 class JointScheduler(LRScheduler):
-    """The schedulers of several updates, for what saves and compares their state; each update ticks its own."""
+    """Presents the schedulers of several updates as one, to save and compare state; each update steps its own."""
 
     def __init__(self, schedulers: Mapping[str, LRScheduler]) -> None:
         self.schedulers = list(schedulers.values())
@@ -96,7 +99,7 @@ class JointScheduler(LRScheduler):
         return dict(zip(self._names, self.schedulers, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """By the update's name."""
+        """The state of each scheduler, by the name of its update."""
         return {name: each.state_dict() for name, each in self.by_update.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,25 +1,24 @@
 """Log points: turn an interval's figures into a row, and end the run if a loss is not finite."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
 import torch
 from torch import Tensor
 
-from ddp_kit.advice import Adviser, slowest_rank
-from ddp_kit.batch import BatchPlan
+from ddp_kit.advice import Adviser, Watched, slowest_rank
 from ddp_kit.config import TrainerConfig
 from ddp_kit.errors import DataError, LossError
 from ddp_kit.log import logger
 from ddp_kit.metrics import bad_weight
 from ddp_kit.records import LogRow
 from ddp_kit.timing import StepClock
+from ddp_kit.torch_internals import compilations
 from ddp_kit.trainer import fingerprint
 from ddp_kit.trainer.agreement import first_difference
 from ddp_kit.trainer.interval import WEIGHT, Interval, Reading, Values
 from ddp_kit.trainer.parts import Parts
-from ddp_kit.world import World
 
 _HINT = (
     "lower the learning rate, clip the gradients (max_grad_norm), look at that step's inputs, "
@@ -35,6 +34,10 @@ class _Point:
     epoch: int
     learning_rates: tuple[float, ...]
     reading: Reading
+    graphs: int
+    """What torch.compile has compiled so far."""
+    idle: float
+    """See `StepClock.idle`."""
 
 
 class LogPoints:
@@ -43,15 +46,27 @@ class LogPoints:
     On a GPU a row is read one log point late: the copy to the host is done by then, so the host does not wait.
     """
 
-    def __init__(self, parts: Parts, clock: StepClock) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        clock: StepClock,
+        advise: Callable[[str], None] = lambda _: None,
+        utilisation: Callable[[float], float | None] = lambda _: None,
+    ) -> None:
+        """`advise`: called with each line of advice. `utilisation`: the MFU at a rate of samples per second."""
+        self._utilisation = utilisation
         self._parts = parts
+        self._advise = advise
         self._clock = clock
+        self.advised: list[str] = []
+        """The advice given so far."""
         self._late: list[_Point] = []
         self._reads_late = parts.world.device.type == "cuda"
         self._adviser = Adviser(
             self._parts.config.data.num_workers,
             compressed=parts.config.parallel.compression is not None,
             fused=any(group.get("fused") for group in parts.optimizer.param_groups),
+            waits=_waits(parts.config),
         )
         self.begin(first_step=1)
 
@@ -66,7 +81,8 @@ class LogPoints:
         """
         rates = tuple(float(group.get("lr", float("nan"))) for group in self._parts.optimizer.param_groups)
         facts = fingerprint.row(self._parts) if self._parts.world.world_size > 1 else None
-        self._late.append(_Point(step, epoch, rates, self.interval.close(self._clock, facts)))
+        reading = self.interval.close(self._clock, facts)
+        self._late.append(_Point(step, epoch, rates, reading, compilations(), self._clock.idle))
         self.begin(step + 1)
         ready = self._late[:-1] if self._reads_late and not last else self._late
         self._late = self._late[len(ready) :]
@@ -81,10 +97,18 @@ class LogPoints:
         reading, values = point.reading, point.reading.values()
         self._check(point, values)
         self._compare(point.step, values)
-        line = self._adviser.watch(values.times, reading.steps)
+        line = self._adviser.watch(Watched(point.step, reading.steps, values.times, point.graphs, point.idle))
         if line is not None:
             logger.info("advice: {}", line)
+            self._parts.heartbeat.advise(line)
+            self.advised.append(line)
+            self._advise(line)
         slowest, factor = slowest_rank(values.times)
+        own = values.times[self._parts.world.rank]
+        samples_per_second = reading.samples / reading.seconds
+        mfu = self._utilisation(samples_per_second)
+        if own.total:
+            self._parts.heartbeat.shares(own.data / own.total, own.communication / own.total, mfu or 0.0)
         return LogRow(
             step=point.step,
             epoch=point.epoch,
@@ -93,11 +117,14 @@ class LogPoints:
             learning_rates=point.learning_rates,
             values=values.logged,
             grad_norm=values.norm,
-            samples_per_second=reading.samples / reading.seconds,
+            samples_per_second=samples_per_second,
             step_seconds=reading.seconds / reading.steps,
-            times=values.times[self._parts.world.rank],
+            times=own,
             slowest_rank=slowest,
             slowest_factor=factor,
+            rank_seconds=tuple(each.own for each in values.times),
+            rank_memory=values.memory,
+            mfu=mfu,
         )
 
     def refuse_non_finite(self) -> None:
@@ -155,25 +182,13 @@ class LogPoints:
             raise LossError(what, _HINT, step)
 
 
-def announce(
-    world: World, plan: BatchPlan, config: TrainerConfig, done: int, total: int | None, division: str = ""
-) -> None:
-    """Log what is about to be trained: from step `done` to step `total`, None if the data determines the end.
-
-    `division`: how a step divides into batches, if not as `plan` says.
-    """
-    if total == done:
-        logger.warning("nothing left to train: all {} steps are done; raise epochs or max_steps", total)
-        return
-    at_most = "" if plan.micro_batch * plan.accumulation * plan.world_size == plan.global_batch else ", at most"
-    factors = f"micro-batch {plan.micro_batch} x accumulation {plan.accumulation} x {plan.world_size}"
-    logger.info(
-        "{} {} on {}, {}: {}; {}{}",
-        world.world_size,
-        "rank" if world.world_size == 1 else "ranks",
-        world.device.type,
-        config.precision,
-        division or f"global batch {plan.global_batch} = {factors}{at_most}",
-        f"from step {done} to " if done else "",
-        "to the end of the data" if total is None else f"{total} steps",
+def _waits(config: TrainerConfig) -> bool:
+    """Whether settings may make the host wait for the device in each step."""
+    memory = config.memory
+    return (
+        config.non_finite == "skip"
+        or config.precision == "fp16"
+        or config.parallel.share_gpus
+        or memory.offload_optimizer
+        or memory.offload_parameters
     )

@@ -1,4 +1,4 @@
-"""Values that user code logs: means over ranks, accumulation and steps, exact and without waiting for the device."""
+"""Values that user code logs, averaged exactly over ranks, micro-batches and steps, without waiting for the device."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from torch import Tensor
 from ddp_kit.errors import ConfigError, kind_of
 from ddp_kit.metrics import Loss, Mean
 from ddp_kit.records import LogRow
-from ddp_kit.trainer.exchange import every_text
+from ddp_kit.trainer.exchange import gathered_bytes
 from ddp_kit.world import World, host_group
 
 Logged = Tensor | float | Loss
@@ -21,20 +21,20 @@ _RESERVED = frozenset(field.name for field in fields(LogRow))
 
 
 class LoggedValues:
-    """Collects what `trainer.log` gets, until a log point or the end of an evaluation takes it.
+    """Collects the values passed to `trainer.log` until a log point or the end of an evaluation.
 
-    Values from a loss function count with the samples of their batch, and are dropped with their step if it is
-    repeated. Values from elsewhere count 1 per call and rank.
+    Values logged in a loss function are weighted by the samples of their batch, and discarded if their step is
+    repeated. Values logged elsewhere have weight 1 per call and rank.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._means: dict[str, Mean] = {}
-        self._pending: list[tuple[str, Tensor | Loss, float]] = []  # of the current step's passes
-        self._samples: float | None = None  # of the batch that a loss function works on
+        self._pending: list[tuple[str, Tensor | Loss, float]] = []  # from the current step's passes
+        self._samples: float | None = None  # of the loss function's current batch; None outside a loss function
 
     def add(self, values: Mapping[str, Logged]) -> None:
-        """Add values by name. Raises `ConfigError` for values that are no numbers."""
+        """Add values by name. Raises `ConfigError` for invalid names, and for values that are not numbers."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"trainer.log got {kind_of(values)}", 'pass a dict: trainer.log({"accuracy": value})')
         for name, value in values.items():
@@ -46,12 +46,12 @@ class LoggedValues:
                 self._pending.append(entry)
 
     def note(self, name: str, value: Tensor | Loss, samples: int) -> None:
-        """Add a value of the current step's passes under a name of our own."""
+        """Add a value from the current step's passes under a name that ddpkit chooses."""
         self._pending.append((name, _detached(name, value), samples))
 
     @contextmanager
     def batch(self, samples: int) -> Iterator[None]:
-        """While a loss function works on a batch of so many samples; 0: its values do not count."""
+        """The context of a loss function whose batch has `samples` samples; 0: values logged in it are discarded."""
         before, self._samples = self._samples, float(samples)
         try:
             yield
@@ -59,7 +59,7 @@ class LoggedValues:
             self._samples = before
 
     def end_step(self) -> None:
-        """Keep the values of the step that is done."""
+        """Keep the values of the current step, which is complete."""
         if self._pending:
             for entry in self._pending:
                 self._put(*entry)
@@ -67,21 +67,21 @@ class LoggedValues:
 
     @property
     def of_step(self) -> int:
-        """How many values the current step's passes have added so far."""
+        """The number of values that the current step's passes have added so far."""
         return len(self._pending)
 
     def drop_step(self, keep: int = 0) -> None:
-        """Discard the values of the current step's passes, apart from the first `keep`."""
+        """Discard the values that the current step's passes have added, except for the first `keep`."""
         del self._pending[keep:]
 
     def take(self) -> "dict[str, Mean]":
-        """All values since the last call, as this rank's means."""
+        """This rank's means of all values since the last call, by name."""
         means, self._means = self._means, {}
         return means
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """While values are for something else than training: what is collected before and after is kept apart."""
+    def set_aside(self) -> Iterator[None]:
+        """A context for logging outside of training: the values collected so far are set aside and restored on exit."""
         before = self._means, self._pending
         self._means, self._pending = {}, []
         try:
@@ -96,18 +96,18 @@ class LoggedValues:
 
 
 def as_table(means: Mapping[str, Mean], device: torch.device) -> Tensor:
-    """(sum, weight) of each, as float64 [n, 2] on the device."""
+    """(sum, weight) of each mean, as a float64 tensor [n, 2] on the device."""
     return torch.stack([mean.pair() for mean in means.values()]) if means else torch.zeros(0, 2, device=device)
 
 
 def over_all_ranks(world: World, names: "list[str]", table: "list[list[float]]") -> dict[str, float]:
-    """The means over all ranks, which may have different names. A collective between hosts.
+    """The means over all ranks, by name; ranks may have different names. A collective on host memory.
 
-    `table`: this rank's (sum, weight) of each name. Names are in the order of the first rank that has them.
+    `table`: this rank's (sum, weight) for each of `names`. The result is in the order of the first rank with each name.
     """
     own = json.dumps(dict(zip(names, table, strict=True)))
     sums: dict[str, list[float]] = {}
-    for text in every_text(own.encode(), world, host_group(world)):
+    for text in gathered_bytes(own.encode(), world, host_group(world)):
         for name, (total, weight) in json.loads(text).items():
             so_far = sums.setdefault(name, [0.0, 0.0])
             so_far[0] += total

@@ -1,4 +1,4 @@
-"""Calls the user's loss function, checks what it returns, and has all ranks agree on its kind."""
+"""Calls the user's loss function, checks its result, and checks that all ranks get the same kind of loss."""
 
 import torch
 from torch import Tensor
@@ -12,20 +12,20 @@ from ddp_kit.trainer.parameters import RunParameters
 from ddp_kit.trainer.parts import Parts
 
 _UNKNOWN, _PLAIN, _WEIGHTED = range(3)
-_IGNORED = -100  # a target that torch's cross_entropy leaves out, unless told otherwise
+_IGNORED = -100  # the default ignore_index of torch's cross_entropy
 
 
 class LossCalls:
-    """Calls the loss function for the passes of one Trainer.
+    """Calls the loss function for the passes of a Trainer's steps.
 
-    Before the first backward pass the ranks exchange which kind of loss they have, or what is wrong with it: a step's
-    reductions depend on it. The host waits for the device once, there.
+    Before the first backward pass, the ranks exchange which kind of loss they have, because a step's reductions depend
+    on it, or what is wrong with it. The host waits for the device there, once.
     """
 
     def __init__(self, parts: Parts, parameters: RunParameters) -> None:
         self._parts = parts
         self._parameters = parameters
-        self._kind = _UNKNOWN  # the kind of loss
+        self._kind = _UNKNOWN
         self.most_passes = 0
         """The largest number of passes on any rank in the first step."""
 
@@ -40,7 +40,10 @@ class LossCalls:
         return self._kind == _WEIGHTED
 
     def call(self, batch: object, step: int, passes: int) -> "Tensor | Loss":
-        """The loss of a batch. `passes`: this rank's passes in the step. Raises `LossError`."""
+        """The loss of a batch. `passes`: this rank's number of passes in the step. Raises `LossError`.
+
+        The first call is a collective; see `agree`.
+        """
         if not self.agreed:
             return self._first(batch, step, passes)
         value = self._called(batch, step)
@@ -52,9 +55,10 @@ class LossCalls:
         return value
 
     def agree(self, found: "Tensor | Loss | LossError | None" = None, passes: int = 0) -> None:
-        """Send this rank's first loss, or its error, to the other ranks; None: it has no samples. A collective.
+        """Agree with the other ranks on the kind of loss. A collective: each rank calls it once, before any reduction.
 
-        Called once per process, before the first reduction.
+        `found`: this rank's first loss, or its error; None: it has no samples. `passes`: its passes in the first step.
+        Raises `LossError` if the ranks have different kinds of loss, or any of them has an error.
         """
         own = _UNKNOWN if found is None else _WEIGHTED if isinstance(found, Loss) else _PLAIN
         problem = found if isinstance(found, LossError) else None
@@ -76,7 +80,7 @@ class LossCalls:
             with parts.strategy.forward_context():
                 value = checked(parts.strategy.call(parts.loss_fn, batch), "the loss function")
         if not (value.loss if isinstance(value, Loss) else value).requires_grad:
-            self._parameters.check_frozen()  # a likely cause
+            self._parameters.check_frozen()  # a likely cause, with a better error
             raise LossError(
                 f"the loss function returned a tensor that does not require grad at step {step} on rank "
                 f"{parts.world.rank}",
@@ -95,13 +99,13 @@ class LossCalls:
             self._advise(value, batch, passes)
         except LossError as error:
             found = backward_called() if self._parameters.any_gradient and not before else error
-            self.agree(found, passes)  # raises it
+            self.agree(found, passes)  # raises the error on all ranks
             raise
         self.agree(value, passes)
         return value
 
     def _advise(self, value: "Tensor | Loss", batch: object, passes: int) -> None:
-        """Tell of a probable mean over tokens: averaged again over passes, it depends on how samples are divided."""
+        """Log advice if the loss is probably a mean over tokens, whose average depends on the division of samples."""
         parts = self._parts
         divided = passes > 1 or parts.strategy.data_ranks > 1
         if divided and parts.world.is_main and not isinstance(value, Loss) and (counts := _token_counts(batch)):
@@ -124,7 +128,7 @@ class LossCalls:
 
 
 def backward_called() -> LossError:
-    """The error for a loss function that computes gradients itself."""
+    """The error for a loss function that calls backward() itself."""
     return LossError(
         "the loss function calls backward(), which the Trainer does itself",
         "return the loss, without backward(), optimizer.step() and zero_grad(); for several losses use updates=[...]",
@@ -132,7 +136,7 @@ def backward_called() -> LossError:
 
 
 def _token_counts(batch: object) -> tuple[int, int] | None:
-    """The smallest and the largest number of tokens of a sample, if they can be seen and differ."""
+    """The smallest and largest number of tokens in a sample, if the batch looks like tokens and they differ."""
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.dtype == torch.int64:
             counts = (leaf != _IGNORED).sum(dim=1)

@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits: searched before the first step, halved if a later step runs out of memory."""
+"""The search for the largest micro-batch that fits in memory, and recovery if a later step runs out of memory."""
 
 import gc
 from collections.abc import Callable
@@ -18,18 +18,18 @@ from ddp_kit.timing import StepClock
 from ddp_kit.trainer.exchange import gathered
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.planning import what_fits
-from ddp_kit.trainer.rollback import RunState, StepState
+from ddp_kit.trainer.rollback import RunSnapshot, StepSnapshot
 from ddp_kit.trainer.step import OptimizerStep, StepPasses
 from ddp_kit.world import host_group
 
-_SIGNS = (
+_OUT_OF_MEMORY_MESSAGES = (
     "can't allocate memory",  # torch's CPU allocator
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN reports it if a convolution's workspace does not fit
+    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's error if a convolution's workspace does not fit
     "out of memory",
 )
-_TWICE = (
+_BACKWARD_TWICE_HINT = (
     "the Trainer calls backward() on the loss: leave it out of the loss function; and call .detach() on tensors that "
     "are kept from one step to the next, such as the state of an RNN"
 )
@@ -44,8 +44,8 @@ class OutOfMemory(Exception):  # noqa: N818  # never shown: the loop catches it
         self.error = error
         """This rank's error; None if another rank ran out of memory."""
 
-    def own_or_silent(self, parts: Parts) -> BaseException:
-        """The error to raise if no smaller micro-batch is left to try."""
+    def error_to_raise(self, parts: Parts) -> BaseException:
+        """The error to raise if there is no smaller micro-batch; other ranks get one that is not printed."""
         if self.error is not None:
             return with_hint(self.error, parts)
         silent = LossError("another rank is out of memory with a micro-batch of 1", "see the error of that rank")
@@ -54,35 +54,33 @@ class OutOfMemory(Exception):  # noqa: N818  # never shown: the loop catches it
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a smaller micro-batch could help."""
+    """Whether an error means that memory was exhausted, so that a smaller micro-batch may help."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_MESSAGES)
 
 
 def with_hint(error: BaseException, parts: Parts) -> BaseException:
-    """The same error; if it is out of memory, with a hint and the path of a memory snapshot."""
+    """Add a hint to an error that has a known remedy; for out of memory, also the path of a memory snapshot."""
     if "backward through the graph a second time" in str(error):
-        error.add_note(f"hint: {_TWICE}")
+        error.add_note(f"hint: {_BACKWARD_TWICE_HINT}")
     if not is_out_of_memory(error):
         return error
     config = parts.config
     path = save_memory_snapshot(config.profile.dir, parts.world.rank)
     recompute = "" if config.memory.checkpointing else 'set memory={"checkpointing": "blocks"} in the TrainerConfig, '
     if config.micro_batch_size == "auto":
-        hint = (
-            f"no smaller micro-batch can help: {recompute}choose a smaller precision, or an optimizer that keeps less"
-        )
+        hint = f"there is no smaller micro-batch: {recompute}use a lower precision, or an optimizer with less state"
     else:
         also = ', or memory={"checkpointing": "blocks"}' if recompute else ""
         hint = (
             f'set micro_batch_size="auto" in the TrainerConfig, or a smaller number{also}; the global batch stays as '
             "it is"
         )
-    with suppress(Exception):  # such as too little host memory: the hint must not hide the error
+    with suppress(Exception):  # planning may fail too, for example for lack of host memory
         if placement := what_fits(parts):
             hint = f"{hint}; {placement}"
-    error.add_note(f"hint: {hint}" + (f"\nwhat the memory held: {path} (see pytorch.org/memory_viz)" if path else ""))
+    error.add_note(f"hint: {hint}" + (f"\nmemory snapshot: {path} (open it at pytorch.org/memory_viz)" if path else ""))
     return error
 
 
@@ -90,17 +88,18 @@ def with_hint(error: BaseException, parts: Parts) -> BaseException:
 
 
 def largest_micro_batch(parts: Parts, batches_of: Callable[[int], list[Any]], plan: BatchPlan) -> int:
-    """The largest of 1, 2, 4, ... and a rank's whole share for which a step fits on every rank. A collective.
+    """The largest micro-batch for which a step fits in memory on every rank. A collective.
 
-    A trial runs two passes with an optimizer step between them, to allocate optimizer state; then it is rolled back.
-    `batches_of(n)`: a batch of n samples on the device, and the prefetched ones. Raises the out-of-memory error if not
-    even the smallest fits.
+    Tries 1, 2, 4, ... samples up to a rank's whole share of the global batch. A trial runs two passes with an optimizer
+    step between them, which allocates the optimizer state; then the state of the run is restored.
+    `batches_of(n)`: returns a batch of n samples on the device, and as many more as training prefetches. Raises the
+    out-of-memory error if even one sample does not fit.
     """
     share = -(-plan.global_batch // plan.world_size)
-    before, found, failed = RunState(parts), 0, None
+    before, found, failed = RunSnapshot(parts), 0, None
     for size in [*(2**power for power in range(share.bit_length()) if 2**power < share), share]:
         outcome, error = _tried(parts, batches_of, size, last=size == share)
-        _free()
+        _release_cached_memory()
         before.restore()
         worst = max(outcome for (outcome,) in gathered(parts.world, [outcome]))
         if worst == _TOO_LARGE:
@@ -109,8 +108,8 @@ def largest_micro_batch(parts: Parts, batches_of: Callable[[int], list[Any]], pl
         if worst == _FITS:
             found = size
     if not found and failed is not None:
-        raise failed.own_or_silent(parts) from None
-    found = found or share  # too few samples for BatchNorm at any size: training reports it
+        raise failed.error_to_raise(parts) from None
+    found = found or share  # BatchNorm needs more samples than any size has: training raises the error
     logger.info("micro_batch_size='auto' chose {} samples (the limit is {})", found, share)
     return found
 
@@ -118,7 +117,10 @@ def largest_micro_batch(parts: Parts, batches_of: Callable[[int], list[Any]], pl
 def _tried(
     parts: Parts, batches_of: Callable[[int], list[Any]], size: int, *, last: bool
 ) -> tuple[int, BaseException | None]:
-    """The outcome and its error, if any. `last`: the size is the whole share, so gradients do not accumulate."""
+    """The outcome of a trial, and its out-of-memory error if there was one.
+
+    `last`: the micro-batch is the rank's whole share, so training does not accumulate gradients.
+    """
     outcome, kept = _FITS, None
     modes = {module: module.training for module in parts.model.modules()}
     parts.model.train()
@@ -127,10 +129,10 @@ def _tried(
         _pass(parts, batch)
         for parameter in parts.strategy.parameters:
             if parameter.grad is not None:
-                parameter.grad.zero_()  # the step only allocates optimizer state; avoid non-finite values
+                parameter.grad.zero_()  # the step should only allocate state, without non-finite values
         parts.device_optimizer.step()
         if last:
-            _forget(parts.model)
+            _clear_gradients(parts.model)
         _pass(parts, batch)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -139,11 +141,11 @@ def _tried(
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
-        outcome = _TOO_SMALL  # BatchNorm
+        outcome = _TOO_SMALL  # for BatchNorm
     finally:
         for module, mode in modes.items():
             module.training = mode
-    _forget(parts.model)
+    _clear_gradients(parts.model)
     return outcome, kept
 
 
@@ -155,12 +157,12 @@ def _pass(parts: Parts, batch: Any) -> None:
         total.sum().backward()  # type: ignore[no-untyped-call]
 
 
-def _forget(model: nn.Module) -> None:
+def _clear_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad = None
 
 
-def _free() -> None:
+def _release_cached_memory() -> None:
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
@@ -169,8 +171,8 @@ def _free() -> None:
 # --- in the middle of training --------------------------------------------------------------------------------------
 
 
-class RescuedStep(OptimizerStep):
-    """An optimizer step that all ranks abandon together if one runs out of memory.
+class RecoverableStep(OptimizerStep):
+    """An optimizer step that is abandoned on all ranks if one of them runs out of memory.
 
     run the passes
     if out of memory: join the step's remaining collectives, with zeros       # the other ranks wait in them
@@ -179,12 +181,12 @@ class RescuedStep(OptimizerStep):
     """
 
     def release(self) -> None:
-        """Discard the strategy's buffers: an interrupted reduction leaves them in an unknown state."""
+        """Discard the strategy's buffers, which an interrupted reduction leaves in an unknown state."""
         self._strategy.release()
-        _free()
+        _release_cached_memory()
 
     def _run_passes(self, passes: StepPasses) -> None:
-        before, failed = StepState(self._parts), None
+        before, failed = StepSnapshot(self._parts), None
         try:
             super()._run_passes(passes)
         except (RuntimeError, MemoryError) as error:
@@ -193,16 +195,16 @@ class RescuedStep(OptimizerStep):
             failed = error.with_traceback(None)  # traceback frames keep tensors alive
         if failed is not None:
             self.clear()
-            _free()
-            self._take_part(passes)
-        if self._anyone(failed is not None):
+            _release_cached_memory()
+            self._join_remaining_collectives(passes)
+        if self._any_rank(failed is not None):
             before.restore()
             passes.drop()
             self.clear()
             raise OutOfMemory(failed)
 
-    def _take_part(self, passes: StepPasses) -> None:
-        """Join the step's collectives that this rank has not reached, in their order."""
+    def _join_remaining_collectives(self, passes: StepPasses) -> None:
+        """Take part in the step's remaining collectives, in the same order as the other ranks."""
         if self._parts.world.world_size == 1:
             return
         if not self._losses.agreed:
@@ -212,7 +214,7 @@ class RescuedStep(OptimizerStep):
             passes.weight()
         self._strategy.finish_failed_passes()
 
-    def _anyone(self, failed: bool) -> bool:
+    def _any_rank(self, failed: bool) -> bool:
         if self._parts.world.world_size == 1:
             return failed
         flag = torch.tensor(int(failed))
@@ -221,5 +223,5 @@ class RescuedStep(OptimizerStep):
 
 
 def new_step(parts: Parts, clock: StepClock) -> OptimizerStep:
-    """The object that does the steps; with a recoverable strategy it can abandon a step."""
-    return RescuedStep(parts, clock) if parts.strategy.recoverable else OptimizerStep(parts, clock)
+    """The object that does the optimizer steps; a `RecoverableStep` if the strategy can recover from failed ones."""
+    return RecoverableStep(parts, clock) if parts.strategy.recoverable else OptimizerStep(parts, clock)

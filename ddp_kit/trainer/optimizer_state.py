@@ -1,4 +1,4 @@
-"""Loads an optimizer's state with its dtypes: torch's own `load_state_dict` casts it to the dtype of the weights."""
+"""Loads optimizer state with its dtypes; torch's own `load_state_dict` casts it to the dtype of the parameters."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,9 +16,9 @@ def load_optimizer_state(
 ) -> None:
     """Load `saved`, the `state_dict()` of an optimizer with the same parameters.
 
-    `keep_types`, `keep_devices`: each tensor keeps the dtype and device that it has in `saved`: an optimizer may hold
-    float32 copies of bfloat16 weights, or scalars on the CPU. Otherwise torch uses those of the parameter. A state with
-    the shape of its parameter also gets its strides.
+    `keep_types`, `keep_devices`: tensors keep the dtype and device that they have in `saved`, because an optimizer may
+    hold float32 copies of bfloat16 weights, or scalars on the CPU. Otherwise torch uses those of the parameter.
+    State tensors with the shape of their parameter also get its strides.
     Raises `ValueError`, and whatever the optimizer raises.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -36,7 +36,7 @@ def load_optimizer_state(
 
 
 def in_pieces(state: Mapping[int, Any], optimizer: Optimizer, strategy: Strategy) -> dict[int, Any]:
-    """Optimizer state with each tensor of a shard's shape as a `Piece` of the whole tensor."""
+    """The optimizer state with each tensor that has the shape of a sharded parameter as a `Piece`."""
 
     def piece(parameter: nn.Parameter, value: Any) -> Any:
         place = strategy.piece_of(parameter)
@@ -48,9 +48,9 @@ def in_pieces(state: Mapping[int, Any], optimizer: Optimizer, strategy: Strategy
 
 
 def of_pieces(state: Mapping[int, Any], optimizer: Optimizer, strategy: Strategy) -> dict[int, Any]:
-    """The inverse of `in_pieces`: this rank's shards of saved tensors, which are whole tensors or pieces.
+    """The inverse of `in_pieces`: this rank's shards of the saved tensors, which may be whole or pieces.
 
-    Raises `ValueError` for other shapes.
+    Raises `ValueError` for pieces of another shape or position.
     """
 
     def local(parameter: nn.Parameter, value: Any) -> Any:
@@ -75,7 +75,7 @@ def _mapped(
 
 
 def _check_fused(states: Sequence[tuple[nn.Parameter, Any]]) -> None:
-    """Fused kernels assume that states have their parameter's shape, and read past the end of smaller ones."""
+    """Raise `ValueError` for states of another shape: fused kernels would read past the end of smaller ones."""
     for parameter, state in states:
         for name, value in state.items() if isinstance(state, dict) else ():
             shape = torch.Size() if name == "step" else parameter.shape
@@ -84,7 +84,7 @@ def _check_fused(states: Sequence[tuple[nn.Parameter, Any]]) -> None:
 
 
 def _lay_out_as_parameters(optimizer: Optimizer) -> None:
-    """Files do not store strides, and fused kernels assume that a state has those of its parameter."""
+    """Give states the strides of their parameters: files do not store strides, and fused kernels assume them equal."""
     for parameter, kept in optimizer.state.items():
         for name, value in kept.items() if isinstance(kept, dict) else ():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():

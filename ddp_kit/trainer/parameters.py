@@ -1,4 +1,4 @@
-"""The parameters of a run: the set, and which of them require gradients, are fixed when the Trainer is made."""
+"""The parameters of a run. The Trainer fixes which ones there are, and which require gradients, when it is created."""
 
 from torch import nn
 from torch.optim import Optimizer
@@ -7,9 +7,9 @@ from ddp_kit.errors import ConfigError, some
 
 
 class RunParameters:
-    """The parameters of the model and of the optimizer at construction.
+    """The parameters of the model and the optimizer when the Trainer was created, to detect changes.
 
-    Strategies reduce only the gradients of the parameters that they were given. A parameter unfrozen later would be
+    Strategies reduce only the gradients of parameters that required gradients then: a parameter unfrozen later would be
     trained on each rank separately.
     """
 
@@ -17,9 +17,9 @@ class RunParameters:
         self._model = model
         self._optimizer = optimizer
         self._own = tuple(model.parameters())
-        self._held = _held_by(optimizer)
-        self._learns = [parameter.requires_grad for parameter in self._own]
-        self._all = tuple(dict.fromkeys(self._own + self._held + _held_by(device_optimizer)))
+        self._held = _parameters_of(optimizer)
+        self._required_grad = [parameter.requires_grad for parameter in self._own]
+        self._all = tuple(dict.fromkeys(self._own + self._held + _parameters_of(device_optimizer)))
 
     def clear_gradients(self) -> None:
         """Set the gradients of all parameters of the model and the optimizers to None."""
@@ -32,13 +32,13 @@ class RunParameters:
         return any(parameter.grad is not None for parameter in self._own)
 
     def check_frozen(self) -> None:
-        """Raise `ConfigError` if any `requires_grad` has changed. Takes about 30 nanoseconds per parameter."""
-        if [parameter.requires_grad for parameter in self._own] == self._learns:
+        """Raise `ConfigError` if any `requires_grad` has changed. Takes about 30 ns per parameter."""
+        if [parameter.requires_grad for parameter in self._own] == self._required_grad:
             return
         changed = [
             name
-            for (name, parameter), learned in zip(self._model.named_parameters(), self._learns, strict=False)
-            if parameter.requires_grad != learned
+            for (name, parameter), required in zip(self._model.named_parameters(), self._required_grad, strict=False)
+            if parameter.requires_grad != required
         ]
         raise ConfigError(
             f"parameters were frozen or unfrozen (requires_grad) after the Trainer was created: {some(changed)}",
@@ -47,11 +47,11 @@ class RunParameters:
         )
 
     def check(self) -> None:
-        """`check_frozen`, and raise `ConfigError` if parameters were added or replaced. Walks over all modules."""
+        """Like `check_frozen`, and also raise `ConfigError` if parameters were added or replaced. Walks all modules."""
         self.check_frozen()
         for what, now, before in (
             ("the model", [*self._model.parameters()], self._own),
-            ("the optimizer", _held_by(self._optimizer), self._held),
+            ("the optimizer", _parameters_of(self._optimizer), self._held),
         ):
             if len(now) != len(before) or any(one is not other for one, other in zip(now, before, strict=True)):
                 raise ConfigError(
@@ -61,5 +61,5 @@ class RunParameters:
                 )
 
 
-def _held_by(optimizer: Optimizer) -> tuple[nn.Parameter, ...]:
+def _parameters_of(optimizer: Optimizer) -> tuple[nn.Parameter, ...]:
     return tuple(parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -18,22 +18,22 @@ from ddp_kit.trainer.logged_values import LoggedValues
 from ddp_kit.world import World
 
 LossFunction = Callable[[Any, Any], "Tensor | Loss"]
-"""Its first argument is the model; a function may ask for a class of its own there, which `nn.Module` would refuse."""
+"""(model, batch) -> loss. The model's type is Any, so that a function may be annotated with its own model class."""
 MetricFunction = Callable[[Any, Any], "Tensor | Loss"]
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The objects that a Trainer trains with, fixed when it is made."""
+    """The objects that a Trainer trains with, fixed when it is created."""
 
     model: nn.Module
     """The user's model."""
     strategy: Strategy
     optimizer: Optimizer
-    """The user's. With `memory.offload_optimizer`, it holds copies of the weights on the host."""
+    """The user's optimizer. With `memory.offload_optimizer`, its parameters are copies of the weights on the host."""
     device_optimizer: Optimizer
-    """Holds the parameters that get the gradients, in the same groups, and its `step` is the update: the same one, or
-    an `OffloadedOptimizer`."""
+    """The optimizer whose parameters are the model's, and whose `step` does the update: the same one, or an
+    `OffloadedOptimizer` around it."""
     scheduler: LRScheduler | None
     loss_fn: LossFunction
     precision: Precision
@@ -41,4 +41,4 @@ class Parts:
     world: World
     config: TrainerConfig
     logged: LoggedValues
-    heart: Heartbeat = field(default_factory=Heartbeat)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)

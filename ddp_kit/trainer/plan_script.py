@@ -1,7 +1,8 @@
 """`python -m ddp_kit.trainer.plan_script script.py args`: runs a training script for `ddpkit plan`.
 
-Each parameter is replaced by a fake tensor when its module registers it, so at most one is in memory at a time; other
-tensors are real. The script's Trainer reads from its environment that it should only plan, prints the plan, and exits.
+Each parameter is replaced by a fake tensor when its module registers it, so at most one real parameter is in memory at
+a time; other tensors are real. The script's Trainer reads from the environment that it should plan, prints the plan,
+and ends the script.
 """
 
 import runpy
@@ -22,11 +23,11 @@ from ddp_kit.uncaught import show_without_traceback
 
 
 class _WithoutMemory:
-    """A parameter registration hook: replaces parameters by fake ones without memory."""
+    """A parameter registration hook that replaces parameters by fake ones, without memory."""
 
     def __init__(self) -> None:
         self._fakes = FakeTensors()
-        self._made = WeakIdKeyDictionary()  # keeps a parameter shared by two modules shared
+        self._made = WeakIdKeyDictionary()  # so that a parameter shared by two modules remains shared
 
     def __call__(self, _module: nn.Module, _name: str, parameter: Any) -> nn.Parameter | None:
         if parameter is None or is_fake(parameter) or is_lazy(parameter):

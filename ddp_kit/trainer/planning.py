@@ -65,6 +65,7 @@ def config_to_plan(config: TrainerConfig) -> TrainerConfig:
     fp8 is planned as bf16, which needs no GPU: weights are the same, and there are no copies in 8 bits.
     """
     alone: dict[str, Any] = {"parallel": ParallelConfig(), "checkpoint": CheckpointConfig(), "compile": None}
+    alone["mfu"] = False
     if config.micro_batch_size == "auto":
         alone["micro_batch_size"] = 1
     if config.precision == "fp8":
@@ -107,7 +108,7 @@ def _whole(model: nn.Module, config: TrainerConfig, optimizer: Optimizer | None 
     """
     kept = 2.0 if optimizer is None else _values_kept(optimizer)
     splits, _ = _splits(model, config.parallel)
-    whole = _counted(_rows(model, repeated_blocks(model), {}, splits), sum(map(_bytes, model.buffers())), kept)
+    whole = _counted(_rows(model, _units(repeated_blocks(model)), {}, splits), sum(map(_bytes, model.buffers())), kept)
     return in_half(whole) if config.precision == "bf16-true" else whole
 
 
@@ -167,13 +168,14 @@ def measured(parts: Parts, batch: Any, parallel: ParallelConfig, *, accumulates:
     if parallel.tensor > 1 and problem:
         problems.append(f"which layers are split: {problem}")
     stages: tuple[frozenset[str], ...] = ()
+    units = _units(blocks)
     if parallel.pipeline > 1:
         try:
-            stages = _stages(replace(parts, model=model), parallel, batch)
+            stages, units = _stages(replace(parts, model=model), parallel, batch)
         except (RuntimeError, TypeError, ValueError, DdpKitError) as error:
             problems.append(f"what each stage holds: {_first_line(error)}")
     return ModelMemory(
-        rows=tuple(_rows(model, blocks, states, splits)),
+        rows=tuple(_rows(model, units, states, splits)),
         buffers=sum(map(_bytes, model.buffers())),
         passed=passed,
         copies_weights=any(_is_foreach(group) for group in optimizer.param_groups),
@@ -430,26 +432,33 @@ def _splits(model: nn.Module, parallel: ParallelConfig) -> tuple[dict[nn.Paramet
         return {}, error.message
 
 
-def _stages(parts: Parts, parallel: ParallelConfig, batch: Any) -> tuple[frozenset[str], ...]:
-    """The names of the parameters that each rank of a pipeline holds."""
-    from ddp_kit.parallel.stages import holders_after_first_pass  # imports torch.distributed.pipelining
+def _stages(
+    parts: Parts, parallel: ParallelConfig, batch: Any
+) -> tuple[tuple[frozenset[str], ...], dict[nn.Parameter, str]]:
+    """The names of the parameters that each rank of a pipeline holds; and the blocks of those that it can shard."""
+    # Imports torch.distributed.pipelining.
+    from ddp_kit.parallel.stages import chain_of, holders_after_first_pass, sharded_parameters
 
     model = parts.model
     with _left_as_it_was(model), parts.precision.forward():
         holders = holders_after_first_pass(model, parallel, parts.loss_fn, batch)
-    return tuple(
+    names = tuple(
         frozenset(name for name, each in model.named_parameters() if place in holders[each])
         for place in range(parallel.pipeline)
     )
+    return names, sharded_parameters(model, chain_of(model, parallel))
+
+
+def _units(blocks: dict[str, nn.Module]) -> dict[nn.Parameter, str]:
+    return {parameter: name for name, block in blocks.items() for parameter in block.parameters()}
 
 
 def _rows(
     model: nn.Module,
-    blocks: dict[str, nn.Module],
+    units: dict[nn.Parameter, str],
     states: dict[nn.Parameter, tuple[int, int]],
     splits: dict[nn.Parameter, int],
 ) -> Iterator[ParameterRow]:
-    units = {parameter: name for name, block in blocks.items() for parameter in block.parameters()}
     for name, each in model.named_parameters():
         per_value, besides = states.get(each, (0, 0))
         yield ParameterRow(

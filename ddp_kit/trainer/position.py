@@ -1,22 +1,25 @@
-"""The position of a run: steps, epochs and samples done."""
+"""The position of a run: the steps, epochs and samples done."""
 
 from typing import Any
 
 from ddp_kit.config import TrainerConfig
 from ddp_kit.errors import DataError
-from ddp_kit.loader import Mark
+from ddp_kit.loader import ReaderState
 from ddp_kit.log import logger
 from ddp_kit.state_values import flag, whole_number
 
 Facts = dict[str, int | str]
 RANKS = "the number of ranks"
-"""An epoch fact for data that ranks divide themselves; if it changes, that is a warning instead of an error."""
+"""The name of a fact about streams, which each rank reads separately; a change of it is a warning, not an error."""
 PER_RANK = ("the micro-batch", "data.num_workers")
-"""Facts of such data that are ignored if the number of ranks changes."""
+"""Facts about streams that do not matter if the number of ranks changes."""
 
 
 class Position:
-    """What optimizer steps have consumed: a checkpoint stores it, and the data resumes from there."""
+    """How far a run has come. A checkpoint stores it, and a resumed run continues from there.
+
+    The names of the attributes are keys in checkpoints.
+    """
 
     def __init__(self) -> None:
         self.step = 0
@@ -28,28 +31,28 @@ class Position:
         self.epoch_length: int | None = None
         """Steps of an unfinished epoch, if known."""
         self.epoch_facts: Facts = {}
-        """Facts that determine the samples of each step of the current epoch."""
+        """Facts that determine the samples of each step in the current epoch, such as the seed and the global batch."""
         self.samples = 0
         """Samples trained on, over all ranks."""
         self.micro_batches: dict[str, int] = {}
-        """The largest micro-batch that fits, by the number of ranks: a resumed run uses the same."""
+        """Number of ranks -> the micro-batch that "auto" has chosen; a resumed run uses the same."""
         self.owes_evaluation = False
-        """Whether the evaluation after this step was interrupted: a resumed run starts with it."""
+        """Whether the evaluation after this step was interrupted; a resumed run starts with it."""
         self.was_stopping = False
-        """Whether the run was going to end after that evaluation."""
-        self.place: tuple[Mark, ...] = ()
-        """The position of this rank's stream in the current epoch; a checkpoint stores it per rank."""
+        """Whether the run was to end after that evaluation."""
+        self.place: tuple[ReaderState, ...] = ()
+        """This rank's position in its stream; checkpoints store it for each rank."""
         self.evaluated = -1
-        """The last step whose evaluation was passed to the callbacks."""
+        """The last step whose evaluation the callbacks have received."""
 
     def begin_epoch(self, facts: Facts) -> None:
-        """Start or continue an epoch of data with these facts."""
+        """Start or continue an epoch whose data has these facts."""
         self.epoch_facts = facts
 
     def advance(
-        self, samples: int, steps_per_epoch: int | None, place: tuple[Mark, ...] = (), *, ends_epoch: bool
+        self, samples: int, steps_per_epoch: int | None, place: tuple[ReaderState, ...] = (), *, ends_epoch: bool
     ) -> None:
-        """A step is done."""
+        """Note that a step is done. `samples`: over all ranks. `place`: this rank's position in a stream."""
         self.owes_evaluation = self.was_stopping = False
         self.step += 1
         self.samples += samples
@@ -64,7 +67,7 @@ class Position:
             self.epoch_facts = {}
 
     def check(self, steps_per_epoch: int | None, facts: Facts) -> None:
-        """Raise `DataError` if an unfinished epoch would continue with different samples."""
+        """Raise `DataError` if an unfinished epoch would continue with other samples, because facts have changed."""
         if not self.steps_in_epoch:
             return
         found: list[tuple[str, object, object]] = [("the number of its steps", self.epoch_length, steps_per_epoch)]
@@ -89,18 +92,18 @@ class Position:
             )
 
     def owe_evaluation(self, owes: bool, stopping: bool) -> None:
-        """Record whether the evaluation after this step is still to be done. `stopping`: whether the run then ends."""
+        """Note whether the evaluation after this step was interrupted. `stopping`: whether the run ends after it."""
         self.owes_evaluation = owes
         self.was_stopping = self.was_stopping or (owes and stopping)
 
-    def ends_evaluated(self) -> bool:
-        """Whether the run was going to end here and its interrupted evaluation is now done."""
+    def take_pending_stop(self) -> bool:
+        """Whether the run must end now: it was to end after the interrupted evaluation, which is now done."""
         ends = self.was_stopping and not self.owes_evaluation
         self.was_stopping = self.was_stopping and self.owes_evaluation
         return ends
 
     def last_step(self, config: TrainerConfig, steps_per_epoch: int | None) -> int | None:
-        """The optimizer step that ends the run; None if the data determines it."""
+        """The number of optimizer steps in the whole run; None if only the data determines it."""
         by_steps, epochs = config.max_steps, config.last_epoch
         if epochs is None or steps_per_epoch is None:
             return by_steps
@@ -108,12 +111,15 @@ class Position:
         return by_epochs if by_steps is None else min(by_steps, by_epochs)
 
     def state(self) -> dict[str, Any]:
-        """The values that are the same on all ranks, for a checkpoint."""
+        """The attributes that are equal on all ranks, for a checkpoint."""
         return {name: value for name, value in vars(self).items() if name != "place"}
 
     @staticmethod
     def check_state(state: dict[str, Any]) -> None:
-        """Raise `ValueError` or `KeyError` for values that `state` does not give. Older versions gave fewer of them."""
+        """Raise `ValueError` or `KeyError` if a loaded state has missing or invalid values.
+
+        States of older versions lack some of the values.
+        """
         for name in ("step", "epoch", "steps_in_epoch"):
             whole_number(state[name], name)
         whole_number(state.get("samples", 0), "samples")
@@ -129,5 +135,5 @@ class Position:
                 raise ValueError(f"{name} is {fact!r}")
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restore the values that `state` returned."""
+        """Load what `state` returned."""
         vars(self).update(state)

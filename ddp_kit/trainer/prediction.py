@@ -1,4 +1,4 @@
-"""Prediction: the model's output for every sample, joined in order over batches and ranks."""
+"""Prediction: the model's output for every sample, concatenated in order over batches and ranks."""
 
 import json
 import sys
@@ -15,9 +15,9 @@ from ddp_kit.heartbeat import Phase
 from ddp_kit.parallel import PassedOn
 from ddp_kit.progress import with_bar
 from ddp_kit.torch_internals import pytree
-from ddp_kit.trainer.data import Evaluation
+from ddp_kit.trainer.data import EvaluationData
 from ddp_kit.trainer.evaluation import evaluating
-from ddp_kit.trainer.exchange import every_text, gathered
+from ddp_kit.trainer.exchange import gathered, gathered_bytes
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.world import World
 
@@ -25,14 +25,17 @@ PredictFunction = Callable[[Any, Any], Any]
 
 
 @torch.no_grad()
-def predict(parts: Parts, function: PredictFunction | None, data: Evaluation) -> Any:
-    """The results of `function(model, batch)` for all samples, joined in order, on every rank's CPU. A collective."""
+def predict(parts: Parts, function: PredictFunction | None, data: EvaluationData) -> Any:
+    """The results of `function(model, batch)` for all samples, concatenated in order, on every rank's CPU.
+
+    A collective. `function`: None: see `_predicted`. Raises `LossError` for results that cannot be concatenated.
+    """
     columns: dict[str, list[Tensor]] = {}
     spec = None
-    with evaluating(parts.model) as outputs, parts.logged.apart():
+    with evaluating(parts.model) as outputs, parts.logged.set_aside():
         batches = parts.strategy.evaluation(data.batches(), data.spare)
         for samples, batch in with_bar(batches, "prediction", data.count, parts.world.is_main):
-            parts.heart.mark(Phase.EVALUATION)
+            parts.heartbeat.mark(Phase.EVALUATION)
             try:
                 with parts.precision.forward():
                     found = _predicted(parts, function, batch, outputs)
@@ -58,7 +61,10 @@ def predict(parts: Parts, function: PredictFunction | None, data: Evaluation) ->
 
 
 def _predicted(parts: Parts, function: PredictFunction | None, batch: Any, outputs: list[Any]) -> Any:
-    """Without a function: the model's output if the batch is one tensor, else its last output in the loss function."""
+    """The prediction for a batch.
+
+    Without a function: the model's output if the batch is a single tensor, else its last output in the loss function.
+    """
     if function is not None:
         return parts.strategy.call(function, batch)
     if isinstance(batch, list | tuple) and len(batch) == 1:
@@ -75,7 +81,7 @@ def _predicted(parts: Parts, function: PredictFunction | None, batch: Any, outpu
 
 
 def _leaves(found: Any, samples: int) -> tuple[dict[str, Tensor], Any]:
-    """A prediction's tensors by their path in it, and its tree spec."""
+    """The tensors of a prediction by their path in it, and its tree spec. Raises `LossError` for other leaves."""
     recorded = _recorded(found)
     leaves, spec = pytree.tree_flatten(recorded)
     for leaf in leaves:
@@ -121,13 +127,16 @@ def _other_names(first: Iterable[str], other: Iterable[str]) -> LossError:
 
 
 def _gather(own: dict[str, Tensor], spec: Any, world: World) -> tuple[dict[str, Tensor], Any]:
-    """Every rank's leaves, concatenated in rank order. Exchanges bytes and JSON, no pickles. A collective."""
+    """The leaves of all ranks, concatenated in rank order, and the tree spec. A collective.
+
+    Exchanges tensors and JSON; nothing is pickled. Raises `LossError` if the ranks' predictions do not match.
+    """
     counts = [count for (count,) in gathered(world, [len(next(iter(own.values()))) if own else 0])]
     speaker = next((rank for rank, count in enumerate(counts) if count), None)
     if speaker is None:
         return own, spec
     form = {name: [str(leaf.dtype).removeprefix("torch."), leaf.shape[1:]] for name, leaf in own.items()}
-    forms = [json.loads(text) for text in every_text(json.dumps(form).encode(), world)]
+    forms = [json.loads(text) for text in gathered_bytes(json.dumps(form).encode(), world)]
     with_samples = [form for form, count in zip(forms, counts, strict=True) if count]
     for other in with_samples:
         if other.keys() != forms[speaker].keys():
@@ -157,21 +166,21 @@ def _shown(form: Mapping[str, Any]) -> str:
 
 
 def _spec_of(speaker: int, own: Any, world: World) -> Any:
-    """This rank's tree spec, or that of `speaker` if it has none. A collective."""
+    """This rank's tree spec, or that of rank `speaker` if this rank has none. A collective."""
     text, problem = "", ""
     if world.rank == speaker:
         try:
             text = pytree.treespec_dumps(own)
         except (NotImplementedError, TypeError, ValueError) as error:
             problem = str(error).splitlines()[0]
-    said = json.loads(every_text(json.dumps([text, problem]).encode(), world)[speaker])
+    said = json.loads(gathered_bytes(json.dumps([text, problem]).encode(), world)[speaker])
     found, why = own, said[1]
     if own is None and not why:
         try:
             found = pytree.treespec_loads(said[0])
         except (LookupError, ValueError, TypeError) as error:
             why = str(error)
-    problems = [each.decode() for each in every_text(why.encode(), world)]
+    problems = [each.decode() for each in gathered_bytes(why.encode(), world)]
     if any(problems):
         raise LossError(
             f"a rank without samples cannot build the type of the prediction: {next(filter(None, problems))}",
@@ -254,7 +263,7 @@ def _dumped(context: Any) -> Any:
 
 
 def _loaded(context: Any) -> _Context:
-    """Looks the class up only in modules that this process has imported already; it must be a record type."""
+    """The inverse of `_dumped`. Only finds named tuples and dataclasses in modules that are imported already."""
     module, name, held, empty = context
     kind: Any = sys.modules.get(module)
     for part in name.split("."):

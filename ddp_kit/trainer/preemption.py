@@ -1,9 +1,11 @@
-"""Signals and time limits that stop or save a run."""
+"""Signals and time limits that make a run save or stop."""
 
 import json
+import math
 import signal
 import time
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
 from types import FrameType
@@ -13,39 +15,47 @@ import psutil
 import torch.distributed as dist
 
 from ddp_kit.config import TrainerConfig
-from ddp_kit.env import job_start_time
+from ddp_kit.env import job_end_time, job_start_time, shutdown_timeout
 from ddp_kit.errors import DdpKitError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.log import logger
 from ddp_kit.torch_internals import default_store
 from ddp_kit.trainer.checkpoints import Checkpoints
-from ddp_kit.trainer.exchange import every_text
+from ddp_kit.trainer.exchange import gathered_bytes
 from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.step_consensus import Purpose, Request, StepConsensus
 from ddp_kit.world import World
 
-_ASK_FOR_A_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # schedulers send SIGUSR1 as a warning
-_LOOK_SECONDS = 0.01
+# Schedulers send SIGUSR1 or SIGUSR2 before they end a job.
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+_RESERVE_SECONDS = 60.0  # stop this long before the job's time limit: to finish a step, save, and end all processes
+_LONGEST_RESERVE = 0.25  # but at most this part of the time that is left when the run starts
+_SAVES_IN_RESERVE = 3.0  # and at least as long as this many saves take
+_SAVES_IN_GRACE = 1.5  # the time from SIGTERM to SIGKILL must be this many times that of a save, to finish a step first
+_POLL_SECONDS = 0.01
 _numbers = count()
 _UNTOUCHED = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class StopSignals:
-    """In this context SIGTERM, SIGUSR1 and Ctrl-C set a flag instead of ending the process.
+    """A context in which SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C set a flag instead of ending the process.
 
-    A second Ctrl-C interrupts as usual. User handlers are kept; outside the main thread nothing is changed. Several
-    Trainers may enter it: the last one that exits restores the handlers.
+    A second Ctrl-C interrupts as usual. Signals that have a handler of the user's are left alone; outside the main
+    thread nothing changes. Several Trainers may enter the context; the last one that exits restores the handlers.
     """
 
     def __init__(self) -> None:
         self.heard: signal.Signals | None = None
+        """The signal that was received last; None: none."""
         self._before: dict[signal.Signals, Any] = {}
         self._entered = 0
+        self.outlast = False
+        """Whether to keep ignoring SIGTERM, SIGUSR1 and SIGUSR2 after the context, until the process exits."""
 
     def __enter__(self) -> Self:
         self._entered += 1
         try:
-            for number in _ASK_FOR_A_STOP:
+            for number in _STOP_SIGNALS:
                 if signal.getsignal(number) in _UNTOUCHED:
                     self._before[number] = signal.signal(number, self._note)
         except ValueError:  # not the main thread
@@ -56,7 +66,8 @@ class StopSignals:
         self._entered -= 1
         while self._before and not self._entered:
             number, before = self._before.popitem()
-            if signal.getsignal(number) == self._note:
+            lasts = self.outlast and number != signal.SIGINT
+            if signal.getsignal(number) == self._note and not lasts:
                 signal.signal(number, before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -69,19 +80,26 @@ _signals = StopSignals()  # one per process: signals stop all its Trainers
 
 
 class Requests:
-    """This rank's requests: stop at a signal or after max_seconds, and save every `checkpoint.every_seconds`."""
+    """This rank's requests to stop or save.
+
+    A stop is requested by a signal, by max_seconds, and shortly before the scheduler ends the job; a save, every
+    `checkpoint.every_seconds`.
+    """
 
     def __init__(self, world: World, config: TrainerConfig, checkpoints: Checkpoints) -> None:
         limit = config.max_seconds
         self._stop_at = None if limit is None else time.monotonic() + limit - _seconds_so_far()
+        self._end_time = job_end_time()
+        left = 0.0 if self._end_time is None else self._end_time - time.time()
+        self._reserve = min(_RESERVE_SECONDS, max(0.0, left * _LONGEST_RESERVE))
         self._save_every = config.checkpoint.every_seconds
-        self._tells_time = world.rank == 0  # one clock is enough
+        self._tells_time = world.rank == 0  # only one rank's clock counts
         self.saves = True
-        """Whether to request saves too: a granted save blocks later requests until it is done."""
-        self._checkpoints = weakref.ref(checkpoints)  # the thread that polls must not keep them alive
+        """Whether to also request saves. Off during an evaluation: a granted save blocks later stop requests."""
+        self._checkpoints = weakref.ref(checkpoints)  # the polling thread must not keep them alive
 
     def latest(self) -> Request | None:
-        """The request that is due now, if any."""
+        """The request that is due now; None: none."""
         heard, now = _signals.heard, time.monotonic()
         if heard is not None:
             return Request(Purpose.STOP, heard.name)
@@ -90,18 +108,25 @@ class Requests:
         if self._stop_at is not None and now >= self._stop_at:
             return Request(Purpose.STOP, "max_seconds")
         checkpoints = self._checkpoints()
+        if self._end_time is not None and time.time() >= self._end_time - self._reserved(checkpoints):
+            return Request(Purpose.STOP, "the approaching end of the job")
         if not self.saves or self._save_every is None or checkpoints is None:
             return None
         if now - checkpoints.saved_at >= self._save_every:
             return Request(Purpose.SAVE, "every_seconds")
         return None
 
+    def _reserved(self, checkpoints: Checkpoints | None) -> float:
+        """Seconds to reserve for a save and the exit of all processes."""
+        measured = None if checkpoints is None else checkpoints.save_seconds
+        return max(self._reserve, _SAVES_IN_RESERVE * (measured or 0.0))
+
 
 class Preemption:
-    """Saves at time intervals, and on a stop request saves and ends the run with `ExitCode.REQUEUE`.
+    """Saves at time intervals; on a stop request, saves and ends the run with `ExitCode.REQUEUE`.
 
-    A context manager, active while steps are done. Without a checkpoint folder it does nothing, and signals end the
-    process as usual. If a process has several Trainers with a folder, the one that stops saves all of them.
+    A context manager that is active while steps are done. Without a checkpoint folder it does nothing, and signals end
+    the process as usual. If a process has several Trainers with checkpoint folders, the one that stops saves all.
     """
 
     def __init__(self, world: World, config: TrainerConfig, checkpoints: Checkpoints, position: Position) -> None:
@@ -115,6 +140,8 @@ class Preemption:
         self._requests = Requests(world, config, checkpoints)
         self._consensus = StepConsensus(world.rank, world.world_size, open_store, self._requests.latest)
         weakref.finalize(self, self._consensus.close)
+        self._grace = shutdown_timeout()
+        self._launched = self._grace is not None
 
     def __enter__(self) -> Self:
         if self._folder is not None:
@@ -124,10 +151,14 @@ class Preemption:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._folder is not None:
-            if kind not in (None, GeneratorExit):  # an error may have interrupted a step
+            if kind not in (None, GeneratorExit):  # after an error, the step may be incomplete
                 _saved_at_a_stop.pop(self._number, None)
             self._consensus.close()
             _signals.__exit__()
+
+    def hearing(self) -> AbstractContextManager[object]:
+        """A context in which a signal stops the run after its next step, also if no step has begun."""
+        return nullcontext() if self._folder is None else _signals
 
     def begin(self) -> None:
         """Start listening for requests, before the first step."""
@@ -135,21 +166,23 @@ class Preemption:
             self._consensus.begin()
 
     def stops(self) -> bool:
-        """Whether a stop request is pending during an evaluation. Does not wait for other ranks; ranks may differ."""
+        """Whether an evaluation should be interrupted by a stop request. Does not wait; ranks may differ."""
         self._requests.saves = False
         return self._folder is not None and self._consensus.stops()
 
     def after_step(self, finished: bool) -> None:
-        """Save, or save and end the run, if the ranks have agreed to. Raises `SystemExit`.
+        """Save, or save and end the run, if the ranks have agreed to do so after this step. Raises `SystemExit`.
 
-        `finished`: whether this was the last step: then the run ends anyway, after its evaluation.
+        `finished`: whether this was the last step: the run then ends without a stop request, after its evaluation.
         """
         position = self._position
+        if self._grace is not None and self._checkpoints.save_seconds is not None:
+            self._compare_with_grace(self._checkpoints.save_seconds, self._grace)
         if self._folder is None or (finished and not position.owes_evaluation):
             return
         request, stops = self._consensus.due(), position.owes_evaluation
         while stops and self._consensus.hears and (request is None or request.purpose is not Purpose.STOP):
-            time.sleep(_LOOK_SECONDS)  # some rank has requested a stop or is about to
+            time.sleep(_POLL_SECONDS)  # a rank has requested a stop, which interrupted the evaluation
             request = self._consensus.due()
         self._requests.saves = True
         if request is None:
@@ -162,7 +195,9 @@ class Preemption:
             self._checkpoints.finish()
             _save_others(self, self._world)
         finally:
-            _signals.heard = None  # up to here, a second Ctrl-C interrupts
+            _signals.heard = None  # until here, a second Ctrl-C interrupts
+        # The launcher sends SIGTERM when another node has left, and that must not replace the exit code REQUEUE.
+        _signals.outlast = self._launched
         again = "the same command" if self._auto else 'with checkpoint.resume="auto" the command'
         logger.warning(
             "stopped by {} after step {}: saved in {}; {} resumes from there",
@@ -173,28 +208,45 @@ class Preemption:
         )
         raise SystemExit(ExitCode.REQUEUE)
 
+    def _compare_with_grace(self, seconds: float, grace: float) -> None:
+        """Log once whether a save fits between SIGTERM and SIGKILL."""
+        self._grace = None
+        if self._world.rank:
+            return
+        if seconds * _SAVES_IN_GRACE <= grace:
+            about = max(seconds, 0.1)
+            logger.info("a save takes about {:.1f} s, and {:.0f} s are left after SIGTERM: enough", about, grace)
+            return
+        logger.warning(
+            "a save takes about {:.1f} s, but only {:.0f} s are left after SIGTERM: not enough; set --shutdown-timeout "
+            "to {:.0f} or more, and the cluster's grace period (such as terminationGracePeriodSeconds) above it",
+            seconds,
+            grace,
+            math.ceil(seconds * _SAVES_IN_GRACE) + 1,
+        )
+
 
 _saved_at_a_stop: "weakref.WeakValueDictionary[int, Preemption]" = weakref.WeakValueDictionary()
-"""This process's Trainers that have a folder and have trained without an error, by number."""
+"""The `Preemption` of each Trainer of this process that has a checkpoint folder and has trained without an error."""
 
 
 def _save_others(stopping: Preemption, world: World) -> None:
-    """Save every other Trainer that has trained, at its current step. A collective."""
+    """Save all other Trainers that have trained, at their current steps. A collective."""
     alive = {number: other for number, other in sorted(_saved_at_a_stop.items()) if other is not stopping}
-    seen = [json.loads(text) for text in every_text(json.dumps([*alive]).encode(), world)]
+    seen = [json.loads(text) for text in gathered_bytes(json.dumps([*alive]).encode(), world)]
     for number in [number for number in alive if all(number in each for each in seen)]:
         other = alive[number]
         if other._position.step and not other._checkpoints.is_saved:
             try:
                 other._checkpoints.end()
-            except DdpKitError as error:  # the stopping Trainer is saved already and still exits
+            except DdpKitError as error:  # do not raise: the stopping Trainer is saved already, and must exit
                 logger.error("another Trainer could not be saved in {}: {}", other._folder, error)
             else:
                 logger.warning("saved another Trainer after step {} in {}", other._position.step, other._folder)
 
 
 def _store(number: int, times: int) -> dist.Store:
-    """A separate namespace of the group's store per Trainer and call, on its own connection, for a thread."""
+    """A namespace of the process group's store for one Trainer and call, on a separate connection for its thread."""
     whole: Any = default_store()
     return dist.PrefixStore(f"ddp_kit/preemption/{number}/{times}", whole.clone())
 

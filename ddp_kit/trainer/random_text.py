@@ -1,4 +1,4 @@
-"""The states of random number generators as text, for a checkpoint."""
+"""Converts the states of random generators to text and back, for checkpoints."""
 
 import json
 from array import array
@@ -13,7 +13,7 @@ _MT19937_NUMBERS = 624
 
 
 def encoded(states: RandomStates) -> str:
-    """A line of JSON, then one line of base64 per generator state: base64 is fast."""
+    """The states as text: a line of JSON, then one line of base64 per generator, which is fast to encode."""
     version, numbers, gauss = states.python
     blocks = {"python": array("I", numbers).tobytes(), "torch": states.torch.numpy().tobytes()}
     numpy = states.numpy
@@ -41,10 +41,10 @@ def decoded(text: str) -> RandomStates:
 
         key = np.frombuffer(blocks["numpy"], dtype=np.uint32)
         if numpy[0] != "MT19937" or len(key) != _MT19937_NUMBERS or not 0 <= numpy[1] <= len(key):
-            raise ValueError("no state of numpy's generator")  # it would read out of bounds
+            raise ValueError("no state of numpy's generator")  # numpy would read out of bounds
         numpy = (numpy[0], key, int(numpy[1]), int(numpy[2]), numpy[3])
     if gauss is not None:
-        gauss = real_number(gauss, "the next number of Python's generator")  # which would return anything
+        gauss = real_number(gauss, "the next number of Python's generator")  # Python accepts any object here
     return RandomStates(
         (version, tuple(array("I", bytes(blocks["python"]))), gauss),
         torch.frombuffer(blocks["torch"], dtype=torch.uint8),

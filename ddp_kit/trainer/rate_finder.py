@@ -1,4 +1,4 @@
-"""The learning-rate range test: finds the rate at which the loss falls fastest."""
+"""The learning-rate range test, which finds the rate at which the loss falls fastest."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,11 +10,11 @@ from ddp_kit.timing import StepClock
 from ddp_kit.trainer.feed import Feed, Share
 from ddp_kit.trainer.interval import Interval
 from ddp_kit.trainer.parts import Parts
-from ddp_kit.trainer.rollback import RunState
+from ddp_kit.trainer.rollback import RunSnapshot
 from ddp_kit.trainer.step import OptimizerStep
 
 _SMOOTHING = 0.9  # of the exponential moving average of the losses, which is bias-corrected
-_DIVERGED = 4.0  # times the best smoothed loss
+_DIVERGED = 4.0  # the loss has diverged if it is this many times the best smoothed loss
 
 
 @dataclass
@@ -46,13 +46,13 @@ def rates_between(start: float, end: float, steps: int) -> list[float]:
 
 
 def find(parts: Parts, step: OptimizerStep, feed: Feed, clock: StepClock, rates: Sequence[float]) -> LearningRateSearch:
-    """Train one step with each of the ascending `rates` until the loss diverges, then roll back. A collective.
+    """Train one step with each of the ascending `rates` until the loss diverges, then restore the state. A collective.
 
-    Smith 2015, "Cyclical Learning Rates for Training Neural Networks" (arXiv:1506.01186). Parameter groups keep the
-    ratio of their rates. The suggestion is the rate with the steepest fall of the smoothed loss over the logarithm of
-    the rate, before the loss's minimum.
+    Source: Smith 2015, "Cyclical Learning Rates for Training Neural Networks" (arXiv:1506.01186). Parameter groups keep
+    the ratios of their rates. The suggestion is the rate at which the smoothed loss, as a function of the logarithm of
+    the rate, falls most steeply, before its minimum.
     """
-    before, skipped = RunState(parts), step.skipped
+    before, skipped = RunSnapshot(parts), step.skipped
     own = [float(group["lr"]) for group in parts.optimizer.param_groups]
     curve = _Curve()
     try:
@@ -61,7 +61,7 @@ def find(parts: Parts, step: OptimizerStep, feed: Feed, clock: StepClock, rates:
                 group["lr"] = rate * (at_first / own[0] if own[0] else 1.0)
             interval = Interval(parts.world, 1)
             clock.start()
-            with step.without_scheduler(), parts.logged.apart():
+            with step.without_scheduler(), parts.logged.set_aside():
                 step.run(share, feed.batch, interval, measure_norm=False)
             interval.end_step(share.samples)
             values = interval.close(clock).values()
@@ -88,7 +88,10 @@ def _shares(feed: Feed) -> Iterator[Share]:
 
 
 def _steepest(curve: _Curve) -> float | None:
-    """The rate with the steepest fall; None if the loss never fell. Slopes span a tenth of the curve on either side."""
+    """The rate at which the loss falls most steeply; None if it never falls.
+
+    Slopes are measured over a tenth of the curve on either side.
+    """
     losses, rates = curve.losses, curve.rates
     lowest = losses.index(min(losses)) if losses else 0
     reach = max(1, len(losses) // 10)

@@ -23,12 +23,12 @@ def scale_learning_rate(
 
     `linear`: Goyal et al. 2017, "Accurate, Large Minibatch SGD" (arXiv:1706.02677). `sqrt`: Krizhevsky 2014, "One
     weird trick for parallelizing convolutional neural networks" (arXiv:1404.5997), and for adaptive optimizers
-    Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (arXiv:2205.10287), who
-    scale betas and epsilon too; here only the rate is.
+    Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (arXiv:2205.10287), who also
+    scale betas and epsilon; here only the rate is scaled.
 
-    Batches are in samples. `scheduler`: the user's argument. A function `optimizer -> LRScheduler` is called later and
-    starts from the scaled rates; its own settings, such as OneCycleLR's max_lr, are not scaled. Raises `ConfigError`
-    for a scheduler instance: it was built from the unscaled rates.
+    `global_batch`, `reference`: in samples. `scheduler`: the Trainer's argument. A function `optimizer -> LRScheduler`
+    is called later and starts from the scaled rates; its own settings, such as OneCycleLR's max_lr, are not scaled.
+    Raises `ConfigError` for a scheduler instance, because it was created with the unscaled rates.
     """
     if isinstance(scheduler, LRScheduler):
         raise ConfigError(
@@ -46,24 +46,25 @@ def scale_learning_rate(
 
 
 def warmed_up(optimizer: Optimizer, scheduler: LRScheduler | None, steps: int) -> LRScheduler | None:
-    """A scheduler that warms up linearly for `steps` ticks to the current rates of `scheduler`, then ticks that one.
+    """A scheduler with a linear warm-up of `steps` steps to the current rates, followed by `scheduler`.
 
-    Step k, counted from 0, uses (k + 1) / (steps + 1) of the rate, so no step has a rate of 0 and the warm-up has none
-    with the full rate. `scheduler` None: constant after the warm-up. `steps` 0: returns `scheduler`.
+    Step k, counted from 0, uses (k + 1) / (steps + 1) of the full rate, so no step has a rate of 0, and the first step
+    with the full rate is step `steps`. `scheduler`: None: the rate is constant after the warm-up. If `steps` is 0,
+    returns `scheduler`.
     """
     return scheduler if steps == 0 else WarmUp(optimizer, scheduler, steps)
 
 
 class WarmUp(LRScheduler):
-    """The rates rise linearly for `steps` ticks, then `scheduler` ticks.
+    """Increases the rates linearly for `steps` steps, then steps `scheduler`.
 
-    tick < steps:   rate = (tick + 1) / (steps + 1) * what the scheduler had set
-    tick == steps:  rate = what the scheduler had set, bitwise identical
+    step < steps:   rate = (step + 1) / (steps + 1) * the scheduler's initial rate
+    step == steps:  rate = the scheduler's initial rate, bitwise identical
     afterwards:     scheduler.step()
 
-    torch's SequentialLR with a LinearLR is no replacement: it rises to the optimizer's rate, not the scheduler's, and
-    resets the scheduler to an initial state of its own. That fails for nested ones (SequentialLR, ChainedScheduler),
-    starts MultiplicativeLR below the full rate, and restarts a scheduler that has already ticked.
+    torch's SequentialLR with a LinearLR is not equivalent: it rises to the optimizer's rate instead of the scheduler's,
+    and re-initialises the scheduler. That fails for nested ones (SequentialLR, ChainedScheduler), starts
+    MultiplicativeLR below the full rate, and restarts a scheduler that has already been stepped.
     """
 
     def __init__(self, optimizer: Optimizer, scheduler: LRScheduler | None, steps: int) -> None:
@@ -73,7 +74,7 @@ class WarmUp(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | Tensor]:
-        """The learning rates at the warm-up's current tick."""
+        """The learning rates of the current step of the warm-up."""
         if self.last_epoch < self.steps:
             return [rate * ((self.last_epoch + 1) / (self.steps + 1)) for rate in self._full]
         if self.last_epoch == self.steps:
@@ -81,7 +82,7 @@ class WarmUp(LRScheduler):
         return [_copy(group["lr"]) for group in self.optimizer.param_groups]  # no scheduler: keep the rates
 
     def step(self, epoch: int | None = None) -> None:
-        """One tick."""
+        """Step the warm-up, or the scheduler after it."""
         if self.scheduler is None or self.last_epoch < self.steps:
             super().step(epoch)
             return
@@ -90,7 +91,7 @@ class WarmUp(LRScheduler):
         self._last_lr = self.scheduler.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of both, without the optimizer."""
+        """The state of the warm-up and of the scheduler."""
         own = {name: value for name, value in vars(self).items() if name not in ("optimizer", "scheduler")}
         return own | {"scheduler": None if self.scheduler is None else self.scheduler.state_dict()}
 
@@ -102,9 +103,9 @@ class WarmUp(LRScheduler):
 
 
 def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int) -> None:
-    """Raise `ConfigError` if a scheduler ends before the run: OneCycleLR raises after its total_steps.
+    """Raise `ConfigError` if the scheduler cannot be stepped until the end: OneCycleLR raises after its total_steps.
 
-    `total`: the step that ends the run, None if the data determines it; `done`: steps done.
+    `total`: the optimizer steps of the run; None: unknown. `done`: optimizer steps done.
     """
     if scheduler is None or total is None:
         return
@@ -119,16 +120,16 @@ def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int) -> 
 
 
 def _ticks_left(scheduler: LRScheduler) -> float:
-    """How often it can still tick; infinity for most. In torch 2.10 to 2.15, only OneCycleLR ends."""
+    """How often a scheduler can still be stepped; infinity for most. In torch 2.10 to 2.15, only OneCycleLR ends."""
     if isinstance(scheduler, WarmUp):
         within = math.inf if scheduler.scheduler is None else _ticks_left(scheduler.scheduler)
         return max(0, scheduler.steps - scheduler.last_epoch) + within
     if isinstance(scheduler, OneCycleLR):
-        return scheduler.total_steps - max(0, scheduler.last_epoch)  # -1 within a SequentialLR before its turn
+        return scheduler.total_steps - max(0, scheduler.last_epoch)  # last_epoch may be -1 inside a SequentialLR
     if isinstance(scheduler, ChainedScheduler):
         return min(map(_ticks_left, inner_schedulers(scheduler)))
     if isinstance(scheduler, SequentialLR):
-        # Each scheduler but the last is replaced at its milestone. Those before the current one never tick again.
+        # Each scheduler except the last is replaced at its milestone; those before the current one are finished.
         stones = [*milestones(scheduler), math.inf]
         present = bisect_right(milestones(scheduler), scheduler.last_epoch)
         begun, ends = float(scheduler.last_epoch), math.inf
@@ -144,7 +145,7 @@ def _copy(rate: "float | Tensor") -> "float | Tensor":
 
 
 def _put(group: dict[str, Any], name: str, rate: "float | Tensor") -> None:
-    """Set a rate; a tensor is updated in place, because other objects may refer to it."""
+    """Set a rate; a tensor is updated in place, because other objects may hold it."""
     if isinstance(group[name], Tensor):
         group[name].copy_(rate)
     else:

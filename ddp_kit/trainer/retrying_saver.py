@@ -1,4 +1,4 @@
-"""A Saver for long runs: transient errors do not end them."""
+"""A Saver that survives transient errors, for long runs."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -11,10 +11,10 @@ from ddp_kit.log import logger
 
 
 class RetryingSaver(Saver):
-    """A Saver that warns of transient errors, such as a full disk, and tries again with the next save."""
+    """A Saver that logs transient errors, such as a full disk, as warnings; the next save tries again."""
 
     unsaved: CheckpointError | None = None
-    """Why the last save failed; None if it is not known to have failed."""
+    """The transient error of the last save; None if it has not failed so far."""
 
     def save(self, step: int, state: Mapping[str, Any], **options: Any) -> None:
         self.check(wait=True)
@@ -22,12 +22,12 @@ class RetryingSaver(Saver):
         with self._retrying():
             super().save(step, state, **options)
 
-    def check(self, *, wait: bool = False) -> None:
+    def check(self, *, wait: bool = False) -> bool:
         with self._retrying():
-            if wait:
-                self.wait()
-            else:
-                super().check()
+            if not wait:
+                return super().check()
+            self.wait()
+        return True
 
     def finish_copy(self) -> None:
         with self._retrying():
@@ -50,8 +50,8 @@ class RetryingSaver(Saver):
             logger.warning("{}; training continues, and the next save tries again", error.message)
 
 
-def finishes_copy(saver: Saver) -> Callable[..., None]:
-    """An optimizer step pre-hook that finishes an overlapped copy of the state before the optimizer changes it."""
+def copy_finisher(saver: Saver) -> Callable[..., None]:
+    """An optimizer step pre-hook that waits for an overlapped copy of the state before the optimizer changes it."""
     held = weakref.ref(saver)  # the hook must not keep a deleted Trainer's memory alive
 
     def before_optimizer_step(*_: Any) -> None:

@@ -1,20 +1,22 @@
-"""Snapshots of a run's state, to roll back trial steps."""
+"""Snapshots of a run's state, for rolling back steps."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddp_kit.torch_internals import pytree
-from ddp_kit.trainer.buffers import BufferCopies
+from ddp_kit.trainer.buffers import BufferCopies, buffers_exchanged
 from ddp_kit.trainer.optimizer_state import load_optimizer_state
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.world import random_states, set_random_states
 
 
-class StepState:
-    """A snapshot of what a step's passes change besides gradients: buffers and random states."""
+class StepSnapshot:
+    """A snapshot of what the passes of a step change, apart from gradients: buffers and random states."""
 
     def __init__(self, parts: Parts) -> None:
         self._buffers = BufferCopies(parts.model, Tensor.clone)
@@ -26,10 +28,21 @@ class StepState:
         set_random_states(self._random)
 
 
-class RunState:
-    """A snapshot of all that optimizer steps change: weights, buffers, optimizer, scheduler, scaler, random states.
+@contextmanager
+def without_trace(parts: Parts) -> Iterator[None]:
+    """The context of a forward pass that leaves buffers and random states as they were."""
+    random = random_states(parts.world)
+    try:
+        with buffers_exchanged(parts.model):
+            yield
+    finally:
+        set_random_states(random)
 
-    It is kept in host memory, to leave device memory to the trial.
+
+class RunSnapshot:
+    """A snapshot of what optimizer steps change: weights, buffers, optimizer, scheduler, scaler, random states.
+
+    It is in host memory, so that it does not reduce the device memory for trial steps.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -43,7 +56,7 @@ class RunState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the state, with weights and buffers in the same tensors."""
+        """Restore the state; weights and buffers are restored in place."""
         for each, before in self._weights:
             each.copy_(before)
         self._buffers.restore()

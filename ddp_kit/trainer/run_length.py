@@ -1,4 +1,4 @@
-"""The length of a run in scheduler ticks, known before the Trainer is made."""
+"""The number of scheduler steps in a run, for creating a scheduler before the Trainer."""
 
 from torch.utils.data import IterableDataset
 
@@ -8,17 +8,17 @@ from ddp_kit.env import from_env
 from ddp_kit.errors import ConfigError
 from ddp_kit.loader import Data, batching, open_data
 from ddp_kit.parallel.mesh import sizes_of
-from ddp_kit.sampler import OwnTrainBatches
-from ddp_kit.trainer.data import own_batch_size
+from ddp_kit.sampler import UserTrainBatches
+from ddp_kit.trainer.data import loader_batch_size
 
 
 def scheduler_steps(config: TrainerConfig, train_data: Data) -> int:
-    """The ticks of a scheduler in a run of this job: its optimizer steps after `config.warmup_steps`.
+    """The number of times that a run steps its scheduler: its optimizer steps after `config.warmup_steps`.
 
         scheduler=lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=scheduler_steps(config, train_data))
 
-    `train_data`: what `Trainer.fit` gets. Raises `ConfigError` for a stream without `max_steps`, and if the run has no
-    step after the warm-up.
+    `train_data`: as for `Trainer.fit`. The result depends on the number of ranks of this job. Raises `ConfigError` for
+    a stream without `max_steps`, and if the run has no step after the warm-up.
     """
     epochs = config.last_epoch
     total = config.max_steps
@@ -46,8 +46,8 @@ def _steps_per_epoch(config: TrainerConfig, train_data: Data) -> int:
     drop_last = config.data.drop_last or bool(own and own.drop_last)
     if own is not None and own.batches is not None:
         passes = config.accumulation_steps or 1
-        return OwnTrainBatches(own.batches, 0, ranks, passes, drop_last=drop_last, seed=config.seed).steps
+        return UserTrainBatches(own.batches, 0, ranks, passes, drop_last=drop_last, seed=config.seed).steps
     given = None if config.micro_batch_size == "auto" else config.micro_batch_size
-    size = own_batch_size(train_data, config) or given
+    size = loader_batch_size(train_data, config) or given
     plan = plan_batches(config.global_batch_size, size, config.accumulation_steps, ranks)
     return plan.steps(len(dataset), drop_last)

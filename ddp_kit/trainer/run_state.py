@@ -1,4 +1,4 @@
-"""The state of a Trainer's loop, which decides what a user's call does."""
+"""The state of a Trainer's loop, which determines what the user's calls do."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,12 +7,12 @@ from ddp_kit.errors import DataError
 
 
 class RunState:
-    """The state of one Trainer's loop, in one place.
+    """The state of one Trainer's loop. What a call does, by when it is made:
 
-    called        while no loop runs   between two steps     in a callback or an evaluation
-    save()        saves                saves                 saves once the step is over
+    call          while no loop runs   between two steps     in a callback or an evaluation
+    save()        saves                saves                 saves when the step is complete
     stop()        does nothing         no further step       no further step
-    evaluate()    evaluates            evaluates             evaluates; its callbacks are called within these
+    evaluate()    evaluates            evaluates             evaluates; calls callbacks within the outer ones
     fit, steps    trains               replaces that loop    replaces that loop
     """
 
@@ -21,27 +21,27 @@ class RunState:
         """Whether the run ends after the current step."""
         self.seeded = False
         """Whether the run's random states have been set."""
-        self._loop: object = None  # identifies the current loop; older ones may not continue
+        self._loop: object = None  # identifies the current loop; earlier ones may not continue
         self._in_loop = False
-        self._half_done = 0
+        self._callback_depth = 0
 
     @property
     def loop(self) -> object:
-        """Identifies the loop that started last."""
+        """The identity of the loop that started last."""
         return self._loop
 
     @property
     def may_save(self) -> bool:
-        """Whether the state is that after a complete step, and no loop is running that would save it."""
-        return not self._in_loop and not self._half_done
+        """Whether the state is that after a complete step, and no loop is running, which would save it itself."""
+        return not self._in_loop and not self._callback_depth
 
     @property
-    def half_done(self) -> bool:
+    def is_in_callback(self) -> bool:
         """Whether callbacks or an evaluation are running: a checkpoint would contain half of their changes."""
-        return self._half_done > 0
+        return self._callback_depth > 0
 
     def begin_loop(self) -> object:
-        """Make a new loop the current one. Returns its identity."""
+        """Start a new loop, which becomes the current one. Returns its identity."""
         self._loop = object()
         return self._loop
 
@@ -54,12 +54,12 @@ class RunState:
             )
 
     def resumed(self) -> None:
-        """Note that a checkpoint was loaded: an open loop may not continue."""
+        """Note that a checkpoint was loaded: a loop that is still open may not continue."""
         self.seeded, self._loop = False, None
 
     @contextmanager
     def in_loop(self) -> Iterator[None]:
-        """A context in which steps are done; requested saves are done after a step."""
+        """A context in which steps are done; requested saves wait for the end of a step."""
         self._in_loop = True
         try:
             yield
@@ -69,8 +69,8 @@ class RunState:
     @contextmanager
     def in_callbacks(self) -> Iterator[None]:
         """A context in which callbacks or an evaluation run; may be nested."""
-        self._half_done += 1
+        self._callback_depth += 1
         try:
             yield
         finally:
-            self._half_done -= 1
+            self._callback_depth -= 1

@@ -1,6 +1,6 @@
 """Checks that all ranks have built the same data: its length, type and batching, and a few of its samples.
 
-Each rank takes its share of the same indices. If datasets differ in their order or in the split between training and
+Each rank uses its share of the same indices. If datasets differed in their order or in the split between training and
 evaluation, samples would silently be skipped, trained on twice, or used for both training and evaluation.
 """
 
@@ -26,16 +26,16 @@ from ddp_kit.trainer.exchange import gathered
 from ddp_kit.world import World, mixed_seed, random_states, seed_generators, set_random_states
 
 _PLAIN_SAMPLES = 16
-"""How many samples of tensors and lists in memory are compared: reading them is cheap."""
-_ENOUGH_SECONDS = 2.0
-"""The time limit for fetching a dataset's samples; the rest is not compared."""
+"""The number of samples to compare if they are tensors or lists in memory, which are cheap to read."""
+_MAX_SECONDS = 2.0
+"""The time limit for fetching a dataset's samples; the remaining ones are not compared."""
 _UNKNOWN = -1
-_AGAIN = 2
-"""How often a sample that differs is fetched again: a nondeterministic sample is no evidence."""
+_REPEATS = 2
+"""How often a sample that differs is fetched again, to find out whether it is just nondeterministic."""
 
 
 def facts_of_data(data: Mapping[str, object]) -> Facts:
-    """Facts about data that must be the same on all ranks. `data`: by role, such as train_data."""
+    """Facts about data that must be the same on all ranks. `data`: role, such as "train_data" -> data."""
     facts: Facts = {}
     for role, given in data.items():
         loader = given if isinstance(given, DataLoader) else None
@@ -60,11 +60,11 @@ def subset_indices(dataset: object) -> list[list[Any]]:
 
 
 class SampleComparison:
-    """Compares a few samples of a Trainer's data between ranks, as `data.compare_items` says.
+    """Compares a few samples of a Trainer's data between ranks, as many as `data.compare_items`.
 
     for each of the samples, spread over the dataset:
-        digest = hash of the sample, fetched with its own random seed
-    gather the digests; if ranks differ, fetch these again, and raise `DataError` if each rank gets the same as before
+        digest = hash of the sample, fetched with a random seed of its own
+    gather the digests; fetch samples that differ again: `DataError` if each rank gets the same digests as before
     """
 
     def __init__(self, world: World, config: DataConfig, seed: int) -> None:
@@ -93,7 +93,7 @@ class SampleComparison:
                 )
 
     def _keys(self, dataset: object) -> list[int]:
-        """Indices spread over the dataset, including the first and the last."""
+        """Indices evenly spread over the dataset, including the first and the last."""
         asked = self._config.compare_items
         wanted = _PLAIN_SAMPLES if asked and _in_memory(dataset) else asked
         length = _length(dataset)
@@ -117,11 +117,12 @@ class SampleComparison:
         numbers: Sequence[int],
         loader: "DataLoader[Any] | None",
     ) -> bool:
-        """Whether every rank gets the same samples when it fetches them again. A collective."""
+        """Whether every rank gets the same samples as before when it fetches them again. A collective."""
         own = [table[self._world.rank][number] for number in numbers]
-        again = self._fetch(dataset, [*keys] * _AGAIN, loader)  # one process: a new one may repeat random numbers
-        steady = all(one in (_UNKNOWN, other) for one, other in zip(again, own * _AGAIN, strict=True))
-        return all(each for (each,) in gathered(self._world, [steady]))
+        # In one call, so in one process: a new DataLoader worker may repeat the random numbers of the last one.
+        again = self._fetch(dataset, [*keys] * _REPEATS, loader)
+        repeatable = all(one in (_UNKNOWN, other) for one, other in zip(again, own * _REPEATS, strict=True))
+        return all(each for (each,) in gathered(self._world, [repeatable]))
 
     def _fetch(self, dataset: Any, keys: Sequence[int], loader: "DataLoader[Any] | None") -> list[int]:
         """A digest of each sample; `_UNKNOWN` for samples that have none, and after the time limit."""
@@ -129,7 +130,7 @@ class SampleComparison:
         began = time.perf_counter()
         for number, digest in enumerate(self._arriving(_Digests(dataset, self._seed), keys, loader)):
             digests[number] = digest
-            if time.perf_counter() - began > _ENOUGH_SECONDS:
+            if time.perf_counter() - began > _MAX_SECONDS:
                 break
         return digests
 
@@ -139,10 +140,10 @@ class SampleComparison:
             with _states_kept(self._world):
                 yield from map(digests.__getitem__, keys)
             return
-        # In a DataLoader worker, as in training: its workers must not inherit what the dataset opens here.
+        # In a DataLoader worker, because training's workers must not inherit files that the dataset opens here.
         options |= {"num_workers": 1, "pin_memory": False, "persistent_workers": False, "generator": torch.Generator()}
         options["worker_init_fn"] = ExposeUserDataset(options.get("worker_init_fn"))
-        loader = DataLoader(digests, sampler=keys, batch_size=None, collate_fn=_as_it_is, **options)
+        loader = DataLoader(digests, sampler=keys, batch_size=None, collate_fn=_identity, **options)
         yield from checked_batches(loader)
 
 
@@ -158,7 +159,7 @@ class _Digests(Dataset[int]):
         try:
             several = getattr(self.dataset, "__getitems__", None)
             return digest_of_sample(several([key])[0] if callable(several) else self.dataset[key])
-        except Exception:  # it has other keys, or training will raise the same error
+        except Exception:  # the dataset has other keys, or training will raise the same error
             return _UNKNOWN
 
 
@@ -173,7 +174,7 @@ def _states_kept(world: World) -> Iterator[None]:
 
 
 def digest_of_sample(sample: object) -> int:
-    """A hash of its tensors, arrays, numbers and strings; `_UNKNOWN` if it has none of them."""
+    """A hash of a sample's tensors, arrays, numbers and strings; `_UNKNOWN` if it has none of them."""
     found = blake2b(digest_size=7)
     known = 0
     for piece in _pieces(sample):
@@ -200,7 +201,7 @@ def _pieces(value: Any) -> Iterator[bytes]:
     elif is_dataclass(value) and not isinstance(value, type):
         for each in fields(value):
             yield from _pieces(getattr(value, each.name, None))
-    elif hasattr(value, "__array_interface__"):  # numpy's, and images
+    elif hasattr(value, "__array_interface__"):  # numpy arrays and PIL images
         yield from _array(value)
 
 
@@ -213,7 +214,7 @@ def _array(value: Any) -> Iterator[bytes]:
         yield array.tobytes()
 
 
-def _as_it_is(digest: Any) -> Any:
+def _identity(digest: Any) -> Any:
     return digest
 
 
@@ -234,5 +235,5 @@ def _kind(dataset: object) -> str:
 
 
 def _length(dataset: object) -> int:
-    """The length; 0 for a stream: ranks may have streams of different lengths."""
+    """The length of a dataset; 0 for a stream, whose length may differ between ranks."""
     return len(dataset) if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset) else 0

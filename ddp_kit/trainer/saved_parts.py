@@ -1,7 +1,6 @@
-"""The parts of a run's state: what a checkpoint stores of each, and how it is loaded.
+"""The parts of a run's state: what a checkpoint stores for each, and how it is loaded.
 
-To add a part, write a subclass of `SavedPart` and add it to the list in `Checkpoints`, which saves and loads all parts
-in one loop each.
+To add a part, write a subclass of `SavedPart` and add it to the list in `Checkpoints`, which saves and loads all parts.
 """
 
 import math
@@ -17,18 +16,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_kit.callbacks import Callback
-from ddp_kit.callbacks.best_value import Watched
+from ddp_kit.callbacks.best_value import BestValue
 from ddp_kit.checkpoint.frozen import is_entry
 from ddp_kit.config import CheckpointConfig, TrainerConfig
 from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.parallel import Strategy
 from ddp_kit.pieces import Piece, whole_shape
-from ddp_kit.state_values import real_number, same_kind, whole_number
-from ddp_kit.trainer.callback_states import callback_states, load_callbacks, own_states
-from ddp_kit.trainer.fitting import DoesNotFitError
+from ddp_kit.state_values import check_same_kind, real_number, whole_number
+from ddp_kit.trainer.callback_states import callback_states, load_callbacks, per_rank_states
 from ddp_kit.trainer.frozen_weights import FrozenWeights
 from ddp_kit.trainer.joint_optimizer import JointScheduler, kind_of
+from ddp_kit.trainer.load_errors import StateMismatchError
 from ddp_kit.trainer.optimizer_state import in_pieces, load_optimizer_state, of_pieces
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.position import Position
@@ -38,27 +37,27 @@ from ddp_kit.trainer.stream_states import place_as_text, place_of
 from ddp_kit.world import RandomStates, mixed_seed, random_states, seed_generators, set_random_states
 
 _SHOWN = 8
-_NAME_STATE = 2  # what a checkpoint has of each callback
-_OF_EVERY_SCHEDULER = ("last_epoch", "base_lrs", "_last_lr", "_step_count")
+_NAME_STATE = 2  # the length of a callback's entry: [class name, state]
+_SCHEDULER_FIELDS = ("last_epoch", "base_lrs", "_last_lr", "_step_count")  # of every LRScheduler
 _LONGEST_TEXT = 300
 
 
 class SavedPart(ABC):
     """A named part of a run's state.
 
-    saving:   rank_state() on every rank -> state_dict(rank states of all ranks) on the first writer rank;
-              if `replicated`, on all ranks, and each writes some of the tensors
-    loading:  migrate(state, its version) -> check(state) of all parts -> load_state_dict(state)
+    saving:   rank_state() on every rank, then state_dict(rank states of all ranks) on the first writer rank;
+              if `replicated`, on all ranks, each of which writes some of the tensors
+    loading:  migrate(state, its version), then check(state) of all parts, then load_state_dict(state)
     """
 
     name: ClassVar[str]
-    """The part's key in the checkpoint, and the name of its file if it has tensors."""
+    """The part's key in the checkpoint, and the name of its tensor file, if it has tensors."""
     version: ClassVar[int] = 1
-    """Increased when the previous version cannot load what `state_dict` returns."""
+    """The version of the format; increased if the previous version cannot load what `state_dict` returns."""
     required: ClassVar[bool] = True
-    """Whether a checkpoint without this part is refused; otherwise the part keeps its state."""
+    """Whether a checkpoint must have this part. If False, the part keeps its state when a checkpoint lacks it."""
     shows_own_errors: ClassVar[bool] = False
-    """Whether errors of `load_state_dict` are raised unchanged; otherwise they become a `CheckpointError`."""
+    """Whether errors of `load_state_dict` are raised unchanged; if False, they become a `CheckpointError`."""
 
     replicated: bool = False
     """Whether every rank calls `state_dict`, so that ranks can divide the writing; see `is_replicated`."""
@@ -69,41 +68,41 @@ class SavedPart(ABC):
 
     @abstractmethod
     def state_dict(self, ranks: Sequence[Any]) -> Any:
-        """The part's state, in a form that `checkpoint.packing.pack` can store. `ranks`: every rank's `rank_state`."""
+        """The part's state, of types that `checkpoint.packing.pack` can store. `ranks`: every rank's `rank_state`."""
 
     def is_replicated(self, tensor: str) -> bool:  # noqa: ARG002
         """Whether every rank has the same tensor of this name in the part's file."""
         return True
 
     def device_of(self, tensor: str) -> torch.device | None:  # noqa: ARG002
-        """The device to load a tensor to, by its name in the part's file; None: the rank's device."""
+        """The device to load a tensor to; None: the rank's device. `tensor`: its name in the part's file."""
         return None
 
     def piece_of(self, tensor: str) -> Piece | None:  # noqa: ARG002
-        """The piece of a tensor that this rank holds, by its name in the part's file; None: all of it."""
+        """The piece of a tensor that this rank holds; None: all of it. `tensor`: its name in the part's file."""
         return None
 
-    def migrate(self, state: Any, version: int) -> Any:  # noqa: ARG002 - the first version has none before it
+    def migrate(self, state: Any, version: int) -> Any:  # noqa: ARG002 - nothing to convert by default
         """Convert the state of an older version to the current one."""
         return state
 
     def check(self, state: Any) -> str | None:  # noqa: ARG002 - most parts fit any run
-        """Why the state does not fit this run; None if it does. All parts are checked before any is loaded.
+        """Why the state does not match this run; None if it does. All parts are checked before any is loaded.
 
-        Raises any error for values of other types and ranges than `state_dict` gives.
+        May raise any error for values with invalid types or ranges.
         """
         return None
 
     @abstractmethod
     def load_state_dict(self, state: Any, path: Path) -> None:
-        """Restore what `state_dict` returned. `path`: the checkpoint's, for messages. May raise any error."""
+        """Load what `state_dict` returned. `path`: of the checkpoint, for messages. May raise any error."""
 
 
 class ModelPart(SavedPart):
-    """Weights and buffers, by their names."""
+    """Weights and buffers, by name."""
 
     name = "model"
-    version = 2  # 1: with all weights
+    version = 2  # version 1 always had all weights
     replicated = True
 
     def __init__(self, parts: Parts) -> None:
@@ -129,7 +128,7 @@ class ModelPart(SavedPart):
         return state
 
     def is_replicated(self, tensor: str) -> bool:
-        return tensor in self._parameters  # buffers may differ: rank 0's are saved
+        return tensor in self._parameters  # buffers may differ between ranks; rank 0's are saved
 
     def device_of(self, tensor: str) -> torch.device | None:
         return self._devices.get(tensor)
@@ -153,10 +152,10 @@ class ModelPart(SavedPart):
     def check(self, state: Any) -> str | None:
         own = self._model.state_dict()
         left_out = {name: value for name, value in state.items() if is_entry(value)}
-        problems = [f"{name} is missing in it" for name in own if name not in state]
+        problems = [f"{name} is missing in the checkpoint" for name in own if name not in state]
         problems += [f"{name} is not in the model" for name in state if name not in own]
         problems += [
-            f"{name} has shape {whole_shape(state[name])}, in the model {tuple(own[name].shape)}"
+            f"{name} has shape {whole_shape(state[name])}, but {tuple(own[name].shape)} in the model"
             for name in own
             if name in state
             and name not in left_out
@@ -175,21 +174,21 @@ class ModelPart(SavedPart):
             stored.update((name, value) for name, value in state.items() if name not in left_out)
             state = stored
         else:
-            self._frozen.forget()  # they may be others than this run began with
+            self._frozen.forget()  # the checkpoint may have other values
         self._strategy.load_model_state(state)
 
 
 class OptimizerPart(SavedPart):
-    """The optimizer's state with its dtypes: torch's own `load_state_dict` casts it to the dtype of the weights."""
+    """The optimizer's state, with its class, the names of its parameters, and their dtypes and devices."""
 
     name = "optimizer"
     replicated = True
-    version = 2  # 1: without kind, names, types and device
+    version = 2  # version 1 had only the optimizer's state_dict
 
     def __init__(self, parts: Parts) -> None:
         self._strategy = parts.strategy
         self._optimizer = parts.optimizer
-        self._device_optimizer = parts.device_optimizer  # whose parameters the strategy knows
+        self._device_optimizer = parts.device_optimizer  # its parameters are the model's, which the strategy knows
 
     def rank_state(self) -> Any:
         return self._strategy.optimizer_form(self._optimizer)
@@ -202,7 +201,7 @@ class OptimizerPart(SavedPart):
         return {**state, **self._own}
 
     def is_replicated(self, tensor: str) -> bool:  # noqa: ARG002
-        return not self._strategy.shards  # only scalars are unsharded, such as Adam's step
+        return not self._strategy.shards  # if sharded, only scalars such as Adam's step are whole
 
     def device_of(self, tensor: str) -> torch.device | None:
         parameter = _parameter_of(tensor, self._parameters)
@@ -222,7 +221,7 @@ class OptimizerPart(SavedPart):
 
     @cached_property
     def _own(self) -> dict[str, Any]:
-        """Constant after the Trainer is made: saves reuse the same objects, so their text is not built again."""
+        """Class, parameter names, dtypes and devices. Cached, because they do not change after construction."""
         names = self._strategy.held_names()
         return {
             "kind": kind_of(self._optimizer),
@@ -233,18 +232,18 @@ class OptimizerPart(SavedPart):
     def check(self, state: Any) -> str | None:
         own, saved = self._own, {**self._own, **state}
         if saved["kind"] != own["kind"]:
-            return f"its optimizer is {saved['kind']}, that of this run is {own['kind']}"
+            return f"its optimizer is {saved['kind']}, but this run's is {own['kind']}"
         there, here = len(saved["names"]), len(own["names"])
         if there != here:
-            return f"its optimizer has {there} groups of parameters, that of this run has {here}"
+            return f"its optimizer has {there} groups of parameters, but this run's has {here}"
         for number, (theirs, ours) in enumerate(zip(saved["names"], own["names"], strict=True)):
             if theirs != ours:
                 differ = sorted(set(theirs) ^ set(ours)) or ["their order"]
-                return f"group {number} of its optimizer has other parameters: {', '.join(differ[:_SHOWN])} differ"
+                return f"group {number} of its optimizer has different parameters: {', '.join(differ[:_SHOWN])} differ"
         for number, options in enumerate(state["param_groups"]):
             for name, default in self._optimizer.defaults.items():
                 if name in options:
-                    same_kind(options[name], default, f"{name} of group {number} of its optimizer")
+                    check_same_kind(options[name], default, f"{name} of group {number} of its optimizer")
         return None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
@@ -259,7 +258,7 @@ class OptimizerPart(SavedPart):
                 self._optimizer, saved, keep_types=types == own_types, keep_devices=devices == own_devices
             )
         except Exception as error:
-            raise DoesNotFitError(f"its optimizer does not fit: {str(error)[:_LONGEST_TEXT]}") from None
+            raise StateMismatchError(f"its optimizer does not fit: {str(error)[:_LONGEST_TEXT]}") from None
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -267,7 +266,7 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _parameter_of(tensor: str, parameters: Sequence[Tensor]) -> Tensor | None:
-    """The parameter that a state tensor belongs to: state.0.exp_avg to the first parameter of the first group."""
+    """The parameter to which a state tensor belongs. `tensor`: such as state.0.exp_avg, of the first parameter."""
     head, number, *_ = [*tensor.split("."), "", ""]
     known = head == "state" and number.isdecimal() and int(number) < len(parameters)
     return parameters[int(number)] if known else None
@@ -282,7 +281,7 @@ class SchedulerPart(SavedPart):
     """The learning-rate scheduler, with the schedulers inside it."""
 
     name = "scheduler"
-    version = 2  # 1: without its kind
+    version = 2  # version 1 lacked the class
 
     def __init__(self, scheduler: LRScheduler | None) -> None:
         self._scheduler = scheduler
@@ -295,7 +294,7 @@ class SchedulerPart(SavedPart):
         own = "none" if self._scheduler is None else _kind(self._scheduler)
         saved = "none" if state is None else state.get("kind", own)
         if saved != own:
-            return f"its scheduler is {saved}, that of this run is {own}"
+            return f"its scheduler is {saved}, but this run's is {own}"
         if isinstance(self._scheduler, JointScheduler):
             for update, scheduler in self._scheduler.by_update.items():
                 _check_values(state["state"][update], scheduler)
@@ -309,16 +308,16 @@ class SchedulerPart(SavedPart):
 
 
 def _kind(scheduler: LRScheduler) -> str:
-    """Its class name, with those of the schedulers inside it."""
+    """A scheduler's class name, followed by those of the schedulers inside it."""
     inner = ", ".join(map(_kind, _inner(scheduler)))
     return type(scheduler).__name__ + (f"({inner})" if inner else "")
 
 
 def _check_values(state: Mapping[str, Any], scheduler: LRScheduler) -> None:
-    """Raise `ValueError` for what `LRScheduler.load_state_dict` would take, and then fail with at the next step."""
+    """Raise `ValueError` for values that `LRScheduler.load_state_dict` accepts, but that break the next step."""
     for name, own in scheduler.state_dict().items():
-        if name in state and (name in _OF_EVERY_SCHEDULER or type(scheduler).__module__.startswith("torch.")):
-            same_kind(state[name], own, f"{name} of its scheduler")
+        if name in state and (name in _SCHEDULER_FIELDS or type(scheduler).__module__.startswith("torch.")):
+            check_same_kind(state[name], own, f"{name} of its scheduler")
     for name in state:
         if callable(getattr(type(scheduler), name, None)):
             raise ValueError(f"{name} of its scheduler is a method")
@@ -334,7 +333,7 @@ def _inner(scheduler: LRScheduler) -> Iterator[LRScheduler]:
 
 
 class PrecisionPart(SavedPart):
-    """The loss scale of fp16, and the number of skipped steps."""
+    """The state of the fp16 loss scaler, and the number of skipped steps."""
 
     name = "precision"
 
@@ -378,7 +377,7 @@ class ProgressPart(SavedPart):
 
 
 class StreamPart(SavedPart):
-    """The position of each rank's stream in the current epoch."""
+    """Each rank's position in its stream."""
 
     name = "streams"
     required = False
@@ -404,8 +403,8 @@ class StreamPart(SavedPart):
 class RandomPart(SavedPart):
     """The random states of every rank.
 
-    They are restored before the next step or save, not on load: random numbers that a script draws before its first
-    step are the same as in a new run.
+    They are restored before the next step or save instead of on load, so that random numbers that a script draws before
+    its first step are the same as in a new run.
     """
 
     name = "random"
@@ -415,8 +414,8 @@ class RandomPart(SavedPart):
         self._strategy = parts.strategy
         self._seed = parts.config.seed
         self._position = position
-        self._loaded: list[RandomStates] | None = None  # until they are restored
-        self._known = False
+        self._loaded: list[RandomStates] | None = None  # loaded but not yet restored
+        self._known = False  # whether this run has resumed from a step
 
     def rank_state(self) -> Any:
         return encoded(random_states(self._world))
@@ -425,7 +424,7 @@ class RandomPart(SavedPart):
         return [*ranks]
 
     def check(self, state: Any) -> str | None:
-        """They are set once and set back: they are restored later, where no error would name the checkpoint."""
+        """Set the states once and restore the previous ones: a later error would not name the checkpoint."""
         if not isinstance(state, list):
             raise ValueError("the random states are not a list")
         saved = [decoded(text) for text in state]
@@ -441,7 +440,7 @@ class RandomPart(SavedPart):
         self._loaded, self._known = [decoded(text) for text in state], False
 
     def restore(self) -> bool:
-        """Restore the loaded states; returns False if this run did not resume from any step."""
+        """Restore the loaded states, if any. Returns whether this run has resumed from a step."""
         if self._loaded is not None:
             self._known = self._position.step > 0
             if self._known:
@@ -464,7 +463,7 @@ class RandomPart(SavedPart):
 
 
 class StrategyPart(SavedPart):
-    """The strategy's state, so that it reduces gradients as before."""
+    """The strategy's state, such as the order of gradient reductions."""
 
     name = "strategy"
     required = False
@@ -481,10 +480,10 @@ class StrategyPart(SavedPart):
 
 
 class CallbacksPart(SavedPart):
-    """The states of callbacks: rank 0's, or every rank's if a callback sets `state_per_rank`."""
+    """The states of callbacks: rank 0's, or every rank's for callbacks that set `state_per_rank`."""
 
     name = "callbacks"
-    shows_own_errors = True  # those of the user's callbacks
+    shows_own_errors = True  # errors of the user's callbacks
 
     def __init__(self, parts: Parts, callbacks: Sequence[Callback]) -> None:
         self._world = parts.world
@@ -495,7 +494,7 @@ class CallbacksPart(SavedPart):
         return False
 
     def rank_state(self) -> Any:
-        return own_states(self._callbacks)
+        return per_rank_states(self._callbacks)
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:
         return callback_states(self._callbacks, ranks)
@@ -519,7 +518,7 @@ class BestPart(SavedPart):
 
     def __init__(self, config: CheckpointConfig, position: Position) -> None:
         best = config.keep_best
-        self._watched = None if best is None else Watched("checkpoint.keep_best", best, config.best_mode)
+        self._best_value = None if best is None else BestValue("checkpoint.keep_best", best, config.best_mode)
         self._position = position
         self._step = -1
 
@@ -528,15 +527,22 @@ class BestPart(SavedPart):
         """Whether the evaluation after this step was the best so far."""
         return self._step == self._position.step
 
+    @property
+    def value(self) -> tuple[str, float] | None:
+        """The name of the metric and its best value so far; None if there is none."""
+        if self._best_value is None or self._best_value.best is None:
+            return None
+        return self._best_value.metric, self._best_value.best
+
     def improved(self, metrics: dict[str, float]) -> bool:
-        """Record an evaluation after this step; returns whether it is the best so far."""
-        if self._watched is None or not self._watched.improved(metrics):
+        """Record an evaluation after this step. Returns whether it is the best so far."""
+        if self._best_value is None or not self._best_value.improved(metrics):
             return False
         self._step = self._position.step
         return True
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
-        return None if self._watched is None else {"watched": self._watched.state_dict(), "step": self._step}
+        return None if self._best_value is None else {"watched": self._best_value.state_dict(), "step": self._step}
 
     def check(self, state: Any) -> str | None:
         if state is not None:
@@ -544,12 +550,12 @@ class BestPart(SavedPart):
         return None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
-        if self._watched is not None and state is not None and self._watched.load_state_dict(state["watched"]):
+        if self._best_value is not None and state is not None and self._best_value.load_state_dict(state["watched"]):
             self._step = state["step"]
 
 
 class ConfigPart(SavedPart):
-    """The configuration, for readers of the checkpoint; a resumed run keeps its own."""
+    """The configuration, for information only: a resumed run uses its own."""
 
     name = "config"
     required = False
@@ -599,7 +605,7 @@ def as_parts(path: Path, state: Mapping[str, Any], parts: Sequence[SavedPart]) -
 
 
 def _from_format_1(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a checkpoint of format 1, which had no parts, to parts with versions."""
+    """Convert the state of a format 1 checkpoint, which has no parts, to parts with versions."""
     own = {name: value for name, value in state.items() if name in ("model", "random", "callbacks", "best", "config")}
     kinds = state.get("kinds")
     optimizer = {**state["optimizer"]}

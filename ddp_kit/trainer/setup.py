@@ -17,21 +17,24 @@ from ddp_kit.env import make_cublas_deterministic
 from ddp_kit.errors import ConfigError, kind_of, nearest, some
 from ddp_kit.metric_objects import MetricObject, is_metric_object
 from ddp_kit.parallel import Strategy
-from ddp_kit.sampler import OwnTrainBatches, TrainBatches
+from ddp_kit.sampler import TrainBatches, UserTrainBatches
 from ddp_kit.trainer.parts import MetricFunction
 
 
 def check_main() -> None:
-    """Raise `ConfigError` in a process that multiprocessing has spawned, such as a DataLoader worker, and that imports
-    the script: it would join the process group as one more process of this rank, and wait forever."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing.spawn itself asks
+    """Raise `ConfigError` if a spawned child process, such as a DataLoader worker, imports the script.
+
+    It would join the process group as another process of this rank, and wait forever.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing.spawn itself checks
         raise ConfigError(
             "a spawned process, such as a DataLoader worker, imports the script, which creates a Trainer",
-            'put what the script does under `if __name__ == "__main__":`, and classes and functions above it',
+            'put the code that runs under `if __name__ == "__main__":`, and classes and functions above it',
         )
 
 
-def only_repeatable_algorithms() -> None:
+def use_deterministic_algorithms() -> None:
+    """Let torch, cuBLAS and cuDNN use only deterministic algorithms."""
     make_cublas_deterministic()
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
@@ -51,12 +54,12 @@ def checked_config(config: object) -> TrainerConfig:
 
 
 def checked_function(value: Any, name: str, *arguments: str) -> Any:
-    """The function, if it can be called with these positional arguments. Raises `ConfigError`."""
+    """Return the function if it accepts these positional arguments; else raise `ConfigError`."""
     wanted, hint = ", ".join(arguments), f"pass a function of ({', '.join(arguments)})"
     if not callable(value):
         raise ConfigError(f"{name} is {kind_of(value)}, not a function", hint)
     try:
-        # An instance of Module takes anything; its `forward` says what.
+        # Module.__call__ accepts any arguments; `forward` has the real signature.
         signature = inspect.signature(value.forward if isinstance(value, nn.Module) else value)
     except (TypeError, ValueError):  # written in C
         return value
@@ -71,22 +74,22 @@ def checked_function(value: Any, name: str, *arguments: str) -> Any:
 
 
 def checked_loss(loss_fn: Any, name: str = "loss_fn") -> Any:
-    """The loss function. Raises `ConfigError`, also for one of torch's, which do not get the model."""
+    """Return the loss function; raise `ConfigError` for other objects, and for torch's losses, which take no model."""
     hint = "pass a function of (model, batch): lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
     if loss_fn is None:
-        raise ConfigError(f"the Trainer got no {name}", f"{hint}; or several updates")
+        raise ConfigError(f"the Trainer got no {name}", f"{hint}; or pass updates=[Update(...), ...]")
     if isinstance(loss_fn, Optimizer):
         raise ConfigError(f"{name} is {kind_of(loss_fn)}", "the order is Trainer(model, optimizer, loss_fn, config)")
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
         raise ConfigError(f"{name} is {kind_of(loss_fn)}", hint)
     kind = type(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
     if getattr(kind, "__module__", None) in ("torch.nn.modules.loss", "torch.nn.functional"):
-        raise ConfigError(f"{name} is torch's {kind.__name__}, which gets predictions and targets", hint)
+        raise ConfigError(f"{name} is torch's {kind.__name__}, whose arguments are predictions and targets", hint)
     return checked_function(loss_fn, name, "model", "batch")
 
 
 def checked_model(model: object) -> None:
-    """Raise `ConfigError` if it is not a Module that can be trained, or has no values yet."""
+    """Raise `ConfigError` if it is not a Module, or has parameters or buffers without values."""
     if not isinstance(model, nn.Module):
         raise ConfigError(*_no_module(model))
     tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -105,7 +108,7 @@ def checked_model(model: object) -> None:
 
 
 def _no_module(model: object) -> tuple[str, str]:
-    """The message and the hint for a model that is none."""
+    """The message and the hint for a model that is not a Module."""
     name = kind_of(model)
     if isinstance(model, Mapping) and model and all(isinstance(each, torch.Tensor) for each in model.values()):
         return f"model is a state_dict ({name})", "create the model, and call model.load_state_dict(...) on it"
@@ -126,7 +129,7 @@ def optimizer_for(
     optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] | None,
     strategy: Strategy,
 ) -> Optimizer:
-    """The optimizer, created if a function was given. Raises `ConfigError` unless it trains exactly this model."""
+    """The optimizer, created if a function was given. Raises `ConfigError` unless its parameters are the model's."""
     made: object = optimizer
     if strategy.replaces_parameters and isinstance(optimizer, Optimizer):
         kind, name = type(optimizer).__name__, strategy.config.strategy
@@ -157,7 +160,7 @@ def optimizer_for(
     _check_complete(model, made)
     strategy.setup_optimizer(made)
     if made.state:
-        made.load_state_dict(made.state_dict())  # torch moves the state to where the parameters are now
+        made.load_state_dict(made.state_dict())  # moves the state to the parameters' current devices
     return made
 
 
@@ -176,7 +179,7 @@ def _check_complete(model: nn.Module, optimizer: Optimizer) -> None:
 def scheduler_for(
     optimizer: Optimizer, scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None
 ) -> LRScheduler | None:
-    """The scheduler, created if a function was given. Raises `ConfigError` unless it is one for this optimizer."""
+    """The scheduler, created if a function was given. Raises `ConfigError` unless it belongs to this optimizer."""
     made: object = scheduler
     if scheduler is None:
         return None
@@ -196,21 +199,21 @@ def scheduler_for(
     return made
 
 
-def check_sync_batch_norm(model: nn.Module, batches: TrainBatches | OwnTrainBatches | None, world_size: int) -> None:
-    """Raise `ConfigError` if ranks would run SyncBatchNorm, a collective in every pass, unequally often.
+def check_sync_batch_norm(model: nn.Module, batches: TrainBatches | UserTrainBatches | None, world_size: int) -> None:
+    """Raise `ConfigError` if the model has SyncBatchNorm and ranks may have different numbers of passes or samples.
 
-    `batches`: None for a stream of unknown length.
+    SyncBatchNorm runs a collective in every pass. `batches`: None for a stream of unknown length.
     """
     uneven = batches is None or any(batches.samples(step) % world_size for step in (0, batches.steps - 1))
     if world_size > 1 and uneven and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         raise ConfigError(
-            f"the model has SyncBatchNorm, but {world_size} ranks do not share every global batch evenly",
-            f"set data.drop_last=True and a global_batch_size that {world_size} divides",
+            f"the model has SyncBatchNorm, but some global batches cannot be divided equally among {world_size} ranks",
+            f"set data.drop_last=True and a global_batch_size that is a multiple of {world_size}",
         )
 
 
 def checked_metrics(metrics: object) -> dict[str, MetricFunction | MetricObject]:
-    """The metrics by name, none of which is the loss itself."""
+    """The metrics by name. Raises `ConfigError` for metrics that cannot be called, and for the name "loss"."""
     if not isinstance(metrics, Mapping):
         raise ConfigError(f"metrics is {kind_of(metrics)}, not a dict", 'pass metrics={"accuracy": accuracy}')
     if "loss" in metrics:
@@ -249,7 +252,7 @@ def checked_callbacks(callbacks: object) -> tuple[Callback, ...]:
 
 
 def _check_events(callback: Callback) -> None:
-    """Raise `ConfigError` for a method that looks like an event and is none: nothing would call it."""
+    """Raise `ConfigError` if a method's name resembles an event but is not one: it would never be called."""
     events = [name for name in vars(Callback) if name.startswith("on_")]
     unknown = [name for name in dir(type(callback)) if name.startswith("on_") and name not in events]
     for name in unknown:

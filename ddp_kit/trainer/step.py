@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -19,12 +19,12 @@ from ddp_kit.trainer.feed import Share
 from ddp_kit.trainer.loss_calls import LossCalls
 from ddp_kit.trainer.parameters import RunParameters
 from ddp_kit.trainer.parts import Parts
-from ddp_kit.trainer.rollback import StepState
+from ddp_kit.trainer.rollback import StepSnapshot, without_trace
 from ddp_kit.world import World
 
 
 class StepRecord(Protocol):
-    """What a step records: an `Interval`, or a part of one."""
+    """Where a step records its losses and gradient norm: an `Interval`, or a part of one."""
 
     @property
     def step(self) -> int:
@@ -41,7 +41,7 @@ class StepRecord(Protocol):
 
 
 class OptimizerStep:
-    """Does one optimizer step after another.
+    """Does optimizer steps.
 
     set gradients to None, broadcast rank 0's buffers
     for each of this rank's passes:
@@ -49,7 +49,7 @@ class OptimizerStep:
     unscale (fp16), divide by the step's weight (Loss), clip
     optimizer.step(), scheduler.step()      # or, if the step is skipped, restore the buffers
 
-    The first step has more checks: most mistakes in a loss function show there.
+    The first step has additional checks, which find most mistakes in a loss function.
     """
 
     def __init__(self, parts: Parts, clock: StepClock) -> None:
@@ -63,38 +63,42 @@ class OptimizerStep:
         self._skipped = 0
 
     def run(self, share: Share, batch: Callable[[], Any], interval: StepRecord, *, measure_norm: bool) -> None:
-        """Do one step. `batch()`: the next pass's batch; `measure_norm`: record the gradient norm in the interval."""
+        """Do one step.
+
+        `share`: the number of samples of each pass. `batch()`: returns the next pass's batch. `interval`: where losses
+        are recorded. `measure_norm`: also record the gradient norm.
+        """
         parts, strategy = self._parts, self._strategy
         self._begin()
         before = BufferCopies(parts.model) if self._keeps_buffers else None
         passes = StepPasses(parts, self._losses, self._clock, share, batch, interval)
         self._gradient(passes, measure_norm=measure_norm)
-        # The host needs to know whether the step was skipped only if something on the host depends on it.
-        tell = parts.scheduler is not None or parts.config.non_finite == "skip"
-        if self._clip(interval, measure_norm) and parts.precision.apply(parts.device_optimizer, tell=tell):
+        # Wait to know whether the step was skipped only if something on the host depends on it.
+        wait = parts.scheduler is not None or parts.config.non_finite == "skip"
+        if self._clip(interval, measure_norm) and parts.precision.apply(parts.device_optimizer, wait=wait):
             if before is not None and parts.precision.overflowed is not None:
                 before.restore_where(parts.precision.overflowed)
             self._tick(interval.step)
         else:
-            self._leave_out(interval, before, passes)
+            self._skip(interval, before, passes)
         self.clear()
         strategy.end_step()
         self._clock.mark(OPTIMIZER)
 
     def _begin(self) -> None:
-        self._parts.heart.mark(Phase.DATA)
-        self.clear()  # another Trainer or user code may have left gradients
+        self._parts.heartbeat.mark(Phase.DATA)
+        self.clear()  # of another Trainer, or from user code
         self._strategy.begin_step()
 
     def _gradient(self, passes: "StepPasses", *, measure_norm: bool) -> None:
-        """Leave the gradient of the global batch in the parameters, before clipping."""
+        """Compute the gradient of the global batch, before clipping, in the parameters' `grad`."""
         parts, strategy = self._parts, self._strategy
         self._run_passes(passes)
-        if measure_norm:  # at log points: it walks over the modules
+        if measure_norm:  # only at log points, because it walks over all modules
             self._parameters.check()
         else:
             self._parameters.check_frozen()
-        parts.heart.mark(Phase.OPTIMIZER)
+        parts.heartbeat.mark(Phase.OPTIMIZER)
         strategy.check_gradients()
         parts.precision.unscale(parts.device_optimizer)
         if self._losses.weighted:
@@ -107,17 +111,17 @@ class OptimizerStep:
     @property
     def skipped(self) -> int:
         """Steps skipped because a gradient was not finite. With fp16, reading it waits for the device."""
-        self._skipped += self._parts.precision.steps_left_out()
+        self._skipped += self._parts.precision.take_skipped_steps()
         return self._skipped
 
     @skipped.setter
     def skipped(self, steps: int) -> None:
-        self._parts.precision.steps_left_out()
+        self._parts.precision.take_skipped_steps()
         self._skipped = steps
 
     @contextmanager
     def without_scheduler(self) -> Iterator[None]:
-        """A context in which steps do not tick the scheduler: trial steps must not use up limited ticks."""
+        """A context in which the scheduler is not stepped: trial steps must not use up its total_steps."""
         parts, self._parts = self._parts, replace(self._parts, scheduler=None)
         try:
             yield
@@ -129,16 +133,16 @@ class OptimizerStep:
         self._parameters.clear_gradients()
 
     def check_parameters(self) -> None:
-        """Raise `ConfigError` if the parameters have changed since the Trainer was made."""
+        """Raise `ConfigError` if parameters were added, replaced, frozen or unfrozen since the Trainer was created."""
         self._parameters.check()
 
     def _clip(self, interval: StepRecord, measure_norm: bool) -> bool:
         """Clip by the global norm, then by value. Returns False if the step must be skipped."""
         config = self._parts.config
-        skipping = config.non_finite == "skip" and not self._parts.precision.scales  # fp16 does it by itself
+        skipping = config.non_finite == "skip" and not self._parts.precision.scales  # fp16's scaler does it itself
         if config.max_grad_norm is not None or measure_norm or skipping:
             norm = self._strategy.grad_norm()
-            if skipping and not bool(torch.isfinite(norm)):  # the same on all ranks; this setting costs a wait per step
+            if skipping and not bool(torch.isfinite(norm)):  # equal on all ranks; waits for the device in each step
                 return False
             if measure_norm:
                 interval.note_norm(norm)
@@ -159,7 +163,7 @@ class OptimizerStep:
                     "create it for as many steps as the run has",
                 ) from error
 
-    def _leave_out(self, interval: StepRecord, before: BufferCopies | None, passes: "StepPasses") -> None:
+    def _skip(self, interval: StepRecord, before: BufferCopies | None, passes: "StepPasses") -> None:
         """Skip a step with a non-finite gradient: restore what its passes have changed."""
         if self._parts.config.non_finite == "skip":
             if self._losses.weighted and not bool(torch.isfinite(passes.weight())):
@@ -171,7 +175,7 @@ class OptimizerStep:
 
 
 class StepPasses:
-    """This rank's passes of one step, as `parallel.Passes` describes them."""
+    """This rank's passes of one step; implements the protocol `parallel.Passes`."""
 
     def __init__(
         self,
@@ -188,8 +192,8 @@ class StepPasses:
         self._share = share
         self._batch = batch
         self._interval = interval
-        self._rehearsed: list[Any] = []  # the first batch, if a rehearsal used it
-        self._kept: dict[int, tuple[Any, int]] = {}  # batches that are used again, and how often they were used
+        self._rehearsed: list[Any] = []  # the first batch, if a rehearsal has fetched it
+        self._kept: dict[int, tuple[Any, int]] = {}  # pass -> its batch, if it is used again, and its uses so far
         self._own_weight: Tensor | float = 0.0
         self._total: Callable[[], Tensor] | None = None
         self._phase = BACKWARD
@@ -201,7 +205,7 @@ class StepPasses:
 
     @property
     def samples(self) -> int:
-        """Of the whole step, over all ranks."""
+        """Samples in the whole step, over all ranks."""
         return self._share.samples
 
     @property
@@ -210,37 +214,36 @@ class StepPasses:
         return self._total is not None
 
     def weight(self) -> Tensor:
-        """The whole step's weight, a float64 scalar on the device; only for `Loss`."""
-        assert self._total is not None, "the reduction has begun"
+        """The sum of the weights of all `Loss`es in the step, over all ranks, as a float64 scalar on the device."""
+        assert self._total is not None, "add_up_weights was called"
         return self._total()
 
     def prepare(self) -> None:
-        """On a rank without passes, do what other ranks expect of a first pass."""
+        """On a rank without passes, take part in the collectives of the other ranks' first pass."""
         if not self.count:
             self.without_loss()
 
     def without_loss(self) -> None:
         parts = self._parts
-        parts.heart.mark(Phase.BACKWARD)
+        parts.heartbeat.mark(Phase.BACKWARD)
         parts.precision.scaled(torch.zeros((), device=parts.world.device))  # fp16: unscaling needs a scale
         if not self._losses.agreed:
             self._losses.agree()
 
     def forward(self, number: int) -> Tensor:
         parts, samples = self._parts, self._share.passes[number]
-        parts.heart.mark(Phase.DATA)
+        parts.heartbeat.mark(Phase.DATA)
         batch = self._batch_of(number)
-        parts.heart.mark(Phase.FORWARD)
-        before = None if samples else StepState(parts)
+        parts.heartbeat.mark(Phase.FORWARD)
         try:
             counted = samples if parts.strategy.contributes else 0
-            with parts.precision.forward(), parts.activations.forward_context(), parts.logged.batch(counted):
+            undone = nullcontext() if samples else without_trace(parts)
+            with undone, parts.precision.forward(), parts.activations.forward_context(), parts.logged.batch(counted):
                 value = self._losses.call(batch, self._interval.step, self.count)
         finally:  # also if the pass continues on the next pipeline stage
             self._clock.mark(FORWARD)
-            parts.heart.mark(Phase.BACKWARD)
-        if before is not None:  # a pass with zero weight, for its collectives alone
-            before.restore()
+            parts.heartbeat.mark(Phase.BACKWARD)
+        if not samples:  # a pass with zero weight runs only for its collectives
             return parts.precision.scaled((value.loss if isinstance(value, Loss) else value).reshape(()) * 0.0)
         if not parts.strategy.contributes:
             return self._objective(value, samples)
@@ -252,20 +255,20 @@ class StepPasses:
     def _batch_of(self, number: int) -> Any:
         batch, calls = self._kept.pop(number, (None, 0))
         if not calls:
-            batch = self._rehearsed.pop() if self._rehearsed else self._batch()  # which marks its phases itself
+            batch = self._rehearsed.pop() if self._rehearsed else self._batch()
         if calls + 1 < self._parts.strategy.calls_per_pass:
-            self._kept[number] = copy.deepcopy(batch), calls + 1  # loss functions may take batches apart
+            self._kept[number] = copy.deepcopy(batch), calls + 1  # a copy, because loss functions may modify batches
         return batch
 
     @contextmanager
     def rehearsal(self) -> Iterator[Callable[[], Tensor]]:
-        before = StepState(self._parts)
+        before = StepSnapshot(self._parts)
         batch = self._batch() if self.count else None
 
         def forward() -> Tensor:
             parts = self._parts
             with parts.precision.forward(), parts.activations.forward_context(), parts.logged.batch(0):
-                # loss functions may change batches
+                # A copy, because loss functions may modify batches.
                 value = self._losses.call(copy.deepcopy(batch), self._interval.step, self.count)
             return self._objective(value, self._share.passes[0])
 
@@ -284,7 +287,7 @@ class StepPasses:
         self._clock.mark(self._phase)
 
     def drop(self) -> None:
-        """Discard what the passes recorded: the step is repeated."""
+        """Discard the losses that the passes recorded, because the step is repeated."""
         self._interval.drop_step()
 
     def add_up_weights(self) -> None:
@@ -292,10 +295,10 @@ class StepPasses:
         self._total = _over_all_ranks(self._own_weight, self._parts.world)
 
     def _objective(self, value: Tensor | Loss, samples: int) -> Tensor:
-        """This pass's term of the global batch's loss, times the strategy's divisor.
+        """The loss to backpropagate: this pass's term of the global batch's loss, times the strategy's divisor.
 
-        A plain mean is weighted by its samples, so its weight is known in advance without communication. A `Loss` is
-        also weighted by samples at first; `run` corrects the gradients once all weights are known.
+        A plain mean is weighted by its samples, which are known in advance without communication. A `Loss` is divided
+        by the samples of the step at first; `_gradient` corrects the gradients once the sum of all weights is known.
         """
         divisor, all_samples = self._parts.strategy.divisor, self._share.samples
         if isinstance(value, Loss):
@@ -310,7 +313,7 @@ class StepPasses:
 def _over_all_ranks(weight: Tensor | float, world: World) -> Callable[[], Tensor]:
     """Start an all-reduce of a number; the returned function waits for the sum."""
     own = torch.zeros((), dtype=torch.float64, device=world.device)
-    own += weight  # filled in place: no copy from the host
+    own += weight  # in place: a number is passed as a kernel argument, without a copy from the host
     work = dist.all_reduce(own, async_op=True) if world.world_size > 1 else None
 
     def result() -> Tensor:

@@ -1,22 +1,22 @@
-"""The batches of a step that are used several times."""
+"""Batches of a step that are used several times."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ddp_kit.torch_internals import pytree
+from ddp_kit.containers import with_copied_containers
 
 
 class StepBatches:
-    """A step's batches, fetched once and given to each update."""
+    """The batches of a step, fetched once and used by each update or closure call."""
 
     def __init__(self, fetch: Callable[[], Any]) -> None:
         self._fetch = fetch
         self._kept: list[Any] = []
 
     def again(self) -> Callable[[], Any]:
-        """A function that returns the first batch, then the next, and so on."""
+        """A function that returns the step's batches one by one, from the first."""
         kept = iter(self._from_the_first())
-        return lambda: own_containers(next(kept))
+        return lambda: with_copied_containers(next(kept))
 
     def _from_the_first(self) -> Iterator[Any]:
         number = 0
@@ -25,8 +25,3 @@ class StepBatches:
                 self._kept.append(self._fetch())
             yield self._kept[number]
             number += 1
-
-
-def own_containers(batch: Any) -> Any:
-    """The same tensors in dicts and lists of their own: loss functions may take those apart."""
-    return pytree.tree_map(lambda leaf: leaf, batch)

@@ -1,7 +1,7 @@
-"""Agreement of all ranks on the step after which to save or stop, without a collective at every step.
+"""Agreement of all ranks on the step after which to save or stop, without a collective in every step.
 
-Signals reach ranks at different times, or only one rank, and clocks differ. But all ranks have to save after the same
-step, and a collective at every step would make GPUs wait for the host.
+Signals reach ranks at different times, or reach only one rank, and clocks differ. But all ranks must save after the
+same step, and a collective in every step would make GPUs wait for the host.
 """
 
 import atexit
@@ -13,10 +13,10 @@ from enum import Enum
 
 from torch.distributed import Store
 
-_LOOK_SECONDS = 0.1  # the minimum interval between polls of the store
-_LOOKS_PER_SECOND = 2000  # the maximum of polls, summed over all ranks
-_ANSWER_SECONDS = 0.01
-_FAREWELL_SECONDS = 5.0
+_POLL_SECONDS = 0.1  # the minimum interval between polls for requests
+_POLLS_PER_SECOND = 2000  # the maximum of these polls, summed over all ranks
+_ANSWER_POLL_SECONDS = 0.01  # the interval between polls for the other ranks' answers
+_JOIN_SECONDS = 5.0  # for the thread
 
 
 class Purpose(Enum):
@@ -37,15 +37,15 @@ class Request:
 class StepConsensus:
     """Grants a request on all ranks after the same step.
 
-    a rank has a request          its thread writes it to the group's store
-    each rank's thread reads it   and answers with its loop's current step; the loop waits there until all have answered
-    it is granted after           the largest of these steps, on all ranks
-    due()                         called between two steps: returns the request that is granted now, if any
+    a rank has a request       its thread writes it to the process group's store
+    each rank's thread         reads it, and answers with the current step of its loop, which waits there for all
+    answers all ranks                  grant the request after the largest of these steps
+    due()                      called between two steps: returns the request that is granted now, if any
 
     Steps are counted by calls of `due`: all ranks make the same calls, and the count never decreases.
 
-    `open_store`: number of earlier `begin` calls -> a store for this purpose alone; None: there is one rank.
-    `poll`: returns this rank's own request, if any; with several ranks it is called from a thread.
+    `open_store(n)`: returns a store for this purpose only, at the n-th call of `begin`, from 0; None: there is only one
+    rank. `poll()`: returns this rank's own request, if any; with several ranks it is called from a thread.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class StepConsensus:
         self._open_store = open_store
         self._poll = poll
         self.hears = True
-        """Whether the ranks can still agree on anything."""
+        """Whether requests can still be granted: the thread is running, and the store is open."""
         self._known = threading.Condition()
         self._begun = 1  # the loop's current step
-        self._hold: int | None = None  # the step at which the loop waits
+        self._hold: int | None = None  # the step at which the loop waits for the other ranks' answers
         self._agreed: tuple[int, Request] | None = None
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -76,7 +76,7 @@ class StepConsensus:
                 target=self._serve, args=[store, self._closed], name="step_consensus", daemon=True
             )
             self._thread.start()
-            # Before the interpreter ends: a thread that it stops inside torch's store would abort the process.
+            # A thread that the interpreter stops inside torch's store would abort the process, so end it before.
             atexit.register(self.close)
 
     def due(self) -> Request | None:
@@ -96,7 +96,7 @@ class StepConsensus:
             return request
 
     def stops(self) -> bool:
-        """Whether this rank requests a stop, or one is granted after this step. Does not wait for other ranks."""
+        """Whether this rank requests a stop, or a stop is granted after this step. Does not wait for other ranks."""
         agreed, requests = self._agreed, [self._poll()]
         if agreed is not None and self._begun >= agreed[0]:
             requests.append(agreed[1])
@@ -109,12 +109,12 @@ class StepConsensus:
             self._known.notify_all()
         thread, self._thread = self._thread, None
         if thread is not None:
-            thread.join(_FAREWELL_SECONDS)
+            thread.join(_JOIN_SECONDS)
         atexit.unregister(self.close)
 
     def _serve(self, store: Store, closed: threading.Event) -> None:
         with suppress(RuntimeError, ValueError):  # the store has closed: the job is over
-            number, pause = 0, max(_LOOK_SECONDS, self._ranks / _LOOKS_PER_SECOND)
+            number, pause = 0, max(_POLL_SECONDS, self._ranks / _POLLS_PER_SECOND)
             while not closed.wait(pause):
                 request = self._proposed(store, str(number))
                 if request is not None:
@@ -126,7 +126,7 @@ class StepConsensus:
             self._known.notify_all()
 
     def _proposed(self, store: Store, key: str) -> Request | None:
-        """The first request that any rank wrote; this rank's own if it was first."""
+        """The request that a rank was the first to write, possibly this one; None: there is none."""
         request = self._poll()
         if request is not None:
             found = store.compare_set(key, "", f"{request.purpose.value} {request.why}")
@@ -142,8 +142,8 @@ class StepConsensus:
             self._hold = self._begun
         answers = [f"{key}/{rank}" for rank in range(self._ranks)]
         store.set(answers[self._rank], str(self._hold))
-        while not store.check(answers):  # not store.wait: torch logs its own lines if that fails
-            if closed.wait(_ANSWER_SECONDS):
+        while not store.check(answers):  # not store.wait, which logs lines of torch's if it fails
+            if closed.wait(_ANSWER_POLL_SECONDS):
                 return
         last = max(int(answer) for answer in store.multi_get(answers))
         with self._known:

@@ -1,16 +1,17 @@
-"""The subscribers to the loop's events, one small class each, in the order in which `Trainer` lists them:
+"""The subscribers to the loop's events, in the order in which `Trainer` lists them.
 
 subscriber           loop                   before_step   after_update              after_step
-HeartbeatMarks       follows the step       -             counts the step           phase: checkpoint
-ProfilerSteps        ends a recording       may begin it  may end it                -
-ClockStart           -                      starts        -                         -
+HeartbeatMarks       sets step and phase    -             counts the step           phase: checkpoint
+ProfilerSteps        ends a recording       may start one may end one               -
+ClockStart           -                      starts it     -                         -
 UserCallbacks        -                      -             on_step                   -
-StopTogether         -                      -             all ranks stop, or none   -
-GarbageCollection    collects between steps -             collects, once a second   -
-LogSchedule          -                      -             a row where it is due     leaves the body's time out
-PeakMemory           -                      -             compares with the plan    -
-CheckpointSchedule   one run per folder     -             -                         saves where it is due
-PreemptionWatch      handles signals        -             -                         saves and ends where asked to
+StopBarrier          -                      -             barrier at a stop         -
+GarbageCollection    disables automatic gc  -             collects, once a second   -
+FlopCounting         -                      -             counts once, for the MFU  -
+LogSchedule          -                      -             a row, if due             excludes the body's time
+PeakMemory           -                      -             logs the peak, once       -
+CheckpointSchedule   locks the folder       -             -                         saves, if due
+PreemptionWatch      handles signals        -             -                         saves and ends, if requested
 """
 
 import gc
@@ -28,43 +29,48 @@ from ddp_kit.progress import Heartbeat
 from ddp_kit.records import LogRow, Step
 from ddp_kit.timing import StepClock
 from ddp_kit.trainer.checkpoints import Checkpoints
+from ddp_kit.trainer.closure_step import ClosureStep
 from ddp_kit.trainer.events import Subscriber
 from ddp_kit.trainer.log_points import LogPoints
+from ddp_kit.trainer.model_flops import ModelFlops
+from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.preemption import Preemption
 from ddp_kit.trainer.run_state import RunState
+from ddp_kit.trainer.step import OptimizerStep
+from ddp_kit.trainer.updates import JointStep
 from ddp_kit.world import World
 
 _COLLECT_SECONDS = 1.0
 _STEPS_TO_PEAK = 3
-"""The optimizer has its state after the first step, and buckets have their final order from the second."""
+"""Steps until memory has peaked: the optimizer allocates its state in the first, DDP rebuilds buckets in the second."""
 
-Tell = Callable[..., None]
+CallCallbacks = Callable[..., None]
 """Called with an event and its values; calls the user's callbacks."""
 
 
 class HeartbeatMarks(Subscriber):
     """Updates the heartbeat that the launcher reads."""
 
-    def __init__(self, heart: Heartbeat, position: Position) -> None:
-        self._heart = heart
+    def __init__(self, heartbeat: Heartbeat, position: Position) -> None:
+        self._heartbeat = heartbeat
         self._position = position
 
     @contextmanager
     def loop(self) -> Iterator[None]:
-        with self._heart.follow(self._position.step), self._heart.during(Phase.DATA):
+        with self._heartbeat.follow(self._position.step), self._heartbeat.during(Phase.DATA):
             yield
 
     def after_update(self, step: Step) -> None:
-        self._heart.step(step.number)
-        self._heart.mark(Phase.CALLBACKS)
+        self._heartbeat.step(step.number)
+        self._heartbeat.mark(Phase.CALLBACKS)
 
     def after_step(self, step: Step) -> None:  # noqa: ARG002
-        self._heart.mark(Phase.CHECKPOINT)
+        self._heartbeat.mark(Phase.CHECKPOINT)
 
 
 class ProfilerSteps(Subscriber):
-    """Records the steps that the configuration names with torch.profiler."""
+    """Records the steps of `profile.steps` with torch.profiler."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -80,7 +86,7 @@ class ProfilerSteps(Subscriber):
 
 
 class ClockStart(Subscriber):
-    """Starts the clock of a step; the step itself marks its phases."""
+    """Starts the clock before each step; the step itself marks its phases."""
 
     def __init__(self, clock: StepClock) -> None:
         self._clock = clock
@@ -90,53 +96,59 @@ class ClockStart(Subscriber):
 
 
 class UserCallbacks(Subscriber):
-    """`on_step` of the callbacks that the Trainer was given."""
+    """Calls `on_step` of the user's callbacks."""
 
-    def __init__(self, tell: Tell) -> None:
-        self._tell = tell
+    def __init__(self, call_callbacks: CallCallbacks) -> None:
+        self._call_callbacks = call_callbacks
 
     def after_update(self, step: Step) -> None:  # noqa: ARG002
-        self._tell("on_step")
+        self._call_callbacks("on_step")
 
 
-class StopTogether(Subscriber):
-    """Checks that all ranks have called `stop` before the collectives that end a run. `meet`: raises if one has not."""
+class StopBarrier(Subscriber):
+    """Waits until all ranks have called `stop`, before the collectives that end a run.
 
-    def __init__(self, state: RunState, ends_anyway: Callable[[], bool], meet: Callable[[], None]) -> None:
+    `is_complete()`: whether the run ends at this step without `stop`. `wait_for_all()`: a barrier, which raises an
+    error if a rank has not called `stop`.
+    """
+
+    def __init__(self, state: RunState, is_complete: Callable[[], bool], wait_for_all: Callable[[], None]) -> None:
         self._state = state
-        self._ends_anyway = ends_anyway
-        self._meet = meet
-        self._met = False
+        self._is_complete = is_complete
+        self._wait_for_all = wait_for_all
+        self._checked = False
 
     @contextmanager
     def loop(self) -> Iterator[None]:
-        self._met = False
+        self._checked = False
         yield
 
     def after_update(self, step: Step) -> None:  # noqa: ARG002
         self.check()
 
     def check(self) -> None:
-        """Run the check once per loop, when this rank is asked to stop."""
-        if self._state.stopping and not self._met:
-            self._met = True
-            if not self._ends_anyway():
-                self._meet()
+        """Run the barrier once per loop, when this rank is to stop."""
+        if self._state.stopping and not self._checked:
+            self._checked = True
+            if not self._is_complete():
+                self._wait_for_all()
 
 
 class LogSchedule(Subscriber):
     """Closes an interval every `log_every` steps and at the end. `finished`: whether no step follows."""
 
-    def __init__(self, points: LogPoints, every: int, finished: Callable[[], bool], tell: Tell) -> None:
+    def __init__(
+        self, points: LogPoints, every: int, finished: Callable[[], bool], call_callbacks: CallCallbacks
+    ) -> None:
         self._points = points
         self._every = every
         self._finished = finished
-        self._tell = tell
+        self._call_callbacks = call_callbacks
         self._body_began = 0.0
         self.rows: list[LogRow] = []
         """The rows of this call of `fit` or `steps`."""
         self.row: LogRow | None = None
-        """The row that became ready at the last step, if any."""
+        """The row that became ready at the last step; None if there was none."""
 
     def begin(self, first_step: int) -> None:
         """Reset at the start of a call of `fit` or `steps`."""
@@ -156,7 +168,7 @@ class LogSchedule(Subscriber):
 
     def end(self, step: int, epoch: int) -> None:
         """Add the remaining rows after the last step."""
-        if self._points.interval.steps:  # stopped between log points
+        if self._points.interval.steps:  # the run was stopped between two log points
             self._note(self._points.close(step, epoch, last=True))
         else:
             self._note(self._points.rest())
@@ -164,14 +176,14 @@ class LogSchedule(Subscriber):
     def _note(self, rows: Sequence[LogRow]) -> None:
         for row in rows:
             self.rows.append(row)
-            self._tell("on_log", row)
+            self._call_callbacks("on_log", row)
         self.row = rows[-1] if rows else None
 
 
 class GarbageCollection(Subscriber):
-    """Collects garbage between steps, about once a second, and never within one.
+    """Disables automatic garbage collection and collects about once a second, between steps instead of within one.
 
-    Objects that exist when the loop starts are frozen (`gc.freeze`).
+    Objects that exist when the loop starts are exempted (`gc.freeze`), so a collection does not traverse them.
     """
 
     def __init__(self) -> None:
@@ -185,7 +197,7 @@ class GarbageCollection(Subscriber):
             return
         self._on, self._last = True, time.perf_counter()
         gc.disable()
-        freezes = gc.get_freeze_count() == 0  # else the warm server or the user did, and unfreezing would undo that
+        freezes = gc.get_freeze_count() == 0  # otherwise gc.unfreeze would undo what the warm server or the user froze
         if freezes:
             gc.freeze()
         try:
@@ -202,19 +214,40 @@ class GarbageCollection(Subscriber):
             self._last = time.perf_counter()
 
 
+class FlopCounting(Subscriber):
+    """Counts the FLOPs of the model after the first step, where they are asked for."""
+
+    def __init__(self, flops: ModelFlops, parts: Parts, points: LogPoints, step: OptimizerStep) -> None:
+        self._flops = flops
+        self._parts = parts
+        self._points = points
+        self._once_per_step = not isinstance(step, JointStep | ClosureStep)
+
+    def after_update(self, step: Step) -> None:  # noqa: ARG002
+        if self._flops.ready:
+            began = time.perf_counter()
+            self._flops.count(self._parts, once_per_step=self._once_per_step)
+            self._points.interval.started += time.perf_counter() - began  # this is not training
+
+
 class PeakMemory(Subscriber):
-    """Logs once, after the first steps, the measured peak of GPU memory: against the plan, if there is one."""
+    """Logs the measured peak of GPU memory once, after the first steps, next to the plan if there is one."""
 
     def __init__(self, world: World, counted: int | None) -> None:
-        """`counted`: bytes of weights, gradients and optimizer state; None where these are not known."""
+        """`counted`: bytes of weights, gradients and optimizer state; None: unknown."""
         self._world = world
         self._counted = counted
         self._steps = 0
         self._predicted: MemoryPlan | None = None
 
     def compare_with(self, plan: MemoryPlan) -> None:
-        """Log how the peak after the next steps compares with a plan."""
+        """Compare the peak of the next steps with this plan."""
         self._predicted, self._steps = plan, 0
+
+    @property
+    def planned(self) -> int | None:
+        """Planned bytes per device; None: there is no plan."""
+        return None if self._predicted is None else self._predicted.total
 
     def after_update(self, step: Step) -> None:  # noqa: ARG002
         if self._world.device.type != "cuda" or self._steps == _STEPS_TO_PEAK:
@@ -236,7 +269,7 @@ class PeakMemory(Subscriber):
 
 
 class CheckpointSchedule(Subscriber):
-    """Saves after the steps whose checkpoint is due, including changes made by the body of the loop."""
+    """Saves after steps whose checkpoint is due, when the loop body is done, so that its changes are included."""
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints

@@ -2,6 +2,7 @@
 
 import math
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,21 +38,22 @@ from ddp_kit.records import FitResult, LearningRateSearch, Step
 from ddp_kit.timing import DATA, step_clock
 from ddp_kit.trainer import agreement, barrier
 from ddp_kit.trainer.checkpoints import Checkpoints
-from ddp_kit.trainer.data import DataRoom, own_batch_size
-from ddp_kit.trainer.evaluation import Evaluations, Evaluator, evaluation_due
+from ddp_kit.trainer.data import FeedBuilder, loader_batch_size
+from ddp_kit.trainer.evaluation import Evaluator, FitEvaluations, evaluation_due
 from ddp_kit.trainer.events import Events, Subscriber
 from ddp_kit.trainer.feed import Feed, Share
 from ddp_kit.trainer.fingerprint import facts_of_model, facts_of_optimizer, facts_of_progress, facts_of_weights
 from ddp_kit.trainer.joint_optimizer import JointOptimizer, joint_scheduler
-from ddp_kit.trainer.log_points import LogPoints, announce
+from ddp_kit.trainer.log_points import LogPoints
 from ddp_kit.trainer.logged_values import Logged, LoggedValues
-from ddp_kit.trainer.loop_exit import Loop, saved_when_left
+from ddp_kit.trainer.loop_exit import Loop, save_when_left
 from ddp_kit.trainer.micro_batch import (
     OutOfMemory,
-    RescuedStep,
+    RecoverableStep,
     largest_micro_batch,
     with_hint,
 )
+from ddp_kit.trainer.model_flops import ModelFlops
 from ddp_kit.trainer.parts import LossFunction, MetricFunction, Parts
 from ddp_kit.trainer.planning import (
     PlanPrinted,
@@ -69,6 +71,8 @@ from ddp_kit.trainer.prediction import PredictFunction, predict
 from ddp_kit.trainer.preemption import Preemption
 from ddp_kit.trainer.rate_finder import find, rates_between
 from ddp_kit.trainer.rates import check_ticks, scale_learning_rate, warmed_up
+from ddp_kit.trainer.run_lines import announce, conclude, described_model
+from ddp_kit.trainer.run_record import RunRecord
 from ddp_kit.trainer.run_state import RunState
 from ddp_kit.trainer.same_data import SampleComparison, facts_of_data
 from ddp_kit.trainer.setup import (
@@ -78,51 +82,56 @@ from ddp_kit.trainer.setup import (
     checked_loss,
     checked_metrics,
     checked_model,
-    only_repeatable_algorithms,
     optimizer_for,
     scheduler_for,
+    use_deterministic_algorithms,
 )
 from ddp_kit.trainer.step import OptimizerStep
 from ddp_kit.trainer.subscribers import (
     CheckpointSchedule,
     ClockStart,
+    FlopCounting,
     GarbageCollection,
     HeartbeatMarks,
     LogSchedule,
     PeakMemory,
     PreemptionWatch,
     ProfilerSteps,
-    StopTogether,
+    StopBarrier,
     UserCallbacks,
 )
-from ddp_kit.trainer.updates import Update, checked_updates, joined, loss_to_evaluate, step_of
+from ddp_kit.trainer.updates import Update, checked_updates, joint_step, loss_to_evaluate, optimizer_step_for
 from ddp_kit.uncaught import show_without_traceback
 from ddp_kit.world import random_states_kept, seed_everything
 
 
 class Trainer:
-    """Trains a model on all ranks; the same script runs alone, under `ddpkit launch` and under torchrun.
+    """Trains a model on all ranks; the same script runs as a single process, under `ddpkit launch` and under torchrun.
 
         for each epoch, for each global batch:
             for each of this rank's micro-batches:               # gradients are reduced with the last one only
                 loss_fn(model, batch).backward()                 # weighted by its share of the global batch
-            clip the gradients, step the optimizer, tick the scheduler
+            clip the gradients, step the optimizer, step the scheduler
             every log_every steps: reduce the loss, report       # on a GPU one interval late, so that nothing waits
         evaluate every eval_every steps, or after each epoch; and at the end
 
     `model`: any Module. `optimizer`: an Optimizer, or a callable `parameters -> Optimizer`.
-    `loss_fn(model, batch)`: the mean over the batch's samples as a scalar tensor, or `Loss(sum, weight)`.
-    `updates`: in place of `optimizer`, `loss_fn` and `scheduler`, several `Update`s with their own, such as a GAN's.
-    `scheduler`: an LRScheduler or a callable `optimizer -> LRScheduler`; one tick per applied optimizer step, see
-    `scheduler_steps`. A ReduceLROnPlateau ticks at each evaluation, with the loss or `checkpoint.keep_best`'s metric.
-    `metrics`: name -> `fn(output, batch)`, where `output` is what the model last returned inside `loss_fn`; it
-    returns what a loss function may return, and is exact over all ranks. Or name -> an object with update, compute
-    and reset, such as torchmetrics' (it gets the output and the second part of the batch), or a pair of one and
-    `fn(output, batch)` -> the arguments of its update.
-    `parallelize(model, mesh)`: spreads the model in place of the strategy, with torch's own calls, over a DeviceMesh
-    of the dimensions replicate, shard and tensor; the sizes are those of `config.parallel`.
-    Creating a Trainer is a collective: all ranks do it.
-    Raises `ConfigError`, `WorldError`, and later `DataError` and `LossError`.
+    `loss_fn(model, batch)`: returns the mean over the batch's samples as a scalar tensor, or `Loss(sum, weight)`.
+    `updates`: instead of `optimizer`, `loss_fn` and `scheduler`: several `Update`s that have their own, as for a GAN.
+    `scheduler`: an LRScheduler, or a callable `optimizer -> LRScheduler`. It is stepped after each optimizer step that
+    is not skipped; see `scheduler_steps`. A ReduceLROnPlateau is stepped at each evaluation, with the loss or the
+    metric of `checkpoint.keep_best`.
+    `metrics`: name -> metric. A metric is a function `fn(output, batch)` that returns what a loss function may return
+    and is averaged exactly over all ranks; `output` is what the model last returned inside `loss_fn`. Or it is an
+    object with the methods update, compute and reset, such as torchmetrics', which is updated with the output and the
+    second item of the batch; or a pair of such an object and a function `fn(output, batch)` that returns the arguments
+    of update.
+    `callbacks`: `Callback`s, whose events are called in this order.
+    `parallelize(model, mesh)`: applies torch's own parallelism APIs to the model, instead of the strategy. `mesh`: a
+    DeviceMesh with the dimensions replicate, shard and tensor, whose sizes are those of `config.parallel`.
+
+    Creating a Trainer is a collective: all ranks do it. It resumes from a checkpoint, as `config.checkpoint` says.
+    Raises `ConfigError`, `WorldError` and `CheckpointError`, and while training also `DataError` and `LossError`.
     """
 
     def __init__(
@@ -146,17 +155,17 @@ class Trainer:
         self._metrics: dict[str, MetricFunction | MetricObject] = checked_metrics(metrics or {})
         self._callbacks = checked_callbacks(callbacks)
         if self.config.deterministic:
-            only_repeatable_algorithms()
-        self.world = barrier.joined("Trainer(...)", share_gpus=self.config.parallel.share_gpus)
-        self._request = plan_request()
-        settings = self.config if self._request is None else config_to_plan(self.config)
+            use_deterministic_algorithms()
+        self.world = barrier.join_world("Trainer(...)", share_gpus=self.config.parallel.share_gpus)
+        self._plan_request = plan_request()
+        settings = self.config if self._plan_request is None else config_to_plan(self.config)
         micro_batch = None if settings.micro_batch_size == "auto" else settings.micro_batch_size
         settings = first_that_fits(settings, model, self.world)
         automatic = settings.micro_batch_size == "auto"
         strategy = strategy_for(settings.parallel, self.world, recoverable=automatic, parallelize=parallelize)
         data_ranks = strategy.data_ranks
-        if self._request is not None:
-            data_ranks = sizes_of(self.config.parallel, self._request.ranks).data
+        if self._plan_request is not None:
+            data_ranks = sizes_of(self.config.parallel, self._plan_request.ranks).data
         self.batch_plan = plan_batches(settings.global_batch_size, micro_batch, settings.accumulation_steps, data_ranks)
         strategy.check(model)
         agreement.check_agreement(self.world, facts_of_model(model) | {"the setting parallel": repr(settings.parallel)})
@@ -164,6 +173,8 @@ class Trainer:
             settings.precision, self.world.device, sharded=strategy.shards, fp8_layers=settings.fp8_layers
         )
         self.model = model
+        self._model_described = described_model(model)
+        self._flops = ModelFlops(model, settings, self.world, precision)
         precision.prepare(model)
         if settings.compile is not None:
             compile_in_place(model, settings.compile)
@@ -182,7 +193,9 @@ class Trainer:
             device_optimizer = OffloadedOptimizer(self.optimizer, in_place=strategy.parameters_on_host)
         schedulers = self._schedulers(settings, scheduler)
         self.scheduler = joint_scheduler(schedulers) if self._updates else schedulers.get("")
-        self._ticking = [(schedulers.get(each.name), each.every) for each in self._updates] or [(self.scheduler, 1)]
+        self._scheduler_intervals = [(schedulers.get(each.name), each.every) for each in self._updates] or [
+            (self.scheduler, 1)
+        ]
         self._parts = Parts(
             model,
             strategy,
@@ -198,62 +211,65 @@ class Trainer:
         )
         counted = refuse_start(self._parts)
         self._clock = step_clock(self.world.device)
-        self._data = DataRoom(self._parts, self.batch_plan, self._clock)
+        self._feeds = FeedBuilder(self._parts, self.batch_plan, self._clock)
         if self._updates:
-            self._optimizer_step: OptimizerStep = joined(self._parts, self._clock, self._updates, schedulers)
+            self._optimizer_step: OptimizerStep = joint_step(self._parts, self._clock, self._updates, schedulers)
         else:
-            self._optimizer_step = step_of(self._parts, self._clock)
-        self._log_points = LogPoints(self._parts, self._clock)
+            self._optimizer_step = optimizer_step_for(self._parts, self._clock)
+        self._run_record = RunRecord(self.config, self.world, self._model_described)
+        self._log_points = LogPoints(self._parts, self._clock, self._run_record.advise, self._flops.utilisation)
         self._position = Position()
         self._state = RunState()
         self._steps_per_epoch: int | None = None
         self._max_steps = math.inf if settings.max_steps is None else settings.max_steps
         self._max_epochs = math.inf if settings.last_epoch is None else settings.last_epoch
-        self._heart = self._parts.heart
+        self._heartbeat = self._parts.heartbeat
         self._checkpoints = Checkpoints(
             self._parts, self._position, self._optimizer_step, self._callbacks, self._log_points, self._state
         )
         self._evaluator = Evaluator(
-            self._parts, self._metrics, self._checkpoints, self._position, self._state, self._tell
+            self._parts, self._metrics, self._checkpoints, self._position, self._state, self._call_callbacks
         )
         self._preemption = Preemption(self.world, self.config, self._checkpoints, self._position)
-        self._samples = SampleComparison(self.world, settings.data, settings.seed)
-        self._stops = StopTogether(self._state, self._complete, partial(self._wait_for_all, "stop()"))
-        self._peak = PeakMemory(self.world, counted)
-        self._log = LogSchedule(self._log_points, settings.log_every, self._finished, self._tell)
+        self._sample_comparison = SampleComparison(self.world, settings.data, settings.seed)
+        self._stop_barrier = StopBarrier(self._state, self._is_complete, partial(self._wait_for_all, "stop()"))
+        self._peak_memory = PeakMemory(self.world, counted)
+        self._log_schedule = LogSchedule(self._log_points, settings.log_every, self._is_finished, self._call_callbacks)
         self._events = Events(self._subscribers())
-        barrier.watch(self.world, self._heart)
+        barrier.watch(self.world, self._heartbeat)
         self._checkpoints.resume()
-        self._heart.stand(self.step)
+        self._heartbeat.stand(self.step)
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """The number of optimizer steps done."""
         return self._position.step
 
     @property
     def epoch(self) -> int:
-        """Epochs done."""
+        """The number of epochs done."""
         return self._position.epoch
 
     @property
     def total_steps(self) -> int | None:
-        """The optimizer step that ends the run. Without `max_steps`: None before `fit` or `steps`, and for a stream."""
+        """The number of optimizer steps of the whole run. Without `max_steps`, None before `fit`, and for a stream."""
         return self._position.last_step(self.config, self._steps_per_epoch)
 
     @property
     def data_rank(self) -> int:
-        """The index of this rank's part of each global batch, below `data_ranks`; ranks that share one model share a
-        part. Divide streams by it."""
+        """The index of this rank's part of each global batch, from 0 to `data_ranks` - 1, for dividing a stream.
+
+        Ranks that hold parts of the same model replica have the same index.
+        """
         return self._parts.strategy.data_rank
 
     @property
     def data_ranks(self) -> int:
-        """The number of parts that a global batch is divided into."""
+        """The number of parts into which each global batch is divided."""
         return self._parts.strategy.data_ranks
 
     def model_state(self) -> dict[str, Any]:
-        """The model's state_dict as this rank holds it: its own tensors, and a `Piece` where it holds a part of one."""
+        """The model's state_dict as this rank holds it: the model's own tensors, or a `Piece` for a sharded one."""
         return self._parts.strategy.model_state()
 
     def load_model_state(self, state: dict[str, Any]) -> None:
@@ -261,7 +277,10 @@ class Trainer:
         self._parts.strategy.load_model_state(state)
 
     def _schedulers(self, settings: TrainerConfig, scheduler: Any) -> dict[str, LRScheduler]:
-        """Of each update by its name, or under "" that of the only optimizer; with warm-up, and rates scaled before."""
+        """The scheduler of each update, by its name, or of the only optimizer, under "". Includes the warm-up.
+
+        Scales the learning rates first, because schedulers start from them.
+        """
         found = {}
         given = [(update.name, update.optimizer, update.scheduler) for update in self._updates]
         for name, optimizer, own in given or [("", self.optimizer, scheduler)]:
@@ -280,35 +299,42 @@ class Trainer:
     # --- what users call ----------------------------------------------------------------------------------------
 
     def fit(self, train_data: Data, eval_data: Data | None = None) -> FitResult:
-        """Train until the configured end; continues where an earlier call stopped.
+        """Train until the configured end of the run; continues where an earlier call stopped.
 
         `train_data`, `eval_data`: a Dataset with a length, an IterableDataset, or a DataLoader over one of these.
-        Returns a `FitResult`. A collective: all ranks call it.
+        Returns a `FitResult`. A collective: all ranks call it. Raises `DataError` for unusable data, and `LossError`
+        for an unusable or non-finite loss.
         """
-        self._plan_only(train_data)
-        self._agree("fit()", train_data=train_data, eval_data=eval_data)
+        self._print_plan_instead(train_data)
+        self._check_ranks_agree("fit()", train_data=train_data, eval_data=eval_data)
+        with self._preemption.hearing():
+            return self._fit(train_data, eval_data)
+
+    def _fit(self, train_data: Data, eval_data: Data | None) -> FitResult:
         feed = self._feed(train_data)
         self._evaluator.watch(eval_data)
         evaluations = None
         if eval_data is not None:
-            batches, stopping = self._data.evaluation(eval_data, "eval_data"), lambda: self._state.stopping
-            evaluations = Evaluations(self._evaluator, self._position, batches, stopping, self._preemption.stops)
+            batches, stopping = self._feeds.evaluation_data(eval_data, "eval_data"), lambda: self._state.stopping
+            evaluations = FitEvaluations(self._evaluator, self._position, batches, stopping, self._preemption.stops)
             if self.config.sanity == "auto" and self.step == 0 and batches.first is not None:
                 self._check_metrics(self._evaluator.rehearse(batches))
         elif self.step == 0:
-            self._warn_of_metrics()
+            self._warn_about_metrics()
         total = self.total_steps
-        announce(self.world, self.batch_plan, self.config, self.step, total, feed.division)
+        began, began_at = self.step, time.perf_counter()
+        about, planned = self._model_described, self._peak_memory.planned
+        announce(self.world, self.batch_plan, self._parts.config, began, total, feed.division, about, planned)
         self._state.stopping = False
-        self._tell("on_fit_start")
-        with self._told_of_an_interrupt(), ProgressReport(total, self.world.is_main) as progress:
+        self._call_callbacks("on_fit_start")
+        with self._noting_an_interrupt(), ProgressReport(total, self.world.is_main, began) as progress:
             for step in self._steps(train_data, feed, evaluations):
                 progress.step(step.number)
                 if step.log is not None:
                     progress.log(step.log.step, str(step.log))
-                if evaluations is not None and (evaluation_due(self.config, step) or self._finished()):
+                if evaluations is not None and (evaluation_due(self.config, step) or self._is_finished()):
                     evaluations.run()
-        rows = self._log.rows  # before a callback may begin another call of `fit`
+        rows = self._log_schedule.rows  # before a callback may begin another call of `fit`
         if evaluations is not None and evaluations.step != self.step:
             evaluations.run(whole=True)
         result = FitResult(
@@ -319,109 +345,120 @@ class Trainer:
             metrics=evaluations.metrics if evaluations is not None else {},
             skipped=self._optimizer_step.skipped,
         )
-        self._tell("on_fit_end", result)
-        self._checkpoints.finish()  # what the last evaluation or a callback has asked for
+        self._call_callbacks("on_fit_end", result)
+        self._checkpoints.finish()  # the last evaluation or a callback may have requested a save
+        seconds, best = time.perf_counter() - began_at, self._checkpoints.best
+        conclude(result, began, seconds, best, self._checkpoints.newest, self._log_points.advised)
         return result
 
     def steps(self, train_data: Data) -> Iterator[Step]:
         """Iterate over optimizer steps: each iteration does one step and yields its `Step`.
 
-        The loop may be left at any step, the same on all ranks; a later call continues from there. A save that is due
-        after a step is done after the loop's body, even if the body leaves the loop.
+        `train_data`: as for `fit`. The loop may be left at any step, which must be the same on all ranks; a later call
+        continues from there. If a save is due after a step, it is done after the loop body, even if the body leaves the
+        loop. A collective: all ranks call it. Raises the same errors as `fit`.
         """
-        self._plan_only(train_data)
-        self._agree("steps()", train_data=train_data)
+        self._print_plan_instead(train_data)
+        self._check_ranks_agree("steps()", train_data=train_data)
         self._state.stopping = False
         steps = self._steps(train_data, self._feed(train_data), None)
-        return saved_when_left(steps, self.world, self._checkpoints, self._state)
+        return save_when_left(steps, self.world, self._checkpoints, self._state)
 
     def save(self) -> None:
         """Write a checkpoint of this step into `checkpoint.dir`. A collective: all ranks call it.
 
-        In a callback or an evaluation: once the step is done.
+        In a callback or during an evaluation, the save is postponed until the step is complete.
+        Raises `CheckpointError`.
         """
-        if self._request is not None:
+        if self._plan_request is not None:
             return
         self._wait_for_all("save()")
         self._checkpoints.save_or_postpone()
 
     def resume(self, path: str | Path) -> None:
-        """Resume from a checkpoint: weights, optimizer, random states, position. A collective: all ranks call it."""
-        if self._request is not None:
+        """Load the whole state of a run from a checkpoint: weights, optimizer, random states, position, callbacks.
+
+        `path`: the folder of one checkpoint. A collective: all ranks call it. Raises `CheckpointError` if the
+        checkpoint is damaged or from a different run.
+        """
+        if self._plan_request is not None:
             return
         self._wait_for_all("resume()")
         self._checkpoints.load(absolute(path))
-        self._heart.stand(self.step)
+        self._heartbeat.stand(self.step)
         self._state.resumed()
 
     def log(self, values: Mapping[str, Logged]) -> None:
-        """Add values of your own, by name, to the next log row, or to the metrics of the evaluation that is running.
+        """Add your own values to the next log row or, during an evaluation, to its metrics.
 
-        `values`: numbers or tensors of one element; they are averaged over ranks, micro-batches and the steps since
-        the last row. In the loss function each counts with the samples of its batch, or, as `Loss(sum, weight)`, with
-        its own weight; elsewhere, such as in a callback, each call counts once. Nothing waits for the device, and
-        the ranks communicate at log points alone. Ranks may log different names. Raises `ConfigError`.
+        `values`: name -> number, tensor with one element, or `Loss(sum, weight)`. They are averaged over ranks,
+        micro-batches and the steps since the last row. A value logged in the loss function is weighted by the samples
+        of its batch, a `Loss` by its own weight; elsewhere, such as in a callback, each call has weight 1.
+        Does not wait for the device; the ranks communicate only at log points. Ranks may log different names.
+        Raises `ConfigError` for values that are not numbers, and for names that are fields of `LogRow`.
         """
         self._parts.logged.add(values)
 
     def stop(self) -> None:
-        """End the run after the current step. All ranks call it at the same step."""
+        """End the run after the current step. All ranks must call it at the same step."""
         self._state.stopping = True
 
     def evaluate(self, data: Data, *, watched: bool | None = None) -> dict[str, float]:
-        """The mean loss and all metrics over `data`, each sample counted once. A collective: all ranks call it.
+        """The mean loss and all metrics over `data`, by name; each sample counts once. A collective: all ranks call it.
 
         `watched`: whether callbacks (`BestModel`, `EarlyStopping`, loggers) and `checkpoint.keep_best` get the values.
-        None: unless `fit` was given other eval_data, so that a test set does not decide which weights are the best.
+        None: yes, unless `fit` was given other eval_data, so that a test set does not determine which weights are best.
+        Raises `DataError` and `LossError`.
         """
-        if self._request is not None:  # before training: there are no values
+        if self._plan_request is not None:  # under `ddpkit plan` the model has no values
             return dict.fromkeys(("loss", *self._metrics), math.nan)
-        self._agree("evaluate()", eval_data=data)
+        self._check_ranks_agree("evaluate()", eval_data=data)
         watched = self._evaluator.watches(data) if watched is None else watched
-        return self._evaluator.run(self._data.evaluation(data, "eval_data"), watched=watched) or {}
+        return self._evaluator.run(self._feeds.evaluation_data(data, "eval_data"), watched=watched) or {}
 
     def predict(self, data: Data, predict_fn: PredictFunction | None = None) -> Any:
-        """The model's output for every sample of `data`, in the dataset's order, on the CPU of every rank.
+        """The model's outputs for all samples of `data`, concatenated in the dataset's order, on the CPU of every rank.
 
-        `predict_fn(model, batch)`: tensors whose first dimension is the samples, in any nesting. Without it: the
-        model's output if the batch is one tensor, else its last output inside the loss function.
+        `predict_fn(model, batch)`: returns tensors whose first dimension is the samples, in any nested containers.
+        None: use the model's output if the batch is a single tensor, else its last output inside the loss function.
         A collective: all ranks call it. Raises `LossError` for outputs that cannot be concatenated.
         """
-        self._agree("predict()", data=data)
+        self._check_ranks_agree("predict()", data=data)
         self._parts.strategy.sync_buffers()
-        with self._heart.during(Phase.EVALUATION):
-            return predict(self._parts, predict_fn, self._data.evaluation(data, "the data"))
+        with self._heartbeat.during(Phase.EVALUATION):
+            return predict(self._parts, predict_fn, self._feeds.evaluation_data(data, "the data"))
 
     def find_learning_rate(
         self, train_data: Data, *, start: float = 1e-7, end: float = 10.0, steps: int = 100
     ) -> LearningRateSearch:
-        """Try `steps` learning rates from `start` to `end`, one optimizer step each, and roll everything back.
+        """Run a learning-rate range test: one optimizer step with each of `steps` rates, then restore the state.
 
-        Ends early if the loss diverges. Does not set the rate: give the suggestion to the optimizer of a new Trainer.
-        Raises `ConfigError` for an invalid range. A collective: all ranks call it.
+        `start`, `end`: the smallest and largest rate; the others are spaced geometrically between them. Ends early if
+        the loss diverges. Does not set the learning rate: create a new optimizer and Trainer with the suggestion.
+        Returns a `LearningRateSearch`. A collective: all ranks call it. Raises `ConfigError` for an invalid range.
         """
         if self._updates:
             raise ConfigError(
                 "find_learning_rate supports only one optimizer", "call it on a Trainer with a single update"
             )
         rates = rates_between(start, end, steps)
-        self._plan_only(train_data)
-        self._agree("find_learning_rate()", train_data=train_data)
+        self._print_plan_instead(train_data)
+        self._check_ranks_agree("find_learning_rate()", train_data=train_data)
         feed = self._feed(train_data)
         self._prepare(feed)
         while True:
             try:
-                with self._heart.during(Phase.FORWARD):
+                with self._heartbeat.during(Phase.FORWARD):
                     return find(self._parts, self._optimizer_step, feed, self._clock, rates)
             except OutOfMemory as failed:
-                feed, _ = self._halved(failed, train_data)
+                feed, _ = self._halve_micro_batch(failed, train_data)
 
     def plan(self, data: Data) -> MemoryPlan:
-        """The bytes per device that training on `data` needs, as configured, on this number of ranks.
+        """The memory per device, in bytes, that training on `data` needs with this configuration and number of ranks.
 
-        Allocates nothing on the device and changes nothing; reads one micro-batch. After the first steps on a GPU, a
-        log line compares the measured peak. A collective: all ranks call it. Raises `ConfigError` if the strategy has
-        already sharded the model: use `ddpkit plan` instead.
+        Reads one micro-batch; allocates nothing on the device, and changes nothing. After the first training steps on a
+        GPU, a log line compares the plan with the measured peak. A collective: all ranks call it. Raises `ConfigError`
+        if the strategy has already sharded the model: use `ddpkit plan` instead.
         """
         strategy = self._parts.strategy
         if strategy.shards:
@@ -430,35 +467,35 @@ class Trainer:
                 "run `ddpkit plan --gpus N script.py`, which needs no GPU; or call trainer.plan in one process",
             )
         config, ranks, memory = self._parts.config, self.world.world_size, device_memory(self.world.device)
-        if self._request is not None:
-            config, ranks, memory = self.config, self._request.ranks, self._request.memory
+        if self._plan_request is not None:
+            config, ranks, memory = self.config, self._plan_request.ranks, self._plan_request.memory
         model, _ = self._measured(data)
         plan = planned(model, config, ranks, memory)
-        self._peak.compare_with(plan)
+        self._peak_memory.compare_with(plan)
         return plan
 
     def _measured(self, data: Data) -> tuple[ModelMemory, int]:
-        """The measurements for a plan, and the samples per micro-batch."""
+        """The model's memory as measured with fake tensors, and the samples per micro-batch."""
         ranks = self._parts.strategy.data_ranks
-        size = own_batch_size(data, self.config) or self.batch_plan.micro_batch
-        room = DataRoom(self._parts, BatchPlan(size * ranks, size, 1, ranks), self._clock)
-        with random_states_kept(), self._parts.logged.apart():
-            feed = room.train(data, 0)
+        size = loader_batch_size(data, self.config) or self.batch_plan.micro_batch
+        feeds = FeedBuilder(self._parts, BatchPlan(size * ranks, size, 1, ranks), self._clock)
+        with random_states_kept(), self._parts.logged.set_aside():
+            feed = feeds.train_feed(data, 0)
             feed.begin(self.epoch, 0)
             feed.next()
             batch = feed.batch()
-            parallel = self._parts.config.parallel if self._request is None else self.config.parallel
+            parallel = self._parts.config.parallel if self._plan_request is None else self.config.parallel
             return measured(self._parts, batch, parallel, accumulates=self.batch_plan.accumulation > 1), size
 
-    def _plan_only(self, train_data: Data) -> None:
-        """Under `ddpkit plan`, print the plan instead of training, and end the script."""
-        if self._request is not None:
+    def _print_plan_instead(self, train_data: Data) -> None:
+        """Under `ddpkit plan`, print the plan and end the script instead of training."""
+        if self._plan_request is not None:
             model, size = self._measured(train_data)
-            sys.stdout.write(f"{described(model, self.config, self._request, size)}\n")
+            sys.stdout.write(f"{described(model, self.config, self._plan_request, size)}\n")
             raise PlanPrinted(0)
 
     def _metrics_needed(self) -> list[tuple[str, str]]:
-        """Who needs which metric of an evaluation."""
+        """(owner, metric) of each metric that a callback or `checkpoint.keep_best` reads from evaluations."""
         needed = [(type(each).__name__, name) for each in self._callbacks for name in each.metrics_needed]
         best = self.config.checkpoint.keep_best
         return needed if best is None else [*needed, ("checkpoint.keep_best", best)]
@@ -467,14 +504,14 @@ class Trainer:
         for owner, name in self._metrics_needed():
             check_metric(owner, name, metrics)
 
-    def _warn_of_metrics(self) -> None:
+    def _warn_about_metrics(self) -> None:
         if (needed := self._metrics_needed()) and self.world.is_main:
             owners = ", ".join(dict.fromkeys(owner for owner, _ in needed))
-            log.logger.warning("fit has no eval_data: {} will act only on your own calls of trainer.evaluate", owners)
+            log.logger.warning("fit has no eval_data: {} will only act when you call trainer.evaluate", owners)
 
     @contextmanager
-    def _told_of_an_interrupt(self) -> Iterator[None]:
-        """Ctrl-C ends a run without checkpoints: note at which step, for the one line that is then printed."""
+    def _noting_an_interrupt(self) -> Iterator[None]:
+        """A context that adds a note to a KeyboardInterrupt, which says at which step the run was interrupted."""
         try:
             yield
         except KeyboardInterrupt as interrupt:
@@ -487,143 +524,155 @@ class Trainer:
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
-    def _steps(self, train_data: Data, feed: Feed, evaluations: Evaluations | None) -> Loop:
+    def _steps(self, train_data: Data, feed: Feed, evaluations: FitEvaluations | None) -> Loop:
         self._prepare(feed, ticks=True)
         loop = self._state.begin_loop()
         total = self.total_steps
+        self._run_record.begin(self.step, total, self._peak_memory.planned)
         with self._events.loop():
-            self._catch_up(evaluations)
-            while not self._finished():
-                share = self._first_share(feed)
-                while share is not None and not self._finished():
+            self._repeat_interrupted_evaluation(evaluations)
+            while not self._is_finished():
+                share = self._begin_epoch(feed)
+                while share is not None and not self._is_finished():
                     number = self.step + 1
                     self._events.before_step(number)
                     logged = number % self.config.log_every == 0 or number == total
+                    batch = self._flops.watched(feed.batch, share)
                     try:
-                        self._optimizer_step.run(share, feed.batch, self._log_points.interval, measure_norm=logged)
+                        self._optimizer_step.run(share, batch, self._log_points.interval, measure_norm=logged)
                     except OutOfMemory as failed:
-                        feed, share = self._halved(failed, train_data)  # retry the same step
+                        feed, share = self._halve_micro_batch(failed, train_data)  # retry the same step
                         continue
                     except (RuntimeError, MemoryError) as error:
                         with_hint(error, self._parts)
                         raise
                     samples, epoch = share.samples, self.epoch
-                    self._heart.mark(Phase.DATA)
+                    self._heartbeat.mark(Phase.DATA)
                     share = feed.next()
                     self._clock.mark(DATA)
                     self._position.advance(samples, feed.steps, feed.place, ends_epoch=share is None)
                     step = Step(number, epoch, samples, share is None, None)
                     self._events.after_update(step)
-                    self._heart.mark(Phase.BETWEEN_STEPS)
-                    yield step if self._log.row is None else replace(step, log=self._log.row)
+                    self._heartbeat.mark(Phase.BETWEEN_STEPS)
+                    yield step if self._log_schedule.row is None else replace(step, log=self._log_schedule.row)
                     self._state.check_current(loop)
                     self._events.after_step(step)
-            self._stops.check()  # a callback of a log point or evaluation may have called stop
-            self._log.end(self.step, self.epoch)
-            with self._heart.during(Phase.CHECKPOINT):
+            self._stop_barrier.check()  # a callback of a log point or evaluation may have called stop
+            self._log_schedule.end(self.step, self.epoch)
+            with self._heartbeat.during(Phase.CHECKPOINT):
                 self._checkpoints.finish()
 
     def _subscribers(self) -> list[Subscriber]:
-        """The subscribers in order; see the table in subscribers.py."""
+        """The subscribers, in the order in which they receive events; see the table in subscribers.py."""
         return [
-            HeartbeatMarks(self._heart, self._position),
+            HeartbeatMarks(self._heartbeat, self._position),
             ProfilerSteps(Recorder(self.config.profile, self.world.rank)),
             ClockStart(self._clock),
-            UserCallbacks(self._tell),
-            self._stops,
+            UserCallbacks(self._call_callbacks),
+            self._stop_barrier,
             GarbageCollection(),
-            self._log,
-            self._peak,
+            *self._flop_counting(),
+            self._log_schedule,
+            self._peak_memory,
             CheckpointSchedule(self._checkpoints),
-            PreemptionWatch(self._preemption, self._finished),
+            PreemptionWatch(self._preemption, self._is_finished),
         ]
 
-    def _first_share(self, feed: Feed) -> Share | None:
-        """The first share of the rest of the epoch."""
-        self._heart.mark(Phase.DATA)
+    def _flop_counting(self) -> Iterator[Subscriber]:
+        if self._parts.config.mfu:
+            yield FlopCounting(self._flops, self._parts, self._log_points, self._optimizer_step)
+
+    def _begin_epoch(self, feed: Feed) -> Share | None:
+        """Start or continue an epoch, and return its next step's share."""
+        self._heartbeat.mark(Phase.DATA)
         self._clock.skip()
         self._position.begin_epoch(feed.facts(self.epoch))
         feed.begin(self.epoch, self._position.steps_in_epoch, self._position.place)
         return feed.next()
 
-    def _catch_up(self, evaluations: Evaluations | None) -> None:
-        """Redo the evaluation during which the run was stopped, if any."""
+    def _repeat_interrupted_evaluation(self, evaluations: FitEvaluations | None) -> None:
+        """Repeat the evaluation that was interrupted when the run was stopped, if any."""
         if evaluations is not None and self._position.owes_evaluation:
             evaluations.run()
-            self._state.stopping |= self._position.ends_evaluated()
+            self._state.stopping |= self._position.take_pending_stop()
             self._checkpoints.save_again()
-            self._preemption.after_step(self._finished())
+            self._preemption.after_step(self._is_finished())
 
     def _feed(self, train_data: Data) -> Feed:
-        """Training data in micro-batches of the configured size, the DataLoader's, or the largest that fits."""
+        """The feed of training data, after determining the micro-batch: configured, the DataLoader's, or searched."""
         config = self.config
-        if (own := own_batch_size(train_data, config)) is not None:
-            self._divide(None, own, config.accumulation_steps)
+        if (own := loader_batch_size(train_data, config)) is not None:
+            self._set_batch_plan(None, own, config.accumulation_steps)
         if config.micro_batch_size == "auto":
             self._parts.strategy.check_recoverable()
             found = self._position.micro_batches.get(str(self.world.world_size))
             if found is None:
-                found = largest_micro_batch(self._parts, partial(self._data.trial, train_data), self.batch_plan)
-            self._divide(self.batch_plan.global_batch, found)
-        feed = self._data.train(train_data, self.step)
+                found = largest_micro_batch(
+                    self._parts, partial(self._feeds.trial_batches, train_data), self.batch_plan
+                )
+            self._set_batch_plan(self.batch_plan.global_batch, found)
+        feed = self._feeds.train_feed(train_data, self.step)
         self._steps_per_epoch = feed.steps
         return feed
 
-    def _divide(self, global_batch: int | None, micro_batch: int, accumulation: int | None = None) -> None:
-        """Set the batch plan for the following steps."""
+    def _set_batch_plan(self, global_batch: int | None, micro_batch: int, accumulation: int | None = None) -> None:
+        """Set the batch plan of the following steps."""
         self.batch_plan = plan_batches(global_batch, micro_batch, accumulation, self._parts.strategy.data_ranks)
-        self._data = DataRoom(self._parts, self.batch_plan, self._clock)
+        self._feeds = FeedBuilder(self._parts, self.batch_plan, self._clock)
         if self.config.micro_batch_size == "auto":
             self._position.micro_batches[str(self.world.world_size)] = micro_batch
 
-    def _halved(self, failed: OutOfMemory, train_data: Data) -> tuple[Feed, Share | None]:
-        """Halve the micro-batch, to retry the step that ran out of memory. A collective."""
+    def _halve_micro_batch(self, failed: OutOfMemory, train_data: Data) -> tuple[Feed, Share | None]:
+        """Halve the micro-batch after a step ran out of memory. Returns the new feed, and the step's share to retry.
+
+        A collective. Raises the out-of-memory error if the micro-batch is already 1.
+        """
         micro_batch = self.batch_plan.micro_batch
         if micro_batch == 1:
-            raise failed.own_or_silent(self._parts) from None
+            raise failed.error_to_raise(self._parts) from None
         log.logger.warning("out of memory at step {}: micro-batch {} is halved", self.step + 1, micro_batch)
-        assert isinstance(self._optimizer_step, RescuedStep), "nothing else raises it"
+        assert isinstance(self._optimizer_step, RecoverableStep), "only this class raises OutOfMemory"
         self._optimizer_step.release()
         self._parts.strategy.setup(self.model)
-        self._divide(self.batch_plan.global_batch, -(-micro_batch // 2))
-        feed = self._data.train(train_data, self.step)
-        return feed, self._first_share(feed)
+        self._set_batch_plan(self.batch_plan.global_batch, -(-micro_batch // 2))
+        feed = self._feeds.train_feed(train_data, self.step)
+        return feed, self._begin_epoch(feed)
 
     def _prepare(self, feed: Feed, *, ticks: bool = False) -> None:
-        """Check and set what the first step of a call needs. `ticks`: whether the schedulers will tick."""
+        """Checks and setup before the first step of a call. `ticks`: whether the schedulers will be stepped."""
         self._position.check(feed.steps, feed.facts(self.epoch))
         self._optimizer_step.check_parameters()
         last = self._position.last_step(self.config, feed.steps)
-        for scheduler, every in self._ticking if ticks else ():
+        for scheduler, every in self._scheduler_intervals if ticks else ():
             check_ticks(scheduler, None if last is None else last // every, self.step // every)
-        if not self._state.seeded:  # once: a later call continues the random streams
+        if not self._state.seeded:  # only once: a later call continues the random sequences
             if not self._checkpoints.restore_random():
                 seed_everything(self.config.seed, self._parts.strategy.data_rank)
             self._state.seeded = True
         if not self.model.training:
             self.model.train()
         self._optimizer_step.clear()  # gradients of an unfinished step, or from user code
-        self._log.begin(self.step + 1)
+        self._log_schedule.begin(self.step + 1)
 
-    def _finished(self) -> bool:
-        """Whether the run is over: `stop`, max_steps or the last epoch, whichever came first."""
-        return self._state.stopping or self._complete()
+    def _is_finished(self) -> bool:
+        """Whether the run is over: by `stop`, by max_steps or by the last epoch."""
+        return self._state.stopping or self._is_complete()
 
-    def _complete(self) -> bool:
+    def _is_complete(self) -> bool:
         return self.step >= self._max_steps or self.epoch >= self._max_epochs
 
-    def _tell(self, event: str, *values: Any) -> None:
+    def _call_callbacks(self, event: str, *values: Any) -> None:
         with self._state.in_callbacks():
-            for callback in self._callbacks:
+            for callback in (*self._callbacks, self._run_record):
                 getattr(callback, event)(self, *values)
 
     def _wait_for_all(self, call: str) -> None:
-        """Wait, before collectives, until all ranks are at the same call."""
+        """A monitored barrier before collectives: wait until all ranks are at the same call."""
         barrier.wait_for_all(self.world, f"trainer.{call} after step {self.step}")
 
-    def _agree(self, call: str, **data: object) -> None:
-        """Raise an error if the ranks would diverge or wait for each other forever."""
-        if self._request is not None:
+    def _check_ranks_agree(self, call: str, **data: object) -> None:
+        """Raise an error if ranks differ in data, settings or state, and would diverge or wait forever."""
+        if self._plan_request is not None:
             raise ConfigError(
                 f"the script calls trainer.{call} before training, but under `ddpkit plan` the model has no weights",
                 "skip that call: the plan is made when the script calls trainer.fit(...) or trainer.steps(...)",
@@ -638,4 +687,4 @@ class Trainer:
             agreement.check_agreement(self.world, facts_of_weights(self._parts), strategy.replicas)
             agreement.check_agreement(self.world, facts_of_optimizer(self._parts), strategy.optimizer_replicas)
             agreement.check_agreement(self.world, facts_of_progress(self._parts))
-        self._samples.compare(data)
+        self._sample_comparison.compare(data)

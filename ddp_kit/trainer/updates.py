@@ -1,4 +1,4 @@
-"""Several updates per step: models with optimizers and losses of their own, such as a GAN's, in one Trainer."""
+"""Several updates per step, each with its own loss and optimizer, as for a GAN."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_kit.config import TrainerConfig
+from ddp_kit.containers import with_copied_containers
 from ddp_kit.errors import ConfigError, kind_of
 from ddp_kit.metrics import Loss
 from ddp_kit.timing import StepClock
@@ -20,12 +21,12 @@ from ddp_kit.trainer.micro_batch import new_step
 from ddp_kit.trainer.parts import LossFunction, Parts
 from ddp_kit.trainer.setup import checked_loss
 from ddp_kit.trainer.step import OptimizerStep, StepRecord
-from ddp_kit.trainer.step_batches import StepBatches, own_containers
+from ddp_kit.trainer.step_batches import StepBatches
 
 
 @dataclass(frozen=True)
 class Update:
-    """One of several updates of a step: a loss, and the optimizer of the parameters that it trains.
+    """One of several updates in a step: a loss function, and an optimizer for the parameters that it trains.
 
         Trainer(
             nn.ModuleDict({"generator": generator, "discriminator": discriminator}),
@@ -36,30 +37,32 @@ class Update:
             config=TrainerConfig(...),
         )
 
-    Each step does its updates in their order, on the same batch; each sees the weights that those before it have left.
-    Gradients go to the parameters that the update's optimizer holds, and to no others.
+    A step runs its updates in order, on the same batch; each uses the weights that the previous ones have updated.
+    An update computes gradients only for the parameters of its own optimizer.
     """
 
     name: str
+    """A unique name; the update's loss is logged as loss/name."""
     loss_fn: LossFunction
-    """`loss_fn(model, batch)`, with the whole model that the Trainer was given."""
+    """`loss_fn(model, batch)` as for the Trainer; `model` is the Trainer's whole model."""
     optimizer: Optimizer
+    """An optimizer for a part of the model's parameters; updates must not share parameters."""
     scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None
-    """One tick per applied update."""
+    """A scheduler, or a function that creates one; stepped after each of these updates that is not skipped."""
     every: int = 1
-    """Do this update in each `every`-th step alone."""
+    """Run this update only in every `every`-th step."""
     max_grad_norm: float | None = None
-    """Clip this update's gradients to this norm; None: as the configuration says."""
+    """Clip this update's gradients to this norm; None: use the configuration's `max_grad_norm`."""
     closure: bool = False
-    """The optimizer's `step` takes a function that evaluates the loss, and calls it several times, as LBFGS does."""
+    """Whether the optimizer's `step` takes a closure that evaluates the loss, possibly several times, as LBFGS does."""
 
 
 def checked_updates(
     model: nn.Module, updates: Sequence[Update], others: Sequence[object], config: TrainerConfig
 ) -> tuple[Update, ...]:
-    """The updates. Raises `ConfigError` unless each has parameters of its own.
+    """The updates as a tuple, empty without any. Raises `ConfigError` for invalid updates or shared parameters.
 
-    `others`: what a Trainer of one update has instead, optimizer, loss function and scheduler.
+    `others`: the Trainer's optimizer, loss function and scheduler, which are only allowed without updates.
     """
     if not updates:
         checked_loss(others[1])
@@ -119,10 +122,10 @@ def _check_settings(config: TrainerConfig) -> None:
 
 
 def loss_to_evaluate(updates: Sequence[Update], logged: LoggedValues) -> LossFunction:
-    """The first update's loss; those of all are logged by their names."""
+    """A loss function for evaluation: returns the first update's loss, and logs those of all updates."""
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor | Loss:
-        values = [update.loss_fn(model, own_containers(batch)) for update in updates]
+        values = [update.loss_fn(model, with_copied_containers(batch)) for update in updates]
         logged.add({f"loss/{update.name}": value for update, value in zip(updates, values, strict=True)})
         return values[0]
 
@@ -130,10 +133,10 @@ def loss_to_evaluate(updates: Sequence[Update], logged: LoggedValues) -> LossFun
 
 
 class JointStep(OptimizerStep):
-    """Does one step of several updates after another.
+    """Does optimizer steps that consist of several updates.
 
     for each update that is due, in order:
-        an `OptimizerStep` with its loss, its optimizer and its parameters, on the step's batches
+        run its own `OptimizerStep`, with its loss function and optimizer, on the step's batches
     """
 
     def __init__(self, parts: Parts, clock: StepClock, steps: Mapping[str, tuple[int, OptimizerStep]]) -> None:
@@ -163,7 +166,7 @@ class JointStep(OptimizerStep):
 
 
 class _UpdateRecord:
-    """What one update records. The loss of the first update is that of the row."""
+    """Records one update of a step: its loss under its name, and the first update's also as the loss of the row."""
 
     def __init__(self, step: StepRecord, logged: LoggedValues, name: str, *, first: bool) -> None:
         self._step = step
@@ -191,8 +194,8 @@ class _UpdateRecord:
         self._logged.drop_step(keep=self._before)
 
 
-def step_of(parts: Parts, clock: StepClock, *, closure: bool = False) -> OptimizerStep:
-    """The object that does the steps of one optimizer."""
+def optimizer_step_for(parts: Parts, clock: StepClock, *, closure: bool = False) -> OptimizerStep:
+    """The object that does the steps of one optimizer. `closure`: its `step` takes a closure. Raises `ConfigError`."""
     if closure or isinstance(parts.optimizer, torch.optim.LBFGS):
         check_closure(parts)
         return ClosureStep(parts, clock)
@@ -200,7 +203,7 @@ def step_of(parts: Parts, clock: StepClock, *, closure: bool = False) -> Optimiz
 
 
 def check_closure(parts: Parts) -> None:
-    """Raise `ConfigError` for settings with which a step cannot evaluate its loss several times."""
+    """Raise `ConfigError` for settings that do not allow a step to evaluate its loss several times."""
     optimizer, config = type(parts.optimizer).__name__, parts.config
     for setting, asked in {
         "precision='fp16'": config.precision == "fp16",
@@ -216,10 +219,10 @@ def check_closure(parts: Parts) -> None:
             )
 
 
-def joined(
+def joint_step(
     parts: Parts, clock: StepClock, updates: Sequence[Update], schedulers: Mapping[str, LRScheduler]
 ) -> JointStep:
-    """The object that does the steps of several updates. A collective: the strategy sets up their reductions."""
+    """The object that does steps with several updates. A collective: the strategy sets up a reduction for each."""
     own = [[p for group in update.optimizer.param_groups for p in group["params"]] for update in updates]
     steps = {}
     for update, strategy in zip(updates, parts.strategy.divided(own), strict=True):
@@ -235,5 +238,5 @@ def joined(
             loss_fn=update.loss_fn,
             config=config,
         )
-        steps[update.name] = update.every, step_of(of_update, clock, closure=update.closure)
+        steps[update.name] = update.every, optimizer_step_for(of_update, clock, closure=update.closure)
     return JointStep(parts, clock, steps)

@@ -1,4 +1,4 @@
-"""A causal language model of transformers on sequences of different length: each token counts alike.
+"""A causal language model from transformers, on sequences of different lengths; all tokens have equal weight.
 
 ddpkit launch --nproc-per-node 2 examples/recipes/causal_lm.py
 ddpkit launch --nproc-per-node 2 examples/recipes/causal_lm.py max_steps=20 parallel=fsdp
@@ -17,7 +17,7 @@ Batch = dict[str, Tensor]
 
 
 class Progressions(Dataset[Batch]):
-    """Made text: numbers that rise by the same amount, modulo the vocabulary; 4 to LENGTH of them, then padding."""
+    """Synthetic text: arithmetic progressions modulo the vocabulary size, of 4 to LENGTH tokens, then padding."""
 
     def __init__(self, samples: int, seed: int = 0) -> None:
         self.samples, self.seed = samples, seed
@@ -37,11 +37,11 @@ class Progressions(Dataset[Batch]):
         }
 
 
-ENDS = (0, VOCABULARY), (1, 6), (4, LENGTH + 1)  # of the first number, of how much they rise, and of the length
+ENDS = (0, VOCABULARY), (1, 6), (4, LENGTH + 1)  # the ranges of the first token, the difference and the length
 
 
 def build() -> GPT2LMHeadModel:
-    """Random weights. A pretrained model is `AutoModelForCausalLM.from_pretrained(name)`."""
+    """A small model with random weights; for a pretrained one, use `AutoModelForCausalLM.from_pretrained(name)`."""
     torch.manual_seed(0)
     return GPT2LMHeadModel(
         GPT2Config(
@@ -82,7 +82,7 @@ def main() -> None:
     trainer.fit(Progressions(2048))
     metrics = trainer.evaluate(Progressions(200, seed=10_000))
     if trainer.world.is_main:
-        print(f"loss per token of sequences not seen: {metrics['loss']:.8f}")
+        print(f"loss per token on unseen sequences: {metrics['loss']:.8f}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A contrastive loss as in CLIP, whose negatives are the samples of all ranks, with the exact gradient.
+"""A contrastive loss as in CLIP, with the samples of all ranks as negatives, and the exact gradient.
 
 ddpkit launch --nproc-per-node 2 examples/recipes/contrastive.py
 """
@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from ddp_kit import Trainer, TrainerConfig
 
-SEEN, SAID = 24, 16  # the numbers of an "image", and those of its "text"
+SEEN, SAID = 24, 16  # the sizes of an "image" and of its "text"
 
 
 class AllRows(torch.autograd.Function):
@@ -35,7 +35,7 @@ class AllRows(torch.autograd.Function):
 
 
 class TwoTowers(nn.Module):
-    """Maps both halves of a pair to the same space."""
+    """Embeds the image and the text of a pair in the same space."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class TwoTowers(nn.Module):
 
 
 def gathered(rows: Tensor, most: int) -> tuple[Tensor, int]:
-    """The rows of all ranks, filled up with zeros to `most` of each, and the index of this rank's first one."""
+    """The rows of all ranks, each padded with zeros to `most` rows, and the index of this rank's first row."""
     padded = F.pad(rows, (0, 0, 0, most - len(rows)))
     if not dist.is_initialized():
         return padded, 0
@@ -56,7 +56,7 @@ def gathered(rows: Tensor, most: int) -> tuple[Tensor, int]:
 
 
 def compared(own: Tensor, others: Tensor, scale: Tensor, most: int) -> Tensor:
-    """The mean over this rank's rows: each has to find its partner among the rows of all ranks."""
+    """The mean loss over this rank's rows, each of which is classified among the rows of all ranks."""
     everyone, first = gathered(others, most)
     logits = scale.exp() * own @ everyone.T
     padding = (everyone == 0).all(dim=1)  # no normalised row is zero
@@ -65,7 +65,7 @@ def compared(own: Tensor, others: Tensor, scale: Tensor, most: int) -> Tensor:
 
 
 def data(samples: int, seed: int) -> TensorDataset:
-    """Pairs that are made of the same 6 hidden numbers."""
+    """Pairs of vectors, each generated from 6 latent numbers."""
     draw = torch.Generator().manual_seed(0)
     to_seen, to_said = torch.randn(6, SEEN, generator=draw), torch.randn(6, SAID, generator=draw)
     hidden = torch.randn(samples, 6, generator=draw.manual_seed(seed))
@@ -92,7 +92,7 @@ def main() -> None:
     found = (image @ text.T).argmax(dim=1) == torch.arange(len(image))
     distance = (image - text).norm(dim=1).mean()
     if trainer.world.is_main:
-        print(f"pairs found among 200 not seen: {found.float().mean():.1%}")
+        print(f"pairs found among 200 unseen ones: {found.float().mean():.1%}")
         print(f"mean distance within a pair: {distance:.8f}")
 
 

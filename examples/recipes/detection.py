@@ -1,4 +1,4 @@
-"""An object detector as in CenterNet: each image has another number of boxes, and each box counts alike.
+"""An object detector as in CenterNet: images have different numbers of boxes, and all boxes have equal weight.
 
 ddpkit launch --nproc-per-node 2 examples/recipes/detection.py
 """
@@ -10,13 +10,13 @@ from torch.utils.data import Dataset
 
 from ddp_kit import Loss, Trainer, TrainerConfig
 
-SIZE, GRID = 32, 8  # of an image and of what the model returns for it
+SIZE, GRID = 32, 8  # the sizes of an image and of the model's output
 Sample = tuple[Tensor, Tensor]
 Batch = tuple[Tensor, list[Tensor]]
 
 
 class Rectangles(Dataset[Sample]):
-    """Made images with 0 to 4 bright rectangles, and a box for each: its centre and size, as parts of the image."""
+    """Synthetic images with 0 to 4 bright rectangles, and a box for each: centre and size, relative to the image."""
 
     def __init__(self, samples: int, seed: int = 0) -> None:
         self.samples, self.seed = samples, seed
@@ -41,7 +41,7 @@ def collate(samples: list[Sample]) -> Batch:
 
 
 def build() -> nn.Module:
-    """Returns three numbers for each cell: whether it is the centre of a box, and the box's width and height."""
+    """A model that returns three numbers per cell: the logit of a box's centre, and the box's width and height."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, stride=2, padding=1),
@@ -62,7 +62,7 @@ def cells(boxes: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def loss_fn(model: nn.Module, batch: Batch) -> Loss:
-    """The sum over all boxes, and their number: exact however they are spread over images and ranks."""
+    """The loss summed over all boxes, weighted by their number: exact for any division among images and ranks."""
     images, boxes = batch
     output = model(images)
     image, row, column = cells(boxes)
@@ -75,7 +75,7 @@ def loss_fn(model: nn.Module, batch: Batch) -> Loss:
 
 
 def recall(output: Tensor, batch: Batch) -> Loss:
-    """The share of boxes whose centre was found."""
+    """The fraction of boxes whose centre was found."""
     image, row, column = cells(batch[1])
     return Loss((output[image, 0, row, column] > 0).sum(), weight=len(image))
 
@@ -92,7 +92,7 @@ def main() -> None:
     result = trainer.fit(Rectangles(800), Rectangles(200, seed=10_000))
     if trainer.world.is_main:
         print(f"boxes found: {result.metrics['recall']:.1%}")
-        print(f"loss per box of images not seen: {result.metrics['loss']:.8f}")
+        print(f"loss per box on unseen images: {result.metrics['loss']:.8f}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A ResNet on made images, with mixup, an average of the weights (EMA), and a run that resumes.
+"""A ResNet on synthetic images, with mixup, averaged weights (EMA) and checkpoints.
 
 ddpkit launch --nproc-per-node 2 examples/recipes/image_classifier.py
 """
@@ -16,7 +16,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Shapes(Dataset[Batch]):
-    """Noisy images of a disc, a square or a cross, with the probability of each class. `mixes`: two images in one."""
+    """Noisy images of a disc, a square or a cross, with the probability of each class. `mixes`: apply mixup."""
 
     def __init__(self, samples: int, *, seed: int = 0, mixes: bool = False) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -43,7 +43,7 @@ class Shapes(Dataset[Batch]):
 
 
 class Block(nn.Module):
-    """Two convolutions, added to their input. GroupNorm, because BatchNorm depends on how a batch is divided."""
+    """A residual block, with GroupNorm, because BatchNorm depends on how a batch is divided among ranks."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()

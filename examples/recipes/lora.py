@@ -1,4 +1,4 @@
-"""LoRA with peft: only the adapter is trained and saved, and its two kinds of matrices have their own learning rates.
+"""LoRA with peft: only the adapter is trained and saved, and its A and B matrices have different learning rates.
 
 ddpkit launch --nproc-per-node 2 examples/recipes/lora.py
 """
@@ -16,7 +16,7 @@ VOCABULARY, LENGTH = 32, 16
 
 
 class Chains(Dataset[Tensor]):
-    """Made text: each token is followed by the same other one."""
+    """Synthetic text: each token determines the next one."""
 
     def __init__(self, samples: int, seed: int = 0) -> None:
         self.samples, self.seed = samples, seed
@@ -33,7 +33,7 @@ class Chains(Dataset[Tensor]):
 
 
 def build() -> nn.Module:
-    """A random base model: in place of it, load one with `AutoModelForCausalLM.from_pretrained(name)`."""
+    """A base model with random weights; for a pretrained one, use `AutoModelForCausalLM.from_pretrained(name)`."""
     torch.manual_seed(0)
     base = LlamaForCausalLM(
         LlamaConfig(
@@ -53,7 +53,7 @@ def build() -> nn.Module:
 
 
 def adapter_groups(model: nn.Module, rate: float) -> list[dict[str, object]]:
-    """LoRA+ (Hayou et al. 2024): a higher rate for the matrices B, which begin at zero."""
+    """LoRA+ (Hayou et al. 2024): a higher learning rate for the B matrices, which are initialised to zero."""
     named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     return [
         {"params": [each for name, each in named if "lora_A" in name], "lr": rate},
@@ -81,7 +81,7 @@ def main() -> None:
     if trainer.world.is_main:
         trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
         print(f"{trained} of {sum(each.numel() for each in model.parameters())} weights are trained and saved")
-        print(f"loss per token of sequences not seen: {metrics['loss']:.8f}")
+        print(f"loss per token on unseen sequences: {metrics['loss']:.8f}")
 
 
 if __name__ == "__main__":

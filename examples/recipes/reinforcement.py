@@ -1,4 +1,4 @@
-"""Reinforcement learning: a policy that balances a pole plays the episodes on which it is trained.
+"""Reinforcement learning: a policy that balances a pole is trained on episodes that it plays itself.
 
 ddpkit launch --nproc-per-node 2 examples/recipes/reinforcement.py
 """
@@ -18,7 +18,7 @@ Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def push(state: tuple[float, ...], right: bool) -> tuple[float, ...]:
-    """0.02 s of a cart with a pole on it (Barto, Sutton and Anderson 1983): position, speed, angle, its speed."""
+    """The state of a cart with a pole 0.02 s later (Barto, Sutton and Anderson 1983): x, speed, angle, its speed."""
     x, speed, angle, spin = state
     force = 10.0 if right else -10.0
     thrust = (force + 0.05 * spin**2 * math.sin(angle)) / 1.1
@@ -28,9 +28,9 @@ def push(state: tuple[float, ...], right: bool) -> tuple[float, ...]:
 
 
 class Episodes(Dataset[Batch]):
-    """Sample i is an episode, played when it is read, with the policy as it is then.
+    """Sample i is an episode that is played when it is read, with the current policy.
 
-    Its random numbers depend on i alone, so that it is the same on any rank, and after a resume.
+    Its random numbers depend only on i, so it is the same on any rank, and after a resume.
     """
 
     def __init__(self, policy: nn.Module, episodes: int) -> None:
@@ -53,13 +53,13 @@ class Episodes(Dataset[Batch]):
             actions[steps] = action
             state = push(state, right=bool(action))
             steps += 1
-        left = (steps - torch.arange(HORIZON)).clamp(min=0)  # steps that the pole stays up: the rewards to come
+        left = (steps - torch.arange(HORIZON)).clamp(min=0)  # future rewards: 1 per step that the pole stays up
         returns = (1 - DISCOUNT**left) / (1 - DISCOUNT)
         return states, actions, returns, left > 0
 
 
 def build() -> nn.Module:
-    """Returns the logits of both actions, and the value of the state."""
+    """A model that returns the logits of both actions, and the value of the state."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 3))
 
@@ -73,7 +73,7 @@ def main() -> None:
     )
 
     def loss_fn(model: nn.Module, batch: Batch) -> Loss:
-        """Actor and critic, summed over the steps of all episodes, and their number."""
+        """The actor and critic losses, summed over the steps of all episodes, weighted by the number of steps."""
         states, actions, returns, played = batch
         output = model(states)
         advantage = returns - output[..., 2]

@@ -1,4 +1,4 @@
-"""A GAN that learns points on a ring: two models, each with a loss and an optimizer of its own.
+"""A GAN that generates points on a ring: two models, each with its own loss and optimizer.
 
 ddpkit launch --nproc-per-node 2 examples/recipes/ring_gan.py
 """
@@ -17,7 +17,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Ring(Dataset[Batch]):
-    """Points close to the unit circle, each with noise for the generator: a new one in each epoch."""
+    """Points close to the unit circle, each with noise for the generator, which is new in each epoch."""
 
     def __init__(self, samples: int) -> None:
         draw = torch.Generator().manual_seed(0)
@@ -67,7 +67,7 @@ def main() -> None:
         noise = torch.randn(1000, NOISE, generator=torch.Generator().manual_seed(1))
         radius = model["generator"](noise.to(trainer.world.device)).norm(dim=1)
     if trainer.world.is_main:
-        print(f"mean distance of made points from the ring: {(radius - 1).abs().mean():.8f}")
+        print(f"mean distance of generated points from the ring: {(radius - 1).abs().mean():.8f}")
 
 
 if __name__ == "__main__":

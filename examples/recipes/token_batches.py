@@ -1,4 +1,4 @@
-"""Batches with as many tokens as fit, of sequences of similar length: little padding, and each token counts alike.
+"""Batches of sequences of similar length, with a token budget: little padding, and all tokens have equal weight.
 
 ddpkit launch --nproc-per-node 2 examples/recipes/token_batches.py
 """
@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader, Dataset
 from ddp_kit import Loss, TokenBatchSampler, Trainer, TrainerConfig
 
 LETTERS, IGNORED = 8, -100
-PASSES = 6  # of a step, over all ranks
+PASSES = 6  # micro-batches per optimizer step, over all ranks
 Sample = tuple[Tensor, Tensor]
 
 
 class Sums(Dataset[Sample]):
-    """Made sequences of 3 to 40 numbers; the target at each place is whether their sum so far is odd."""
+    """Synthetic sequences of 3 to 40 numbers; the target at each position is the parity of their sum so far."""
 
     def __init__(self, samples: int, seed: int = 0) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -68,7 +68,7 @@ def main() -> None:
     batches = TokenBatchSampler(test_data.lengths, tokens=256, shuffle=False)
     metrics = trainer.evaluate(DataLoader(test_data, batch_sampler=batches, collate_fn=collate))
     if trainer.world.is_main:
-        print(f"loss per number of sequences not seen: {metrics['loss']:.8f}")
+        print(f"loss per number on unseen sequences: {metrics['loss']:.8f}")
 
 
 if __name__ == "__main__":

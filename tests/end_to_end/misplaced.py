@@ -104,11 +104,15 @@ def main() -> None:
     tried("pattern", model(), {"tensor": 2, "tensor_plan": {"upp": "column"}})
     tried("plan", model(), {"tensor": 2})
     tried("kind", model(), {"tensor": 2, "tensor_plan": {"act": "column"}})
+    tried("tied layers", Tied(), {"tensor": 2, "tensor_plan": {"one": "column"}})
     tried("outside", model(), {"strategy": "fsdp", "units": ["up"]}, loss_fn=with_penalty)
     tried("unused", WithSpare(), "fsdp")
     plan = {"tensor": 2, "tensor_plan": {"up": "column", "down": "row"}}
     tried("streams", model(), plan, data=Stream())
     tried("elementwise", model(), "zero1", torch.optim.Adafactor)
+    for strategy in ("zero1", "fsdp"):
+        tried(f"sparse {strategy}", model(words=nn.Embedding(3, 2, sparse=True)), strategy)
+    tried("dtypes", model(head=nn.Linear(1, 1).double()), "fsdp")
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ ARGUMENTS: Mistakes = {
     "an optimizer of a part of the model": lambda: (lambda model: trainer(model, sgd(model[0].parameters())))(
         network()
     ),
-    "loss_fn and optimizer in the other order": lambda: Trainer(network(), squares, sgd(network().parameters())),
+    "loss_fn and optimizer swapped": lambda: Trainer(network(), squares, sgd(network().parameters())),
     "scheduler=StepLR": lambda: trainer(scheduler=StepLR),
     "a scheduler of another optimizer": lambda: trainer(scheduler=StepLR(sgd(network().parameters()), 1)),
     "a scheduler for fewer steps": lambda: fit(scheduler=lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=2)),
@@ -212,7 +212,7 @@ REST: Mistakes = {
     "an event that does not exist": lambda: trainer(callbacks=[Misspelt()]),
     "EarlyStopping of a metric that does not exist": lambda: fit(PAIRS, PAIRS, callbacks=[EarlyStopping("accuracy")]),
     "trainer.save() without a folder": lambda: trainer().save(),
-    "trainer.resume() of nothing": lambda: trainer().resume("run/step-00000012"),
+    "trainer.resume() of a missing checkpoint": lambda: trainer().resume("run/step-00000012"),
     "trainer.log() of a number": lambda: trainer().log(0.5),
     "find_learning_rate() from large to small": lambda: trainer().find_learning_rate(PAIRS, start=1.0, end=0.1),
 }
@@ -251,14 +251,14 @@ def of_two_ranks(rank: int) -> Mistakes:
         return found.fit(PAIRS)
 
     return {
-        "other data on each rank": lambda: fit(Subset(PAIRS, range(8 + rank))),
-        "other samples on each rank": lambda: fit(Subset(PAIRS, [rank, *range(3, 10)])),
-        "another seed on each rank": lambda: fit(config={"seed": rank}),
-        "another learning rate on each rank": lambda: fit(optimizer=lambda own: torch.optim.SGD(own, lr=0.1 + rank)),
-        "other weights on each rank": changed,
+        "different data on each rank": lambda: fit(Subset(PAIRS, range(8 + rank))),
+        "different samples on each rank": lambda: fit(Subset(PAIRS, [rank, *range(3, 10)])),
+        "a different seed on each rank": lambda: fit(config={"seed": rank}),
+        "a different lr on each rank": lambda: fit(optimizer=lambda own: torch.optim.SGD(own, lr=0.1 + rank)),
+        "different weights on each rank": changed,
         "a layer that the loss does not use": lambda: fit(model=Spare()),
         "Loss(...) on some ranks only": lambda: losing(lambda loss: Loss(loss, 1) if rank else loss),
-        "a loss that is no tensor, on one rank": lambda: losing(lambda loss: "text" if rank else loss),
+        "a loss that is not a tensor, on one rank": lambda: losing(lambda loss: "text" if rank else loss),
         "a DataLoader with a DistributedSampler of a part": lambda: fit(
             DataLoader(PAIRS, 2, sampler=torch.utils.data.distributed.DistributedSampler(Subset(PAIRS, range(8))))
         ),

@@ -3,9 +3,11 @@
 In one process the same cases run without a pipeline.
 """
 
+import hashlib
 import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,9 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Masks come from the batch, and `tone` from weights that every block needs: both are computed outside of them."""
 
-    def __init__(self, *, tied: bool = False, tuples: bool = False, checkpointed: bool = False) -> None:
+    def __init__(
+        self, *, tied: bool = False, tuples: bool = False, checkpointed: bool = False, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.words, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Parameter(torch.randn(LENGTH, WIDTH))
@@ -46,7 +50,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(tuples) for _ in range(5))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.register_buffer("calls", torch.zeros(()))
-        self.checkpointed = checkpointed
+        self.checkpointed, self.dropout = checkpointed, dropout
         if tied:
             self.head.weight = self.words.weight
         self.double()
@@ -55,6 +59,8 @@ class Transformer(nn.Module):
         mask = torch.full((LENGTH, LENGTH), -torch.inf, dtype=torch.float64).triu(1)
         mask = mask[: tokens.shape[1], : tokens.shape[1]].expand(len(tokens), -1, -1)
         tone = self.tone(self.places.sum(0))
+        if self.dropout:
+            tone = functional.dropout(tone, self.dropout, self.training)
         self.calls += 1
         x = self.words(tokens) + self.places[: tokens.shape[1]]
         for block in self.blocks:
@@ -97,12 +103,12 @@ def made(case: dict[str, Any], parallel: Any, checkpoint: Any) -> Trainer:
     for name in case.get("frozen", ()):
         model.get_submodule(name).requires_grad_(False)
     make = {
-        "adam": lambda: torch.optim.AdamW(model.parameters(), lr=0.01),
-        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9),
+        "adam": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+        "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.9),
     }[case.get("optimizer", "sgd")]
     return Trainer(
         model,
-        make(),
+        make,
         weighted if case.get("weighted") else plain,
         TrainerConfig(
             epochs=case.get("epochs", 2),
@@ -132,6 +138,11 @@ def count_bytes_read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return found
 
 
+def held_bytes(parameters: Iterable[Any]) -> int:
+    local = [each.to_local() if hasattr(each, "to_local") else each for each in parameters]  # of DTensors
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in local}.values())
+
+
 def run(case: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     read = count_bytes_read(monkeypatch)
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
@@ -149,7 +160,9 @@ def run(case: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "steps": result.steps,
         "saved": str(newest.path),
         "read": read,
-        "held": sum(each.untyped_storage().nbytes() for each in trainer.model.parameters()),
+        "held": held_bytes(trainer.model.parameters()),
+        "held_by_optimizer": held_bytes(each for group in trainer.optimizer.param_groups for each in group["params"]),
+        "random": hashlib.sha256(torch.get_rng_state().numpy()).hexdigest(),
         "rank": trainer.world.rank,
     }
 
@@ -159,5 +172,7 @@ if __name__ == "__main__":
     results = []
     for case in cases:
         with pytest.MonkeyPatch.context() as monkeypatch:
+            if case.get("little_memory"):  # FSDP then gathers and reduces in each pass
+                monkeypatch.setattr("ddp_kit.parallel.fsdp_units.whole_gradients_fit", lambda *_: False)
             results.append(run(case, folder / case["name"], monkeypatch))
     print("result " + json.dumps(results), flush=True)

@@ -1,8 +1,9 @@
 """Run by test_preemption.py: trains, has a signal sent to itself or to its launcher, and prints what it ends with.
 
-preempted.py FOLDER WHO SIGNAL SETTINGS: WHO is nobody, launcher, rank, or evaluation: then it is sent to the launcher
-in the second evaluation of the process, which from then on takes longer than anyone waits. SETTINGS is JSON for the
-TrainerConfig; with eval_every each evaluation changes the learning rate.
+preempted.py FOLDER WHO SIGNAL SETTINGS: WHO is nobody, saver, launcher, rank, sanity (the last rank gets it while fit
+evaluates one batch before the first step), end (in on_fit_end), or evaluation: then it is sent to the
+launcher in the second evaluation of the process, which from then on takes longer than anyone waits. With saver each
+save takes a second. SETTINGS is JSON for the TrainerConfig; with eval_every each evaluation changes the learning rate.
 """
 
 import json
@@ -45,8 +46,12 @@ class Disturbs(Callback):
         self.steps += 1
         if self.steps == 5 and self.who in ("launcher", "rank"):
             self.send(trainer.world)
-        if self.steps >= 5 and self.name and self.who != "evaluation":
+        if self.steps >= 5 and self.name and self.who not in ("evaluation", "end"):
             time.sleep(0.2)
+
+    def on_fit_end(self, trainer: Any, result: Any) -> None:
+        if self.who == "end":
+            self.send(trainer.world)
 
     def on_evaluate_start(self, trainer: Any) -> None:
         self.evaluations += 1
@@ -56,10 +61,17 @@ class Disturbs(Callback):
         for group in trainer.optimizer.param_groups:
             group["lr"] /= 1 + metrics["loss"]
 
+    def state_dict(self) -> dict[str, Any]:
+        time.sleep(self.who == "saver")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
     def send(self, world: World) -> None:
         if world.rank == world.world_size - 1:
             launcher = [each.pid for each in psutil.Process().parents() if "launch" in each.cmdline()]
-            os.kill(os.getpid() if self.who == "rank" else launcher[0], signal.Signals[self.name])
+            os.kill(launcher[0] if self.who in ("launcher", "evaluation") else os.getpid(), signal.Signals[self.name])
 
 
 class Evaluated(Noisy):
@@ -79,16 +91,18 @@ class Evaluated(Noisy):
         return super().__getitem__(index)
 
 
-def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
-
-
 def main(folder: str, who: str, name: str, settings: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
     config = {"max_steps": STEPS, "global_batch_size": 8, "checkpoint": {"dir": folder}} | json.loads(settings)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     disturbs = Disturbs(who, name)
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if who == "sanity" and trainer.step == 0 and not model.training:
+            disturbs.send(trainer.world)
+        return F.mse_loss(model(batch[0]), batch[1])
+
     trainer = Trainer(model, optimizer, loss_fn, TrainerConfig(**config), callbacks=[disturbs])
     result = trainer.fit(Noisy(), Evaluated(disturbs, trainer.world) if "eval_every" in config else None)
     if trainer.world.is_main:

@@ -55,7 +55,9 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def main(folder: str, after: int, workers: int, width: int = 8, parallel: Any = None, *offload: str) -> None:
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(width, 4), nn.GELU(), nn.Linear(4, 1))
-    model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.2), inner)
+    pipeline = "pipeline" in (parallel or {})
+    norm = nn.LayerNorm(width) if pipeline else nn.BatchNorm1d(width)
+    model = nn.Sequential(nn.Linear(4, width), norm, nn.Dropout(0.2), inner)
     ema = EMA(0.9)
     trainer = Trainer(
         model,
@@ -64,7 +66,7 @@ def main(folder: str, after: int, workers: int, width: int = 8, parallel: Any = 
         TrainerConfig(
             epochs=3,
             global_batch_size=12,
-            accumulation_steps=1 if RANKS == 4 else 2,  # BatchNorm needs two samples in each pass
+            accumulation_steps=2 if RANKS < 4 or pipeline else 1,  # BatchNorm needs two samples in each pass
             max_grad_norm=0.5,
             warmup_steps=3,
             data={"num_workers": workers},

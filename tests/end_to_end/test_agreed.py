@@ -41,14 +41,14 @@ def test_one_process_trains_as_a_plain_loop(scenario: Callable[[], list[float]],
 
 
 @pytest.mark.slow
-def test_what_ranks_share_stays_the_same_or_is_refused(start: Start) -> None:
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.thorough)])
+def test_what_ranks_share_stays_the_same_or_is_refused(start: Start, ranks: int) -> None:
     alone = found_by(start, 1)
-    for ranks in (2, 3):
-        found = found_by(start, ranks)
-        assert found["the_compiler_sees_the_wrapper"] == [[1.0]] * ranks
-        for each in agreed.EXACT:
-            for values in found[each.__name__]:
-                assert values == pytest.approx(alone[each.__name__][0], abs=1e-9), (each.__name__, ranks)
-        for each, said in agreed.REFUSED.items():
-            for values in found[each.__name__]:
-                assert said in values if said else values == [], (each.__name__, ranks, values)
+    found = found_by(start, ranks)
+    assert found["the_compiler_sees_the_wrapper"] == [[1.0]] * ranks
+    for each in agreed.EXACT:
+        for values in found[each.__name__]:
+            assert values == pytest.approx(alone[each.__name__][0], abs=1e-9), each.__name__
+    for each, said in agreed.REFUSED.items():
+        for values in found[each.__name__]:
+            assert said in values if said else values == [], (each.__name__, values)

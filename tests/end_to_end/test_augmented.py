@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).with_name("augmented.py")
 @pytest.mark.slow
 def test_what_becomes_of_a_sample_depends_on_seed_epoch_and_sample_alone(start: Start, tmp_path: Path) -> None:
     became: list[dict[str, list[float]]] = []
-    for ranks in (1, 2, 3):
+    for ranks in (1, 3):
         run = start("ddpkit", ranks, SCRIPT, str(tmp_path))
         assert run.returncode == 0, run.stderr
         by_rank = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(ranks)]

@@ -117,7 +117,7 @@ def test_a_run_goes_on_after_a_restart_and_slow_steps_are_no_hang(script: Script
 def test_a_script_without_a_trainer_needs_no_line_for_it(script: Script) -> None:
     run = launch("--hang-timeout", 2, script(MEETS), "sleep", 600)
     assert run.returncode == HUNG, run.stderr
-    assert re.search(r"rank 1 failed first: hung .*30 collectives begun, while others have begun 31", run.stderr), (
+    assert re.search(r"rank 1 failed first: hung .*it has started 30 collectives, other ranks 31", run.stderr), (
         run.stderr
     )
     assert re.search(r"^  rank 0 was in all_reduce \(script.py:\d+ in work\)", run.stderr, re.MULTILINE)
@@ -129,7 +129,7 @@ def test_where_torch_s_own_timeout_comes_first_the_rank_that_was_missing_is_name
     assert run.returncode == HUNG, run.stderr
     assert "rank 1 failed first: hung" in run.stderr
     assert re.search(r"in the script \(script.py:\d+ in sleep\)", run.stderr), run.stderr
-    assert "rank 0 failed after it: RuntimeError: Timed out waiting" in run.stderr
+    assert "rank 0 then failed: RuntimeError: Timed out waiting" in run.stderr
 
 
 # The parent of a vfork sleeps uninterruptibly until its child ends.

@@ -73,4 +73,4 @@ def test_what_does_not_even_fit_with_one_sample_says_so(start: Start) -> None:
     assert run.returncode == 1
     assert "CUDA out of memory (a pretence)" in run.stderr
     assert "micro-batch 2 is halved" in run.stderr
-    assert "hint: no smaller micro-batch can help" in run.stderr  # although it is not rank 0 that says so
+    assert "hint: there is no smaller micro-batch" in run.stderr  # although it is not rank 0 that says so

@@ -1,11 +1,14 @@
 """What a person sees: a bar on a terminal, lines elsewhere, from rank 0 alone."""
 
+import fcntl
 import os
 import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,18 +40,18 @@ def test_elsewhere_there_are_plain_lines_of_rank_0(
     assert all(re.match(r"\d\d:\d\d:\d\d INFO", line) for line in said if "__main__" not in line), said
     theirs = sorted(line.split(" | ")[0] for line in said if line.endswith("of the user's own"))
     assert theirs == ["rank 0", "rank 1"], "lines of the user's own, of every rank, with its name"
-    assert lines[0] == "2 ranks on cpu, fp32: global batch 4 = micro-batch 2 x accumulation 1 x 2; 20 steps"
-    assert [line.split("  ")[0] for line in lines[1:]] == [f"step {step}/20" for step in (5, 10, 15, 20)]
+    assert lines[0] == "Linear: 3 parameters, 12 bytes in float32; ddp; no checkpoints"
+    assert lines[1] == "2 ranks on cpu, fp32: global batch 4 = micro-batch 2 x accumulation 1 x 2; 20 steps, 1 epoch"
+    assert [line.split("  ")[0] for line in lines[2:-1]] == [f"step {step}/20" for step in (5, 10, 15, 20)]
     assert "\x1b[" not in run.stderr
     assert sorted(run.stdout.splitlines()) == ["done on rank 0", "done on rank 1"]
 
 
-@pytest.mark.slow
-def test_on_a_terminal_there_is_one_bar(script: Callable[[str], Path]) -> None:
+def on_a_terminal(command: list[str], columns: int) -> str:
+    """What a command prints in a terminal of so many columns, with all control sequences."""
     ours, theirs = pty.openpty()
-    main = script(FIT + "trainer.evaluate(torch.ones(84, 2))\n")
-    command = [str(Path(sys.executable).with_name("ddpkit")), "launch", "--nproc-per-node", "2", str(main)]
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm"}
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as run:
         os.close(theirs)
         shown = b""
@@ -57,11 +60,36 @@ def test_on_a_terminal_there_is_one_bar(script: Callable[[str], Path]) -> None:
                 shown += os.read(ours, 4096)
             except OSError:  # the last process has closed the terminal
                 break
+    os.close(ours)
     assert run.returncode == 0, shown
-    assert b"20/20" in shown
-    assert b"/21" in shown, "the evaluation has one of its own"
-    assert b"step 20/20" not in shown, "no plain lines beside the bar"
-    assert shown.count(b"done on rank") == 2
+    return shown.decode()
+
+
+@pytest.mark.slow
+def test_on_a_terminal_there_is_one_bar(script: Callable[[str], Path]) -> None:
+    main = script(FIT + "trainer.evaluate(torch.ones(84, 2))\n")
+    shown = on_a_terminal(
+        [str(Path(sys.executable).with_name("ddpkit")), "launch", "--nproc-per-node", "2", str(main)], 100
+    )
+    assert "20/20" in shown
+    assert "/21" in shown, "the evaluation has one of its own"
+    assert "step 20/20" not in shown, "no plain lines next to the bar"
+    assert shown.count("done on rank") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_on_a_terminal_no_line_is_too_long_and_no_figure_is_cut(script: Callable[[str], Path], columns: int) -> None:
+    main = script(f"{FIT}trainer.fit(torch.ones(80, 2), torch.ones(84, 2))\n")
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", on_a_terminal([sys.executable, str(main)], columns))
+    lines = [line.rpartition("\r")[2].rstrip() for line in shown.replace("\r\n", "\n").split("\n")]
+    assert max(len(line) for line in lines if "__main__" not in line) <= columns, "the user's own stay as they are"
+    words = re.sub(r"\s+", " ", " ".join(lines))
+    assert "Linear: 3 parameters, 12 bytes in float32; one device; no checkpoints" in words
+    bar = next(line for line in reversed(lines) if re.match(r" *20/20 ━+ 0:00:00 left", line))
+    assert not re.search(r"loss$|lr$|samples$|[0-9,]+ samples/$", bar), "no figure is cut"
+    figures = ["epoch 1", "loss", "lr 0.1", "samples/s", "data", "ranks"]
+    assert [each for each in figures if each in bar] == figures[: {40: 0, 80: 3, 200: 5}[columns]]
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ def table() -> ModuleType:
 
 @pytest.mark.slow
 def test_rows_of_the_table_are_those_of_one_process(table: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert table.main(["fsdp x tensor 2x2", "fsdp, offloaded"]) == 0, capsys.readouterr().out
+    assert table.main(["fsdp"]) == 0, capsys.readouterr().out
 
 
 @pytest.mark.thorough
@@ -100,6 +100,37 @@ def test_an_evaluation_of_averaged_weights_leaves_none_of_them_behind(
     assert found[1] == pytest.approx(found[0], rel=1e-12)
 
 
+CHANNELS_LAST = """
+import json, torch
+from torch import nn
+from ddp_kit import Trainer, TrainerConfig
+
+found = {}
+for parallel in ("ddp", "zero1", "fsdp"):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 2), nn.Flatten(), nn.Linear(4, 3)).double()
+    model = model.to(memory_format=torch.channels_last)
+    adagrad = lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.1)
+    loss = lambda model, x: model(x).square().mean()
+    config = TrainerConfig(max_steps=5, global_batch_size=4, log_every=1, parallel=parallel)
+    trainer = Trainer(model, adagrad, loss, config)
+    found[parallel] = [row.loss for row in trainer.fit(torch.randn(16, 2, 2, 2, dtype=torch.float64)).history]
+if trainer.world.is_main:
+    say("found", json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_channels_last_and_adagrad_train_alike_everywhere(start: Ddpkit, script: Callable[[str], Path]) -> None:
+    run = start("ddpkit", 2, script(CHANNELS_LAST))
+    assert run.returncode == 0, run.stderr  # type: ignore[attr-defined]
+    (line,) = re.findall(r"found (.*)", run.stdout)  # type: ignore[attr-defined]
+    found = json.loads(line)
+    assert len(set(found["ddp"])) == 5
+    assert found["zero1"] == pytest.approx(found["ddp"], rel=1e-12)
+    assert found["fsdp"] == pytest.approx(found["ddp"], rel=1e-12)
+
+
 @pytest.mark.slow
 def test_a_model_can_be_spread_by_a_function_of_the_user(ddpkit: Ddpkit) -> None:
     script, losses = Path(__file__).with_name("spread_by_hand.py"), {}
@@ -140,10 +171,14 @@ def test_what_cannot_be_placed_is_refused_in_words(ddpkit: Ddpkit, tmp_path: Pat
         "pattern": "nearest: up",
         "plan": "needs a plan of the layers to split",
         "kind": "is a ReLU",
+        "tied layers": "names one, which shares a weight with other | give each a weight of its own",
         "outside": "uses weights outside of the model's forward pass",
         "unused": "spare.weight, spare.bias got no gradient",
         "streams": "ranks that share one replica of the model read different samples | trainer.data_rank",
         "elementwise": "Adafactor cannot be sharded",
+        "sparse zero1": "does not shard sparse gradients, such as those of words | leave out sparse=True",
+        "sparse fsdp": "does not shard sparse gradients, such as those of words | leave out sparse=True",
+        "dtypes": "torch.float64 in head.weight, head.bias | convert them to one",
     }
     assert found.keys() == expected.keys()
     for name, words in expected.items():

@@ -45,7 +45,13 @@ print("trained")
         pytest.param(3, "zero1", marks=pytest.mark.thorough),
         pytest.param(3, "fsdp", marks=pytest.mark.thorough),
         (4, {"shard": 2, "tensor": 2, "tensor_plan": {"*.layers.0": "column", "*.layers.2": "row"}}),
-        (2, {"pipeline": 2}),
+        pytest.param(2, {"pipeline": 2}, marks=pytest.mark.thorough),
+        (4, {"pipeline": 2, "shard": 2}),
+        pytest.param(
+            8,
+            {"pipeline": 2, "shard": 2, "tensor": 2, "tensor_plan": {"*.layers.0": "column", "*.layers.2": "row"}},
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=str,
 )
@@ -110,6 +116,7 @@ def test_a_gpt_of_7_billion_parameters_is_planned_in_little_memory(script: Any, 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_an_example_can_be_planned(ddpkit: Any, root: Path) -> None:  # docs/placement.md plans the GPT's
     run = ddpkit("plan", "--gpus", "2", "--memory", "8GiB", root / "examples" / "digits.py")
     assert run.returncode == 0, run.stderr
@@ -122,7 +129,12 @@ def test_an_example_can_be_planned(ddpkit: Any, root: Path) -> None:  # docs/pla
     ("text", "code", "said"),
     [
         ("print('hello')", 2, "script.py ended without training"),
-        ("raise ValueError('of my own')", 1, 'script.py", line 1, in <module>\n    raise ValueError'),
+        pytest.param(
+            "raise ValueError('of my own')",
+            1,
+            'script.py", line 1, in <module>\n    raise ValueError',
+            marks=pytest.mark.thorough,
+        ),
         pytest.param("raise SystemExit(7)", 7, "", marks=pytest.mark.thorough),
     ],
 )

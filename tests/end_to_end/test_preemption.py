@@ -1,8 +1,11 @@
 """A run that is told to stop saves, asks to be started again, and goes on as if nothing had been."""
 
 import json
+import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,10 +20,10 @@ ALONE = [sys.executable]
 
 
 def train(
-    by: list[str | Path], folder: Path, who: str = "nobody", signal: str = "", settings: str = "{}"
+    by: list[str | Path], folder: Path, who: str = "nobody", signal: str = "", settings: str = "{}", **env: str
 ) -> "subprocess.CompletedProcess[str]":
     words = [*by, SCRIPT, folder, who, signal, settings]
-    return subprocess.run(words, capture_output=True, text=True, timeout=200)
+    return subprocess.run(words, env={**os.environ, **env}, capture_output=True, text=True, timeout=200)
 
 
 def ended(run: "subprocess.CompletedProcess[str]") -> str:
@@ -56,10 +59,24 @@ def test_ranks_that_hear_a_signal_at_different_times_save_after_the_same_step(tm
 def test_ctrl_c_and_the_clock_end_a_run_that_goes_on_later(tmp_path: Path) -> None:
     whole = ended(train(ALONE, tmp_path / "undisturbed"))
     folder = tmp_path / "run"
-    first = stopped(train(ALONE, folder, "rank", "SIGINT"), folder, "SIGINT")
+    stopped(train(ALONE, folder, "rank", "SIGINT"), folder, "SIGINT")
+    first = stopped(train(ALONE, folder, "rank", "SIGUSR2"), folder, "SIGUSR2")
     limit = '{"max_seconds": 0.01}'
     assert stopped(train(ALONE, folder, settings=limit), folder, "max_seconds") == first + 1
     assert ended(train(ALONE, folder)) == whole
+
+
+def test_a_run_saves_before_its_time_in_the_cluster_ends_and_says_whether_a_save_fits_into_the_grace(
+    tmp_path: Path,
+) -> None:
+    folder, soon = tmp_path / "run", str(int(time.time()) + 20)
+    often = json.dumps({"checkpoint": {"dir": str(folder), "every_steps": 1}})
+    run = train(LAUNCH, folder, "saver", "slow", often, SLURM_JOB_END_TIME=soon, DDPKIT_GRACE_SECONDS="6")
+    stopped(run, folder, "the approaching end of the job")
+    said = (
+        r"a save takes about \d+\.\d s, but only 1 s are left after SIGTERM: not enough; set --shutdown-timeout to \d"
+    )
+    assert len(re.findall(said, run.stderr)) == 1, run.stderr
 
 
 def test_saves_by_the_clock_are_of_the_same_step_on_all_ranks(tmp_path: Path) -> None:
@@ -79,3 +96,21 @@ def test_an_evaluation_that_would_take_too_long_is_left_to_the_run_that_goes_on(
     assert stopped(train(LAUNCH, folder, "evaluation", "SIGTERM", settings), folder, "SIGTERM") == 20
     assert ended(train(LAUNCH, folder, settings=settings)) == whole
     assert last_state(folder) == last_state(tmp_path / "undisturbed")
+
+
+EVALUATED = '{"eval_every": 20}'
+
+
+def test_a_run_that_is_stopped_before_its_first_step_asks_to_be_started_again(tmp_path: Path) -> None:
+    whole = ended(train(ALONE, tmp_path / "undisturbed", settings=EVALUATED))
+    folder = tmp_path / "run"
+    assert stopped(train(ALONE, folder, "sanity", "SIGTERM", EVALUATED), folder, "SIGTERM") == 1
+    assert ended(train(ALONE, folder, settings=EVALUATED)) == whole
+
+
+def test_one_rank_is_enough_to_stop_a_run_before_its_first_step(tmp_path: Path) -> None:
+    assert stopped(train(LAUNCH, tmp_path, "sanity", "SIGTERM", EVALUATED), tmp_path, "SIGTERM") < 60
+
+
+def test_a_signal_after_the_last_step_does_not_change_how_the_run_ends(tmp_path: Path) -> None:
+    assert ended(train(ALONE, tmp_path, "end", "SIGTERM")).startswith("ended 60")

@@ -28,7 +28,9 @@ dist.all_reduce(total)
 """
 
 
-@pytest.mark.parametrize(("flags", "ranks"), [((), 2), ((), 4), (("--cold",), 2)])
+@pytest.mark.parametrize(
+    ("flags", "ranks"), [pytest.param((), 2, marks=pytest.mark.thorough), ((), 4), (("--cold",), 2)]
+)
 def test_every_restart_after_a_kill_comes_up(
     script: Script, ranks: int, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -62,8 +64,15 @@ def launch(*words: object) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
-@pytest.mark.parametrize("flags", [(), ("--cold",)], ids=["warm", "cold"])
-@pytest.mark.parametrize("statement", ["import nowhere_to_be_found", "from os import nothing_like_it"])
+@pytest.mark.parametrize(
+    ("flags", "statement"),
+    [
+        ((), "import nowhere_to_be_found"),
+        (("--cold",), "from os import nothing_like_it"),
+        pytest.param((), "from os import nothing_like_it", marks=pytest.mark.thorough),
+        pytest.param(("--cold",), "import nowhere_to_be_found", marks=pytest.mark.thorough),
+    ],
+)
 def test_an_import_error_at_the_top_is_shown_once_and_not_tried_again(
     script: Script, statement: str, flags: tuple[str, ...]
 ) -> None:

@@ -1,6 +1,6 @@
-"""A case each of exactness, evaluation, out-of-memory steps and resume with the strategy in flat.py.
+"""Exactness and resume with the strategy in flat.py.
 
-`make thorough` has all of them: test_third_strategy_whole.py.
+`make thorough` has all tests of the strategies with it: test_third_strategy_whole.py.
 """
 
 import subprocess
@@ -8,9 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import test_evaluation
 import test_exact
-import test_memory
 import test_resume
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -41,21 +39,8 @@ def test_it_is_this_strategy_and_short(start: Start, script: Script) -> None:
 
 
 @pytest.mark.slow
-def test_training_is_that_of_the_whole_global_batch(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(test_exact, "RANKS", (3,))
-    test_exact.test_training_is_that_of_the_whole_global_batch_at_every_number_of_ranks(start, tmp_path)
-
-
-@pytest.mark.slow
-def test_values_and_predictions_do_not_depend_on_the_ranks(start: Start) -> None:
-    test_evaluation.test_values_and_predictions_do_not_depend_on_the_ranks(start, 3)
-
-
-@pytest.mark.slow
-def test_whatever_does_not_fit_the_result_is_the_same(start: Start) -> None:
-    test_memory.test_whatever_does_not_fit_the_result_is_the_same(start)
+def test_training_is_that_of_the_whole_global_batch(start: Start, tmp_path: Path) -> None:
+    test_exact.test_training_is_that_of_the_whole_global_batch_at_every_number_of_ranks(start, tmp_path, (3,))
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,10 @@ SCRIPT_NAME = re.compile(r"# ([\w/]+\.py)\n")
 class Command:
     document: Path
     line: str
+
+    @property
+    def needs_gpus(self) -> bool:
+        return "--gpus" in self.line.split() and " plan " not in self.line
 
     def __str__(self) -> str:
         return f"{self.document.relative_to(ROOT)}: {self.line}"
@@ -52,7 +57,10 @@ def commands() -> list[Command]:
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The project's files and the scripts of its documents, where commands may write."""
-    folder = tmp_path_factory.mktemp("clone")
+    return copied(tmp_path_factory.mktemp("clone"))
+
+
+def copied(folder: Path) -> Path:
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -68,29 +76,81 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", commands(), ids=str)
-def test_a_command_in_the_documents_runs(command: Command, clone: Path) -> None:
+def by_document() -> list[Any]:
+    """The commands of each document, in order: later ones use what earlier ones wrote."""
+    found: dict[Path, list[Command]] = {}
+    for command in commands():
+        found.setdefault(command.document, []).append(command)
+    return [
+        pytest.param(its, id=str(document.relative_to(ROOT)), marks=[pytest.mark.thorough] if in_turn(its) else [])
+        for document, its in found.items()
+    ]
+
+
+def in_turn(commands: list[Command]) -> list[Command]:
+    """Those that start a script of the documents on two ranks; README's are tried by themselves."""
+    starts = re.compile(r"ddpkit launch --nproc-per-node 2 \w+\.py( [\w/]+)*")
+    return [each for each in commands if each.document.parent != ROOT and starts.fullmatch(each.line)]
+
+
+def run(command: Command, clone: Path) -> None:
     words = command.line.split()
-    if "--gpus" in words and words[1] != "plan" and not gpus():
-        pytest.skip("needs GPUs; there are none on this machine")
     folder = clone
     if words[:2] == ["make", "demo"]:
         folder = ROOT  # it makes its environment next to the Makefile
         if Path(sys.prefix) != ROOT / ".venv":
-            pytest.skip("needs to run in the environment that the Makefile makes")
+            return  # needs to run in the environment that the Makefile makes
     elif words[0] == "make":
         words.insert(1, "--dry-run")  # these are what is running this test
     elif words[:2] == ["pip", "install"]:
         words.insert(2, "--dry-run")  # the tests' own environment stays as it is
+    done = started(words, folder)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    if words[:2] == ["make", "demo"]:
+        assert "test accuracy" in done.stdout
+
+
+def started(words: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "MAKE", "MFLAGS"))
     }
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    run = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
-    assert run.returncode == 0, run.stdout + run.stderr
-    if words[:2] == ["make", "demo"]:
-        assert "test accuracy" in run.stdout
+    try:
+        return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    except subprocess.TimeoutExpired as late:
+        raise AssertionError(f"{words} still runs after 280 s:\n{late.stdout!r}\n{late.stderr!r}") from None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("its", by_document())
+def test_the_commands_of_a_document_run(its: list[Command], clone: Path) -> None:
+    for command in its:
+        if not command.needs_gpus:
+            run(command, clone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [each for each in commands() if each.needs_gpus], ids=str)
+def test_a_command_for_gpus_runs(command: Command, clone: Path) -> None:
+    if not gpus():
+        pytest.skip("needs GPUs; there are none on this machine")
+    run(command, clone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_scripts_of_the_documents_run_on_two_ranks_in_turn(tmp_path: Path) -> None:
+    """In one launch, because importing torch takes longest; `make thorough` runs the commands as they stand."""
+    clone = copied(tmp_path)  # its own: a command may refuse a file that the same command wrote before
+    launches = in_turn(commands())
+    words = [" ".join(each.line.split()[4:]) for each in launches]
+    runner = str(Path(__file__).with_name("in_turn.py"))
+    done = started(["ddpkit", "launch", "--nproc-per-node", "2", runner, *words], clone)
+    assert done.returncode == 0, done.stdout + done.stderr
+    documents = {each.document for each in launches}
+    for command in commands():
+        if command.document in documents and command not in launches and not command.needs_gpus:
+            run(command, clone)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

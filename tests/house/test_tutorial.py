@@ -14,10 +14,20 @@ ROOT = Path(__file__).parents[2]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
 RECORDING = ROOT / "docs" / "tools" / "recording.py"
 LAUNCH = [str(Path(sys.executable).with_name("ddpkit")), "launch", "--nproc-per-node", "2", "spirals.py"]
+TOP = ("$ ddpkit top", "train.py  2 ranks", "waits for", "rank 1", "s/step")
+TRAINING = ("spirals.py run", "evaluation at step 400", "/600━", " left", "lr 0.005")
+SHOWN = {
+    "launch.svg": ("$ ddpkit launch", "killed by SIGKILL", "restart 1 of 3", "resumed from run/step-", "accuracy"),
+    "training-80.svg": TRAINING,
+    "training-200.svg": (*TRAINING, "samples/s"),
+    "top-80.svg": TOP,
+    "top-200.svg": (*TOP, "GiB"),
+}
 LAST = Path("step-00000600", "model.safetensors")
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path: Path) -> None:
     script = re.search(r"^```python\n(# spirals\.py\n.*?)^```$", TUTORIAL, re.MULTILINE | re.DOTALL)
     assert script
@@ -45,19 +55,21 @@ def launch(folder: str, where: Path) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_recording_can_be_made_again(tmp_path: Path) -> None:
-    file = tmp_path / "launch.svg"
-    subprocess.run([sys.executable, str(RECORDING), str(file)], check=True, capture_output=True)
-    check_recording(file.read_text())
+    subprocess.run([sys.executable, str(RECORDING), str(tmp_path)], check=True, capture_output=True)
+    for name, shown in SHOWN.items():
+        check_recording((tmp_path / name).read_text(), shown)
 
 
-def test_the_recording_shows_a_restart_and_nothing_of_this_machine() -> None:
-    check_recording((ROOT / "docs" / "images" / "launch.svg").read_text())
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_recording_shows_its_run_and_nothing_of_this_machine(name: str) -> None:
+    check_recording((ROOT / "docs" / "images" / name).read_text(), SHOWN[name])
 
 
-def check_recording(svg: str) -> None:
+def check_recording(svg: str, shown: tuple[str, ...]) -> None:
     text = re.sub(r"<[^>]+>", "", svg).replace("&#160;", " ")
-    for words in ("$ ddpkit launch", "killed by SIGKILL", "restart 1 of 3", "resumed from run/step-", "accuracy"):
+    for words in shown:
         assert words in text, f"the recording does not show {words!r}"
     assert not re.search(r"/(tmp|home|root|work|usr|opt)\b", text)
     assert os.uname().nodename not in text or len(os.uname().nodename) < 4

@@ -63,15 +63,24 @@ def machine(machine_of: Callable[[str], dict[str, str]]) -> Callable[..., dict[s
 
 
 @pytest.fixture(scope="session")
-def imported() -> Iterator[WarmServer]:
-    """A process that has imported torch, to fork others from."""
-    server = WarmServer([], os.environ)
-    yield server
-    server.close()
+def imported() -> Iterator[Callable[[], WarmServer]]:
+    """A process that has imported torch, to fork others from; a new one where a test has ended all children of ours."""
+    servers = [WarmServer([], os.environ)]
+
+    def alive() -> WarmServer:
+        servers[-1].pump()
+        if servers[-1].gone:
+            servers.append(WarmServer([], os.environ))
+        return servers[-1]
+
+    yield alive
+    servers[-1].close()
 
 
 @pytest.fixture
-def forked_ddpkit(imported: WarmServer, tmp_path: Path) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+def forked_ddpkit(
+    imported: Callable[[], WarmServer], tmp_path: Path
+) -> Callable[..., "subprocess.CompletedProcess[str]"]:
     """As `ddpkit`, but forked: for what ends before a worker starts, and would take a second to import torch first."""
     ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC", "PET_", "PYTEST")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
@@ -82,9 +91,10 @@ def forked_ddpkit(imported: WarmServer, tmp_path: Path) -> Callable[..., "subpro
         program = Program(sys.executable, str(Path(__file__).with_name("in_folder.py")), (str(cwd), *map(str, words)))
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             streams = (out.fileno(), err.fileno())
-            process = imported.start(program.words, clean | (env or {}), program, streams)
+            server = imported()
+            process = server.start(program.command_line, clean | (env or {}), program, streams)
             code = process.wait(120)
-            imported.clear(well=False)
+            server.clear(succeeded=False)
             assert not process.cold, process.cold
             for file in (out, err):
                 file.seek(0)

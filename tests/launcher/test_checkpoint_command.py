@@ -59,7 +59,7 @@ def test_what_is_not_finished_is_named_and_is_no_damage(ddpkit: Command, folder:
     (folder / "set-aside-1").mkdir()
     run = ddpkit("checkpoints", folder)
     assert run.returncode == 0
-    assert ".writing-step-00000015-aa: not finished" in run.stdout
+    assert ".writing-step-00000015-aa: incomplete" in run.stdout
     assert "set-aside-1: an abandoned branch" in run.stdout
 
 
@@ -73,7 +73,7 @@ def test_what_differs_between_two_is_shown(ddpkit: Command, folder: Path) -> Non
         "+ model: new: F32 [1]",
         "  progress.epoch: 1 -> 2",
         "+ progress.more: null",
-        "(of tensors: their names, types and shapes; not their values)",
+        "(tensors are compared by name, type and shape, not by value)",
     ]
 
 

@@ -49,7 +49,7 @@ def test_memory_load_node_and_who_computes_are_shown(ddpkit: Command, machine_of
         f"      40.0 GiB, pid {other.pid} of {name}: cat -  [2J",
         f"      1.0 GiB, pid {NOT_A_PROCESS}, not visible here",
         "1    Fake GPU  0.0 of 80 GiB   0 %   0     free",
-        "2    Fake GPU  9.0 of 80 GiB   ?     ?     busy: its memory is used by a process that is not visible here",
+        "2    Fake GPU  9.0 of 80 GiB   ?     ?     busy: a process that is not visible here uses its memory",
     ]
 
 
@@ -103,7 +103,7 @@ def test_positions_in_the_user_s_mask_are_shown(ddpkit: Command, machine_of: Mac
 
 def test_a_word_behind_it_is_refused_and_help_is_there(ddpkit: Command) -> None:
     assert "unrecognized arguments: all" in ddpkit("devices", "all").stderr
-    assert "links, processes" in ddpkit("devices", "--help").stdout
+    assert "links and processes" in " ".join(ddpkit("devices", "--help").stdout.split())
 
 
 def test_the_command_imports_neither_torch_nor_pydantic(machine_of: Machine) -> None:
@@ -135,7 +135,7 @@ from ddp_kit.launcher.devices.cpus import Cpus
 asked = spec.parse(["--gpus", str(len(devices.gpus()) // 2), "train.py"], agent.torchrun_parser(), {})
 made = plan.make(asked, devices.gpus(), {}, "id", Cpus({cpu: cpu for cpu in range(64)}), {})
 print(made.env["CUDA_VISIBLE_DEVICES"], made.env["OMP_NUM_THREADS"])
-print([(place.cpus[0], place.cpus[-1]) for place in made.places])
+print([(worker.cpus[0], worker.cpus[-1]) for worker in made.workers])
 """
     run = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | machine_of(lines), capture_output=True, text=True, check=True

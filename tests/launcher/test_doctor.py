@@ -19,11 +19,11 @@ import pytest
 
 from ddp_kit.launcher import doctor
 from ddp_kit.launcher.devices.gpus import Gpu
-from ddp_kit.launcher.doctor import gpu_checks, limits, system_checks, torch_checks, trials
+from ddp_kit.launcher.doctor import gpu_checks, limits, probes, system_checks, torch_checks
 from ddp_kit.launcher.doctor.driver import Card, Driver
 from ddp_kit.launcher.doctor.machine import GIB, Machine
+from ddp_kit.launcher.doctor.probes import ProbeResult, Probes
 from ddp_kit.launcher.doctor.result import CheckResult, Status
-from ddp_kit.launcher.doctor.trials import Answer, Trials
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -40,11 +40,11 @@ def driver(count: int) -> Driver:
     return Driver(version="570.1", cuda=(12, 8), cards=cards)
 
 
-def said(error: str = "", **facts: object) -> Callable[[], Answer]:
-    return lambda: Answer(facts, error)
+def said(error: str = "", **facts: object) -> Callable[[], ProbeResult]:
+    return lambda: ProbeResult(facts, error)
 
 
-ALL_WELL = Trials(
+ALL_WELL = Probes(
     host=said(addresses=["10.0.0.1"], own=True),
     torch=said(**TORCH),
     gloo=said(),
@@ -64,7 +64,7 @@ def healthy(tmp_path: Path) -> Machine:
         env={},
         checkpoints=tmp_path / "checkpoints",
         driver=driver(2),
-        trials=ALL_WELL,
+        probes=ALL_WELL,
         host="node1",
         python=(3, 12, 4),
         cores=16,
@@ -98,18 +98,18 @@ def test_on_a_good_machine_every_check_is_ok(healthy: Machine) -> None:
 
 def test_without_a_gpu_one_line_says_so(healthy: Machine) -> None:
     healthy = replace(
-        healthy, driver=Driver(error="NVML Shared Library Not Found", absent=True), trials=replace(ALL_WELL, nccl=None)
+        healthy, driver=Driver(error="NVML Shared Library Not Found", absent=True), probes=replace(ALL_WELL, nccl=None)
     )
     assert_result(gpu_checks.driver(healthy), Status.OK, "no NVIDIA GPU: training runs on the CPU")
     of_gpus = (
         gpu_checks.visible_gpus,
-        gpu_checks.left_over,
+        gpu_checks.orphaned_processes,
         gpu_checks.ecc,
         torch_checks.torch_and_driver,
         torch_checks.torch_and_gpus,
         torch_checks.nccl,
         torch_checks.all_reduce_of_gpus,
-        torch_checks.product,
+        torch_checks.matrix_product,
     )
     assert [check(healthy) for check in of_gpus] == [None] * len(of_gpus)
 
@@ -198,7 +198,9 @@ def test_locked_memory_may_be_small_without_infiniband(healthy: Machine) -> None
         limits.locked_memory(replace(healthy, locked_memory=(65536, -1))), Status.WARN, "64 KiB", "memlock=-1"
     )
     (healthy.root / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
-    assert_result(limits.locked_memory(usual), Status.WARN, "InfiniBand needs no limit", "ulimit -l unlimited")
+    assert_result(
+        limits.locked_memory(usual), Status.WARN, "InfiniBand needs it to be unlimited", "ulimit -l unlimited"
+    )
 
 
 def test_shared_memory_is_to_be_there_and_large(healthy: Machine) -> None:
@@ -232,14 +234,14 @@ def test_checkpoints_need_a_folder_and_space(healthy: Machine) -> None:
 
 def test_a_clock_that_nobody_sets_is_a_warning(healthy: Machine) -> None:
     assert_result(system_checks.clock(replace(healthy, clock_synchronised=False)), Status.WARN, "set-ntp true")
-    assert_result(system_checks.clock(replace(healthy, clock_synchronised=None)), Status.OK, "not known")
+    assert_result(system_checks.clock(replace(healthy, clock_synchronised=None)), Status.OK, "unknown")
 
 
 def test_a_host_name_that_leads_nowhere_is_a_warning(healthy: Machine) -> None:
-    lost = replace(healthy, trials=replace(ALL_WELL, host=said("gaierror: [Errno -2] Name or service not known")))
+    lost = replace(healthy, probes=replace(ALL_WELL, host=said("gaierror: [Errno -2] Name or service not known")))
     fix = 'echo "127.0.1.1 node1" >> /etc/hosts'
     assert_result(system_checks.host_name(lost), Status.WARN, "does not resolve", fix)
-    foreign = replace(healthy, trials=replace(ALL_WELL, host=said(addresses=["10.0.0.9"], own=False)))
+    foreign = replace(healthy, probes=replace(ALL_WELL, host=said(addresses=["10.0.0.9"], own=False)))
     assert_result(system_checks.host_name(foreign), Status.WARN, "10.0.0.9, which is not this machine", "getent hosts")
 
 
@@ -293,8 +295,8 @@ def test_the_sound_card_of_a_gpu_and_the_control_node_are_no_gpus(healthy: Machi
         ("", Status.WARN, "hides all GPUs"),
         ("-1", Status.WARN, "hides all GPUs"),
         ("0,7,1", Status.FAIL, "there is no GPU '7', and CUDA stops reading there: 1 visible"),
-        ("0,0", Status.FAIL, "names a GPU twice: CUDA then sees none"),
-        ("GPU-0,0", Status.FAIL, "names a GPU twice"),
+        ("0,0", Status.FAIL, "lists a GPU twice: CUDA then shows none"),
+        ("GPU-0,0", Status.FAIL, "lists a GPU twice"),
         ("GPU-77", Status.FAIL, "no GPU 'GPU-77'"),
         ("MIG-1234", Status.OK, "1 MIG device visible"),
     ],
@@ -318,19 +320,19 @@ def test_processes_that_lost_their_parent_are_named(healthy: Machine) -> None:
         healthy, pid70=(1, "python old.py"), pid71=(60, "python new.py"), pid72=(1, "python older.py")
     )
     found = f"GPU 0: pid 70 of {getpass.getuser()}, python old.py; GPU 0: pid 72"
-    assert_result(gpu_checks.left_over(busy), Status.WARN, found, "kill 70 72")
-    assert "new.py" not in str(gpu_checks.left_over(busy))
+    assert_result(gpu_checks.orphaned_processes(busy), Status.WARN, found, "kill 70 72")
+    assert "new.py" not in str(gpu_checks.orphaned_processes(busy))
 
 
 def test_a_process_that_is_gone_is_named(healthy: Machine) -> None:
     gone = with_processes(healthy, pid70=(1, "python"))
     shutil.rmtree(healthy.root / "proc/70")
-    assert_result(gpu_checks.left_over(gone), Status.WARN, "GPU 0: pid 70, which is not in", "nvidia-smi")
+    assert_result(gpu_checks.orphaned_processes(gone), Status.WARN, "GPU 0: pid 70, which is not in", "nvidia-smi")
 
 
 def test_the_workers_of_a_launcher_that_is_process_1_of_its_container_are_no_orphans(healthy: Machine) -> None:
     write(healthy.root / "proc/1", cmdline="/usr/bin/python3.12\0/usr/bin/ddpkit\0launch\0train.py")
-    assert_result(gpu_checks.left_over(with_processes(healthy, pid70=(1, "python train.py"))), Status.OK)
+    assert_result(gpu_checks.orphaned_processes(with_processes(healthy, pid70=(1, "python train.py"))), Status.OK)
 
 
 def test_memory_errors_are_a_failure(healthy: Machine) -> None:
@@ -354,7 +356,7 @@ def test_torch_s_build_is_held_against_the_driver(
 ) -> None:
     made = replace(
         healthy,
-        trials=replace(ALL_WELL, torch=said(**{**TORCH, **facts})),
+        probes=replace(ALL_WELL, torch=said(**{**TORCH, **facts})),
         driver=replace(healthy.driver, cuda=cuda),
     )
     assert_result(torch_checks.torch_and_driver(made), status, *words)
@@ -376,7 +378,7 @@ def test_torch_s_architectures_are_held_against_the_gpus(
 ) -> None:
     cards = tuple(replace(card, capability=capability) for card in healthy.driver.cards)
     facts = {**TORCH, "architectures": built_for.split()}
-    made = replace(healthy, trials=replace(ALL_WELL, torch=said(**facts)), driver=replace(healthy.driver, cards=cards))
+    made = replace(healthy, probes=replace(ALL_WELL, torch=said(**facts)), driver=replace(healthy.driver, cards=cards))
     major, minor = capability
     words = [f"sm_{major}{minor}"] + ([] if runs else [f"built for {built_for}, not for H100", "--force-reinstall"])
     assert_result(torch_checks.torch_and_gpus(made), Status.OK if runs else Status.FAIL, *words)
@@ -389,7 +391,7 @@ def test_a_gpu_too_old_for_this_torch_gets_the_package_that_still_knows_it(healt
 
 
 def test_several_gpus_need_nccl(healthy: Machine) -> None:
-    without = replace(healthy, trials=replace(ALL_WELL, torch=said(**{**TORCH, "nccl": None})))
+    without = replace(healthy, probes=replace(ALL_WELL, torch=said(**{**TORCH, "nccl": None})))
     assert_result(torch_checks.nccl(without), Status.FAIL, "without NCCL", "--force-reinstall")
     assert torch_checks.all_reduce_of_gpus(without) is None
     alone = replace(without, env={"CUDA_VISIBLE_DEVICES": "0"})
@@ -409,12 +411,12 @@ def test_a_gpu_that_computes_wrong_or_not_at_all_is_named(
     healthy: Machine, error: str, status: Status, fix: str
 ) -> None:
     products = {"GPU-00": said(), "GPU-11": said(error)}
-    broken = replace(healthy, trials=replace(ALL_WELL, products=products))
-    assert_result(torch_checks.product(broken), status, f"GPU 1: {error}", fix)
+    broken = replace(healthy, probes=replace(ALL_WELL, products=products))
+    assert_result(torch_checks.matrix_product(broken), status, f"GPU 1: {error}", fix)
 
 
 def test_processes_that_cannot_add_up_are_a_failure(healthy: Machine) -> None:
-    broken = replace(healthy, trials=replace(ALL_WELL, gloo=said("no interface"), nccl=said("no NVLink")))
+    broken = replace(healthy, probes=replace(ALL_WELL, gloo=said("no interface"), nccl=said("no NVLink")))
     assert_result(torch_checks.all_reduce(broken), Status.FAIL, "gloo failed: no interface", "GLOO_SOCKET_IFNAME=lo")
     assert_result(torch_checks.all_reduce_of_gpus(broken), Status.FAIL, "NCCL failed: no NVLink", "NCCL_P2P_DISABLE=1")
 
@@ -422,25 +424,25 @@ def test_processes_that_cannot_add_up_are_a_failure(healthy: Machine) -> None:
 def test_a_process_that_does_not_answer_is_not_waited_for_and_is_ended(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import signal; signal.pause()")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    with trials.started(environment, "localhost", (), limit_seconds=0.2) as asked:
+    with probes.started(environment, "localhost", (), limit_seconds=0.2) as asked:
         assert asked.torch().error == "no answer within 0.2 s"
 
 
 def test_two_whole_gpus_are_tried_together_but_not_parts_of_one(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import os; raise RuntimeError('sees ' + os.environ['CUDA_VISIBLE_DEVICES'])")
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "all"}
-    with trials.started(environment, "localhost", [gpu(0), gpu(1), gpu(2), gpu(3, "MIG-3")]) as asked:
+    with probes.started(environment, "localhost", [gpu(0), gpu(1), gpu(2), gpu(3, "MIG-3")]) as asked:
         assert asked.nccl is not None
         assert asked.nccl().error == "RuntimeError: sees GPU-00,GPU-11"
         assert asked.products["MIG-3"]().error == "RuntimeError: sees MIG-3"
         assert asked.gloo().error == "RuntimeError: sees all"
-    with trials.started(environment, "localhost", [gpu(0), gpu(0, "MIG-1"), gpu(0, "MIG-2")]) as asked:
+    with probes.started(environment, "localhost", [gpu(0), gpu(0, "MIG-1"), gpu(0, "MIG-2")]) as asked:
         assert asked.nccl is None
 
 
 def test_a_check_that_stumbles_is_a_warning_and_the_others_go_on(healthy: Machine) -> None:
     (healthy.root / "proc/meminfo").unlink()
-    stumbled = doctor._checked(limits.memory, healthy)
+    stumbled = doctor._run_check(limits.memory, healthy)
     assert stumbled is not None
     assert stumbled.status == Status.WARN
     assert stumbled.found.startswith("memory could not be checked: FileNotFoundError")
@@ -464,7 +466,7 @@ def test_a_product_may_be_off_by_what_tf32_rounds_and_no_more(
 
 @pytest.mark.parametrize(("name", "own"), [("localhost", True), ("192.0.2.1", False)])  # the second is nobody's
 def test_a_name_is_held_against_the_addresses_of_this_machine(name: str, own: bool) -> None:
-    with trials.started(os.environ, name, ()) as asked:
+    with probes.started(os.environ, name, ()) as asked:
         assert asked.host().facts["own"] == own
 
 

@@ -17,7 +17,7 @@ from ddp_kit.errors import UsageError
 from ddp_kit.launcher import agent, cli, dry_run, plan, spec
 from ddp_kit.launcher.devices.cpus import Cpus
 from ddp_kit.launcher.devices.gpus import Gpu
-from ddp_kit.launcher.masking import masked_env
+from ddp_kit.masking import masked_env
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 Environments = dict[str, dict[str, str]]
@@ -31,7 +31,7 @@ with open(name, "w") as file:
 """
 TO_COME = (dry_run.AT_THE_START, dry_run.AT_RENDEZVOUS)
 THE_SHELL_S = {"PWD", "OLDPWD", "SHLVL", "_"}
-TORCHRUN = re.compile(r"The same with torchrun.*:\n\n  (.*)")
+TORCHRUN = re.compile(r"The equivalent torchrun command.*:\n\n  (.*)")
 
 
 def tables(text: str) -> list[list[str]]:
@@ -43,9 +43,12 @@ def told(text: str) -> Environments:
     """The environment of each rank, as the text has it."""
     *_, ours, yours, ranks, _ = tables(text)
     common = {}
-    for row in [*ours, *yours]:
-        name, _, value = re.split(r"  +", row.strip("\n")[2:] + "  ", maxsplit=2)
-        common[name] = value.removesuffix("  ")
+    for row in ours:
+        name, _, value = re.split(r"  +", row[2:], maxsplit=2)
+        common[name] = value
+    for row in yours:
+        name, value = re.split(r"  +", row[2:], maxsplit=1)
+        common[name] = value
     names, *rows = (line.split() for line in ranks)
     by_rank = [common | dict(zip(names, row, strict=True)) for row in rows]
     return {env["RANK"]: env for env in by_rank}
@@ -67,7 +70,7 @@ def free_port() -> str:
 def described(words: str, cpus: tuple[int, ...] = (), machine: tuple[Gpu, ...] = (), **env: str) -> str:
     asked = spec.parse(words.split(), agent.torchrun_parser(), env)
     made = plan.make(asked, machine, env, "run-1", Cpus({0: 0, 1: 1}), {})
-    made = replace(made, places=tuple(replace(place, cpus=cpus) for place in made.places))
+    made = replace(made, workers=tuple(replace(worker, cpus=cpus) for worker in made.workers))
     defaults = vars(agent.torchrun_parser().parse_args(["script.py"]))
     return dry_run.describe(made, env, "node7", defaults)
 
@@ -77,7 +80,11 @@ def described(words: str, cpus: tuple[int, ...] = (), machine: tuple[Gpu, ...] =
     ("words", "exported"),
     [
         (["--nproc-per-node", "2"], {"ODD": "two\nlines", "BLANKS": "a  b", "NAME": "Jürgen", "EMPTY": ""}),
-        (["--cold", "--role", "r", "--max-restarts=3"], {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}),
+        pytest.param(
+            ["--cold", "--role", "r", "--max-restarts=3"],
+            {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"},
+            marks=pytest.mark.thorough,
+        ),
         (["--nproc-per-node=2", "--virtual-local-rank", "--rdzv-id=x"], {"CUDA_VISIBLE_DEVICES": "3, 5"}),
         pytest.param(
             ["--nproc-per-node=2", "--virtual-local-rank", "--standalone"],
@@ -89,7 +96,11 @@ def described(words: str, cpus: tuple[int, ...] = (), machine: tuple[Gpu, ...] =
             {"RANK": "7", "LOCAL_RANK": "7"},
             marks=pytest.mark.thorough,
         ),
-        (["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:PORT"], {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
+        pytest.param(
+            ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:PORT"],
+            {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            marks=pytest.mark.thorough,
+        ),
         pytest.param(
             ["--rdzv-endpoint=127.0.0.1:PORT", "--local-addr=localhost"],
             {"PET_MAX_RESTARTS": "1"},
@@ -141,8 +152,8 @@ def assert_told(text: str, workers: Environments) -> None:
         (["--nproc-per-node=2"], ["--lr", "0.1", "a b", "${local_rank}", "it's"]),
         pytest.param(["--role=two words", "--nnodes=1", "-t3"], ["--local=3", "--"], marks=pytest.mark.thorough),
         pytest.param(["--master-port=PORT", "--virtual-local-rank"], ["--", "--", "x"], marks=pytest.mark.thorough),
-        (["--duplicate-stdout-filters", "a,,b,c", "--cold", "--gpus", "2"], []),
-        (["--gpus-per-process=2", "--nproc-per-node=1"], []),
+        pytest.param(["--duplicate-stdout-filters", "a,,b,c", "--cold", "--gpus", "2"], [], marks=pytest.mark.thorough),
+        pytest.param(["--gpus-per-process=2", "--nproc-per-node=1"], [], marks=pytest.mark.thorough),
     ],
 )
 def test_the_torchrun_command_gives_workers_the_same(
@@ -160,7 +171,9 @@ def test_the_torchrun_command_gives_workers_the_same(
     assert command, text
     assert ddpkit("launch", *line, env=env).returncode == 0
     ours = found(tmp_path)
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "OMP_NUM_THREADS"))}
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "OMP_NUM_THREADS", "MAKE"))
+    }
     run = subprocess.run(["bash", "-c", f"exec env {command[1]}"], cwd=tmp_path, env=clean | env, capture_output=True)
     assert run.returncode == 0, run.stderr
     theirs = found(tmp_path)
@@ -201,10 +214,10 @@ def test_the_command_for_the_memory_plan_of_this_job_can_be_typed() -> None:
     nodes = "--nnodes 2 --nproc-per-node 3 --master-addr n0"
     command = "`ddpkit plan --gpus 6 --memory {} train.py --lr 0.1 --key '****'`"
     text = described(f"{nodes} train.py --lr 0.1 --key sk_abcdefgh")
-    assert f"memory     planned by {command.format('80GiB')}, for GPUs of 80 GiB: there is none here\n" in text
+    assert f"memory      to estimate it: {command.format('80GiB')} (80 GiB is an example: no GPU here)\n" in text
     here = tuple(Gpu(n, f"GPU-{n}", "GPU", memory_total=size << 20, memory_used=0) for n, size in enumerate((90, 80)))
     text = described("--gpus 2 train.py", machine=here)
-    assert "memory     planned by `ddpkit plan --gpus 2 --memory 80MiB train.py`\n" in text
+    assert "memory      to estimate it: `ddpkit plan --gpus 2 --memory 80MiB train.py`\n" in text
     for other in ("--module train", "--no-python train.sh"):
         assert "ddpkit plan" not in described(other)
 
@@ -212,27 +225,27 @@ def test_the_command_for_the_memory_plan_of_this_job_can_be_typed() -> None:
 def test_cores_are_ranges() -> None:
     text = described("--nproc-per-node 2 train.py", cpus=(0, 1, 2, 3, 8))
     assert tables(text)[0][1].split()[:4] == ["0", "node7", "-", "0-3,8"]
-    assert "torchrun, which binds no process to cores:" in text
+    assert "torchrun command, which does not bind processes to cores:" in text
     assert tables(described("train.py"))[0][1].split()[3] == "any"
 
 
 def test_what_is_only_known_when_nodes_meet_is_not_made_up() -> None:
     text = described("--nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint n1:29400 --nproc-per-node 2 train.py")
     assert "  first + 1  node7" in text
-    assert "nodes      2 to 4; ranks are given when the nodes meet" in text
-    assert "meet at    n1:29400 (--rdzv-endpoint)" in text
+    assert "nodes       2 to 4; ranks are assigned at the rendezvous" in text
+    assert "rendezvous  n1:29400 (--rdzv-endpoint)" in text
     for name in ("WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        assert re.search(rf"  {name} .*  given when the nodes meet\n", text)
-    assert "given when the nodes meet  0           given when the nodes meet" in text
+        assert re.search(rf"  {name} .*  assigned at the rendezvous\n", text)
+    assert "assigned at the rendezvous  0           assigned at the rendezvous" in text
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--log-dir logs", "logs       in a new folder in logs"),
-        ("-r 3", "logs       in a new folder for temporary files, chosen at the start"),
-        ("--shutdown-timeout 5", "grace      5 s"),
-        ("--max-restarts 3", "restarts   at most 3"),
+        ("--log-dir logs", "logs        in a new folder in logs"),
+        ("-r 3", "logs        in a new folder for temporary files, chosen at the start"),
+        ("--shutdown-timeout 5", "grace       5 s"),
+        ("--max-restarts 3", "restarts    at most 3"),
         ("--nnodes 2 --master-addr n0", "n0:29500 (--master-addr and --master-port)"),
         ("--numa-binding node", "by --numa-binding"),
     ],
@@ -281,7 +294,8 @@ TWO_NODES = "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint n
 def test_all_that_the_plan_has_is_told(words: str) -> None:
     """Above the command line for torchrun, which repeats the flags."""
     before, after = (
-        described(f"{TWO_NODES} {each} train.py").partition("The same with torchrun")[0] for each in ("", words)
+        described(f"{TWO_NODES} {each} train.py").partition("The equivalent torchrun command")[0]
+        for each in ("", words)
     )
     assert before != after
 
@@ -319,14 +333,14 @@ ARGUMENTS = ["--api-key=ap_abcdefgh", "--password", "pw_abcdefgh", "s3://me:ur_a
     [
         (["--dry-run", "fails.py", *ARGUMENTS], 0),
         (["--dry-run", f"--rdzv-conf={ARGUMENTS[0]}", "--log-dir", ARGUMENTS[3], "fails.py"], 0),
-        (["-r", "3", "--log-dir", "logs", "fails.py", *ARGUMENTS], 1),
+        pytest.param(["-r", "3", "--log-dir", "logs", "fails.py", *ARGUMENTS], 1, marks=pytest.mark.thorough),
         (["-r", "3", "--log-dir", "logs", "--cold", "--max-restarts=1", "fails.py", *ARGUMENTS], 1),
         (["missing.py", *ARGUMENTS], 2),
-        (["--dry-run", f"{ARGUMENTS[3]}/missing.py"], 2),
-        ([ARGUMENTS[0], "fails.py"], 2),
-        (["--gpus", ARGUMENTS[3], "fails.py"], 2),
+        pytest.param(["--dry-run", f"{ARGUMENTS[3]}/missing.py"], 2, marks=pytest.mark.thorough),
+        pytest.param([ARGUMENTS[0], "fails.py"], 2, marks=pytest.mark.thorough),
+        pytest.param(["--gpus", ARGUMENTS[3], "fails.py"], 2, marks=pytest.mark.thorough),
         (["--max-restarts", "hf_abcdefgh", "fails.py"], 2),
-        (["--r=hf_abcdefgh", "fails.py"], 2),
+        pytest.param(["--r=hf_abcdefgh", "fails.py"], 2, marks=pytest.mark.thorough),
         (["-r", "3", "--log-dir", "logs", "records.py", *ARGUMENTS], 1),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",

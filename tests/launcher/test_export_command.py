@@ -164,11 +164,11 @@ def test_it_takes_memory_for_a_chunk_not_for_the_model(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("words", "kind", "said"),
     [
-        (["runs", "there.safetensors"], UsageError, "is there already"),
+        (["runs", "there.safetensors"], UsageError, "already exists"),
         (["runs", "model.bin"], UsageError, "does not end with .safetensors"),
         (["runs", "nowhere/model.safetensors"], UsageError, "there is no folder"),
         (["nowhere", "model.safetensors"], UsageError, "there is no whole checkpoint in nowhere"),
-        (["runs", "model.safetensors", "--max-shard-size", "many"], UsageError, "is no size"),
+        (["runs", "model.safetensors", "--max-shard-size", "many"], UsageError, "is not a size"),
         (["complex", "model.safetensors"], CheckpointError, "c is of the type complex64"),
         (["empty", "model.safetensors"], CheckpointError, "no model weights"),
     ],

@@ -12,7 +12,7 @@ from ddp_kit.launcher.agent.inbox import Inbox
 inbox = Inbox()
 inbox.wake_on_signals()
 for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, inbox.on_signal)
+    signal.signal(number, inbox.on_stop_signal)
 
 def both():  # as when the kernel gives them to a thread that does not wait for them
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -166,7 +166,7 @@ def test_nobody_waits_for_a_replacement_once_a_node_has_left_on_purpose() -> Non
     machine = short_of(Limits(min_nodes=3, max_nodes=3), node(0), node(1), node(2))
     outcome = the_end(machine.reported(Report(2, 0, State.LEFT, signal=signal.SIGTERM), 5.0))
     assert (outcome.lost.partition("; ")[2], outcome.stopped_by) == ("h2 left the job", signal.SIGTERM)
-    machine, _ = job(Limits(min_nodes=2, max_nodes=2, replacement=0.0), node(0), node(1))
+    machine, _ = job(Limits(min_nodes=2, max_nodes=2, replacement_timeout=0.0), node(0), node(1))
     machine.heartbeat(0, 3.5)
     machine.tick(3.6)
     assert the_end(machine.reported(report(0, State.STOPPED), 3.7)).lost == "no heartbeat from h1 for 3 s"
@@ -190,7 +190,7 @@ def test_a_newcomer_is_let_in_where_there_is_room() -> None:
     machine, _ = job(ELASTIC, node(0))
     machine.heartbeat(0, 30.0)
     machine.tick(30.0)
-    assert machine.joined(node(1), 31.0) == [Stop(0, joined=True)]
+    assert machine.joined(node(1), 31.0) == [Stop(0, may_save=True)]
     go = the_go(machine.reported(report(0, State.STOPPED, failure(0, terminated=True)), 31.1))
     assert (go.assignments.keys(), go.assignments[0].restarts, go.why) == ({0, 1}, 0, "a node joined")
 
@@ -223,7 +223,7 @@ def test_a_replacement_may_come_before_the_death_is_noticed() -> None:
 def test_a_node_that_was_told_to_stop_leaves_and_the_others_go_on() -> None:
     machine, _ = job(ELASTIC, node(0), node(1))
     leaving = Report(1, 0, State.LEFT, signal=signal.SIGTERM)
-    assert machine.reported(leaving, 1.0) == [Stop(0)]
+    assert machine.reported(leaving, 1.0) == [Stop(0, may_save=True)]
     assert the_go(machine.reported(report(0, State.STOPPED), 1.1)).assignments.keys() == {0}
 
 
@@ -317,7 +317,7 @@ def test_what_any_node_has_seen_of_new_steps_is_progress() -> None:
 
 def lose_nodes(times: int, lasting: float) -> Outcome | None:
     """Nodes come and, after so many seconds each, leave. How the job ended, if it did."""
-    machine, _ = job(Limits(min_nodes=1, max_nodes=2, last_call=0.0), node(0))
+    machine, _ = job(Limits(min_nodes=1, max_nodes=2, last_call_timeout=0.0), node(0))
     for time in range(1, times + 1):
         machine.joined(node(time), time * lasting)  # for which a round is stopped, as the next one is when it leaves
         machine.reported(report(0, State.STOPPED, round=2 * time - 2), time * lasting)
@@ -344,7 +344,7 @@ def test_what_fails_because_a_newcomer_was_let_in_is_no_failure() -> None:
     for number in (0, 1):
         machine.heartbeat(number, 30.0)
     machine.tick(30.0)
-    assert machine.joined(node(2), 31.0) == [Stop(0, joined=True)]
+    assert machine.joined(node(2), 31.0) == [Stop(0, may_save=True)]
     assert not machine.reported(report(0, State.STOPPED, failure(0, terminated=True)), 31.1)
     go = the_go(
         machine.reported(report(1, State.FAILED, failure(2)), 31.2)
@@ -386,7 +386,7 @@ def test_a_node_started_again_while_others_gather_takes_its_own_place() -> None:
 
 
 def test_a_signal_of_long_ago_does_not_colour_a_later_loss() -> None:
-    machine, _ = job(Limits(min_nodes=2, max_nodes=3, replacement=0.0), node(0), node(1), node(2))
+    machine, _ = job(Limits(min_nodes=2, max_nodes=3, replacement_timeout=0.0), node(0), node(1), node(2))
     machine.reported(Report(2, 0, State.LEFT, signal=signal.SIGTERM), 1.0)
     machine.reported(report(0, State.STOPPED), 1.1)
     machine.reported(report(1, State.STOPPED), 1.1)

@@ -38,7 +38,7 @@ def refusal(*words: str) -> str:
     """Why a launch is refused, empty where it is not; as `ddpkit launch --dry-run` does it."""
     try:
         asked = spec.parse([*words, "train.py"], agent.torchrun_parser(), os.environ)
-        asked = replace(asked, processes=agent.count(asked.processes))
+        asked = replace(asked, processes=agent.nproc_per_node(asked.processes))
         make = partial(plan.make, asked, (), os.environ, "id", cpus.here())
         agent.check(make({}))
     except UsageError as error:

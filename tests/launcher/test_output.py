@@ -27,7 +27,7 @@ def run(
     output = Output(streams, direct, colour, is_ending)
     workers = []
     for rank, program in enumerate(programs):
-        out, err = output.ends(rank)
+        out, err = output.descriptors(rank)
         workers.append(subprocess.Popen([sys.executable, "-u", "-c", program], stdout=out, stderr=err))
     output.start()
     for rank, worker in enumerate(workers):

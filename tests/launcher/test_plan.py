@@ -112,7 +112,8 @@ def test_gpus_on_a_machine_with_none_says_what_to_type_instead() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [("0", "requests no GPU"), ("two", "neither"), ("1,1", "different"), (",", "neither")]
+    ("words", "said"),
+    [("0", "requests no GPU"), ("two", "is not a number of"), ("1,1", "more than once"), (",", "is not a number of")],
 )
 def test_other_words_after_gpus_are_refused(words: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
@@ -140,7 +141,7 @@ def test_free_gpus_are_those_without_processes_and_without_much_memory_in_use() 
     with pytest.raises(UsageError, match="--gpus free:3 is not available: 2 of 4 are free:") as caught:
         planned("--gpus free:3 train.py", gpus)
     assert "1: Fake GPU, 1.0 of 80 GiB used, busy: 1 process (pid 70 of ann: python other.py)" in caught.value.message
-    assert "2: Fake GPU, 9.0 of 80 GiB used, busy: its memory is used by a process" in caught.value.message
+    assert "2: Fake GPU, 9.0 of 80 GiB used, busy: a process that is not visible here" in caught.value.message
     assert "--gpus free:2 train.py" in caught.value.hint
 
 
@@ -185,7 +186,7 @@ def test_where_every_gpu_is_held_the_hint_is_to_wait_or_to_share() -> None:
 
 def test_a_number_of_processes_alone_takes_no_gpu_and_asks_nobody() -> None:
     made = planned("--nproc-per-node 2 train.py", machine(0, 0), held={"GPU-00-uuid": "pid 7 of ann: a"})
-    assert [place.gpus for place in made.places] == [(), ()]
+    assert [worker.gpus for worker in made.workers] == [(), ()]
     assert "CUDA_VISIBLE_DEVICES" not in made.env
 
 
@@ -199,11 +200,11 @@ def test_uuids_may_be_shortened_and_stand_among_positions() -> None:
     ("words", "said"),
     [
         ("1,GPU-11", "names GPU 1 more than once"),
-        ("GPU-1", "GPU-1 is a prefix of the UUIDs of GPUs 1, 10"),
+        ("GPU-1", "GPU-1 is the start of the UUIDs of GPUs 1, 10"),
         ("GPU-7,GPU-x", "is not available: found 11, none of them GPU-x:"),
         ("MIG-1", "is not available: found 11, none of them MIG-1:"),
         ("free:0", "requests no GPU"),
-        ("free:x", "neither"),
+        ("free:x", "is not a number of GPUs"),
         ("free:12", "is not available: found 11:"),
     ],
 )
@@ -301,7 +302,7 @@ def near(*cores: range) -> tuple[Gpu, ...]:
 )
 def test_each_process_gets_as_many_gpus_as_asked_for(words: str, expected: list[list[int]]) -> None:
     made = planned(f"{words} train.py", machine(0, 0, 0, 0))
-    assert [[gpu.index for gpu in place.gpus] for place in made.places] == expected
+    assert [[gpu.index for gpu in worker.gpus] for worker in made.workers] == expected
     assert made.torchrun["nproc_per_node"] == str(len(expected))
     assert made.env["CUDA_VISIBLE_DEVICES"] == ",".join(str(index) for group in expected for index in group)
     assert made.env["DDPKIT_GPUS_PER_PROCESS"] == str(len(expected[0]))
@@ -315,7 +316,12 @@ def test_each_process_gets_as_many_gpus_as_asked_for(words: str, expected: list[
         ("--gpus-per-process 2", 0, "this machine has no NVIDIA GPU", "`ddpkit launch train.py`"),
         ("--gpus 6 --gpus-per-process 2", 4, "--gpus 6 is not available", "--gpus 4 --gpus-per-process 2 train.py"),
         ("--gpus-per-process 2 --nproc-per-node 3", 4, "found 4:", "--gpus 4 --gpus-per-process 2 train.py"),
-        ("--gpus-per-process 2 --virtual-local-rank", 4, "with --virtual-local-rank a process sees one GPU", "remove"),
+        (
+            "--gpus-per-process 2 --virtual-local-rank",
+            4,
+            "with --virtual-local-rank, a process sees a single GPU",
+            "remove",
+        ),
         ("--gpus-per-process 2 --nproc-per-node auto", 4, "does not say how many GPUs", "type --gpus"),
         ("--gpus 4 --gpus-per-process 2 --nproc-per-node 4", 4, "one per 2 GPUs, but --nproc-per-node is 4", "remove"),
     ],
@@ -334,26 +340,26 @@ def test_a_process_cannot_have_two_mig_devices() -> None:
 
 def test_a_process_with_several_gpus_is_bound_to_the_cores_near_any_of_them() -> None:
     gpus = near(range(4), range(4, 8), range(8, 12), range(0))
-    places = planned("--gpus 4 --gpus-per-process 2 train.py", gpus, cpus=EIGHT_CORES_OF_TWO_THREADS).places
-    assert [place.cpus for place in places] == [tuple(range(8)), ()]
+    workers = planned("--gpus 4 --gpus-per-process 2 train.py", gpus, cpus=EIGHT_CORES_OF_TWO_THREADS).workers
+    assert [worker.cpus for worker in workers] == [tuple(range(8)), ()]
 
 
 def test_processes_are_bound_to_those_cores_near_their_gpu_that_the_launcher_may_use() -> None:
     gpus = near(range(8), range(8, 16), range(64, 72), range(0))
-    places = planned("--gpus 1,0,2,3 train.py", gpus, cpus=EIGHT_CORES_OF_TWO_THREADS).places
-    assert [gpu.index for place in places for gpu in place.gpus] == [1, 0, 2, 3]
-    assert [place.cpus for place in places] == [tuple(range(8, 16)), tuple(range(8)), (), ()]
+    workers = planned("--gpus 1,0,2,3 train.py", gpus, cpus=EIGHT_CORES_OF_TWO_THREADS).workers
+    assert [gpu.index for worker in workers for gpu in worker.gpus] == [1, 0, 2, 3]
+    assert [worker.cpus for worker in workers] == [tuple(range(8, 16)), tuple(range(8)), (), ()]
 
 
 def test_the_binding_of_torchrun_wins() -> None:
     made = planned("--numa-binding node --gpus 2 train.py", near(range(8), range(8)), cpus=EIGHT_CORES_OF_TWO_THREADS)
-    assert [place.cpus for place in made.places] == [(), ()]
+    assert [worker.cpus for worker in made.workers] == [(), ()]
 
 
 def test_threads_are_shared_out_evenly_unless_the_user_chose() -> None:
     made = planned("--nproc-per-node 2 train.py", cpus=EIGHT_CORES_OF_TWO_THREADS)
     assert made.env["OMP_NUM_THREADS"] == "4"
-    assert "OMP_NUM_THREADS=4 for each of 2 processes; set it yourself to change this" in made.notices
+    assert "OMP_NUM_THREADS=4 for each of 2 processes; set it to change this" in made.notices
     assert planned("--nproc-per-node 9 train.py", cpus=EIGHT_CORES_OF_TWO_THREADS).env["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in planned("--nproc-per-node 1 train.py").env
     assert "OMP_NUM_THREADS" not in planned("--nproc-per-node 2 train.py", env={"OMP_NUM_THREADS": "4"}).env
@@ -392,7 +398,7 @@ def test_a_single_worker_bound_to_some_cores_has_threads_for_these() -> None:
     near = (replace(machine(0)[0], near=(0, 1, 8, 9)),)
     made = planned("train.py", near, cpus=EIGHT_CORES_OF_TWO_THREADS)
     assert made.env["OMP_NUM_THREADS"] == "2"
-    assert "OMP_NUM_THREADS=2 for the process; set it yourself to change this" in made.notices
+    assert "OMP_NUM_THREADS=2 for the process; set it to change this" in made.notices
     everywhere = (replace(machine(0)[0], near=tuple(range(16))),)
     assert "OMP_NUM_THREADS" not in planned("train.py", everywhere, cpus=EIGHT_CORES_OF_TWO_THREADS).env
 

@@ -35,11 +35,11 @@ def test_other_words_are_no_sizes(text: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpus", "0", "--memory", "1GiB", __file__], "--gpus 0: at least one is needed"),
-        (["--gpus", "2", "--memory", "much", __file__], "--memory much: that is no size"),
+        (["--gpus", "0", "--memory", "1GiB", __file__], "--gpus 0 is less than 1"),
+        (["--gpus", "2", "--memory", "much", __file__], "--memory much is not a size"),
         (["--gpus", "2", "--memory", "1GiB", "nowhere.py"], "there is no file nowhere.py"),
-        (["--gpus", "2", __file__], "no GPU here whose memory could be planned for"),
-        (["--memory", "1GiB", __file__], "there is no GPU here"),
+        (["--gpus", "2", __file__], "no GPU that reports its memory"),
+        (["--memory", "1GiB", __file__], "this machine has no GPU"),
         ([], "the following arguments are required: SCRIPT"),
     ],
 )

@@ -17,7 +17,7 @@ from ddp_kit.launcher import agent, spec
 from ddp_kit.launcher.devices import reservations
 from ddp_kit.launcher.devices.cpus import Cpus
 from ddp_kit.launcher.devices.gpus import Gpu
-from ddp_kit.launcher.plan import Place, Plan, make
+from ddp_kit.launcher.plan import Plan, WorkerResources, make
 
 CHOOSER = [sys.executable, str(Path(__file__).with_name("chooser.py"))]
 DDPKIT = str(Path(sys.executable).with_name("ddpkit"))
@@ -153,11 +153,11 @@ def plan() -> Plan:
     """A plan on one GPU that no other test knows of."""
     gpu = Gpu(0, f"GPU-{uuid.uuid4()}", "Fake GPU", memory_total=0, memory_used=0)
     asked = spec.parse(["--nproc-per-node", "2", "train.py"], agent.torchrun_parser(), {})
-    return replace(make(asked, (), {}, "id", Cpus({0: 0}), {}), places=(Place((gpu,)), Place()))
+    return replace(make(asked, (), {}, "id", Cpus({0: 0}), {}), workers=(WorkerResources((gpu,)), WorkerResources()))
 
 
 def uuid_of(plan: Plan) -> str:
-    (gpu,) = plan.places[0].gpus
+    (gpu,) = plan.workers[0].gpus
     assert gpu is not None
     return gpu.uuid
 

@@ -6,8 +6,8 @@ import pytest
 
 from ddp_kit.launcher.restarts import (
     IDENTICAL_FAILURES,
-    LONGEST_WAIT,
     LOST_NODES,
+    MAX_WAIT,
     PROGRESS_SECONDS,
     GiveUp,
     Restart,
@@ -26,20 +26,20 @@ def failure(message: str = "", **changes: object) -> Failure:
 
 def fails(restarts: Restarts, began: int, reached: int, **changes: object) -> Restart | GiveUp:
     """A round of a Trainer: killed unless it is said otherwise."""
-    restarts.ended(Steps(began, reached), 1.0)
-    return restarts.failed(failure(**{"exit_code": KILL, "step": reached, **changes}))  # type: ignore[arg-type]
+    restarts.round_ended(Steps(began, reached), 1.0)
+    return restarts.round_failed(failure(**{"exit_code": KILL, "step": reached, **changes}))  # type: ignore[arg-type]
 
 
 def words(follows: Restart | GiveUp) -> str:
-    return follows.words if isinstance(follows, Restart) else follows.note
+    return follows.description if isinstance(follows, Restart) else follows.note
 
 
 def test_without_steps_each_failure_counts() -> None:
     restarts = Restarts(2)
     told = []
     for number in range(3):
-        restarts.ended(None, 1.0)
-        told.append(words(restarts.failed(failure(f"no {number}"))))
+        restarts.round_ended(None, 1.0)
+        told.append(words(restarts.round_failed(failure(f"no {number}"))))
     assert told == ["restart 1 of 2", "restart 2 of 2", ""]
 
 
@@ -80,8 +80,8 @@ def test_a_round_that_failed_before_its_trainer_is_no_progress_and_takes_none_aw
     restarts = Restarts(2)
     fails(restarts, 0, 10)
     fails(restarts, 8, 20)
-    restarts.ended(None, 1.0)
-    assert words(restarts.failed(failure("no"))) == "restart 3 (2 of 2 since step 20)"
+    restarts.round_ended(None, 1.0)
+    assert words(restarts.round_failed(failure("no"))) == "restart 3 (2 of 2 since step 20)"
 
 
 def test_the_same_error_at_the_same_step_is_not_tried_again_whichever_rank_says_so() -> None:
@@ -106,20 +106,20 @@ ERROR = {"exit_code": 1, "step": 12, "message": "KeyError: 'a'"}
 )
 def test_another_error_or_another_step_is_tried_again(second: dict[str, object]) -> None:
     restarts = Restarts(10)
-    assert isinstance(restarts.failed(failure(**ERROR)), Restart)  # type: ignore[arg-type]
-    assert isinstance(restarts.failed(failure(**second)), Restart)  # type: ignore[arg-type]
+    assert isinstance(restarts.round_failed(failure(**ERROR)), Restart)  # type: ignore[arg-type]
+    assert isinstance(restarts.round_failed(failure(**second)), Restart)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("chance", [{"exit_code": -signal.SIGSEGV}, {"step": None}, {"secondary": True}])
 def test_what_may_be_chance_is_tried_again(chance: dict[str, object]) -> None:
     restarts = Restarts(10)
     for _ in range(2):
-        assert isinstance(restarts.failed(failure(**ERROR | chance)), Restart)  # type: ignore[arg-type]
+        assert isinstance(restarts.round_failed(failure(**ERROR | chance)), Restart)  # type: ignore[arg-type]
 
 
 def test_a_script_that_always_fails_is_left_before_the_restarts_are_used_up() -> None:
     restarts = Restarts(100)
-    follows = [restarts.failed(failure("ValueError: no")) for _ in range(IDENTICAL_FAILURES + 1)]
+    follows = [restarts.round_failed(failure("ValueError: no")) for _ in range(IDENTICAL_FAILURES + 1)]
     assert words(follows[-1]) == "not restarted again: the same failure 6 times in a row without progress"
     assert restarts.count == IDENTICAL_FAILURES
 
@@ -127,18 +127,18 @@ def test_a_script_that_always_fails_is_left_before_the_restarts_are_used_up() ->
 @pytest.mark.parametrize("harmless", [failure(exit_code=KILL), failure(after=PROGRESS_SECONDS)])
 def test_kills_from_outside_and_failures_after_long_rounds_are_no_crash_loop(harmless: Failure) -> None:
     restarts = Restarts(50)
-    assert {follows.wait for _ in range(50) if isinstance(follows := restarts.failed(harmless), Restart)} == {0.0}
-    assert restarts.failed(harmless) == GiveUp("")
+    assert {follows.wait for _ in range(50) if isinstance(follows := restarts.round_failed(harmless), Restart)} == {0.0}
+    assert restarts.round_failed(harmless) == GiveUp("")
     assert restarts.count == 50
 
 
 def waits(restarts: Restarts, times: int) -> list[float]:
-    found = [restarts.failed(failure(f"no {restarts.count}")) for _ in range(times)]
+    found = [restarts.round_failed(failure(f"no {restarts.count}")) for _ in range(times)]
     return [follows.wait for follows in found if isinstance(follows, Restart)]
 
 
 def test_the_first_restart_is_at_once_and_a_crash_loop_waits_longer_and_longer() -> None:
-    assert waits(Restarts(2000), 2000) == [0, 1, 2, 4, 8, 16, 32] + [LONGEST_WAIT] * 1993
+    assert waits(Restarts(2000), 2000) == [0, 1, 2, 4, 8, 16, 32] + [MAX_WAIT] * 1993
 
 
 def test_progress_and_kills_from_outside_end_the_waits() -> None:
@@ -146,21 +146,21 @@ def test_progress_and_kills_from_outside_end_the_waits() -> None:
     assert waits(restarts, 3) == [0, 1, 2]
     assert fails(restarts, 0, 1) == Restart("restart 4 of 100", 0)
     assert waits(restarts, 2) == [0, 1]
-    restarts.ended(Steps(1, 2), 1.0)
+    restarts.round_ended(Steps(1, 2), 1.0)
     assert waits(restarts, 2) == [0, 1]
 
 
 def test_lost_nodes_are_not_counted_with_failures() -> None:
     restarts = Restarts(1)
-    assert {restarts.lost() for _ in range(LOST_NODES)} == {""}
-    assert words(restarts.failed(failure("no"))) == "restart 1 of 1"
-    assert restarts.lost() == "nodes were lost 101 times in a row without progress"
+    assert {restarts.node_lost() for _ in range(LOST_NODES)} == {""}
+    assert words(restarts.round_failed(failure("no"))) == "restart 1 of 1"
+    assert restarts.node_lost() == "nodes were lost 101 times in a row without progress"
 
 
 @pytest.mark.parametrize(("steps", "seconds"), [(Steps(5, 9), 1.0), (None, PROGRESS_SECONDS)])
 def test_progress_begins_the_count_of_lost_nodes_anew(steps: Steps | None, seconds: float) -> None:
     restarts = Restarts(0)
     for _ in range(LOST_NODES):
-        restarts.lost()
-    restarts.ended(steps, seconds)
-    assert restarts.lost() == ""
+        restarts.node_lost()
+    restarts.round_ended(steps, seconds)
+    assert restarts.node_lost() == ""

@@ -44,7 +44,7 @@ def test_a_process_that_holds_the_interpreter_lock_is_seen(
     with busy(account) as pid:
         if py_spy and not stacks.can_be_inspected(pid):
             pytest.skip("this system lets nobody look into other processes")
-        (stack,) = stacks.take({3: pid}, 60.0, {3: str(account)}, lambda: False).values()
+        (stack,) = stacks.read_stacks({3: pid}, 60.0, {3: str(account)}, lambda: False).values()
     assert stack.doing(Phase.FORWARD) == "in the forward pass (train.py:5 in work)"
     assert stack.holds_lock == py_spy
     assert stack.as_trace().startswith('  File "')

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_kit.launcher.tracebacks import failed_at_start, is_interrupt, message_of, shortened, split
+from ddp_kit.launcher.tracebacks import WarningFilter, failed_at_start, is_interrupt, message_of, shortened, split
 
 PLAIN = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: no\n'
 
@@ -111,3 +111,30 @@ def test_a_very_long_one_keeps_its_beginning_and_its_end() -> None:
     lines = shortened(trace).splitlines()
     assert len(lines) < 70
     assert (lines[0], lines[-1]) == ("Traceback (most recent call last):", "RecursionError: too deep")
+
+
+def warned(where: str, what: str) -> list[bytes]:
+    return [
+        f"[rank3]:[W1124 13:40:49.378767068 {where}] [c10d] {what}: Connection reset by peer\n".encode(),
+        b"Exception raised from recvBytes at /torch/csrc/distributed/c10d/Utils.hpp:784 (most recent call first):\n",
+        b"frame #0: c10::Error::Error(c10::SourceLocation) + 0x9d (0x7f64c5579b8d in libc10.so)\n",
+        b"<omitting python frames>\n",
+        b"frame #21: <unknown function> + 0x1098ec (0x7f64c7b1c8ec in libc.so.6)\n",
+        b"\n",
+    ]
+
+
+def test_a_store_s_warning_of_an_error_that_it_raises_is_left_out_with_its_stack() -> None:
+    store = warned("TCPStore.cpp:125", "recvValue failed on SocketImpl(fd=15, addr=[10d7:dbdf:687f]:57307)")
+    lines = [b"step 1\n", *store, b"\n", b"frame #1 of 2\n", *store, b"step 2\n"]
+    kept = [b"step 1\n", b"\n", b"frame #1 of 2\n", b"step 2\n"]
+    assert WarningFilter().kept(b"".join(lines)) == b"".join(kept)
+    in_parts = WarningFilter()
+    assert [part for line in lines if (part := in_parts.kept(line))] == kept
+
+
+def test_other_warnings_are_kept_without_their_stack_and_an_error_s_stack_is_kept() -> None:
+    other = warned("ProcessGroupNCCL.cpp:1783", "Failed to check the should dump flag")
+    assert WarningFilter().kept(b"".join(other)) == other[0]
+    error = [b"RuntimeError: what\n", *other[1:]]
+    assert WarningFilter().kept(b"".join(error)) == b"".join(error), "asked for by TORCH_SHOW_CPP_STACKTRACES"

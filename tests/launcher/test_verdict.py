@@ -26,7 +26,7 @@ def test_the_first_failure_counts_not_those_that_were_stopped_after_it() -> None
     assert verdict.exit_code == 7
     assert verdict.text.splitlines() == [
         "rank 1 failed first: exit code 7 (local rank 1, pid 101): ValueError: no",
-        "  rank 2 failed after it: exit code 9",
+        "  rank 2 then failed: exit code 9",
     ]
 
 
@@ -57,7 +57,7 @@ def test_what_the_others_say_alike_is_said_once() -> None:
     verdict = judge(Outcome((*echoes, first), note="not again"))
     assert verdict.text.splitlines() == [
         "rank 3 failed first: exit code 1 (local rank 3, pid 103): ValueError: no",
-        "  ranks 0, 1 failed after it with the same error: RuntimeError: Closed by peer",
+        "  ranks 0, 1 then failed with the same error: RuntimeError: Closed by peer",
         "  not again",
     ]
 
@@ -66,7 +66,7 @@ def test_the_message_of_the_first_is_not_repeated_for_the_others() -> None:
     first, *others = (failure(rank, 1, 2.0 + rank, f"ValueError: no sample {rank}") for rank in range(3))
     assert judge(Outcome((first, *others))).text.splitlines() == [
         "rank 0 failed first: exit code 1 (local rank 0, pid 100): ValueError: no sample 0",
-        "  ranks 1, 2 failed after it with the same error",
+        "  ranks 1, 2 then failed with the same error",
     ]
 
 
@@ -96,7 +96,7 @@ def test_what_the_console_has_already_is_not_repeated() -> None:
     other = replace(failure(0, 1, 2.1, "LossError: no"), printed=True, secondary=True)
     assert judge(Outcome((first, other))).text.splitlines() == [
         "rank 1 failed first: exit code 1 (local rank 1, pid 101)",
-        "  rank 0 failed after it: exit code 1",
+        "  rank 0 then failed: exit code 1",
     ]
     on_another_node = replace(first, host="h2")
     assert judge(Outcome((on_another_node,))).text.endswith(", host h2, pid 101): LossError: no")

@@ -28,7 +28,7 @@ def test_reminders_come_after_three_seconds_and_then_at_growing_intervals() -> N
     [("--nnodes 2", True), ("--nnodes=2 --node_rank 1", False), ("--nnodes 2 --rdzv-endpoint=h:1", False)],
 )
 def test_with_the_number_of_nodes_alone_the_first_reminder_comes_at_once(flags: str, alone: bool) -> None:
-    assert Commands(flags.split(), "train.py", 2).name_no_place is alone
+    assert Commands(flags.split(), "train.py", 2).lack_endpoint is alone
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_the_host_says_how_many_are_here_and_how_long_it_waits() -> None:
     limits = Limits(min_nodes=2, max_nodes=4)
     first = waiting_for_nodes(1, limits, ("10.0.0.1", 29400), commands)
     assert first == (
-        "1 of 2 nodes is here; waiting up to 600 s at 10.0.0.1:29400; "
+        "1 of 2 nodes has joined; waiting up to 600 s at 10.0.0.1:29400; "
         "on the other nodes, type: ddpkit launch --nnodes 2:4 train.py"
     )
     assert "waiting up to 30 s for more" in waiting_for_nodes(3, limits, ("10.0.0.1", 29400), commands)
@@ -83,7 +83,7 @@ def test_the_command_that_a_waiting_node_prints_starts_the_missing_one(tmp_path:
     with start(DDPKIT, "launch", *words, "script.py") as first:
         assert first.stderr is not None
         line = first.stderr.readline()
-        assert "1 of 2 nodes is here" in line
+        assert "1 of 2 nodes has joined" in line
         assert endpoint in line
         with start(*shlex.split(line.rpartition(": ")[2])) as second:
             said = [*first.communicate(timeout=120), *second.communicate(timeout=120)]

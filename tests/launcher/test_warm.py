@@ -40,7 +40,7 @@ def a_program(path: Path | str, *arguments: str, module: bool = False) -> Progra
         Start(1, ("python", "train.py"), {"A": "1", "ODD": "\udcff"}, a_program("train.py", "--lr", "0.1"), (0, 2)),
         Start(1, ("bash",), {}),
         Kill(7),
-        Clear(well=True),
+        Clear(succeeded=True),
         RemoveAtEnd("/tmp/folder"),
         Started(2, 4711, "why cold", "why not at all"),
         Ended(3, -9),
@@ -79,23 +79,23 @@ def test_messages_of_any_size_and_in_any_pieces_are_put_together() -> None:
 
 
 def test_a_program_s_words_are_those_that_python_would_be_given() -> None:
-    assert a_program("a b.py", "x").words == (sys.executable, "-u", "a b.py", "x")
-    assert a_program("pack.age", module=True).words == (sys.executable, "-u", "-m", "pack.age")
+    assert a_program("a b.py", "x").command_line == (sys.executable, "-u", "a b.py", "x")
+    assert a_program("pack.age", module=True).command_line == (sys.executable, "-u", "-m", "pack.age")
 
 
 def test_files_that_hide_modules_which_torch_imports_are_an_obstacle(tmp_path: Path) -> None:
     main = tmp_path / "train.py"
     main.touch()
-    assert script.obstacle(a_program(main), {}, frozenset(["queue", "json"])) == ""
+    assert script.reason_for_cold_start(a_program(main), {}, frozenset(["queue", "json"])) == ""
     (tmp_path / "json").mkdir()  # a folder of data, not a package
-    assert script.obstacle(a_program(main), {}, frozenset(["queue", "json"])) == ""
+    assert script.reason_for_cold_start(a_program(main), {}, frozenset(["queue", "json"])) == ""
     (tmp_path / "queue.py").touch()
-    assert "queue.py" in script.obstacle(a_program(main), {}, frozenset(["queue", "json"]))
+    assert "queue.py" in script.reason_for_cold_start(a_program(main), {}, frozenset(["queue", "json"]))
 
 
 def test_what_is_no_python_file_is_an_obstacle(tmp_path: Path) -> None:
     (tmp_path / "train").touch()
-    assert "not a .py file" in script.obstacle(a_program(tmp_path / "train"), {}, frozenset())
+    assert "not a .py file" in script.reason_for_cold_start(a_program(tmp_path / "train"), {}, frozenset())
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_script_that_sets_what_torch_reads_as_it_is_imported_is_not_forked(
 ) -> None:
     (tmp_path / "train.py").write_text(text)
     env = {"MKL_NUM_THREADS": "2"}
-    found = script.obstacle(a_program(tmp_path / "train.py"), env, frozenset())
+    found = script.reason_for_cold_start(a_program(tmp_path / "train.py"), env, frozenset())
     assert (f"sets {name}," in found) if name else not found
 
 
@@ -142,7 +142,7 @@ def server(tmp_path: Path) -> Iterator[WarmServer]:
 def forked(
     server: WarmServer, program: Program, env: Mapping[str, str] = os.environ, streams: tuple[int, ...] = ()
 ) -> Process:
-    return started(server, server.start(program.words, env, program, streams))
+    return started(server, server.start(program.command_line, env, program, streams))
 
 
 def started(server: WarmServer, worker: Process) -> Process:
@@ -190,7 +190,7 @@ def test_what_a_trainer_or_an_optimizer_needs_is_there_for_a_script_that_speaks_
 def test_a_server_that_is_still_importing_is_not_waited_for(server: WarmServer, tmp_path: Path) -> None:
     main = tmp_path / "train.py"
     main.write_text("# ddp_kit's Trainer")
-    server.start(a_program(main).words, os.environ, a_program(main))
+    server.start(a_program(main).command_line, os.environ, a_program(main))
     server.close()
     assert server._process.returncode == -signal.SIGKILL
 
@@ -253,9 +253,9 @@ def test_to_ask_after_a_worker_takes_no_news_that_others_wait_for() -> None:
 
 
 def test_a_server_that_is_stopped_is_continued_and_the_second_time_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(client, "_CHECK_SECONDS", 0.05)
     said: list[str] = []
-    server = WarmServer([], os.environ, warm=False, say=said.append)
+    server = WarmServer([], os.environ, warm=False, print_message=said.append)
     first, second = (started(server, server.start(["sleep", "1000"], os.environ)) for _ in range(2))
     os.kill(server.pid, signal.SIGSTOP)
     os.kill(first.pid, signal.SIGTERM)
@@ -272,7 +272,7 @@ def test_a_server_that_is_stopped_is_continued_and_the_second_time_killed(monkey
 
 @pytest.mark.slow
 def test_a_server_that_is_stopped_takes_messages_larger_than_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(client, "_CHECK_SECONDS", 0.05)
     server = WarmServer([], os.environ, warm=False)
     os.kill(server.pid, signal.SIGSTOP)
     large = {f"LARGE_{number}": "x" * 100_000 for number in range(10)}

@@ -60,7 +60,7 @@ def error_of(data: Any, workers: int, **config: Any) -> str:
         (Photos(), "while reading sample 17 of Photos"),
         (Subset(Photos(), range(10, 40)), "while reading sample 7 of a Subset, which is sample 17 of Photos"),
         (AtOnce(), "while reading samples 17, 2 of AtOnce"),
-        (Lines(), "while reading item 1 of batch 2 of Lines, from 0"),
+        (Lines(), "while reading item 1 of batch 2 of Lines (numbers start at 0)"),
     ],
 )
 def test_an_error_names_the_sample(data: Any, where: str) -> None:

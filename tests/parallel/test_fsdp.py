@@ -22,10 +22,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from ddp_kit import Trainer, TrainerConfig
-from ddp_kit.parallel import fsdp
+from ddp_kit.parallel import fsdp_units
 
 parallel, keeps_whole = json.loads(sys.argv[1]), sys.argv[2] == "whole"
-fsdp.whole_gradients_fit = lambda gradients, memory: keeps_whole
+fsdp_units.whole_gradients_fit = lambda gradients, memory: keeps_whole
 
 class Sent(TorchDispatchMode):
     def __init__(self):
@@ -61,12 +61,17 @@ GATHERED = {"_allgather_base_": PASSES * (UNITS + RESHARDED)}
 @pytest.mark.parametrize(
     ("ranks", "parallel", "gradients", "reduced"),
     [
-        (2, '{"strategy": "fsdp"}', "whole", {"_reduce_scatter_base_": UNITS}),
+        pytest.param(2, '{"strategy": "fsdp"}', "whole", {"_reduce_scatter_base_": UNITS}, marks=pytest.mark.thorough),
         (2, '{"strategy": "fsdp"}', "sharded", {"_reduce_scatter_base_": UNITS * PASSES}),
-        (4, HYBRID, "whole", {"_reduce_scatter_base_": UNITS, "allreduce_": UNITS}),
-        (4, HYBRID, "sharded", {"_reduce_scatter_base_": UNITS * PASSES, "allreduce_": UNITS}),
+        pytest.param(
+            4, HYBRID, "whole", {"_reduce_scatter_base_": UNITS, "allreduce_": UNITS}, marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            4, HYBRID, "sharded", {"_reduce_scatter_base_": UNITS * PASSES, "allreduce_": UNITS},
+            marks=pytest.mark.thorough,
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_step_sends_what_fsdp_needs_and_nothing_else(
     start: Start, script: Callable[[str], Path], ranks: int, parallel: str, gradients: str, reduced: dict[str, int]
 ) -> None:
@@ -76,6 +81,163 @@ def test_a_step_sends_what_fsdp_needs_and_nothing_else(
     assert ast.literal_eval(counts) == GATHERED | reduced
     alone = start("python", 1, script(COUNTED), '"ddp"', gradients)
     assert float(loss) == pytest.approx(float(alone.stdout.splitlines()[-1]), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fits", "gathered", "reduced"),
+    [("whole", 1, 1), pytest.param("sharded", 2 * PASSES, PASSES, marks=pytest.mark.thorough)],
+)
+def test_a_pipeline_gathers_and_reduces_each_block_once_per_step_where_they_fit(
+    start: Start, script: Callable[[str], Path], fits: str, gathered: int, reduced: int
+) -> None:
+    run = start("ddpkit", 4, script(COUNTED), '{"pipeline": 2, "shard": 2, "stages": ["0.1"]}', fits)
+    assert run.returncode == 0, run.stderr
+    counts, loss = (line.removeprefix("[rank 0] ") for line in run.stdout.splitlines())
+    found = ast.literal_eval(counts)
+    assert (found["_allgather_base_"], found["_reduce_scatter_base_"]) == (gathered, reduced)
+    alone = start("python", 1, script(COUNTED), '"ddp"', fits)
+    assert float(loss) == pytest.approx(float(alone.stdout.splitlines()[-1]), rel=1e-5)
+
+
+SHORT = """
+import torch, torch.nn.functional as F
+from torch import nn
+from torch.utils.data import IterableDataset
+from ddp_kit import Trainer, TrainerConfig
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("cos", torch.linspace(0.5, 1, 4))
+        self.register_buffer("mean", torch.ones(4))
+    def forward(self, x):
+        if self.training:
+            self.mean.lerp_(x.mean(0), 0.1)
+        return self.b(torch.tanh(self.a(x)) * self.cos * self.mean)
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(rows[trainer.world.rank::trainer.world.world_size])
+
+buffers = {}
+def loss_fn(model, batch):
+    buffers.update({name: each.clone() for name, each in model.named_buffers()})
+    labels = batch.pop("labels")
+    return F.mse_loss(model(batch["x"]), labels)
+
+torch.manual_seed(0)
+rows = [{"x": x, "labels": x} for x in torch.randn(9, 4)]
+for data in (lambda: rows, Stream):  # the last step has 1 sample: on the last rank, a pass with zero weight
+    torch.manual_seed(0)
+    config = TrainerConfig(epochs=1, global_batch_size=4, micro_batch_size=1, data={"shuffle": False},
+                           parallel=sys.argv[1])
+    trainer = Trainer(Scaled(), lambda weights: torch.optim.SGD(weights, lr=0.1), loss_fn, config)
+    own = dict(trainer.model.named_buffers())
+    loss = trainer.fit(data()).loss
+    if trainer.world.rank and sys.argv[1] == "fsdp":  # without that, it runs no pass
+        for name, each in trainer.model.named_buffers():
+            assert each is own[name] and torch.equal(each, buffers[name]), name
+    found = [loss, trainer.evaluate(rows)["loss"], trainer.evaluate(rows[:1])["loss"]]
+    if trainer.world.is_main:
+        say(*found)
+"""
+
+
+@pytest.mark.slow
+def test_a_pass_with_zero_weight_leaves_buffers_and_batches_alone(start: Start, script: Callable[[str], Path]) -> None:
+    run, other = (start("ddpkit", 2, script(SHORT), parallel) for parallel in ("fsdp", "ddp"))
+    assert run.returncode == 0, run.stderr
+    assert len(run.stdout.splitlines()) == 2
+    for line, expected in zip(run.stdout.splitlines(), other.stdout.splitlines(), strict=True):
+        losses = [[float(word) for word in each.removeprefix("[rank 0] ").split()] for each in (line, expected)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+SWEEP = """
+import torch
+from torch import nn
+from ddp_kit import Trainer, TrainerConfig
+
+for depth in (2, 3):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(depth)])
+    config = TrainerConfig(max_steps=2, global_batch_size=8, parallel="fsdp")
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    trainer = Trainer(model, sgd, lambda model, x: model(x).square().mean(), config)
+    trainer.fit(torch.ones(16, 4))
+    trainer.evaluate(torch.ones(16, 4))
+say("all trained")
+"""
+
+
+@pytest.mark.slow
+def test_a_process_may_have_several_trainers(start: Start, script: Callable[[str], Path]) -> None:
+    run = start("ddpkit", 2, script(SWEEP))
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("all trained") == 2
+
+
+DROPPED = """
+import json
+import torch
+from torch import nn
+from ddp_kit import Trainer, TrainerConfig
+from ddp_kit.parallel import fsdp_units
+
+fsdp_units.whole_gradients_fit = lambda gradients, memory: False
+parallel, case = json.loads(sys.argv[1]), sys.argv[2]
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.calls = 0
+    def forward(self, x):
+        self.calls += 1
+        for number, block in enumerate(self.blocks):
+            if number != 1 or self.calls % 3 == 1:  # only in the first of three micro-batches
+                x = block(x)
+            elif case == "unused":
+                block(x)
+        return x
+
+torch.manual_seed(0)
+x = torch.randn(48, 4, dtype=torch.float64)
+config = TrainerConfig(global_batch_size=24, accumulation_steps=3, max_steps=4, log_every=1, data={"shuffle": False},
+                       parallel=parallel)
+sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+trainer = Trainer(Net().double(), sgd, lambda model, x: model(x).square().mean(), config)
+history = trainer.fit(x).history
+if trainer.world.is_main:
+    say(*(f"{value:.12f}" for row in history for value in (row.loss, row.grad_norm)))
+"""
+REPLICATED = '{"strategy": "fsdp", "shard": 1}'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "parallel"), [(2, REPLICATED), pytest.param(4, HYBRID, marks=pytest.mark.thorough)])
+def test_hsdp_reduces_a_block_that_the_last_micro_batch_leaves_out(
+    start: Start, script: Callable[[str], Path], ranks: int, parallel: str
+) -> None:
+    run = start("ddpkit", ranks, script(DROPPED), parallel, "left out")
+    assert run.returncode == 0, run.stderr
+    other = start("ddpkit", ranks, script(DROPPED), '{"find_unused_parameters": true}', "left out")
+    assert run.stdout == other.stdout
+
+
+@pytest.mark.slow
+def test_hsdp_says_in_which_micro_batch_a_block_got_no_gradient(start: Start, script: Callable[[str], Path]) -> None:
+    run = start("ddpkit", 2, script(DROPPED), REPLICATED, "unused")
+    assert run.returncode == 1
+    assert "blocks.1.inner.bias got no gradient in the last micro-batch of a step" in run.stderr
 
 
 @pytest.mark.parametrize("name", ["find_unused_parameters", "static_graph"])

@@ -81,6 +81,24 @@ def test_stages_that_are_known_are_counted_exactly() -> None:
     assert not plan(2, pipeline=2).certain
 
 
+def test_a_pipeline_shards_its_blocks_alone_and_keeps_them_gathered_where_they_fit() -> None:
+    third = replace(ROWS[2], name="blocks.2.weight", unit="blocks.2")
+    stages = frozenset({"frozen"}), frozenset({"embedding", *(f"blocks.{number}.weight" for number in range(3))})
+    model = replace(MODEL, rows=(*ROWS, third), stages=stages, accumulates=True)
+
+    def planned(short: int = 0, **settings: Any) -> MemoryPlan:
+        config = ParallelConfig(pipeline=2, shard=2, **settings)
+        return plan_memory(model, config, 4 * config.tensor, device_memory=3 * 42 * 4 * 8 - short)
+
+    fits, less = planned(), planned(short=1)
+    assert (fits.weights, less.weights) == ((60 + 3 * 24) * 4 + 16,) * 2
+    assert (fits.gradients, less.gradients) == ((60 + 3 * 42) * 4, (60 + 3 * 24) * 4)
+    assert (fits.communication, less.communication) == ((3 + 2) * 42 * 4, (2 + 2) * 42 * 4)
+    assert planned(reshard=True).communication == less.communication
+    assert planned(short=1, reshard=False).communication == fits.communication
+    assert planned(tensor=5).weights == (2 * 6 + 3 * 6) * 4 + 16
+
+
 def test_every_setting_can_be_written_in_a_script() -> None:
     rows = tuple(replace(row, split=0) for row in large(400).rows)
     for model in (large(400), replace(large(400), rows=rows)):

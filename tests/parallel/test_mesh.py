@@ -33,6 +33,7 @@ def test_the_ranks_that_are_left_replicate_or_shard(settings: dict[str, Any], ra
         ({"shard": 2, "tensor": 4}, 4, "tensor 4 x shard 2 = 8, but there are 4 ranks"),
         ({"replicate": 2, "shard": 2}, 8, "replicate 2 x shard 2 = 4, but there are 8 ranks"),
         ({"tensor": 2}, 1, "there is 1 rank"),
+        ({"pipeline": 2, "tensor": 2, "shard": 2}, 6, "tensor 2 x pipeline 2 x shard 2 = 8, but there are 6 ranks"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_the_arithmetic(
@@ -47,6 +48,7 @@ def test_ranks_of_a_tensor_group_are_neighbours_and_every_rank_has_its_own_place
     sizes = Sizes(replicate=2, shard=3, tensor=2, pipeline=2)
     places = [sizes.coordinates(rank) for rank in range(24)]
     assert places == [*product(range(2), range(2), range(3), range(2))]
+    assert [sizes.rank(*place) for place in places] == [*range(24)]
 
 
 @pytest.mark.parametrize(

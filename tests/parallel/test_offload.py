@@ -219,6 +219,7 @@ def test_a_gpu_has_no_optimizer_state(precision: str) -> None:
     [
         ({"offload_parameters": True}, "ddp", "needs sharded weights.*set parallel='fsdp'"),
         (OFFLOADED, {"pipeline": 2}, "is not supported with parallel.pipeline = 2"),
+        ({"offload_parameters": True}, {"pipeline": 2, "shard": 2}, "is not supported with parallel.pipeline = 2"),
     ],
 )
 def test_placements_that_do_not_go_with_it_are_refused(memory: Any, parallel: Any, words: str) -> None:

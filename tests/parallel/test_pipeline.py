@@ -11,7 +11,7 @@ from ddp_kit.config import ParallelConfig
 from ddp_kit.parallel import PassedOn
 from ddp_kit.parallel.pipeline import PipelineStrategy
 from ddp_kit.parallel.stage_links import Received
-from ddp_kit.parallel.stages import StageModel, chain_of, places_of_stages
+from ddp_kit.parallel.stages import StageModel, chain_of, places_of_stages, sharded_parameters
 from ddp_kit.world import World
 
 
@@ -91,7 +91,7 @@ def test_stages_compute_what_the_model_does_and_leave_it_as_it_was() -> None:
             mean,
             "out of order: blocks.2, where the next one is blocks.1.*\n.*parallel='fsdp' needs neither",
         ),
-        (Model(order=(0, 1, 2)), mean, "has come to 3 of its 4 blocks"),
+        (Model(order=(0, 1, 2)), mean, "ran 3 of its 4 blocks"),
         (Model(between=torch.relu), mean, "changes what blocks.1 returns before blocks.2 gets it"),
         (Model(after=lambda outputs: outputs[1] + outputs[-1]), mean, "past the block that follows it"),
         (Model(), lambda model, batch: mean(model, batch) + mean(model, batch), "out of order: blocks.0, where"),
@@ -105,7 +105,7 @@ def test_what_is_no_chain_is_an_error_and_not_another_gradient(model: nn.Module,
 
 def test_a_loss_that_does_not_call_the_model_is_an_error_on_each_stage() -> None:
     model = Model()
-    with pytest.raises(LossError, match="has come to 0 of its 4 blocks"):
+    with pytest.raises(LossError, match="ran 0 of its 4 blocks"):
         StageModel(model, chain_of(model, config()), 0).call(lambda model, batch: batch.sum(), torch.ones(2))
 
 
@@ -132,14 +132,16 @@ def test_stages_can_be_named() -> None:
         (Model(), {"stages": ()}, "names 0 modules"),
         (Model(), {"stages": ("blocks.9",)}, "no such module"),
         (Model(), {"stages": ("head",)}, "not modules of one nn.ModuleList"),
-        (Model(), {"stages": ("blocks.0",)}, "with which the first stage begins"),
+        (Model(), {"stages": ("blocks.0",)}, "where the first stage begins"),
         (Model(), {"pipeline": 3, "stages": ("blocks.2", "blocks.1")}, "not in the order"),
         (nn.Sequential(Block(), Block(), nn.BatchNorm1d(3)), {}, "BatchNorm.*: 2\n.*use LayerNorm"),
         (nn.Sequential(nn.Embedding(3, 3, sparse=True), Block(), Block()), {}, "sparse"),
         (Model(), {"schedule": "zbv", "pipeline": 3}, "makes 6 stages, and the model Model has 4 repeated"),
         (Model(), {"compression": "bf16"}, "a setting of DDP"),
         (Model(), {"strategy": "pipeline", "pipeline": 1}, "parallel.pipeline is 1"),
-        (Model(), {"shard": 2}, "goes with replicate alone"),
+        (Model(), {"optimizer": "sharded"}, "'sharded' is not supported with a pipeline\n.*or set shard"),
+        (Model(), {"shard": 2, "schedule": "zbv"}, "which FSDP cannot.*\n.*'1f1b', 'interleaved' or 'gpipe'"),
+        (Model(), {"shard": 2, "units": ("blocks.*",)}, "in which each block is a unit\n.*leave it out"),
     ],
 )
 def test_what_cannot_be_a_pipeline_is_refused(model: nn.Module, settings: dict[str, Any], found: str) -> None:
@@ -169,3 +171,28 @@ def test_all_ranks_of_a_pipeline_share_samples_and_the_last_one_has_the_losses()
         (1, 2, True),
     ]
     assert ranks[0].replicas == ([0, 1], [2, 3])
+
+
+def test_ranks_of_a_tensor_group_share_samples_too_and_those_that_shard_do_not() -> None:
+    world = [World(rank, 16, rank, 16, 0, torch.device("cpu")) for rank in range(16)]
+    ranks = [PipelineStrategy(each, config(tensor=2, shard=2)) for each in world]
+    assert [each.data_rank for each in ranks] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
+    assert {each.data_ranks for each in ranks} == {4}
+    assert [each.world.rank for each in ranks if each.contributes] == [8, 10, 12, 14]
+    assert ranks[0].replicas == tuple([first, first + 4] for first in (0, 1, 2, 3, 8, 9, 10, 11))
+
+
+def test_what_one_block_alone_has_is_sharded() -> None:
+    model = Model()
+    model.blocks[1].layer.weight = model.blocks[0].layer.weight  # type: ignore[union-attr]
+    model.blocks[2].layer.bias = model.head.weight  # type: ignore[union-attr]
+    model.blocks[3].scale = nn.Parameter(torch.tensor(1.0))  # type: ignore[union-attr]
+    names = {each: name for name, each in model.named_parameters()}
+    found = {names[each]: block for each, block in sharded_parameters(model, chain_of(model, config())).items()}
+    assert found == {
+        "blocks.0.layer.bias": "blocks.0",
+        "blocks.1.layer.bias": "blocks.1",
+        "blocks.2.layer.weight": "blocks.2",
+        "blocks.3.layer.weight": "blocks.3",
+        "blocks.3.layer.bias": "blocks.3",
+    }

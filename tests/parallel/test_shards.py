@@ -1,5 +1,6 @@
-"""Which optimizers can be given shards."""
+"""Which optimizers can be given shards, and which models have shards."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,8 @@ import torch
 from torch import nn
 
 from ddp_kit import ConfigError
-from ddp_kit.parallel.shards import check_elementwise
+from ddp_kit.parallel.shards import Shards, check_dense_gradients, check_elementwise
+from ddp_kit.pieces import Piece
 
 
 def parameters() -> list[nn.Parameter]:
@@ -26,9 +28,12 @@ def parameters() -> list[nn.Parameter]:
     ],
 )
 def test_optimizers_that_update_each_value_by_itself_can_be_sharded(make: Callable[[Any], Any]) -> None:
-    optimizer, before = make(parameters()), torch.get_rng_state()
+    optimizer, before, others = make(parameters()), torch.get_rng_state(), random.getstate()
     check_elementwise(optimizer)
     assert torch.equal(torch.get_rng_state(), before)
+    assert random.getstate() == others
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 5)
+    check_elementwise(optimizer)
 
 
 class NormedByTensor(torch.optim.SGD):
@@ -46,3 +51,102 @@ def test_an_optimizer_that_looks_at_the_whole_tensor_is_refused() -> None:
         check_elementwise(NormedByTensor(parameters(), lr=0.1))
     with pytest.raises(ConfigError, match="Adafactor cannot be sharded"):
         check_elementwise(torch.optim.Adafactor(parameters()))
+
+
+def test_it_is_refused_at_the_start_of_a_warm_up_too() -> None:
+    optimizer = torch.optim.Adafactor(parameters(), lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 5)
+    with pytest.raises(ConfigError, match="Adafactor cannot be sharded: its update of a value depends on"):
+        check_elementwise(optimizer)
+
+
+class Own(torch.optim.Optimizer):
+    """What users write: some rule for each tensor of a group, or for all."""
+
+    def __init__(
+        self, params: Any, lr: float = 0.1, rule: str = "plain", calls: list[int] | None = None, max_norm: float = 5.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "rule": rule, "calls": calls, "max_norm": max_norm})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        everything = [each for group in self.param_groups for each in group["params"]]
+        for group in self.param_groups:
+            if group["calls"] is not None:
+                group["calls"].append(1)
+            if group["rule"] == "clipped":
+                nn.utils.clip_grad_norm_(everything, group["max_norm"])
+            for each in group["params"]:
+                if group["rule"] == "normalised":
+                    each.grad /= each.grad.norm()
+                if group["rule"] == "centred kernels" and each.ndim == 4:
+                    each.grad -= each.grad.mean()
+                if group["rule"] != "still":
+                    each.sub_(each.grad, alpha=group["lr"])
+
+
+def test_every_group_is_tried() -> None:
+    first, second = parameters()
+    check_elementwise(Own([{"params": [first]}, {"params": [second], "lr": 0.2}]))
+    with pytest.raises(ConfigError, match="depends on other values"):
+        check_elementwise(Own([{"params": [first]}, {"params": [second], "rule": "normalised"}]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"rule": "clipped"}, "depends on other values"),
+        ({"rule": "clipped", "max_norm": 1e3}, "depends on other values"),
+        ({"rule": "centred kernels"}, "depends on other values"),
+        ({"rule": "still"}, "a trial does not change any weights"),
+    ],
+)
+def test_rules_over_several_values_are_refused(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        check_elementwise(Own(parameters(), **settings))
+
+
+class Counting(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        for each in (one for group in self.param_groups for one in group["params"]):
+            each.grad /= each.numel() / each.numel()
+        super().step(closure)
+
+
+def test_an_optimizer_that_fails_on_empty_tensors_is_refused() -> None:
+    with pytest.raises(ConfigError, match="shards may be empty, and on empty tensors it fails with ZeroDivisionError"):
+        check_elementwise(Counting(parameters(), lr=0.1))
+
+
+def test_a_trial_leaves_the_settings_of_the_user_alone() -> None:
+    calls: list[int] = []
+    check_elementwise(Own(parameters(), calls=calls))
+    assert calls == []
+
+
+def test_the_state_that_a_constructor_makes_is_divided() -> None:
+    whole = nn.Parameter(torch.arange(6.0).reshape(2, 3))
+    optimizer = torch.optim.Adagrad([whole], initial_accumulator_value=0.5)
+    optimizer.state[whole]["sum"] += torch.arange(6.0).reshape(2, 3)
+    piece = Piece(whole.detach().reshape(-1)[2:5], (2, 3), (2,), flat=True)
+    shards = Shards({whole: piece}, {whole: "weight"})
+    shards.give_to(optimizer)
+    assert [*optimizer.state] == [shards.of[whole]]
+    assert optimizer.state[shards.of[whole]]["sum"].tolist() == [2.5, 3.5, 4.5]
+
+
+def test_state_of_another_shape_is_refused_by_its_name() -> None:
+    whole = nn.Parameter(torch.ones(2, 3))
+    optimizer = torch.optim.SGD([whole], lr=0.1)
+    optimizer.state[whole]["rows"] = torch.ones(2)
+    shards = Shards({whole: Piece(whole.detach().reshape(-1)[2:5], (2, 3), (2,), flat=True)}, {whole: "weight"})
+    with pytest.raises(ConfigError, match="rows of weight has the shape"):
+        shards.give_to(optimizer)
+
+
+def test_sparse_gradients_are_refused_unless_the_embedding_is_frozen() -> None:
+    model = nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.EmbeddingBag(3, 2, sparse=True))
+    model[1].requires_grad_(False)
+    with pytest.raises(ConfigError, match="does not shard sparse gradients, such as those of 0\n"):
+        check_dense_gradients(model, "zero1")
+    check_dense_gradients(model.requires_grad_(False), "zero1")

@@ -82,3 +82,19 @@ def test_a_loss_that_does_not_depend_on_what_was_received() -> None:
     backward_to_input(weight.sum(), None, x)()
     assert x.grad is None
     assert weight.grad is not None
+
+
+def test_gradients_of_broadcast_weights_do_not_share_memory_with_what_the_stage_before_gets() -> None:
+    # With one sample, the gradient of `place` is a view of the gradient of `x`.
+    place, other = (nn.Parameter(torch.randn(3, 4)) for _ in range(2))
+    x = torch.randn(1, 3, 4, requires_grad=True)
+    backward_to_weights = backward_to_input((x + place[None] + other[None]).square().sum(), None, x)
+    assert x.grad is not None
+    expected = x.grad.clone()
+    backward_to_weights()
+    for weight in (place, other):
+        assert weight.grad is not None
+        assert torch.equal(weight.grad, expected[0])
+        weight.grad += 1  # as the next pass does
+        assert torch.equal(x.grad, expected)
+    assert torch.equal(other.grad, expected[0] + 1)

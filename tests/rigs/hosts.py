@@ -16,7 +16,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,11 +67,16 @@ class Tree:
         self.process.kill()
         self.process.wait()
 
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal to the command itself, not to what it has started."""
+    @property
+    def command(self) -> psutil.Process:
+        """The command itself, not what it has started."""
         (first,) = psutil.Process(self.process.pid).children()
         (command,) = first.children()
-        command.send_signal(number)
+        return command
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the command alone."""
+        self.command.send_signal(number)
 
     def wait(self, seconds: float) -> int:
         """The exit code of the command, and `TimeoutExpired` where it goes on for longer."""
@@ -80,6 +85,14 @@ class Tree:
     @property
     def ended(self) -> bool:
         return self.process.poll() is not None
+
+    def commands(self) -> str:
+        """The command lines of its processes, one per line."""
+        lines = []
+        for process in psutil.Process(self.process.pid).children(recursive=True) if not self.ended else ():
+            with suppress(psutil.NoSuchProcess):
+                lines.append(" ".join(process.cmdline()))
+        return "\n".join(lines)
 
     @property
     def output(self) -> str:

@@ -1,21 +1,28 @@
-"""docker/: what can be read from its files everywhere, and a real image where DDPKIT_IMAGE_TESTS=1 asks for it."""
+"""docker/: what can be read from its files everywhere, and images on two bases where the programs for it are."""
 
 import os
 import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+import ddp_kit
+
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
-IMAGE, BASE = "localhost/ddpkit-test", "localhost/ddpkit-test-base"
+PLAIN, WITH_TORCH = "localhost/ddpkit-test-plain", "localhost/ddpkit-test-torch"  # what the images are built on
+IMAGE = "localhost/ddpkit-test"
+PROGRAMS = ("buildah", "mmdebstrap", "podman", "runc")
+MEGABYTES = 100  # what ddpkit may add to a base that has torch
 
 
 def _instructions() -> list[tuple[str, str]]:
@@ -83,6 +90,12 @@ def test_compose_starts_two_nodes_that_meet_and_share_no_gpu() -> None:
     assert first.isdisjoint(second)
 
 
+def test_the_dockerfile_follows_the_rules_of_hadolint() -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([hadolint, DOCKER / "Dockerfile"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_default_script_of_compose_is_an_example() -> None:
     text = (DOCKER / "compose.yaml").read_text()
     (folder,) = set(re.findall(r"\$\{TRAIN_DIR:-(.+?)\}", text))
@@ -96,35 +109,37 @@ def test_nothing_in_the_folder_can_be_imported(folder: str) -> None:
     assert not [path for path in (ROOT / folder).rglob("*") if fnmatch(path.name, "*.py*")]
 
 
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The image, built on a bare Debian with Python.
-
-    DDPKIT_IMAGE_BUILD_FLAGS: what buildah needs at your site, such as mounts of certificates and pip's configuration.
-    """
-    if os.environ.get("DDPKIT_IMAGE_TESTS") != "1":
-        pytest.skip("builds an image, which takes minutes; set DDPKIT_IMAGE_TESTS=1")
-    missing = [name for name in ("buildah", "mmdebstrap", "podman", "runc") if shutil.which(name) is None]
+@pytest.fixture
+def build(tmp_path: Path) -> Iterator[Callable[..., None]]:
+    """A function that builds an image of that name: from ours on a base, or from the lines given."""
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing or os.geteuid() != 0:
         pytest.skip(f"needs root and {', '.join(missing) or 'nothing else'}")
-    rootfs = tmp_path_factory.mktemp("base") / "rootfs.tar"
-    packages = "--include=ca-certificates,python3,python3-pip"
-    _run("mmdebstrap", "--quiet", "--variant=apt", packages, "bookworm", str(rootfs))
-    container = _run("buildah", "from", "scratch").strip()
+    flags = ["--isolation", "chroot", "--network", "host", *_pip_settings(tmp_path)]
+    built: list[str] = []
+
+    def image(name: str, *lines: str, base: str = "") -> None:
+        (tmp_path / "Dockerfile").write_text("\n".join(lines))
+        ours = ("--build-arg", f"BASE_IMAGE={base}", "-f", str(DOCKER / "Dockerfile"), str(ROOT))
+        _run("buildah", "build", *flags, "-t", name, *(ours if base else [str(tmp_path)]))
+        built.append(name)
+
     try:
-        _run("buildah", "add", container, str(rootfs), "/")
-        _run("buildah", "config", "--env", "PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", container)
-        _run("buildah", "commit", "--quiet", container, BASE)
+        yield image
     finally:
-        _run("buildah", "rm", container)
-        rootfs.unlink()
-    flags = ["--isolation", "chroot", "--network", "host", "--build-arg", f"BASE_IMAGE={BASE}"]
-    flags += shlex.split(os.environ.get("DDPKIT_IMAGE_BUILD_FLAGS", ""))
-    try:
-        _run("buildah", "build", *flags, "-f", str(DOCKER / "Dockerfile"), "-t", IMAGE, str(ROOT))
-        yield IMAGE
-    finally:
-        subprocess.run(["buildah", "rmi", "--force", IMAGE, BASE], capture_output=True, check=False)
+        subprocess.run(["buildah", "rmi", "--force", *reversed(built)], capture_output=True, check=False)
+
+
+def _pip_settings(folder: Path) -> list[str]:
+    """Mounts of the settings of pip on this machine, and of the certificates and folders that they name."""
+    listed = _run(sys.executable, "-m", "pip", "config", "list")
+    found = dict(re.findall(r"^(?:global|:env:)\.([\w-]+)='(.*)'$", listed, re.MULTILINE))
+    (folder / "pip.conf").write_text("\n".join(["[global]", *(f"{name} = {value}" for name, value in found.items())]))
+    paths = {path for path in re.findall(r"(?<![\w:/])(?:file://)?(/[^\s']+)", listed) if Path(path).exists()}
+    # A file:// index may be a part of a folder whose pages name files in other parts.
+    mounts = {str(Path(path).parent) if "/simple" in path else path for path in paths}
+    settings = f"{folder / 'pip.conf'}:/etc/pip.conf:ro"
+    return [word for mount in [settings, *(f"{path}:{path}:ro" for path in sorted(mounts))] for word in ("-v", mount)]
 
 
 def _run(*command: str) -> str:
@@ -142,20 +157,33 @@ def _in_container(image: str, *words: str, flags: tuple[str, ...] = ()) -> str:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_the_image_trains_as_a_user_without_rights(image: str) -> None:
-    import ddp_kit
-
-    assert _in_container(image, "--version").strip() == f"ddpkit {ddp_kit.__version__}"
-    assert _in_container(image, "-u", flags=("--entrypoint", "id")).strip() == "1000"
-    assert "stopped after" in _in_container(image, "launch", "--nproc-per-node", "2", "imperative.py")
+def _megabytes(image: str) -> float:
+    return int(_run("podman", "image", "inspect", "--format", "{{.Size}}", image)) / 1e6
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_image_holds_the_wheel_and_neither_sources_nor_caches(image: str) -> None:
-    where = _in_container(image, "-c", "import ddp_kit; print(ddp_kit.__file__)", flags=("--entrypoint", "python"))
-    assert where.startswith("/opt/ddpkit/lib/")
-    look = "ls -d /src /root/.cache /home/*/.cache /tmp/wheels 2> /dev/null || true"
-    assert _in_container(image, "-c", look, flags=("--entrypoint", "sh", "--user", "0")) == ""
+@pytest.mark.parametrize("base", [PLAIN, pytest.param(WITH_TORCH, marks=pytest.mark.thorough)])
+def test_an_image_trains_as_any_user(build: Callable[..., None], base: str, tmp_path: Path) -> None:
+    packages = "--include=ca-certificates,python3,python3-pip"
+    _run("mmdebstrap", "--quiet", "--variant=apt", packages, "bookworm", str(tmp_path / "rootfs.tar"))
+    path, install = "ENV PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "RUN python3 -m pip install"
+    torch = f"{install} --break-system-packages --no-cache-dir torch=={version('torch').partition('+')[0]} numpy"
+    build(base, "FROM scratch", "ADD rootfs.tar /", path, *([torch] if base == WITH_TORCH else []))
+    (tmp_path / "rootfs.tar").unlink()
+    digest = _run("podman", "image", "inspect", "--format", "{{.Digest}}", base).strip()
+    build(IMAGE, base=f"{base}@{digest}")
+    anyone = ("--user", "23456:0", "--read-only", "--read-only-tmpfs=false", "--tmpfs", "/tmp", "--cap-drop", "all")
+    for flags in ((), anyone):
+        output = _in_container(IMAGE, "launch", "--nproc-per-node", "2", "imperative.py", flags=flags)
+        assert "stopped after" in output
+    assert _in_container(IMAGE, "--version").strip() == f"ddpkit {ddp_kit.__version__}"
+    look = "id -u; python -c 'import ddp_kit, torch; print(ddp_kit.__file__, torch.__file__)'"
+    user, where = _in_container(IMAGE, "-c", look, flags=("--entrypoint", "sh")).splitlines()
+    assert user == "1000"
+    assert where.startswith("/opt/ddpkit/lib/"), "the wheel, not the sources"
+    assert ("/usr/local/lib" in where) == (base == WITH_TORCH), "the torch of the base stays"
+    left = "ls -d /src /root/.cache /home/*/.cache /tmp/* 2> /dev/null || true"
+    assert _in_container(IMAGE, "-c", left, flags=("--entrypoint", "sh", "--user", "0")) == ""
+    if base == WITH_TORCH:
+        assert _megabytes(IMAGE) - _megabytes(base) < MEGABYTES

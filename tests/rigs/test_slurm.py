@@ -10,14 +10,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import cluster_training
+import psutil
 import pytest
 from labels import unlabelled
+
+from ddp_kit.launcher import submit_command
 
 ROOT = Path(__file__).parents[2]
 SBATCH = ROOT / "launch" / "slurm" / "train.sbatch"
@@ -54,11 +58,16 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SlurmdParameters=config_overrides
 ReturnToService=2
+FirstJobId={ports[0]}
 KillWait=5
+SlurmdTimeout=5
 GresTypes=gpu
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=64 RealMemory=1000 Gres=gpu:8
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=64 RealMemory=1000 Gres=gpu:8
-PartitionName=all Nodes=n1,n2 Default=YES MaxTime=UNLIMITED State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=n1,n2 Default=YES MaxTime=UNLIMITED State=UP PriorityTier=1 GraceTime=60
+PartitionName=high Nodes=n1,n2 MaxTime=UNLIMITED State=UP PriorityTier=2
 """
 
 
@@ -76,6 +85,14 @@ class Slurm:
     """A running cluster."""
 
     env: dict[str, str]
+    folder: Path
+    stack: ExitStack
+    nodes: dict[str, "subprocess.Popen[bytes]"]
+
+    def start(self, name: str) -> None:
+        """Start a node. Steps detach from slurmd; in a process namespace it is a tree that dies whole, as a node."""
+        words = ("unshare", "--pid", "--mount-proc", "--fork", "--kill-child", "slurmd", "-D", "-N", name)
+        self.nodes[name] = _start(self.stack, self.folder, self.env, *words)
 
     def ask(self, *command: str, cwd: Path | None = None) -> str:
         done = subprocess.run(command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=60)
@@ -89,14 +106,30 @@ class Slurm:
         exit_code = int(_field(shown, "ExitCode").split(":")[0])
         return Job(_field(shown, "JobState"), exit_code, unlabelled((folder / "job.log").read_text()))
 
-    def submit(self, folder: Path, *words: object, flags: tuple[str, ...] = ()) -> str:
+    def submit(self, folder: Path, *words: object, flags: tuple[str, ...] = (), batch: Path = SBATCH) -> str:
         """The job's number."""
-        batch = ("sbatch", "--parsable", "--output=job.log", *flags, str(SBATCH), *map(str, words))
-        return self.ask(*batch, cwd=folder).strip()
+        command = ("sbatch", "--parsable", "--output=job.log", *flags, str(batch), *map(str, words))
+        return self.ask(*command, cwd=folder).strip()
+
+    def start_again(self, job: str, word: str, *changes: str) -> None:
+        """Wait until the job is in the queue again, and let it start at once. `word`: on its command line alone."""
+        self.until(job, lambda it: _field(it, "JobState") == "PENDING")
+        # What is left of the attempt before would be taken for the next one, as would its exit code, which slurmstepd
+        # reports. Slurm itself waits for two minutes.
+        _poll(lambda: _processes(word, f"slurmstepd: [{job}."), lambda left: not left, seconds=60)
+        # And a node refuses what starts in the second of a stop: Slurm withdraws permissions by whole seconds.
+        stopped = int(time.time())
+        _poll(time.time, lambda now: int(now) > stopped, seconds=5)
+        self.wait_until_idle()  # else a node that returns is subtracted from those of the next attempt
+        self.ask("scontrol", "update", f"JobId={job}", "StartTime=now", *changes)
+
+    def wait_until_idle(self) -> None:
+        """Wait until both nodes are up and have nothing to do."""
+        _poll(lambda: self.ask("sinfo", "-h", "-o", "%T %D"), lambda shown: shown.strip() == "idle 2", seconds=60)
 
     def until(self, job: str, enough: Callable[[str], bool]) -> str:
         """What Slurm tells of the job once that is enough."""
-        return _poll(lambda: self.ask("scontrol", "--oneliner", "show", "job", job), enough, seconds=90)
+        return _poll(lambda: self.ask("scontrol", "--oneliner", "show", "job", job), enough, seconds=180)
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +137,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     """munged, slurmctld and two slurmd, with keys, sockets, ports and state of their own."""
     folder = tmp_path_factory.mktemp("slurm")
     conf = folder / "slurm.conf"
+    # A job's number decides its rendezvous port: the jobs of two clusters on this host need different numbers.
     conf.write_text(SLURM_CONF.format(folder=folder, host=socket.gethostname().split(".")[0], ports=_free_ports(3)))
     for number in range(8):  # GPUs that Slurm can hand out, and that nobody will find
         (folder / f"gpu{number}").touch()
@@ -120,23 +154,21 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         "PET_LOCAL_ADDR": "127.0.0.1",
         "OMP_NUM_THREADS": "1",  # both nodes share the cores of this host
     }
-    cluster = Slurm(env)
-    # Steps detach from slurmd; a process namespace per node makes it a tree that dies whole, as a node does.
-    node = ("unshare", "--pid", "--mount-proc", "--fork", "--kill-child", "slurmd", "-D", "-N")
     munge = {"key-file": key, "socket": folder / "munge.socket", "pid-file": folder / "munge.pid"}
     munge |= {"log-file": folder / "munge.log", "seed-file": folder / "munge.seed"}
     with ExitStack() as stack:  # undone from the last to the first
-        start = partial(_start, stack, folder, cluster.env)
+        cluster = Slurm(env, folder, stack, {})
+        start = partial(_start, stack, folder, env)
         start("munged", "--foreground", "--force", *(f"--{flag}={path}" for flag, path in munge.items()))
         _poll(munge["socket"].exists, bool, seconds=20)
         start("slurmctld", "-D")
-        start(*node, "n1")
-        start(*node, "n2")
-        _poll(lambda: cluster.ask("sinfo", "-h", "-o", "%T %D"), lambda shown: shown.strip() == "idle 2", seconds=20)
+        cluster.start("n1")
+        cluster.start("n2")
+        cluster.wait_until_idle()
         yield cluster
 
 
-def _start(stack: ExitStack, folder: Path, env: dict[str, str], *command: str) -> None:
+def _start(stack: ExitStack, folder: Path, env: dict[str, str], *command: str) -> "subprocess.Popen[bytes]":
     """Start a daemon that ends with the stack."""
     log = stack.enter_context((folder / f"daemon-{len(list(folder.glob('daemon-*')))}.log").open("w"))
     process = subprocess.Popen(
@@ -144,7 +176,14 @@ def _start(stack: ExitStack, folder: Path, env: dict[str, str], *command: str) -
     )
     stack.callback(process.kill)  # if waiting was in vain
     stack.callback(process.wait, timeout=20)
-    stack.callback(os.killpg, process.pid, signal.SIGTERM)  # the group, as unshare does not pass a signal on
+    stack.callback(_terminate, process.pid)
+    return process
+
+
+def _terminate(group: int) -> None:
+    """The group, as unshare does not pass a signal on."""
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGTERM)
 
 
 def _free_ports(count: int) -> list[int]:
@@ -170,12 +209,17 @@ def _field(shown: str, name: str) -> str:
     return found[1]
 
 
+def _processes(*words: str) -> list[str]:
+    """The command lines with any of these words."""
+    found = (" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"]))
+    return [line for line in found if any(each in line for each in words)]
+
+
 @pytest.fixture
 def report(tmp_path: Path) -> Path:
     """A script that tells what it was given. With `fail` rank 0 exits with 7 and the others do not end.
 
-    With `fail-once` that happens in the first attempt alone; with `save-once` all end with 75 in it.
-    With `save-last` the last task of a job array does.
+    With `fail-once` that happens in the first attempt alone. With `hang-last` the last task of an array ends with 124.
     """
     script = tmp_path / "report.py"
     script.write_text(
@@ -186,8 +230,8 @@ def report(tmp_path: Path) -> Path:
         "first = not seen.exists()\n"
         "seen.touch()\n"
         "last = os.environ.get('SLURM_ARRAY_TASK_ID') == '1'\n"
-        "if 'save-once' in sys.argv and first or 'save-last' in sys.argv and last:\n"
-        "    sys.exit(75)\n"
+        "if 'hang-last' in sys.argv and last:\n"
+        "    sys.exit(124)\n"
         "if 'fail' in sys.argv or 'fail-once' in sys.argv and first:\n"
         "    while len(list(pathlib.Path().glob('started-on-*'))) < 2:\n"
         "        time.sleep(0.05)\n"
@@ -236,29 +280,78 @@ def test_max_restarts_starts_the_processes_of_all_nodes_again(slurm: Slurm, repo
     assert sorted(str(line["SLURMD_NODENAME"]) for line in _reports(job)) == ["n1", "n1", "n2", "n2"]
 
 
-def test_a_job_that_has_saved_is_queued_again(slurm: Slurm, report: Path, tmp_path: Path) -> None:
-    job = slurm.submit(tmp_path, report, "save-once")
-    slurm.until(job, lambda shown: _field(shown, "Restarts") == "1" and _field(shown, "JobState") == "PENDING")
-    slurm.ask("scancel", job)  # Slurm waits for two minutes before it starts such a job
-    assert "saved; start the job again" in unlabelled((tmp_path / "job.log").read_text())
-
-
-def test_of_a_job_array_the_task_that_has_saved_is_queued_again_alone(
+def test_of_a_job_array_the_task_that_hung_is_queued_again_and_counted_alone(
     slurm: Slurm, report: Path, tmp_path: Path
 ) -> None:
     """The last task of an array has the array's own number, by which Slurm knows all of its tasks."""
     flags = ("--array=0-1%1", "--nodes=1", "--gpus-per-node=0", "--cpus-per-task=2")
-    array = slurm.submit(tmp_path, report, "save-last", flags=flags)
-    slurm.until(f"{array}_1", lambda shown: _field(shown, "Restarts") == "1" and _field(shown, "JobState") == "PENDING")
+    array = slurm.submit(tmp_path, report, "hang-last", flags=flags)
+    again = slurm.until(
+        f"{array}_1", lambda shown: _field(shown, "Restarts") == "1" and _field(shown, "JobState") == "PENDING"
+    )
+    assert _field(again, "Comment") == "ddpkit-retries-1"
     shown = slurm.ask("scontrol", "--oneliner", "show", "job", f"{array}_0")
     assert (_field(shown, "JobState"), _field(shown, "Restarts")) == ("COMPLETED", "0")
+    assert "Comment=" not in shown
     slurm.ask("scancel", array)
 
 
-@pytest.mark.thorough
-def test_digits_trains_on_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
-    job = slurm.run(tmp_path, ROOT / "examples" / "digits.py")
-    assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
-    accuracies = re.findall(r"test accuracy: ([\d.]+)%", job.log)
-    assert len(accuracies) == 1, job.log
-    assert float(accuracies[0]) > 90
+@pytest.mark.timeout(600)
+def test_digits_loses_nodes_and_ends_as_on_one_machine(slurm: Slurm, tmp_path: Path) -> None:
+    """And it is preempted, and comes to its time limit."""
+    cluster_training.write(tmp_path)
+    flags = ("--gpus-per-node=0", "--cpus-per-task=1", "--time=30")
+    job = slurm.submit(tmp_path, "train.py", "saved-on-slurm", flags=flags)
+
+    def go_on() -> None:
+        _poll(cluster_training.goes_on(tmp_path, "saved-on-slurm"), bool, seconds=180)
+
+    go_on()
+    urgent = ("sbatch", "--parsable", "--partition=high", "--exclusive", "--nodes=2", "--output=urgent.log")
+    slurm.ask(*urgent, "--wrap", "true", cwd=tmp_path)
+    slurm.start_again(job, "saved-on-slurm")
+    go_on()
+    slurm.nodes["n1"].kill()  # which runs the batch script, and hosts the rendezvous
+    slurm.until(job, lambda it: _field(it, "JobState") == "PENDING")
+    slurm.start("n1")
+    slurm.start_again(job, "saved-on-slurm")
+    go_on()
+    slurm.ask("scontrol", "update", f"JobId={job}", "TimeLimit=2")  # so USR2 is due
+    slurm.start_again(job, "saved-on-slurm", "TimeLimit=30")
+    cluster_training.hurry(tmp_path, "saved-on-slurm")
+    shown = slurm.until(job, lambda it: _field(it, "JobState") in ENDED)
+    log = unlabelled((tmp_path / "job.log").read_text())
+    assert _field(shown, "JobState") == "COMPLETED", shown + log
+    assert {"SIGTERM", "SIGUSR2"} <= {*re.findall(r"stopped by (SIG\w+) after step", log)}, log
+    assert cluster_training.result(log) == cluster_training.on_one_machine(tmp_path, ranks=2)
+    assert not cluster_training.repeated_too_often(tmp_path, "saved-on-slurm", losses=1)
+
+
+def test_exit_codes_decide_what_starts_again(slurm: Slurm, tmp_path: Path) -> None:
+    (tmp_path / "exits.py").write_text(cluster_training.EXITS)
+    flags = ["--on", "slurm", "--nodes", "2", "--cpus", "1", "--retries", "1", "--dry-run"]
+    printed: list[str] = []
+    submit_command.run(flags, print, printed.append)
+    batch = tmp_path / "exits.sbatch"
+    batch.write_text(printed[0])
+    codes = cluster_training.COUNTED
+    job = slurm.submit(tmp_path, "--cold", "exits.py", "attempts", *codes, batch=batch)
+    for attempt in range(1, len(codes)):
+        slurm.until(job, lambda it, attempt=str(attempt): _field(it, "Restarts") == attempt)  # type: ignore[misc]
+        slurm.start_again(job, "exits.py")
+    shown = slurm.until(job, lambda it: _field(it, "JobState") in ENDED)
+    assert (_field(shown, "JobState"), _field(shown, "ExitCode")) == ("FAILED", "137:0"), shown
+    assert (tmp_path / "attempts").read_text().split() == codes
+    own = slurm.submit(tmp_path, "--cold", "exits.py", "own", "7", batch=batch)
+    shown = slurm.until(own, lambda it: _field(it, "JobState") in ENDED)
+    assert (_field(shown, "JobState"), _field(shown, "ExitCode"), _field(shown, "Restarts")) == ("FAILED", "7:0", "0")
+
+
+def test_srun_without_one_task_per_node_is_told_so(slurm: Slurm, tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    done = subprocess.run(
+        ["srun", "--immediate=30", "--nodes=2", "--ntasks=4", "ddpkit", "launch", "train.py"],
+        env=slurm.env, cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stderr.count("srun started 4 tasks on 2 nodes") == 1, done.stderr
+    assert "--ntasks-per-node=1" in done.stderr

@@ -27,7 +27,7 @@ class Ranks:
         self.worlds = [World(rank, 2, rank, 2, 0, torch.device("cpu")) for rank in range(2)]
         self.barriers = [barrier._Barriers(store, store, rank) for rank in range(2)]
         for each in self.barriers:
-            each.heart = Heartbeat()
+            each.heartbeat = Heartbeat()
         monkeypatch.setattr(barrier, "_barriers", lambda world: self.barriers[world.rank])
         monkeypatch.setattr(barrier, "collectives_of_default_group", lambda: self.collectives[self.own.rank])
 
@@ -83,9 +83,9 @@ def test_a_rank_whose_process_ends_is_named_at_once(ranks: Ranks) -> None:
 
 def test_a_rank_that_is_past_this_place_is_an_error_that_says_where_it_is(ranks: Ranks) -> None:
     ranks.collectives = [7, 8]
-    assert ranks.barriers[1].heart is not None
-    ranks.barriers[1].heart.stand(3)
-    ranks.barriers[1].heart.mark(Phase.BACKWARD)
+    assert ranks.barriers[1].heartbeat is not None
+    ranks.barriers[1].heartbeat.stand(3)
+    ranks.barriers[1].heartbeat.mark(Phase.BACKWARD)
     ranks.serve(1)
     with pytest.raises(
         WorldError, match=r"rank 1 \(it did not make this call, and is in the backward pass, after step 3"
@@ -109,9 +109,9 @@ def test_collectives_count_from_the_last_barrier_on(ranks: Ranks) -> None:
     with ThreadPoolExecutor(2) as pool:
         assert [*pool.map(ranks.wait, (0, 1), ("fit()", "fit()"))] == [None, None]
         ranks.own.rank = 0
-        wait = barrier._Wait(ranks.worlds[0], ranks.barriers[0], [], barrier.Place(4, "save()"), 0.0)
-        assert not wait._is_past(1, barrier.Place(10, "the script"))
-        assert wait._is_past(1, barrier.Place(11, "the script"))
+        wait = barrier._Wait(ranks.worlds[0], ranks.barriers[0], [], barrier.RankLocation(4, "save()"), 0.0)
+        assert not wait._is_past(1, barrier.RankLocation(10, "the script"))
+        assert wait._is_past(1, barrier.RankLocation(11, "the script"))
 
 
 def test_a_store_that_is_gone_is_said_in_words(ranks: Ranks) -> None:
@@ -126,5 +126,5 @@ def test_a_store_that_is_gone_is_said_in_words(ranks: Ranks) -> None:
 
 def test_who_may_stay_away_is_not_waited_for_without_end(ranks: Ranks) -> None:
     ranks.own.rank = 0
-    assert not barrier.all_come(ranks.worlds[0], "the end of a loop", "left/0", 0.01)
+    assert not barrier.all_arrive(ranks.worlds[0], "the end of a loop", "left/0", 0.01)
     assert ranks.barriers[0].passed == 0

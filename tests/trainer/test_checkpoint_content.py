@@ -212,6 +212,7 @@ def test_folders_are_those_of_when_the_trainer_was_made(tmp_path: Path, monkeypa
 def test_the_home_folder_may_be_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     trainer_for("~/run", CSVLogger("~/log.csv")).fit(data())
+    assert (tmp_path / "run" / "record" / "rows.jsonl").is_file()
     resumed = trainer_for(None, checkpoint={"resume": f"~/run/{checkpoints(tmp_path / 'run')[0].path.name}"})
     assert resumed.step == STEPS
     assert (tmp_path / "log.csv").exists()

@@ -69,7 +69,7 @@ def test_a_collate_function_of_the_settings_makes_the_batches(data: Any, workers
 def test_two_collate_functions_are_refused() -> None:
     run = Run(max_steps=1, data={"collate_fn": list, "shuffle": False}, global_batch_size=None)
     loader = DataLoader(Ragged(), batch_size=2, collate_fn=tuple)
-    with pytest.raises(ConfigError, match="has a collate_fn, and data.collate_fn is another one"):
+    with pytest.raises(ConfigError, match="both the DataLoader and data.collate_fn set a collate function"):
         run.trainer.fit(loader)
 
 

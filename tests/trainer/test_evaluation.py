@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_kit import Trainer, TrainerConfig
-from ddp_kit.trainer.data import Evaluation
+from ddp_kit.trainer.data import EvaluationData
 from ddp_kit.trainer.evaluation import evaluate
 
 BATCHES = [(2, torch.ones(2, 3))] * 3
@@ -34,7 +34,7 @@ def seen_until_stopped(meet: bool, after: int) -> tuple[int, bool]:
 
     model = nn.Linear(3, 1)
     trainer = Trainer(model, torch.optim.SGD(model.parameters()), loss_fn, TrainerConfig(max_steps=1))
-    values = evaluate(trainer._parts, {}, Evaluation(lambda: BATCHES, list), lambda: len(seen) >= after)
+    values = evaluate(trainer._parts, {}, EvaluationData(lambda: BATCHES, list), lambda: len(seen) >= after)
     return len(seen), values is not None
 
 

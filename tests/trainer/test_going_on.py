@@ -240,9 +240,9 @@ def test_another_optimizer_scheduler_or_grouping_is_refused_by_name(tmp_path: Pa
     trainer_for(tmp_path, max_steps=1, scheduler=cosine).fit(data())
     for settings, match in [
         ({"optimizer": lambda parameters: torch.optim.SGD(parameters), "scheduler": cosine}, "is Adam, .* is SGD"),
-        ({}, "scheduler is CosineAnnealingLR, that of this run is none"),
-        ({"scheduler": cosine, "warmup_steps": 2}, r"this run is WarmUp\(CosineAnnealingLR\)"),
-        ({"optimizer": halves, "scheduler": cosine}, "1 groups of parameters, that of this run has 2"),
+        ({}, "scheduler is CosineAnnealingLR, but this run's is none"),
+        ({"scheduler": cosine, "warmup_steps": 2}, r"this run's is WarmUp\(CosineAnnealingLR\)"),
+        ({"optimizer": halves, "scheduler": cosine}, "1 groups of parameters, but this run's has 2"),
         ({"optimizer": backwards, "scheduler": cosine}, "group 0 .*: their order"),
     ]:
         with pytest.raises(CheckpointError, match=match):
@@ -496,4 +496,4 @@ def test_the_last_evaluation_belongs_to_the_last_checkpoint(tmp_path: Path) -> N
 def test_what_a_run_has_left_that_was_killed_while_it_started_does_no_harm(tmp_path: Path) -> None:
     (tmp_path / ".mark-of-a-killed-run").touch()
     trainer_for(tmp_path, max_steps=2).fit(data())
-    assert sorted(path.name for path in tmp_path.iterdir()) == [NAME, name_of(2), "trainer-config.yaml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [NAME, "record", name_of(2), "trainer-config.yaml"]

@@ -157,7 +157,10 @@ def test_an_error_that_ends_the_run_says_what_to_do(lines: list[str]) -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         raise full()
 
-    for micro_batch, hint in ((4, 'hint: set micro_batch_size="auto"'), ("auto", "hint: no smaller micro-batch")):
+    for micro_batch, hint in (
+        (4, 'hint: set micro_batch_size="auto"'),
+        ("auto", "hint: there is no smaller micro-batch"),
+    ):
         with pytest.raises(torch.OutOfMemoryError) as found:
             trainer_for(loss, micro_batch_size=micro_batch).fit(data())
         assert found.value.__notes__[0].startswith(hint)

@@ -116,7 +116,7 @@ def test_ranks_that_differ_are_told_unless_their_samples_differ_from_themselves(
 
 
 def test_a_dataset_that_takes_long_is_not_asked_for_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_data, "_ENOUGH_SECONDS", 0.0)
+    monkeypatch.setattr(same_data, "_MAX_SECONDS", 0.0)
     data = Fetched()
     SampleComparison(world(), DataConfig(), 0).compare({"train_data": data})
     assert data.asked == [0]

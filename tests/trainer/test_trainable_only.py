@@ -80,13 +80,15 @@ def test_a_checkpoint_is_small_and_a_resume_bitwise_identical(tmp_path: Path) ->
 
 def test_other_frozen_weights_are_refused_by_name(tmp_path: Path) -> None:
     trainer_for(tmp_path).fit(DATA)
-    with pytest.raises(CheckpointError, match=r"not the ones at the start of its run: base.weight, base.bias differ"):
+    with pytest.raises(
+        CheckpointError, match=r"frozen weights that its run started with: base.weight, base.bias differ"
+    ):
         trainer_for(tmp_path, model=Adapted(base=1))
     almost = Adapted()
     with torch.no_grad():
         row = almost.base.weight[0]
         row[[0, 1]] = row[[1, 0]]
-    with pytest.raises(CheckpointError, match=r"start of its run: base.weight differ"):
+    with pytest.raises(CheckpointError, match=r"its run started with: base.weight differ"):
         trainer_for(tmp_path, model=almost)
 
 
@@ -107,7 +109,7 @@ def test_the_setting_may_change_between_two_runs(tmp_path: Path) -> None:
     small = trainer_for(tmp_path, steps=4, model=Adapted(base=4))
     small.fit(DATA)
     assert torch.equal(small.model.base.weight, full.model.base.weight)
-    with pytest.raises(CheckpointError, match="start of its run"):
+    with pytest.raises(CheckpointError, match="its run started with"):
         trainer_for(tmp_path, steps=6, only=False, model=Adapted(base=4))
     again = trainer_for(tmp_path, steps=6, only=False, model=Adapted(base=3))
     assert again.step == 4
@@ -148,7 +150,7 @@ def test_load_model_and_export_know_what_was_left_out(tmp_path: Path) -> None:
     model = Adapted()
     assert load_model(tmp_path / "run", model).matches
     assert same(model.state_dict(), trainer.model.state_dict())
-    with pytest.raises(CheckpointError, match="start of its run: base.weight, base.bias"):
+    with pytest.raises(CheckpointError, match="its run started with: base.weight, base.bias"):
         load_model(tmp_path / "run", Adapted(base=1))
     assert load_model(tmp_path / "run", Adapted(base=1), strict=False).missing == ("base.weight", "base.bias")
     lines: list[str] = []

@@ -1,5 +1,6 @@
 """Several updates per step: what each trains, and what is refused."""
 
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ddp_kit import ConfigError, Trainer, TrainerConfig, Update
+from ddp_kit import ConfigError, DataConfig, Trainer, TrainerConfig, Update
 
 DATA = TensorDataset(torch.arange(8.0).reshape(8, 1))
 
@@ -42,6 +43,26 @@ def test_a_loss_reaches_the_parameters_of_its_update_alone_in_its_steps_alone() 
     ]
     assert moved == [[True, True, False, False]] * 2 + [[False, False, True, True]]
     assert all(each.grad is None for each in model.parameters())
+
+
+class Encoding(UserDict[str, Tensor]):
+    """As Hugging Face's BatchEncoding."""
+
+    def to(self, device: Any) -> "Encoding":
+        return Encoding({name: each.to(device) for name, each in self.items()})
+
+
+def test_each_update_may_take_the_batch_apart() -> None:
+    def taking(model: Any, batch: Any) -> Tensor:
+        return both(model, (batch.pop("x"),))
+
+    model = pair()
+    updates = [Update(name, taking, sgd(model[name])) for name in ("first", "second")]
+    data = DataConfig(collate_fn=lambda rows: Encoding(x=torch.stack(rows)))
+    config = TrainerConfig(max_steps=2, global_batch_size=4, data=data)
+    trainer = Trainer(model, updates=updates, config=config)
+    x = DATA.tensors[0]
+    assert trainer.fit(x, x).metrics.keys() >= {"loss/first", "loss/second"}
 
 
 def test_a_step_that_one_update_skips_counts_for_the_others() -> None:

@@ -1,14 +1,14 @@
-"""One node's part of a job: join it, start the workers, watch them, report how they ended.
+"""The agent, which runs one node's part of a job: join it, start the workers, monitor them, report how they ended.
 
-The only launcher folder that imports torch.
+This is the only launcher folder that imports torch.
 
     run.py       a plan -> the link to the job -> the agent -> an outcome
     loop.py      the agent: orders of the job in, reports to it out
     inbox.py     the queue of events that the loop waits for
     workers.py   the worker processes of one round
-    hangs.py     detects workers that hang: watch.py has the rule, stacks.py reads their stacks
+    hang_monitor.py  detects workers that hang: hang_rule.py has the rule, stacks.py reads their stacks
     failures.py  collects what is known about a failed worker
-    logs.py      where their output goes: torch's log settings and file names, and our streams
+    logs.py      where their output goes: torch's log settings and file names, and ddpkit's streams
     file_timers.py, event_records.py   timers and event records, as in torch's agent
 
     single_node.py   the link to a job of one node, whose state machine runs in this process
@@ -22,7 +22,7 @@ The only launcher folder that imports torch.
     probe.py           the program with which the doctor tests torch; not imported here
 """
 
-from ddp_kit.launcher.agent.run import check, count, run
+from ddp_kit.launcher.agent.run import check, nproc_per_node, run
 from ddp_kit.launcher.agent.torch_versions import torchrun_defaults, torchrun_parser
 
-__all__ = ["check", "count", "run", "torchrun_defaults", "torchrun_parser"]
+__all__ = ["check", "nproc_per_node", "run", "torchrun_defaults", "torchrun_parser"]

@@ -1,4 +1,4 @@
-"""Runs the state machine `job.Job` for several nodes, in two threads of the node that hosts the rendezvous."""
+"""Run the state machine `job.Job` for several nodes, in two threads on the node that hosts the rendezvous."""
 
 import json
 import threading
@@ -20,7 +20,7 @@ ORDERS = "ddpkit/orders"
 ORDER = "ddpkit/order/{number}"
 ASSIGNMENT = "ddpkit/assignment/{round}/{node}"
 BEAT = "ddpkit/beat/{node}"
-# Instead of an assignment, for a node that is no longer part of the job; null: for one that waits for a later round.
+# In place of an assignment, for a node that the job has removed. A node that waits for a later round gets null.
 LOST = "lost"
 
 
@@ -35,10 +35,10 @@ class Coordinator:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._beats: dict[int, bytes] = {}
-        self._known = 0  # the highest number of a node that joined, plus 1
+        self._known = 0  # the highest number of any node that has joined, plus 1
         self._orders = 0
         self._latecomers: set[int] = set()  # nodes that joined after the end
-        self._gone: set[int] = set()  # nodes that know the outcome
+        self._informed: set[int] = set()  # nodes that know the outcome
 
     def start(self) -> None:
         """Start the threads."""
@@ -54,7 +54,7 @@ class Coordinator:
     def all_informed(self, host: int) -> bool:
         """Whether all nodes other than `host` know the outcome."""
         with self._lock:
-            return not set(self._job.alive) - self._gone - {host}
+            return not set(self._job.alive) - self._informed - {host}
 
     def close(self) -> None:
         """Stop the threads."""
@@ -72,8 +72,8 @@ class Coordinator:
 
     def _orders_after(self, event: dict[str, Any], now: float) -> list[Order]:
         if "bye" in event:
-            self._gone.add(event["bye"])
-            early = not self._job.ended  # the node failed
+            self._informed.add(event["bye"])
+            early = not self._job.ended  # the launcher of the node failed
             return self._job.reported(Report(event["bye"], -1, State.LEFT), now) if early else []
         if "report" in event:
             return self._job.reported(_read_report(event["report"]), now)
@@ -105,7 +105,7 @@ class Coordinator:
                 self._store.multi_set(keys, [json.dumps(self._assigned(order, node)) for node in range(self._known)])
                 self._write({"go": number, "nodes": self._known, "why": order.why})
             elif isinstance(order, Stop):
-                self._write({"stop": order.round, "joined": order.joined})
+                self._write({"stop": order.round, "may_save": order.may_save})
             elif isinstance(order, Pause):
                 self._write({"pause": order.why})
             elif isinstance(order, End):

@@ -11,15 +11,15 @@ from torch.distributed.elastic.timer import FileTimerServer
 
 from ddp_kit.env import FILE_TIMER, FILE_TIMER_PATH
 
-_LOOK_SECONDS = 0.1  # as in torch's agent
+_INTERVAL_SECONDS = 0.1  # as in torch's agent
 
 
 def serve(run_id: str, log_event: Callable[[str, Any], None]) -> FileTimerServer | None:
-    """Start the timer server of a round; workers find its path in their environment. It kills those that time out."""
+    """Start the timer server of a round, which kills workers that time out. They find its path in their environment."""
     if os.environ.get(FILE_TIMER) != "1":
         return None
     path = str(Path(tempfile.gettempdir(), f"watchdog_timer_{uuid.uuid4()}"))
     path = os.environ.setdefault(FILE_TIMER_PATH, path)
-    server = FileTimerServer(path, run_id, max_interval=_LOOK_SECONDS, daemon=True, log_event=log_event)
+    server = FileTimerServer(path, run_id, max_interval=_INTERVAL_SECONDS, daemon=True, log_event=log_event)
     server.start()
     return server

@@ -1,4 +1,4 @@
-"""The queue of the agent's loop: orders of the job, signals, and a lost connection."""
+"""The queue that the agent's loop reads: orders of the job, signals, and the loss of the connection."""
 
 import math
 import os
@@ -43,14 +43,14 @@ class Disconnected:
     why: str
 
 
-_LONGEST_POLL_SECONDS = 86400.0  # `poll` takes a C int of milliseconds
+_MAX_POLL_SECONDS = 86400.0  # `poll` takes a C int of milliseconds
 _WAKE_UPS = 4096  # bytes; no more than one is needed
 
 Item = Order | StartRound | StopSignal | WorkerSignal | Disconnected
 
 
 class StoppedError(Exception):
-    """A stop signal arrived while the node was still connecting to its job."""
+    """A stop signal arrived while the node was connecting to its job."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(number)
@@ -60,12 +60,12 @@ class StoppedError(Exception):
 def wait_readable(sources: Iterable[Any], timeout: float | None) -> None:
     """Return when one of `sources` is readable, or after `timeout` seconds.
 
-    It uses poll because the host of a large job has more descriptors than `select` supports.
+    It uses poll because the host of a large job has more descriptors than `select` can handle.
     """
     poll = select.poll()
     for source in sources:
         poll.register(source, select.POLLIN)
-    poll.poll(None if timeout is None else max(0, math.ceil(min(timeout, _LONGEST_POLL_SECONDS) * 1000)))
+    poll.poll(None if timeout is None else max(0, math.ceil(min(timeout, _MAX_POLL_SECONDS) * 1000)))
 
 
 class Inbox:
@@ -74,7 +74,7 @@ class Inbox:
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
         self.signals = 0
-        """How many signals that stop the job have arrived."""
+        """The number of stop signals received."""
         self._read_end, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def fileno(self) -> int:
@@ -84,7 +84,7 @@ class Inbox:
     def put(self, item: Item) -> None:
         """Add at the end; never blocks."""
         self._items.append(item)
-        with suppress(BlockingIOError):  # the pipe has enough bytes to wake the reader
+        with suppress(BlockingIOError):  # the pipe is full, which also wakes the reader
             os.write(self._write_end, b"!")
 
     def take(self) -> Item | None:
@@ -112,11 +112,11 @@ class Inbox:
             self._items.remove(found)
         return found
 
-    def on_signal(self, number: int, _frame: FrameType | None) -> None:
+    def on_stop_signal(self, number: int, _frame: FrameType | None) -> None:
         """Signal handler: enqueue the signal for the loop."""
         self.signals += 1
         self.put(StopSignal(signal.Signals(number)))
 
-    def on_notice(self, number: int, _frame: FrameType | None) -> None:
+    def on_worker_signal(self, number: int, _frame: FrameType | None) -> None:
         """Handler of signals to forward to the workers."""
         self.put(WorkerSignal(signal.Signals(number)))

@@ -1,4 +1,4 @@
-"""Listening sockets, on loopback for a job on one machine, and checks for addresses of this machine."""
+"""Listening sockets, on loopback for single-node jobs, and checks for addresses of this machine."""
 
 import errno
 import ipaddress
@@ -11,13 +11,13 @@ from ddp_kit.launcher.ports import holder
 
 _BACKLOG = 4096  # nodes that may connect at the same moment
 _OTHER_DESCRIPTORS = 256
-_MOST_CONNECTIONS = 1 << 20  # the kernel's own limit, fs.nr_open
+_MAX_CONNECTIONS = 1 << 20  # the kernel's own limit, fs.nr_open
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on `port` (0: any free one), on loopback only if `address` is a loopback address.
+    """A socket that listens on `port` (0: any free one), only on loopback if `address` is a loopback address.
 
-    Raises `LaunchError` if the port is in use, with the process that uses it.
+    Raises `LaunchError` if the port is in use, and names the process that uses it.
     """
     try:
         if is_loopback(address):
@@ -37,9 +37,9 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def allow_connections(count: int) -> None:
-    """Raise the soft limit of open files for so many connections, up to the hard limit; a usual default is 1024."""
+    """Raise the soft limit of open files, often 1024, for `count` connections, but not above the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(count, _MOST_CONNECTIONS) + _OTHER_DESCRIPTORS
+    wanted = min(count, _MAX_CONNECTIONS) + _OTHER_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
@@ -55,12 +55,12 @@ def is_loopback(host: str) -> bool:
 
 
 def own_loopback(address: str) -> str:
-    """The loopback address at which this machine reaches a socket that it serves at `address`."""
+    """The loopback address at which this machine reaches a socket that it opened for `address`."""
     return "::1" if ":" in address and is_loopback(address) else "127.0.0.1"
 
 
-def is_here(host: str) -> bool:
-    """Whether a host name or address belongs to this machine, tested with bind.
+def is_local(host: str) -> bool:
+    """Whether a host name or address belongs to this machine: tries to bind to it.
 
     Raises `LaunchError` for a name that does not resolve.
     """

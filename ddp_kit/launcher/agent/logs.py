@@ -1,4 +1,4 @@
-"""Where each worker's output goes: torch's log settings and file names, and our streams."""
+"""Where each worker's output goes: torch's log settings and file names, and ddpkit's streams."""
 
 import os
 import socket
@@ -77,7 +77,7 @@ class RoundLogs:
             ) from None
 
     def start(self) -> None:
-        """Start to read, once every worker has inherited its streams."""
+        """Start reading, after every worker has inherited its streams."""
         self.output.start()
         for each in self._filtered:
             each.start()
@@ -89,7 +89,7 @@ class RoundLogs:
 
 
 class _Filtered:
-    """A file with the lines of all ranks' files that contain one of some words."""
+    """A file with the lines, from the files of all ranks, that contain one of these words."""
 
     def __init__(self, role: str, files: dict[int, str], path: str, words: Collection[str]) -> None:
         with private_files():
@@ -108,8 +108,8 @@ def streams(logs: Logs, role: str, dest: LogsDest, ranks: Mapping[int, int]) -> 
     """The streams of the workers, according to torch's log settings. `ranks`: local rank -> rank."""
     found = []
     for local_rank, rank in ranks.items():
-        words = {"role_name": role, "rank": rank, "local_rank": local_rank, "hostname": socket.gethostname()}
-        label = Template(logs.log_line_prefix_template).safe_substitute(words)
+        macros = {"role_name": role, "rank": rank, "local_rank": local_rank, "hostname": socket.gethostname()}
+        label = Template(logs.log_line_prefix_template).safe_substitute(macros)
         kept = str(Path(dest.error_files[local_rank]).with_name(OUTPUT_LOG)) if logs.copy_console else ""
         torchs = f"[{role}{local_rank}]:"
         out = _route(local_rank, dest.stdouts, dest.tee_stdouts, label, torchs, kept)

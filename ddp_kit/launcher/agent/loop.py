@@ -1,4 +1,4 @@
-"""The agent: one per node. It executes the job's orders and reports the state of its workers."""
+"""The agent, one per node: it executes the job's orders and reports the state of its workers."""
 
 import os
 import socket
@@ -12,6 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.timer import FileTimerServer
 
 from ddp_kit.env import NOTE_MARK
+from ddp_kit.launcher import verdict
 from ddp_kit.launcher.agent import file_timers
 from ddp_kit.launcher.agent.event_records import EventRecords
 from ddp_kit.launcher.agent.failures import failure_of, steps_of
@@ -49,20 +50,20 @@ class Agent:
         logs_specs: LogsSpecs,
         warm: WarmServer | None,
         inbox: Inbox,
-        say: Callable[[str], None],
+        print_message: Callable[[str], None],
     ) -> None:
         self._plan = plan
         self._link = link
         self._logs_specs = logs_specs
         self._warm = warm
         self._inbox = inbox
-        self._say = say
+        self._print_message = print_message
         self._events = EventRecords(plan)
         self._store: TCPStore | None = None  # the workers' store of this round, if this node serves it
         self._timers: FileTimerServer | None = None
         self._workers: Workers | None = None  # of the latest round
         self._running = False
-        self._down = -1  # the latest round that this node reported as failed or stopped
+        self._latest_reported = -1  # the latest round that this node reported as failed or stopped
         self._latest: tuple[Failure, ...] = ()  # the failures in this node's latest report
         self._outcome: Outcome | None = None
 
@@ -85,34 +86,38 @@ class Agent:
         elif isinstance(item, Stop):
             self._on_stop(item)
         elif isinstance(item, Pause):
-            self._say_why(item.why)
+            self._print_reason(item.why)
         elif isinstance(item, End):
             self._outcome = item.outcome
         elif isinstance(item, Disconnected):
             self._outcome = Outcome(lost=item.why)
+            if self._workers is not None and self._running:
+                self._workers.stop_after_failure()  # without the others they cannot save
+                self._stop_workers()
+                self._workers.record_end(verdict.record(self._outcome))
         elif isinstance(item, StopSignal):
             self._leave(item)
         elif isinstance(item, WorkerSignal):
             if self._workers is not None and self._running:
                 self._workers.forward_signal(item.number)
         else:
-            self._look_at_workers()
+            self._check_workers()
             self._sleep()
 
     def _sleep(self) -> None:
         """Wait for an item in the inbox or the end of a worker."""
-        pulses, watched = [self._link.pulse if hasattr(os, "pidfd_open") else _POLL_SECONDS], []
+        timeouts, watched = [self._link.next_check if hasattr(os, "pidfd_open") else _POLL_SECONDS], []
         if self._workers is not None and self._running:
-            pulses.append(self._workers.timeout())
+            timeouts.append(self._workers.timeout())
             watched = self._workers.watched()
-        self._inbox.wait(min((pulse for pulse in pulses if pulse is not None), default=None), watched)
+        self._inbox.wait(min((seconds for seconds in timeouts if seconds is not None), default=None), watched)
         self._link.check()
 
     # A round -----------------------------------------------------------------------------------------------------
 
     def _start_round(self, order: StartRound) -> None:
         if order.why:
-            self._say_why(order.why)
+            self._print_reason(order.why)
         assignment = order.assignment
         self._store = self._serve(assignment)
         self._keep_logs(assignment)
@@ -123,7 +128,7 @@ class Agent:
             self._logs_specs,
             self._warm,
             self._inbox,
-            self._say,
+            self._print_message,
             on_failure=lambda: self._report(State.FAILING),
         )
         self._workers.start()
@@ -131,7 +136,7 @@ class Agent:
         self._events.round_began(self._workers)
 
     def _serve(self, assignment: RankAssignment) -> TCPStore | None:
-        """Serve the workers' store on the first node: a new one per round, because the old one has stale addresses."""
+        """Serve the workers' store on the first node, a new one per round: the old one has stale addresses."""
         listening = self._link.take_listening() if assignment.group_rank == 0 else None
         if listening is None:
             return None
@@ -159,30 +164,31 @@ class Agent:
         files = self._workers.error_files.values() if self._workers is not None else ()
         return next((Path(file).parents[1] for file in files if file != os.devnull), None)
 
-    def _say_why(self, why: str) -> None:
-        """Before a restart: print the traceback of this node's first failure, then the job's reason."""
+    def _print_reason(self, why: str) -> None:
+        """Before a restart, print the traceback of this node's first failure, then the job's reason."""
         causes = [failure for failure in self._latest if not failure.terminated and not failure.secondary]
         if causes and causes[0].rank not in self.shown and causes[0].trace:
             lines = [causes[0].trace, *causes[0].others]
-            self._say(f"rank {causes[0].rank} ended with\n" + "\n  ".join(lines))
+            self._print_message(f"rank {causes[0].rank} failed:\n" + "\n  ".join(lines))
         self._latest = ()
-        self._say(why)
+        self._print_message(why)
 
-    def _look_at_workers(self) -> None:
+    def _check_workers(self) -> None:
         if self._workers is None or not self._running or not self._workers.poll():
             return
         self._stop_workers()
         if self._workers.failures():
-            self._report_down(State.FAILED)
+            self._report_stopped(State.FAILED)
         else:
+            self._workers.record_end(verdict.record(Outcome()))
             self._report(State.DONE, ended_well=self._workers.ended_well())
 
     def _on_stop(self, order: Stop) -> None:
-        if order.round == self._round != self._down:
-            if self._workers is not None and not order.joined:
+        if order.round == self._round != self._latest_reported:
+            if self._workers is not None and not order.may_save:
                 self._workers.stop_after_failure()
             self._stop_workers()
-            self._report_down(State.STOPPED)
+            self._report_stopped(State.STOPPED)
 
     def _stop_workers(self) -> None:
         """Stop the workers, if they still run, and their timers."""
@@ -193,23 +199,28 @@ class Agent:
             self._workers.stop()
         self._running = False
 
-    def _report_down(self, state: State) -> None:
-        """Report that no worker of the round is left, after closing its store."""
+    def _report_stopped(self, state: State) -> None:
+        """Close the round's store, and report that none of its workers is left."""
         assert self._workers is not None
         workers = self._workers
-        self._latest, self._store, self._down = self._failures(workers), None, self._round
+        self._latest, self._store, self._latest_reported = self._failures(workers), None, self._round
+        workers.record_end(verdict.record(Outcome(self._latest, restarts=workers.assignment.restarts)))
         ended_well, steps = workers.ended_well(), steps_of(workers.error_files.values())
         self._report(state, self._latest, ended_well=ended_well, steps=steps)
         self._events.wait_begins()
 
     def _leave(self, item: StopSignal) -> None:
-        """The launcher received a stop signal: forward it to the workers, which may save, and leave."""
+        """After a stop signal, forward it to the workers, which may save, and leave the job."""
         self._report(State.LEFT, signal=item.number)
         failures: tuple[Failure, ...] = ()
-        if self._workers is not None and self._running:
-            self._workers.stop(item.number)
+        if self._workers is not None:
+            if self._running:
+                self._workers.stop(item.number)
+            # They may have saved earlier, when another node left.
             failures = self._failures(self._workers) if self._workers.saved() else ()
         self._outcome = Outcome(failures, stopped_by=item.number)
+        if self._workers is not None and self._round != self._latest_reported:
+            self._workers.record_end(verdict.record(self._outcome))
 
     # Results -----------------------------------------------------------------------------------------------------
 
@@ -229,14 +240,14 @@ class Agent:
         """The ranks of this node whose traceback is already on the console."""
         if self._workers is None:
             return frozenset()
-        words = self._workers.final_output
-        latest = [failure for failure in self._latest if not failure.hung]  # the workers never print a hung one's stack
-        return frozenset(failure.rank for failure in latest if words(failure.local_rank).shown)
+        final_output = self._workers.final_output
+        latest = [failure for failure in self._latest if not failure.hung]  # a hung worker has not printed its stack
+        return frozenset(failure.rank for failure in latest if final_output(failure.local_rank).shown)
 
     @property
     def stacks(self) -> dict[int, str]:
         """The stacks of this node's ranks, if one has hung in the latest round."""
-        return {} if self._workers is None else self._workers.hangs.stacks
+        return {} if self._workers is None else self._workers.hang_monitor.stacks
 
     @property
     def folder(self) -> str:
@@ -244,7 +255,7 @@ class Agent:
         return "" if self._attempt_folder is None else str(self._attempt_folder.parent)
 
     def recorded_failures(self) -> dict[int, ProcessFailure]:
-        """This node's failures, if the script wrote an error file for any of them, as torch's @record does."""
+        """This node's failures if the script wrote an error file for one of them, as torch's @record does."""
 
         def by_script(failure: ProcessFailure) -> bool:
             note = note_of(failure)

@@ -1,4 +1,4 @@
-"""The link of a node to a job of several nodes: messages over the TCPStore of the node that hosts the rendezvous.
+"""The link of a node to a multi-node job: messages over the TCPStore of the node that hosts the rendezvous.
 
     node                                         host of the rendezvous (`coordinator.py`)
     adds itself, pushes "joined"           -->   pops events, feeds them to `job.Job`
@@ -6,8 +6,8 @@
     increments its heartbeat               -->   reads all heartbeats, by its own monotonic clock
     pushes reports                         -->   ...
 
-All messages are JSON, and the number of store operations of a node per round does not depend on the number of nodes.
-The agent's loop never waits for the network: one thread sends, one receives.
+All messages are JSON. The number of store operations per node and round does not depend on the number of nodes. The
+agent's loop never waits for the network: one thread sends, another receives.
 """
 
 import json
@@ -37,22 +37,28 @@ from ddp_kit.launcher.agent.coordinator import (
 from ddp_kit.launcher.agent.inbox import Disconnected, Inbox, StartRound, StoppedError
 from ddp_kit.launcher.agent.listening import (
     allow_connections,
-    is_here,
+    is_local,
     is_loopback,
     listen,
     own_loopback,
     resolve,
 )
-from ddp_kit.launcher.agent.waiting import Commands, Reminder, waiting_for_host, waiting_for_nodes
+from ddp_kit.launcher.agent.waiting import (
+    Commands,
+    Reminder,
+    waiting_for_host,
+    waiting_for_name,
+    waiting_for_nodes,
+)
 from ddp_kit.launcher.job import End, Node, Pause, RankAssignment, Report, Stop
 from ddp_kit.launcher.ports import holder
 from ddp_kit.launcher.rendezvous import Rendezvous
 
 _JOB = "ddpkit/job"
 _REMOVED = "the job removed this node: its heartbeat stopped, or another node joined with the same node rank"
-_NO_TIMEOUT = timedelta(days=7)  # a wait that times out makes torch write to the terminal
+_NO_TIMEOUT = timedelta(days=7)  # long, because torch writes to the terminal when a wait times out
 _HANDSHAKE = timedelta(seconds=30)
-_BEATS_PER_SILENCE = 6
+_BEATS_PER_TIMEOUT = 6
 _CONNECTIONS = 3  # per node, while it joins
 _RETRY_SECONDS = 0.2
 _CLOSE_SECONDS = 30.0
@@ -66,21 +72,21 @@ class MultiNodeLink:
         node: Node,
         rendezvous: Rendezvous,
         inbox: Inbox,
-        say: Callable[[str], None],
+        print_message: Callable[[str], None],
         shutdown_timeout: float,
         commands: Commands,
     ) -> None:
-        """`shutdown_timeout`: seconds that other nodes may take to stop their workers. `commands`: for other nodes.
+        """`shutdown_timeout`: seconds that other nodes may take to stop workers. `commands`: to type on other nodes.
 
         Raises `LaunchError` if the endpoint cannot be opened or reached, `StoppedError` if a stop signal arrives.
         """
-        self._limits, self._inbox, self._say = rendezvous.limits, inbox, say
-        self._host, self._port = rendezvous.host, rendezvous.port or 0
+        self._limits, self._inbox, self._print_message = rendezvous.limits, inbox, print_message
+        self._host, self._port, self._place = rendezvous.host, rendezvous.port or 0, rendezvous.place
         self._commands = commands
-        self._reminder = Reminder(time.monotonic(), at_once=commands.name_no_place)
+        self._reminder = Reminder(time.monotonic(), at_once=commands.lack_endpoint)
         self._has_started = False  # whether any round has begun
-        self.pulse: float | None = rendezvous.limits.silence / _BEATS_PER_SILENCE
-        self._beat_seconds = self.pulse
+        self.next_check: float | None = rendezvous.limits.heartbeat_timeout / _BEATS_PER_TIMEOUT
+        self._beat_seconds = self.next_check
         self._coordinator: Coordinator | None = None
         self._close_timeout = shutdown_timeout + _CLOSE_SECONDS
         try:
@@ -90,12 +96,12 @@ class MultiNodeLink:
         except (DistError, OSError) as error:
             raise LaunchError(
                 f"the host of the rendezvous, {self._host}:{self._port}, was lost while this node joined: {error}",
-                "start this node again once the host runs",
+                "start this node again once the host is running",
             ) from None
         self.number = self._node.number
         self._outgoing: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._contact = time.monotonic()
-        self._over = False
+        self._last_contact = time.monotonic()
+        self._is_over = False
         self._sender = threading.Thread(target=self._run, args=[self._send], name="ddpkit-send", daemon=True)
 
     # Connecting --------------------------------------------------------------------------------------------------
@@ -110,13 +116,16 @@ class MultiNodeLink:
         port = self._port if self._listening is None else self._listening.getsockname()[1]
         if self._coordinator is not None:
             self._coordinator.start()
-            self._store.set(_JOB, run_id)  # other nodes wait for this key: number 0 is then taken
+            self._store.set(_JOB, run_id)  # other nodes wait for this key, so that the host gets number 0
         return replace(node, number=number, address=address, port=port)
 
     def _connect(self, run_id: str, is_host: bool | None) -> Any:
         if self._port == 0:
-            raise LaunchError("several nodes cannot meet at port 0", "set one port for all: --rdzv-endpoint HOST:PORT")
-        if is_host or (is_host is None and is_here(self._host)):
+            raise LaunchError(
+                "port 0 cannot be used with several nodes",
+                "set the same port on all of them: --rdzv-endpoint HOST:PORT",
+            )
+        if is_host or (is_host is None and is_local(self._host)):
             try:
                 return self._serve()
             except LaunchError:
@@ -128,9 +137,10 @@ class MultiNodeLink:
         except DistError:
             found = ""
         if found != run_id:
-            taken = f"belongs to the job {found!r}" if found else "was not started by ddpkit"
+            taken = f"belongs to job {found!r}" if found else "was not started by ddpkit"
             raise LaunchError(
-                f"the rendezvous at {self._host}:{self._port} {taken}, this node's job is {run_id!r}{self._holder()}",
+                f"the rendezvous at {self._host}:{self._port} {taken}, but this node's job is {run_id!r}"
+                f"{self._holder()}",
                 "use the same --rdzv-id on all nodes of a job, and a different port for each job",
             )
         store.set_timeout(_NO_TIMEOUT)
@@ -151,23 +161,30 @@ class MultiNodeLink:
         return store
 
     def _reach(self) -> TCPStore:
-        """Connect as soon as a process listens there."""
+        """Connect as soon as a process listens at the endpoint."""
         started = time.monotonic()
         while True:
             try:
                 with socket.create_connection((self._host, self._port), timeout=_HANDSHAKE.total_seconds()):
                     break
-            except socket.gaierror:
-                resolve(self._host)  # raises a LaunchError that says what is wrong
+            except socket.gaierror as error:
+                if self._place is None or time.monotonic() - started > self._limits.join_timeout:
+                    resolve(self._host)  # raises a LaunchError that says what is wrong
+                elif self._reminder.due(time.monotonic()):
+                    self._print_message(
+                        waiting_for_name(self._host, error.strerror or str(error), self._limits, self._place)
+                    )
             except OSError as error:
                 why, waited = error.strerror or str(error), time.monotonic() - started
-                if waited > self._limits.join:
+                if waited > self._limits.join_timeout:
                     raise LaunchError(
                         f"no process answers at {self._host}:{self._port} after {waited:.0f} s: {why}",
-                        "start the node that hosts the rendezvous, and check that this node can reach its port",
+                        "start ddpkit on the host of the rendezvous, and check that this node can reach its port",
                     ) from None
                 if self._reminder.due(time.monotonic()):
-                    self._say(waiting_for_host(f"{self._host}:{self._port}", why, self._commands))
+                    self._print_message(
+                        waiting_for_host(f"{self._host}:{self._port}", why, self._commands, self._place)
+                    )
             self._inbox.wait(_RETRY_SECONDS)
             stopped = self._inbox.take_signal()
             if stopped is not None:
@@ -181,7 +198,7 @@ class MultiNodeLink:
             ) from None
 
     def _holder(self) -> str:
-        return f"; the port is held{who}" if is_here(self._host) and (who := holder(self._port)) else ""
+        return f"; the port is held{who}" if is_local(self._host) and (who := holder(self._port)) else ""
 
     def _own_address(self, node: Node) -> str:
         """--local-addr, or else the local address of the connection to the rendezvous."""
@@ -211,25 +228,25 @@ class MultiNodeLink:
         return listening
 
     def check(self) -> None:
-        """Print what this node waits for; put `Disconnected` into the inbox if the host does not answer any more."""
-        if not self._has_started and not self._over and self._reminder.due(time.monotonic()):
-            self._say(self._waiting())
-        if not self._over and time.monotonic() - self._contact > self._limits.silence:
-            self._cut()
+        """Print what this node waits for; put `Disconnected` into the inbox if the host no longer answers."""
+        if not self._has_started and not self._is_over and self._reminder.due(time.monotonic()):
+            self._print_message(self._waiting())
+        if not self._is_over and time.monotonic() - self._last_contact > self._limits.heartbeat_timeout:
+            self._disconnect()
 
     def _waiting(self) -> str:
         if self._coordinator is not None:
             here = self._coordinator.nodes_joined
-            return waiting_for_nodes(here, self._limits, (self._host, self._port), self._commands)
-        return f"has joined the job at {self._host}:{self._port}; waiting for its other nodes"
+            return waiting_for_nodes(here, self._limits, (self._host, self._port), self._commands, self._place)
+        return f"joined the job at {self._host}:{self._port}; waiting for the other nodes"
 
     def close(self) -> None:
         """Leave; the host waits until every other node knows the outcome."""
-        self._over = True
+        self._is_over = True
         self._outgoing.put({"bye": self.number})
         self._outgoing.put(None)
         if self._sender.is_alive():
-            self._sender.join(self._limits.silence)
+            self._sender.join(self._limits.heartbeat_timeout)
         if self._coordinator is not None:
             deadline = time.monotonic() + self._close_timeout
             while not self._coordinator.all_informed(self.number) and time.monotonic() < deadline:
@@ -248,12 +265,12 @@ class MultiNodeLink:
         try:
             work()
         except (DistError, RuntimeError):
-            self._cut()
+            self._disconnect()
 
-    def _cut(self) -> None:
-        if not self._over:
-            self._over = True
-            why = f"the host of the rendezvous, {self._host}:{self._port}, is gone or out of reach"
+    def _disconnect(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            why = f"the host of the rendezvous, {self._host}:{self._port}, is gone or cannot be reached"
             self._inbox.put(Disconnected(why))
 
     def _send(self) -> None:
@@ -266,7 +283,7 @@ class MultiNodeLink:
         )
         listener.start()
         while True:
-            self._contact = time.monotonic()
+            self._last_contact = time.monotonic()
             try:
                 event = self._outgoing.get(timeout=self._beat_seconds)
             except queue.Empty:
@@ -282,18 +299,18 @@ class MultiNodeLink:
             number += 1
             self._has_started = self._has_started or "go" in order
             if "end" in order:
-                self._over = True
+                self._is_over = True
                 removed = self.number in order["lost"]
                 self._inbox.put(Disconnected(_REMOVED) if removed else End(read_outcome(order["end"])))
                 return
             if "stop" in order:
-                self._inbox.put(Stop(order["stop"], order["joined"]))
+                self._inbox.put(Stop(order["stop"], order["may_save"]))
             elif "pause" in order:
                 self._inbox.put(Pause(order["pause"]))
             elif self.number in range(order["nodes"]):
                 assignment = json.loads(self._orders.get(ASSIGNMENT.format(round=order["go"], node=self.number)))
                 if assignment == LOST:
-                    self._over = True
+                    self._is_over = True
                     self._inbox.put(Disconnected(_REMOVED))
                     return
                 if assignment is not None:

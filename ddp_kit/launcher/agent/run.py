@@ -1,4 +1,4 @@
-"""Run a plan: link to the job, agent, log folder, verdict file."""
+"""Run a plan: create the log folder, connect to the job, run the agent, write the verdict."""
 
 import json
 import os
@@ -16,28 +16,29 @@ from torch.distributed.elastic import events
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
 
 from ddp_kit.env import ERROR_FILE, RUN_FOLDER_PREFIX, VERDICT_FILE
-from ddp_kit.errors import UsageError
+from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher import verdict
 from ddp_kit.launcher.agent import torch_agent, torch_versions
 from ddp_kit.launcher.agent.inbox import Inbox, StoppedError
-from ddp_kit.launcher.agent.listening import is_here
+from ddp_kit.launcher.agent.listening import is_local
 from ddp_kit.launcher.agent.logs import logs_specs
 from ddp_kit.launcher.agent.loop import Agent
 from ddp_kit.launcher.agent.multi_node import MultiNodeLink
 from ddp_kit.launcher.agent.single_node import SingleNodeLink
 from ddp_kit.launcher.agent.waiting import Commands
 from ddp_kit.launcher.job import Node
-from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.plan import Logs, Plan
+from ddp_kit.launcher.rendezvous import Rendezvous
 from ddp_kit.launcher.streams import open_log
 from ddp_kit.launcher.verdict import Outcome
 from ddp_kit.launcher.warm.client import WarmServer
+from ddp_kit.masking import masked
 
-Say = Callable[[str], None]
+PrintMessage = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Ended:
+class RunResult:
     """The result of `run`."""
 
     outcome: Outcome
@@ -49,7 +50,7 @@ class Ended:
     """The stacks of this node's ranks, if one has hung."""
 
 
-def count(processes: str | None) -> str | None:
+def nproc_per_node(processes: str | None) -> str | None:
     """Resolve --nproc-per-node auto, cpu, gpu or xpu to a number for this machine; numbers are returned unchanged."""
     if processes is None or processes.lstrip("-").isdecimal():
         return processes
@@ -62,84 +63,100 @@ def count(processes: str | None) -> str | None:
 
 
 def check(plan: Plan) -> None:
-    """Raise `UsageError` if `run` would, without creating a folder or a socket."""
-    if plan.rendezvous.is_ours:
+    """Raise `UsageError` if `run` would reject the plan, without creating a folder or a socket."""
+    if plan.rendezvous.served_by_ddpkit:
         logs_specs(plan.logs, os.devnull)
     else:
         torch_agent.config(plan, os.devnull)
     _check_event_handler(plan.event_log_handler)
 
 
-def run(plan: Plan, warm: WarmServer | None, say: Say) -> Ended:
-    """Run this node's workers to their end. `warm`: starts them; None: this process does.
+def run(plan: Plan, warm: WarmServer | None, print_message: PrintMessage) -> RunResult:
+    """Run this node's workers until the job ends. `warm`: starts them; None: this process does.
 
-    Raises `UsageError` for settings that torch rejects, `LaunchError` if the nodes do not meet.
+    Raises `UsageError` for settings that torch rejects, `LaunchError` if the rendezvous fails.
     """
     _check_event_handler(plan.event_log_handler)
-    with _run_folder(plan.logs, warm, say) as folder:
-        if not plan.rendezvous.is_ours:
+    with _run_folder(plan.logs, warm, print_message) as folder:
+        if not plan.rendezvous.served_by_ddpkit:
             outcome, failures = torch_agent.run(plan, folder, warm)
             _summarise(plan.script, failures)
-            return Ended(outcome)
-        ended = _run_agent(plan, folder, warm, say)
+            return RunResult(outcome)
+        result = _run_agent(plan, folder, warm, print_message)
         if not plan.logs.are_kept:
-            return replace(ended, folder="")
-        if ended.folder:
-            record = verdict.record(ended.outcome) | {"stacks": ended.stacks}
-            _write_verdict(record, Path(ended.folder) / VERDICT_FILE, say)
-        return ended
+            return replace(result, folder="")
+        if result.folder:
+            record = verdict.record(result.outcome) | {"stacks": result.stacks}
+            _write_verdict(record, Path(result.folder) / VERDICT_FILE, print_message)
+        return result
 
 
-def _run_agent(plan: Plan, folder: str, warm: WarmServer | None, say: Say) -> Ended:
+def _run_agent(plan: Plan, folder: str, warm: WarmServer | None, print_message: PrintMessage) -> RunResult:
     specs, inbox = logs_specs(plan.logs, folder), Inbox()
-    _handle_signals(plan.signals_to_handle, inbox, say)
+    _handle_signals(plan.signals_to_handle, inbox, print_message)
     try:
-        link = _link(plan, inbox, say)
+        link = _link(plan, inbox, print_message)
     except StoppedError as error:
-        return Ended(Outcome(stopped_by=error.number))
-    agent = Agent(plan, link, specs, warm, inbox, say)
+        return RunResult(Outcome(stopped_by=error.number))
+    agent = Agent(plan, link, specs, warm, inbox, print_message)
     try:
         outcome = agent.run()
     finally:
         link.close()
     _summarise(plan.script, agent.recorded_failures())
-    return Ended(outcome, agent.shown, agent.folder, agent.stacks)
+    return RunResult(outcome, agent.shown, agent.folder, agent.stacks)
 
 
-def _link(plan: Plan, inbox: Inbox, say: Say) -> SingleNodeLink | MultiNodeLink:
+def _link(plan: Plan, inbox: Inbox, print_message: PrintMessage) -> SingleNodeLink | MultiNodeLink:
     """The link to the job, for one node or several."""
-    place = plan.rendezvous
-    limits, static = place.limits, place.backend == "static"
+    rendezvous = plan.rendezvous
+    limits, static = rendezvous.limits, rendezvous.backend == "static"
     node = Node(
         number=0,
         host=socket.gethostname(),
-        processes=len(plan.places),
+        processes=len(plan.workers),
         role=plan.role,
-        rank=place.node_rank,
+        rank=rendezvous.node_rank,
         nnodes=str(limits.min_nodes) + (f":{limits.max_nodes}" if limits.max_nodes > limits.min_nodes else ""),
-        address=place.local_addr or place.host,
-        port=place.port or 0,
+        address=rendezvous.local_addr or rendezvous.host,
+        port=rendezvous.port or 0,
     )
-    if limits.max_nodes == 1 and (place.is_host if static else is_here(place.host)):
+    if limits.max_nodes == 1 and (rendezvous.is_host if static else is_local(rendezvous.host)):
         return SingleNodeLink(node, limits, inbox)
-    if static and place.is_host and not is_here(place.host):
-        say(f"--master-addr {place.host} is not an address of this machine, which hosts the rendezvous as node rank 0")
-    master = (place.host, place.port or 0) if place.by_master_flags else None
+    if static and rendezvous.is_host:
+        _check_host(rendezvous, print_message)
+    master = (rendezvous.host, rendezvous.port or 0) if rendezvous.set_by_master_flags else None
     commands = Commands(plan.flags, plan.script_as_typed, limits.max_nodes, static, master)
-    return MultiNodeLink(node, place, inbox, say, plan.shutdown_timeout, commands)
+    return MultiNodeLink(node, rendezvous, inbox, print_message, plan.shutdown_timeout, commands)
 
 
-def _handle_signals(names: tuple[str, ...], inbox: Inbox, say: Say) -> None:
-    """Handle the signals `names`, which stop the job; forward SIGUSR1 and SIGUSR2 to the workers unless ignored."""
+def _check_host(rendezvous: Rendezvous, print_message: PrintMessage) -> None:
+    """Warn if the address of the host, which is this node, belongs to another machine."""
+    in_cluster = rendezvous.place is not None
+    try:
+        if is_local(rendezvous.host):
+            return
+    except LaunchError:
+        if in_cluster:  # the name may resolve a little later
+            return
+        raise
+    source = rendezvous.endpoint_source if in_cluster else "--master-addr"
+    print_message(
+        f"{source} {rendezvous.host} is not an address of this machine, which has node rank 0 and hosts the rendezvous"
+    )
+
+
+def _handle_signals(names: tuple[str, ...], inbox: Inbox, print_message: PrintMessage) -> None:
+    """Handle the signals `names`, which stop the job. SIGUSR1 and SIGUSR2 are forwarded to workers unless ignored."""
     inbox.wake_on_signals()
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, inbox.on_notice)
+            signal.signal(number, inbox.on_worker_signal)
     for name in filter(None, map(str.strip, names)):
         try:
-            signal.signal(signal.Signals[name], inbox.on_signal)
+            signal.signal(signal.Signals[name], inbox.on_stop_signal)
         except (KeyError, ValueError, OSError):  # no such signal, or one that cannot be handled
-            say(f"--signals-to-handle: {name} cannot be handled and is ignored")
+            print_message(f"--signals-to-handle: {name} cannot be handled and is ignored")
 
 
 def _check_event_handler(name: str) -> None:
@@ -160,7 +177,7 @@ def _summarise(script: str, failures: dict[int, ProcessFailure]) -> None:
     with suppress(OSError, ValueError, AttributeError):  # stderr is closed
         sys.stderr.write(f"{masked(str(summary), os.environ)}\n")
     _, first = summary.get_first_failure()
-    if os.environ.get(ERROR_FILE) and Path(first.error_file).exists():  # this launcher is a worker of another one
+    if os.environ.get(ERROR_FILE) and Path(first.error_file).exists():  # this launcher is a worker of another launcher
         get_error_handler().dump_error_file(first.error_file, first.exitcode)
 
 
@@ -168,13 +185,13 @@ def _summarise(script: str, failures: dict[int, ProcessFailure]) -> None:
 
 
 @contextmanager
-def _run_folder(logs: Logs, warm: WarmServer | None, say: Say) -> Iterator[str]:
+def _run_folder(logs: Logs, warm: WarmServer | None, print_message: PrintMessage) -> Iterator[str]:
     """The folder for logs and error files: the user's, or a private one that is removed with the job."""
     if logs.log_dir is not None:
         yield logs.log_dir
     elif logs.are_kept:  # with --redirects, the user needs the files after the job
         folder = tempfile.mkdtemp(prefix=RUN_FOLDER_PREFIX)
-        say(f"logs in {folder}")
+        print_message(f"logs in {folder}")
         yield folder
     else:
         with tempfile.TemporaryDirectory(prefix=RUN_FOLDER_PREFIX, ignore_cleanup_errors=True) as folder:
@@ -183,10 +200,10 @@ def _run_folder(logs: Logs, warm: WarmServer | None, say: Say) -> Iterator[str]:
             yield folder
 
 
-def _write_verdict(record: dict[str, Any], path: Path, say: Say) -> None:
+def _write_verdict(record: dict[str, Any], path: Path, print_message: PrintMessage) -> None:
     """Write the verdict next to the logs."""
     try:
         with os.fdopen(open_log(str(path)), "w") as file:
             json.dump(record, file, indent=1)
     except OSError as error:
-        say(f"{path} cannot be written: {error.strerror}")
+        print_message(f"{path} cannot be written: {error.strerror}")

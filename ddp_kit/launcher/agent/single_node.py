@@ -1,4 +1,4 @@
-"""The link to a job of a single node, whose state machine runs in this process. It listens on loopback only."""
+"""The link to a single-node job, whose state machine runs in this process. It listens on loopback only."""
 
 import socket
 import time
@@ -20,8 +20,8 @@ class SingleNodeLink:
         self._job = Job(limits, time.monotonic())
 
     @property
-    def pulse(self) -> float | None:
-        """Seconds until the next call of `check`; None: the next round does not wait for a time."""
+    def next_check(self) -> float | None:
+        """Seconds until the next call of `check`; None: no round is due."""
         return self._job.timeout(time.monotonic())
 
     def join(self) -> None:
@@ -37,13 +37,13 @@ class SingleNodeLink:
 
     def check(self) -> None:
         """Start the next round when it is due."""
-        if self.pulse == 0.0:
+        if self.next_check == 0.0:
             now = time.monotonic()
             self._job.heartbeat(self.number, now)
             self._enqueue(self._job.tick(now))
 
     def take_listening(self) -> socket.socket | None:
-        """The socket for the workers' store of the next round."""
+        """Return the socket for the workers' store of the next round."""
         listening, self._listening = self._listening, None
         return listening
 

@@ -1,4 +1,4 @@
-"""Read the stacks of processes with py-spy, from outside: it works even if a process is stuck in native code."""
+"""Read the stacks of other processes with py-spy, which works even if a process is stuck in native code."""
 
 import ctypes
 import json
@@ -20,10 +20,10 @@ from ddp_kit.env import STACKS_SIGNAL
 from ddp_kit.heartbeat import Phase
 from ddp_kit.launcher.warm.cleanup import is_stopped
 
-_LOOK_SECONDS = 3.0
+_TIMEOUT_SECONDS = 3.0
 _POLL_SECONDS = 0.05
-_MOST_FRAMES = 20
-_MOST_CALLED = 3  # library frames shown below the user's innermost one
+_MAX_FRAMES = 20
+_MAX_CALLED = 3  # library frames shown below the user's innermost one
 _PACKAGE = Path(__file__).parents[2]
 _LIBRARY_PATHS = ("site-packages/", "dist-packages/", str(_PACKAGE), sysconfig.get_path("stdlib"), "<")
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
@@ -62,7 +62,7 @@ class Stack:
 
     pid: int = 0
     frames: tuple[Frame, ...] = ()
-    """Of its main thread, innermost first; empty: the stack could not be read."""
+    """The frames of its main thread, innermost first; empty: the stack could not be read."""
     text: str = ""
     """The stacks of all threads."""
     stopped: bool = False
@@ -70,7 +70,7 @@ class Stack:
     holds_lock: bool = False
     """Whether one of its threads holds the interpreter lock (GIL)."""
     loader: "Stack | None" = None
-    """The DataLoader worker that it waits for, if that one runs dataset code or is stopped."""
+    """The DataLoader worker that it waits for, if that worker is stopped or is running dataset code."""
 
     @property
     def python(self) -> tuple[Frame, ...]:
@@ -78,7 +78,7 @@ class Stack:
         return tuple(frame for frame in self.frames if not frame.native)
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The innermost frame of the user's code, else the innermost Python frame."""
         own = next((frame for frame in self.frames if frame.is_user_code), None)
         found = own or next(iter(self.python), None)
@@ -108,61 +108,61 @@ class Stack:
         return any(frame.file.endswith(_LOADER) for frame in self.python)
 
     def doing(self, phase: Phase) -> str:
-        """`in all_reduce (train.py:10 in main)`. `phase`: from its heartbeat."""
+        """What it is doing, as in `in all_reduce (train.py:10 in main)`. `phase`: from its heartbeat."""
         what = self.waits_for_ranks
         if not what:
             what = "data" if self.waits_for_data and phase.in_user_code else phase.description
-        place = self.loader.place if self.loader is not None else self.place
-        return f"in {what} ({place})" if place else f"in {what}"
+        location = self.loader.location if self.loader is not None else self.location
+        return f"in {what} ({location})" if location else f"in {what}"
 
     def as_trace(self) -> str:
         """Its Python frames in the form of a traceback: the user's code, and the first library frames below it."""
         frames = list(reversed(self.python))
         own = [number for number, frame in enumerate(frames) if frame.is_user_code]
-        shown = {*own, *range(max(own, default=-1) + 1, len(frames))[:_MOST_CALLED]}
+        shown = {*own, *range(max(own, default=-1) + 1, len(frames))[:_MAX_CALLED]}
         lines: list[str] = []
         left_out = 0
         for number, frame in enumerate(frames):
             if own and number not in shown:
                 left_out += 1
                 continue
-            if left_out and lines:  # frames before the script's first one belong to the launcher
+            if left_out and lines:  # frames outside the script's first one belong to the launcher
                 lines.append(f"  ... {left_out} frames of libraries")
             left_out = 0
             lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.name}')
             if source := linecache.getline(frame.file, frame.line).strip():
                 lines.append(f"    {source}")
-        return "\n".join(lines[-2 * _MOST_FRAMES :])
+        return "\n".join(lines[-2 * _MAX_FRAMES :])
 
 
-def take(
+def read_stacks(
     pids: Mapping[int, int], native_seconds: float, files: Mapping[int, str], interrupted: Callable[[], bool]
 ) -> dict[int, Stack]:
-    """The stack of each process by its key in `pids`; an empty one if it cannot be read.
+    """Read the stack of each process, by its key in `pids`; an empty one if it cannot be read.
 
-    `native_seconds`: time limit for native frames, which take long to resolve. `files`: where the processes write
-    their own stacks if py-spy cannot read them. `interrupted`: whether to return what is known so far.
+    `native_seconds`: time limit for native frames, which are slow to resolve. `files`: where processes write their own
+    stacks if py-spy cannot read them. `interrupted`: whether to return at once with what is known.
     """
     spy = program()
     if not spy:
         unknown = {name: Stack(pid, stopped=is_stopped(pid)) for name, pid in pids.items()}
-        return _with_signals(unknown, files, interrupted)
-    seen = _dumps(spy, pids.values(), [], _LOOK_SECONDS, interrupted)
-    # Native stacks need py-spy to stop the process, which is impossible if it is stopped already.
+        return _with_own_stacks(unknown, files, interrupted)
+    seen = _dumps(spy, pids.values(), [], _TIMEOUT_SECONDS, interrupted)
+    # For native stacks, py-spy has to stop the process, which fails if it is stopped already.
     running = [pid for pid in pids.values() if not is_stopped(pid)]
     seen |= _dumps(spy, running, ["--native"], native_seconds, interrupted)
     found = {name: _stack(pid, seen.get(pid)) for name, pid in pids.items()}
     found = {name: _with_loader_worker(spy, stack, interrupted) for name, stack in found.items()}
-    return _with_signals(found, files, interrupted)
+    return _with_own_stacks(found, files, interrupted)
 
 
-def _with_signals(
+def _with_own_stacks(
     stacks: Mapping[int, Stack], files: Mapping[int, str], interrupted: Callable[[], bool]
 ) -> dict[int, Stack]:
-    """Fill empty stacks by asking the processes to write their own, if they have a handler for that."""
+    """Fill in empty stacks: ask processes that have a handler for STACKS_SIGNAL to write their own."""
     unseen = {name: stack for name, stack in stacks.items() if not stack.frames and not stack.stopped}
     asked = {name: stack for name, stack in unseen.items() if _request_own_stack(stack.pid)}
-    deadline = time.monotonic() + _LOOK_SECONDS
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
     answered: dict[int, Stack] = {}
     while len(answered) < len(asked) and time.monotonic() < deadline and not interrupted():
         time.sleep(_POLL_SECONDS)
@@ -174,7 +174,7 @@ def _with_signals(
 
 
 def _request_own_stack(pid: int) -> bool:
-    """Send the signal for it to the main thread of a process; whether the process has a handler for it."""
+    """Send STACKS_SIGNAL to the main thread of a process, if it has a handler; return whether it was sent."""
     with suppress(OSError, AttributeError):  # a C library without tgkill
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:") and int(line.split()[1], 16) >> (STACKS_SIGNAL - 1) & 1:
@@ -183,7 +183,7 @@ def _request_own_stack(pid: int) -> bool:
 
 
 def _read_own_stack(path: str) -> tuple[tuple[Frame, ...], str]:
-    """The frames of the main thread, which handled the signal, and the whole text."""
+    """The frames of the main thread, which handles the signal, and the whole text."""
     with suppress(OSError):
         text = Path(path).read_text(errors="replace")
         _, found, last = text.rpartition("Current thread ")
@@ -223,11 +223,11 @@ def wait_channel(pid: int) -> str:
 
 
 def _with_loader_worker(spy: str, stack: Stack, interrupted: Callable[[], bool]) -> Stack:
-    """Add the DataLoader worker that the process waits for, if it does: one that runs dataset code or is stopped."""
+    """Add the DataLoader worker that the process waits for, if any: one that is stopped or runs dataset code."""
     if not stack.waits_for_data:
         return stack
     children = _children(stack.pid)
-    seen = _dumps(spy, children, [], _LOOK_SECONDS, interrupted)
+    seen = _dumps(spy, children, [], _TIMEOUT_SECONDS, interrupted)
     found = [_stack(pid, seen.get(pid)) for pid in children]
     busy = [each for each in found if any(frame.file.endswith(_DATASET_FETCH) for frame in each.frames)]
     others = "".join(f"\n{each.text}" for each in found if each.text)
@@ -244,27 +244,27 @@ def _children(pid: int) -> list[int]:
 def _dumps(
     spy: str, pids: Collection[int], flags: list[str], seconds: float, interrupted: Callable[[], bool]
 ) -> dict[int, list[dict[str, Any]]]:
-    """py-spy's output for each process, run in parallel, without those that take too long."""
+    """Run py-spy on all processes in parallel; return its output for those that it could read in time."""
     pipe, nothing, started = subprocess.PIPE, subprocess.DEVNULL, {}
     stopped = {pid for pid in pids if is_stopped(pid)}
     for pid in pids:
         # A stopped process need not be paused.
-        words = [spy, "dump", "--json", *flags, *(["--nonblocking"] if pid in stopped else []), "--pid", str(pid)]
+        command = [spy, "dump", "--json", *flags, *(["--nonblocking"] if pid in stopped else []), "--pid", str(pid)]
         with suppress(OSError):
-            started[pid] = subprocess.Popen(words, stdin=nothing, stdout=pipe, stderr=nothing)
+            started[pid] = subprocess.Popen(command, stdin=nothing, stdout=pipe, stderr=nothing)
     deadline, found = time.monotonic() + seconds, {}
     for pid, process in started.items():
         text = _output_of(process, deadline, interrupted)
         with suppress(ValueError):
             found[pid] = json.loads(text)
-        if not text and pid not in stopped:  # a killed py-spy may leave it paused
+        if not text and pid not in stopped:  # a killed py-spy may leave the process stopped
             with suppress(OSError):
                 os.kill(pid, signal.SIGCONT)
     return found
 
 
 def _output_of(process: "subprocess.Popen[bytes]", deadline: float, interrupted: Callable[[], bool]) -> bytes:
-    while True:  # at least once: it may have ended during the wait for another one
+    while True:  # at least once, because it may have ended during the wait for another process
         try:
             return process.communicate(timeout=_POLL_SECONDS)[0]
         except subprocess.TimeoutExpired:

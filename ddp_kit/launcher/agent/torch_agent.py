@@ -15,11 +15,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher.agent import torch_versions
 from ddp_kit.launcher.agent.workers import note_of
-from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.plan import Plan
 from ddp_kit.launcher.streams import private_files
 from ddp_kit.launcher.verdict import Failure, Outcome
 from ddp_kit.launcher.warm.client import WarmServer
+from ddp_kit.masking import masked
 
 
 def config(plan: Plan, folder: str) -> LaunchConfig:
@@ -27,7 +27,7 @@ def config(plan: Plan, folder: str) -> LaunchConfig:
     settings = argparse.Namespace(**plan.torchrun)
     settings.log_dir = folder
     settings.signals_to_handle = ",".join(plan.signals_to_handle)
-    settings.node_rank = 0  # unused; a notice has said so
+    settings.node_rank = 0  # not used by these backends; a notice has been printed
     try:
         with private_files():  # torch creates the folder of --log-dir here
             return torch_versions.launch_config(settings)
@@ -36,7 +36,7 @@ def config(plan: Plan, folder: str) -> LaunchConfig:
 
 
 def run(plan: Plan, folder: str, warm: WarmServer | None) -> tuple[Outcome, dict[int, ProcessFailure]]:
-    """Run the job; return its outcome and torch's record of the failures. `warm` is not used."""
+    """Run the job; return its outcome and torch's record of the failures. `warm` is not used to start workers."""
     os.environ.update(plan.env)
     program, *arguments = plan.command
     try:
@@ -54,9 +54,8 @@ def run(plan: Plan, folder: str, warm: WarmServer | None) -> tuple[Outcome, dict
         ) from None
     except (RendezvousError, DistError, ImportError) as error:
         raise LaunchError(
-            f"the nodes of the job did not meet with --rdzv-backend {plan.rendezvous.backend}: "
-            f"{error or type(error).__name__}",
-            "check --rdzv-backend and --rdzv-endpoint; c10d needs nothing but torch",
+            f"the rendezvous failed with --rdzv-backend {plan.rendezvous.backend}: {error or type(error).__name__}",
+            "check --rdzv-backend and --rdzv-endpoint; the backend c10d needs no other package",
         ) from None
     finally:
         _end_leftovers(plan.shutdown_timeout, warm)
@@ -78,9 +77,9 @@ def _failure(rank: int, failure: ProcessFailure) -> Failure:
 
 
 def _end_leftovers(shutdown_timeout: float, warm: WarmServer | None) -> None:
-    """End workers that torch's agent does not know: it forgets them if a signal arrives while it starts them.
+    """End workers that torch's agent lost track of because a signal arrived while it was starting them.
 
-    `warm`: the server, which is not a worker.
+    `warm`: the server, which is a child of this process but no worker.
     """
     left = [child for child in psutil.Process().children() if warm is None or child.pid != warm.pid]
     for worker in left:

@@ -19,7 +19,7 @@ from ddp_kit.errors import UsageError
 
 _GRACE_SECONDS = 30  # torch's default
 
-# Flags of later torch versions that ddpkit implements itself, so that they work with every version.
+# Flags of later torch versions that ddpkit implements itself, so that they work with all supported versions.
 _LATER_FLAGS: dict[str, dict[str, Any]] = {
     "shutdown_timeout": {
         "type": int,
@@ -47,7 +47,7 @@ def torchrun_parser() -> argparse.ArgumentParser:
 
 
 def torchrun_defaults() -> dict[str, Any]:
-    """The default settings of the installed torchrun, only with the flags that it has."""
+    """The default settings of the installed torchrun, for the flags that it has."""
     return vars(_torchrun_parser().parse_args(["script.py"]))
 
 
@@ -58,9 +58,9 @@ def _torchrun_parser() -> argparse.ArgumentParser:
         raise UsageError(f"a PET_ variable has an invalid value: {error}", "booleans are 0 or 1") from None
 
 
-def local_world_size(words: str) -> int:
+def local_world_size(nproc_per_node: str) -> int:
     """The number that --nproc-per-node auto, cpu, gpu or xpu means on this machine. Raises `ValueError`."""
-    return int(torchrun.determine_local_world_size(words))
+    return int(torchrun.determine_local_world_size(nproc_per_node))
 
 
 def launch_config(settings: argparse.Namespace) -> LaunchConfig:

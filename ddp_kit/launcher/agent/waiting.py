@@ -1,4 +1,4 @@
-"""Messages while a node waits for others: how many are missing, at which endpoint, and what to type on them."""
+"""Messages while a node waits for others: how many have joined, at which endpoint, and what to type on the others."""
 
 import re
 import shlex
@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddp_kit.launcher.agent.listening import is_loopback
+from ddp_kit.launcher.clusters.job_place import JobPlace
 from ddp_kit.launcher.job import Limits
 
 _FIRST_SECONDS = 3.0
 _FACTOR = 3.0  # 3 s, 9 s, 27 s, ...
-_LONGEST_SECONDS = 300.0
+_MAX_SECONDS = 300.0
 _STATIC_FLAGS = ("--node-rank", "--master-addr", "--master-port")
 
 
 class Reminder:
-    """When to print the message: after 3 s, then at growing intervals. `at_once`: the first time without a wait."""
+    """Decides when to print the message: after 3 s, then at growing intervals. `at_once`: also immediately."""
 
     def __init__(self, now: float, at_once: bool = False) -> None:
         self._interval = _FIRST_SECONDS / _FACTOR if at_once else _FIRST_SECONDS
@@ -26,14 +27,14 @@ class Reminder:
         """Whether to print now; true once per interval."""
         if now < self._next:
             return False
-        self._interval = min(self._interval * _FACTOR, _LONGEST_SECONDS)
+        self._interval = min(self._interval * _FACTOR, _MAX_SECONDS)
         self._next = now + self._interval
         return True
 
 
 @dataclass(frozen=True)
 class Commands:
-    """The command line for the other nodes of a job: this node's, with the flags changed that differ."""
+    """The command line for the other nodes of a job: this node's, with different flags where they must differ."""
 
     flags: Sequence[str]
     """The launcher's flags as they were typed here."""
@@ -41,13 +42,13 @@ class Commands:
     nodes: int
     """The maximum number of nodes."""
     static: bool = False
-    """Whether nodes need --node-rank."""
+    """Whether the nodes need --node-rank."""
     master: tuple[str, int] | None = None
-    """The values of --master-addr and --master-port if they set the endpoint."""
+    """The values of --master-addr and --master-port, if these set the endpoint."""
 
     @property
-    def name_no_place(self) -> bool:
-        """Whether no flag says which node this is or where the others meet, as with `--nnodes 2` alone."""
+    def lack_endpoint(self) -> bool:
+        """Whether no flag gives a node rank or an endpoint, as with `--nnodes 2` alone."""
         names = [word.partition("=")[0].replace("_", "-") for word in self.flags]
         return not any(name in _STATIC_FLAGS or name.startswith("--rdzv") for name in names)
 
@@ -60,38 +61,56 @@ class Commands:
         return self._command(1 if self.nodes == 2 else None, "0")
 
     def _command(self, node_rank: int | None, is_host: str) -> str:
-        words = [re.sub(r"\bis_host=\w+", f"is_host={is_host}", word) for word in self.flags]
+        flags = [re.sub(r"\bis_host=\w+", f"is_host={is_host}", word) for word in self.flags]
         if self.static:
-            words = [*_without_static(words), "--node-rank", "N" if node_rank is None else str(node_rank)]
+            flags = [*_without_static(flags), "--node-rank", "N" if node_rank is None else str(node_rank)]
         if self.master is not None:
             host, port = self.master
             host = socket.gethostname() if is_loopback(host) else host
-            words += ["--master-addr", host, "--master-port", str(port)]
-        return shlex.join(["ddpkit", "launch", *words]) + f" {self.script}"
+            flags += ["--master-addr", host, "--master-port", str(port)]
+        return shlex.join(["ddpkit", "launch", *flags]) + f" {self.script}"
 
 
-def waiting_for_host(endpoint: str, why: str, commands: Commands) -> str:
+def waiting_for_name(host: str, why: str, limits: Limits, place: JobPlace) -> str:
+    """The message of a node in a cluster, while the host's name does not resolve yet."""
+    return (
+        f"the host name {host!r} of node 0 does not resolve yet ({why}); waiting up to {limits.join_timeout:g} s for it"
+        f"{_to_check(place)}"
+    )
+
+
+def waiting_for_host(endpoint: str, why: str, commands: Commands, place: JobPlace | None = None) -> str:
     """The message of a node that cannot reach the host."""
+    if place is not None:
+        return f"no launcher answers at {endpoint} ({why}), where node 0 of {place.environment} is{_to_check(place)}"
     return f"no launcher answers at {endpoint} ({why}); on the node with this address, type: {commands.for_host()}"
 
 
-def waiting_for_nodes(here: int, limits: Limits, endpoint: tuple[str, int], commands: Commands) -> str:
+def waiting_for_nodes(
+    here: int, limits: Limits, endpoint: tuple[str, int], commands: Commands, place: JobPlace | None = None
+) -> str:
     """The message of the host of the rendezvous. `here`: how many nodes have joined, including itself."""
-    are = f"{here} of {limits.min_nodes} nodes {'is' if here == 1 else 'are'} here"
+    joined = f"{here} of {limits.min_nodes} nodes {'has' if here == 1 else 'have'} joined"
     if here >= limits.min_nodes:
-        return f"{are}, which is enough; waiting up to {limits.last_call:g} s for more (last_call_timeout)"
-    where = f"{endpoint[0]}:{endpoint[1]}"
+        return f"{joined}, which is enough; waiting up to {limits.last_call_timeout:g} s for more (last_call_timeout)"
+    waiting = f"{joined}; waiting up to {limits.join_timeout:g} s at {endpoint[0]}:{endpoint[1]}"
+    if place is not None:
+        return f"{waiting}{_to_check(place)}"
     if is_loopback(endpoint[0]):
         return (
-            f"{are}; waiting up to {limits.join:g} s at {where}, which no other machine can reach. To use several "
-            f"machines, start all of them with this one's address and their own rank: {commands.for_others()}"
+            f"{waiting}, which no other machine can reach. To use several machines, start ddpkit on each with this "
+            f"machine's address and a different node rank: {commands.for_others()}"
         )
-    return f"{are}; waiting up to {limits.join:g} s at {where}; on the other nodes, type: {commands.for_others()}"
+    return f"{waiting}; on the other nodes, type: {commands.for_others()}"
 
 
-def _without_static(words: Sequence[str]) -> list[str]:
+def _to_check(place: JobPlace) -> str:
+    return f"; {place.waits_for}" if place.waits_for else ""
+
+
+def _without_static(flags: Sequence[str]) -> list[str]:
     kept, skip = list[str](), False
-    for word in words:
+    for word in flags:
         name, equals, _ = word.partition("=")
         given = name.replace("_", "-") in _STATIC_FLAGS
         if not given and not skip:

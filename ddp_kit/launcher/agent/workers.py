@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,13 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from ddp_kit.env import STACKS_FILE
+from ddp_kit.env import GRACE_FILE, RECORD_FOLDER, STACKS_FILE, attempt_id
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.heartbeat import Phase, read_heartbeat
 from ddp_kit.launcher import hints, tracebacks
 from ddp_kit.launcher.agent import torch_versions
-from ddp_kit.launcher.agent.hangs import Hangs
+from ddp_kit.launcher.agent.hang_monitor import HangMonitor
 from ddp_kit.launcher.agent.inbox import Inbox, wait_readable
 from ddp_kit.launcher.agent.logs import RoundLogs
 from ddp_kit.launcher.agent.stacks import can_be_inspected, state
@@ -27,21 +27,26 @@ from ddp_kit.launcher.cgroups import oom_kills
 from ddp_kit.launcher.job import RankAssignment
 from ddp_kit.launcher.output import FinalOutput
 from ddp_kit.launcher.plan import Plan
+from ddp_kit.launcher.record_keeper import RecordKeeper
+from ddp_kit.launcher.round_record import RoundFile, RoundRecord, WorkerRecord, host
 from ddp_kit.launcher.warm.client import Process, WarmServer
 
-_SIGNAL_LOOK_SECONDS = 0.05
-_SLEEP_LOOK_SECONDS = 1.0  # between two checks for workers in uninterruptible sleep, if the user asked for them
+_SIGNAL_CHECK_SECONDS = 0.05
+_SLEEP_CHECK_SECONDS = 1.0  # between two checks for uninterruptible sleep, which the user has to enable
 # A process in the kernel's uninterruptible sleep survives SIGKILL; the launcher does not wait for it any longer.
 _UNKILLABLE_SECONDS = 5.0
-# From SIGTERM to SIGKILL for ranks that train with a failed one: they cannot save without it, and Python handlers do
-# not run during an NCCL collective.
+# From SIGTERM to SIGKILL for ranks in a Trainer, after another rank failed: they cannot save without it, and Python
+# does not run signal handlers during an NCCL collective.
 _TRAINING_SECONDS = 0.2
-_SAVING_SECONDS = 1.0  # the same while one of them saves
-_LAST_OUTPUT_SECONDS = 2.0  # to read the rest of the pipes, once all workers have ended
+_SAVING_SECONDS = 1.0  # the same while one of them is saving
+_LAST_OUTPUT_SECONDS = 2.0  # to read the rest of the pipes after all workers have ended
 
 
 class Workers:
-    """Call `poll` when one of `watched` is readable or `timeout` has passed, until it returns True."""
+    """The workers of one round.
+
+    Usage: `start`; then `poll` whenever one of `watched` is readable or `timeout` has passed, until it returns True.
+    """
 
     def __init__(
         self,
@@ -50,7 +55,7 @@ class Workers:
         logs_specs: LogsSpecs,
         warm: WarmServer | None,
         inbox: Inbox,
-        say: Callable[[str], None],
+        print_message: Callable[[str], None],
         on_failure: Callable[[], None],
     ) -> None:
         """`warm`: starts the workers; None: this process does. `on_failure`: called before a failure stops the others.
@@ -58,11 +63,21 @@ class Workers:
         Raises `LaunchError` if the log folder cannot be used.
         """
         self.assignment = assignment
-        self._plan, self._warm, self._inbox, self._say, self._on_failure = plan, warm, inbox, say, on_failure
-        self._envs = {rank: plan.environment(assignment, rank, os.environ) for rank in range(len(plan.places))}
+        self._plan, self._warm, self._inbox, self._print_message, self._on_failure = (
+            plan,
+            warm,
+            inbox,
+            print_message,
+            on_failure,
+        )
+        self._envs = {rank: plan.environment(assignment, rank, os.environ) for rank in range(len(plan.workers))}
         self._logs = RoundLogs(plan, logs_specs, assignment.first_rank, self._envs, self._is_ending)
         self._output, self.error_files = self._logs.output, self._logs.error_files
-        self.hangs = Hangs(plan.hang_timeout, self._envs, self.error_files, lambda: inbox.signals > 0)
+        path = next((each for each in self.error_files.values() if each != os.devnull), None)
+        self._folder = None if path is None else Path(path).parents[1]  # of the attempt
+        self._round_file = None if self._folder is None else RoundFile(self._folder)
+        self._record_keeper: RecordKeeper | None = None
+        self.hang_monitor = HangMonitor(plan.hang_timeout, self._envs, self.error_files, lambda: inbox.signals > 0)
         self._processes: dict[int, Process | subprocess.Popen[bytes]] = {}
         self._running: set[int] = set()
         self._interrupted = False
@@ -82,6 +97,8 @@ class Workers:
 
     def start(self) -> None:
         """Start all workers. Raises `LaunchError` if that fails, `UsageError` if --numa-binding is not available."""
+        self._note_shutdown_timeout()
+        self._keep_record()
         if self._warm is None:
             for rank in self._envs:
                 self._processes[rank] = self._start_here(rank)
@@ -89,6 +106,51 @@ class Workers:
             self._processes = self._start_warm(self._warm)
         self._running = set(self._processes)
         self._logs.start()
+        if self._round_file is not None:
+            self._round_file.write(self._record())
+
+    def _record(self) -> RoundRecord:
+        assignment = self.assignment
+        return RoundRecord(
+            run_id=self._plan.rendezvous.run_id,
+            script=self._plan.script,
+            host=host(),
+            node_rank=assignment.group_rank,
+            nodes=assignment.group_world_size,
+            world_size=assignment.world_size,
+            restarts=assignment.restarts,
+            began=time.time(),
+            workers=tuple(self._worker_record(local_rank, pid) for local_rank, pid in self.pids.items()),
+        )
+
+    def _worker_record(self, local_rank: int, pid: int) -> WorkerRecord:
+        path, gpus = self.error_files[local_rank], self._plan.workers[local_rank].gpus
+        return WorkerRecord(
+            rank=self.assignment.first_rank + local_rank,
+            local_rank=local_rank,
+            pid=pid,
+            error_file="" if path == os.devnull else str(Path(path).absolute()),
+            gpus=tuple(gpu.uuid for gpu in gpus),
+        )
+
+    def _note_shutdown_timeout(self) -> None:
+        """Write it to a file for the workers, because their environment is the same as torchrun's."""
+        if self._folder is not None:
+            noted = self._folder / GRACE_FILE
+            noted.touch(mode=0o600)
+            noted.write_text(str(self._plan.shutdown_timeout))
+
+    def _keep_record(self) -> None:
+        """Start to sample this machine for the run record, once a Trainer has set its folder."""
+        if self._folder is not None:
+            kept = self._folder.parent / RECORD_FOLDER if self._plan.logs.are_kept else None
+            self._record_keeper = RecordKeeper(self._folder, kept, self.assignment.group_rank)
+            self._record_keeper.start()
+
+    def record_end(self, verdict: Mapping[str, Any]) -> None:
+        """Add how this attempt ended on this node to the run record, if there is one."""
+        if self._record_keeper is not None:
+            self._record_keeper.end(attempt_id(self._envs[0]), dict(verdict), self.hang_monitor.stacks)
 
     def _start_warm(self, warm: WarmServer) -> dict[int, Process | subprocess.Popen[bytes]]:
         processes = {rank: self._request_start(warm, rank) for rank in self._envs}
@@ -96,19 +158,19 @@ class Workers:
             return {}
         for rank, process in processes.items():
             if process.error:
-                raise _cannot_start(self._plan.words(rank)[0], process.error)
+                raise _cannot_start(self._plan.command_line(rank)[0], process.error)
         for reason in sorted({process.cold for process in processes.values() if process.cold}):
-            self._say(f"starting cold: {reason}")
+            self._print_message(f"starting cold: {reason}")
         return {**processes}
 
     def _request_start(self, warm: WarmServer, local_rank: int) -> Process:
         return warm.start(
-            self._plan.words(local_rank),
+            self._plan.command_line(local_rank),
             self._envs[local_rank],
             self._plan.program(local_rank),
-            self._output.ends(local_rank),
+            self._output.descriptors(local_rank),
             self._cores(local_rank),
-            self.hangs.counts_every,
+            self.hang_monitor.count_interval,
             "" if can_be_inspected(warm.pid) else self._next_to_error_file(local_rank, STACKS_FILE),
         )
 
@@ -119,7 +181,7 @@ class Workers:
         """
         for process in processes:
             while not process.answered:
-                wait_readable([warm], _SIGNAL_LOOK_SECONDS)
+                wait_readable([warm], _SIGNAL_CHECK_SECONDS)
                 warm.pump()
                 signals = 2 if any(each.answered for each in processes) else 1
                 if self._inbox.signals >= signals:
@@ -127,23 +189,23 @@ class Workers:
         return True
 
     def _start_here(self, local_rank: int) -> "subprocess.Popen[bytes]":
-        """Start a worker without the server, which exists only on Linux."""
-        words, (out, err) = self._plan.words(local_rank), self._output.ends(local_rank)
+        """Start a worker without the warm server, which needs Linux."""
+        command, (out, err) = self._plan.command_line(local_rank), self._output.descriptors(local_rank)
         try:
-            return subprocess.Popen(words, env=self._envs[local_rank], stdout=out, stderr=err, start_new_session=True)
+            return subprocess.Popen(command, env=self._envs[local_rank], stdout=out, stderr=err, start_new_session=True)
         except OSError as error:
-            raise _cannot_start(words[0], error.strerror or str(error)) from None
+            raise _cannot_start(command[0], error.strerror or str(error)) from None
 
     def _cores(self, local_rank: int) -> tuple[int, ...]:
         """The cores that --numa-binding selects, else those near the worker's GPU."""
         if self._plan.numa_binding is None:
-            return self._plan.places[local_rank].cpus
+            return self._plan.workers[local_rank].cpus
         try:
             first = local_rank * self._plan.gpus_per_process
             return tuple(sorted(torch_versions.numa_cpus(first, self._plan.numa_binding)))
-        except Exception as error:  # torch raises different errors, depending on what the machine lacks
+        except Exception as error:  # torch raises different errors, depending on what is missing
             raise UsageError(
-                f"--numa-binding is not available on this machine: {error}", "leave it out, or install numactl"
+                f"--numa-binding is not available on this machine: {error}", "remove the flag, or install numactl"
             ) from None
 
     def _next_to_error_file(self, local_rank: int, name: str) -> str:
@@ -157,31 +219,31 @@ class Workers:
         return [self._warm] if self._warm is not None and not self._warm.gone else []
 
     def timeout(self) -> float | None:
-        """Seconds after which to call `poll` even if no worker has ended; None: never."""
+        """Seconds after which to call `poll` even if no worker has ended; None: no limit."""
         server = self._warm.next_check() if self._warm is not None and not self._warm.gone else None
         allowed = self._plan.uninterruptible_state_timeout
-        asleep = min(_SLEEP_LOOK_SECONDS, allowed / 4) if allowed else None
-        waits = (self._timeout_of_others(), self.hangs.due(), asleep, server)
+        asleep = min(_SLEEP_CHECK_SECONDS, allowed / 4) if allowed else None
+        waits = (self._timeout_of_others(), self.hang_monitor.next_check(), asleep, server)
         return min((seconds for seconds in waits if seconds is not None), default=None)
 
     def _timeout_of_others(self) -> float | None:
-        """Seconds left for the others, after a worker has saved and asked for another run; None: no limit."""
+        """Seconds left for the other workers after one has saved and asked for another run; None: no limit."""
         left = [self._after[rank] for rank in self._after if self._exit_code(rank) == ExitCode.REQUEUE]
         limit = self._plan.shutdown_timeout
         return max(0.0, self._began + min(left) + limit - time.monotonic()) if left else None
 
     def poll(self) -> bool:
-        """Whether all workers have ended. Stops the others first if one has failed or hangs."""
+        """Return whether all workers have ended. If one has failed or hangs, stop the others first."""
         self._note_ends()
-        self._end_if_hung(self.hangs.look(self._pids_running()))
-        self._end_if_hung(self._asleep_too_long())
+        self._kill_if_hung(self.hang_monitor.check(self._pids_running()))
+        self._kill_if_hung(self._asleep_too_long())
         codes = {rank: self._exit_code(rank) for rank in self._after}
-        failed = bool(self.hangs.found) or any(code not in (0, ExitCode.REQUEUE) for code in codes.values())
+        failed = bool(self.hang_monitor.found) or any(code not in (0, ExitCode.REQUEUE) for code in codes.values())
         if self._running and not failed and self._timeout_of_others() != 0.0:
             return False
         if failed or any(codes.values()):
-            if self._running and not self.hangs.found and any(map(self._timed_out, codes)):
-                self._end_if_hung(self.hangs.after_timeout(self._pids_running()))
+            if self._running and not self.hang_monitor.found and any(map(self._timed_out, codes)):
+                self._kill_if_hung(self.hang_monitor.after_timeout(self._pids_running()))
             self._on_failure()
         if failed:
             self.stop_after_failure()
@@ -192,24 +254,24 @@ class Workers:
         return {rank: self._processes[rank].pid for rank in sorted(self._running)}
 
     def _asleep_too_long(self) -> int | None:
-        """A local rank in the kernel's uninterruptible sleep at every check for too long, which counts as a hang."""
+        """A local rank found in uninterruptible sleep at every check for too long, which counts as a hang."""
         allowed, now, pids = self._plan.uninterruptible_state_timeout, time.monotonic(), self._pids_running()
         if not allowed:
             return None
         asleep = [rank for rank, pid in pids.items() if state(pid) == "D"]
         self._asleep_since = {rank: self._asleep_since.get(rank, now) for rank in asleep}
         late = {rank: pids[rank] for rank, since in self._asleep_since.items() if now - since >= allowed}
-        return self.hangs.asleep(late)
+        return self.hang_monitor.check_sleeping(late)
 
     def _timed_out(self, local_rank: int) -> bool:
-        """Whether this worker ended because other ranks did not reach a collective."""
+        """Whether this worker ended with the timeout of a collective that other ranks did not reach."""
         code = self._exit_code(local_rank)
         if not code:
             return False
         said = str(note_of(self._process_failure(local_rank, 0, code)).get("message", ""))
         return hints.is_timeout(said or self._output.tail(local_rank))
 
-    def _end_if_hung(self, local_rank: int | None) -> None:
+    def _kill_if_hung(self, local_rank: int | None) -> None:
         if local_rank is None:
             return
         self._kill({local_rank})
@@ -235,8 +297,8 @@ class Workers:
     # How they ended ----------------------------------------------------------------------------------------------
 
     def failures(self) -> dict[int, ProcessFailure]:
-        """The workers that ended with an exit code other than 0, by rank, in the order of their ends."""
-        hung = self.hangs.found  # a hung worker in uninterruptible sleep survives SIGKILL and has no exit code
+        """The workers that ended with an exit code other than 0, by rank, in the order in which they ended."""
+        hung = self.hang_monitor.found  # a hung worker in uninterruptible sleep survives SIGKILL and has no exit code
         codes = {rank: self._exit_code(rank) or -signal.SIGKILL * (rank in hung) for rank in self._processes}
         return {
             self.assignment.first_rank + rank: self._process_failure(rank, self._processes[rank].pid, codes[rank])
@@ -245,7 +307,7 @@ class Workers:
         }
 
     def _process_failure(self, local_rank: int, pid: int, code: int) -> ProcessFailure:
-        """torch's record of a worker's end, with its error file if torch can read that."""
+        """torch's record of how a worker ended, with its error file if torch can read that."""
         path = self.error_files[local_rank]
         return ProcessFailure(local_rank, pid, code, path if _is_error_file(path) else "")
 
@@ -259,7 +321,7 @@ class Workers:
         return tuple(self.assignment.first_rank + rank for rank in well)
 
     def saved(self) -> bool:
-        """Whether the workers asked for another run with their exit code, and none failed."""
+        """Whether workers asked for another run with their exit code, and none failed."""
         codes = {self._exit_code(rank) for rank in self._after}
         return ExitCode.REQUEUE in codes and codes <= {0, ExitCode.REQUEUE}
 
@@ -278,7 +340,7 @@ class Workers:
     # Signals and stopping ----------------------------------------------------------------------------------------
 
     def forward_signal(self, number: signal.Signals) -> None:
-        """Send a signal to every worker that handles it; it would kill the others."""
+        """Send a signal to every worker that has a handler for it; it would kill the others."""
         without_handler = []
         for rank in sorted(self._running):
             pid = self._processes[rank].pid
@@ -289,10 +351,10 @@ class Workers:
                 os.kill(pid, number)
         if without_handler:
             ranks = ", ".join(without_handler)
-            self._say(f"{number.name} was not forwarded to local rank {ranks}, which has no handler for it")
+            self._print_message(f"{number.name} was not forwarded to local rank {ranks}, which has no handler for it")
 
     def stop_after_failure(self) -> None:
-        """End the workers that still run, after another one failed."""
+        """End the workers that still run after another one failed."""
         if Phase.OUTSIDE in self._phases():
             self.stop()
             return
@@ -329,14 +391,21 @@ class Workers:
         self._clean_up()
 
     def _clean_up(self) -> None:
-        """After all workers have ended: remove what they left, and keep the final output of failed ones."""
+        """After all workers have ended, remove what they left behind, and keep the final output of failed ones."""
         if self._final_output is not None:
             return
         if self._warm is not None:
-            self._warm.clear(well=not any(map(self._exit_code, self._after)))
-        self.hangs.remove_empty_files()
+            self._warm.clear(succeeded=not any(map(self._exit_code, self._after)))
+        self.hang_monitor.remove_empty_files()
+        if self._folder is not None:  # the folder then has the same files as with torchrun
+            (self._folder / GRACE_FILE).unlink(missing_ok=True)
+        if self._record_keeper is not None:
+            self._record_keeper.stop()
+        if self._round_file is not None:
+            self._round_file.close()
         failed = [rank for rank in self._after if self._exit_code(rank)]
-        has_cause = any(rank not in self._terminated for rank in failed)  # else show tracebacks of terminated ranks
+        # Without another cause, the tracebacks of terminated ranks are shown.
+        has_cause = any(rank not in self._terminated for rank in failed)
         self._final_output = self._output.end(
             failed,
             suppress_trace=lambda trace: has_cause or hints.is_secondary(trace) or tracebacks.is_interrupt(trace),
@@ -349,12 +418,12 @@ class Workers:
         self._logs.end()
 
     def _is_ending(self, local_rank: int) -> bool:
-        """Whether a rank that printed a traceback is ending: it wrote its error file, or was interrupted by Ctrl-C."""
+        """Whether a rank that printed a traceback is ending: it wrote its error file, or Ctrl-C interrupted it."""
         return self._interrupted or Path(self.error_files[local_rank]).is_file()
 
     def _signal_workers(self, number: signal.Signals) -> None:
-        """Signal only the ranks, because they need their DataLoader workers to save; wrapped programs as a group."""
-        self._terminated |= self._running - self.hangs.found.keys()
+        """Signal only the ranks, which need their DataLoader workers to save; but the whole group of a wrapper."""
+        self._terminated |= self._running - self.hang_monitor.found.keys()
         self._interrupted |= number == signal.SIGINT
         for rank in self._running:
             pid = self._processes[rank].pid
@@ -372,8 +441,8 @@ class Workers:
                     os.killpg(proc.pid, signal.SIGKILL)
 
     def _wait_for_ends(self, timeout: float) -> None:
-        """Wait until a worker ends, but only for a moment, so that the caller can check for signals."""
-        wait_readable(self.watched(), min(timeout, _SIGNAL_LOOK_SECONDS))
+        """Wait for a worker to end, but only for a moment, so that the caller can check for signals."""
+        wait_readable(self.watched(), min(timeout, _SIGNAL_CHECK_SECONDS))
         self._note_ends()
 
 
@@ -384,12 +453,12 @@ def note_of(failure: ProcessFailure) -> dict[str, Any]:
     """
     if isinstance(failure.message, dict):
         return failure.message
-    given = os.path.isfile(failure.error_file)  # noqa: PTH113  # without a file, torch makes up a message
+    given = os.path.isfile(failure.error_file)  # noqa: PTH113  # without a file, torch invents a message
     return {"message": failure.message} if given else {}
 
 
 def handles(pid: int, number: signal.Signals) -> bool:
-    """Whether a process catches or ignores a signal, so that it survives it."""
+    """Whether a process catches or ignores a signal, and so survives it."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith(("SigCgt:", "SigIgn:")) and int(line.split()[1], 16) >> (number - 1) & 1:
@@ -398,7 +467,7 @@ def handles(pid: int, number: signal.Signals) -> bool:
 
 
 def _is_error_file(path: str) -> bool:
-    """Whether torch can read this file; otherwise torch would print a traceback of its own."""
+    """Whether torch can read this file; if not, torch would print a traceback of its own."""
     try:
         error = json.loads(Path(path).read_bytes())
         message = error["message"]
@@ -409,4 +478,4 @@ def _is_error_file(path: str) -> bool:
 
 
 def _cannot_start(command: str, why: str) -> LaunchError:
-    return LaunchError(f"{command} cannot be started: {why}", "check that you can run it by hand")
+    return LaunchError(f"{command} cannot be started: {why}", "check that you can run it yourself")

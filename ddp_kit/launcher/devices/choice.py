@@ -1,4 +1,4 @@
-"""Choose the GPUs of a launch: those requested, of the visible ones that no other launch holds."""
+"""Choose the GPUs of a launch: the requested ones among those that are visible and not held by another launch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ Chosen = tuple[tuple[str, Gpu], ...]
 def choose(
     asked: str | None, command: str, machine: tuple[Gpu, ...], env: Mapping[str, str], held: Mapping[str, str]
 ) -> Chosen:
-    """The GPUs for the value of --gpus; None: not given: all visible GPUs, possibly none.
+    """The GPUs for the value of --gpus; None: not given, so all visible GPUs, possibly none.
 
     `held`: GPU UUID -> the launch that holds it. Raises `UsageError` if GPUs are missing, held or not free.
     """
     request = _Request(asked, command, machine, visible(machine, env), env.get(VISIBLE_GPUS), held)
     if asked is None:
         return request.all() if request.seen else ()
-    words = asked.strip()
-    if words == "all":
+    value = asked.strip()
+    if value == "all":
         return request.all()
-    if words.isdecimal():
-        return request.number(int(words))
-    if words.startswith("free:") and words.removeprefix("free:").isdecimal():
-        return request.free(int(words.removeprefix("free:")))
-    return request.named([word.strip() for word in words.split(",") if word.strip()])
+    if value.isdecimal():
+        return request.number(int(value))
+    if value.startswith("free:") and value.removeprefix("free:").isdecimal():
+        return request.free(int(value.removeprefix("free:")))
+    return request.named([word.strip() for word in value.split(",") if word.strip()])
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,17 @@ class _Request:
             raise self._refusal(f"{len(free)} of {len(self.seen)} are free", wanted)
         return tuple(free[:wanted])
 
-    def named(self, words: list[str]) -> Chosen:
-        if not words or not all(word.isdecimal() or word.startswith(("GPU-", "MIG-")) for word in words):
+    def named(self, names: list[str]) -> Chosen:
+        if not names or not all(word.isdecimal() or word.startswith(("GPU-", "MIG-")) for word in names):
             raise UsageError(
-                f"--gpus {self.asked!r} is neither a number of GPUs, nor `all`, nor `free:` and a number, nor a list of"
-                " different positions or UUIDs",
+                f"--gpus {self.asked!r} is not a number of GPUs, `all`, `free:N`, or a list of GPU numbers or UUIDs",
                 "type for example --gpus 2, --gpus all, --gpus free:2 or --gpus 0,2; `ddpkit devices` lists them",
             )
-        found = tuple(self._one(word, len(words)) for word in words)
+        found = tuple(self._one(word, len(names)) for word in names)
         twice = [gpu.label for _, gpu in found if sum(gpu.uuid == other.uuid for _, other in found) > 1]
         if twice:
             raise UsageError(
-                f"--gpus {self.asked} names GPU {twice[0]} more than once; the list is of different GPUs",
+                f"--gpus {self.asked} names GPU {twice[0]} more than once",
                 "list it once: there is one process per GPU",
             )
         return self._check_not_held(found)
@@ -90,7 +89,9 @@ class _Request:
             found = tuple(pair for pair in self.seen if selects(word, pair[1]))
         if len(found) > 1:
             labels = ", ".join(gpu.label for _, gpu in found)
-            raise UsageError(f"--gpus {self.asked}: {word} is a prefix of the UUIDs of GPUs {labels}", "write more")
+            raise UsageError(
+                f"--gpus {self.asked}: {word} is the start of the UUIDs of GPUs {labels}", "type more of the UUID"
+            )
         if not found:
             raise self._not_found(wanted, "" if word.isdecimal() else f", none of them {word}")
         return found[0]
@@ -110,7 +111,7 @@ class _Request:
         if not self.machine:
             return UsageError(
                 f"{self._what()} is not available: this machine has no NVIDIA GPU, or no driver for one",
-                f"type `ddpkit launch --nproc-per-node {wanted} {self.command}` for processes on the CPU",
+                f"type `ddpkit launch --nproc-per-node {wanted} {self.command}` to train on the CPU",
             )
         limit = "" if self.mask is None else f" (limited by {VISIBLE_GPUS}={self.mask})"
         found = f"found {len(self.seen)}" if self.seen else "none of these is usable"
@@ -137,7 +138,7 @@ class _Request:
         elif available:
             instead, why = f"--gpus {min(wanted, len(available))}", "to use the available GPUs, free ones first"
         elif self.seen:
-            instead, why = f"--nproc-per-node {wanted}", "to share GPUs with those launches, or wait until they end"
+            instead, why = f"--nproc-per-node {wanted}", "to share GPUs with those launches, or wait for them to end"
         else:
-            instead, why = f"--nproc-per-node {wanted}", "for processes on the CPU"
+            instead, why = f"--nproc-per-node {wanted}", "to train on the CPU"
         return f"type `ddpkit launch {instead} {self.command}` {why}"

@@ -27,9 +27,9 @@ def here(root: Path = Path("/")) -> Cpus:
 
 
 def threads_each(cpus: Cpus, bound: Sequence[tuple[int, ...]]) -> int:
-    """Threads per process, so that all processes together have one per physical core; at least 1.
+    """The number of threads per process that gives all processes together one per physical core; at least 1.
 
-    `bound`: for each process the cores that it is bound to; empty: not bound.
+    `bound`: the cores that each process is bound to; empty: not bound.
     """
     shares = [len({cpus.core_of[cpu] for cpu in place or cpus.core_of}) // bound.count(place) for place in set(bound)]
     if cpus.quota is not None:

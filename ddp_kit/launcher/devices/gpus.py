@@ -8,12 +8,12 @@ import pynvml
 
 from ddp_kit.env import VISIBLE_GPUS
 from ddp_kit.launcher.devices.nvml import bits, handles, query
-from ddp_kit.launcher.devices.processes import Process, look_at
+from ddp_kit.launcher.devices.processes import Process, process_info
 
 GIB = 1024**3
 _MASK_WORDS = 32  # room for the numbers of 2048 CPU cores
 _SHOWN_PROCESSES = 3
-# The driver itself uses some memory. More belongs to a process, which may be invisible in a container.
+# The driver itself uses some memory. If more is used, there is a process, which may be invisible in a container.
 _IDLE_MEMORY_SHARE = 0.1
 
 
@@ -28,7 +28,7 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A whole GPU or a MIG device: the unit that one process uses. Memory in bytes."""
+    """A whole GPU or a MIG device: what one process uses. Memory in bytes."""
 
     index: int
     """NVML's number: the order on the PCI bus."""
@@ -50,7 +50,7 @@ class Gpu:
 
     @property
     def label(self) -> str:
-        """Its name in output: `2`, or `2:0` for the first MIG device on GPU 2."""
+        """Its name in messages: `2`, or `2:0` for the first MIG device on GPU 2."""
         return str(self.index) if self.mig is None else f"{self.index}:{self.mig}"
 
     @property
@@ -78,7 +78,7 @@ class Gpu:
             return "in MIG mode without MIG devices"
         if self.processes:
             return f"busy: {len(self.processes)} process{'es' if len(self.processes) > 1 else ''}"
-        return "busy: its memory is used by a process that is not visible here" if self.busy else "free"
+        return "busy: a process that is not visible here uses its memory" if self.busy else "free"
 
     def described(self, holder: str = "") -> str:
         """One line about the GPU and the processes that use it."""
@@ -89,22 +89,22 @@ class Gpu:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """All NVIDIA GPUs of this machine, in MIG mode their MIG devices; empty if there is no driver."""
+    """All NVIDIA GPUs of this machine, or their MIG devices in MIG mode; empty if there is no driver."""
     with handles() as found:
         return tuple(unit for index, handle in found for unit in _units(index, handle))
 
 
 def visible(machine: tuple[Gpu, ...], env: Mapping[str, str]) -> tuple[tuple[str, Gpu], ...]:
-    """The GPUs that a process with this environment would see, each with the word that selects it.
+    """The GPUs that a process with this environment sees, each with the number or UUID that selects it.
 
-    CUDA reads CUDA_VISIBLE_DEVICES as numbers or prefixes of UUIDs. It ignores all words from an invalid or ambiguous
-    one on, and shows no GPU if one is named twice. MIG devices unknown to NVML are assumed to exist.
+    CUDA reads CUDA_VISIBLE_DEVICES as numbers or prefixes of UUIDs. It ignores everything from an invalid or ambiguous
+    one on, and shows no GPU if one is listed twice. MIG devices unknown to NVML are assumed to exist.
     """
-    words = env.get(VISIBLE_GPUS)
-    if words is None:
+    mask = env.get(VISIBLE_GPUS)
+    if mask is None:
         return tuple((gpu.uuid if gpu.is_mig else str(gpu.index), gpu) for gpu in machine if gpu.usable)
     seen: list[tuple[str, Gpu]] = []
-    for word in (part.strip() for part in words.split(",")):
+    for word in (part.strip() for part in mask.split(",")):
         matches = [gpu for gpu in machine if gpu.usable and selects(word, gpu)]
         if len(matches) > 1 and not word.isdecimal():
             break
@@ -120,7 +120,7 @@ def visible(machine: tuple[Gpu, ...], env: Mapping[str, str]) -> tuple[tuple[str
 
 
 def selects(word: str, gpu: Gpu) -> bool:
-    """Whether this word of CUDA_VISIBLE_DEVICES selects this GPU or MIG device."""
+    """Whether this entry of CUDA_VISIBLE_DEVICES selects this GPU or MIG device."""
     return word == str(gpu.index) or (word.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(word))
 
 
@@ -144,7 +144,7 @@ def _mig_device(whole: Gpu, handle: Any, number: int) -> Gpu | None:
 
 
 def _gpu(index: int, handle: Any) -> Gpu | None:
-    """None: a GPU without a readable UUID, for example a failed one."""
+    """Query one GPU; None: its UUID cannot be read, for example because it has failed."""
     uuid = query(pynvml.nvmlDeviceGetUUID, handle)
     if uuid is None:
         return None
@@ -158,7 +158,7 @@ def _gpu(index: int, handle: Any) -> Gpu | None:
         name=_text(query(pynvml.nvmlDeviceGetName, handle) or "GPU"),
         memory_total=memory.total if memory else 0,
         memory_used=memory.used if memory else 0,
-        processes=tuple(GpuProcess(look_at(user.pid), user.usedGpuMemory) for user in users),
+        processes=tuple(GpuProcess(process_info(user.pid), user.usedGpuMemory) for user in users),
         load=load.gpu if load else None,
         numa_node=nodes[0] if nodes else None,
         near=bits(query(pynvml.nvmlDeviceGetCpuAffinity, handle, _MASK_WORDS)),

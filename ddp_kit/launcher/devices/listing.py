@@ -8,8 +8,18 @@ from ddp_kit.launcher.devices.gpus import GIB, Gpu, GpuProcess, gpus, visible
 from ddp_kit.launcher.devices.links import MEANING, links
 from ddp_kit.launcher.devices.processes import Process
 from ddp_kit.launcher.devices.reservations import holders
+from ddp_kit.launcher.parser import Parser
 
 _UUID_SHOWN = 12  # characters, usually enough for --gpus
+
+
+def parser() -> Parser:
+    """The flags of `ddpkit devices`."""
+    return Parser(
+        prog="ddpkit devices",
+        description="List the GPUs of this machine with their memory, load, NUMA node, links and processes, and "
+        "show which ones are free.",
+    )
 
 
 def text(env: Mapping[str, str]) -> str:

@@ -9,7 +9,7 @@ import pynvml
 
 @contextmanager
 def handles() -> Iterator[tuple[tuple[int, Any], ...]]:
-    """Number and handle of each GPU that answers; empty if there is no driver."""
+    """Yield the number and handle of each GPU that responds; nothing if there is no driver."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -26,7 +26,7 @@ def handles() -> Iterator[tuple[tuple[int, Any], ...]]:
 
 
 def query(function: Callable[..., Any], *arguments: Any) -> Any:
-    """NVML's answer; None: not supported here, as some GPUs share the host's memory or hide their processes."""
+    """NVML's answer; None: not supported, for example on GPUs that share the host's memory or hide their processes."""
     try:
         return function(*arguments)
     except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError):  # the second: the driver is too old for the query

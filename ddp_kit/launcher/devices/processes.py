@@ -5,7 +5,7 @@ from pathlib import PurePath
 
 import psutil
 
-from ddp_kit.launcher.masking import masked
+from ddp_kit.masking import masked
 
 _COMMAND_LENGTH = 100
 
@@ -15,27 +15,27 @@ class Process:
     """A process of this machine."""
 
     pid: int
-    """0: in another container, whose process ids mean nothing here."""
+    """0: a process in another container, whose process ids are not valid here."""
     user: str = ""
     command: str = ""
-    """Empty, as is `user`, if this process may not see it."""
+    """Empty, like `user`, if this process may not see it."""
 
     def __str__(self) -> str:
         if not self.pid:
-            return "a process of another container"
+            return "a process in another container"
         if not self.user:
             return f"pid {self.pid}, not visible here"
         return f"pid {self.pid} of {self.user}" + (f": {self.command}" if self.command else "")
 
 
-def look_at(pid: int) -> Process:
+def process_info(pid: int) -> Process:
     """User and command of a process; never raises."""
     user = command = ""
     try:
         process = psutil.Process(pid)
         user = process.username()
-        words = process.cmdline()
-        command = " ".join([PurePath(words[0]).name, *words[1:]]) if words else process.name()
+        argv = process.cmdline()
+        command = " ".join([PurePath(argv[0]).name, *argv[1:]]) if argv else process.name()
     except psutil.Error:  # it has ended, or this process may not see it
         pass
     return Process(pid, user, _shown(command))

@@ -1,8 +1,8 @@
 """Reservations: which launch holds which GPU.
 
-A launcher holds a GPU by binding an abstract Unix socket with the GPU's UUID in its name (unix(7)). That is one atomic
-system call, visible to all users, and the kernel removes the socket when the process ends. The name of a second socket
-contains the launcher's process id, so that others need not ask the launcher, which may be stopped.
+A launcher holds a GPU by binding an abstract Unix socket with the GPU's UUID in its name (unix(7)). Binding is atomic
+and visible to all users, and the kernel removes the socket when the process ends. The name of a second socket contains
+the launcher's process id, so that others need not ask the launcher, which may be stopped.
 Linux only, and within one network namespace: containers with their own network do not see each other's reservations.
 """
 
@@ -18,7 +18,7 @@ import psutil
 
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher.devices.gpus import Gpu
-from ddp_kit.launcher.devices.processes import Process, look_at
+from ddp_kit.launcher.devices.processes import Process, process_info
 from ddp_kit.launcher.plan import Plan
 
 _GPU = "ddpkit-gpu"
@@ -32,8 +32,8 @@ _RETRY_SECONDS = 0.005
 def reserved(make: Callable[[Mapping[str, str]], Plan], *, hold: bool = True) -> Iterator[Plan]:
     """Make a plan, and hold its GPUs until the end of the block.
 
-    `make` gets the GPUs that other launches hold: UUID -> holder. Only one launch chooses at a time, so that of two
-    launches that want the same GPUs, one gets all of them. `hold`: False if the plan is only printed.
+    `make` gets the GPUs that other launches hold: UUID -> holder. Launches choose one at a time, so that if two want
+    the same GPUs, one of them gets all. `hold`: False if the plan is only printed.
     """
     if sys.platform != "linux":
         yield make({})
@@ -41,11 +41,11 @@ def reserved(make: Callable[[Mapping[str, str]], Plan], *, hold: bool = True) ->
     with ExitStack() as ours:
         with _one_at_a_time():
             found = holders()
-            # A launcher that started this one shares its GPUs, because this launcher is one of its workers.
+            # If another launcher started this one, as one of its workers, they share the GPUs.
             parents = {parent.pid for parent in psutil.Process().parents()}
             others = {uuid: str(holder) for uuid, holder in found.items() if holder.pid not in parents}
             plan = make(others)
-            for gpu in dict.fromkeys(gpu for place in plan.places if hold for gpu in place.gpus):
+            for gpu in dict.fromkeys(gpu for worker in plan.workers if hold for gpu in worker.gpus):
                 if gpu.uuid not in found:
                     _hold(gpu, ours)
         yield plan
@@ -59,7 +59,7 @@ def holders() -> dict[str, Process]:
         parts = rest.split("/", 2)
         if kind == _HOLDER and len(parts) == 3 and parts[1].isdecimal():  # other programs may use any name
             namespace, pid, uuid = parts
-            found[uuid] = look_at(int(pid)) if namespace == _pid_namespace() else Process(0)
+            found[uuid] = process_info(int(pid)) if namespace == _pid_namespace() else Process(0)
     return found
 
 
@@ -71,13 +71,16 @@ def _hold(gpu: Gpu, ours: ExitStack) -> None:
     except OSError as error:
         raise UsageError(
             f"GPU {gpu.label} cannot be reserved: {error.strerror or error}",
-            "if another launch has just reserved it, `ddpkit devices` shows that; start again",
+            "another launch may have reserved it just now: check with `ddpkit devices`, then start again",
         ) from None
 
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Wait for other launches to finish choosing, at most 10 s: one may be stopped. No GPU is reserved twice anyway."""
+    """Wait for other launches to finish choosing, but at most 10 s, because one may be stopped.
+
+    After that, too, no GPU is reserved twice.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lock:
         deadline = time.monotonic() + _TIMEOUT_SECONDS
         while time.monotonic() < deadline:

@@ -1,6 +1,6 @@
-"""`ddpkit doctor`: check this machine for training. A tuple of checks, each a function `Machine -> CheckResult`.
+"""`ddpkit doctor`: check whether this machine can train. Each check is a function `Machine -> CheckResult`.
 
-    machine.py        the input of the checks; driver.py queries the driver, trials.py runs programs
+    machine.py        the input of the checks; driver.py queries the driver, probes.py runs test programs
     limits.py  system_checks.py  gpu_checks.py  torch_checks.py      the checks
     result.py         their results
 
@@ -19,14 +19,14 @@ from pathlib import Path
 
 from ddp_kit.env import NO_COLOR
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher.doctor import driver, gpu_checks, limits, system_checks, torch_checks, trials
+from ddp_kit.launcher.doctor import driver, gpu_checks, limits, probes, system_checks, torch_checks
 from ddp_kit.launcher.doctor.machine import Machine
 from ddp_kit.launcher.doctor.result import CheckResult, Status, fail, warn
-from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.parser import Parser
+from ddp_kit.masking import masked
 
 Check = Callable[[Machine], CheckResult | None]
-"""Returns None if it does not apply to this machine."""
+"""A check returns None if it does not apply to this machine."""
 
 CHECKS: tuple[Check, ...] = (
     system_checks.python,
@@ -42,7 +42,7 @@ CHECKS: tuple[Check, ...] = (
     system_checks.host_name,
     gpu_checks.driver,
     gpu_checks.visible_gpus,
-    gpu_checks.left_over,
+    gpu_checks.orphaned_processes,
     gpu_checks.ecc,
     # These wait for processes that import torch.
     torch_checks.torch,
@@ -51,7 +51,7 @@ CHECKS: tuple[Check, ...] = (
     torch_checks.nccl,
     torch_checks.all_reduce,
     torch_checks.all_reduce_of_gpus,
-    torch_checks.product,
+    torch_checks.matrix_product,
 )
 
 _COLOURS = {Status.OK: 32, Status.WARN: 33, Status.FAIL: 31}
@@ -62,27 +62,30 @@ exit codes:
 """
 
 
-def run(words: Sequence[str], env: Mapping[str, str]) -> int:
-    """Check this machine, print each result at once, and return the exit code."""
-    parser = Parser(
+def parser() -> Parser:
+    """The flags of `ddpkit doctor`."""
+    flags = Parser(
         prog="ddpkit doctor",
-        description="Check this machine for training, and print how to fix what is wrong.",
+        description="Check whether this machine can train, and print how to fix what is wrong.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--dir", type=Path, default=Path(), help="the folder for checkpoints (default: the current folder)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
-    asked = parser.parse_args(words)
+    flags.add_argument("--dir", type=Path, default=Path(), help="the checkpoint folder (default: the current folder)")
+    flags.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
+    return flags
+
+
+def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Check this machine, print each result at once, and return the exit code."""
+    args = parser().parse_args(argv)
     colour = not env.get(NO_COLOR) and sys.stdout is not None and sys.stdout.isatty()
     results = []
-    for result in examine(env, asked.dir.absolute()):
+    for result in run_checks(env, args.dir.absolute()):
         results.append(result)
-        if not asked.json:
+        if not args.json:
             _print(_line(result, colour))
     counts = {status: sum(result.status == status for result in results) for status in Status}
-    if asked.json:
+    if args.json:
         _print(json.dumps({"checks": [asdict(result) for result in results], **counts}, indent=2))
     else:
         plural = "" if counts[Status.WARN] == 1 else "s"
@@ -90,23 +93,23 @@ def run(words: Sequence[str], env: Mapping[str, str]) -> int:
     return ExitCode.BROKEN if counts[Status.FAIL] else ExitCode.OK
 
 
-def examine(env: Mapping[str, str], checkpoints: Path) -> Iterator[CheckResult]:
+def run_checks(env: Mapping[str, str], checkpoints: Path) -> Iterator[CheckResult]:
     """Yield each result as soon as it is known."""
-    nvidia = driver.ask()
+    nvidia = driver.detect()
     try:
         tempfile.TemporaryFile().close()
     except OSError as error:  # jobs need them too
         yield fail("temporary files", f"cannot create a temporary file: {error}", "export TMPDIR=FOLDER")
         return
-    with trials.started(env, socket.gethostname(), nvidia.visible(env)) as asked:
-        machine = Machine.this(env, checkpoints, nvidia, asked)
+    with probes.started(env, socket.gethostname(), nvidia.visible(env)) as running:
+        machine = Machine.current(env, checkpoints, nvidia, running)
         for check in CHECKS:
-            result = _checked(check, machine)
+            result = _run_check(check, machine)
             if result is not None:  # error messages of torch may contain secrets
                 yield replace(result, found=masked(result.found, env), fix=masked(result.fix, env))
 
 
-def _checked(check: Check, machine: Machine) -> CheckResult | None:
+def _run_check(check: Check, machine: Machine) -> CheckResult | None:
     try:
         return check(machine)
     except Exception as error:  # the other checks still run

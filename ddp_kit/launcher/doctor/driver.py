@@ -20,11 +20,11 @@ class Card:
 
     gpu: Gpu
     ecc_errors: int | None = None
-    """Uncorrected memory errors since its last reset; None: it does not count them."""
+    """Uncorrected memory errors since its last reset; None: it does not count errors."""
     capability: Version | None = None
     """Its compute capability, such as (9, 0)."""
     processes: tuple[int, ...] = ()
-    """The ids of the processes that use it, without those in other containers."""
+    """The ids of the processes that use it, except those in other containers."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Driver:
         return tuple(gpu for _, gpu in devices.visible(tuple(card.gpu for card in self.cards), env))
 
 
-def ask() -> Driver:
+def detect() -> Driver:
     """Query NVML for everything the checks need."""
     try:
         pynvml.nvmlInit()

@@ -7,7 +7,7 @@ from pathlib import Path
 from ddp_kit.env import VISIBLE_GPUS
 from ddp_kit.launcher.doctor.machine import Machine
 from ddp_kit.launcher.doctor.result import CheckResult, fail, ok, warn
-from ddp_kit.launcher.masking import masked
+from ddp_kit.masking import masked
 
 _NVIDIA = "0x10de"
 _DISPLAY_CLASS = "0x03"  # in PCI's list of classes; sound and bridges are other ones
@@ -23,31 +23,31 @@ def driver(machine: Machine) -> CheckResult:
         names = ", ".join(dict.fromkeys(card.gpu.name for card in found.cards))
         summary = f"{count} GPU{'s' if count > 1 else ''}: {names}; driver {found.version}, up to CUDA {cuda}"
         return ok("driver", summary)
-    sign = _sign_of_gpu(machine)
-    if not sign and found.error and not found.absent:
-        sign = "NVML is installed"
-    if not sign:
+    evidence = _evidence_of_gpu(machine)
+    if not evidence and found.error and not found.absent:
+        evidence = "NVML is installed"
+    if not evidence:
         return ok("driver", "no NVIDIA GPU: training runs on the CPU")
     why = found.error or "it reports no GPU"
-    return fail("driver", f"{sign}, but NVIDIA's driver does not work: {why}", _driver_fix(machine))
+    return fail("driver", f"{evidence}, but NVIDIA's driver does not work: {why}", _driver_fix(machine))
 
 
 def visible_gpus(machine: Machine) -> CheckResult | None:
     """Which GPUs CUDA_VISIBLE_DEVICES shows."""
-    cards, words = machine.driver.cards, machine.env.get(VISIBLE_GPUS)
+    cards, mask = machine.driver.cards, machine.env.get(VISIBLE_GPUS)
     if not cards:
         return None
-    if words is None:
+    if mask is None:
         return ok("visible GPUs", f"{VISIBLE_GPUS} is not set: all {len(cards)} visible")
     fix = f"unset {VISIBLE_GPUS}"
-    asked = [word.strip() for word in words.split(",")]
+    asked = [word.strip() for word in mask.split(",")]
     if asked in ([""], ["-1"]):
-        return warn("visible GPUs", f"{VISIBLE_GPUS}={words!r} hides all GPUs: training runs on the CPU", fix)
-    # One by one: CUDA shows the GPUs before an unknown one, and none at all if one is named twice.
+        return warn("visible GPUs", f"{VISIBLE_GPUS}={mask!r} hides all GPUs: training runs on the CPU", fix)
+    # One by one: CUDA shows the GPUs before an unknown one, and none at all if one is listed twice.
     seen = list(takewhile(bool, (machine.driver.visible({VISIBLE_GPUS: word}) for word in asked)))
-    setting = f"{VISIBLE_GPUS}={words}"
+    setting = f"{VISIBLE_GPUS}={mask}"
     if len(set(seen)) < len(seen):
-        return fail("visible GPUs", f"{setting} names a GPU twice: CUDA then sees none", fix)
+        return fail("visible GPUs", f"{setting} lists a GPU twice: CUDA then shows none", fix)
     if len(seen) < len(asked):
         found = f"{setting}: there is no GPU {asked[len(seen)]!r}, and CUDA stops reading there: {len(seen)} visible"
         return fail("visible GPUs", found, fix)
@@ -56,7 +56,7 @@ def visible_gpus(machine: Machine) -> CheckResult | None:
     return ok("visible GPUs", f"{setting}: {len(seen)} of {len(cards)} visible")
 
 
-def left_over(machine: Machine) -> CheckResult | None:
+def orphaned_processes(machine: Machine) -> CheckResult | None:
     """Orphaned processes that use a GPU."""
     if not machine.driver.cards:
         return None
@@ -92,7 +92,7 @@ def ecc(machine: Machine) -> CheckResult | None:
     return ok("ECC", "no uncorrected memory errors (ECC)")
 
 
-def _sign_of_gpu(machine: Machine) -> str:
+def _evidence_of_gpu(machine: Machine) -> str:
     """Evidence of a GPU that the driver does not report; empty: none."""
     node = next(iter(sorted((machine.root / "dev").glob("nvidia[0-9]*"))), None)
     if node is not None:

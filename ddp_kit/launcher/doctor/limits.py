@@ -43,7 +43,7 @@ def cpu(machine: Machine) -> CheckResult:
 
 
 def open_files(machine: Machine) -> CheckResult:
-    """The limit of open files: DataLoader workers need one per tensor in transit, connections one per rank."""
+    """The limit of open files: DataLoader workers need one per tensor in transit, and each connection needs one."""
     soft, hard = machine.open_files
     if soft < 0 or soft >= _MIN_OPEN_FILES:
         return ok("open files", f"open files: {'no limit' if soft < 0 else f'{soft:,}'}")
@@ -62,14 +62,14 @@ def locked_memory(machine: Machine) -> CheckResult:
     infiniband = machine.root / "sys/class/infiniband"
     needs_all = infiniband.is_dir() and any(infiniband.iterdir())
     if needs_all or soft < _MIN_LOCKED_MEMORY:
-        why = "InfiniBand needs no limit" if needs_all else "pinned buffers may need more"
+        why = "InfiniBand needs it to be unlimited" if needs_all else "pinned buffers may need more"
         fix = "ulimit -l unlimited  # docker run --ulimit memlock=-1 ..."
         return warn("locked memory", f"locked memory: {size(soft)}; {why}", fix)
-    return ok("locked memory", f"locked memory: {size(soft)}, and no InfiniBand, which would need more")
+    return ok("locked memory", f"locked memory: {size(soft)}, enough without InfiniBand")
 
 
 def shared_memory(machine: Machine) -> CheckResult:
-    """The shared memory, which DataLoader workers and NCCL (between GPUs without peer access) use."""
+    """The size of the shared memory, used by DataLoader workers and by NCCL between GPUs without peer access."""
     shm = machine.root / "dev/shm"
     larger = "docker run --shm-size=8g ...  # or --ipc=host; else: sudo mount -o remount,size=8G /dev/shm"
     if not shm.is_dir():

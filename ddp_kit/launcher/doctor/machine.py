@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_kit.launcher.doctor.driver import Driver
-from ddp_kit.launcher.doctor.trials import Trials
+from ddp_kit.launcher.doctor.probes import Probes
 
 GIB = 1024**3
 
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine, or an invented one in a test."""
+    """This machine, or a made-up one in a test."""
 
     env: Mapping[str, str]
     checkpoints: Path
     """The folder for checkpoints."""
     driver: Driver
-    trials: Trials
+    probes: Probes
     host: str
     python: tuple[int, ...]
     cores: int
@@ -43,14 +43,14 @@ class Machine:
     """The folder of /proc, /sys and /dev."""
 
     @staticmethod
-    def this(env: Mapping[str, str], checkpoints: Path, driver: Driver, trials: Trials) -> "Machine":
+    def current(env: Mapping[str, str], checkpoints: Path, driver: Driver, probes: Probes) -> "Machine":
         """The machine that this process runs on."""
         cores = os.cpu_count() or 1
         return Machine(
             env=env,
             checkpoints=checkpoints,
             driver=driver,
-            trials=trials,
+            probes=probes,
             host=socket.gethostname(),
             python=sys.version_info[:3],
             cores=cores,

@@ -30,7 +30,7 @@ def python(machine: Machine) -> CheckResult:
 def clock(machine: Machine) -> CheckResult:
     """Whether the clock is synchronised: certificates and logs of several nodes depend on it."""
     if machine.clock_synchronised is None:
-        return ok("clock", "clock: not known whether it is synchronised")
+        return ok("clock", "clock: unknown whether it is synchronised")
     if not machine.clock_synchronised:
         return warn("clock", "clock: not synchronised", "sudo timedatectl set-ntp true")
     return ok("clock", "clock: synchronised")
@@ -38,12 +38,12 @@ def clock(machine: Machine) -> CheckResult:
 
 def host_name(machine: Machine) -> CheckResult:
     """Whether the host name resolves to this machine: gloo and other nodes use it."""
-    name, answer = machine.host, machine.trials.host()
+    name, result = machine.host, machine.probes.host()
     fix = f'echo "127.0.1.1 {name}" >> /etc/hosts'
-    if answer.error:
-        return warn("host name", f"host name {name!r} does not resolve: {answer.error}", fix)
-    addresses = ", ".join(answer.facts["addresses"])
-    if not answer.facts["own"]:
+    if result.error:
+        return warn("host name", f"host name {name!r} does not resolve: {result.error}", fix)
+    addresses = ", ".join(result.facts["addresses"])
+    if not result.facts["own"]:
         found = f"host name {name!r} resolves to {addresses}, which is not this machine"
         return warn("host name", found, f"getent hosts {name}  # then correct it in /etc/hosts or in the DNS")
     return ok("host name", f"host name {name!r} resolves to {addresses}")

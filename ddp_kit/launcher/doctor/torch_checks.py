@@ -15,13 +15,13 @@ _PACKAGES = (((13, 0), "cu130"), ((12, 8), "cu128"), ((12, 0), "cu126"))
 
 def torch(machine: Machine) -> CheckResult:
     """Whether torch can be imported."""
-    answer = machine.trials.torch()
-    if answer.error == "ModuleNotFoundError: No module named 'torch'":
+    result = machine.probes.torch()
+    if result.error == "ModuleNotFoundError: No module named 'torch'":
         return fail("torch", "torch is not installed", f"{_PIP} torch")
-    if answer.error:
-        return fail("torch", f"torch cannot be imported: {answer.error}", f"{_PIP} --force-reinstall torch")
-    built = f"CUDA {answer.facts['cuda']}" if answer.facts["cuda"] else "CPU only"
-    return ok("torch", f"torch {answer.facts['version']} ({built})")
+    if result.error:
+        return fail("torch", f"torch cannot be imported: {result.error}", f"{_PIP} --force-reinstall torch")
+    built = f"CUDA {result.facts['cuda']}" if result.facts["cuda"] else "CPU only"
+    return ok("torch", f"torch {result.facts['version']} ({built})")
 
 
 def torch_and_driver(machine: Machine) -> CheckResult | None:
@@ -35,10 +35,10 @@ def torch_and_driver(machine: Machine) -> CheckResult | None:
         return fail("torch and driver", f"torch {facts['version']} was built without CUDA and cannot use a GPU", fix)
     if supported is None:
         return ok("torch and driver", "the driver does not report which CUDA version it supports")
-    words = f"torch was built for CUDA {built}, and the driver supports up to {supported[0]}.{supported[1]}"
+    found = f"torch was built for CUDA {built}, and the driver supports up to {supported[0]}.{supported[1]}"
     if int(built.split(".")[0]) > supported[0]:
-        return fail("torch and driver", words, f"{fix}  # or update NVIDIA's driver")
-    return ok("torch and driver", words)
+        return fail("torch and driver", found, f"{fix}  # or update NVIDIA's driver")
+    return ok("torch and driver", found)
 
 
 def torch_and_gpus(machine: Machine) -> CheckResult | None:
@@ -77,31 +77,31 @@ def all_reduce(machine: Machine) -> CheckResult | None:
     """An all-reduce of two processes on the CPU."""
     if _facts(machine) is None:
         return None
-    answer = machine.trials.gloo()
-    if answer.error:
+    result = machine.probes.gloo()
+    if result.error:
         fix = "GLOO_SOCKET_IFNAME=lo ddpkit doctor  # if that helps, set it to the interface to use"
-        return fail("all-reduce", f"all-reduce of 2 processes with gloo failed: {answer.error}", fix)
+        return fail("all-reduce", f"all-reduce of 2 processes with gloo failed: {result.error}", fix)
     return ok("all-reduce", "all-reduce of 2 processes with gloo works")
 
 
 def all_reduce_of_gpus(machine: Machine) -> CheckResult | None:
     """An all-reduce of two GPUs with NCCL."""
     facts = _facts(machine)
-    if machine.trials.nccl is None or facts is None or not facts["nccl"]:
+    if machine.probes.nccl is None or facts is None or not facts["nccl"]:
         return None
-    answer = machine.trials.nccl()
-    if answer.error:
+    result = machine.probes.nccl()
+    if result.error:
         fix = "NCCL_P2P_DISABLE=1 ddpkit doctor  # if that helps, disable ACS or the IOMMU in the BIOS"
-        return fail("all-reduce of GPUs", f"all-reduce of 2 GPUs with NCCL failed: {answer.error}", fix)
+        return fail("all-reduce of GPUs", f"all-reduce of 2 GPUs with NCCL failed: {result.error}", fix)
     return ok("all-reduce of GPUs", "all-reduce of 2 GPUs with NCCL works")
 
 
-def product(machine: Machine) -> CheckResult | None:
+def matrix_product(machine: Machine) -> CheckResult | None:
     """Whether a matrix product on each GPU has the same result as on the CPU."""
     facts, seen = _facts(machine), machine.driver.visible(machine.env)
     if facts is None or not facts["cuda"] or not seen:
         return None
-    errors = {gpu: error for gpu in seen if (error := machine.trials.products[gpu.uuid]().error)}
+    errors = {gpu: error for gpu in seen if (error := machine.probes.products[gpu.uuid]().error)}
     if not errors:
         return ok("matrix product", f"a matrix product is correct on {len(seen)} GPU{'s' if len(seen) > 1 else ''}")
     found = "; ".join(f"GPU {gpu.index}: {error}" for gpu, error in errors.items())
@@ -119,8 +119,8 @@ def product(machine: Machine) -> CheckResult | None:
 
 
 def _facts(machine: Machine) -> Mapping[str, Any] | None:
-    answer = machine.trials.torch()
-    return None if answer.error else answer.facts
+    result = machine.probes.torch()
+    return None if result.error else result.facts
 
 
 def _package(supported: Version | None) -> str:

@@ -6,6 +6,6 @@
                  <----Started-----                                  runs the script (script.run_as_main)
                  <-----Ended------  wait status             <---    ends
 
-Both ends use an inherited socketpair; its end of file tells the server that the launcher has ended.
-docs/launching.md lists what a script sees differently from plain Python.
+They communicate over a socketpair that the server inherits; an end of file tells it that the launcher has ended.
+docs/launching.md lists the differences from plain Python that a script can see.
 """

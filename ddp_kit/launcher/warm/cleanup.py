@@ -1,4 +1,4 @@
-"""End all processes of a job with the job: settings of the kernel, and cleanup of leftovers."""
+"""End all processes of a job when the job ends: kernel settings (prctl), and cleanup of leftovers."""
 
 import ctypes
 import os
@@ -15,9 +15,10 @@ _SET_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 _SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
 
-# Helper processes that remove shared memory once their clients have ended, and then end by themselves.
+# Helper processes that remove shared memory once their clients have ended, and then exit on their own.
 _CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
-# Only they know the names. torch_shm_manager ends two seconds after its last client, or later on a busy machine.
+# They are waited for because only they know the names of the memory. torch_shm_manager exits two seconds after its
+# last client, or later on a busy machine.
 _CLEANERS_SECONDS = 5.0
 _TERM_SECONDS = 0.2
 _POLL_SECONDS = 0.01
@@ -29,9 +30,9 @@ _SOCKET_FOLDER = re.compile(r"/(pymp|torch-shm-dir)-[^/]+$")
 
 
 def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when the thread that forked it ends. Linux only.
+    """Have the kernel kill this process when the thread that forked it ends. Linux only.
 
-    `parent`: the process that forked this one, which may have died before this call.
+    `parent`: the process id of the parent. If the parent has already died, this process exits at once.
     """
     _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
@@ -39,15 +40,15 @@ def die_with_parent(parent: int) -> None:
 
 
 def outlive_parent() -> None:
-    """Undo `die_with_parent`, so that this process can clean up after its parent.
+    """Undo `die_with_parent`, so that this process can clean up after its parent has died.
 
-    If this process is stopped by a signal when its parent dies, the kernel continues it.
+    The kernel sends SIGCONT instead, in case a signal has stopped this process.
     """
     _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)
 
 
 def adopt_orphans() -> None:
-    """Let every orphaned descendant become a child of this process."""
+    """Make every orphaned descendant a child of this process."""
     _LIBC.prctl(_SET_CHILD_SUBREAPER, 1)
 
 
@@ -71,20 +72,20 @@ class Child:
     @property
     def name(self) -> str:
         """Its command line, else its name in brackets as in `ps`; empty if it has ended."""
-        words = self.command.replace(b"\0", b" ").decode(errors="replace").strip()
+        command_line = self.command.replace(b"\0", b" ").decode(errors="replace").strip()
         before, _, after = _read(f"/proc/{self.pid}/stat").rpartition(b") ")
-        if words or not after or after[:1] in b"ZX":
-            return words
+        if command_line or not after or after[:1] in b"ZX":
+            return command_line
         return f"[{before.partition(b'(')[2].decode(errors='replace')}]"
 
     @property
     def is_cleaner(self) -> bool:
-        """Whether it is a helper that removes shared memory and then ends by itself."""
+        """Whether it is a helper that removes shared memory and then exits on its own."""
         return any(name in self.command for name in _CLEANERS)
 
 
 def children() -> list[Child]:
-    """The children of this process without zombies."""
+    """The children of this process, without zombies."""
     own, found = str(os.getpid()).encode(), []
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
@@ -110,9 +111,9 @@ def signal_children(which: Callable[[Child], bool], number: signal.Signals, left
 def end_children(
     which: Callable[[Child], bool], reap: Callable[[], None], gently: bool = False, leftovers: set[Path] | None = None
 ) -> None:
-    """End the children that `which` selects, except cleaners, and then the orphans they leave, until none is left.
+    """End the children that `which` selects, except cleaners, and the orphans they leave, until none remains.
 
-    `reap` waits for zombies. `gently`: send SIGTERM first. `leftovers`: files found before, removed as well.
+    `reap` waits for zombies. `gently`: send SIGTERM first. `leftovers`: files found earlier, which are removed too.
     """
     leftovers = set() if leftovers is None else leftovers
     if gently and signal_children(which, signal.SIGTERM, leftovers):
@@ -125,7 +126,7 @@ def end_children(
 
 
 def end_cleaners(reap: Callable[[], None]) -> None:
-    """Wait for the cleaners, once all other children have ended; kill those that do not end."""
+    """Wait for the cleaners, after all other children have ended; kill those that do not exit."""
     _wait(lambda: [child for child in children() if child.is_cleaner], _CLEANERS_SECONDS, reap)
     leftovers: set[Path] = set()
     for child in children():

@@ -1,4 +1,4 @@
-"""The launcher's end of the warm server."""
+"""The launcher's side of the warm server."""
 
 import os
 import select
@@ -33,12 +33,13 @@ path = sys.path[0 if sys.flags.safe_path else 1:]
 sys.path.insert(0, sys.argv[1])
 from ddp_kit.launcher.warm import server
 sys.path[:] = path
-server.main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "warm", tuple(filter(None, sys.argv[5].split(","))))
+hidden, preload = (tuple(filter(None, names.split(","))) for names in sys.argv[5:7])
+server.main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "warm", hidden, preload)
 """
 _CLOSE_SECONDS = 10.0  # that the server may take to clean up
-# How often to check whether a signal has stopped the server. It acts at the second check in a row, because a suspended
-# job may be about to continue.
-_LOOK_SECONDS = 5.0
+# How often to check whether a signal has stopped the server. The launcher acts only if it is stopped at two checks in a
+# row: a job that was suspended as a whole may be about to continue.
+_CHECK_SECONDS = 5.0
 
 
 class WarmServer:
@@ -46,23 +47,26 @@ class WarmServer:
 
     def __init__(
         self,
-        words: Sequence[str],
+        argv: Sequence[str],
         env: Mapping[str, str],
         warm: bool = True,
-        say: Callable[[str], None] = lambda _: None,
+        print_message: Callable[[str], None] = lambda _: None,
+        preload: Sequence[str] = (),
     ) -> None:
-        """Start it. `words`: the launch's command line, whose space in memory later holds the workers' command lines.
+        """Start it. `argv`: the launcher's arguments; workers later overwrite them in memory with their own, for `ps`.
 
-        `warm`: whether it imports torch. `say`: prints that the server was stopped by a signal.
+        `warm`: whether it imports torch. `print_message`: called with the message if the server was stopped by a
+        signal. `preload`: modules to import in addition to torch.
         """
         ours, theirs = socket.socketpair()
         hidden = {name: value for name, value in HIDDEN_FROM_WORKERS.items() if name not in env} if warm else {}
         package = str(Path(__file__).parents[3])
         how = [package, str(theirs.fileno()), str(os.getpid()), "warm" if warm else "cold", ",".join(hidden)]
+        how.append(",".join(preload))
         adopt_orphans()  # if the server is killed, its children become children of this process
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _CODE, *how, *words],
+                [sys.executable, "-u", "-c", _CODE, *how, *argv],
                 env={**env, **hidden},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -71,8 +75,8 @@ class WarmServer:
         self._workers: dict[int, Process] = {}
         self._count = 0
         self._has_started = False
-        self._say = say
-        self._looked = time.monotonic()
+        self._print_message = print_message
+        self._last_check = time.monotonic()
         self._was_stopped = False
         self._was_continued = False
         self.gone = False
@@ -83,7 +87,7 @@ class WarmServer:
         return self._process.pid
 
     def fileno(self) -> int:
-        """For `select`: readable when a worker may have ended."""
+        """The descriptor for `select`: readable when a worker may have ended."""
         return self._channel.fileno()
 
     def start(
@@ -93,38 +97,38 @@ class WarmServer:
         program: Program | None = None,
         streams: Sequence[int] = (),
         cpus: tuple[int, ...] = (),
-        counts_every: float = 0.0,
+        count_interval: float = 0.0,
         stacks: str = "",
     ) -> "Process":
-        """Request a worker; call `pump` until it is answered.
+        """Request a worker; then call `pump` until it has `answered`.
 
         `command`: what to execute if `program` is None or cannot be forked. `streams`: descriptors for its stdout and
-        stderr; empty: those of this process. `counts_every`, `stacks`: see `Start`.
+        stderr; empty: those of this process. `count_interval`, `stacks`: see `Start`.
         """
         self._count += 1
         worker = self._workers[self._count] = Process(self, self._count)
         self._send(
-            Start(self._count, tuple(command), dict(env), program, cpus, bool(streams), counts_every, stacks), streams
+            Start(self._count, tuple(command), dict(env), program, cpus, bool(streams), count_interval, stacks), streams
         )
         return worker
 
     def kill(self, worker: "Process") -> None:
-        """Kill a worker and the processes it started; continues a stopped server for that."""
+        """Kill a worker and the processes it started. A stopped server is continued for that."""
         self._process.send_signal(signal.SIGCONT)
         self._send(Kill(worker.number))
 
-    def clear(self, well: bool) -> None:
-        """End the processes that the workers left behind, before any later request. `well`: see `Clear`."""
-        self._send(Clear(well))
+    def clear(self, succeeded: bool) -> None:
+        """End the processes that the workers left behind, before any later request. `succeeded`: see `Clear`."""
+        self._send(Clear(succeeded))
 
     def remove_at_end(self, folder: str) -> None:
-        """Let the server remove a folder when this process has ended."""
+        """Have the server remove a folder after this process has ended."""
         self._send(RemoveAtEnd(folder))
 
     def pump(self, timeout: float | None = 0) -> None:
-        """Process the server's messages; wait for one at most `timeout` seconds, and at most 5 s."""
+        """Process the server's messages; wait for one for at most `timeout` seconds, and never more than 5 s."""
         self._check_if_stopped()
-        timeout = _LOOK_SECONDS if timeout is None else min(timeout, _LOOK_SECONDS)
+        timeout = _CHECK_SECONDS if timeout is None else min(timeout, _CHECK_SECONDS)
         if self.gone or not select.select([self._channel], [], [], timeout)[0]:
             return
         try:
@@ -141,24 +145,24 @@ class WarmServer:
 
     def next_check(self) -> float:
         """Seconds after which to call `pump` even without a message: it checks whether the server is stopped."""
-        return max(0.0, self._looked + _LOOK_SECONDS - time.monotonic())
+        return max(0.0, self._last_check + _CHECK_SECONDS - time.monotonic())
 
     def _check_if_stopped(self) -> None:
-        """Continue a stopped server once; the next time kill it, and with it the workers."""
+        """Continue a stopped server once; the next time, kill it and the workers with it."""
         if self.gone or self.next_check():
             return
-        self._looked = time.monotonic()
+        self._last_check = time.monotonic()
         was_stopped, self._was_stopped = self._was_stopped, is_stopped(self.pid)
         if not (was_stopped and self._was_stopped):
             return
         self._was_stopped = False
         found = f"the process that starts and watches the workers (pid {self.pid}) was stopped by a signal"
         if self._was_continued:
-            self._say(f"{found} again: it is now killed, and the workers with it")
+            self._print_message(f"{found} again: it is now killed, and the workers with it")
             self._process.kill()
         else:
             self._was_continued = True
-            self._say(f"{found}: it is now continued (SIGCONT), but only once")
+            self._print_message(f"{found}: it is now continued (SIGCONT), but only once")
             self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
@@ -180,7 +184,7 @@ class WarmServer:
             self._lose()
 
     def _lose(self) -> None:
-        """The server died, and its workers with it; the processes they started are now children of this process."""
+        """Handle the death of the server and its workers. The processes they started are now children of this one."""
         self.gone = True
         self._process.wait()
         _end_leftovers()
@@ -207,13 +211,13 @@ class Process:
         """Whether it died with the server."""
         self.returncode: int | None = None
         self.ended_at = 0.0
-        """When its end was noticed, by the monotonic clock."""
+        """When its end was noticed; monotonic clock."""
 
     def poll(self) -> int | None:
         """The exit code, or minus the signal's number; None: still running, as far as known.
 
         It does not call `WarmServer.pump`, which would also consume messages about other workers: a caller that has
-        already checked those would wait forever.
+        already polled those would then wait forever.
         """
         return self.returncode
 

@@ -15,7 +15,7 @@ from typing import Any
 _LENGTH_BYTES = 4
 _READ_BYTES = 1 << 16
 _SEND_POLL_MILLISECONDS = 1000
-_MOST_DESCRIPTORS = 16  # per read; a frame carries at most two
+_MAX_DESCRIPTORS = 16  # per read; a frame carries at most two
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Program:
     module: bool = False
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def command_line(self) -> tuple[str, ...]:
         """The equivalent command line."""
         return (self.python, "-u", *(("-m",) if self.module else ()), self.name, *self.arguments)
 
@@ -46,15 +46,15 @@ class Start:
     env: Mapping[str, str]
     """The worker's whole environment."""
     program: Program | None = None
-    """What a fork of the server runs; None: execute `command`."""
+    """What a forked worker runs; None: execute `command`."""
     cpus: tuple[int, ...] = ()
     """The CPU cores to run on; empty: all cores that the launcher may use."""
     streams: bool = False
-    """Whether two descriptors come with the message; else the worker inherits the launcher's streams."""
-    counts_every: float = 0.0
+    """Whether two descriptors come with the message; if not, the worker inherits the launcher's streams."""
+    count_interval: float = 0.0
     """Seconds between two counts of the collectives that a forked worker has begun; 0: no counts."""
     stacks: str = ""
-    """A file in which a forked worker writes its stacks on STACKS_SIGNAL; empty: py-spy can read them."""
+    """The file to which a forked worker writes its stacks on STACKS_SIGNAL; empty: py-spy can read them."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Kill:
 class Clear:
     """Launcher to server: all workers of a round have ended; end the processes they left behind."""
 
-    well: bool
-    """Whether all exited with code 0: then leftover processes are unexpected and are named."""
+    succeeded: bool
+    """Whether all exited with code 0: leftover processes are then unexpected, and a message names them."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Started:
     pid: int
     """0: it could not be started."""
     cold: str = ""
-    """Why it was executed although a fork was intended; empty: it was not."""
+    """Why it was started cold although a fork was requested; empty: it was forked, or no fork was requested."""
     error: str = ""
     """Why it could not be started."""
 
@@ -118,7 +118,7 @@ class Channel:
         self._descriptors: deque[int] = deque()
 
     def fileno(self) -> int:
-        """For `select`: readable when a message may have arrived."""
+        """The descriptor for `select`: readable when a message may have arrived."""
         return self._socket.fileno()
 
     def send(
@@ -146,7 +146,7 @@ class Channel:
     def receive(self) -> Iterator[Message]:
         """Wait for data, then yield every complete message. Raises `ClosedError`."""
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, _MOST_DESCRIPTORS)
+            data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, _MAX_DESCRIPTORS)
         except OSError as error:
             raise ClosedError from error
         self._descriptors += descriptors

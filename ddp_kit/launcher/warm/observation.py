@@ -1,4 +1,4 @@
-"""What a forked worker does, in addition to its script, so that the launcher can monitor it."""
+"""What a forked worker does besides running its script, so that the launcher can monitor it."""
 
 import _thread
 import atexit
@@ -18,7 +18,7 @@ _LAST_COUNT_SECONDS = 1.0
 
 
 def allow_inspection_by(pid: int) -> None:
-    """Let a process and its descendants read this one's stack, if the kernel permits only ancestors (Yama)."""
+    """Let a process and its descendants read this one's stack, where the kernel permits only ancestors (Yama)."""
     _LIBC.prctl(_SET_PTRACER, pid)
 
 
@@ -33,11 +33,11 @@ def write_stacks_on_signal(path: str) -> None:
 
 
 def count_collectives(every: float) -> None:
-    """Record every so many seconds how many collectives have been begun, in a daemon thread."""
+    """Record in a daemon thread, every so many seconds, how many collectives have been started."""
     memory = heartbeat_memory()
     if memory is not None:
         counting = _thread.allocate_lock()
-        atexit.register(_count_last, memory, counting)  # registered before the script's handlers, it runs after them
+        atexit.register(_count_last, memory, counting)  # runs after the script's handlers, which are registered later
         _thread.start_new_thread(_count, (memory, every, counting))
 
 
@@ -50,9 +50,9 @@ def _count(memory: "memoryview[int]", every: float, counting: "_thread.LockType"
 
 
 def _count_last(memory: "memoryview[int]", counting: "_thread.LockType") -> None:
-    """Stop the thread, because the process would abort if the interpreter ended while it runs torch's code.
+    """Stop the thread: the process would abort if the interpreter ended while the thread runs torch's code.
 
-    Record an exact last count, so that a rank that takes long to end does not seem to be behind the others.
+    Also record an exact last count, so that a rank that takes long to exit does not seem to be behind the others.
     """
     if counting.acquire(timeout=_LAST_COUNT_SECONDS):
         with suppress(Exception):
@@ -64,12 +64,12 @@ def _note(memory: "memoryview[int]") -> None:
     module = sys.modules["torch.distributed.distributed_c10d"]
     default, groups = module.GroupMember.WORLD, list(module._world.pg_map)
     # Without a default group, all ranks have the same count and are not compared.
-    memory[HeartbeatField.COLLECTIVES] = 0 if default is None else _begun(default)
-    memory[HeartbeatField.ALL_COLLECTIVES] = sum(map(_begun, groups))
+    memory[HeartbeatField.COLLECTIVES] = 0 if default is None else _collectives_started(default)
+    memory[HeartbeatField.ALL_COLLECTIVES] = sum(map(_collectives_started, groups))
 
 
-def _begun(group: object) -> int:
-    """The collectives begun in a group, over all its backends."""
+def _collectives_started(group: object) -> int:
+    """The number of collectives started in a group, over all its backends."""
     total = 0
     with suppress(RuntimeError, AttributeError):  # a backend that does not count, or is being destroyed
         backends = {id(backend): backend for backend in map(group._get_backend, group._device_types)}  # type: ignore[attr-defined]

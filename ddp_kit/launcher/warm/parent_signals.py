@@ -1,7 +1,7 @@
 """Forward signals that a rank sends to its parent, as preemption handlers do: `os.kill(os.getppid(), SIGTERM)`.
 
-The rank means the launcher, but its parent is the server, which blocks these signals. A signal to the whole job, as
-from `scancel`, also reaches the launcher; forwarded, it would count as a second one and kill the ranks.
+The rank means the launcher, but its parent is the warm server, which blocks these signals. A signal to the whole job,
+as from `scancel`, is not forwarded: it reaches the launcher anyway, and a second one would make it kill the ranks.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ _SIGSET_BYTES = 128  # sizeof(sigset_t) of glibc and musl
 
 
 class ParentSignals:
-    """Forwards the first of these signals that comes from a descendant of this process to the launcher."""
+    """Forwards to the launcher the first of these signals that a descendant of this process sends."""
 
     def __init__(self, launcher: int) -> None:
         """`launcher`: its process id. The signals must be blocked."""
@@ -25,11 +25,11 @@ class ParentSignals:
         self._descriptor: int = ctypes.CDLL(None).signalfd(-1, signals, os.O_NONBLOCK | os.O_CLOEXEC)
 
     def fileno(self) -> int:
-        """For `select`: readable when a signal is pending. A forked worker closes it."""
+        """The descriptor for `select`: readable when a signal is pending. A forked worker closes it."""
         return self._descriptor
 
     def forward(self) -> None:
-        """Consume all pending signals. Several ranks may send one each; only the first is forwarded."""
+        """Consume all pending signals. If several ranks send one, only the first is forwarded."""
         while (found := signal.sigtimedwait(_STOPPING, 0)) is not None:
             if not self._has_forwarded and _is_descendant(found.si_pid) and os.getppid() == self._launcher:
                 self._has_forwarded = True

@@ -18,7 +18,7 @@ from ddp_kit.env import NOTE_AT_START
 from ddp_kit.errors import DdpKitError
 from ddp_kit.launcher import tracebacks
 from ddp_kit.launcher.warm.messages import Program
-from ddp_kit.launcher.warm.script_text import set_too_late
+from ddp_kit.launcher.warm.script_text import variable_set_too_late
 from ddp_kit.uncaught import folded_traceback, leave_note
 
 # Files of the frames below the script's: the `python -c` of client.py, and what that calls.
@@ -26,14 +26,14 @@ _BELOW_THE_SCRIPT = ("<string>", str(Path(__file__).with_name("server.py")), __f
 _NAMES_EXCEPTION = re.compile(r"[\w.]+(:|$)", re.MULTILINE)
 
 
-def obstacle(program: Program, env: Mapping[str, str], preloaded: frozenset[str]) -> str:
+def reason_for_cold_start(program: Program, env: Mapping[str, str], preloaded: frozenset[str]) -> str:
     """Why this program needs a new interpreter; empty: it can be forked.
 
-    `env`: its environment. `preloaded`: the top-level modules that the server has imported.
+    `env`: its environment. `preloaded`: the top-level modules that the warm server has imported.
     """
     if not program.module and (not program.name.endswith(".py") or not Path(program.name).is_file()):
         return f"{program.name} is not a .py file"
-    name = set_too_late(program, env)
+    name = variable_set_too_late(program, env)
     if name:
         return f"{program.name} sets {name}, which torch reads when it is imported"
     folder = Path.cwd() if program.module else Path(program.name).resolve().parent
@@ -53,25 +53,25 @@ def obstacle(program: Program, env: Mapping[str, str], preloaded: frozenset[str]
 
 
 def set_title(program: Program) -> None:
-    """Show the program's command line in `ps`: overwrite this process's in memory, where the kernel reads it.
+    """Make `ps` show the program's command line, by overwriting this process's own in memory.
 
-    A last byte other than 0 tells the kernel that it was replaced. Source: get_mm_cmdline in Linux's fs/proc/base.c.
+    A last byte other than 0 tells the kernel that it was overwritten. Source: get_mm_cmdline in Linux's fs/proc/base.c.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5), counted after the name
     room = end - start
     if start and room > 2:
-        words = b" ".join(map(os.fsencode, program.words))[: room - 2]
-        ctypes.memmove(start, words.ljust(room - 1, b"\0") + b".", room)
+        command_line = b" ".join(map(os.fsencode, program.command_line))[: room - 2]
+        ctypes.memmove(start, command_line.ljust(room - 1, b"\0") + b".", room)
 
 
 def run_as_main(program: Program) -> None:
     """Run `program` as the main program of this process.
 
-    It returns or raises as the program does. The caller lets every exception propagate to the interpreter, which
-    prints it, finalises and sets the exit code as for `python program`.
+    It returns or raises like the program. The caller lets every exception propagate to the interpreter, which prints
+    it, finalises and sets the exit code as for `python program`.
     """
-    sys.orig_argv[:] = program.words
+    sys.orig_argv[:] = program.command_line
     try:
         if program.module:
             _run_module(program)
@@ -125,7 +125,7 @@ def _show(hook: Callable[..., object], kind: type, error: BaseException, trace: 
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script's first frame."""
+    """The part of the traceback that starts at the script's first frame."""
     while trace is not None and trace.tb_frame.f_code.co_filename in _BELOW_THE_SCRIPT:
         trace = trace.tb_next
     return trace
@@ -140,7 +140,9 @@ def _at_start(error: BaseException) -> bool:
 
 
 def _leave_note(error: BaseException) -> None:
-    lines = traceback.format_exception_only(error)  # may start with the place of a syntax error and end with notes
+    lines = traceback.format_exception_only(error)  # may start with the location of a syntax error and end with notes
     text = next((line for line in lines if _NAMES_EXCEPTION.match(line)), lines[-1]).strip()
-    text = tracebacks.message_of(text) or text.partition("\n")[0]  # of the original where a DataLoader worker raised it
+    text = (
+        tracebacks.message_of(text) or text.partition("\n")[0]
+    )  # the original message, if a DataLoader worker raised it
     leave_note(text, {NOTE_AT_START: _at_start(error)}, folded_traceback(error, error.__traceback__))

@@ -1,4 +1,4 @@
-"""Read a script's source before it runs: what it imports later, and which variables it sets too late."""
+"""Scan a script's source before it runs: what it will import, and which variables it sets too late."""
 
 import ast
 import re
@@ -13,16 +13,16 @@ from ddp_kit.launcher.warm.messages import Program
 _IMPORTS_TORCH = re.compile(r"from torch\b|import (.*, )?torch\b")
 _SETTING = re.compile(r"environ(\['\w+'\] = | \|= .*|\.update\(.*|\.setdefault\('\w+')")
 _OPTIMIZER = re.compile(r"\boptim(izer)?\b")
-# Beginnings of the variables that the modules of `imported_later` read.
+# Prefixes of the variables that the modules of `later_imports` read.
 _READ_LATER = ("TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", "LOGURU_")
 
 
-def imported_later(program: Program) -> tuple[str, ...]:
-    """Modules that `import torch` does not import, but every worker will: for an optimizer or a Trainer."""
-    return _imported_later(_text(program))
+def later_imports(program: Program) -> tuple[str, ...]:
+    """The modules besides torch that every worker will import, for an optimizer or a Trainer."""
+    return _later_imports(_text(program))
 
 
-def set_too_late(program: Program, env: Mapping[str, str]) -> str:
+def variable_set_too_late(program: Program, env: Mapping[str, str]) -> str:
     """A variable that the script sets although a preloaded module has already read it; empty: none.
 
     `env`: the environment at its start. Only the script's own source is checked, not the modules it imports.
@@ -42,7 +42,7 @@ def _text(program: Program) -> str:
         return ""
 
 
-def _imported_later(text: str) -> tuple[str, ...]:
+def _later_imports(text: str) -> tuple[str, ...]:
     if "ddp_kit" in text and "Trainer" in text:
         return ("torch._dynamo", "ddp_kit.trainer.trainer")
     return ("torch._dynamo",) if _OPTIMIZER.search(text) else ()
@@ -50,14 +50,14 @@ def _imported_later(text: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def _sets(text: str) -> list[tuple[str, bool]]:
-    """The variables for imports that the script sets, each with whether it only sets a default."""
+    """The import-time variables that the script sets, each with whether it only sets a default."""
     if "environ" not in text:
         return []
     try:
         statements = list(map(ast.unparse, ast.parse(text).body))  # in one style, without comments
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # Python shows it when the script runs
         return []
-    too_late = _READ_LATER if _imported_later(text) else ()
+    too_late = _READ_LATER if _later_imports(text) else ()
     before_torch = len(list(takewhile(lambda statement: not _IMPORTS_TORCH.match(statement), statements)))
     return [
         (name, "setdefault" in setting[0])

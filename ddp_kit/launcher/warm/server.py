@@ -1,13 +1,13 @@
 """The warm server: imports torch, starts a worker for each `Start`, and ends leftover processes of the job.
 
-    import torch                     (not with --cold: then it only starts, watches and cleans up)
+    import torch                     (not with --cold: it then only starts workers, watches them and cleans up)
     loop:
         Start         fork a worker, or execute it if a fork would differ from a new interpreter
-        Kill, Clear   kill a worker with the processes it started; end what the workers of a round left
+        Kill, Clear   kill a worker and the processes it started; end what the workers of a round left behind
         a child ends  report it to the launcher
-        end of file   the launcher has ended: end everything, remove its folder, exit
+        end of file   the launcher has ended: end all processes, remove its folder, exit
 
-It runs no tensor operation and no thread. Orphaned descendants become its children, so that it can end all of them.
+It uses no tensor operations and no threads. Orphaned descendants become its children, so that it can end all of them.
 `client.WarmServer` starts it as a separate process; the launcher never imports it.
 """
 
@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from ddp_kit.env import CHECKPOINT_WRITER, IMPORT_TIME_VARIABLES, START_TIME_VARIABLES, THREADS
-from ddp_kit.launcher.masking import masked
 from ddp_kit.launcher.warm import script, worker
 from ddp_kit.launcher.warm.cleanup import (
     Child,
@@ -52,12 +51,13 @@ from ddp_kit.launcher.warm.messages import (
     Started,
 )
 from ddp_kit.launcher.warm.parent_signals import ParentSignals
-from ddp_kit.launcher.warm.script_text import imported_later
+from ddp_kit.launcher.warm.script_text import later_imports
+from ddp_kit.masking import masked
 
 _PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel")
 # loguru's default handler checks whether stderr is a terminal, which has to happen in the worker.
 _WITHOUT_LOG = {"LOGURU_AUTOINIT": "False"}
-_LEAVING_SECONDS = 2.0  # for processes that successful workers left: most of them end by themselves in this time
+_LEAVING_SECONDS = 2.0  # for processes that successful workers left: most of them exit on their own in this time
 _OWN_FAULTS = {
     signal.SIGSEGV,
     signal.SIGBUS,
@@ -69,14 +69,15 @@ _OWN_FAULTS = {
 }
 
 
-def main(descriptor: int, launcher: int, warm: bool, hidden: tuple[str, ...]) -> None:
+def main(descriptor: int, launcher: int, warm: bool, hidden: tuple[str, ...], preload: tuple[str, ...] = ()) -> None:
     """Serve until the launcher ends. In a forked worker, `serve` returns, and the worker runs its script.
 
     Only `gc.unfreeze` may follow the script: the interpreter then finalises the worker as usual.
 
-    `launcher`: its process id. `hidden`: variables that were set only for this server.
+    `launcher`: its process id. `hidden`: variables that were set only for this server. `preload`: modules to import
+    in addition to torch.
     """
-    die_with_parent(launcher)  # enough as long as there is no worker
+    die_with_parent(launcher)  # sufficient as long as there is no worker
     adopt_orphans()
     # Signals to the whole job are meant for the workers, which would die with this process. They are blocked rather
     # than ignored, so that a new worker receives pending ones when it restores the mask.
@@ -89,6 +90,8 @@ def main(descriptor: int, launcher: int, warm: bool, hidden: tuple[str, ...]) ->
     os.set_inheritable(descriptor, False)
     channel = Channel(socket.socket(fileno=descriptor))
     broken = _preload(_PRELOADED) if warm else ""
+    if warm and not broken:
+        _preload_further(preload)
     server = _Server(channel, launcher, inherited, parent_signals, wake_pipe[0], warm, broken, hidden)
     outlive_parent()
     if os.getppid() == launcher:
@@ -105,8 +108,8 @@ def main(descriptor: int, launcher: int, warm: bool, hidden: tuple[str, ...]) ->
 def _has_nanobind() -> bool:
     """Whether nanobind is loaded, which prints objects that were never collected when the interpreter ends.
 
-    These include objects that the server froze, so they must be unfrozen first. The last collection then takes a
-    second, as in plain Python. triton contains nanobind since 3.9 (torch 2.15).
+    These include objects that the server froze, so they are unfrozen first. The last collection then takes a second,
+    as in plain Python. triton contains nanobind since 3.9 (torch 2.15).
     """
     version = getattr(sys.modules.get("triton"), "__version__", "")
     return tuple(map(int, re.findall(r"\d+", version)[:2])) >= (3, 9)
@@ -117,15 +120,25 @@ def _wake(*_: object) -> None:
 
 
 def _preload(names: tuple[str, ...]) -> str:
-    """Import modules for the workers; returns why that failed, empty: it did not."""
+    """Import modules for the workers. Return why that failed; empty: it succeeded."""
     try:
         for name in names:
             import_module(name)
-    except BaseException as error:  # the worker, started with a new interpreter, shows it
+    except BaseException as error:  # a worker with a new interpreter will show it
         return f"torch cannot be imported here ({type(error).__name__}: {error})"
     gc.collect()
-    gc.freeze()  # a collection in a worker would touch, and so copy, shared pages
+    gc.freeze()  # a collection in a worker would write to, and so copy, shared pages
     return ""
+
+
+def _preload_further(names: tuple[str, ...]) -> None:
+    """Import modules that the script needs; if that fails, the workers import the rest themselves."""
+    before = dict(os.environ)
+    os.environ.update(_WITHOUT_LOG)
+    _preload(names)
+    for name in _WITHOUT_LOG:
+        del os.environ[name]
+    os.environ.update(before)
 
 
 class _Server:
@@ -153,11 +166,11 @@ class _Server:
         self._waiting: deque[Message] = deque()
         self._running: dict[int, int] = {}  # pid -> the worker's number
         self._leftovers: set[Path] = set()
-        self._left_saving: set[int] = set()  # pids of checkpoint writers that the latest `Clear` spared
+        self._left_saving: set[int] = set()  # pids of the checkpoint writers that the latest `Clear` did not end
         self._folders: list[str] = []
 
     def serve(self) -> Program:
-        """Start workers and report their ends; returns only in forked workers."""
+        """Start workers and report when they end. Returns only in forked workers."""
         watched = [self._channel.fileno(), self._wake, self._parent_signals.fileno()]
         while True:
             select.select(watched, [], [])
@@ -168,7 +181,7 @@ class _Server:
                     return program
 
     def _receive(self) -> None:
-        """Report ended workers and read messages: a `Kill` is executed at once, before earlier messages."""
+        """Report ended workers and read messages. A `Kill` is executed at once, before earlier messages."""
         self._parent_signals.forward()  # first, because the sender of a signal must not be reaped yet
         self._reap()
         while select.select([self._channel], [], [], 0)[0]:
@@ -189,12 +202,7 @@ class _Server:
         if names == self._preloaded:
             return False
         self._preloaded = names
-        before = dict(os.environ)
-        os.environ.update(_WITHOUT_LOG)
-        _preload(names)
-        for name in _WITHOUT_LOG:
-            del os.environ[name]
-        os.environ.update(before)
+        _preload_further(names)
         self._modules = _top_level_modules()
         return True
 
@@ -202,7 +210,7 @@ class _Server:
         if isinstance(message, Start):
             return self._start(message)
         if isinstance(message, Clear):
-            self._clear(message.well)
+            self._clear(message.succeeded)
         elif isinstance(message, RemoveAtEnd):
             self._folders.append(message.folder)
         return None
@@ -214,9 +222,9 @@ class _Server:
         streams = self._channel.take_descriptors(2) if start.streams else []
         cold, warm = "", None
         if start.program is not None and self._warm:
-            cold = self._obstacle(start)
-            if not cold and self._preload_more(imported_later(start.program)):
-                cold = self._obstacle(start)  # again, because of the new imports
+            cold = self._reason_for_cold_start(start)
+            if not cold and self._preload_more(later_imports(start.program)):
+                cold = self._reason_for_cold_start(start)  # again, because of the new imports
             warm = None if cold else start.program
         parent = os.getpid()
         errors, write_errors = os.pipe2(os.O_CLOEXEC)
@@ -245,8 +253,8 @@ class _Server:
             self._send(Started(start.number, pid, cold, error_text))
         return None
 
-    def _obstacle(self, start: Start) -> str:
-        """Why a worker forked now would differ from one with a new interpreter; empty: it would not."""
+    def _reason_for_cold_start(self, start: Start) -> str:
+        """Why a worker that is forked now would differ from one with a new interpreter; empty: it would not."""
         assert start.program is not None
         if self._broken:
             return self._broken
@@ -263,12 +271,12 @@ class _Server:
                 and start.env.get(name) != self._env.get(name)
             ):
                 return f"its {name} differs from the launcher's, and imports read it"
-        return script.obstacle(start.program, start.env, self._modules)
+        return script.reason_for_cold_start(start.program, start.env, self._modules)
 
     # Ending ------------------------------------------------------------------------------------------------------
 
     def _reap(self) -> None:
-        """Wait for every child that has ended, report workers, and kill what failed workers left in their sessions."""
+        """Wait for children that have ended, report workers, and kill what failed workers left in their sessions."""
         with suppress(BlockingIOError):
             os.read(self._wake, 4096)
         failed = set()
@@ -291,19 +299,19 @@ class _Server:
         """Kill one worker; the processes it started are killed when it is reaped."""
         signal_children(lambda child: self._running.get(child.pid) == number, signal.SIGKILL, self._leftovers)
 
-    def _clear(self, well: bool) -> None:
-        """End the processes that the workers of a round left, and name them if no worker failed.
+    def _clear(self, succeeded: bool) -> None:
+        """End the processes that the workers of a round left behind, and name them if no worker failed.
 
         After a failure, a checkpoint writer may finish: the next round waits for it and resumes from its checkpoint.
-        The same writer is not spared a second time.
+        A writer that is still there at the next failure is ended.
         """
         saving: set[int] = (
-            set() if well else {child.pid for child in children() if CHECKPOINT_WRITER.encode() in child.command}
+            set() if succeeded else {child.pid for child in children() if CHECKPOINT_WRITER.encode() in child.command}
         )
         saving -= self._left_saving
         self._left_saving = saving
         signal_children(lambda child: child.pid in saving, signal.SIGCONT, set())
-        if well:
+        if succeeded:
             wait_for(self._is_orphan, _LEAVING_SECONDS, self._reap)
             for child in filter(self._is_orphan, children()):
                 if not child.is_cleaner and (command := masked(child.name, self._env)):
@@ -319,7 +327,7 @@ class _Server:
         return child.pid not in self._running
 
     def _end(self) -> NoReturn:
-        """The launcher has ended: end everything."""
+        """End all processes, after the launcher has ended."""
         end_children(lambda child: child.pid in self._running, self._reap, leftovers=self._leftovers)
         end_children(self._is_orphan, self._reap, gently=True, leftovers=self._leftovers)
         end_cleaners(self._reap)

@@ -1,4 +1,4 @@
-"""Set up a forked worker as a new Python process would be, or execute another program."""
+"""Set up a forked worker like a new Python process, or execute another program."""
 
 import os
 import random
@@ -17,12 +17,12 @@ from ddp_kit.launcher.warm.messages import Start
 from ddp_kit.launcher.warm.observation import allow_inspection_by, count_collectives, write_stacks_on_signal
 
 _CANNOT_EXECUTE = 127  # as in a shell
-_SET_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)  # the interpreter ignores these in its own process
+_SET_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores these; other programs expect the default
 
 
 @dataclass(frozen=True)
 class Inherited:
-    """The signal state that the server changed for itself, and that a worker restores."""
+    """The signal state before the server changed it; a worker restores it."""
 
     mask: set[signal.Signals | int]
     child_ended: Any
@@ -53,7 +53,7 @@ def execute(start: Start, streams: Sequence[int], inherited: Inherited, errors: 
 
 
 def set_up(start: Start, streams: Sequence[int], launcher: int) -> None:
-    """Give a forked worker the state of a new Python process, and let the launcher inspect it."""
+    """Give a forked worker the state of a new Python process, and permit the launcher to inspect it."""
     assert start.program is not None
     _set_streams_and_cores(start, streams)
     _set_threads(start.env.get(THREADS, ""))
@@ -68,8 +68,8 @@ def set_up(start: Start, streams: Sequence[int], launcher: int) -> None:
     os.register_at_fork(after_in_child=lambda: allow_inspection_by(launcher))  # DataLoader workers
     if start.stacks:
         write_stacks_on_signal(start.stacks)
-    if start.counts_every:
-        count_collectives(start.counts_every)
+    if start.count_interval:
+        count_collectives(start.count_interval)
 
 
 def _set_streams_and_cores(start: Start, streams: Sequence[int]) -> None:
@@ -80,10 +80,10 @@ def _set_streams_and_cores(start: Start, streams: Sequence[int]) -> None:
         os.sched_setaffinity(0, start.cpus)
 
 
-def _set_threads(words: str) -> None:
-    """Set torch's and BLAS's threads as in a new process: the server's BLAS has a single thread."""
+def _set_threads(value: str) -> None:
+    """Set the threads of torch and BLAS as in a new process: the server's BLAS has a single thread."""
     torch = sys.modules["torch"]
-    threads = int(words) if words.isdecimal() and int(words) > 0 else 0
+    threads = int(value) if value.isdecimal() and int(value) > 0 else 0
     if threads and threads != torch.get_num_threads():  # a redundant call changes how many threads later calls start
         torch.set_num_threads(threads)
     if threads != 1:

@@ -58,5 +58,5 @@ for batch in test_loader:
     with torch.no_grad():
         losses, mask = accelerator.gather_for_metrics(token_losses(model, batch))
     total, weight = total + losses.sum().item(), weight + mask.sum().item()
-accelerator.print(f"loss per token of sequences not seen: {total / weight:.8f}")
+accelerator.print(f"loss per token on unseen sequences: {total / weight:.8f}")
 accelerator.end_training()

@@ -39,6 +39,6 @@ for batch in test_loader:
     texts.append(text)
 image, text = torch.cat(images), torch.cat(texts)
 found = (image @ text.T).argmax(dim=1) == torch.arange(len(image), device=image.device)
-accelerator.print(f"pairs found among 200 not seen: {found.float().mean():.1%}")
+accelerator.print(f"pairs found among 200 unseen ones: {found.float().mean():.1%}")
 accelerator.print(f"mean distance within a pair: {(image - text).norm(dim=1).mean():.8f}")
 accelerator.end_training()

@@ -68,5 +68,5 @@ losses = []
 for tokens in test_loader:
     with torch.no_grad():
         losses.append(accelerator.gather_for_metrics(token_losses(model, tokens)))
-accelerator.print(f"loss per token of sequences not seen: {torch.cat(losses).mean():.8f}")
+accelerator.print(f"loss per token on unseen sequences: {torch.cat(losses).mean():.8f}")
 accelerator.end_training()

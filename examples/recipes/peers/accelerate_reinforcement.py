@@ -16,7 +16,7 @@ rank, ranks = accelerator.process_index, accelerator.num_processes
 
 sums = torch.zeros(2, device=accelerator.device)
 for step in range(1, 1000 // 16 + 1):
-    # Not a prepared loader: that one reads a batch ahead, which would be played with the weights before the step.
+    # Not a prepared loader, which reads one batch ahead: it would be played with the weights before the step.
     indices = range((step - 1) * 16 + rank, step * 16, ranks)
     samples = zip(*(episodes[index] for index in indices), strict=True)
     states, actions, returns, played = (torch.stack(part).to(accelerator.device) for part in samples)

@@ -44,5 +44,5 @@ while step < 600:
 with torch.no_grad():
     noise = torch.randn(1000, NOISE, generator=torch.Generator().manual_seed(1))
     radius = accelerator.unwrap_model(generator)(noise.to(accelerator.device)).norm(dim=1)
-accelerator.print(f"mean distance of made points from the ring: {(radius - 1).abs().mean():.8f}")
+accelerator.print(f"mean distance of generated points from the ring: {(radius - 1).abs().mean():.8f}")
 accelerator.end_training()

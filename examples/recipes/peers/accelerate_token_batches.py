@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Sampler
 
 
 class TokenBatches(Sampler):
-    """Batches of sequences of similar length, with at most `tokens` tokens each, in another order in each epoch."""
+    """Batches of sequences of similar length, with at most `tokens` tokens each, in a new order in each epoch."""
 
     def __init__(self, lengths, tokens):
         self.epoch = 0
@@ -54,7 +54,7 @@ step = 0
 for epoch in range(6):
     batches.set_epoch(epoch)
     reader = iter(loader)
-    for _ in range(len(batches) // PASSES):  # the last batches are left out: ranks would have other numbers of them
+    for _ in range(len(batches) // PASSES):  # skip the last batches, which cannot be divided equally among ranks
         step_batches = list(islice(reader, passes))
         tokens, total = accelerator.reduce(sum((targets != IGNORED).sum() for _, targets in step_batches)), 0.0
         for number, (numbers, targets) in enumerate(step_batches, 1):
@@ -75,5 +75,5 @@ for numbers, targets in test_loader:
     with torch.no_grad():
         sums += torch.stack(sum_and_weight(accelerator.unwrap_model(model), numbers, targets))
 total, weight = accelerator.reduce(sums).tolist()
-accelerator.print(f"loss per number of sequences not seen: {total / weight:.8f}")
+accelerator.print(f"loss per number on unseen sequences: {total / weight:.8f}")
 accelerator.end_training()

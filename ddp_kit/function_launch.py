@@ -1,0 +1,331 @@
+"""`ddp_kit.launch`: runs a function on several GPUs or processes, from a notebook cell or a script.
+
+    launch(function)
+        pickle the function                        with cloudpickle: functions defined in a cell cannot be imported
+        pass it to a launcher                      the one that is already waiting, or a new one
+        show the launcher's output, forward Ctrl-C
+        return rank 0's result, or raise the exception of the rank that failed first
+
+In an interactive session, the launcher for the next call is started as soon as a call ends, and waits with torch
+already imported. It exits with this process, because its standard input is a pipe from here.
+"""
+
+import atexit
+import codecs
+import io
+import json
+import os
+import pickle
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, TypeVar, cast
+
+import cloudpickle
+
+from ddp_kit.env import IMPORT_TIME_VARIABLES, RANK, RUN_FOLDER_PREFIX, START_TIME_VARIABLES
+from ddp_kit.errors import LaunchError, UsageError, kind_of
+from ddp_kit.uncaught import show_without_traceback
+
+R = TypeVar("R")
+
+CALL, RESULT, ERROR = "call.pickle", "result.pickle", "error.pickle"
+"""Files in the folder of a call, which only this user can enter."""
+
+_MAIN = """\
+from ddp_kit.function_worker import main
+main({folder!r}, {path!r})
+"""
+
+
+def launch(function: Callable[..., R], *args: Any, gpus: int | str | None = None, processes: int | None = None) -> R:
+    """Call `function(*args)` in one process per GPU, and return its result on rank 0.
+
+    `gpus`: as for `ddpkit launch --gpus`: a number, "all", "0,2", "free:2", ...
+    `processes`: the number of processes, as for `--nproc-per-node`; GPUs are not required.
+    Without either, there is one process per visible GPU, or one process if there is no GPU.
+    The function may be defined in a notebook cell and may use variables of other cells; the processes get copies. They
+    are new processes, not forks, so this one may have initialised CUDA.
+
+    Raises the exception of the rank that failed first, with that rank's traceback as the cause; `UsageError` if the
+    function or an argument cannot be pickled, or if this process is itself a rank; `LaunchError` if a process was
+    killed or exited with another code.
+    """
+    show_without_traceback()
+    flags = _flags(gpus, processes)
+    if RANK in os.environ:
+        raise UsageError(
+            f"launch was called in a process that is a rank already ({RANK}={os.environ[RANK]})",
+            "call the function itself there, or start the script with python",
+        )
+    with tempfile.TemporaryDirectory(prefix=RUN_FOLDER_PREFIX) as name:
+        folder = Path(name)
+        (folder / CALL).write_bytes(_pickled(function, args))
+        script = folder / f"{getattr(function, '__name__', 'function')}.py".replace("<lambda>", "function")
+        script.write_text(_MAIN.format(folder=name, path=sys.path))
+        imported = modules_of(function)
+        launcher = _take(imported)
+        try:
+            code = launcher.run([*flags, str(script)])
+        finally:
+            if _is_interactive():
+                _prepare(imported)
+        return cast(R, _outcome(folder, code))
+
+
+def _flags(gpus: int | str | None, processes: int | None) -> list[str]:
+    if gpus is not None and processes is not None:
+        raise UsageError(f"both gpus={gpus!r} and processes={processes} were given", "give one of them")
+    if processes is not None:
+        if not isinstance(processes, int) or processes < 1:
+            raise UsageError(f"processes={processes!r} is not a number of processes", "for example: processes=2")
+        return ["--nproc-per-node", str(processes)]
+    return [] if gpus is None else ["--gpus", str(gpus)]
+
+
+# Pickling the call ----------------------------------------------------------------------------------------------------
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Refuses GPU tensors: every rank would unpickle them on the same GPU."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type not in ("cpu", "meta"):
+            raise pickle.PicklingError(f"a tensor on {obj.device}")
+        return super().reducer_override(obj)
+
+
+def _dumps(value: object) -> bytes:
+    with io.BytesIO() as file:
+        _Pickler(file).dump(value)
+        return file.getvalue()
+
+
+def _pickled(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    """The pickled call. Raises a `UsageError` that names the variable or argument that cannot be pickled."""
+    if not callable(function):
+        raise UsageError(f"launch needs a function, not {kind_of(function)}", "for example: launch(train, gpus=2)")
+    try:
+        return _dumps((function, tuple(args)))
+    except Exception as error:
+        for name, value in _captured(function, args):
+            try:
+                _dumps(value)
+            except Exception as reason:
+                what = f"{name} is {kind_of(value)}, which cannot be copied to other processes"
+                raise UsageError(
+                    f"{what}: {reason}", "create it within the function, or move tensors to the CPU"
+                ) from None
+        raise UsageError(
+            f"the function cannot be copied to other processes: {error}",
+            "define it at the top level of a module, and pass what it needs as arguments",
+        ) from None
+
+
+def _captured(function: Callable[..., Any], args: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """(name, value) of what is pickled with a function: arguments, closure variables, and the globals that it uses."""
+    yield from ((f"argument {position}", value) for position, value in enumerate(args, 1))
+    if isinstance(function, FunctionType):
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # an empty cell
+                yield name, cell.cell_contents
+        yield from _globals(function)
+
+
+def _globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """The globals that a function and the functions of its module that it calls use; these functions come last."""
+    found: dict[str, FunctionType] = {}
+    waiting, seen = [function], set[str]()
+    while waiting:
+        one = waiting.pop()
+        for name in sorted(_names(one.__code__) & one.__globals__.keys() - seen):
+            seen.add(name)
+            value = one.__globals__[name]
+            if isinstance(value, FunctionType) and value.__globals__ is function.__globals__:
+                found[name] = value
+                waiting.append(value)
+            else:
+                yield name, value
+    yield from found.items()
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def modules_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The modules that a function's globals come from; the next launcher imports them in advance."""
+    found = {"ddp_kit.function_worker"}
+    if isinstance(function, FunctionType):
+        for _, value in _globals(function):
+            name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+            if isinstance(name, str) and name in sys.modules and name != "__main__":
+                found.add(name)
+    return tuple(sorted(found))
+
+
+# The launcher ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Surroundings:
+    """What a launcher inherits when it starts and cannot change later."""
+
+    folder: str
+    variables: Mapping[str, str]
+    modules: tuple[str, ...]
+
+    @classmethod
+    def now(cls, modules: tuple[str, ...]) -> "_Surroundings":
+        read_early = IMPORT_TIME_VARIABLES + START_TIME_VARIABLES
+        return cls(
+            str(Path.cwd()), {name: os.environ[name] for name in os.environ if name.startswith(read_early)}, modules
+        )
+
+
+class _Launcher:
+    """A launcher that waits for its command line on standard input. Its job ends when this process does."""
+
+    def __init__(self, surroundings: _Surroundings) -> None:
+        self.surroundings = surroundings
+        # A notebook shows what is written to `sys.stdout`, but not what is written to file descriptor 1.
+        self._copies = sys.stdout is not sys.__stdout__
+        output = subprocess.PIPE if self._copies else None
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ddp_kit.launcher.waiting_launcher", *surroundings.modules],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # Ctrl-C reaches only this process, which forwards it
+        )
+        # A read may end within a character. Kept in the object, because `_show` starts again after an interrupt.
+        self._decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in range(2)]
+
+    def run(self, words: Sequence[str]) -> int:
+        """Run a job, show its output, and return its exit code. After Ctrl-C, raises KeyboardInterrupt at its end."""
+        stdin = self._process.stdin
+        assert stdin is not None
+        with suppress(BrokenPipeError):  # it has ended; its output says why
+            stdin.write(f"{json.dumps({'words': list(words), 'env': dict(os.environ)})}\n".encode())
+            stdin.flush()
+        interrupted: KeyboardInterrupt | None = None
+        while True:
+            try:
+                self._show()
+                code = self._process.wait()
+                break
+            except KeyboardInterrupt as error:
+                interrupted = error
+                with suppress(ProcessLookupError):
+                    self._process.send_signal(signal.SIGINT)
+        self.close()
+        if interrupted is not None:
+            raise interrupted
+        return code
+
+    def _show(self) -> None:
+        """Copy the launcher's output to this process's `sys.stdout` and `sys.stderr` until it ends."""
+        if not self._copies:
+            return
+        with selectors.DefaultSelector() as selector:
+            pipes, streams = (self._process.stdout, self._process.stderr), (sys.stdout, sys.stderr)
+            for pipe, stream, decoder in zip(pipes, streams, self._decoders, strict=True):
+                if pipe is not None and not pipe.closed:
+                    selector.register(pipe, selectors.EVENT_READ, (stream, decoder))
+            while selector.get_map():
+                for key, _ in selector.select():
+                    stream, decoder = key.data
+                    content = os.read(key.fd, 65536)
+                    stream.write(decoder.decode(content, final=not content))
+                    stream.flush()
+                    if not content:
+                        selector.unregister(key.fileobj)
+
+    def is_ready(self, surroundings: _Surroundings) -> bool:
+        """Whether it is still waiting, and would run a job exactly as a new launcher would."""
+        inherited = self.surroundings
+        same = inherited.folder == surroundings.folder and inherited.variables == surroundings.variables
+        return same and self._process.poll() is None and self._copies == (sys.stdout is not sys.__stdout__)
+
+    def discard(self) -> None:
+        """Terminate it while it is waiting."""
+        self._process.terminate()
+        self.close()
+
+    def close(self) -> None:
+        """Close its pipes and wait until it has ended, with its job if it runs one."""
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()
+        self._process.wait()
+
+
+_next: _Launcher | None = None
+"""The launcher that is waiting for the next call."""
+
+
+def _take(modules: tuple[str, ...]) -> _Launcher:
+    """The waiting launcher if it can run this call, or a new one."""
+    global _next
+    ready, _next = _next, None
+    surroundings = _Surroundings.now(modules)
+    if ready is not None:
+        if ready.is_ready(surroundings):
+            return ready
+        ready.discard()
+    return _Launcher(surroundings)
+
+
+def _prepare(modules: tuple[str, ...]) -> None:
+    global _next
+    if _next is None:
+        _next = _Launcher(_Surroundings.now(modules))
+
+
+def _close() -> None:
+    global _next
+    if _next is not None:
+        _next.discard()
+        _next = None
+
+
+atexit.register(_close)
+
+
+def _is_interactive() -> bool:
+    """Whether this is a notebook or an interactive prompt, where another call may follow."""
+    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
+
+
+# The outcome ----------------------------------------------------------------------------------------------------------
+
+
+class _TracebackOfRankError(Exception):
+    """The traceback of a rank's exception as text; it becomes the cause of the exception raised here."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def _outcome(folder: Path, code: int) -> Any:
+    if code == 0:
+        try:
+            return pickle.loads((folder / RESULT).read_bytes())  # noqa: S301  # written by our own process, in a private folder
+        except FileNotFoundError:
+            raise LaunchError(
+                "rank 0 ended before the function returned", "let the function return instead of calling sys.exit"
+            ) from None
+    if code == 1 and (folder / ERROR).exists():
+        error, text = pickle.loads((folder / ERROR).read_bytes())  # noqa: S301
+        raise error from _TracebackOfRankError(text)
+    raise LaunchError(f"the processes ended with exit code {code}", "see the output above for the cause")

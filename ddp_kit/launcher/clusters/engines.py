@@ -1,0 +1,70 @@
+"""The engines that `ddpkit submit --on` knows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ddp_kit.launcher.clusters import jobset, kubeflow, kubernetes, ray, skypilot, slurm, ssh, ssh_session
+from ddp_kit.launcher.clusters.request import Request
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine: the text that it takes, and the command that takes it."""
+
+    job_file: Callable[[Request], str]
+    """A pure function, from a request to the job file."""
+    submission: Callable[[Request, str], tuple[str, ...]]
+    """The command line that submits the job file at a path; its first word is the engine's program."""
+    flags: frozenset[str]
+    """The flags of `ddpkit submit` that the engine supports, in addition to --nodes, --gpus and --name."""
+    suffix: str
+    """Of the job file."""
+    install: str
+    """What to do where its program is missing."""
+    script_needed: bool = True
+    """Whether there is no job file without a script."""
+    image_needed: bool = False
+    run: Callable[[Request, Callable[[str], None]], int] | None = None
+    """Runs the job itself, where no program of the engine's takes a job file."""
+
+
+_OF_PODS = frozenset({"cpus", "image", "queue", "retries", "grace"})
+_KUBECTL = "install kubectl, and let it find your cluster"
+
+ENGINES = {
+    "slurm": Engine(
+        slurm.job_file,
+        slurm.submission,
+        frozenset({"cpus", "time", "image", "queue", "array", "requeue", "retries", "gpu_type"}),
+        ".sbatch",
+        "log in to a host of the cluster, where sbatch is",
+        script_needed=False,
+    ),
+    "kubernetes": Engine(
+        kubernetes.job_file, kubernetes.submission, _OF_PODS | {"time"}, ".yaml", _KUBECTL, image_needed=True
+    ),
+    "jobset": Engine(jobset.job_file, kubernetes.submission, _OF_PODS | {"time"}, ".yaml", _KUBECTL, image_needed=True),
+    "kubeflow": Engine(kubeflow.job_file, kubernetes.submission, _OF_PODS, ".yaml", _KUBECTL, image_needed=True),
+    "skypilot": Engine(
+        skypilot.job_file,
+        skypilot.submission,
+        frozenset({"cpus", "image", "gpu_type"}),
+        ".yaml",
+        "install SkyPilot (pip install skypilot[kubernetes], or the name of your cloud)",
+    ),
+    "ray": Engine(
+        ray.job_file,
+        lambda request, _: ray.command(request),
+        frozenset({"cpus", "retries"}),
+        ".sh",
+        "install Ray (pip install ray[default]), and set RAY_ADDRESS to your cluster's",
+    ),
+    "ssh": Engine(
+        ssh.job_file,
+        lambda *_: ("ssh",),
+        frozenset({"hosts", "retries"}),
+        ".sh",
+        "install OpenSSH's client (the package openssh-client)",
+        run=lambda request, write: ssh_session.run(ssh.commands(request), request.retries, write),
+    ),
+}

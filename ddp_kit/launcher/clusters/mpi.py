@@ -1,0 +1,51 @@
+"""mpirun, of Open MPI and of the MPICH family: variables of one process. MASTER_ADDR has to be passed on by the user.
+
+Source: Open MPI documentation, "Environment variables defined by Open MPI"; MPICH, "Hydra process management".
+"""
+
+from collections.abc import Mapping
+
+from ddp_kit.env import MASTER_ADDR, MASTER_PORT
+from ddp_kit.errors import UsageError
+from ddp_kit.launcher.clusters.job_place import PORT, JobPlace, check_rank, number, optional_number
+
+# Rank, size, and size on this node.
+_KINDS = {
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+}
+
+
+def read(env: Mapping[str, str]) -> JobPlace | None:
+    """This process's place as a node; None outside of mpirun."""
+    name = next((name for name, variables in _KINDS.items() if all(each in env for each in variables)), None)
+    if name is None:
+        return None
+    rank, size, local_size = _KINDS[name]
+    nodes, node_rank = number(env, size, name, 1), number(env, rank, name)
+    if env[local_size] != "1":
+        if node_rank:
+            raise SystemExit(2)  # process 0 says it for all
+        raise UsageError(
+            f"mpirun started {env[local_size]} processes on this node; `ddpkit launch` is started once per node, and "
+            "starts the processes",
+            "add `--map-by ppr:1:node` to the mpirun command (mpiexec: -ppn 1)",
+        )
+    if nodes > 1 and not env.get(MASTER_ADDR):
+        if node_rank:
+            raise SystemExit(2)
+        raise UsageError(
+            f"mpirun does not say where process 0 runs, and {MASTER_ADDR} is not set",
+            f"type `mpirun -x {MASTER_ADDR}=<first host> ...` (mpiexec: -genv {MASTER_ADDR} <first host>)",
+        )
+    return check_rank(
+        JobPlace(
+            environment=name,
+            nodes=nodes,
+            node_rank=node_rank,
+            host=env.get(MASTER_ADDR, "localhost"),
+            port=optional_number(env, MASTER_PORT) or PORT,
+            run_id=env.get("PMIX_NAMESPACE", name),
+            sources={"nodes": size, "node rank": rank, "host": MASTER_ADDR, "port": MASTER_PORT},
+        )
+    )

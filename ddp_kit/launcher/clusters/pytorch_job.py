@@ -1,0 +1,45 @@
+"""PyTorchJob (Kubeflow Training Operator v1) and PAI-DLC: RANK and WORLD_SIZE mean nodes, not processes.
+
+Source: Alibaba Cloud PAI documentation, "General environment variables"; Kubeflow documentation, "PyTorch Training
+(PyTorchJob)".
+"""
+
+from collections.abc import Mapping
+
+from ddp_kit.env import LOCAL_RANK, MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE
+from ddp_kit.errors import UsageError
+from ddp_kit.launcher.clusters.job_place import JobPlace, number, optional_number
+
+_NAME = "a PyTorchJob"
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def read(env: Mapping[str, str]) -> JobPlace | None:
+    """This node's place; None if the variables are absent, or those of a worker or of one machine.
+
+    Raises `UsageError` if they contradict each other: images and shells leave some of them behind.
+    """
+    names = (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
+    if not all(env.get(name) for name in names) or LOCAL_RANK in env or env[WORLD_SIZE] == "1":
+        return None
+    rank, nodes = optional_number(env, RANK), optional_number(env, WORLD_SIZE)
+    if rank is None or nodes is None or rank >= nodes or env[MASTER_ADDR] in _LOOPBACK:
+        found = ", ".join(f"{name}={env[name]}" for name in names)
+        raise UsageError(
+            f"{found} look like those of {_NAME}, where {RANK} is the number of a node, but they contradict each other",
+            f"unset {', '.join(names)}, or type --nnodes 1 to run on this machine alone",
+        )
+    return JobPlace(
+        environment=f"{_NAME} or PAI",
+        nodes=nodes,
+        node_rank=rank,
+        host=env[MASTER_ADDR],
+        port=number(env, MASTER_PORT, _NAME, 1),
+        run_id=env[MASTER_ADDR].split(".")[0],
+        sources={"nodes": WORLD_SIZE, "node rank": RANK, "host": MASTER_ADDR, "port": MASTER_PORT, "GPUs": _GPUS},
+        gpus=optional_number(env, _GPUS),
+        waits_for="`kubectl get pods` says which pods are not running, and why",
+    )
+
+
+_GPUS = "NPROC_PER_NODE"

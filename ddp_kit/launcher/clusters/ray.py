@@ -1,0 +1,19 @@
+"""Ray: a job whose driver holds a node per launcher. See ray_driver.py, which runs in Ray."""
+
+import shlex
+
+from ddp_kit.launcher.clusters.request import Request
+
+
+def command(request: Request) -> tuple[str, ...]:
+    """The command that submits the job. The working folder goes with it; ddpkit has to be on all nodes."""
+    flags = ["--nodes", str(request.nodes), "--retries", str(request.retries)]
+    flags += [] if request.gpus is None else ["--gpus", str(request.gpus)]
+    flags += [] if request.cpus_per_node is None else ["--cpus", str(request.cpus_per_node)]
+    driver = ("python", "-m", "ddp_kit.launcher.clusters.ray_driver", *flags, "--", *request.words)
+    return ("ray", "job", "submit", "--working-dir", ".", "--", *driver)
+
+
+def job_file(request: Request) -> str:
+    """The command as a shell script."""
+    return f"#!/usr/bin/env bash\n# Made by: {request.command}\nexec {shlex.join(command(request))}\n"

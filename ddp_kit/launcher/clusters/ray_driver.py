@@ -1,0 +1,125 @@
+"""The driver of a job in Ray: a placement group with one bundle per node, and a launcher in each.
+
+    python -m ddp_kit.launcher.clusters.ray_driver --nodes 3 --gpus 8 -- train.py --lr 0.1
+
+Ray starts the actor of a lost node again on another one, where its launcher joins those that are left: they keep their
+processes. Where node 0 is lost, which hosts the rendezvous, or no other node is there in time, all launchers end with
+exit code 4, and the driver starts them all again.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ddp_kit.exit_codes import ExitCode
+from ddp_kit.launcher.clusters import remote_shell
+from ddp_kit.launcher.clusters.job_place import PORT
+from ddp_kit.launcher.clusters.request import AGAIN, COUNTED, SIGNALLED
+
+_REMINDER_SECONDS = 30.0
+_REPLACEMENT_SECONDS = 120  # for Ray to notice a loss, and to start an actor on another node
+_OTHERS_SECONDS = 10.0  # for the launchers of other nodes, once one has ended: all end alike
+
+
+class Host:
+    """One node of the job: an actor of Ray's."""
+
+    def address(self) -> str:
+        """The address of its node."""
+        return str(ray.util.get_node_ip_address())
+
+    def run(self, launch: Sequence[str]) -> int:
+        """Run the launcher; it is told to stop once this actor is gone."""
+        with subprocess.Popen(remote_shell.script(launch), stdin=subprocess.PIPE) as process:
+            return process.wait() % 256
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the job until it ends; again where its exit code says so. Returns the exit code.
+
+    `words`: own flags, `--`, and the words after `ddpkit launch`.
+    """
+    parser = argparse.ArgumentParser(prog="ray_driver", allow_abbrev=False)
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--retries", type=int, default=3)
+    parser.add_argument("--gpus", type=int)
+    parser.add_argument("--cpus", type=int)
+    end = words.index("--")
+    given, launch = parser.parse_args(words[:end]), words[end + 1 :]
+    bundle = {"CPU": given.cpus or 1} | ({"GPU": given.gpus} if given.gpus else {})
+    ray.init(address="auto", log_to_driver=True)
+    retries = given.retries
+    while True:
+        code = _attempt(given.nodes, bundle, launch)
+        counted = code in COUNTED or code >= SIGNALLED
+        if not (counted and retries) and code not in AGAIN:
+            return code
+        retries -= counted
+        _say(f"starting the job again, as it ended with {code}")
+
+
+def _attempt(nodes: int, bundle: dict[str, int], words: Sequence[str]) -> int:
+    """One job on all nodes; its exit code."""
+    group = placement_group([bundle] * nodes, strategy="STRICT_SPREAD")
+    while not group.wait(_REMINDER_SECONDS):
+        alive = [each for each in ray.nodes() if each["Alive"]]
+        _say(f"waiting for {nodes} nodes with {bundle} each; the cluster has {len(alive)}: `ray status` lists them")
+    actor: Any = ray.remote(max_restarts=-1, max_task_retries=-1)(Host)
+    hosts = [
+        actor.options(
+            num_cpus=bundle["CPU"],
+            num_gpus=bundle.get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+        ).remote()
+        for index in range(nodes)
+    ]
+    try:
+        address = ray.get(hosts[0].address.remote())
+        launches = [("ddpkit", "launch", *_place(nodes, rank, address), *words) for rank in range(nodes)]
+        return _outcome([host.run.remote(launch) for host, launch in zip(hosts, launches, strict=True)])
+    except (RayActorError, RayTaskError) as error:
+        _say(f"a node was lost: {error}")
+        return ExitCode.NODE_LOST
+    finally:
+        for host in hosts:
+            ray.kill(host)
+        remove_placement_group(group)
+
+
+def _place(nodes: int, rank: int, address: str) -> tuple[str, ...]:
+    if nodes == 1:
+        return ()
+    meet = ("--master-addr", address, "--master-port", str(PORT))
+    wait = ("--rdzv-conf", f"replacement_timeout={_REPLACEMENT_SECONDS}")
+    return ("--nnodes", str(nodes), "--node-rank", str(rank), *meet, *wait)
+
+
+def _outcome(runs: Sequence[Any]) -> int:
+    """The exit code of all launchers: that of the first to fail, after which the others have a while to end."""
+    codes: list[int] = []
+    left, deadline = list(runs), None
+    while left:
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        done, left = ray.wait(left, num_returns=1, timeout=timeout)
+        if not done:
+            break
+        codes += ray.get(done)
+        if deadline is None and any(codes):
+            deadline = time.monotonic() + _OTHERS_SECONDS
+    return next(filter(None, codes), 0)
+
+
+def _say(text: str) -> None:
+    print(f"ddpkit: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""Find the cluster this launcher runs in, and complete the command line with what its variables say."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from ddp_kit.launcher.clusters import (
+    aws_batch,
+    azure_ml,
+    kubeflow,
+    kubernetes,
+    mpi,
+    pytorch_job,
+    skypilot,
+    slurm,
+)
+from ddp_kit.launcher.clusters.job_place import JobPlace
+from ddp_kit.launcher.spec import LaunchSpec
+
+# What starts a process comes before what holds its nodes: mpirun within Slurm, SkyPilot and Kubeflow on Kubernetes.
+_ALL = (kubeflow, skypilot, azure_ml, aws_batch, mpi, slurm, kubernetes, pytorch_job)
+_RENDEZVOUS = {"rdzv_backend", "rdzv_endpoint"}
+
+
+def completed(spec: LaunchSpec, env: Mapping[str, str]) -> LaunchSpec:
+    """The spec with this node's place in the job, unless the command line says that it runs on this machine alone.
+
+    Every value that a flag gives stays. Raises `UsageError` if variables are missing or contradict each other.
+    """
+    if spec.torchrun["standalone"] or ("nnodes" in spec.typed and _is_one(spec.torchrun)):
+        return spec
+    if "nnodes" in spec.typed and spec.typed & {"rdzv_endpoint", "node_rank"}:
+        return spec  # complete as it is
+    place = read(env)
+    if place is None:
+        return spec
+    found = dict(spec.torchrun)
+    if "nnodes" not in spec.given:
+        found["nnodes"] = str(place.nodes)
+    if _is_one(found) or _RENDEZVOUS & spec.given:
+        if "node_rank" not in spec.given and not _is_one(found):
+            found["node_rank"] = place.node_rank
+        return replace(spec, torchrun=MappingProxyType(found), place=place)
+    if "rdzv_id" not in spec.given:
+        found["rdzv_id"] = place.run_id
+    host = found["master_addr"] if "master_addr" in spec.given else place.host
+    port = found["master_port"] if "master_port" in spec.given else place.port
+    if ":" in str(found["nnodes"]):  # any number of nodes, in any order
+        is_host = f"is_host={int(place.node_rank == 0)}"
+        conf = ",".join(filter(None, [found["rdzv_conf"], is_host]))
+        found |= {"rdzv_backend": "c10d", "rdzv_endpoint": f"{host}:{port}", "rdzv_conf": conf}
+    else:
+        found |= {"rdzv_backend": "static", "rdzv_endpoint": "", "master_addr": host, "master_port": port}
+        if "node_rank" not in spec.given:
+            found["node_rank"] = place.node_rank
+    return replace(spec, torchrun=MappingProxyType(found), place=place)
+
+
+def read(env: Mapping[str, str]) -> JobPlace | None:
+    """This node's place in a job, as the first environment that recognises its variables reads them; None: no job.
+
+    Raises `UsageError` if variables are missing or contradict each other.
+    """
+    return next((found for module in _ALL if (found := module.read(env)) is not None), None)
+
+
+def _is_one(settings: Mapping[str, Any]) -> bool:
+    return str(settings["nnodes"]) in ("1", "1:1")

@@ -1,0 +1,93 @@
+"""SkyPilot: variables of a task, and tasks for managed jobs.
+
+Source: SkyPilot 0.14 documentation, "Secrets and environment variables", "Managed jobs" and "YAML".
+"""
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from ddp_kit.launcher.clusters.job_place import PORT, JobPlace, check_rank, number, optional_number
+from ddp_kit.launcher.clusters.request import AGAIN, SIGNALLED, Request
+
+_NAME = "SkyPilot"
+_NODES, _RANK, _ADDRESSES = "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"
+_GPUS, _TASK = "SKYPILOT_NUM_GPUS_PER_NODE", "SKYPILOT_TASK_ID"
+
+
+def read(env: Mapping[str, str]) -> JobPlace | None:
+    """This node's place; None outside of a task of SkyPilot."""
+    if _ADDRESSES not in env:
+        return None
+    addresses = env[_ADDRESSES].split()
+    nodes = number(env, _NODES, _NAME, 1) if _NODES in env else max(1, len(addresses))
+    return check_rank(
+        JobPlace(
+            environment=_NAME,
+            nodes=nodes,
+            node_rank=number(env, _RANK, _NAME),
+            host=addresses[0] if addresses else "localhost",
+            port=PORT,
+            run_id=env.get(_TASK, "skypilot"),
+            sources={
+                "nodes": _NODES if _NODES in env else _ADDRESSES, "node rank": _RANK, "host": _ADDRESSES,
+                "GPUs": _GPUS,
+            },
+            gpus=optional_number(env, _GPUS),
+            waits_for="`sky logs` shows what the other nodes do",
+        )
+    )  # fmt: skip
+
+
+# The job file --------------------------------------------------------------------------------------------------------
+
+_EXPLAINED = """\
+# Made by: {command}
+# Checkpoints have to be in storage that outlives the nodes: mount a bucket or a volume with file_mounts.
+# Exit codes: after 75 (saved) and 4 (a node was lost) the job is recovered, as after a preemption; all others end it.
+"""
+_SETUP = "command -v ddpkit >/dev/null || python -m pip install --quiet ddpkit\n"
+_RUN = """\
+code=0
+{launch} || code=$?
+if [ "$code" -ge {signalled} ]; then code=1; fi  # SkyPilot uses 137 itself
+(exit "$code")  # no exit of this shell: SkyPilot adds lines, which upload what is left of a bucket's cache
+"""
+
+
+def job_file(request: Request) -> str:
+    """A task for a managed job."""
+    resources: dict[str, Any] = {
+        "job_recovery": {"strategy": "EAGER_NEXT_REGION", "recover_on_exit_codes": list(AGAIN)},
+    }
+    if request.gpus is not None:
+        resources["accelerators"] = {request.gpu_type: request.gpus}
+    if request.cpus is not None:
+        resources["cpus"] = f"{request.cpus}+"
+    if request.image is not None:
+        resources["image_id"] = f"docker:{request.image}"
+    task = {
+        "name": request.name,
+        "num_nodes": request.nodes,
+        "workdir": ".",
+        "resources": resources,
+        "setup": _SETUP,
+        "run": _RUN.format(launch=shlex.join(request.launch), signalled=SIGNALLED),
+    }
+    yaml.add_representer(str, _block, Dumper=_Dumper)
+    return _EXPLAINED.format(command=request.command) + yaml.dump(task, Dumper=_Dumper, sort_keys=False, width=120)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text of several lines as such."""
+
+
+def _block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+def submission(request: Request, path: str) -> tuple[str, ...]:
+    """The command that submits the task at `path`."""
+    return "sky", "jobs", "launch", "--name", request.name, "--yes", path

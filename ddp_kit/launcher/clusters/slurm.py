@@ -1,0 +1,160 @@
+"""Slurm: variables of a job step, and batch scripts.
+
+Source: sbatch(1), srun(1) and scontrol(1) of Slurm 22.05 to 26.05.
+"""
+
+import re
+import shlex
+from collections.abc import Mapping
+
+from ddp_kit.env import END_TIME, MASTER_ADDR
+from ddp_kit.errors import UsageError
+from ddp_kit.launcher.clusters.job_place import JobPlace, derived_port, number, optional_number
+from ddp_kit.launcher.clusters.request import AGAIN, COUNTED, SIGNALLED, Request, clock
+
+_NAME = "Slurm"
+_JOB, _JOB_NODES = "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES"
+_STEP, _NODES, _LIST = "SLURM_STEP_ID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST"
+_NODE, _TASK, _TASKS = "SLURM_NODEID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
+_HETEROGENEOUS = "SLURM_HET_SIZE"
+_SEVERAL_TASKS = (
+    "srun started {tasks} tasks on {nodes} nodes; `ddpkit launch` is started once per node, and starts the processes"
+)
+
+
+def read(env: Mapping[str, str]) -> JobPlace | None:
+    """This node's place in its job step; None outside of Slurm."""
+    if _JOB not in env:
+        return None
+    if optional_number(env, _HETEROGENEOUS):
+        raise UsageError(
+            "this is a heterogeneous job of Slurm, whose nodes ddpkit cannot number",
+            "type --nnodes, --node-rank, --master-addr and --master-port",
+        )
+    if _STEP not in env or _LIST not in env:
+        return _outside_steps(env)
+    nodes, tasks = number(env, _NODES, _NAME, 1), number(env, _TASKS, _NAME, 1)
+    if tasks != nodes:
+        if number(env, _TASK, _NAME):
+            raise SystemExit(2)  # task 0 says it for all
+        raise UsageError(
+            _SEVERAL_TASKS.format(tasks=tasks, nodes=nodes), "add --ntasks-per-node=1 to the srun (or sbatch) command"
+        )
+    run_id = f"{env[_JOB]}.{env[_STEP]}"
+    return JobPlace(
+        environment=_NAME,
+        nodes=nodes,
+        node_rank=number(env, _NODE, _NAME),
+        # Where the names of nodes do not resolve, users set MASTER_ADDR to an address of the first one.
+        host=env.get(MASTER_ADDR) or first_host(env[_LIST]),
+        port=derived_port(str(number(env, _JOB, _NAME) + number(env, _STEP, _NAME))),
+        run_id=run_id,
+        sources={
+            "nodes": _NODES, "node rank": _NODE, "host": MASTER_ADDR if env.get(MASTER_ADDR) else _LIST,
+            "port": f"{_JOB} + {_STEP}", "end of the job": END_TIME, "GPUs": "SLURM_GPUS_ON_NODE",
+        },
+        gpus=optional_number(env, "SLURM_GPUS_ON_NODE"),
+        end_time=optional_number(env, END_TIME),
+        waits_for=f"`squeue --steps --jobs {env[_JOB]}` lists where the step runs",
+    )  # fmt: skip
+
+
+def _outside_steps(env: Mapping[str, str]) -> JobPlace:
+    """In a batch script or an salloc shell, which run on one node."""
+    nodes = number(env, _JOB_NODES, _NAME, 1) if _JOB_NODES in env else 1
+    if nodes > 1:
+        raise UsageError(
+            f"this job of Slurm has {nodes} nodes, and this command runs on one of them",
+            "type `srun --ntasks-per-node=1 ddpkit launch ...` to use all, or `ddpkit launch --nnodes 1 ...` for this "
+            "node alone",
+        )
+    sources = {"end of the job": END_TIME, "GPUs": "SLURM_GPUS_ON_NODE"}
+    gpus, end_time = optional_number(env, "SLURM_GPUS_ON_NODE"), optional_number(env, END_TIME)
+    return JobPlace(_NAME, 1, 0, "localhost", 0, env[_JOB], sources, gpus, end_time)
+
+
+def first_host(node_list: str) -> str:
+    """The first host of a compressed list such as `gpu-[003-005,9],login`.
+
+    Raises `UsageError` for what is no list.
+    """
+    found = re.match(r"(?:[^\[\],]+|\[[^\]]+\])+", node_list)
+    if found is None:
+        raise UsageError(f"{_LIST}={node_list!r} is not a list of hosts", "let Slurm set it")
+    return re.sub(r"\[([^-,\]]+)[^\]]*\]", r"\1", found[0])
+
+
+# The job file --------------------------------------------------------------------------------------------------------
+
+_WARNING_SECONDS = 120
+
+
+def job_file(request: Request) -> str:
+    """A batch script for sbatch. Without a script in the request, its arguments are those of `ddpkit launch`."""
+    log = "%x-%A_%a.log" if request.array else "%x-%j.log"
+    directives = {
+        "job-name": request.name,
+        "partition": request.queue,
+        "nodes": request.nodes,
+        "ntasks-per-node": "1   # one launcher per node, which starts one process per GPU",
+        "gpus-per-node": f"{request.gpu_type}:{request.gpus}" if request.gpu_type else request.gpus,
+        "cpus-per-task": request.cpus_per_node and f"{request.cpus_per_node}   # for all processes of a node together",
+        "time": None if request.seconds is None else clock(request.seconds),
+        "array": request.array,
+        "signal": f"USR2@{_WARNING_SECONDS}   # seconds before the time limit, when a Trainer saves",
+        "open-mode": "append   # a job that is requeued continues its log",
+        "output": log,
+    }
+    lines = [f"#SBATCH --{name}={value}" for name, value in directives.items() if value is not None]
+    lines += ["#SBATCH --requeue   # after a preemption or the loss of a node"] if request.requeue else []
+    container = f' --container-image={shlex.quote(request.image)} --container-mounts="$PWD"' if request.image else ""
+    workdir = ' --container-workdir="$PWD"' if request.image else ""
+    words = shlex.join(request.launch) if request.words else 'ddpkit launch "$@"'
+    return f"""\
+#!/usr/bin/env bash
+# Made by: {request.command}
+{_HOW_TO[bool(request.words)]}
+{chr(10).join(lines)}
+set -u
+
+# srun does not take over --cpus-per-task from the job (Slurm 22.05 and later).
+code=0
+srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}"{container}{workdir} {words} || code=$?
+
+# A task of a job array is named by both numbers: with one, Slurm would requeue every task.
+job="${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_}}${{SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}}"
+again() {{ scontrol requeue "$job"; }}
+again_counted() {{  # in the job's comment: Slurm's own count has every restart, also that after a preemption
+    retries=$(scontrol show job "$job" | sed -n 's/^ *Comment=ddpkit-retries-\\([0-9]*\\).*/\\1/p')
+    [ "${{retries:-0}}" -lt {request.retries} ] &&
+        scontrol update JobId="$job" Comment="ddpkit-retries-$((${{retries:-0}} + 1))" && again
+}}
+
+case $code in
+{_cases()}
+esac
+exit "$code"
+"""
+
+
+_HOW_TO = {
+    True: "# Submit it from the environment (venv, conda, modules) that has ddpkit: Slurm hands that on to the nodes.",
+    False: """\
+# Train on several nodes:  sbatch train.sbatch train.py --lr 0.1
+# What follows the name of this file goes to `ddpkit launch`: its flags, the script, the script's arguments.
+# Submit it from the environment (venv, conda, modules) that has ddpkit: Slurm hands that on to the nodes.""",
+}
+
+
+def _cases() -> str:
+    """What becomes of the job after each exit code."""
+    again, counted = "|".join(map(str, AGAIN)), "|".join(map(str, COUNTED))
+    return f"""\
+    {again}) again ;;  # a node was lost, or the workers have saved
+    {counted}) again_counted ;;  # not started, or hung
+    *) [ "$code" -lt {SIGNALLED} ] || again_counted ;;  # ended by a signal"""
+
+
+def submission(request: Request, path: str) -> tuple[str, ...]:  # noqa: ARG001
+    """The command that submits the job file at `path`."""
+    return "sbatch", path

@@ -1,0 +1,179 @@
+"""What the jobs on this machine are doing now, read without their cooperation: heartbeats, memory, GPUs."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import psutil
+
+from ddp_kit.heartbeat import Heartbeat, Phase, read_heartbeat
+from ddp_kit.launcher.devices.gpu_usage import GpuUsage, gpu_usage
+from ddp_kit.launcher.round_record import RoundRecord, WorkerRecord, records
+
+_MIN_DIFFERENCE = 0.1
+"""How much less, as a share of the time, the straggler must wait for other ranks than all of them."""
+_STALLED_SECONDS = 5.0
+"""Once all ranks have been unchanged for this long, the straggler is the one with the fewest steps and beats."""
+
+
+@dataclass(frozen=True)
+class RankReading:
+    """The current state of one rank."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    phase: str
+    """What it is doing; `ended` for a process that has ended."""
+    step: int | None = None
+    """The last completed optimizer step; None: it has no Trainer."""
+    seconds_per_step: float | None = None
+    """A moving average; None: not known yet."""
+    data: float | None = None
+    """The share of time spent waiting for data, as of the last log point; None: no Trainer."""
+    communication: float | None = None
+    """The same for other ranks and the network."""
+    age: float | None = None
+    """Seconds since the heartbeat last changed."""
+    waits_for: int | None = None
+    """The rank that this one mostly waits for, among those read; None: none stands out."""
+    memory: int | None = None
+    """Bytes of the process's resident memory."""
+    gpus: tuple[GpuUsage, ...] = ()
+    beats: int = 0
+    """Actions of its Trainer so far."""
+    host: str = ""
+    advice: str = ""
+    """The last line of its Trainer's advice; "": there was none."""
+    mfu: float | None = None
+    """Model FLOPs utilisation of the whole job, from 0 to 1, as of the last log point; None: not known."""
+
+
+@dataclass(frozen=True)
+class JobReading:
+    """The current state of a job, on one machine or on several."""
+
+    run_id: str
+    script: str
+    host: str
+    node_rank: int
+    nodes: int
+    world_size: int
+    restarts: int
+    seconds: float
+    """Since this round began."""
+    launcher: int
+    """Process id."""
+    ranks: tuple[RankReading, ...]
+
+
+def readings() -> tuple[JobReading, ...]:
+    """Read all jobs of this user on this machine, oldest first. Takes milliseconds."""
+    found = sorted(records(), key=lambda each: each[1].began)
+    cards = gpu_usage() if found else ()
+    return tuple(_job(launcher, record, cards) for launcher, record in found)
+
+
+def merged(jobs: Sequence[JobReading]) -> tuple[JobReading, ...]:
+    """Merge the readings of several nodes, so that there is one for each job."""
+    together: dict[tuple[object, ...], list[JobReading]] = {}
+    # Two host names may refer to the same machine.
+    for job in {(each.host, each.launcher, each.node_rank): each for each in jobs}.values():
+        # Several jobs may have the id "none", torchrun's default.
+        name = (job.run_id, job.script, job.nodes, job.world_size, job.restarts)
+        together.setdefault(name if job.nodes > 1 else (job.host, job.launcher), []).append(job)
+    return tuple(one for found in together.values() for one in _joined(found))
+
+
+def _joined(jobs: Sequence[JobReading]) -> Iterator[JobReading]:
+    ranks = sorted((rank for job in jobs for rank in job.ranks), key=lambda each: each.rank)
+    if len({each.rank for each in ranks}) < len(ranks):  # two jobs that look alike
+        yield from jobs
+        return
+    first = min(jobs, key=lambda each: each.node_rank)
+    yield replace(first, ranks=_waiting(ranks))
+
+
+def _job(launcher: int, record: RoundRecord, cards: Sequence[GpuUsage]) -> JobReading:
+    ranks = [_rank(worker, record.host, cards) for worker in record.workers]
+    return JobReading(
+        run_id=record.run_id,
+        script=record.script,
+        host=record.host,
+        node_rank=record.node_rank,
+        nodes=record.nodes,
+        world_size=record.world_size,
+        restarts=record.restarts,
+        seconds=max(0.0, time.time() - record.began),
+        launcher=launcher,
+        ranks=_waiting(ranks),
+    )
+
+
+def _waiting(ranks: Sequence[RankReading]) -> tuple[RankReading, ...]:
+    """The ranks, with `waits_for` filled in."""
+    behind = straggler(ranks)
+    return tuple(replace(each, waits_for=behind if each.rank != behind else None) for each in ranks)
+
+
+def straggler(ranks: Sequence[RankReading]) -> int | None:
+    """The rank that the others wait for; None: none stands out."""
+    if len(ranks) < 2 or any(each.step is None or each.communication is None for each in ranks):
+        return None
+    if all((each.age or 0.0) > _STALLED_SECONDS for each in ranks):
+        order = sorted(ranks, key=lambda each: (each.step or 0, each.beats))
+        first, second = order[:2]
+        return first.rank if (first.step, first.beats) < (second.step, second.beats) else None
+    order = sorted(ranks, key=lambda each: each.communication or 0.0)
+    least, next_least = (each.communication or 0.0 for each in order[:2])
+    return order[0].rank if next_least - least > _MIN_DIFFERENCE else None
+
+
+def _rank(worker: WorkerRecord, host: str, cards: Sequence[GpuUsage]) -> RankReading:
+    beat = read_heartbeat(worker.error_file) if worker.error_file else Heartbeat()
+    reading = RankReading(worker.rank, worker.local_rank, worker.pid, beat.phase.description, host=host)
+    try:
+        process = psutil.Process(worker.pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return replace(reading, phase="ended")
+        reading = replace(reading, memory=process.memory_info().rss)
+    except psutil.NoSuchProcess:
+        return replace(reading, phase="ended")
+    except psutil.Error:  # this process may not see it
+        pass
+    mine = tuple(card for card in cards if card.uuid in worker.gpus or worker.pid in card.pids)
+    if beat.step is None:
+        return replace(reading, gpus=mine, phase=Phase.OUTSIDE.description)
+    return replace(
+        reading,
+        gpus=mine,
+        step=beat.step,
+        beats=beat.beats,
+        seconds_per_step=beat.step_seconds or None,
+        data=beat.data_share,
+        communication=beat.communication_share,
+        mfu=beat.mfu or None,
+        advice=beat.advice,
+        age=max(0.0, (time.monotonic_ns() - beat.changed_at) / 1e9) if beat.changed_at else None,
+    )
+
+
+def from_json(text: str) -> tuple[JobReading, ...]:
+    """The readings that `ddpkit top --once --json` printed. Raises `ValueError`, `TypeError` or `KeyError`."""
+    return tuple(_job_from(each) for each in json.loads(text))
+
+
+def _job_from(found: dict[str, Any]) -> JobReading:
+    return JobReading(**{**found, "ranks": tuple(_rank_from(each) for each in found["ranks"])})
+
+
+def _rank_from(found: dict[str, Any]) -> RankReading:
+    gpus = tuple(GpuUsage(**{**each, "pids": tuple(each["pids"])}) for each in found["gpus"])
+    return RankReading(**{**found, "gpus": gpus})
+
+
+def as_json(jobs: Sequence[JobReading]) -> list[dict[str, Any]]:
+    """The fields of the readings, for JSON."""
+    return [asdict(job) for job in jobs]

@@ -1,0 +1,281 @@
+"""What is drawn of runs: pure functions from what was recorded to lines of at most some hundred points."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+
+from ddp_kit.launcher.devices.gpus import GIB
+from ddp_kit.launcher.report.run_history import Line, RunHistory
+
+_POINTS = 600
+"""Per line of a chart: more are not seen."""
+_POINTS_OF_CHART = 2000
+"""Of all lines together, so that the page stays small."""
+_LEAST_POINTS = 100
+_MOST_LINES = 16
+"""Of ranks or GPUs: above, the lowest, the median and the highest are drawn."""
+_ROW_FIELDS = {
+    "event", "step", "attempt", "time", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second",
+    "step_seconds", "slowest_rank", "slowest_factor", "rank_seconds", "rank_memory", "compilations",
+    "mfu",
+}  # fmt: skip
+_PHASES = {
+    "data": "waiting for data",
+    "transfer": "transfer to the device",
+    "forward": "forward pass",
+    "backward": "backward pass",
+    "communication": "waiting for ranks",
+    "optimizer": "optimizer",
+    "other": "other",
+}
+
+Values = list[float | None]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a chart: a value per point of its run."""
+
+    label: str
+    values: Values
+    low: Values | None = None
+    """With `high`: the range of the values that a point stands for."""
+    high: Values | None = None
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The lines of one run, which share their points."""
+
+    run: int
+    x: list[float]
+    curves: tuple[Curve, ...]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart; of one run, or of several that are compared."""
+
+    name: str
+    """For a file's name, such as seconds-per-rank."""
+    title: str
+    unit: str
+    x: str
+    """What the points are: "step" or "minutes"."""
+    groups: tuple[Curves, ...]
+    stacked: bool = False
+
+    @property
+    def summary(self) -> str:
+        """The chart in words: first, last, lowest and highest value of each line."""
+        return "; ".join(_in_words(curve, self.unit) for group in self.groups for curve in group.curves)
+
+
+def comparing_charts(runs: Sequence[RunHistory]) -> list[Chart]:
+    """What runs have in common, all runs in each chart."""
+    builder = _Builder(runs)
+    charts = [builder.losses()]
+    charts += [builder.of_evaluations(name) for name in _names(run.evaluations for run in runs) if name != "eval_loss"]
+    charts += [builder.of_rows(name, name, "", slug=f"value-{name}") for name in _own_values(runs)]
+    charts += [
+        builder.of_rows("learning_rate", "Learning rate", ""),
+        builder.of_rows("samples_per_second", "Samples per second", ""),
+        builder.of_rows("mfu", "Model FLOPs utilisation", "%", 100.0),
+        builder.of_rows("step_seconds", "Time per optimizer step", "ms", 1e3),
+    ]
+    if any(row.get("grad_norm") for run in runs for row in run.rows):  # 0 where it was not measured
+        charts.append(builder.of_rows("grad_norm", "Gradient norm", ""))
+    return _with_values(charts)
+
+
+def charts_of_run(runs: Sequence[RunHistory], number: int) -> list[Chart]:
+    """What is told of run `number` alone."""
+    builder = _Builder(runs)
+    charts = [builder.phases(number), builder.ranks(number), builder.memory(number), *builder.machine(number)]
+    return _with_values(charts)
+
+
+class _Builder:
+    def __init__(self, runs: Sequence[RunHistory]) -> None:
+        self._runs = runs
+
+    def losses(self) -> Chart:
+        groups = []
+        for number, run in enumerate(self._runs):
+            groups.append(self._curves(number, run.rows, {"loss": _field("loss")}, ranges=True))
+            groups.append(self._curves(number, run.evaluations, {"evaluation": _field("eval_loss")}))
+        return Chart("loss", "Loss", "", "step", tuple(groups))
+
+    def of_evaluations(self, name: str) -> Chart:
+        title = name.removeprefix("eval_")
+        groups = [self._curves(i, run.evaluations, {title: _field(name)}) for i, run in enumerate(self._runs)]
+        return Chart(_slug(f"metric-{title}"), f"{title} (evaluation)", "", "step", tuple(groups))
+
+    def of_rows(self, name: str, title: str, unit: str, scale: float = 1.0, slug: str = "") -> Chart:
+        value = _field(name, scale)
+        groups = [self._curves(i, run.rows, {title.lower(): value}) for i, run in enumerate(self._runs)]
+        return Chart(_slug(slug or title), title, unit, "step", tuple(groups))
+
+    def phases(self, number: int) -> Chart:
+        values = {label: _field(f"times.{name}", 1e3) for name, label in _PHASES.items()}
+        curves = self._curves(number, self._runs[number].rows, values)
+        return Chart("phases", "Where the time of a step goes (main rank)", "ms", "step", (curves,), stacked=True)
+
+    def ranks(self, number: int) -> Chart:
+        rows = self._runs[number].rows
+        count = max((len(row.get("rank_seconds", ())) for row in rows), default=0)
+        values = _each_or_range("rank", count, lambda rank: _item("rank_seconds", rank, 1e3)) if count > 1 else {}
+        curves = self._curves(number, rows, values)
+        return Chart("ranks", "Time that each rank needs for itself per step", "ms", "step", (curves,))
+
+    def memory(self, number: int) -> Chart:
+        run = self._runs[number]
+        count = max((len(row.get("rank_memory", ())) for row in run.rows), default=0)
+        values = _each_or_range("rank", count, lambda rank: _item("rank_memory", rank, 1 / GIB))
+        planned = run.last.begin.get("planned_memory")
+        if count and planned:
+            values["planned"] = lambda _: planned / GIB
+        return Chart(
+            "memory", "Most memory allocated by torch", "GiB", "step", (self._curves(number, run.rows, values),)
+        )
+
+    def machine(self, number: int) -> Iterator[Chart]:
+        run = self._runs[number]
+        began = run.attempts[0].begin["time"]
+        for node, samples in run.samples.items():
+            where = f" on node {node}" if len(run.samples) > 1 else ""
+            lines = [{**line, "minutes": (line["time"] - began) / 60} for line in samples]
+            count = max((len(line.get("gpus", ())) for line in lines), default=0)
+            for field, title, unit, scale in (
+                ("load", "Load of the GPUs", "%", 100.0),
+                ("memory", "Memory in use on the GPUs", "GiB", 1 / GIB),
+                ("power", "Power of the GPUs", "W", 1.0),
+                ("temperature", "Temperature of the GPUs", "°C", 1.0),
+            ):
+                values = _each_or_range("GPU", count, lambda gpu, f=field, s=scale: _gpu(f, gpu, s))  # type: ignore[misc]
+                yield self._over_time(f"gpu-{field}-{node}", f"{title}{where}", unit, number, lines, values)
+            host = {"processors": _field("cpu", 100.0), "memory": _share("memory", "memory_total")}
+            yield self._over_time(f"host-{node}", f"Load of the host{where}", "%", number, lines, host)
+
+    def _over_time(
+        self, slug: str, title: str, unit: str, number: int, lines: Sequence[Line], values: "Mapping[str, _Value]"
+    ) -> Chart:
+        return Chart(slug, title, unit, "minutes", (self._curves(number, lines, values, x="minutes"),))
+
+    def _curves(
+        self, run: int, lines: Sequence[Line], values: "Mapping[str, _Value]", *, x: str = "step", ranges: bool = False
+    ) -> Curves:
+        """A point per bucket of neighbouring lines: the means of the values, at the last line's place."""
+        wanted = min(_POINTS // len(self._runs), _POINTS_OF_CHART // max(len(values), 1))
+        count = min(max(wanted, _LEAST_POINTS), len(lines))
+        edges = [len(lines) * i // count for i in range(count + 1)] if count else [0]
+        buckets = [lines[begin:end] for begin, end in pairwise(edges)]
+        curves = []
+        for label, value in values.items():
+            found = [[number for line in bucket if (number := value(line)) is not None] for bucket in buckets]
+            means = [_rounded(math.fsum(each) / len(each)) if each else None for each in found]
+            if ranges and len(lines) > count:
+                low = [_rounded(min(each)) if each else None for each in found]
+                high = [_rounded(max(each)) if each else None for each in found]
+                curves.append(Curve(label, means, low, high))
+            else:
+                curves.append(Curve(label, means))
+        return Curves(run, [_rounded(bucket[-1][x]) for bucket in buckets], tuple(curves))
+
+
+_Value = Callable[[Line], float | None]
+
+
+def _field(name: str, scale: float = 1.0) -> _Value:
+    return lambda line: _number(line.get(name), scale)
+
+
+def _item(name: str, index: int, scale: float) -> _Value:
+    def value(line: Line) -> float | None:
+        items = line.get(name, ())
+        return _number(items[index], scale) if index < len(items) else None
+
+    return value
+
+
+def _gpu(field: str, index: int, scale: float) -> _Value:
+    def value(line: Line) -> float | None:
+        gpus = line.get("gpus", ())
+        return _number(gpus[index].get(field), scale) if index < len(gpus) else None
+
+    return value
+
+
+def _share(part: str, whole: str) -> _Value:
+    def value(line: Line) -> float | None:
+        used, total = _number(line.get(part)), _number(line.get(whole))
+        return 100 * used / total if used is not None and total else None
+
+    return value
+
+
+def _each_or_range(what: str, count: int, value_of: Callable[[int], _Value]) -> dict[str, _Value]:
+    """A value for each rank or GPU; for many, the lowest, the median and the highest of them."""
+    if count <= _MOST_LINES:
+        return {f"{what} {index}": value_of(index) for index in range(count)}
+    values = [value_of(index) for index in range(count)]
+
+    def over(pick: Callable[[list[float]], float]) -> _Value:
+        def value(line: Line) -> float | None:
+            found = [number for each in values if (number := each(line)) is not None]
+            return pick(found) if found else None
+
+        return value
+
+    return {f"highest of {count}": over(max), "median": over(median), f"lowest of {count}": over(min)}
+
+
+def _number(value: object, scale: float = 1.0) -> float | None:
+    """None for what is no finite number: NaN is `null` in the record."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value * scale
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}") if abs(value) < 1e5 else round(value)
+
+
+def _names(lines_of_runs: Iterable[Sequence[Line]]) -> list[str]:
+    names = {name: None for lines in lines_of_runs for line in lines for name in line if name.startswith("eval_")}
+    return list(names)
+
+
+def _own_values(runs: Sequence[RunHistory]) -> list[str]:
+    """What was given to `trainer.log`, and the learning rates of further parameter groups."""
+    names = {name: None for run in runs for row in run.rows for name in row}
+    return [name for name in names if name not in _ROW_FIELDS and not name.startswith("times.")]
+
+
+def _with_values(charts: Iterable[Chart]) -> list[Chart]:
+    """The charts that have any, without the lines that have none."""
+    found = []
+    for chart in charts:
+        groups = (
+            replace(group, curves=tuple(each for each in group.curves if each.values.count(None) < len(each.values)))
+            for group in chart.groups
+        )
+        left = tuple(group for group in groups if group.curves)
+        if left:
+            found.append(replace(chart, groups=left))
+    return found
+
+
+def _slug(text: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in text.lower()).strip("-")
+
+
+def _in_words(curve: Curve, unit: str) -> str:
+    values = [value for value in curve.values if value is not None]
+    if not values:
+        return f"{curve.label}: no values"
+    first, last, low, high = (f"{value:.4g}" for value in (values[0], values[-1], min(values), max(values)))
+    unit = f" {unit}" if unit else ""
+    return f"{curve.label}: from {first} to {last}{unit}, lowest {low}, highest {high}"

@@ -1,0 +1,227 @@
+"""What stands out in a run, in words: how it ended, the advice it was given, and what only the whole run shows."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from ddp_kit.launcher.devices.gpus import GIB
+from ddp_kit.launcher.report.run_history import Attempt, Line, RunHistory
+
+_ENOUGH_ROWS = 8
+"""Fewer tell nothing about a trend."""
+_RISEN = 1.05
+"""Times the lowest evaluation loss."""
+_SLOWER = 0.8
+"""Of the earlier throughput."""
+_OFF_PLAN = 0.10
+_IDLE_GPU = 0.5
+_COMPILED_AGAIN = 3
+"""Graphs; a smaller last batch and the first evaluation have one each."""
+_FULL_HOST = 0.95
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sentence, and whether something is wrong."""
+
+    text: str
+    is_problem: bool
+
+
+def findings(run: RunHistory) -> list[Finding]:
+    """The most important first."""
+    return [
+        *_endings(run),
+        *_advice(run),
+        *_loss(run),
+        *_compilation(run),
+        *_throughput(run),
+        *_memory(run),
+        *_machine(run),
+        *_record(run),
+    ]
+
+
+def state(run: RunHistory) -> str:
+    """How far the run is, in a few words."""
+    total = run.last.begin.get("total_steps")
+    of_total = f" of {total:,}" if isinstance(total, int) else ""
+    steps = f"{run.steps:,}{of_total} steps in {duration(run.seconds)}"
+    if not run.last.ends:
+        return f"finished, {steps}" if run.last.done else f"no end recorded, {steps}"
+    if all(end["exit_code"] == 0 for end in run.last.ends):
+        return f"finished, {steps}"
+    return f"exit code {run.last.ends[0]['exit_code']}, {steps}"
+
+
+def duration(seconds: float) -> str:
+    """Such as 3 h 12 min, 4 min 10 s or 2.4 s."""
+    if seconds < 60:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, left = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {left} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"
+
+
+def _endings(run: RunHistory) -> Iterator[Finding]:
+    for attempt in run.attempts:
+        for text in dict.fromkeys(str(end.get("text", "")) for end in attempt.ends if end["exit_code"]):
+            yield Finding(f"{_which(run, attempt)}: {text}", is_problem=True)
+    repeated = [
+        (before, after)
+        for before, after in zip(run.attempts, run.attempts[1:], strict=False)
+        if before.ends and any(end["exit_code"] for end in before.ends)
+    ]
+    if repeated:
+        lost = sum(after.begin["time"] - _last_save(before, after, run) for before, after in repeated)
+        yield Finding(f"Failed attempts cost {duration(max(lost, 0.0))}, including repeated steps", is_problem=True)
+    last = run.last
+    if not last.ends and last.done is None:
+        yield Finding(
+            "The last attempt has no recorded end: it is running, was killed, or had no launcher; last step: "
+            f"{run.steps:,}",
+            is_problem=False,
+        )
+
+
+def _which(run: RunHistory, attempt: Attempt) -> str:
+    return f"Attempt {run.attempts.index(attempt) + 1} of {len(run.attempts)}"
+
+
+def _last_save(before: Attempt, after: Attempt, run: RunHistory) -> float:
+    """When the failed attempt had reached the step from which the next one continued, as far as rows tell."""
+    step = after.begin["step"]
+    reached = [row["time"] for row in run.rows if row.get("attempt") == before.name and row["step"] <= step]
+    return float(max(reached, default=before.begin["time"]))
+
+
+def _advice(run: RunHistory) -> Iterator[Finding]:
+    """What the run was told while it ran; of the last attempt that was told anything."""
+    for attempt in reversed(run.attempts):
+        if attempt.advice:
+            for line in attempt.advice:
+                yield Finding(f"{line['text']} (at step {line.get('step', 0):,})", is_problem=True)
+            return
+
+
+def _loss(run: RunHistory) -> Iterator[Finding]:
+    lost = [row["step"] for row in run.rows if row.get("loss") is None]
+    if lost:
+        yield Finding(
+            f"The loss was not finite at {len(lost)} log {_plural('point', len(lost))}, first at step {lost[0]:,}: "
+            "lower the learning rate, or set max_grad_norm",
+            is_problem=True,
+        )
+    evaluated = [(line["eval_loss"], line["step"]) for line in run.evaluations if _is_number(line.get("eval_loss"))]
+    if len(evaluated) > 2:
+        lowest, step = min(evaluated)
+        last = evaluated[-1][0]
+        if lowest > 0 and last > _RISEN * lowest:
+            yield Finding(
+                f"The evaluation loss was lowest at step {step:,} ({lowest:.4g}) and has risen to {last:.4g}: "
+                'it may overfit; checkpoint={"keep_best": "loss"} keeps the best one',
+                is_problem=True,
+            )
+
+
+def _compilation(run: RunHistory) -> Iterator[Finding]:
+    counts = [
+        (row["compilations"], row["step"])
+        for row in run.rows
+        if row.get("attempt") == run.last.name and isinstance(row.get("compilations"), int)
+    ]
+    if len(counts) < _ENOUGH_ROWS:
+        return
+    early = counts[len(counts) // 4][0]
+    count, _ = counts[-1]
+    if count - early >= _COMPILED_AGAIN:
+        step = next(step for number, step in counts if number == count)
+        yield Finding(
+            f"torch.compile compiled {count - early} graphs after the first quarter of the run ({count} in all), the "
+            f"last by step {step:,}: if batch shapes vary, pad to a few sizes",
+            is_problem=True,
+        )
+
+
+def _throughput(run: RunHistory) -> Iterator[Finding]:
+    rates = [
+        row["samples_per_second"]
+        for row in run.rows
+        if row.get("attempt") == run.last.name and _is_number(row.get("samples_per_second"))
+    ][1:]  # the first interval warms up
+    if len(rates) < 2 * _ENOUGH_ROWS:
+        return
+    quarter = len(rates) // 4
+    early, late = median(rates[:quarter]), median(rates[-quarter:])
+    if late < _SLOWER * early:
+        yield Finding(
+            f"Throughput fell from {early:,.0f} to {late:,.0f} samples/s during the last attempt: the report "
+            "shows each rank's time and the machine's load",
+            is_problem=True,
+        )
+
+
+def _memory(run: RunHistory) -> Iterator[Finding]:
+    peaks = [max(row["rank_memory"]) for row in run.rows if row.get("rank_memory")]
+    planned = run.last.begin.get("planned_memory")
+    if peaks and _is_number(planned) and planned:
+        share = max(peaks) / planned - 1
+        if abs(share) > _OFF_PLAN:
+            yield Finding(
+                f"A rank used {max(peaks) / GIB:.1f} GiB of GPU memory; the plan was {planned / GIB:.1f} GiB "
+                f"({share:+.0%})",
+                is_problem=share > 0,
+            )
+
+
+def _machine(run: RunHistory) -> Iterator[Finding]:
+    for node, samples in run.samples.items():
+        where = f"node {node}" if len(run.samples) > 1 else "the machine"
+        used = [loads for loads in _loads(samples) if loads and max(loads) > 0]
+        ranks, nodes = (run.last.begin.get(name) or 1 for name in ("ranks", "nodes"))
+        shared = len(used) > ranks // nodes  # with other jobs: whose load it is, is not known
+        busy = fmean(load for loads in used for load in loads) if used else 1.0
+        if busy < _IDLE_GPU and not shared:
+            yield Finding(
+                f"The GPUs of {where} were busy for {busy:.0%} of the time: the report shows where step time goes",
+                is_problem=True,
+            )
+        shares = [
+            line["memory"] / line["memory_total"]
+            for line in samples
+            if _is_number(line.get("memory")) and _is_number(line.get("memory_total")) and line["memory_total"]
+        ]
+        if shares and max(shares) > _FULL_HOST:
+            yield Finding(
+                f"The host memory of {where} was {max(shares):.0%} full: a process that needs more is killed; use "
+                "fewer DataLoader workers, or smaller samples",
+                is_problem=True,
+            )
+
+
+def _loads(samples: Sequence[Line]) -> list[list[float]]:
+    count = max((len(line.get("gpus", ())) for line in samples), default=0)
+    return [
+        [
+            line["gpus"][index]["load"]
+            for line in samples
+            if index < len(line.get("gpus", ())) and _is_number(line["gpus"][index].get("load"))
+        ]
+        for index in range(count)
+    ]
+
+
+def _record(run: RunHistory) -> Iterator[Finding]:
+    if run.unreadable:
+        lines = _plural("line", run.unreadable)
+        yield Finding(f"{run.unreadable} {lines} of the record cannot be read and are left out", is_problem=True)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}s"

@@ -1,0 +1,235 @@
+"""The report as one HTML file: what it needs is in it, and it asks the network for nothing."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from ddp_kit import __version__
+from ddp_kit.launcher.report.charts import Chart, Curve, charts_of_run, comparing_charts
+from ddp_kit.launcher.report.differences import differences, settings
+from ddp_kit.launcher.report.findings import Finding, duration, findings, state
+from ddp_kit.launcher.report.profiles import Profile, place_of
+from ddp_kit.launcher.report.run_history import Attempt, RunHistory
+from ddp_kit.launcher.trace.trace_records import MemorySummary
+
+MARK = '<meta name="generator" content="ddpkit report'
+"""What a file begins with that was made here."""
+_MIB = 1 << 20
+_UPLOT = "uplot-1.6.32.min"
+_LONGEST_NAME = 100
+"""Letters of a kernel's name; templates of C++ fill a screen."""
+
+
+def page(runs: Sequence[RunHistory], profiles: Mapping[str, Sequence[Profile]]) -> str:
+    """The HTML. `profiles`: of each run, by its name."""
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    charts: list[Chart] = []
+    body = "".join(_body(runs, profiles, charts))
+    data = {"runs": [_run_data(run) for run in runs], "charts": [_chart_data(chart) for chart in charts]}
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+{MARK} {escape(__version__)}">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)} - ddpkit report</title>
+<style>{_asset(f"{_UPLOT}.css")}{_asset("page.css")}</style>
+</head>
+<body>
+<header>
+<h1>{escape(title)}</h1>
+</header>
+<main>
+{body}</main>
+<footer><p class="quiet">ddpkit {escape(__version__)}. Charts by uPlot (MIT licence, Leon Sorokin).</p></footer>
+<script type="application/json" id="data">{_json(data)}</script>
+<script>{_asset(f"{_UPLOT}.js")}</script>
+<script>{_asset("page.js")}</script>
+</body>
+</html>
+"""
+
+
+def _body(runs: Sequence[RunHistory], profiles: Mapping[str, Sequence[Profile]], charts: list[Chart]) -> Iterator[str]:
+    yield _overview(runs)
+    for run in runs:
+        yield _findings(findings(run), "Findings" if len(runs) == 1 else f"Findings: {run.name}")
+    if len(runs) > 1:
+        yield _differences(runs)
+    yield "<section><h2>Training</h2>\n<noscript><p>The charts need JavaScript.</p></noscript>\n"
+    yield f"{_figures(comparing_charts(runs), charts)}</section>\n"
+    for number, run in enumerate(runs):
+        title = "Ranks and machine" if len(runs) == 1 else f"Ranks and machine: {run.name}"
+        yield f'<section id="run-{number}"><h2>{escape(title)}</h2>\n'
+        yield _figures(charts_of_run(runs, number), charts, number)
+        for profile in profiles.get(run.name, ()):
+            yield _profile(profile)
+        yield _attempts(run)
+        yield _settings(run)
+        yield "</section>\n"
+
+
+def _overview(runs: Sequence[RunHistory]) -> str:
+    if len(runs) == 1:
+        begin = runs[0].last.begin
+        where = f"{begin.get('ranks', '?')} ranks on {begin.get('host', '?')}, {' '.join(begin.get('devices', ()))}"
+        about = f"{where}; {_text(begin.get('model'))}"
+        return f"<p>{escape(state(runs[0]))}</p>\n<p class=quiet>{escape(about)}</p>\n"
+    rows = []
+    for number, run in enumerate(runs):
+        last = run.rows[-1] if run.rows else {}
+        box = f'<label><input type=checkbox class=control data-run="{number}" checked> {escape(run.name)}</label>'
+        cells = (
+            state(run), _figure(last.get("loss")), _figure(last.get("samples_per_second")),
+            _text(run.last.begin.get("ranks")), str(len(run.attempts)),
+        )  # fmt: skip
+        rows.append(f"<tr><th scope=row>{box}</th>{_cells(cells)}</tr>\n")
+    return _table("Runs", rows, ("run", "state", "loss", "samples/s", "ranks", "attempts"))
+
+
+def _findings(found: Sequence[Finding], title: str) -> str:
+    items = "".join(f"<li{' class=problem' if each.is_problem else ''}>{escape(each.text)}</li>\n" for each in found)
+    return f"<section><h2>{escape(title)}</h2>\n<ul>{items or '<li>Nothing stands out.</li>'}</ul></section>\n"
+
+
+def _differences(runs: Sequence[RunHistory]) -> str:
+    rows = [f"<tr><th scope=row>{escape(name)}</th>{_cells(values)}</tr>\n" for name, values in differences(runs)]
+    table = _table("Differences", rows, ("setting", *(run.name for run in runs))) if rows else "<p>Nothing.</p>\n"
+    return f"<section><h2>What differs</h2>\n{table}</section>\n"
+
+
+def _figures(own: Sequence[Chart], charts: list[Chart], run: int | None = None) -> str:
+    """The figures, whose charts are added to those of the page."""
+    figures = []
+    for chart in own:
+        unit = f"<p class=quiet>{escape(chart.unit)}</p>" if chart.unit else ""
+        box = "<label class=control><input type=checkbox data-logarithmic> logarithmic</label>"
+        of_run = "" if run is None else f' data-run="{run}"'
+        figures.append(
+            f'<figure id="{_identity(chart, run)}"><figcaption><h3>{escape(chart.title)}</h3>{unit}'
+            f"{box if chart.name == 'loss' else ''}</figcaption>"
+            f'<div class=plot role=img aria-label="{escape(f"{chart.title}. {chart.summary}")}"'
+            f' data-chart="{len(charts)}"{of_run}></div></figure>\n'
+        )
+        charts.append(chart)
+    return f"<div class=charts>{''.join(figures)}</div>\n" if figures else "<p>No log point was recorded yet.</p>\n"
+
+
+def _identity(chart: Chart, run: int | None) -> str:
+    return chart.name if run is None else f"{chart.name}-{run}"
+
+
+def _profile(profile: Profile) -> str:
+    items = "".join(f"<li>{escape(line)}</li>\n" for line in profile.lines)
+    rows = [
+        f"<tr><th scope=row>{escape(each.name[:_LONGEST_NAME])}</th>"
+        f"{_cells((each.operator or '', f'{each.calls:,}', f'{each.seconds * 1e3:,.4g}', f'{each.share:.1%}'))}</tr>\n"
+        for each in profile.operations
+    ]
+    columns = ("most expensive operations", "launched by", "calls", "ms", "share")
+    table = _table("Operations", rows, columns) if rows else ""
+    memory = _allocations(profile.memory) if profile.memory is not None else ""
+    return f"<h3>{escape(profile.title)}</h3>\n<ul>{items}</ul>\n{table}{memory}"
+
+
+def _allocations(memory: MemorySummary) -> str:
+    """What was allocated at the peak, by line of code."""
+    parts = [(place_of(each), f"{each.count:,}", each.bytes) for each in memory.lines]
+    parts += [("other lines", "", memory.other)] if memory.other else []
+    parts.append(("allocated before the recording", "", memory.earlier))
+    rows = [
+        f"<tr><th scope=row>{escape(name[:_LONGEST_NAME])}</th>"
+        f"{_cells((count, f'{size / _MIB:,.4g}', f'{size / max(memory.bytes, 1):.1%}'))}</tr>\n"
+        for name, count, size in parts
+    ]
+    return _table("Memory at the peak", rows, ("allocated by", "tensors", "MiB", "share"))
+
+
+def _attempts(run: RunHistory) -> str:
+    rows = []
+    for number, attempt in enumerate(run.attempts, 1):
+        began = datetime.fromtimestamp(attempt.begin["time"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        codes = sorted({str(end["exit_code"]) for end in attempt.ends})
+        cells = (began, f"{attempt.begin['step']:,}", ", ".join(codes) or "none recorded")
+        verdict = f"<td>{escape(_verdict(attempt))}{_stacks(attempt)}</td>"
+        rows.append(f"<tr><th scope=row>{number}</th>{_cells(cells)}{verdict}</tr>\n")
+    table = _table("Attempts", rows, ("attempt", "began", "from step", "exit code", "verdict"))
+    return f"<h3>Attempts</h3>\n{table}"
+
+
+def _verdict(attempt: Attempt) -> str:
+    return " ".join(dict.fromkeys(_text(end.get("text")) for end in attempt.ends)) or _duration_of(attempt)
+
+
+def _duration_of(attempt: Attempt) -> str:
+    """How long `fit` took, if it ended."""
+    seconds = attempt.done.get("seconds") if attempt.done else None
+    return f"fit ended after {duration(seconds)}" if isinstance(seconds, int | float) else ""
+
+
+def _stacks(attempt: Attempt) -> str:
+    stacks = {rank: text for end in attempt.ends for rank, text in (end.get("stacks") or {}).items()}
+    parts = (
+        f"<p>rank {escape(str(rank))}</p><pre tabindex=0>{escape(_text(text))}</pre>" for rank, text in stacks.items()
+    )
+    return f"<details><summary>Stacks of {len(stacks)} ranks</summary>{''.join(parts)}</details>" if stacks else ""
+
+
+def _settings(run: RunHistory) -> str:
+    rows = [f"<tr><th scope=row>{escape(name)}</th>{_cells((value,))}</tr>\n" for name, value in settings(run).items()]
+    table = _table("Configuration", rows, ("setting", "value"))
+    return (
+        f"<details><summary>Configuration, versions and environment of the last attempt</summary>\n{table}</details>\n"
+    )
+
+
+def _table(label: str, rows: Sequence[str], columns: Sequence[str]) -> str:
+    """A table that scrolls by itself where it is too wide."""
+    head = "".join(f"<th scope=col>{escape(name)}</th>" for name in columns)
+    return (
+        f'<div class=wide tabindex=0 role=group aria-label="{label}"><table><tr>{head}</tr>\n'
+        f"{''.join(rows)}</table></div>\n"
+    )
+
+
+def _cells(texts: Iterable[str]) -> str:
+    return "".join(f"<td>{escape(text)}</td>" for text in texts)
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def _figure(value: object) -> str:
+    return f"{value:,.4g}" if isinstance(value, int | float) else ""
+
+
+def _run_data(run: RunHistory) -> dict[str, Any]:
+    return {"name": run.name, "restarts": [each.begin["step"] for each in run.attempts[1:] if each.begin["step"]]}
+
+
+def _chart_data(chart: Chart) -> dict[str, Any]:
+    groups = [
+        {"run": group.run, "x": group.x, "curves": [_curve_data(curve) for curve in group.curves]}
+        for group in chart.groups
+    ]
+    return {"unit": chart.unit, "x": chart.x, "stacked": chart.stacked, "groups": groups}
+
+
+def _curve_data(curve: Curve) -> dict[str, Any]:
+    return {name: value for name, value in asdict(curve).items() if value is not None}
+
+
+def _json(data: object) -> str:
+    """JSON that ends no script element early."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _asset(name: str) -> str:
+    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")

@@ -1,0 +1,1 @@
+"""A trace of torch.profiler -> TraceSummary -> findings in words."""

@@ -1,0 +1,159 @@
+"""What a profile tells, as records. All times are in seconds, all shares are of `TraceSummary.wall`."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Place:
+    """A function of Python.
+
+    `line` is the one on which the function begins: that is what torch.profiler records. Of a function that was running
+    when recording began, it is the line that ran then. `library`: "ddpkit", "torch" or "" for any other code.
+    """
+
+    function: str
+    file: str
+    line: int
+    library: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.function} ({self.file}:{self.line})"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What the recorded time went to.
+
+    On a GPU, `name` is a kernel and `operator` what launched it; `seconds` is the time of the kernel. On a CPU, `name`
+    is an operator of torch, without the operators that it calls.
+    """
+
+    name: str
+    operator: str | None
+    calls: int
+    seconds: float
+    share: float
+
+
+@dataclass(frozen=True)
+class GpuTime:
+    """Where the time of the busiest GPU went, between its first and its last kernel.
+
+    These add up to `recorded`: `computing`, `communication_alone`, `copying` (no kernel ran, but a copy or memset) and
+    the idle times: after the host waited for the GPU, while it waited for data, while it had not launched the next
+    kernel (`idle_host`), and between kernels that were launched in time (`idle_queued`).
+    """
+
+    recorded: float
+    computing: float
+    communication: float
+    communication_alone: float
+    copying: float
+    idle_synchronisation: float
+    idle_data: float
+    idle_host: float
+    idle_queued: float
+
+    @property
+    def idle(self) -> float:
+        """Seconds in which no kernel ran, nor a copy."""
+        return self.idle_synchronisation + self.idle_data + self.idle_host + self.idle_queued
+
+    @property
+    def overlapped(self) -> float:
+        """Seconds of communication during which the GPU computed, too."""
+        return self.communication - self.communication_alone
+
+
+@dataclass(frozen=True)
+class Synchronisation:
+    """A place where the host waits for the GPU; on a CPU, where it would.
+
+    `operation` is the operator of torch, or else the function of CUDA. `place` is None without recorded stacks and in
+    threads without Python.
+    """
+
+    operation: str
+    place: Place | None
+    calls: int
+    per_step: float | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class MatrixProduct:
+    """Matrix products or convolutions of one type and shape.
+
+    `kernel`: the slowest of their kernels, None on a CPU. `problem`: "" if nothing is known to keep them from the
+    tensor cores at full speed, else "float32", "float64", "kernel" (a kernel without tensor cores, in spite of the
+    type) or "alignment": `pad` then has the dimensions to change, such as ("N", 50257, 50264).
+
+    Source: NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements": from cuBLAS 11 on, tensor
+    cores can be used at any size, and are most efficient if M, N and K are multiples of 16 bytes.
+    """
+
+    operator: str
+    type: str
+    shapes: str
+    calls: int
+    seconds: float
+    share: float
+    modules: tuple[str, ...]
+    kernel: str | None
+    problem: str
+    pad: tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True)
+class TraceSummary:
+    """What one trace tells. `steps`: the first and the last optimizer step in it; None: not known.
+
+    `device`: "gpu" if there are kernels in it, else "cpu". `waited_for_data`: seconds of the main thread. `outside`:
+    seconds in which it neither waited for data nor was in an operator of torch.
+    """
+
+    rank: int | None
+    steps: tuple[int, int] | None
+    device: str
+    device_name: str | None
+    wall: float
+    operations: tuple[Operation, ...]
+    gpu: GpuTime | None
+    waited_for_data: float
+    outside: float
+    synchronisations: tuple[Synchronisation, ...]
+    products: tuple[MatrixProduct, ...]
+    with_stacks: bool
+
+
+@dataclass(frozen=True)
+class LineMemory:
+    """What one line of the user's code had allocated on the GPU at the peak. `count`: of tensors.
+
+    `place` is None for allocations without Python code on the stack, such as those of the backward pass.
+    """
+
+    place: Place | None
+    bytes: int
+    count: int
+
+
+@dataclass(frozen=True)
+class MemorySummary:
+    """The peak of a GPU's memory during the recorded steps.
+
+    `earlier`: bytes that were allocated before the recording. `complete`: False if allocations were dropped, because
+    there were too many. `lines`: those with the most bytes.
+    """
+
+    rank: int
+    steps: tuple[int, int]
+    bytes: int
+    earlier: int
+    complete: bool
+    lines: tuple[LineMemory, ...]
+
+    @property
+    def other(self) -> int:
+        """Bytes of lines that are not among `lines`."""
+        return max(0, self.bytes - self.earlier - sum(each.bytes for each in self.lines))

@@ -1,0 +1,44 @@
+"""A launcher for `ddp_kit.launch` that imports torch before it reads its command line from standard input.
+
+    python -m ddp_kit.launcher.waiting_launcher MODULE...      standard input: one line of JSON with words and env
+
+Its standard input is a pipe from the process that started it. When that is closed, it ends together with its job.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+from ddp_kit.env import allocator_defaults
+from ddp_kit.launcher import cli
+from ddp_kit.launcher.warm.client import WarmServer
+
+
+def main(modules: Sequence[str]) -> None:
+    """Wait for the command line, launch it, exit. `modules`: what the warm server imports in addition to torch."""
+    env = {**os.environ, **allocator_defaults(os.environ)}
+    room = ["-" * 4096]  # reserves memory for the workers' command lines, see `WarmServer`
+    warm = WarmServer(room, env, preload=modules) if sys.platform == "linux" else None
+    cli.import_agent()
+    line = sys.stdin.buffer.readline()
+    if not line:
+        if warm is not None:
+            warm.close()
+        return
+    asked = json.loads(line)
+    os.environ.clear()
+    os.environ.update(asked["env"])
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    cli.entry(["launch", *asked["words"]], warm)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

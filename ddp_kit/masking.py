@@ -1,0 +1,107 @@
+"""Masks secrets in output as `****`. They are recognised by name, by position in a URL, or by value.
+
+Doubtful cases are masked: masking a harmless word does less damage than printing a password.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+MASK = "****"
+
+_NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
+_SHORTEST = 6
+"""Shorter values of secret variables are not replaced in other text, where they may occur by chance."""
+
+# Secret anywhere in a name.
+_ALWAYS = re.compile("SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|AUTHORIZATION|SIGNATURE|WEBHOOK|CREDS", re.IGNORECASE)
+# Secret as a word of a name, or at the end of a word, as in `authtoken`; but not `tokenizer`, `keyboard`, `author`.
+_WORD = re.compile(r"\w*(TOKEN|KEY|AUTH|PASS)|PRIVATE|DSN|PAT|PWD|JWT|SIG|BEARER", re.IGNORECASE)
+_PLURAL = re.compile(r"\w*(TOKEN|KEY)S", re.IGNORECASE)
+_WORDS_OF_A_NAME = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # HF_TOKEN, hf-token, hfToken, HFToken
+_NUMBER = re.compile(r"[+-]?[\d._]+(e[+-]?\d+)?[kmb]?|true|false", re.IGNORECASE)
+_FOLDERS = ("PWD", "OLDPWD")
+
+_NAME = re.compile(
+    r"""(?P<name>(?<![\w-])-{0,2}[A-Za-z_][\w.-]{0,255})"""
+    r"""(?P<between>[\\"'\])]*[ \t]*(?:=>|:=|[=:])[ \t]*|["'],[ ]|[ \t]+)"""
+)
+# A word of a command line, quoted or not; an unclosed quotation extends to the end of the line.
+_QUOTED = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
+_VALUE = re.compile(
+    r"(?:(?:Bearer|Basic|Token)[ ]+)?"
+    rf"""(?:{_QUOTED}(?=[,;)}}\]]+(?:\s|$))|(?:{_QUOTED}|\\.|[^\s"'\\]|["'\\][^\n]*)+)""",
+    re.DOTALL,
+)
+_BEARER = re.compile(r"\b(Bearer[ ]+)\S+", re.IGNORECASE)
+# A URL's user and password, up to the last @; the password may contain a slash, but a port and a path do not count.
+_URL = re.compile(r"(?<=://)(?:[^\s/:@]*:(?!\d{0,5}/)\S{0,4096}|[^\s/?#]*)@")
+_ONE_NAME = re.compile(r"[+-]*[\w.-]+")
+# A flag without a value, such as `--use-auth-token`, is followed by the next flag, which is not a secret.
+_FLAG = re.compile(r"-[A-Za-z]|--[a-z][\w-]*(=.*)?", re.DOTALL)
+
+
+def masked_env(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables, with the values of secret ones and secrets inside other values replaced."""
+    return {name: MASK if value and _secret(name, value) else masked(value, env) for name, value in env.items()}
+
+
+def masked(text: str, env: Mapping[str, str] = _NO_VARIABLES) -> str:
+    """Text, such as a message or a command line, with secrets and the values of secret variables of `env` replaced."""
+    values = {value for name, value in env.items() if len(value) >= _SHORTEST and _secret(name, value)}
+    values |= {repr(value)[1:-1] for value in values}
+    for value in sorted(values, key=len, reverse=True):
+        text = text.replace(value, MASK)
+    text = _BEARER.sub(rf"\1{MASK}", _URL.sub(f"{MASK}@", text))
+    found: list[str] = []
+    position = 0
+    while pair := _NAME.search(text, position):
+        name, between = pair["name"], pair["between"]
+        word = _VALUE.match(text, pair.end()) if _is_followed_by_secret(name, between) else None
+        if word and _secret(name, word[0]) and not (between.isspace() and _FLAG.fullmatch(word[0])):
+            found.append(text[position : word.start()] + MASK)
+            position = word.end()
+        else:  # continue right after the name: the next word may be a name as well
+            found.append(text[position : pair.end("name")])
+            position = pair.end("name")
+    return "".join([*found, text[position:]])
+
+
+def masked_words(words: Sequence[str], env: Mapping[str, str] = _NO_VARIABLES) -> list[str]:
+    """The words of a command line, each masked, including the value after a flag such as `--hf-token`."""
+    result: list[str] = []
+    before = ""
+    for word in words:
+        name, equals, value = word.partition("=")
+        if before.startswith("-") and "=" not in before and _secret(before, word) and not _FLAG.fullmatch(word):
+            result.append(MASK)
+        elif equals and _ONE_NAME.fullmatch(name) and _secret(name, value):
+            result.append(f"{name}={MASK}" if value else word)
+        else:
+            result.append(masked(word, env))
+        before = word
+    return result
+
+
+def _is_followed_by_secret(name: str, between: str) -> bool:
+    """Whether the next word is the secret value of this name."""
+    joined = name.startswith("-") or bool(between.strip(" \t,'\""))
+    return joined and _secret(name, "")
+
+
+def _secret(name: str, value: str) -> bool:
+    """Whether a variable, flag or key of this name holds a secret.
+
+    A number is not secret unless the last word of the name marks a secret: `max_tokens`, `--num-key-value-heads`.
+    """
+    if name.lstrip("-") in _FOLDERS:
+        return False
+    if _ALWAYS.search(name):
+        return True
+    words = _WORDS_OF_A_NAME.findall(name)
+    if not words or words[-1] in ("Error", "Exception"):
+        return False
+    if _WORD.fullmatch(words[-1]):
+        return True
+    has_secret_word = any(_WORD.fullmatch(word) or _PLURAL.fullmatch(word) for word in words)
+    return has_secret_word and not _NUMBER.fullmatch(value)

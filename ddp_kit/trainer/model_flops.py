@@ -1,0 +1,212 @@
+"""MFU, model FLOPs utilisation: the FLOPs per second that the model needs, divided by the peak rate of the devices.
+
+Trainer(...)              copies the user's model to fake tensors, before it is compiled or spread over ranks
+the first step            notes the shapes of its first batch
+after the first step      runs loss_fn(copy, batch).backward() on fake tensors, and counts FLOPs
+each log point            samples/s x FLOPs per sample / (devices x peak rate)
+
+Source: Chowdhery et al., PaLM, 2022, appendix B. Causal attention counts in full; recomputed activations do not count.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from ddp_kit.config import TrainerConfig
+from ddp_kit.containers import each_leaf
+from ddp_kit.log import logger
+from ddp_kit.metrics import Loss, checked
+from ddp_kit.peak_rates import peak_rates
+from ddp_kit.precision import Precision
+from ddp_kit.torch_internals import FakeTensors, FlopCount, NotCountedError, is_fake
+from ddp_kit.trainer.feed import Share
+from ddp_kit.trainer.parts import Parts
+from ddp_kit.world import World, random_states, set_random_states
+
+_KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class ModelFlops:
+    """Counts the FLOPs of one sample, and computes the MFU from the samples per second."""
+
+    def __init__(self, model: nn.Module, config: TrainerConfig, world: World, precision: Precision) -> None:
+        """Copies the model where `config.mfu` asks for it. To be called before anything changes the model."""
+        self._world = world
+        self._precision = config.precision
+        self._dtype = precision.batch_dtype
+        self._devices = world.world_size
+        if config.parallel.strategy == "device_map":
+            self._devices *= max(1, len(world.gpus))
+        self._copy: nn.Module | None = None
+        self._batch: Any = None
+        self._samples = 0  # of the batch; 0: none was seen
+        self._seconds_per_sample: float | None = None  # of one device at its peak rate
+        if not config.mfu:
+            return
+        self._peak = peak_rates(device_name(world))
+        if not self._peak:
+            self._not_known(f"the peak rate of {device_name(world)} is not known")
+        elif config.parallel.share_gpus:
+            self._not_known("ranks share GPUs")
+        else:
+            self._fakes = FakeTensors()
+            self._take(model)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a batch was seen and FLOPs are not counted yet."""
+        return self._copy is not None and self._samples > 0
+
+    def watched(self, fetch: Callable[[], Any], share: Share) -> Callable[[], Any]:
+        """`fetch`, which returns the next batch; before FLOPs are counted, a function that also notes its shapes."""
+        if self._copy is None or not share.passes or not share.passes[0]:
+            return fetch
+
+        def first() -> Any:
+            batch = fetch()
+            if not self.ready:
+                self._note(batch, share.passes[0])
+            return batch
+
+        return first
+
+    def utilisation(self, samples_per_second: float) -> float | None:
+        """The MFU at this rate over all ranks, from 0 to 1; None: not known."""
+        if self._seconds_per_sample is None:
+            return None
+        return samples_per_second * self._seconds_per_sample / self._devices
+
+    def count(self, parts: Parts, *, once_per_step: bool) -> None:
+        """Count, once. `once_per_step`: whether a step evaluates one loss, once for each batch."""
+        model, self._copy = self._copy, None
+        batch, self._batch = self._batch, None
+        assert model is not None, "it is ready"
+        if not once_per_step:
+            self._not_known("a step has several updates, or evaluates its loss several times")
+            return
+        try:
+            flops = self._counted(model, batch, parts)
+        except NotCountedError as error:
+            self._not_known(f"the FLOPs of {error} are not known")
+        except Exception as error:
+            self._not_known(f"the loss function cannot run without values: {_in_a_line(error)}")
+        else:
+            self._settle(flops)
+
+    def _take(self, model: nn.Module) -> None:
+        place = self._world.device
+        # `deepcopy` takes these from the memo. Other tensors of the model stay on their device.
+        memo: dict[int, Any] = {
+            id(each): self._fakes.like(each, place, self._dtype) for each in (*model.parameters(), *model.buffers())
+        }
+        try:
+            with _CopiesWithoutMemory(self._fakes):
+                self._copy = copy.deepcopy(model, memo)
+        except Exception as error:
+            self._not_known(f"{type(model).__name__} cannot be copied: {_in_a_line(error)}")
+
+    def _note(self, batch: Any, samples: int) -> None:
+        try:
+            self._batch, self._samples = each_leaf(self._shape, batch), samples
+        except Exception as error:
+            self._copy = None
+            self._not_known(f"a batch of {type(batch).__name__} cannot be copied: {_in_a_line(error)}")
+
+    def _shape(self, leaf: Any) -> Any:
+        return self._fakes.like(leaf) if isinstance(leaf, Tensor) and leaf.layout == torch.strided else leaf
+
+    def _counted(self, model: nn.Module, batch: Any, parts: Parts) -> Mapping[torch.dtype, int]:
+        if not model.training:
+            model.train()
+        for module in model.modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                module.eval()  # in training mode it communicates
+        count = FlopCount([*model.parameters(), *model.buffers()])
+        states = random_states(self._world)
+        try:
+            # Compiled functions run uncompiled. Attention runs as two matrix products: fused kernels recompute one of
+            # them in the backward pass.
+            with self._fakes.computing(), count, torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH):
+                with parts.precision.forward(), parts.logged.set_aside():
+                    value = checked(parts.loss_fn(model, batch), "the loss function")
+                loss = value.loss if isinstance(value, Loss) else value
+                if not all(map(is_fake, _leaves(loss))):  # real gradients, and the hooks of DDP, must not be touched
+                    raise NotCountedError("parameters that are not the model's")
+                count.goes_backward = True
+                loss.sum().backward()  # type: ignore[no-untyped-call]
+        finally:
+            set_random_states(states)
+        return count.flops
+
+    def _settle(self, flops: Mapping[torch.dtype, int]) -> None:
+        total = sum(flops.values())
+        if not total:
+            self._not_known("the model has no matrix products or convolutions")
+            return
+        kind = self._kind(max(flops, key=lambda dtype: flops[dtype]))
+        if kind not in self._peak:
+            self._not_known(f"the peak rate of {device_name(self._world)} in {kind} is not known")
+            return
+        self._seconds_per_sample = total / self._samples / self._peak[kind]
+        if self._world.is_main:
+            logger.info(
+                "mfu: {:.3g} GFLOP per sample, forward and backward; the peak rate of a device is {:.4g} TFLOP/s in {}",
+                total / self._samples / 1e9,
+                self._peak[kind] / 1e12,
+                kind,
+            )
+
+    def _kind(self, dtype: torch.dtype) -> str:
+        """The type of most products, as in the table of peak rates."""
+        if self._precision in ("fp8", "tf32") and dtype in (torch.float32, torch.bfloat16):
+            return self._precision
+        return _KINDS.get(dtype, str(dtype).removeprefix("torch."))
+
+    def _not_known(self, reason: str) -> None:
+        if self._world.is_main:
+            logger.info("mfu: not known: {}", reason)
+
+
+class _CopiesWithoutMemory(TorchFunctionMode):
+    """A context in which `copy.deepcopy` makes fake tensors."""
+
+    def __init__(self, fakes: FakeTensors) -> None:
+        super().__init__()
+        self._fakes = fakes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.clone:
+            return self._fakes.like(args[0])
+        if func is Tensor.__deepcopy__:
+            tensor, memo = args
+            return memo.setdefault(id(tensor), self._fakes.like(tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    """The tensors whose `.grad` a backward pass from the loss would change."""
+    seen, found = set(), []
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(leaf := getattr(node, "variable", None), Tensor):
+            found.append(leaf)
+        waiting.extend(each for each, _ in node.next_functions)
+    return found
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def device_name(world: World) -> str:
+    """The name that torch gives to this rank's device."""
+    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type

@@ -1,0 +1,143 @@
+"""`ddp_kit.launch`: functions of a script on several processes, and what cannot be launched."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor
+
+from ddp_kit import LaunchError, UsageError, function_launch, function_worker, launch
+
+SCRIPT = """
+import os, sys, threading
+import torch
+import torch.distributed as dist
+import helpers  # next to this script
+from ddp_kit import DataError, LaunchError, UsageError, launch
+
+def total(scale, *, times=lambda x: helpers.twice(x)):
+    dist.init_process_group("gloo")
+    value = torch.ones(1) * scale * (1 + dist.get_rank())
+    dist.all_reduce(value)
+    print(f"rank {dist.get_rank()} is done")
+    dist.destroy_process_group()
+    return times(value), os.environ["WORLD_SIZE"]
+
+value, ranks = launch(total, 2.0, processes=2)
+assert (value.item(), ranks) == (12.0, "2")
+
+class OwnError(Exception):
+    pass
+
+def fails(kind):
+    if os.environ["RANK"] == "1":
+        raise kind("no good")
+    threading.Event().wait(100)
+
+try:
+    launch(fails, OwnError, processes=2)
+except OwnError as error:
+    assert str(error) == "no good"
+    assert "in fails" in str(error.__cause__), error.__cause__
+else:
+    raise AssertionError("nothing was raised")
+
+lock = threading.Lock()
+
+def inner():
+    return lock
+
+def captures():
+    return inner()
+
+try:
+    launch(captures)
+except UsageError as error:
+    assert "lock is a lock" in str(error), error
+else:
+    raise AssertionError("it was copied")
+print("all is well")
+"""
+
+
+@pytest.mark.slow
+def test_a_script_gets_results_and_exceptions_back(start: Callable[..., Any], script: Callable[..., Path]) -> None:
+    path = script(SCRIPT)
+    script("def twice(x): return 2 * x", "helpers.py")
+    done = start("python", 1, path)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 is done" in done.stdout
+    assert "all is well" in done.stdout
+    assert "rank 1 failed first: exit code 1" in done.stderr
+    assert "OwnError: no good" in done.stderr
+    assert done.stderr.count("Traceback") == 0, "the caller shows it, if at all"
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: launch(3), "launch needs a function, not an int"),  # type: ignore[arg-type]
+        (lambda: launch(print, gpus=1, processes=1), "both gpus=1 and processes=1"),
+        (lambda: launch(print, processes=0), "processes=0 is not a number"),
+        (lambda: launch(print, Lock()), "argument 1 is a lock"),
+    ],
+)
+def test_what_cannot_be_launched_is_said(call: Callable[[], object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        call()
+
+
+def test_within_a_rank_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UsageError, match="a rank already"):
+        launch(print)
+
+
+def test_an_end_without_a_result_or_an_exception_is_said(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="rank 0 ended before the function returned"):
+        function_launch._outcome(tmp_path, 0)
+    (tmp_path / function_launch.ERROR).write_bytes(cloudpickle.dumps((ValueError("of a rank that lost the other"), "")))
+    with pytest.raises(LaunchError, match="exit code 137"):
+        function_launch._outcome(tmp_path, 137)
+
+
+def test_a_result_that_cannot_be_copied_and_an_exception_that_cannot_be_are_said(tmp_path: Path) -> None:
+    class TwoArgumentsError(Exception):
+        def __init__(self, one: int, two: int) -> None:
+            super().__init__(f"{one} and {two}")
+
+    def fails() -> None:
+        raise TwoArgumentsError(1, 2)
+
+    for number, (function, said) in enumerate([(Lock, "cannot be sent back"), (fails, "TwoArgumentsError: 1 and 2")]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / function_launch.CALL).write_bytes(cloudpickle.dumps((function, ())))
+        with pytest.raises(SystemExit):
+            function_worker.main(str(folder), sys.path)
+        with pytest.raises(LaunchError, match=said):
+            function_launch._outcome(folder, 1)
+
+
+class OnAGpu(Tensor):
+    """A tensor of the CPU that says that it is on a GPU."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+def test_a_tensor_on_a_gpu_is_refused_by_its_name() -> None:
+    weights = {"first": torch.ones(2).as_subclass(OnAGpu)}
+
+    def captures() -> object:
+        return weights
+
+    with pytest.raises(UsageError, match="weights is a dict, which cannot be copied .*: a tensor on cuda:0") as refused:
+        launch(captures)
+    assert "move tensors to the CPU" in str(refused.value)

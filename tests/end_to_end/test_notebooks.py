@@ -1,0 +1,237 @@
+"""`ddp_kit.launch` in cells of a notebook, with a real kernel; the example notebooks."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import psutil
+import pytest
+
+FIRST = """
+import os
+from ddp_kit import function_launch, launch
+
+offset = 40
+
+def pids(more):
+    parent = open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1]
+    print("in a cell:", offset + more)
+    return os.getpid(), os.getppid(), int(parent)
+
+first = launch(pids, 1, processes=2)
+waiting = function_launch._next._process.pid
+print("waiting", waiting)
+"""
+SECOND = """
+offset = 50
+second = launch(pids, 1, processes=2)
+print("the same" if second[2] == waiting else f"another: {second}, {waiting}")
+"""
+FAILS = """
+def fails():
+    raise ValueError("no good")
+
+launch(fails, processes=2)
+"""
+WAITS = """
+import time
+
+def waits():
+    print("now", flush=True)
+    time.sleep(1000)
+
+launch(waits, processes=2)
+"""
+
+
+class Notebook:
+    """A real kernel."""
+
+    def __init__(self, folder: Path) -> None:
+        manager = pytest.importorskip("jupyter_client", reason="needs pip install ipykernel nbclient").KernelManager
+        self.folder = folder
+        self.kernel = manager(kernel_name="python3")
+        self.kernel.start_kernel(cwd=str(folder))
+        self.client = self.kernel.blocking_client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+
+    @property
+    def pid(self) -> int:
+        return int(self.kernel.provisioner.pid)
+
+    def run(self, cell: str, until: str | None = None) -> str:
+        """What the cell prints, and its error, when it has ended, or as soon as it has printed `until`."""
+        self.client.execute(cell)
+        return self.output(until)
+
+    def output(self, until: str | None = None) -> str:
+        shown, deadline = "", time.monotonic() + 120
+        while True:
+            try:
+                message = self.client.get_iopub_msg(timeout=1)
+            except Empty:
+                assert time.monotonic() < deadline, shown
+                continue
+            kind, content = message["msg_type"], message["content"]
+            if kind == "stream":
+                shown += content["text"]
+            elif kind == "error":
+                shown += "\n".join(content["traceback"])
+            if (until is not None and until in shown) or (kind, content.get("execution_state")) == ("status", "idle"):
+                return shown
+
+    def launches(self) -> list[psutil.Process]:
+        """What `launch` has started in this notebook and still runs, whoever its parent is by now."""
+        return [each for each in psutil.process_iter() if _environment(each).get("MARK") == str(self.folder)]
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.pid).children(recursive=True)
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:  # it has ended, or is another user's
+        return {}
+
+
+@pytest.fixture
+def notebook(tmp_path: Path) -> Iterator[Notebook]:
+    notebook = Notebook(tmp_path)
+    yield notebook
+    notebook.client.stop_channels()
+    notebook.kernel.shutdown_kernel(now=True)
+
+
+@pytest.mark.slow
+def test_cells_of_a_notebook_launch_what_they_define(notebook: Notebook) -> None:
+    shown = notebook.run(FIRST)
+    assert "[rank 0] in a cell: 41" in shown
+    assert "[rank 1] in a cell: 41" in shown
+    assert "waiting" in shown
+    shown = notebook.run(SECOND)
+    assert "in a cell: 51" in shown, "variables are copied at each call"
+    assert "the same" in shown, "it ran in the launcher that had waited"
+    shown = notebook.run(FAILS)
+    assert "ValueError: no good" in shown
+    assert "rank 0 failed first" in shown or "rank 1 failed first" in shown
+    assert "now" in notebook.run(WAITS, until="now")
+    ranks = [each for each in notebook.children() if "waits" in " ".join(each.cmdline())]
+    assert len(ranks) == 2
+    notebook.kernel.interrupt_kernel()
+    assert "KeyboardInterrupt" in notebook.output()
+    assert not psutil.wait_procs(ranks, timeout=60)[1], "they have ended"
+    assert "now" in notebook.run(WAITS, until="now")
+    children = notebook.children()
+    assert len(children) >= 4
+    psutil.Process(notebook.pid).kill()
+    assert not psutil.wait_procs(children, timeout=60)[1], "nothing outlives the kernel"
+
+
+MARKED = """
+import os, tempfile
+from pathlib import Path
+from ddp_kit import function_launch, launch
+
+folder = Path.cwd() / "temporary"
+folder.mkdir()
+os.environ["MARK"], os.environ["TMPDIR"] = os.getcwd(), str(folder)
+tempfile.tempdir = None  # it is found anew
+"""
+
+
+@pytest.mark.slow
+def test_ten_calls_leave_nothing(notebook: Notebook) -> None:
+    notebook.run(MARKED)
+    assert notebook.run("print([launch(os.getpid, processes=2) for _ in range(10)])").count("[rank") == 0
+    waiting = notebook.launches()
+    assert all("waiting_launcher" in " ".join(each.cmdline()) for each in waiting), "only the next launcher waits"
+    assert "none" in notebook.run("function_launch._close(); print('none')")
+    assert not psutil.wait_procs(waiting, timeout=60)[1]
+    assert not notebook.launches()
+    assert not [*(notebook.folder / "temporary").iterdir()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_restart_of_the_kernel_leaves_no_process(notebook: Notebook, killed: bool) -> None:
+    notebook.run(MARKED)
+    notebook.run("launch(os.getpid, processes=2)")
+    waiting = notebook.launches()
+    assert waiting
+    notebook.kernel.restart_kernel(now=killed)
+    assert not psutil.wait_procs(waiting, timeout=60)[1]
+    assert not notebook.launches()
+
+
+PRINTS = """
+import os, sys
+from ddp_kit import launch
+
+def prints():
+    lines = [f"line {number} \\u20ac\\u20ac\\u20ac" for number in range(20000)]  # three bytes each: reads end inside
+    print("\\n".join(lines))
+    print("the end of", os.environ["RANK"], end="", file=sys.stderr)
+
+launch(prints, processes=2)
+"""
+
+
+@pytest.mark.slow
+def test_no_output_is_lost_and_no_character_broken(notebook: Notebook) -> None:
+    shown = notebook.run(PRINTS)
+    for rank in range(2):
+        lines = [line for line in shown.splitlines() if line.startswith(f"[rank {rank}] line ")]
+        assert lines == [f"[rank {rank}] line {number} \u20ac\u20ac\u20ac" for number in range(20000)]
+        assert f"the end of {rank}" in shown
+
+
+# --- the examples ----------------------------------------------------------------------------------------------------
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "notebooks"
+
+
+def _executed(name: str, folder: Path) -> Any:
+    """The notebook with its outputs. A cell that raises must have the tag `raises-exception`, and raise."""
+    nbformat = pytest.importorskip("nbformat", reason="needs pip install ipykernel nbclient")
+    client = pytest.importorskip("nbclient", reason="needs pip install ipykernel nbclient").NotebookClient
+    notebook = nbformat.read(EXAMPLES / name, as_version=4)
+    done = client(notebook, timeout=200, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    for cell in done.cells:
+        raised = any(each.output_type == "error" for each in cell.get("outputs", ()))
+        assert raised == ("raises-exception" in cell.metadata.get("tags", ())), cell.source
+    return done
+
+
+def _shown(notebook: Any, cell: str) -> str:
+    """The output of the cell with this id, as text."""
+    (found,) = (each for each in notebook.cells if each.id == cell)
+    parts = [each.get("text") or each.get("data", {}).get("text/plain") or each.evalue for each in found.outputs]
+    return "".join(parts)
+
+
+@pytest.mark.slow
+def test_the_digits_are_learned_in_a_notebook_and_progress_is_readable(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="needs pip install scikit-learn")
+    notebook = _executed("digits.ipynb", tmp_path)
+    shown = _shown(notebook, "train")
+    assert float(shown.rpartition("test accuracy: ")[2].partition("%")[0]) > 95
+    lines = [line for line in shown.splitlines() if "INFO    step " in line]
+    assert [line.split()[3] for line in lines] == [f"{step}/230" for step in (50, 100, 150, 200, 230)]
+    assert not {"\r", "\x1b"} & {*shown}, "lines, as no terminal is there"
+    assert "step 230" in _shown(notebook, "history")
+    assert "this is a" in _shown(notebook, "predict")
+
+
+@pytest.mark.slow
+def test_results_and_exceptions_come_back_to_a_notebook(tmp_path: Path) -> None:
+    notebook = _executed("results_and_errors.ipynb", tmp_path)
+    assert _shown(notebook, "first").endswith("21")
+    assert "rank 1 has 20, the sum is 320" in _shown(notebook, "second")
+    assert "320 after" in _shown(notebook, "second")
+    assert "list index out of range" in _shown(notebook, "fails")
+    assert "rank 1 failed first" in _shown(notebook, "fails")
+    assert "lock is a lock" in _shown(notebook, "refused")

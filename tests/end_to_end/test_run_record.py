@@ -1,0 +1,80 @@
+"""The record of a run: what a job with a restart leaves in its checkpoint folder, or in its log folder."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TRAIN = """
+import os, sys, time
+from pathlib import Path
+import torch
+from torch import nn
+from ddp_kit import Callback, Trainer, TrainerConfig
+
+class Trouble(Callback):
+    def on_step(self, trainer):
+        if trainer.step == 11 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and trainer.world.rank == 1:
+            while not list(Path().glob("**/samples-0.jsonl")):
+                time.sleep(0.05)
+            raise RuntimeError("boom")
+
+saves = {"dir": "run", "every_steps": 5} if "save" in sys.argv else {}
+model = nn.Linear(2, 1)
+config = TrainerConfig(max_steps=20, global_batch_size=4, log_every=2, eval_every=10, checkpoint=saves)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+trainer = Trainer(model, optimizer, lambda m, batch: m(batch).square().mean(), config, callbacks=[Trouble()])
+trainer.fit(torch.ones(80, 2), torch.ones(8, 2))
+"""
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_job_that_restarts_leaves_one_record(script: Callable[[str], Path], tmp_path: Path) -> None:
+    words = ["launch", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command = [Path(sys.executable).with_name("ddpkit"), *words, script(TRAIN), "save", "--token", "abcdef123"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "run" / "record"
+    attempts = _lines(folder / "attempts.jsonl")
+    assert [each["event"] for each in attempts if each["event"] != "advice"] == ["begin", "end", "begin", "done", "end"]
+    first, failed, second, result, ended = (each for each in attempts if each["event"] != "advice")
+    assert (first["format"], first["step"], first["ranks"], first["total_steps"]) == (1, 0, 2, 20)
+    assert first["config"]["checkpoint"]["every_steps"] == 5
+    assert first["command"][1:] == ["save", "--token", "****"]
+    assert (failed["attempt"], failed["node"], failed["exit_code"]) == (first["attempt"], 0, 1)
+    assert "RuntimeError: boom" in failed["text"]
+    assert second["step"] in (5, 10)
+    assert second["attempt"].removesuffix(".1") == first["attempt"].removesuffix(".0")
+    assert (result["step"], ended["exit_code"]) == (20, 0)
+    rows = _lines(folder / "rows.jsonl")
+    assert [each["step"] for each in rows if each["event"] == "train"] == list(range(2, 21, 2)), "each step once"
+    assert [each["step"] for each in rows if each["event"] == "eval"] == [10, 20]
+    assert all(len(each["rank_seconds"]) == 2 for each in rows if each["event"] == "train")
+    samples = _lines(folder / "samples-0.jsonl")
+    assert 0 <= samples[0]["cpu"] <= 1
+    assert 0 < samples[0]["memory"] < samples[0]["memory_total"]
+    told = subprocess.run([command[0], "report", "run"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert told.stdout.startswith("run: finished, 20 of 20 steps in "), told.stderr
+    assert "Attempt 1 of 2: rank 1 failed first: " in told.stdout
+    assert "RuntimeError: boom" in told.stdout
+
+
+@pytest.mark.slow
+def test_without_a_checkpoint_folder_the_record_is_in_the_log_folder(
+    script: Callable[[str], Path], tmp_path: Path
+) -> None:
+    words = ["launch", "--nproc-per-node", "2", "--log-dir", "logs", "--max-restarts", "1"]
+    command = [Path(sys.executable).with_name("ddpkit"), *words, script(TRAIN)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (folder,) = tmp_path.glob("logs/*/record")
+    assert [each["event"] for each in _lines(folder / "attempts.jsonl")].count("end") == 2
+    assert not list(tmp_path.glob("**/ddpkit-record")), "the launcher's note is removed"

@@ -1,0 +1,36 @@
+"""Random numbers, buffers and averages in pipelines: what a stage has alone must not be lost, nor differ."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Start = Callable[..., "subprocess.CompletedProcess[str]"]
+SCRIPT = Path(__file__).with_name("staged.py")
+
+
+@pytest.mark.slow
+def test_schedules_draw_alike_resume_bitwise_and_keep_buffers_and_averages(start: Start, tmp_path: Path) -> None:
+    done = start("ddpkit", 2, SCRIPT, str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("result ")]
+    one, other = sorted((json.loads(line[7:]) for line in lines), key=lambda found: int(found["rank"]))
+    for schedule in ("1f1b", "interleaved", "zbv"):
+        assert one[schedule] == pytest.approx(one["gpipe"], abs=1e-12), schedule
+    for schedule in ("gpipe", "1f1b", "interleaved", "zbv"):
+        assert one[f"{schedule} resumed"], schedule
+        masks = one[f"{schedule} masks"] + other[f"{schedule} masks"]
+        assert len(set(masks)) == len(masks) > 0, f"{schedule}: blocks share a mask"
+    assert one["biases"] == pytest.approx([0.06, 0.12, 0.18, 0.24])
+    assert one["average moved"] == pytest.approx(one["average ddp"], abs=1e-12)
+
+
+@pytest.mark.slow
+def test_a_buffer_that_passes_begin_to_change_later_is_an_error(start: Start, tmp_path: Path) -> None:
+    done = start("ddpkit", 2, SCRIPT, str(tmp_path), "late")
+    assert done.returncode == 1
+    assert "a pass changed late, which the first pass of the run left as it was" in done.stderr
+    assert "after step 1)" in done.stderr
+    assert "Traceback" not in done.stderr

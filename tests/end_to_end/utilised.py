@@ -1,0 +1,63 @@
+"""The MFU under each strategy, on 2 ranks. A line per rank: strategy, FLOPs per sample and device, and
+whether the loss is that of a run without MFU."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ddp_kit import Trainer, TrainerConfig, peak_rates
+from ddp_kit.peak_rates import PeakRates
+
+WIDTH = 8
+PEAK = 1e12
+PLAN = {"*.inner": "column", "*.outer": "row"}
+STRATEGIES = {
+    "ddp": "ddp",
+    "zero1": "zero1",
+    "fsdp": "fsdp",
+    "tensor": {"tensor": 2, "tensor_plan": PLAN},
+    "pipeline": {"pipeline": 2},
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.outer(torch.tanh(self.inner(x)))
+        return found
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block(), nn.Linear(WIDTH, 1))
+
+
+def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def trained(name: str, *, mfu: bool) -> tuple[float | None, float]:
+    x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1))
+    config = TrainerConfig(
+        global_batch_size=8, max_steps=4, log_every=2, mfu=mfu, parallel=STRATEGIES[name], micro_batch_size=2
+    )
+    trainer = Trainer(network(), lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss_fn, config)
+    row = trainer.fit(TensorDataset(x, x[:, :1])).history[-1]
+    return (None if row.mfu is None else row.mfu * PEAK / row.samples_per_second), row.loss
+
+
+def main() -> None:
+    peak_rates.TABLE = (PeakRates("cpu", {"fp32": PEAK / 1e12}, "this test"),)
+    for name in STRATEGIES:
+        none, plain = trained(name, mfu=False)
+        flops, loss = trained(name, mfu=True)
+        assert none is None
+        print(f"{name}: {'none' if flops is None else round(flops)} {'same' if loss == plain else 'other'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""When a node's ranks have hung, and which of them has: by made-up signs and clocks."""
+
+from dataclasses import replace
+
+import pytest
+
+from ddp_kit.heartbeat import Heartbeat, Phase
+from ddp_kit.launcher.agent.hang_rule import HangRule, NoProgress, all_wait_for_ranks, culprit, is_debugged
+from ddp_kit.launcher.agent.stacks import Frame, Stack
+
+TRAINS = Heartbeat(step=10, phase=Phase.BACKWARD, beats=60, steps=10, collectives=20, all_collectives=20)
+PLAIN = Heartbeat(collectives=20, all_collectives=20)
+FRESH = replace(TRAINS, step=0, steps=0)
+IN_ALL_REDUCE = Stack(frames=(Frame("all_reduce", "/lib/torch/distributed/distributed_c10d.py", 3252),))
+IN_BACKWARD = Stack(frames=(Frame("_engine_run_backward", "/lib/torch/autograd/graph.py", 979),))
+IN_THE_SCRIPT = Stack(frames=(Frame("work", "/home/ann/train.py", 12),))
+
+
+class Course:
+    """The rule with a floor of 8 seconds, checked every second."""
+
+    def __init__(self, *ranks: Heartbeat, any_script: bool = False) -> None:
+        self.signs = dict(enumerate(ranks))
+        self.now = 100.0
+        self.rule = HangRule(8.0, any_script, self.now)
+        self.look()
+
+    def look(self, after: float = 1.0, *, stopped: bool = False) -> NoProgress | None:
+        self.now += after
+        return self.rule.check(self.signs, self.now, stopped=stopped)
+
+    def quiet(self, seconds: int) -> list[NoProgress | None]:
+        """Nobody does anything."""
+        return [self.look() for _ in range(seconds)]
+
+    def beat(self, *ranks: int, **changes: object) -> None:
+        for rank in ranks:
+            signs = self.signs[rank]
+            self.signs[rank] = replace(signs, beats=signs.beats + 1, **changes)  # type: ignore[arg-type]
+        assert self.look() is None
+
+
+def test_nobody_has_done_anything_for_the_limit() -> None:
+    course = Course(TRAINS, TRAINS)
+    assert course.quiet(7) == [None] * 7
+    assert course.look() == NoProgress(8.0, 8.0)
+
+
+def test_one_rank_that_goes_on_is_enough() -> None:
+    course = Course(TRAINS, TRAINS)
+    for _ in range(40):
+        course.beat(1)
+
+
+def test_the_limit_is_extended_to_twice_the_longest_pause() -> None:
+    course = Course(TRAINS, TRAINS)
+    course.quiet(3)
+    course.beat(0, 1)
+    assert course.rule.limit == 8.0, "no shorter one changes what was asked for"
+    course.quiet(6)
+    course.beat(0, 1)
+    assert course.rule.limit == 12.0
+    assert course.quiet(11) == [None] * 11
+    assert any(course.quiet(1))
+
+
+def test_the_first_steps_may_take_ten_times_as_long() -> None:
+    course = Course(FRESH, FRESH)
+    assert course.rule.limit == 80.0
+    course.quiet(60)
+    course.beat(0, 1, steps=2, step=2)
+    assert course.rule.limit == 120.0
+    assert Course(TRAINS, FRESH).rule.limit == 80.0, "the slowest counts"
+
+
+def test_a_rank_that_is_stopped_has_no_good_reason_wherever_it_is() -> None:
+    course = Course(Heartbeat(), FRESH)
+    course.quiet(30)
+    assert [course.look(stopped=True) for _ in range(7)] == [None] * 7, "it may have been for a moment"
+    assert course.look() is None
+    assert [course.look(stopped=True) for _ in range(8)] == [None] * 7 + [NoProgress(8.0, 8.0)]
+    course.beat(1)
+    assert course.look(stopped=True) is None, "others do not wait for it yet"
+
+
+def test_a_save_may_wait_for_the_disk() -> None:
+    course = Course(replace(TRAINS, phase=Phase.CHECKPOINT), TRAINS)
+    assert course.rule.limit == 80.0
+
+
+@pytest.mark.parametrize("phase", [Phase.OUTSIDE, Phase.BETWEEN_STEPS])
+def test_who_does_what_they_like_may_take_as_long_as_they_like(phase: Phase) -> None:
+    course = Course(*[replace(TRAINS, phase=phase)] * 2)
+    assert not any(course.quiet(500))
+    course.beat(0, phase=Phase.BACKWARD)
+    assert course.rule.limit == 8.0, "that was no pause"
+    assert any(course.quiet(9)), "but one is not to let the others wait"
+
+
+def test_a_script_without_a_trainer_is_watched_where_that_was_asked_for() -> None:
+    ahead = replace(PLAIN, collectives=21, all_collectives=21)
+    assert any(Course(PLAIN, ahead, any_script=True).quiet(9))
+    assert not any(Course(PLAIN, ahead).quiet(500))
+    assert not any(Course(PLAIN, PLAIN, any_script=True).quiet(500)), "nobody waits for anybody"
+    early = replace(PLAIN, collectives=2)
+    assert not any(Course(early, replace(early, collectives=3), any_script=True).quiet(79))
+
+
+def test_time_in_which_nobody_looked_does_not_count() -> None:
+    course = Course(TRAINS, TRAINS)
+    assert course.look(after=3600.0) is None
+
+
+def test_a_rank_that_has_ended_is_not_waited_for() -> None:
+    course = Course(TRAINS, TRAINS)
+    course.quiet(7)
+    del course.signs[1]
+    assert course.look() == NoProgress(8.0, 8.0)
+
+
+def test_other_nodes_come_first() -> None:
+    assert not NoProgress(11.0, 8.0).past_other_nodes_limit
+    assert NoProgress(12.0, 8.0).past_other_nodes_limit
+
+
+def test_after_a_good_reason_the_time_starts_again() -> None:
+    course = Course(TRAINS, TRAINS)
+    assert any(course.quiet(8))
+    course.rule.reset()
+    assert not any(course.quiet(7))
+
+
+@pytest.mark.parametrize(
+    ("signs", "stacks"),
+    [
+        ((TRAINS, TRAINS), (IN_ALL_REDUCE, replace(IN_ALL_REDUCE, stopped=True))),
+        ((TRAINS, TRAINS), (IN_ALL_REDUCE, IN_THE_SCRIPT)),
+        ((replace(TRAINS, step=11), TRAINS), (IN_ALL_REDUCE, IN_ALL_REDUCE)),
+        ((TRAINS, replace(TRAINS, collectives=19)), (IN_THE_SCRIPT, IN_THE_SCRIPT)),
+        ((TRAINS, replace(TRAINS, collectives=19)), (Stack(), Stack())),
+        ((TRAINS, replace(TRAINS, phase=Phase.DATA)), (IN_BACKWARD, IN_THE_SCRIPT)),
+        ((TRAINS, replace(TRAINS, phase=Phase.DATA)), (Stack(), Stack())),
+        ((replace(TRAINS, phase=Phase.DATA), replace(TRAINS, phase=Phase.CALLBACKS)), (Stack(), Stack())),
+    ],
+)
+def test_the_culprit_is_stopped_or_in_no_collective_or_behind(
+    signs: tuple[Heartbeat, ...], stacks: tuple[Stack, ...]
+) -> None:
+    assert culprit(dict(enumerate(signs)), dict(enumerate(stacks))) == 1
+
+
+def test_where_all_wait_for_each_other_the_cause_is_elsewhere() -> None:
+    assert all_wait_for_ranks([IN_ALL_REDUCE, IN_ALL_REDUCE])
+    assert not all_wait_for_ranks([IN_ALL_REDUCE, IN_THE_SCRIPT])
+    assert not all_wait_for_ranks([IN_ALL_REDUCE, replace(IN_ALL_REDUCE, stopped=True)])
+
+
+def test_who_sits_in_a_debugger_does_not_hang() -> None:
+    assert is_debugged([IN_ALL_REDUCE, Stack(frames=(Frame("interaction", "/usr/lib/python3.11/pdb.py", 400),))])
+    assert not is_debugged([IN_ALL_REDUCE, IN_THE_SCRIPT])
+
+
+def test_a_stack_is_told_in_the_user_s_own_lines() -> None:
+    user = Frame("__getitem__", "/home/ann/train.py", 31)
+    fetch = Frame("fetch", "/lib/site-packages/torch/utils/data/_utils/fetch.py", 54)
+    inner = Frame("match", "/lib/site-packages/regex/regex.py", 7)
+    main = Frame("<module>", "/home/ann/train.py", 80)
+    stack = Stack(frames=(Frame("sre_match", "libpython3.so", 0, native=True), inner, user, *[fetch] * 5, main, fetch))
+    assert stack.doing(Phase.DATA) == "in data (train.py:31 in __getitem__)"
+    assert stack.as_trace().splitlines() == [
+        '  File "/home/ann/train.py", line 80, in <module>',
+        "  ... 5 frames of libraries",
+        '  File "/home/ann/train.py", line 31, in __getitem__',
+        '  File "/lib/site-packages/regex/regex.py", line 7, in match',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("frames", "words"),
+    [
+        ([Frame("barrier", "/lib/torch/distributed/distributed_c10d.py", 1)], "barrier"),
+        ([Frame("c10d::Work::wait", "libtorch", 0, True), Frame("_engine_run_backward", "graph.py", 1)],
+         "the gradients' all-reduce"),
+        ([Frame("c10d::Work::wait", "libtorch", 0, True), Frame("step", "/home/ann/train.py", 1)], "a collective"),
+        ([Frame("c10d::TCPStore::wait", "libtorch", 0, True)], "a store, for a value of another rank"),
+        ([Frame("cudaStreamSynchronize", "libcudart.so", 0, True)], "a wait for the device"),
+        ([Frame("work", "/home/ann/train.py", 1), Frame("all_reduce", "torch/distributed/distributed_c10d.py", 1)], ""),
+    ],
+)  # fmt: skip
+def test_a_collective_is_known_by_its_name(frames: list[Frame], words: str) -> None:
+    assert Stack(frames=tuple(frames)).waits_for_ranks == words

@@ -1,0 +1,317 @@
+"""`ddpkit report`: what it reads, what it finds, and which files it writes."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recorded_run import START, begin, end, evaluation, row, sample, write_record
+
+from ddp_kit import __version__
+from ddp_kit.config import ProfileConfig
+from ddp_kit.errors import UsageError
+from ddp_kit.launcher.cli import main
+from ddp_kit.launcher.report.charts import charts_of_run, comparing_charts
+from ddp_kit.launcher.report.differences import differences
+from ddp_kit.launcher.report.findings import findings, state
+from ddp_kit.launcher.report.run_history import RunHistory, read_runs
+from ddp_kit.launcher.report_command import run as report
+from ddp_kit.profile import Recorder
+
+GIB = 1 << 30
+PHASES = ("data", "transfer", "forward", "backward", "communication", "optimizer", "other")
+DONE = {
+    "event": "done",
+    "attempt": "job.0",
+    "time": START + 100,
+    "step": 1000,
+    "seconds": 99.0,
+    "loss": 0.1,
+    "metrics": {},
+}
+
+
+def history(folder: Path, *attempts: Any, rows: Sequence[Any] = (), samples: Sequence[Any] = ()) -> RunHistory:
+    (run,) = read_runs([write_record(folder / "run", attempts or [begin()], rows, samples)])
+    return run
+
+
+def texts(run: RunHistory) -> str:
+    return "\n".join(finding.text for finding in findings(run))
+
+
+def test_a_run_that_has_just_begun_has_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_record(tmp_path / "run", [begin()])
+    said: list[str] = []
+    assert report(["run"], said.append) == 0
+    assert said[0] == "run: no end recorded, 0 of 1,000 steps in 0 s"
+    assert "it is running, was killed, or had no launcher" in said[1]
+    assert "No log point was recorded yet." in (tmp_path / "report.html").read_text()
+
+
+def test_a_record_is_found_from_each_folder_that_a_user_would_name(tmp_path: Path) -> None:
+    run = write_record(tmp_path / "logs" / "job_1", [begin()])
+    for folder in (run, run / "record", tmp_path / "logs"):
+        (found,) = read_runs([folder])
+        assert found.name == "job_1"
+    other = write_record(tmp_path / "old" / "job_1", [begin()])
+    assert [each.name for each in read_runs([run, other, run])] == ["logs/job_1", "old/job_1"], "each once"
+
+
+def damaged(write: Callable[[Path], object]) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        run = write_record(folder / "run", [begin()], [row(1)])
+        write(run / "record")
+        return run
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda folder: folder / "nothing", "nothing is not a folder"),
+        (lambda folder: folder, "has no record of a run"),
+        (damaged(lambda it: (it / "attempts.jsonl").write_text("")), "is not the record of a run"),
+        (damaged(lambda it: (it / "attempts.jsonl").write_bytes(b"\x80\x04\x00\n")), "is not the record of a run"),
+        (damaged(lambda it: (it / "attempts.jsonl").write_text('{"event": "boot"}\n')), "is not the record of a run"),
+        (
+            damaged(lambda it: (it / "attempts.jsonl").write_text(json.dumps(begin(format=2)) + "\n")),
+            "has format 2; this ddpkit reads formats up to 1",
+        ),
+    ],
+    ids=["no-folder", "no-record", "empty", "binary", "another-program", "newer"],
+)
+def test_what_is_no_record_is_refused_with_words(make: Callable[[Path], Path], said: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        read_runs([make(tmp_path)])
+
+
+def test_a_torn_last_line_is_left_out_and_a_broken_one_counted(tmp_path: Path) -> None:
+    run = write_record(tmp_path / "run", [begin()], [row(1), row(2)])
+    path = run / "record" / "rows.jsonl"
+    path.write_text(path.read_text() + 'not JSON\n{"event": "train"}\n[1]\n{"event": "train", "st')
+    (found,) = read_runs([run])
+    assert [each["step"] for each in found.rows] == [1, 2]
+    assert "2 lines of the record cannot be read" in texts(found)
+
+
+def test_failed_attempts_are_told_with_their_cost(tmp_path: Path) -> None:
+    attempts = [
+        begin(),
+        end(exit_code=1, text="rank 1 failed first: exit code 1: ValueError: bad"),
+        begin("job.1", step=500, time=START + 80),
+        {**DONE, "attempt": "job.1"},
+        end("job.1"),
+    ]
+    run = history(tmp_path, *attempts, rows=[row(400), row(500), row(900, attempt="job.1")])
+    assert state(run) == "finished, 1,000 of 1,000 steps in 16 min 40 s"
+    assert "Attempt 1 of 2: rank 1 failed first: exit code 1: ValueError: bad" in texts(run)
+    assert "Failed attempts cost 30 s" in texts(run), "from step 500, at second 50, to the next begin, at second 80"
+
+
+def test_advice_is_repeated_where_it_was_given(tmp_path: Path) -> None:
+    advice = {
+        "event": "advice",
+        "attempt": "job.0",
+        "time": START,
+        "step": 310,
+        "text": "data 43%: raise data.num_workers (0)",
+    }
+    assert "data 43%: raise data.num_workers (0) (at step 310)" in texts(history(tmp_path, begin(), advice))
+
+
+@pytest.mark.parametrize(
+    ("rows", "samples", "facts", "said"),
+    [
+        ([row(1), row(2, loss=None)], [], {}, "not finite at 1 log point, first at step 2"),
+        ([evaluation(i, loss=abs(i - 2) + 1.0) for i in (1, 2, 3)], [], {}, "lowest at step 2 (1) and has risen to 2"),
+        ([row(i, compilations=1 + i // 5) for i in range(1, 21)], [], {}, "compiled 3 graphs after the first quarter"),
+        ([row(i, samples_per_second=900 - 20 * i) for i in range(1, 31)], [], {}, "Throughput fell from 800 to 360"),
+        ([row(1, rank_memory=[3 * GIB, 6 * GIB])], [], {"planned_memory": 4 * GIB}, "6.0 GiB of GPU memory; the plan"),
+        ([], [sample(i, load=0.2) for i in range(5)], {}, "The GPUs of the machine were busy for 20% of the time"),
+        ([], [{**sample(1), "memory": 499 << 30}], {}, "The host memory of the machine was 100% full"),
+    ],
+    ids=["nan", "overfit", "recompiles", "slower", "plan", "idle", "full"],
+)  # fmt: skip
+def test_what_only_the_whole_run_shows_is_told(
+    rows: list[Any], samples: list[Any], facts: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    assert said in texts(history(tmp_path, begin(**facts), rows=rows, samples=samples))
+
+
+def test_nothing_is_told_of_a_run_without_trouble(tmp_path: Path) -> None:
+    rows = [row(10 * i, rank_memory=[4 * GIB] * 2, compilations=1) for i in range(1, 101)]
+    rows += [evaluation(100 * i, loss=1 / i) for i in range(1, 11)]
+    samples = [sample(i) for i in range(50)]
+    assert texts(history(tmp_path, begin(planned_memory=4 * GIB), DONE, end(), rows=rows, samples=samples)) == ""
+
+
+def test_every_value_of_a_run_is_in_a_chart(tmp_path: Path) -> None:
+    rows = [row(i, rank_memory=[i * GIB, GIB], accuracy=0.5) for i in range(1, 4)] + [evaluation(3, loss=1.0, f1=0.7)]
+    run = history(tmp_path, begin(planned_memory=GIB), rows=rows, samples=[sample(i) for i in range(3)])
+    comparing = {chart.title: chart for chart in comparing_charts([run])}
+    assert list(comparing) == [
+        "Loss", "f1 (evaluation)", "accuracy", "Learning rate", "Samples per second", "Time per optimizer step",
+        "Gradient norm",
+    ]  # fmt: skip
+    assert [curve.label for group in comparing["Loss"].groups for curve in group.curves] == ["loss", "evaluation"]
+    own = {chart.name: chart for chart in charts_of_run([run], 0)}
+    assert list(own) == [
+        "phases", "ranks", "memory", "gpu-load-0", "gpu-memory-0", "gpu-power-0", "gpu-temperature-0", "host-0",
+    ]  # fmt: skip
+    memory = own["memory"].groups[0]
+    assert {curve.label: curve.values for curve in memory.curves} == {
+        "rank 0": [1.0, 2.0, 3.0], "rank 1": [1.0] * 3, "planned": [1.0] * 3,
+    }  # fmt: skip
+    assert own["gpu-load-0"].groups[0].x == [0.0, 0.016667, 0.033333]
+    assert "rank 0: from 1 to 3 GiB, lowest 1, highest 3" in own["memory"].summary
+
+
+def test_the_mfu_has_a_chart_where_it_is_known(tmp_path: Path) -> None:
+    run = history(tmp_path, rows=[row(1), row(2, mfu=0.4), row(3, mfu=0.42)])
+    (chart,) = (each for each in comparing_charts([run]) if each.title == "Model FLOPs utilisation")
+    assert chart.unit == "%"
+    assert chart.groups[0].curves[0].values == [None, 40.0, 42.0]
+
+
+def test_what_was_not_measured_has_no_chart_but_an_idle_gpu_has_a_line(tmp_path: Path) -> None:
+    rows = [row(i, grad_norm=0.0, rank_seconds=[0.1]) for i in (1, 2)]
+    run = history(tmp_path, rows=rows, samples=[sample(1, load=0.0), sample(2, load=0.0)])
+    assert "Gradient norm" not in {chart.title for chart in comparing_charts([run])}
+    own = {chart.name: chart for chart in charts_of_run([run], 0)}
+    assert "ranks" not in own, "there is one"
+    assert [curve.values for curve in own["gpu-load-0"].groups[0].curves] == [[0.0, 0.0]] * 2
+
+
+def test_of_many_ranks_the_range_is_drawn(tmp_path: Path) -> None:
+    run = history(tmp_path, rows=[row(1, rank_seconds=[rank / 1000 for rank in range(1, 65)])])
+    (curves,) = next(chart for chart in charts_of_run([run], 0) if chart.name == "ranks").groups
+    assert {curve.label: curve.values for curve in curves.curves} == {
+        "highest of 64": [64.0], "median": [32.5], "lowest of 64": [1.0],
+    }  # fmt: skip
+
+
+def test_a_point_is_the_mean_of_its_steps_and_a_spike_stays_visible(tmp_path: Path) -> None:
+    run = history(tmp_path, rows=[row(i, loss=100.0 if i == 777 else 1.0) for i in range(1, 6001)])
+    loss = comparing_charts([run])[0].groups[0]
+    assert len(loss.x) == 600
+    assert loss.x[-1] == 6000
+    curve = loss.curves[0]
+    assert curve.low is not None
+    assert curve.high is not None
+    point = next(i for i, step in enumerate(loss.x) if step >= 777)
+    assert (curve.values[point], curve.low[point], curve.high[point]) == (10.9, 1.0, 100.0)
+
+
+def test_what_was_set_differently_is_shown(tmp_path: Path) -> None:
+    first = write_record(
+        tmp_path / "a", [begin(config={"epochs": 1}, environment={"MASTER_PORT": "1", "NCCL_DEBUG": "INFO"})]
+    )
+    second = write_record(tmp_path / "b", [begin(config={"epochs": 2}, environment={"MASTER_PORT": "2"})])
+    assert differences(read_runs([first, second])) == [
+        ("config.epochs", ("1", "2")), ("environment.NCCL_DEBUG", ("INFO", "")),
+    ]  # fmt: skip
+
+
+def test_ten_thousand_rows_of_eight_ranks_make_a_small_page(tmp_path: Path) -> None:
+    noise = random.Random(0)
+    names = ("loss", "grad_norm", "samples_per_second", "step_seconds", *(f"times.{name}" for name in PHASES))
+
+    def bytes_of_gpu() -> int:
+        return noise.randrange(80 * GIB)
+
+    def noisy(step: int) -> dict[str, Any]:
+        each_rank = {
+            "rank_seconds": [noise.random() for _ in range(8)],
+            "rank_memory": [bytes_of_gpu() for _ in range(8)],
+        }
+        return row(step, **each_rank, **{name: noise.random() for name in names})
+
+    def gpu() -> dict[str, float]:
+        return {"load": noise.random(), "memory": bytes_of_gpu(), "power": 700 * noise.random(), "temperature": 60}
+
+    rows = [noisy(step) for step in range(1, 10_001)]
+    samples = [{**sample(second), "gpus": [gpu() for _ in range(8)]} for second in range(1000)]
+    run = write_record(tmp_path / "run", [begin(ranks=8)], rows, samples)
+    assert report([str(run), "--out", str(tmp_path / "page.html")], print) == 0
+    assert (tmp_path / "page.html").stat().st_size <= 300_000
+
+
+def test_text_of_a_run_stays_text(tmp_path: Path) -> None:
+    attack = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
+    attempts = [begin(command=[attack], model=attack), end(exit_code=1, text=attack, stacks={"0": attack})]
+    write_record(tmp_path / attack.replace("/", "_"), attempts, [row(1, **{attack: 1.0})])
+    assert report([str(tmp_path / attack.replace("/", "_")), "--out", str(tmp_path / "page.html")], print) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "<script>alert" not in page
+    assert "<img" not in page
+
+
+def test_the_command_writes_a_page_and_keeps_the_files_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_record(tmp_path / "run", [begin(), DONE, end()], [row(i) for i in range(1, 1001)])
+    assert main(["report", "run"]) == 0
+    assert main(["report", "run"]) == 0, "a report may be made anew"
+    page = (tmp_path / "report.html").read_text()
+    assert f'content="ddpkit report {__version__}"' in page
+    assert not re.search(r"(?:src|href)=", page), "it loads nothing"
+    (tmp_path / "report.html").write_text("mine")
+    assert main(["report", "run"]) == 2
+    assert main(["report", "run", "--out", "."]) == 2
+    assert main(["report", "run", "--out", "no/folder/r.html"]) == 2
+    assert main(["report"]) == 2
+    said = capsys.readouterr().err
+    assert "--out report.html exists and is not a ddpkit report\n  hint: give the name of a new file" in said
+    assert "--out . is a folder" in said
+    assert "no/folder/r.html cannot be written: No such file or directory" in said
+    assert (tmp_path / "report.html").read_text() == "mine"
+
+
+def test_pictures_of_all_charts(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs pip install matplotlib")
+    rows = [row(i, rank_memory=[GIB, GIB]) for i in range(1, 9)]
+    runs = [str(write_record(tmp_path / name, [begin()], rows, [sample(i) for i in range(3)])) for name in "ab"]
+    words = [*runs, "--out", str(tmp_path / "r.html"), "--images", str(tmp_path / "plots")]
+    assert report(words, print) == 0
+    written = sorted(path.name for path in (tmp_path / "plots").iterdir())
+    assert "loss.svg" in written
+    assert "phases-2.svg" in written
+    assert all(path.read_text().startswith("<?xml") for path in (tmp_path / "plots").iterdir())
+
+
+def test_the_traces_of_a_run_are_read(tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    recorder = Recorder(ProfileConfig(steps=(2, 3), dir=folder), rank=0)
+    with recorder:
+        for step in (1, 2, 3):
+            recorder.before_step(step)
+            torch.ones(64, 64) @ torch.ones(64, 64)
+            recorder.after_step(step)
+    (folder / "rank1_steps2-3.json.gz").write_bytes(b"torn")
+    write_record(
+        tmp_path / "run", [begin(folder=str(tmp_path), config={"profile": {"steps": [2, 3], "dir": "traces"}})]
+    )
+    said: list[str] = []
+    assert report([str(tmp_path / "run"), "--out", str(tmp_path / "page.html")], said.append) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "Profile of rank 0, steps 2 to 3 (rank0_steps2-3.json.gz)" in page
+    assert "aten::mm" in page
+    assert "  Profile of rank 0, steps 2 to 3 (rank0_steps2-3.json.gz):" in said
+    assert "  Profile rank1_steps2-3.json.gz:" in said, said
+
+
+def test_it_needs_no_torch() -> None:
+    code = (
+        "import sys, ddp_kit.launcher.report_command; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,136 @@
+"""`ddpkit submit`: from a command line to the job file of an engine, and to the engine's own command."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_kit.errors import UsageError
+from ddp_kit.launcher import submit_command
+from ddp_kit.launcher.clusters.request import clock, seconds_of
+
+DDPKIT = str(Path(sys.executable).with_name("ddpkit"))
+
+
+@pytest.fixture(autouse=True)
+def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+
+
+def job_file(*words: str) -> str:
+    printed: list[str] = []
+    assert submit_command.run([*words[:2], "--dry-run", *words[2:]], print, printed.append) == 0
+    return printed[0]
+
+
+def test_a_batch_script_says_what_was_asked() -> None:
+    flags = "--nodes 4 --gpus 8 --time 36h --partition long --requeue --retries 5"
+    text = job_file("--on", "slurm", *flags.split(), "--max-restarts", "2", "train.py", "--lr", "0 1")
+    for line in ("nodes=4", "gpus-per-node=8", "cpus-per-task=64", "time=1-12:00:00", "partition=long", "requeue"):
+        assert f"\n#SBATCH --{line}" in text
+    assert "ddpkit launch --max-restarts 2 train.py --lr '0 1' ||" in text
+    assert "-lt 5" in text
+    assert text.splitlines()[1].startswith("# Made by: ddpkit submit --on slurm --nodes 4")
+
+
+def test_a_job_file_is_valid_shell(tmp_path: Path) -> None:
+    for words in (("--array", "0-9"), ("--image", "docker://x/y:1"), ("--gpus", "8")):
+        text = job_file("--on", "slurm", "--nodes", "2", *words, "train.py", "a'b$c")
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    assert tmp_path.exists()
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 42, 75, 124, 128, 137, 143])
+@pytest.mark.parametrize("retries", [0, 2, 3])
+def test_the_exit_codes_mean_the_same_to_slurm(code: int, retries: int, tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    shown = f"   Comment=ddpkit-retries-{retries}" if retries else ""
+    scontrol = f"[ $1 = show ] && echo '{shown}' || echo \"$@\" >>{tmp_path}/asked"
+    for name, body in (("srun", f"exit {code}"), ("scontrol", scontrol)):
+        (programs / name).write_text(f"#!/bin/sh\n{body}\n")
+        (programs / name).chmod(0o755)
+    text = job_file("--on", "slurm", "--nodes", "2", "train.py")
+    env = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "-c", text], env=env, check=False)
+    assert done.returncode == code
+    asked = tmp_path / "asked"
+    counted = f"update JobId=7 Comment=ddpkit-retries-{retries + 1}\nrequeue 7\n" if retries < 3 else ""
+    expected = {4: "requeue 7\n", 75: "requeue 7\n"} | dict.fromkeys((3, 124, 137, 143), counted)
+    assert (asked.read_text() if asked.exists() else "") == expected.get(code, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--nodes", "2", "train.py"], "no engine is named"),
+        (["--on", "slrm", "--nodes", "2", "train.py"], "type --on slurm"),
+        (["--on", "slurm", "train.py"], "the number of nodes is not given"),
+        (["--on", "slurm", "--nodes", "0", "train.py"], "not a number of at least 1"),
+        (["--on", "slurm", "--nodes", "2", "tran.py"], "did you mean train.py?"),
+        (["--on", "slurm", "--nodes", "2", "--time", "soon", "train.py"], "--time soon is not a time"),
+        (["--on", "slurm", "--nodes", "2", "--hosts", "a,b", "train.py"], "--hosts means nothing to slurm"),
+        (["--on", "slurm", "--nodes", "2", "--cold", "--time", "1h", "train.py"], "type it before --cold"),
+        (["--on", "slurm", "--nnodes", "2", "train.py"], "--nodes"),
+        (["--on", "ssh", "--nodes", "3", "--hosts", "a,b", "train.py"], "--hosts names 2"),
+        (["--on", "ssh", "--nodes", "3", "train.py"], "type --hosts"),
+        (["--on", "ssh", "--hosts=-oProxyCommand=x", "train.py"], "is not a host"),
+        (["--on", "ssh", "--hosts", "a,b"], "there is no script"),
+        (["--on", "skypilot", "--nodes", "2", "--gpus", "8", "train.py"], "type --gpus H100:8"),
+        (["--on", "ray", "--nodes", "2", "--gpus", "H100:8", "train.py"], "a type in --gpus means nothing to ray"),
+        (["--on", "slurm", "--nodes", "2", "--gpus", ":8", "train.py"], "neither a number of GPUs nor TYPE:NUMBER"),
+        (["--on", "kubernetes", "--nodes", "2", "train.py"], "--image is not given"),
+        (["--on", "jobset", "--nodes", "2", "--image", "x", "--name", "My_Run", "train.py"], "type --name my-run"),
+    ],
+)
+def test_mistakes_are_answered_with_what_to_type(words: list[str], part: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        submit_command.run(words, print, print)
+    assert part in str(refused.value)
+
+
+def test_a_missing_program_of_the_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UsageError, match="sbatch: not found.*\n.*--dry-run"):
+        submit_command.run(["--on", "slurm", "--nodes", "2", "train.py"], print, print)
+
+
+def test_hosts_may_stand_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("# two\ngpu1\nme@gpu2  # second\n\n")
+    text = job_file("--on", "ssh", "--hosts", "hosts", "train.py")
+    assert " gpu1 " in text
+    assert " me@gpu2 " in text
+    assert text.count("--master-addr gpu1") == 2
+
+
+def test_a_job_file_needs_no_torch(tmp_path: Path) -> None:
+    """And so it is printed at once."""
+    code = (
+        "import sys; from ddp_kit.launcher.cli import main; "
+        "main(['submit', '--on', 'slurm', '--nodes', '2', '--dry-run', 'train.py']); "
+        "sys.exit(bool({'torch', 'pydantic', 'numpy'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_job_is_named_after_its_script() -> None:
+    for words, name in (
+        (("sub/My_Run.py", "-m"), "my-run"),
+        (("-m", "pkg.main", "a.b"), "main"),
+        (("--no-python", "./run.sh"), "train"),
+        (("1.py",), "train-1"),
+    ):
+        Path("sub").mkdir(exist_ok=True)
+        Path(words[0]).touch()
+        assert f"--job-name={name}\n" in job_file("--on", "slurm", "--nodes", "2", *words)
+
+
+def test_times() -> None:
+    assert [seconds_of(text) for text in ("90m", "12h", "2d", "01:30:00", "1-00:00:01")] == [
+        5400, 43200, 172800, 5400, 86401,
+    ]  # fmt: skip
+    assert clock(86401) == "1-00:00:01"
+    assert clock(5400) == "01:30:00"

@@ -1,0 +1,237 @@
+"""`ddpkit top`: what it reads of running jobs, and what it shows of a reading."""
+
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ddp_kit.launcher.devices.gpu_usage import GpuUsage
+from ddp_kit.launcher.readings import JobReading, RankReading, as_json, from_json, merged, straggler
+from ddp_kit.launcher.remote_readings import HostReadings
+from ddp_kit.launcher.top_command import render
+
+BIN = Path(sys.executable).parent
+
+SCRIPT = """
+import sys, time, torch
+from pathlib import Path
+from torch.utils.data import TensorDataset
+from ddp_kit import Trainer, TrainerConfig
+
+def loss_fn(model, batch):
+    time.sleep(0.02 * trainer.world.rank)  # rank 1 is slow
+    return model(batch[0]).square().mean()
+
+model = torch.nn.Linear(3, 1)
+config = TrainerConfig(global_batch_size=4, log_every=5, max_steps=10**6)
+trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), loss_fn, config)
+for step in trainer.steps(TensorDataset(torch.ones(64, 3))):
+    if step.number % 5 == 0 and Path(sys.argv[1]).exists():
+        trainer.stop()
+"""
+
+
+def _until(look: Callable[[], Any], job: "subprocess.Popen[str]") -> Any:
+    deadline = time.monotonic() + 120
+    while not (found := look()):
+        assert job.poll() is None, job.communicate()[0]
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.slow
+def test_a_running_job_is_read_from_outside_and_a_slow_rank_is_named(
+    script: Callable[..., Path], ddpkit: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = script(SCRIPT, f"watched_{os.getpid()}.py")  # `ddpkit top` shows all jobs here, those of other tests too
+    end = tmp_path / "end"
+    command = [str(BIN / "ddpkit"), "launch", "--nproc-per-node", "2", "--log-dir", "logs", str(path), str(end)]
+    job = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+
+        def trained() -> list[Any]:
+            jobs = json.loads(ddpkit("top", "--once", "--json").stdout)
+            ours = [each for each in jobs if each["script"] == str(path)]
+            return [each for each in ours if each["ranks"][0]["waits_for"] is not None]
+
+        found = _until(trained, job)[0]
+        first, slow = found["ranks"]
+        assert (found["world_size"], found["nodes"], found["restarts"], found["launcher"]) == (2, 1, 0, job.pid)
+        assert (first["rank"], first["waits_for"]) == (0, 1)
+        assert (slow["rank"], slow["waits_for"]) == (1, None)
+        assert slow["step"] > 0
+        assert slow["seconds_per_step"] > 0.02
+        assert first["communication"] > slow["communication"]
+        assert slow["memory"] > 0
+        assert slow["age"] >= 0
+        lines = ddpkit("top", "--once", env={"COLUMNS": "120"}).stdout.splitlines()
+        title = next(number for number, line in enumerate(lines) if line.startswith(f"{path.name}  2 ranks"))
+        row = next(line for line in lines[title:] if line.split()[:1] == ["0"])  # a slow machine has advice in between
+        assert "rank 1" in row
+    finally:
+        end.touch()
+        output, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, output
+    assert str(path) not in ddpkit("top", "--once", "--json").stdout
+    assert not [*tmp_path.rglob("ddpkit-round.json")], "the folder of logs is as torchrun's"
+
+
+def test_on_a_terminal_it_stays_until_a_key_ends_it(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "TERM": "xterm"}
+    shown = subprocess.Popen([str(BIN / "ddpkit"), "top"], cwd=tmp_path, env=env, stdin=theirs, stdout=theirs)
+    os.close(theirs)
+    printed = b""
+    while b"no running jobs" not in printed and b"ranks" not in printed:
+        assert select.select([ours], [], [], 60)[0], printed
+        printed += os.read(ours, 4096)
+    os.write(ours, b"q")
+    assert shown.wait(60) == 0
+    os.close(ours)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--json"], "top --once --json"), (["--interval", "0"], "0.1 to 3600"), (["train.py"], "unrecognized")],
+)
+def test_a_mistake_is_said(ddpkit: Callable[..., Any], words: list[str], said: str) -> None:
+    done = ddpkit("top", *words)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+# --- who waits for whom ----------------------------------------------------------------------------------------------
+
+
+def _rank(rank: int, communication: float | None = 0.0, **more: Any) -> RankReading:
+    known = {"step": 9, "age": 0.0, "communication": communication}
+    return RankReading(rank, rank, 100 + rank, "data", **{**known, **more})
+
+
+def test_the_rank_that_waits_least_is_waited_for() -> None:
+    assert straggler([_rank(0, 0.6), _rank(1, 0.1), _rank(2, 0.55)]) == 1
+
+
+def test_no_rank_is_named_among_equals_alone_or_without_a_trainer() -> None:
+    assert straggler([_rank(0, 0.3), _rank(1, 0.31), _rank(2, 0.32)]) is None
+    assert straggler([_rank(0)]) is None
+    assert straggler([_rank(0, 0.9), _rank(1, None, step=None)]) is None
+
+
+def test_where_all_stand_still_the_one_behind_is_waited_for() -> None:
+    ahead = _rank(0, beats=50, age=60.0)
+    assert straggler([ahead, _rank(1, beats=48, age=61.0)]) == 1
+    assert straggler([ahead, _rank(1, beats=48, age=0.1)]) is None, "it moves"
+
+
+# --- several hosts ---------------------------------------------------------------------------------------------------
+
+
+def _job(host: str, *ranks: RankReading, **more: Any) -> JobReading:
+    known: dict[str, Any] = {"run_id": "none", "script": "train.py", "nodes": 2, "world_size": 2, "restarts": 0}
+    known |= {"node_rank": ranks[0].rank, "seconds": 9.0, "launcher": 42}
+    return JobReading(host=host, ranks=tuple(replace(each, host=host) for each in ranks), **{**known, **more})
+
+
+def test_the_nodes_of_a_job_are_joined_and_the_rank_that_they_wait_for_is_named() -> None:
+    other = _job("b", _rank(1, 0.7))
+    (job,) = merged([other, _job("a", _rank(0, 0.1)), other])
+    assert [(each.rank, each.host, each.waits_for) for each in job.ranks] == [(0, "a", None), (1, "b", 0)]
+    assert (job.host, job.node_rank) == ("a", 0)
+
+
+def test_jobs_that_are_not_one_stay_apart() -> None:
+    assert len(merged([_job("a", _rank(0)), _job("b", _rank(0))])) == 2, "both have a rank 0"
+    assert len(merged([_job("a", _rank(0), nodes=1), _job("b", _rank(1), nodes=1)])) == 2
+    assert len(merged([_job("a", _rank(0)), _job("b", _rank(1), script="other.py")])) == 2
+
+
+def test_a_reading_is_the_same_after_its_way_as_json() -> None:
+    assert from_json(json.dumps(as_json([READING]))) == (READING,)
+
+
+# --- the picture -----------------------------------------------------------------------------------------------------
+
+GPU = GpuUsage(3, "GPU-1", "NVIDIA H100", load=97, memory_used=40 << 30, memory_total=80 << 30, power=612.0)
+READING = JobReading(
+    run_id="1",
+    script="/home/someone/train.py",
+    host="here",
+    node_rank=1,
+    nodes=2,
+    world_size=4,
+    restarts=1,
+    seconds=3725.0,
+    launcher=42,
+    ranks=(
+        RankReading(2, 0, 100, "the backward pass", 1200, 0.25, 0.02, 0.5, 0.01, 3, 2 << 30, (GPU,)),
+        RankReading(3, 1, 101, "data", 1200, 0.25, 0.5, 0.01, 0.02, None, 2 << 30),
+    ),
+)
+
+
+def _shown(width: int, job: JobReading = READING) -> str:
+    console = Console(width=width, force_terminal=False)
+    with console.capture() as captured:
+        console.print(render(HostReadings((job,)), width))
+    return captured.get()
+
+
+def test_a_wide_terminal_has_all_columns() -> None:
+    lines = _shown(200).splitlines()
+    assert lines[0].rstrip() == "train.py  4 ranks on node 1 of 2, for 1:02:05, 1 restart, launcher 42"
+    for word in (
+        "backward pass",
+        "1200",
+        "0.25",
+        "50%",
+        "rank 3",
+        "2.00 GiB",
+        "97 %",
+        "40.0 of 80 GiB",
+        "612 W",
+        "0.0 s",
+    ):
+        assert word in lines[2], word
+    assert "0.0 s" in lines[2]
+
+
+def test_the_mfu_has_a_column_where_it_is_known() -> None:
+    assert "MFU" not in _shown(200)
+    ranks = tuple(replace(each, mfu=0.431) for each in READING.ranks)
+    _, header, first, *_ = _shown(200, replace(READING, ranks=ranks)).splitlines()
+    at = header.index("MFU")
+    assert first[at : at + 3] == "43%"
+
+
+def test_a_narrow_terminal_still_names_the_rank_that_is_waited_for() -> None:
+    title, header, first, *_ = _shown(40).splitlines()
+    assert title.rstrip() == "train.py  4 ranks on node 1 of 2", "what does not fit is left out, and not cut"
+    assert header.split() == ["rank", "phase", "step", "waits", "for"]
+    assert first.split() == ["2", "backward", "pass", "1200", "rank", "3"]
+
+
+@pytest.mark.parametrize("width", [200, 80, 40, 20])
+def test_no_line_is_longer_than_the_terminal(width: int) -> None:
+    lines = _shown(width).splitlines()
+    assert all(len(line.rstrip()) <= width for line in lines), lines
+    assert lines[3].split()[0] == "3"
+    assert len(lines) == 5, "no line is broken in two"
+
+
+def test_the_advice_of_any_rank_is_under_the_title() -> None:
+    advised = replace(READING.ranks[1], advice="data 31%: raise data.num_workers (0)")
+    lines = _shown(200, replace(READING, ranks=(READING.ranks[0], advised))).splitlines()
+    assert lines[1].rstrip() == "advice: data 31%: raise data.num_workers (0)"
+    assert lines[2].split()[:2] == ["rank", "pid"]

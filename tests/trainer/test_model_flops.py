@@ -1,0 +1,451 @@
+"""The FLOPs of a model, counted without computing anything, and the MFU that follows from them."""
+
+import copy
+import random
+import runpy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+from ddp_kit import Loss, Trainer, TrainerConfig, Update, peak_rates
+from ddp_kit.peak_rates import PeakRates
+from ddp_kit.precision import Precision
+from ddp_kit.records import FitResult
+from ddp_kit.torch_internals import compilations, is_fake
+from ddp_kit.trainer.model_flops import ModelFlops
+from ddp_kit.trainer.step import OptimizerStep
+from ddp_kit.world import World
+
+WIDTH, SAMPLES = 8, 4
+PEAK = 1e12
+
+
+@pytest.fixture(autouse=True)
+def _a_table_with_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = PeakRates("cpu", {"fp32": PEAK / 1e12, "bf16": 2 * PEAK / 1e12}, "this test")
+    monkeypatch.setattr(peak_rates, "TABLE", (*peak_rates.TABLE, here))
+
+
+def squares(model: nn.Module, batch: Any) -> Tensor:
+    found: Tensor = model(batch[0]).square().mean()
+    return found
+
+
+def fitted(
+    model: nn.Module,
+    loss_fn: Any = squares,
+    data: Any = None,
+    optimizer: Any = lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    **settings: Any,
+) -> tuple[Trainer, FitResult]:
+    settings = {"global_batch_size": SAMPLES, "max_steps": 4, "log_every": 1, "mfu": True} | settings
+    trainer = Trainer(model, optimizer, loss_fn, TrainerConfig(**settings))
+    return trainer, trainer.fit(TensorDataset(torch.randn(16, WIDTH)) if data is None else data)
+
+
+def per_sample(result: FitResult, peak: float = PEAK) -> int:
+    """The FLOPs that the rows' MFU stands for."""
+    found = {round(row.mfu * peak / row.samples_per_second) for row in result.history if row.mfu is not None}
+    assert len(result.history) == 4
+    assert all(row.mfu is not None for row in result.history)
+    (flops,) = found
+    return flops
+
+
+def line(said: list[str]) -> str:
+    (found,) = (each for each in said if each.startswith("mfu:"))
+    return found
+
+
+def test_a_linear_layer_costs_two_flops_per_weight_in_each_of_three_products() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 5))
+    _, result = fitted(model)
+    # The gradient of the input is computed for all layers but the first.
+    assert per_sample(result) == 2 * 2 * WIDTH * 32 + 3 * 2 * 32 * 5
+
+
+def test_several_passes_per_step_have_the_flops_of_one_per_sample() -> None:
+    _, result = fitted(nn.Linear(WIDTH, 32), micro_batch_size=1, global_batch_size=4)
+    assert per_sample(result) == 2 * 2 * WIDTH * 32
+
+
+def test_a_convolution_costs_its_filter_at_each_place() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.SiLU(), nn.Conv2d(6, 4, 5))
+    _, result = fitted(model, data=TensorDataset(torch.randn(16, 3, 10, 10)))
+    first, second = 2 * 3 * 6 * 3 * 3 * 10 * 10, 2 * 6 * 4 * 5 * 5 * 6 * 6
+    assert per_sample(result) == 2 * first + 3 * second
+
+
+def test_a_convolution_in_groups_and_a_transposed_one_cost_their_filters_too() -> None:
+    model = nn.Sequential(nn.Conv2d(6, 12, 3, groups=3), nn.PReLU(), nn.ConvTranspose2d(12, 4, 2, stride=2, groups=2))
+    _, result = fitted(model, data=TensorDataset(torch.randn(16, 6, 10, 10)))
+    first, second = 2 * (6 // 3) * 12 * 3 * 3 * 8 * 8, 2 * 12 * (4 // 2) * 2 * 2 * 8 * 8
+    assert per_sample(result) == 2 * first + 3 * second
+
+
+@pytest.mark.parametrize("checkpointing", [None, "blocks"])
+def test_a_gpt_costs_six_flops_per_weight_and_token_and_its_attention(checkpointing: str | None) -> None:
+    gpt = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "gpt.py"), run_name="gpt")
+    vocabulary, length, width, layers = 11, 32, 16, 2
+    model = gpt["Gpt"](vocabulary, length, width=width, heads=2, layers=layers)
+    tokens = torch.randint(vocabulary, (16, length))
+
+    def loss_fn(model: nn.Module, batch: Any) -> Loss:
+        loss = F.cross_entropy(model(batch[0]).flatten(0, 1), batch[0].flatten(), reduction="sum")
+        return Loss(loss, weight=batch[0].numel())
+
+    weights = sum(each.weight.numel() for each in model.modules() if isinstance(each, nn.Linear))
+    _, result = fitted(model, loss_fn, TensorDataset(tokens), memory={"checkpointing": checkpointing})
+    assert weights == layers * 12 * width**2 + width * vocabulary
+    # PaLM, appendix B: 6 N + 12 L H Q T per token.
+    assert per_sample(result) == length * (6 * weights + 12 * layers * width * length)
+
+
+class Recomputed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.begin, self.inner = nn.Linear(WIDTH, 16), nn.Sequential(nn.Linear(16, 16), nn.Dropout(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.inner, self.begin(x), use_reentrant=self.reentrant)
+        return found
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_model_itself_computes_again_does_not_count(reentrant: bool) -> None:
+    _, result = fitted(Recomputed(reentrant))
+    assert per_sample(result) == 2 * 2 * WIDTH * 16 + 3 * 2 * (16 * 16 + 16 * 4)
+
+
+def test_the_peak_rate_is_that_of_the_type_of_most_products(said: list[str]) -> None:
+    _, result = fitted(nn.Linear(WIDTH, 32), precision="bf16")
+    assert per_sample(result, 2 * PEAK) == 2 * 2 * WIDTH * 32
+    assert line(said) == (
+        "mfu: 1.02e-06 GFLOP per sample, forward and backward; the peak rate of a device is 2 TFLOP/s in bf16"
+    )
+    _, result = fitted(nn.Linear(WIDTH, 32), precision="bf16-true")
+    assert per_sample(result, 2 * PEAK) == 2 * 2 * WIDTH * 32
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "kind"),
+    [
+        ("fp8", torch.bfloat16, "fp8"),
+        ("tf32", torch.float32, "tf32"),
+        ("bf16", torch.bfloat16, "bf16"),
+        ("fp32", torch.bfloat16, "bf16"),  # the model's own type
+        ("bf16", torch.float32, "fp32"),
+    ],
+)
+def test_the_type_is_the_precision_s_or_the_model_s_own(precision: Any, dtype: torch.dtype, kind: str) -> None:
+    here = torch.device("cpu")
+    world = World(0, 1, 0, 1, 0, here)
+    flops = ModelFlops(nn.Linear(1, 1), TrainerConfig(precision=precision), world, Precision("fp32", here))
+    assert flops._kind(dtype) == kind
+
+
+def test_a_device_map_has_the_peak_of_all_its_devices() -> None:
+    gpus = (torch.device("cuda", 0), torch.device("cuda", 1))
+    world = World(0, 4, 0, 4, 0, torch.device("cpu"), gpus)
+    for parallel, devices in ({"strategy": "device_map"}, 8), ({"strategy": "ddp"}, 4):
+        flops = ModelFlops(nn.Linear(1, 1), TrainerConfig(parallel=parallel), world, Precision("fp32", world.device))
+        assert flops._devices == devices
+
+
+class Many(nn.Module):
+    """With what a run has of states: buffers, random numbers, and functions that are sensitive to their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.SiLU(), nn.Dropout(), nn.Linear(16, 16), nn.Mish()
+        )
+        self.out = nn.Linear(16, 1)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        found: Tensor = self.out(self.layers(x) + torch.randn(()))
+        return found
+
+
+def drawing(model: nn.Module, batch: Any) -> Tensor:
+    return squares(model, batch) * (1 + random.random() + torch.rand(()))
+
+
+@pytest.mark.parametrize("compiled", [None, pytest.param("model", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # where torch 2.13 imports its compiler
+def test_a_run_is_bitwise_the_same_with_and_without(compiled: str | None) -> None:
+    ends, model, data = [], Many(), TensorDataset(torch.randn(16, WIDTH))
+    for asked in (False, True):
+        torch._dynamo.reset()
+        begun = compilations()
+        trainer, result = fitted(copy.deepcopy(model), drawing, data, mfu=asked, compile=compiled, max_steps=6)
+        assert [row.mfu is not None for row in result.history] == [asked] * 6
+        ends.append(
+            {
+                **trainer.model.state_dict(),
+                **{f"{n} {k}": v for n, s in trainer.optimizer.state_dict()["state"].items() for k, v in s.items()},
+                "losses": torch.tensor([row.loss for row in result.history]),
+                "norms": torch.tensor([row.grad_norm for row in result.history]),
+                "random": torch.random.get_rng_state(),
+                "Python's": torch.tensor(random.getstate()[1]),
+                "calls": torch.tensor(trainer.model.calls),
+                "graphs": torch.tensor(compilations() - begun),
+            }
+        )
+        assert not any(parameter.grad is not None for parameter in trainer.model.parameters())
+    assert ends[0].keys() == ends[1].keys()
+    assert [name for name in ends[0] if not torch.equal(ends[0][name], ends[1][name])] == []
+    assert bool(ends[1]["graphs"]) == (compiled is not None)
+
+
+def test_the_loss_function_is_called_once_more_and_steps_have_no_further_work() -> None:
+    seen: list[Any] = []
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        seen.append(type(batch[0]).__name__)
+        return squares(model, batch)
+
+    fetches: list[Any] = []
+
+    class Noted(OptimizerStep):
+        def run(self, share: Any, batch: Callable[[], Any], interval: Any, *, measure_norm: bool) -> None:
+            fetches.append(getattr(batch, "__func__", batch))
+            super().run(share, batch, interval, measure_norm=measure_norm)
+
+    trainer = Trainer(
+        nn.Linear(WIDTH, 1),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        loss_fn,
+        TrainerConfig(global_batch_size=SAMPLES, max_steps=4, mfu=True),
+    )
+    trainer._optimizer_step.__class__ = Noted
+    trainer.fit(TensorDataset(torch.randn(16, WIDTH)))
+    assert seen == ["Tensor", "FakeTensor", "Tensor", "Tensor", "Tensor"]
+    assert len(set(fetches[1:])) == 1, "the feed's own function"
+    assert fetches[0] != fetches[1]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.out = nn.LSTM(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.out(self.recurrent(x)[0])
+        return found
+
+
+class Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.out = nn.EmbeddingBag(10, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.out(self.bags(x.long().abs() % 10))
+        return found
+
+
+def test_lookups_are_no_products() -> None:
+    _, result = fitted(Bags())
+    assert per_sample(result) == 3 * 2 * WIDTH * 2
+
+
+class Masked(nn.Module):
+    """Parameters and buffers in operations that are no products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(SAMPLES, WIDTH))
+        self.norm = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 2))
+        self.register_buffer("mask", torch.tril(torch.ones(WIDTH, WIDTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask: Any = self.mask
+        square = self.out(x).unsqueeze(1).expand(-1, WIDTH, -1).masked_fill(mask == 0, float("-inf")).softmax(dim=-1)
+        with torch.no_grad():
+            mask.mul_(1.0).masked_fill_(mask == 0, 0.0).clamp_(0, 1)
+        drawn = F.dropout(self.scale.cumsum(0)[: len(x)], 0.1).to(torch.float64).float()
+        found: Tensor = self.norm(square.sum(1) * drawn) + self.scale.pow(2).sum().sqrt() + self.scale.std()
+        return found
+
+
+def test_element_wise_operations_on_weights_and_buffers_are_no_products() -> None:
+    _, result = fitted(Masked())
+    assert per_sample(result) == 2 * 2 * WIDTH * WIDTH + 3 * 2 * WIDTH * 2
+
+
+class Projecting(nn.Module):
+    """A product with a buffer, of a kind that has no count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, 1)
+        self.register_buffer("basis", torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        basis: Any = self.basis
+        found: Tensor = self.out(x) + torch.mv(basis, x[0]).sum()
+        return found
+
+
+SYNCHRONISED: list[tuple[str, bool]] = []
+
+
+class Synchronised(nn.SyncBatchNorm):
+    """Communicates in training mode, where there are several ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        SYNCHRONISED.append((type(x).__name__, self.training))
+        found: Tensor = super().forward(x)
+        return found
+
+
+def test_counting_does_not_communicate() -> None:
+    SYNCHRONISED.clear()
+    _, result = fitted(nn.Sequential(nn.Linear(WIDTH, 4), Synchronised(4)))
+    assert per_sample(result) == 2 * 2 * WIDTH * 4
+    assert [("Tensor", True), ("FakeTensor", False), *[("Tensor", True)] * 3] == SYNCHRONISED
+
+
+def waiting(model: nn.Module, batch: Any) -> Tensor:
+    loss = squares(model, batch)
+    return loss * 2 if loss.item() > 1e9 else loss
+
+
+other = nn.Linear(WIDTH, 1)
+
+
+def of_another(model: nn.Module, batch: Any) -> Tensor:
+    return squares(model, batch) + squares(other, batch)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "reason"),
+    [
+        (Recurrent(), squares, "the FLOPs of aten."),
+        (nn.Bilinear(WIDTH, WIDTH, 2), lambda m, b: m(b[0], b[0]).mean(), "the FLOPs of aten._trilinear.default"),
+        (Projecting(), squares, "the FLOPs of aten.mv.default are not known"),
+        (nn.Linear(WIDTH, 1), waiting, "the loss function cannot run without values: DataDependentOutputException"),
+        (nn.Linear(WIDTH, 1), of_another, "the FLOPs of parameters that are not the model's are not known"),
+        (nn.LayerNorm(WIDTH), squares, "the model has no matrix products or convolutions"),
+        (nn.Linear(WIDTH, 1).double(), lambda m, b: m(b[0].double()).mean(), "the peak rate of cpu in float64"),
+    ],
+)
+def test_where_flops_are_not_known_there_is_no_mfu(
+    said: list[str], model: nn.Module, loss_fn: Any, reason: str
+) -> None:
+    other.zero_grad()
+    _, result = fitted(model, loss_fn)
+    assert [row.mfu for row in result.history] == [None] * 4
+    assert line(said).startswith(f"mfu: not known: {reason}")
+    assert not any("MFU" in each for each in said)
+    for each in other.parameters():
+        assert each.grad is None or type(each.grad) is Tensor
+
+
+def test_a_device_that_is_not_in_the_table_has_no_mfu(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peak_rates, "TABLE", ())
+    _, result = fitted(nn.Linear(WIDTH, 1))
+    assert [row.mfu for row in result.history] == [None] * 4
+    assert line(said) == "mfu: not known: the peak rate of cpu is not known"
+
+
+def test_a_step_of_several_updates_has_no_mfu(said: list[str]) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(WIDTH, 1), "b": nn.Linear(WIDTH, 1)})
+    updates = [
+        Update(name, lambda m, b, n=name: m[n](b[0]).square().mean(), torch.optim.SGD(model[name].parameters(), lr=0.1))
+        for name in ("a", "b")
+    ]
+    config = TrainerConfig(global_batch_size=SAMPLES, max_steps=2, log_every=1, mfu=True)
+    result = Trainer(model, updates=updates, config=config).fit(TensorDataset(torch.randn(16, WIDTH)))
+    assert [row.mfu for row in result.history] == [None] * 2
+    assert line(said).startswith("mfu: not known: a step has several updates")
+
+
+def test_an_optimizer_that_evaluates_the_loss_several_times_has_no_mfu(said: list[str]) -> None:
+    fitted(nn.Linear(WIDTH, 1), optimizer=torch.optim.LBFGS)
+    assert line(said).startswith("mfu: not known: a step has several updates, or evaluates its loss several times")
+
+
+def test_a_model_that_cannot_be_copied_has_no_mfu(said: list[str]) -> None:
+    model = nn.Linear(WIDTH, 1)
+    model.stream = (each for each in "ab")  # type: ignore[assignment]
+    fitted(model)
+    assert line(said).startswith("mfu: not known: Linear cannot be copied: TypeError: cannot pickle 'generator' object")
+
+
+class Hiding(nn.Module):
+    """Holds tensors that torch does not list as parameters or buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, 32)
+        self.hidden = [nn.Linear(32, 2)]
+        self.table = torch.ones(32)
+        self.computed = self.out.weight * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.hidden[0](self.out(x) * self.table) + self.computed.detach().sum()
+        return found
+
+
+def test_the_copy_of_a_model_takes_no_memory() -> None:
+    model = Hiding()
+    config = TrainerConfig(global_batch_size=SAMPLES, max_steps=4, log_every=1, mfu=True)
+    trainer = Trainer(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), squares, config)
+    copied: Any = trainer._flops._copy
+    held = (*copied.parameters(), copied.hidden[0].weight, copied.hidden[0].bias, copied.table, copied.computed)
+    assert all(map(is_fake, held))
+    assert not any(map(is_fake, (*model.parameters(), model.hidden[0].weight, model.table, model.computed)))
+    assert per_sample(trainer.fit(TensorDataset(torch.randn(16, WIDTH)))) == 2 * 2 * WIDTH * 32 + 3 * 2 * 32 * 2
+    assert trainer._flops._copy is None
+
+
+def test_batches_of_any_kind_are_seen() -> None:
+    def loss_fn(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        found: Tensor = model(batch.pop("x")["values"]).square().mean()
+        return found
+
+    data = [{"x": {"values": torch.randn(WIDTH)}} for _ in range(16)]
+    _, result = fitted(nn.Linear(WIDTH, 32), loss_fn, data)
+    assert per_sample(result) == 2 * 2 * WIDTH * 32
+
+
+def test_the_mfu_is_in_lines_and_in_the_end_summary(said: list[str]) -> None:
+    _, result = fitted(nn.Linear(WIDTH, 1))
+    row = replace(result.history[0], mfu=0.4321)
+    assert "samples/s  MFU 43.2%  data " in str(row)
+    assert "MFU" not in str(replace(row, mfu=None))
+    (summary,) = (each for each in said if each.startswith("done:"))
+    assert "; MFU 0.0%; " in summary
+
+
+def test_the_rate_of_a_device_is_found_by_its_whole_name() -> None:
+    found = {
+        "NVIDIA H100 80GB HBM3": 989.4e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA H200": 989.4e12,
+        "NVIDIA A100-SXM4-80GB": 312e12,
+        "A100-SXM4-40GB": 312e12,
+        "NVIDIA L4": 121e12,
+        "NVIDIA L40S": 362e12,
+        "NVIDIA GeForce RTX 4090": 165.2e12,
+    }
+    for name, rate in found.items():
+        assert peak_rates.peak_rates(name)["bf16"] == rate
+    assert "bf16" not in peak_rates.peak_rates("Tesla T4")
+    for name in ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA A10G", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA L40"):
+        assert not peak_rates.peak_rates(name)
+    assert all(each.source for each in peak_rates.TABLE)

@@ -1,0 +1,55 @@
+"""The record of a run in one process: what disturbs it, and that it disturbs nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_kit import Trainer, TrainerConfig
+
+
+def _trained(folder: Path, steps: int) -> Trainer:
+    model = nn.Linear(2, 1)
+    checkpoint = {"dir": folder, "every_steps": 4}
+    config = TrainerConfig(max_steps=steps, global_batch_size=4, log_every=2, checkpoint=checkpoint)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, optimizer, lambda m, batch: m(batch).square().mean(), config)
+    trainer.fit(torch.ones(80, 2))
+    return trainer
+
+
+def _steps(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "record" / "rows.jsonl").read_text().splitlines()]
+
+
+def test_a_resumed_run_continues_the_rows(tmp_path: Path) -> None:
+    _trained(tmp_path, 6)
+    with (tmp_path / "record" / "rows.jsonl").open("a") as rows:
+        rows.write('{"event": "train", "step": 8, "loss": 1.0}\n{"event": "tra')
+    _trained(tmp_path, 10)
+    assert _steps(tmp_path) == [2, 4, 6, 8, 10]
+
+
+def test_a_record_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, said: list[str]) -> None:
+    (tmp_path / "record").write_text("a file of the user's own")
+    assert _trained(tmp_path, 4).step == 4
+    assert sum("no record of this run is kept" in line for line in said) == 1
+
+
+def test_a_file_of_another_program_is_left_alone(tmp_path: Path, said: list[str]) -> None:
+    (tmp_path / "record").mkdir()
+    (tmp_path / "record" / "rows.jsonl").write_text("a,b\n1,2\n")
+    assert _trained(tmp_path, 4).step == 4
+    assert (tmp_path / "record" / "rows.jsonl").read_text() == "a,b\n1,2\n"
+    assert sum("no record of this run is kept" in line for line in said) == 1
+
+
+def test_without_a_folder_there_is_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(2, 1)
+    config = TrainerConfig(max_steps=2, global_batch_size=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    Trainer(model, optimizer, lambda m, batch: m(batch).square().mean(), config).fit(torch.ones(8, 2))
+    assert not list(tmp_path.iterdir())
