@@ -177,7 +177,6 @@ def test_gradients_are_those_of_float8_and_recomputing_does_not_change_them() ->
 @needs_torchao
 @imports_the_compiler
 @compiles
-@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
 def test_compiled_blocks_have_the_same_gradients() -> None:

@@ -42,7 +42,7 @@ END_TO_END = (
     "tests/end_to_end/test_placements.py",
     "tests/launcher/test_contract_flags.py",  # torchrun's flags
 )
-SUITES = (("-m", "not slow"), ("-m", "slow and not thorough", *END_TO_END))
+SUITES = (("-m", "not slow"), ("-m", "slow", *END_TO_END))
 TWO_PROCESSES = ("--numprocesses", "2", "--dist", "worksteal")
 SUITE_SECONDS = 3600
 

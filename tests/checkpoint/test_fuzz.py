@@ -286,7 +286,6 @@ def test_changed_files_are_refused_in_words(tmp_path: Path) -> None:
     run_fuzzer(tmp_path, SECONDS, 0)
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_many_changed_files_are_refused_in_words(tmp_path: Path) -> None:

@@ -17,9 +17,7 @@ WITHOUT = 0  # a step that is never done
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("parallel", "other"), [pytest.param("ddp", "fsdp", marks=pytest.mark.thorough), ("fsdp", "ddp")]
-)
+@pytest.mark.parametrize(("parallel", "other"), [("ddp", "fsdp"), ("fsdp", "ddp")])
 def test_a_killed_run_resumes_bitwise_from_what_is_trained(
     ddpkit: Ddpkit, tmp_path: Path, parallel: str, other: str
 ) -> None:

@@ -41,7 +41,7 @@ def test_one_process_trains_as_a_plain_loop(scenario: Callable[[], list[float]],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("ranks", [3, 2])
 def test_what_ranks_share_stays_the_same_or_is_refused(start: Start, ranks: int) -> None:
     alone = found_by(start, 1)
     found = found_by(start, ranks)

@@ -50,7 +50,7 @@ def test_on_gpus_the_same(ddpkit: Ddpkit, tmp_path: Path, gpus: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_killed_run_ends_as_an_undisturbed_one(ddpkit: Ddpkit, tmp_path: Path, ranks: int) -> None:
     found = []
     for dies_after in (0, 7):
@@ -62,7 +62,6 @@ def test_a_killed_run_ends_as_an_undisturbed_one(ddpkit: Ddpkit, tmp_path: Path,
     assert found[0] == found[1]
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_checkpoint_of_a_device_map_is_loaded_without_one(ddpkit: Ddpkit, tmp_path: Path) -> None:
     undisturbed = ended(

@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).with_name("evaluated.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [3, *(pytest.param(number, marks=pytest.mark.thorough) for number in (1, 2, 4))])
+@pytest.mark.parametrize("ranks", [3, *(number for number in (1, 2, 4))])
 def test_values_and_predictions_do_not_depend_on_the_ranks(start: Start, ranks: int) -> None:
     run = start("ddpkit", ranks, SCRIPT, "own")
     assert run.returncode == 0, run.stderr
@@ -21,7 +21,7 @@ def test_values_and_predictions_do_not_depend_on_the_ranks(start: Start, ranks: 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torchmetrics") is None, reason="torchmetrics is not installed")
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 4])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_torchmetrics_objects_join_their_states(start: Start, ranks: int) -> None:
     run = start("ddpkit", ranks, SCRIPT, "torchmetrics")
     assert run.returncode == 0, run.stderr

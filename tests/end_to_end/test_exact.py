@@ -123,7 +123,7 @@ def apart(found: dict[str, Any], expected: dict[str, Any]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("all_ranks", [(1, 3), pytest.param((1, 2, 4), marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("all_ranks", [(1, 3), (1, 2, 4)])
 def test_training_is_that_of_the_whole_global_batch_at_every_number_of_ranks(
     start: Start, tmp_path: Path, all_ranks: tuple[int, ...]
 ) -> None:

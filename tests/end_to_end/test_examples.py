@@ -11,7 +11,6 @@ Start = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_the_gpt_learns_more_than_how_often_each_character_occurs(start: Start, root: Path) -> None:
     run = start("ddpkit", 2, root / "examples" / "gpt.py")
     assert run.returncode == 0, run.stderr
@@ -21,7 +20,6 @@ def test_the_gpt_learns_more_than_how_often_each_character_occurs(start: Start, 
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_the_gpt_s_weighted_loss_does_not_depend_on_the_ranks(start: Start, root: Path) -> None:
     losses = set()
     for launcher, ranks in (("python", 1), ("ddpkit", 3)):
@@ -33,7 +31,7 @@ def test_the_gpt_s_weighted_loss_does_not_depend_on_the_ranks(start: Start, root
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "said"), [("imperative", "stopped after"), ("plain_ddp", "ranks, mean loss")])
-@pytest.mark.parametrize("processes", [3, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("processes", [3, 1])
 def test_an_example_runs_in_one_and_in_three_processes(
     start: Start, root: Path, name: str, said: str, processes: int
 ) -> None:

@@ -128,7 +128,7 @@ def it_is_interrupted_twice(launcher: "subprocess.Popen[str]", rank: int) -> Non
     launcher.send_signal(signal.SIGTERM)  # another one, so that the two are not taken for one
 
 
-@pytest.mark.parametrize("flags", [(), pytest.param(("--cold",), marks=pytest.mark.thorough)], ids=["warm", "cold"])
+@pytest.mark.parametrize("flags", [(), ("--cold",)], ids=["warm", "cold"])
 @pytest.mark.parametrize(
     "fault",
     [

@@ -14,7 +14,6 @@ EMULATED = {"DDPKIT_EMULATE_FP8": "1"}
 
 
 @pytest.mark.slow
-@pytest.mark.thorough  # tests/test_float8.py has the rest
 @pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 def test_fp8_trains_resumes_bitwise_and_leaves_a_checkpoint_of_a_plain_model(ddpkit: Ddpkit, tmp_path: Path) -> None:
     ended = {}

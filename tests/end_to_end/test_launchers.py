@@ -16,7 +16,6 @@ OWN_TO_A_RUN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELAST
 
 
 @pytest.mark.slow
-@pytest.mark.thorough  # test_same_script.py and test_exact.py compare the same with small models
 def test_a_real_model_ends_with_the_same_loss_however_it_is_started(
     start: Start, script: Callable[[str], Path], root: Path
 ) -> None:

@@ -46,7 +46,6 @@ def test_whatever_does_not_fit_the_result_is_the_same(start: Start) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_so_it_is_at_three_ranks_and_wherever_the_others_are(start: Start) -> None:
     late = {"at": "backward", "ranks": [1], "step": 3, "fits": 5}
     first = {"at": "loss", "ranks": [2], "step": 1, "fits": 5}  # found by the search, which is before the first step

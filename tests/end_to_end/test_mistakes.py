@@ -8,7 +8,6 @@ from pathlib import Path
 import mistakes
 import pytest
 
-THOROUGH = pytest.mark.thorough
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 Script = Callable[[str], Path]
 
@@ -75,9 +74,7 @@ def test_one_model_is_evaluated_its_batch_norm_statistics_included(start: Start,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("launcher", "processes"), [("python", 1), pytest.param("torchrun", 3, marks=THOROUGH), ("ddpkit", 3)]
-)
+@pytest.mark.parametrize(("launcher", "processes"), [("python", 1), ("torchrun", 3), ("ddpkit", 3)])
 def test_five_mistakes_in_a_configuration_are_listed_once(
     start: Start, script: Script, launcher: str, processes: int
 ) -> None:
@@ -147,41 +144,21 @@ ONE, TWO, BOTH = (0,), (1,), (0, 1)
 @pytest.mark.parametrize(
     ("on", "loss", "leaves_out", "change", "said"),
     [
-        pytest.param(
-            BOTH, "wrapped(batch)", False, "", "returned a tensor of shape (4, 1), not a scalar", marks=THOROUGH
-        ),
-        pytest.param(TWO, "loss.detach()", False, "", "returned a tensor that does not require grad", marks=THOROUGH),
-        pytest.param(TWO, "loss.item()", False, "", "the loss function returned a float", marks=THOROUGH),
-        pytest.param(
-            ONE,
-            "loss * float('nan')",
-            False,
-            "",
-            "the loss is nan in the first step of this run, on rank 0",
-            marks=THOROUGH,
-        ),
+        (BOTH, "wrapped(batch)", False, "", "returned a tensor of shape (4, 1), not a scalar"),
+        (TWO, "loss.detach()", False, "", "returned a tensor that does not require grad"),
+        (TWO, "loss.item()", False, "", "the loss function returned a float"),
+        (ONE, "loss * float('nan')", False, "", "the loss is nan in the first step of this run, on rank 0"),
         (TWO, "loss * float('nan')", False, "", "the loss is nan in the first step of this run, on rank 1"),
-        pytest.param(BOTH, "loss / 0", False, "", "in the first step of this run, on rank 0", marks=THOROUGH),
+        (BOTH, "loss / 0", False, "", "in the first step of this run, on rank 0"),
         (TWO, "loss * (float('nan') if call > 2 else 1)", False, "", "from step 3 on, first on rank 1"),
-        pytest.param(
-            TWO, "'text' if call > 2 else loss", False, "", "the loss function returned a str", marks=THOROUGH
-        ),
-        pytest.param(
-            BOTH, "'text' if call > 2 else loss", False, "", "the loss function returned a str", marks=THOROUGH
-        ),
+        (TWO, "'text' if call > 2 else loss", False, "", "the loss function returned a str"),
+        (BOTH, "'text' if call > 2 else loss", False, "", "the loss function returned a str"),
         (TWO, "Loss(loss, 1)", False, "", "a plain tensor on some ranks and a Loss on others"),
-        pytest.param(BOTH, "loss", "True", "", "spare.weight, spare.bias got no gradient", marks=THOROUGH),
-        pytest.param(BOTH, "loss", "call == 4", "", "spare.weight, spare.bias got no gradient", marks=THOROUGH),
+        (BOTH, "loss", "True", "", "spare.weight, spare.bias got no gradient"),
+        (BOTH, "loss", "call == 4", "", "spare.weight, spare.bias got no gradient"),
         (TWO, "loss", "call == 4", "", "spare.weight, spare.bias got no gradient"),
-        pytest.param(
-            ONE,
-            "loss",
-            "call == 2",
-            "settings = dict(max_steps=1, accumulation_steps=2)",
-            "spare.bias got no gradient",
-            marks=THOROUGH,
-        ),
-        pytest.param(BOTH, "loss", False, MIXED, "data: the samples of a batch differ: shape (", marks=THOROUGH),
+        (ONE, "loss", "call == 2", "settings = dict(max_steps=1, accumulation_steps=2)", "spare.bias got no gradient"),
+        (BOTH, "loss", False, MIXED, "data: the samples of a batch differ: shape ("),
         (
             TWO,
             "loss",
@@ -190,13 +167,12 @@ ONE, TWO, BOTH = (0,), (1,), (0, 1)
             "of a batch differ: shape (",
         ),
         (TWO, "loss", False, PREDICT.format(width="1 + (rank in on)"), "float32 (1,); float32 (2,)"),
-        pytest.param(
+        (
             TWO,
             "loss",
             False,
             PREDICT.format(width="(rank in on) * len(batch)") + "; data = data[:10]",
             "the number of samples: ",
-            marks=THOROUGH,
         ),
     ],
 )
@@ -212,7 +188,7 @@ def test_a_mistake_is_said_once_by_one_rank_and_ends_all(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), pytest.param(("--cold",), marks=THOROUGH)], ids=["warm", "cold"])
+@pytest.mark.parametrize("flags", [(), ("--cold",)], ids=["warm", "cold"])
 def test_the_rank_that_has_the_cause_is_named_whichever_ends_first(
     ddpkit: Start, script: Script, flags: tuple[str, ...]
 ) -> None:
@@ -273,16 +249,8 @@ else:
             "on_step",
             "rank 1 is at trainer.stop() after step 3, and other ranks do not arrive: rank 0 (it did not make this",
         ),
-        pytest.param(
-            "on_evaluate",
-            "rank 1 is at trainer.stop() after step 10, and other ranks do not arrive: rank 0",
-            marks=THOROUGH,
-        ),
-        pytest.param(
-            "left",
-            "rank 1 is at trainer.evaluate() after step 3, and other ranks do not arrive: rank 0",
-            marks=THOROUGH,
-        ),
+        ("on_evaluate", "rank 1 is at trainer.stop() after step 10, and other ranks do not arrive: rank 0"),
+        ("left", "rank 1 is at trainer.evaluate() after step 3, and other ranks do not arrive: rank 0"),
         (
             "saves",
             "rank 0 is at trainer.save() after step 1, and other ranks do not arrive: rank 1 (it did not make this",
@@ -394,17 +362,9 @@ trainer.fit(torch.randn(40, 2))
 @pytest.mark.parametrize(
     ("strategy", "who", "since", "said"),
     [
-        pytest.param(
-            "ddp", "each", 0, "got no gradient in a step, but DDP waits for one from each", marks=pytest.mark.thorough
-        ),
+        ("ddp", "each", 0, "got no gradient in a step, but DDP waits for one from each"),
         ("ddp", "one", 2, "blocks.2.0.weight, blocks.2.0.bias got no gradient in a step"),
-        pytest.param(
-            "fsdp",
-            "each",
-            0,
-            "rank 0 is at blocks.2 in training pass 1, rank 1 is at blocks.1 in training pass 1",
-            marks=pytest.mark.thorough,
-        ),
+        ("fsdp", "each", 0, "rank 0 is at blocks.2 in training pass 1, rank 1 is at blocks.1 in training pass 1"),
         ("fsdp", "one", 3, "rank 1 is at the model's end in training pass 4, where the pass before had blocks.2"),
     ],
 )

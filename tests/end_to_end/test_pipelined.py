@@ -166,7 +166,7 @@ UNEVEN = {name: case for name, case in CASES.items() if name.endswith("uneven pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("two_pipelines", [UNEVEN, pytest.param(CASES, marks=pytest.mark.thorough)], ids=["", "all"])
+@pytest.mark.parametrize("two_pipelines", [UNEVEN, CASES], ids=["", "all"])
 def test_a_pipeline_trains_as_one_process_does(start: Start, tmp_path: Path, two_pipelines: dict[str, Any]) -> None:
     alone = run(start, 1, tmp_path / "1", CASES | FOUR_STAGES | COMBINED)
     for ranks, cases in ((2, CASES), (4, two_pipelines | FOUR_STAGES | COMBINED)):

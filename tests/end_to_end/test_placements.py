@@ -31,7 +31,6 @@ def test_rows_of_the_table_are_those_of_one_process(table: ModuleType, capsys: p
     assert table.main(["fsdp"]) == 0, capsys.readouterr().out
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_all_rows_are(table: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,16 +42,12 @@ print("trained")
     ("ranks", "parallel"),
     [
         (3, "ddp"),
-        pytest.param(3, "zero1", marks=pytest.mark.thorough),
-        pytest.param(3, "fsdp", marks=pytest.mark.thorough),
+        (3, "zero1"),
+        (3, "fsdp"),
         (4, {"shard": 2, "tensor": 2, "tensor_plan": {"*.layers.0": "column", "*.layers.2": "row"}}),
-        pytest.param(2, {"pipeline": 2}, marks=pytest.mark.thorough),
+        (2, {"pipeline": 2}),
         (4, {"pipeline": 2, "shard": 2}),
-        pytest.param(
-            8,
-            {"pipeline": 2, "shard": 2, "tensor": 2, "tensor_plan": {"*.layers.0": "column", "*.layers.2": "row"}},
-            marks=pytest.mark.thorough,
-        ),
+        (8, {"pipeline": 2, "shard": 2, "tensor": 2, "tensor_plan": {"*.layers.0": "column", "*.layers.2": "row"}}),
     ],
     ids=str,
 )
@@ -116,7 +112,6 @@ def test_a_gpt_of_7_billion_parameters_is_planned_in_little_memory(script: Any, 
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_an_example_can_be_planned(ddpkit: Any, root: Path) -> None:  # docs/placement.md plans the GPT's
     run = ddpkit("plan", "--gpus", "2", "--memory", "8GiB", root / "examples" / "digits.py")
     assert run.returncode == 0, run.stderr
@@ -129,13 +124,8 @@ def test_an_example_can_be_planned(ddpkit: Any, root: Path) -> None:  # docs/pla
     ("text", "code", "said"),
     [
         ("print('hello')", 2, "script.py ended without training"),
-        pytest.param(
-            "raise ValueError('of my own')",
-            1,
-            'script.py", line 1, in <module>\n    raise ValueError',
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param("raise SystemExit(7)", 7, "", marks=pytest.mark.thorough),
+        ("raise ValueError('of my own')", 1, 'script.py", line 1, in <module>\n    raise ValueError'),
+        ("raise SystemExit(7)", 7, ""),
     ],
 )
 def test_a_script_without_a_plan_says_why(text: str, code: int, said: str, ddpkit: Any, script: Any) -> None:

@@ -87,7 +87,7 @@ def test_saves_by_the_clock_are_of_the_same_step_on_all_ranks(tmp_path: Path) ->
     assert steps[0] == 15
 
 
-@pytest.mark.parametrize("steps", [25, pytest.param(20, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("steps", [25, 20])
 def test_an_evaluation_that_would_take_too_long_is_left_to_the_run_that_goes_on(steps: int, tmp_path: Path) -> None:
     # 20: it is the last one of the run.
     settings = f'{{"eval_every": 10, "max_steps": {steps}}}'

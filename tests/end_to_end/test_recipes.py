@@ -26,8 +26,8 @@ def test_every_recipe_is_tried(root: Path) -> None:
     [
         pytest.param(OF_TRANSFORMERS, (1, 2), 2, id="of transformers"),  # which each process imports for seconds
         pytest.param(OTHERS, (1, 3), 3, id="others"),
-        pytest.param(OF_TRANSFORMERS, (1, 3), 3, id="of transformers at 3 ranks", marks=pytest.mark.thorough),
-        pytest.param(OTHERS, (1, 2), 2, id="others at 2 ranks", marks=pytest.mark.thorough),
+        pytest.param(OF_TRANSFORMERS, (1, 3), 3, id="of transformers at 3 ranks"),
+        pytest.param(OTHERS, (1, 2), 2, id="others at 2 ranks"),
     ],
 )
 def test_a_recipe_does_not_depend_on_the_ranks_and_resumes_bitwise(

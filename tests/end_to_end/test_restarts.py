@@ -28,9 +28,7 @@ dist.all_reduce(total)
 """
 
 
-@pytest.mark.parametrize(
-    ("flags", "ranks"), [pytest.param((), 2, marks=pytest.mark.thorough), ((), 4), (("--cold",), 2)]
-)
+@pytest.mark.parametrize(("flags", "ranks"), [((), 2), ((), 4), (("--cold",), 2)])
 def test_every_restart_after_a_kill_comes_up(
     script: Script, ranks: int, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -69,8 +67,8 @@ def launch(*words: object) -> "subprocess.CompletedProcess[str]":
     [
         ((), "import nowhere_to_be_found"),
         (("--cold",), "from os import nothing_like_it"),
-        pytest.param((), "from os import nothing_like_it", marks=pytest.mark.thorough),
-        pytest.param(("--cold",), "import nowhere_to_be_found", marks=pytest.mark.thorough),
+        ((), "from os import nothing_like_it"),
+        (("--cold",), "import nowhere_to_be_found"),
     ],
 )
 def test_an_import_error_at_the_top_is_shown_once_and_not_tried_again(

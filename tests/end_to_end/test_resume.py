@@ -24,19 +24,14 @@ def ended_with(output: str) -> list[str]:
 @pytest.mark.parametrize(
     ("ranks", "parallel", "offload"),
     [
-        pytest.param(3, "zero1", (), marks=pytest.mark.thorough),
+        (3, "zero1", ()),
         (3, "fsdp", ()),
-        pytest.param(2, "fsdp", ("offload_parameters",), marks=pytest.mark.thorough),
-        pytest.param(3, "zero1", ("offload_optimizer",), marks=pytest.mark.thorough),
-        pytest.param(4, {"replicate": 2, "shard": 2}, (), marks=pytest.mark.thorough),
+        (2, "fsdp", ("offload_parameters",)),
+        (3, "zero1", ("offload_optimizer",)),
+        (4, {"replicate": 2, "shard": 2}, ()),
         (4, {"shard": 2, "tensor": 2, "tensor_plan": {"3.0": "column", "3.2": "row"}}, ()),
         (4, {"pipeline": 2, "stages": ["3"], "shard": 2}, ()),
-        pytest.param(
-            4,
-            {"pipeline": 2, "stages": ["3"], "tensor": 2, "tensor_plan": {"3.0": "column", "3.2": "row"}},
-            (),
-            marks=pytest.mark.thorough,
-        ),
+        (4, {"pipeline": 2, "stages": ["3"], "tensor": 2, "tensor_plan": {"3.0": "column", "3.2": "row"}}, ()),
     ],
     ids=str,
 )
@@ -58,10 +53,10 @@ def test_so_it_does_under_every_strategy(
 @pytest.mark.parametrize(
     ("ranks", "workers", "dies_after", "width"),
     [
-        pytest.param(1, 0, 11, 8, marks=pytest.mark.thorough),
+        (1, 0, 11, 8),
         (2, 2, 11, 8),
-        pytest.param(3, 0, 7, 8, marks=pytest.mark.thorough),
-        pytest.param(3, 0, 7, WIDE, marks=pytest.mark.thorough),
+        (3, 0, 7, 8),
+        (3, 0, 7, WIDE),
     ],
 )
 def test_a_killed_run_ends_as_an_undisturbed_one(

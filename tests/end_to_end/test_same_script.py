@@ -190,11 +190,6 @@ CASES = {
     "writes": Case(("writes.py",)),
     "sets threads": Case(("sets_threads.py",)),
 } | {f"ends: {name}": Case(("endings.py", name), exit_code=code, served=True) for name, code in EXIT_CODES.items()}
-RARE = {
-    "two threads", "threads not said", "one processor", "large environment", "whole path, mark of byte order",
-    "no python name", "children", "stdin of a terminal", "module with a mistake",
-}  # fmt: skip
-"""Cases for `make thorough` alone: each starts three interpreters of its own."""
 STARTED_COLD = ("no python name", "folder", "zip file", "shadows", "sets threads")
 
 
@@ -413,9 +408,7 @@ def differences(case: str, one: Facts, other: Facts, *excused: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=pytest.mark.thorough) if name in RARE else name for name in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_a_warm_worker_is_as_a_cold_one_and_both_as_plain_python(case: str, seen: Seen) -> None:
     assert not differences(case, seen(case, "cold"), seen(case, "warm"), *WARM_IS_NOT_COLD)
     for way in ("cold", "warm") if CASES[case].is_for_python else ():

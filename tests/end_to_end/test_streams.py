@@ -62,7 +62,7 @@ def by_hand(case: dict[str, Any], passes: list[tuple[int, list[int]]], steps: in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 3])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_streams_of_unequal_lengths_are_trained_on_exactly(start: Start, tmp_path: Path, ranks: int) -> None:
     cases = [USUAL | case | {"lengths": case["lengths"][:ranks]} for case in CASES if any(case["lengths"][:ranks])]
     (tmp_path / "cases.json").write_text(json.dumps(cases))

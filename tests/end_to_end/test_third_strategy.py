@@ -1,7 +1,4 @@
-"""Exactness and resume with the strategy in flat.py.
-
-`make thorough` has all tests of the strategies with it: test_third_strategy_whole.py.
-"""
+"""Exactness and resume with the strategy in flat.py; test_third_strategy_whole.py runs all tests of strategies."""
 
 import subprocess
 from collections.abc import Callable

@@ -11,7 +11,7 @@ from test_exact import (
 from test_memory import test_whatever_does_not_fit_the_result_is_the_same
 from test_resume import test_a_killed_run_ends_as_an_undisturbed_one
 
-pytestmark = pytest.mark.thorough
+pytestmark = pytest.mark.slow
 
 __all__ = [
     "test_a_killed_run_ends_as_an_undisturbed_one",

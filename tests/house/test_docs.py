@@ -81,10 +81,7 @@ def by_document() -> list[Any]:
     found: dict[Path, list[Command]] = {}
     for command in commands():
         found.setdefault(command.document, []).append(command)
-    return [
-        pytest.param(its, id=str(document.relative_to(ROOT)), marks=[pytest.mark.thorough] if in_turn(its) else [])
-        for document, its in found.items()
-    ]
+    return [pytest.param(its, id=str(document.relative_to(ROOT))) for document, its in found.items()]
 
 
 def in_turn(commands: list[Command]) -> list[Command]:
@@ -140,7 +137,7 @@ def test_a_command_for_gpus_runs(command: Command, clone: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_scripts_of_the_documents_run_on_two_ranks_in_turn(tmp_path: Path) -> None:
-    """In one launch, because importing torch takes longest; `make thorough` runs the commands as they stand."""
+    """In one launch, because importing torch takes longest, and each command by itself as it stands."""
     clone = copied(tmp_path)  # its own: a command may refuse a file that the same command wrote before
     launches = in_turn(commands())
     words = [" ".join(each.line.split()[4:]) for each in launches]

@@ -27,7 +27,6 @@ LAST = Path("step-00000600", "model.safetensors")
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path: Path) -> None:
     script = re.search(r"^```python\n(# spirals\.py\n.*?)^```$", TUTORIAL, re.MULTILINE | re.DOTALL)
     assert script
@@ -55,7 +54,6 @@ def launch(folder: str, where: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_the_recording_can_be_made_again(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(RECORDING), str(tmp_path)], check=True, capture_output=True)
     for name, shown in SHOWN.items():

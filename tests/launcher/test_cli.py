@@ -169,8 +169,8 @@ def test_a_log_folder_of_the_user_s_own_is_kept(ddpkit: Command, script: Callabl
 @pytest.mark.parametrize(
     ("before", "words"),
     [
-        pytest.param(["--"], ["--local=3", "--log"], marks=pytest.mark.thorough),
-        pytest.param(["--nproc_per_node", "1"], ["y", "--"], marks=pytest.mark.thorough),
+        (["--"], ["--local=3", "--log"]),
+        (["--nproc_per_node", "1"], ["y", "--"]),
         (["-t0", "--redirect=0", "--log-d", "logs"], ["-x", "--gpus", "2", "--nproc-per-node=9"]),
     ],
     ids=str,

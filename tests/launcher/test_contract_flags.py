@@ -213,7 +213,6 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-@pytest.mark.thorough
 def test_dashes_underscores_and_unique_prefixes_name_the_same_flags(same: Same, worker: str) -> None:
     seen = same("--nproc_per_node=2", "--max-restarts", 1, "--log_dir", "logs", "--redirects=0:1", worker, "-x", "1")
     assert seen.environments["1.0"]["TORCHELASTIC_MAX_RESTARTS"] == "1"
@@ -245,7 +244,6 @@ def test_every_default_that_torchrun_takes_from_the_environment_is_tried_here() 
     assert names <= {*FROM_ENVIRONMENT, *SWITCHES}
 
 
-@pytest.mark.thorough
 def test_a_pet_variable_is_the_default_of_its_flag(same: Same, worker: str) -> None:
     off = dict.fromkeys(SWITCHES, "0")
     seen = same(worker, env=FROM_ENVIRONMENT | off)
@@ -263,7 +261,6 @@ def test_a_pet_variable_is_the_default_of_its_flag(same: Same, worker: str) -> N
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
-@pytest.mark.thorough
 def test_a_switch_is_1_or_0_in_its_pet_variable(same: Same, worker: str, tmp_path: Path, switch: str) -> None:
     Path(worker).chmod(0o755)
     Path(worker).write_text(f"#!{sys.executable}\n{WORKER}")
@@ -286,7 +283,6 @@ def test_a_switch_is_1_or_0_in_its_pet_variable(same: Same, worker: str, tmp_pat
         ("-r 1 -t 1:3", {"0/stdout", "1/stdout", "1/stderr"}, None),
     ],
 )
-@pytest.mark.thorough
 def test_logs_lie_where_torchrun_puts_them(
     same: Same, worker: str, words: str, files: set[str], on_console: list[str] | None
 ) -> None:
@@ -316,7 +312,6 @@ def test_folders_and_files_of_logs_are_private_and_none_is_empty_for_nothing(wor
     assert "stacks.txt" not in {path.name for path in made}
 
 
-@pytest.mark.thorough
 def test_the_prefix_of_a_teed_line_is_the_user_s_own(same: Same, worker: str) -> None:
     template = "<${role_name} ${rank} ${local_rank}> "
     words = ["--nproc-per-node", 2, "--log-dir", "logs", "--role", "trainer", "-t", 3, worker]
@@ -328,7 +323,6 @@ def test_the_prefix_of_a_teed_line_is_the_user_s_own(same: Same, worker: str) ->
 
 
 @pytest.mark.parametrize("tee", ["0", "3"])
-@pytest.mark.thorough
 def test_only_the_ranks_asked_for_reach_the_console(same: Same, worker: str, tee: str) -> None:
     words = ["--nproc-per-node", 3, "--log-dir", "logs", "-t", tee]
     seen = same(*words, "--local-ranks-filter", "0,2", worker)
@@ -336,7 +330,6 @@ def test_only_the_ranks_asked_for_reach_the_console(same: Same, worker: str, tee
     assert len(seen.logs) == (6 if tee == "3" else 0), "the files have all ranks"
 
 
-@pytest.mark.thorough
 def test_lines_that_match_a_filter_are_duplicated_to_a_file_of_all_ranks(same: Same, worker: str) -> None:
     words = ["--nproc-per-node", 2, "--log-dir", "logs", "-t", 3]
     seen = same(*words, "--duplicate-stdout-filters", "cherry,apple,, ", "--duplicate_stderr_filters=kiwi", worker)
@@ -346,7 +339,6 @@ def test_lines_that_match_a_filter_are_duplicated_to_a_file_of_all_ranks(same: S
     assert len(seen.lines) == 8, "the console still has every line"
 
 
-@pytest.mark.thorough
 def test_the_local_rank_is_put_into_the_script_s_name_and_arguments(same: Same, worker: str, tmp_path: Path) -> None:
     for rank in (0, 1):
         (tmp_path / f"worker_{rank}.py").write_text(WORKER)
@@ -362,7 +354,6 @@ def test_a_program_that_is_not_python_gets_its_rank_and_its_arguments(same: Same
     assert seen.lines == ["out 0 of 2 --to 0 a b", "out 1 of 2 --to 1 a b"]
 
 
-@pytest.mark.thorough
 def test_python_exec_names_the_interpreter(same: Same, worker: str, tmp_path: Path) -> None:
     python = tmp_path / "other-python"
     python.write_text(f'#!/bin/sh\nOTHER="$1 $2" exec {sys.executable} "$@"\n')
@@ -373,14 +364,12 @@ def test_python_exec_names_the_interpreter(same: Same, worker: str, tmp_path: Pa
     assert_one_message(missing.code, missing.errors, {2, 3}, "/nowhere/python")
 
 
-@pytest.mark.thorough
 def test_python_m_ddp_kit_is_the_same_launcher(worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(COMMANDS, "module", [sys.executable, "-m", "ddp_kit", "launch"])
     seen = [_run(name, [worker], tmp_path / name, {}) for name in COMMANDS]
     assert seen[0] == seen[1] == seen[2]
 
 
-@pytest.mark.thorough
 def test_a_run_path_script_fails_as_under_torchrun(same: Same, worker: str) -> None:
     Path(worker).write_text(WORKER + "sys.exit(0 if rank == '0' else 7)")
     assert same("--run-path", "--start-method=fork", "--nproc-per-node", 2, worker).failed
@@ -420,8 +409,8 @@ def _events(errors: str) -> list[Any]:
 @pytest.mark.parametrize(
     "ends",
     [
-        pytest.param("", marks=pytest.mark.thorough, id="well"),
-        pytest.param("sys.exit(7 if attempt == 0 else 0)", marks=pytest.mark.thorough, id="later"),
+        pytest.param("", id="well"),
+        pytest.param("sys.exit(7 if attempt == 0 else 0)", id="later"),
         pytest.param("sys.exit(7)", id="not"),
     ],
 )
@@ -462,7 +451,6 @@ ALL_CONF = (
 
 
 @pytest.mark.parametrize("conf", [ALL_CONF, "store_type=file"])
-@pytest.mark.thorough
 def test_c10d_meets_at_the_endpoint_named(same: Same, worker: str, conf: str) -> None:
     endpoint = "store" if "file" in conf else f"localhost:{free_port()}"
     words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id=job", "--rdzv-conf", conf]
@@ -483,7 +471,7 @@ def test_standalone_takes_a_fresh_place_and_id_whatever_else_is_named(same: Same
     assert seen.environments["0.0"]["TORCHELASTIC_RUN_ID"] == "<id>"
 
 
-@pytest.mark.parametrize("rendezvous", [pytest.param("static", marks=pytest.mark.thorough), "c10d"])
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
 def test_two_agents_are_one_job(worker: str, tmp_path: Path, rendezvous: str) -> None:
     seen = {}
     for launcher in COMMANDS:
@@ -510,7 +498,6 @@ def test_a_failed_group_is_started_again_until_it_ends_well(same: Same, worker: 
     assert set(seen.logs) == {f"logs/job_<random>/attempt_{attempt}/0/stdout.log" for attempt in range(3)}
 
 
-@pytest.mark.thorough
 def test_a_root_cause_is_summed_up_and_handed_on_as_by_torchrun(tmp_path: Path, worker: str) -> None:
     Path(worker).write_text(RECORDED)
     summaries, handed_on = [], []
@@ -564,7 +551,7 @@ def test_an_error_file_whose_message_is_a_string_is_shown_and_handed_on(tmp_path
 
 @pytest.mark.parametrize(
     ("number", "named"),
-    [pytest.param(signal.SIGTERM, None, marks=pytest.mark.thorough), (signal.SIGUSR1, "SIGTERM,SIGUSR1")],
+    [(signal.SIGTERM, None), (signal.SIGUSR1, "SIGTERM,SIGUSR1")],
     ids=["default", "named"],
 )
 def test_a_signal_to_the_launcher_reaches_every_worker(
@@ -589,7 +576,6 @@ def test_a_signal_to_the_launcher_reaches_every_worker(
     assert seen["ddpkit"].failed or number is signal.SIGUSR1, "a signal that only warns lets the job end well"
 
 
-@pytest.mark.thorough
 def test_a_signal_that_this_system_lacks_does_not_stop_the_job(same: Same, worker: str) -> None:
     assert not same("--nproc-per-node=2", "--signals-to-handle", "SIGTERM,SIGNONE", worker).failed
 

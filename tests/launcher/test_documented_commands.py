@@ -98,9 +98,7 @@ def test_the_docstring_has_command_lines_to_try() -> None:
     assert all(re.search(r"\.py\b", line) for line in lines)
 
 
-@pytest.mark.parametrize(
-    "line", [*of_the_docstring(), *(pytest.param(line, marks=pytest.mark.thorough) for line in OF_TUTORIALS)]
-)
+@pytest.mark.parametrize("line", [*of_the_docstring(), *(line for line in OF_TUTORIALS)])
 def test_a_documented_command_line_runs_unchanged(line: str, tmp_path: Path) -> None:
     if "--numa-binding" in line and not (torch.cuda.is_available() and shutil.which("numactl")):
         pytest.skip("binding to NUMA nodes needs GPUs and numactl")

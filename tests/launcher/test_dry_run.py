@@ -80,32 +80,12 @@ def described(words: str, cpus: tuple[int, ...] = (), machine: tuple[Gpu, ...] =
     ("words", "exported"),
     [
         (["--nproc-per-node", "2"], {"ODD": "two\nlines", "BLANKS": "a  b", "NAME": "Jürgen", "EMPTY": ""}),
-        pytest.param(
-            ["--cold", "--role", "r", "--max-restarts=3"],
-            {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"},
-            marks=pytest.mark.thorough,
-        ),
+        (["--cold", "--role", "r", "--max-restarts=3"], {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}),
         (["--nproc-per-node=2", "--virtual-local-rank", "--rdzv-id=x"], {"CUDA_VISIBLE_DEVICES": "3, 5"}),
-        pytest.param(
-            ["--nproc-per-node=2", "--virtual-local-rank", "--standalone"],
-            {"OMP_NUM_THREADS": "3"},
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            ["--master-port=PORT", "--signals-to-handle=SIGTERM"],
-            {"RANK": "7", "LOCAL_RANK": "7"},
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:PORT"],
-            {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            ["--rdzv-endpoint=127.0.0.1:PORT", "--local-addr=localhost"],
-            {"PET_MAX_RESTARTS": "1"},
-            marks=pytest.mark.thorough,
-        ),
+        (["--nproc-per-node=2", "--virtual-local-rank", "--standalone"], {"OMP_NUM_THREADS": "3"}),
+        (["--master-port=PORT", "--signals-to-handle=SIGTERM"], {"RANK": "7", "LOCAL_RANK": "7"}),
+        (["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:PORT"], {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
+        (["--rdzv-endpoint=127.0.0.1:PORT", "--local-addr=localhost"], {"PET_MAX_RESTARTS": "1"}),
     ],
 )
 def test_a_worker_finds_the_environment_that_was_told(
@@ -150,10 +130,10 @@ def assert_told(text: str, workers: Environments) -> None:
     ("words", "arguments"),
     [
         (["--nproc-per-node=2"], ["--lr", "0.1", "a b", "${local_rank}", "it's"]),
-        pytest.param(["--role=two words", "--nnodes=1", "-t3"], ["--local=3", "--"], marks=pytest.mark.thorough),
-        pytest.param(["--master-port=PORT", "--virtual-local-rank"], ["--", "--", "x"], marks=pytest.mark.thorough),
-        pytest.param(["--duplicate-stdout-filters", "a,,b,c", "--cold", "--gpus", "2"], [], marks=pytest.mark.thorough),
-        pytest.param(["--gpus-per-process=2", "--nproc-per-node=1"], [], marks=pytest.mark.thorough),
+        (["--role=two words", "--nnodes=1", "-t3"], ["--local=3", "--"]),
+        (["--master-port=PORT", "--virtual-local-rank"], ["--", "--", "x"]),
+        (["--duplicate-stdout-filters", "a,,b,c", "--cold", "--gpus", "2"], []),
+        (["--gpus-per-process=2", "--nproc-per-node=1"], []),
     ],
 )
 def test_the_torchrun_command_gives_workers_the_same(
@@ -333,14 +313,14 @@ ARGUMENTS = ["--api-key=ap_abcdefgh", "--password", "pw_abcdefgh", "s3://me:ur_a
     [
         (["--dry-run", "fails.py", *ARGUMENTS], 0),
         (["--dry-run", f"--rdzv-conf={ARGUMENTS[0]}", "--log-dir", ARGUMENTS[3], "fails.py"], 0),
-        pytest.param(["-r", "3", "--log-dir", "logs", "fails.py", *ARGUMENTS], 1, marks=pytest.mark.thorough),
+        (["-r", "3", "--log-dir", "logs", "fails.py", *ARGUMENTS], 1),
         (["-r", "3", "--log-dir", "logs", "--cold", "--max-restarts=1", "fails.py", *ARGUMENTS], 1),
         (["missing.py", *ARGUMENTS], 2),
-        pytest.param(["--dry-run", f"{ARGUMENTS[3]}/missing.py"], 2, marks=pytest.mark.thorough),
-        pytest.param([ARGUMENTS[0], "fails.py"], 2, marks=pytest.mark.thorough),
-        pytest.param(["--gpus", ARGUMENTS[3], "fails.py"], 2, marks=pytest.mark.thorough),
+        (["--dry-run", f"{ARGUMENTS[3]}/missing.py"], 2),
+        ([ARGUMENTS[0], "fails.py"], 2),
+        (["--gpus", ARGUMENTS[3], "fails.py"], 2),
         (["--max-restarts", "hf_abcdefgh", "fails.py"], 2),
-        pytest.param(["--r=hf_abcdefgh", "fails.py"], 2, marks=pytest.mark.thorough),
+        (["--r=hf_abcdefgh", "fails.py"], 2),
         (["-r", "3", "--log-dir", "logs", "records.py", *ARGUMENTS], 1),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",

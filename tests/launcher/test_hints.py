@@ -158,7 +158,6 @@ def test_a_rank_that_does_not_come_is_told_from_one_that_went_away(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_parameters_that_ddp_waits_for_are_named(tmp_path: Path) -> None:
     unused = """
 import torch.nn as nn

@@ -61,15 +61,10 @@ GATHERED = {"_allgather_base_": PASSES * (UNITS + RESHARDED)}
 @pytest.mark.parametrize(
     ("ranks", "parallel", "gradients", "reduced"),
     [
-        pytest.param(2, '{"strategy": "fsdp"}', "whole", {"_reduce_scatter_base_": UNITS}, marks=pytest.mark.thorough),
+        (2, '{"strategy": "fsdp"}', "whole", {"_reduce_scatter_base_": UNITS}),
         (2, '{"strategy": "fsdp"}', "sharded", {"_reduce_scatter_base_": UNITS * PASSES}),
-        pytest.param(
-            4, HYBRID, "whole", {"_reduce_scatter_base_": UNITS, "allreduce_": UNITS}, marks=pytest.mark.thorough
-        ),
-        pytest.param(
-            4, HYBRID, "sharded", {"_reduce_scatter_base_": UNITS * PASSES, "allreduce_": UNITS},
-            marks=pytest.mark.thorough,
-        ),
+        (4, HYBRID, "whole", {"_reduce_scatter_base_": UNITS, "allreduce_": UNITS}),
+        (4, HYBRID, "sharded", {"_reduce_scatter_base_": UNITS * PASSES, "allreduce_": UNITS}),
     ],
 )  # fmt: skip
 def test_a_step_sends_what_fsdp_needs_and_nothing_else(
@@ -86,7 +81,7 @@ def test_a_step_sends_what_fsdp_needs_and_nothing_else(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fits", "gathered", "reduced"),
-    [("whole", 1, 1), pytest.param("sharded", 2 * PASSES, PASSES, marks=pytest.mark.thorough)],
+    [("whole", 1, 1), ("sharded", 2 * PASSES, PASSES)],
 )
 def test_a_pipeline_gathers_and_reduces_each_block_once_per_step_where_they_fit(
     start: Start, script: Callable[[str], Path], fits: str, gathered: int, reduced: int
@@ -223,7 +218,7 @@ REPLICATED = '{"strategy": "fsdp", "shard": 1}'
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "parallel"), [(2, REPLICATED), pytest.param(4, HYBRID, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(("ranks", "parallel"), [(2, REPLICATED), (4, HYBRID)])
 def test_hsdp_reduces_a_block_that_the_last_micro_batch_leaves_out(
     start: Start, script: Callable[[str], Path], ranks: int, parallel: str
 ) -> None:

@@ -163,7 +163,7 @@ def _megabytes(image: str) -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("base", [PLAIN, pytest.param(WITH_TORCH, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("base", [PLAIN, WITH_TORCH])
 def test_an_image_trains_as_any_user(build: Callable[..., None], base: str, tmp_path: Path) -> None:
     packages = "--include=ca-certificates,python3,python3-pip"
     _run("mmdebstrap", "--quiet", "--variant=apt", packages, "bookworm", str(tmp_path / "rootfs.tar"))

@@ -203,7 +203,7 @@ def test_two_hosts_train_as_one_world(hosts: Hosts, job: Job, rendezvous: str) -
     job.stop()
 
 
-@pytest.mark.parametrize("how", [pytest.param("processes killed", marks=pytest.mark.thorough), "power cut"])
+@pytest.mark.parametrize("how", ["processes killed", "power cut"])
 def test_survivors_go_on_without_a_dead_host_and_its_replacement_is_let_in(hosts: Hosts, job: Job, how: str) -> None:
     h1, h2 = hosts(2)
     for host in (h1, h2):
@@ -242,7 +242,7 @@ def test_where_every_host_is_needed_a_dead_one_ends_the_other(hosts: Hosts, job:
     assert_blames(victim, verdict)
 
 
-@pytest.mark.parametrize("victim", [pytest.param("h3", marks=pytest.mark.thorough), "h1"])
+@pytest.mark.parametrize("victim", ["h3", "h1"])
 def test_all_who_survive_a_dead_host_end_with_one_verdict(hosts: Hosts, job: Job, victim: str) -> None:
     job.processes = 1
     for host in (three := hosts(3)):
@@ -283,8 +283,7 @@ def test_a_killed_worker_restarts_the_ranks_of_all_hosts(hosts: Hosts, job: Job)
     job.stop()
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("seconds", [3600, pytest.param(-3600, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("seconds", [3600, -3600])
 def test_an_hour_between_the_clocks_of_two_hosts_changes_nothing(
     hosts: Hosts, job: Job, clock_off_by: Callable[[int], dict[str, str]], seconds: int
 ) -> None:
@@ -334,7 +333,6 @@ def test_a_host_that_is_cut_off_stops_by_itself_and_the_majority_goes_on(hosts: 
     job.stop()
 
 
-@pytest.mark.thorough
 def test_a_slow_network_is_not_a_dead_one(hosts: Hosts, tmp_path: Path) -> None:
     h1, h2 = hosts(2)
     job = Job(tmp_path, processes=1, script=TRAINER)

@@ -81,7 +81,7 @@ def test_digits_loses_nodes_and_ends_as_on_one_machine(
     assert not cluster_training.repeated_too_often(tmp_path, "saved", losses=2)
 
 
-@pytest.mark.parametrize("kind", ["kubernetes", "jobset", pytest.param("kubeflow", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("kind", ["kubernetes", "jobset", "kubeflow"])
 def test_exit_codes_decide_what_starts_again(kind: str, cluster: Callable[..., Kubelet], tmp_path: Path) -> None:
     (tmp_path / "exits.py").write_text(cluster_training.EXITS)
     own = cluster("--cold", "exits.py", "own", "7", kind=kind)

@@ -1,0 +1,101 @@
+"""Starting programs as tests need it: a clean environment, deadlines, ports and an end of every process.
+
+done = launch("--nproc-per-node", 2, script)              # ddpkit launch, to its end
+with started(DDPKIT, "launch", script) as launcher: ...   # any command, while it runs; killed at the end
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from labels import unlabelled
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+DDPKIT = BIN / "ddpkit"
+
+SLOWDOWN = float(os.environ.get("DDPKIT_TEST_SLOWDOWN", "1"))
+"""How much longer everything may take than on two quiet cores."""
+
+_SET_BY_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC", "PET_", "PYTEST", "MAKE", "MFLAGS")
+_ports: list[socket.socket] = []
+
+
+def seconds(on_a_quiet_machine: float) -> float:
+    """Deadline or timeout of the product that a test shortens, multiplied by DDPKIT_TEST_SLOWDOWN."""
+    return on_a_quiet_machine * SLOWDOWN
+
+
+def clean_environment(extra: Mapping[str, str | None] | None = None) -> dict[str, str]:
+    """This process's environment without what a launcher, make or pytest has set, and with one OpenMP thread.
+
+    On two cores, a program with a thread per core takes several times as long as soon as another one runs. A value of
+    None in `extra` removes the variable.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_SET_BY_LAUNCHERS)}
+    merged: dict[str, str | None] = {**kept, "OMP_NUM_THREADS": "1", **(extra or {})}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def run(
+    *command: object, env: Mapping[str, str | None] | None = None, cwd: Path | None = None, timeout: float = 240
+) -> "subprocess.CompletedProcess[str]":
+    """Run a command to its end without the labels of ranks in what it prints. `env`: see `clean_environment`."""
+    done = subprocess.run(
+        [str(word) for word in command],
+        env=clean_environment(env),
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=seconds(timeout),
+    )
+    done.stdout, done.stderr = unlabelled(done.stdout), unlabelled(done.stderr)
+    return done
+
+
+def launch(
+    *words: object, env: Mapping[str, str | None] | None = None, cwd: Path | None = None, timeout: float = 240
+) -> "subprocess.CompletedProcess[str]":
+    """Run `ddpkit launch` to its end."""
+    return run(DDPKIT, "launch", *words, env=env, cwd=cwd, timeout=timeout)
+
+
+@contextmanager
+def started(
+    *command: object, env: Mapping[str, str | None] | None = None, cwd: Path | None = None, **streams: Any
+) -> "Iterator[subprocess.Popen[str]]":
+    """Run a command while the test does something; it is killed at the end. Its output goes to pipes unless named."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
+    words = [str(word) for word in command]
+    with subprocess.Popen(words, env=clean_environment(env), cwd=cwd, text=True, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def free_port() -> int:
+    """Port that no other program is given before this process ends: it stays bound, without listening.
+
+    A server that sets SO_REUSEADDR, as torch's stores and the launcher do, may still listen there.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    _ports.append(holder)
+    return int(holder.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], object], what: str, within: float = 60) -> None:
+    """Wait for a condition. `what` names it in the error after `within` seconds of a quiet machine."""
+    deadline = time.monotonic() + seconds(within)
+    while not condition():
+        assert time.monotonic() < deadline, f"after {seconds(within):.0f} s: not {what}"
+        time.sleep(0.02)
