@@ -28,11 +28,11 @@ demo: $(STAMP)   ## train examples/digits.py on every GPU, or on 2 CPU processes
 	then $(BIN)/ddpkit launch --gpus all examples/digits.py; \
 	else $(BIN)/ddpkit launch --nproc-per-node 2 examples/digits.py; fi
 
-test: check      ## lint, types, the tests: under 35 minutes on two cores
-	$(PYTEST) -m "not thorough"
+test: check      ## lint, types, quick tests and the launches of tests/gate.py: under 10 minutes on two cores
+	$(PYTEST) -m "not slow or gate"
 
-thorough: check  ## the same with every combination, and an hour of damaged checkpoints
-	$(PYTEST)
+thorough: check  ## all launches and long tests, with an hour of damaged checkpoints; ONLY="slurm hosts": some parts
+	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python tests/thorough.py --jobs $(JOBS) --only "$(ONLY)"
 
 check: $(STAMP)  ## lint and types
 	$(BIN)/ruff check .
@@ -55,7 +55,7 @@ recording: $(STAMP) ## docs/images: launches and a report, from real runs; needs
 	$(BIN)/python docs/tools/report_pictures.py
 
 fuzz: $(STAMP)   ## FUZZ_SECONDS (3600) of checkpoints that are changed at random: each is refused in words
-	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest -m thorough tests/checkpoint/test_fuzz.py
+	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest tests/checkpoint/test_fuzz.py -k many_changed_files
 
 versions:        ## the tests with every torch and Python, or with ONLY="2.10 3.13"; KEEP=1 keeps the environments
 	$(PYTHON) tests/versions.py --only "$(ONLY)" $(if $(filter-out 0,$(KEEP)),--keep)

@@ -9,10 +9,11 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import gate
+import launching
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from labels import unlabelled
 from reads import Reads
 
 # A slow machine is no failure; and CI tries the same examples every time.
@@ -30,27 +31,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # On loaded cores, OpenMP threads spin while they wait for each other: the unit tests took five times as long.
-# This is for the tests' own process; the commands that they start choose for themselves.
+# `launching.clean_environment` does the same for the commands that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-ROOT = Path(__file__).parent.parent
-BIN = Path(sys.executable).parent
+# pytest-timeout reads this variable before the setting in pyproject.toml.
+os.environ.setdefault("PYTEST_TIMEOUT", str(launching.seconds(300)))
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-def _environment(extra: dict[str, str] | None) -> dict[str, str]:
-    """This process's environment without what a launcher, make or pytest has put there."""
-    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC", "PET_", "PYTEST", "OMP_NUM_THREADS", "MAKE")
-    return {name: value for name, value in os.environ.items() if not name.startswith(ours)} | (extra or {})
-
-
-def _run(command: list[str], env: dict[str, str] | None, cwd: Path) -> "subprocess.CompletedProcess[str]":
-    done = subprocess.run(
-        command, env=_environment(env), cwd=cwd, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL
-    )
-    done.stdout, done.stderr = unlabelled(done.stdout), unlabelled(done.stderr)
-    return done
 
 
 @pytest.fixture(autouse=True)
@@ -76,8 +63,20 @@ def pytest_sessionfinish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu` where there are too few, with the reason."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the launches of `make test`; skip what is marked `gpu` where there are too few, with the reason."""
+    entries = set()
+    for item in items:
+        if chosen := gate.chosen(item.nodeid):
+            entries.update(chosen)
+            item.add_marker("gate")
+    if not any("::" in argument for argument in config.args):
+        files = {item.nodeid.partition("::")[0] for item in items}
+        unknown = [
+            each for each in gate.entries() if f"tests/{each.partition('::')[0]}" in files and each not in entries
+        ]
+        if unknown:
+            raise pytest.UsageError(f"tests/gate.py names tests that do not exist: {', '.join(unknown)}")
     marked = [(item, mark) for item in items if (mark := item.get_closest_marker("gpu")) is not None]
     if marked:
         found, why = _gpus()
@@ -97,15 +96,15 @@ def _gpus() -> tuple[int, str]:
 
 @pytest.fixture
 def root() -> Path:
-    return ROOT
+    return launching.ROOT
 
 
 @pytest.fixture
 def ddpkit(tmp_path: Path) -> Run:
     """Run the installed command in an empty folder."""
 
-    def run(*words: object, env: dict[str, str] | None = None, cwd: Path = tmp_path) -> object:
-        return _run([str(BIN / "ddpkit"), *map(str, words)], env, cwd)
+    def run(*words: object, env: dict[str, str | None] | None = None, cwd: Path = tmp_path) -> object:
+        return launching.run(launching.DDPKIT, *words, env=env, cwd=cwd)
 
     return run
 
@@ -115,12 +114,14 @@ def start(tmp_path: Path) -> Run:
     """Run a script in `processes` processes with `launcher`: python (1 process), torchrun or ddpkit."""
     commands = {
         "python": lambda _: [sys.executable],
-        "torchrun": lambda processes: [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(processes)],
-        "ddpkit": lambda processes: [str(BIN / "ddpkit"), "launch", "--nproc-per-node", str(processes)],
+        "torchrun": lambda processes: [launching.BIN / "torchrun", "--standalone", "--nproc-per-node", str(processes)],
+        "ddpkit": lambda processes: [launching.DDPKIT, "launch", "--nproc-per-node", str(processes)],
     }
 
-    def run(launcher: str, processes: int, script: Path, *words: str, env: dict[str, str] | None = None) -> object:
-        return _run([*commands[launcher](processes), str(script), *words], env, tmp_path)
+    def run(
+        launcher: str, processes: int, script: Path, *words: str, env: dict[str, str | None] | None = None
+    ) -> object:
+        return launching.run(*commands[launcher](processes), script, *words, env=env, cwd=tmp_path)
 
     return run
 

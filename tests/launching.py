@@ -4,6 +4,7 @@ done = launch("--nproc-per-node", 2, script)              # ddpkit launch, to it
 with started(DDPKIT, "launch", script) as launcher: ...   # any command, while it runs; killed at the end
 """
 
+import atexit
 import os
 import socket
 import subprocess
@@ -24,7 +25,6 @@ SLOWDOWN = float(os.environ.get("DDPKIT_TEST_SLOWDOWN", "1"))
 """How much longer everything may take than on two quiet cores."""
 
 _SET_BY_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC", "PET_", "PYTEST", "MAKE", "MFLAGS")
-_ports: list[socket.socket] = []
 
 
 def seconds(on_a_quiet_machine: float) -> float:
@@ -89,7 +89,7 @@ def free_port() -> int:
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("127.0.0.1", 0))
-    _ports.append(holder)
+    atexit.register(holder.close)
     return int(holder.getsockname()[1])
 
 

@@ -1,13 +1,13 @@
 """Linear layers in float8. Their products are emulated here; tests/test_gpu.py has those of a GPU."""
 
 import copy
-import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
 import pytest
 import torch
+from launching import run
 from torch import Tensor, nn
 
 from ddp_kit import ConfigError, MemoryConfig, TrainerConfig
@@ -76,7 +76,7 @@ def test_without_torchao_the_command_that_installs_it_is_said(monkeypatch: pytes
 @pytest.mark.slow
 def test_torchao_is_not_imported_unless_it_is_asked_for() -> None:
     code = "from ddp_kit import Trainer; import ddp_kit.float8, sys; print('torchao' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+    assert run(sys.executable, "-c", code).stdout == "False\n"
 
 
 def test_settings_that_do_not_go_together_are_refused() -> None:

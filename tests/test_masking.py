@@ -2,12 +2,13 @@
 
 import json
 import shlex
-import subprocess
 import sys
+from subprocess import PIPE
 
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from launching import started
 
 from ddp_kit.launcher.agent.listening import holder
 from ddp_kit.masking import MASK, masked, masked_env, masked_words
@@ -145,8 +146,8 @@ def test_masking_twice_is_masking_once(text: str) -> None:
 
 def test_the_holder_of_a_port_is_named_without_its_secrets() -> None:
     code = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
-    command = [sys.executable, "-c", code, "--hf-token", "hf_1234567", "http://me:pass5678@h"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    words = ("--hf-token", "hf_1234567", "http://me:pass5678@h")
+    with started(sys.executable, "-c", code, *words, stdin=PIPE) as process:
         assert process.stdout is not None
         said = holder(int(process.stdout.readline()))
         process.communicate()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from launching import seconds
 from torch import Tensor
 from torch.autograd import Variable
 
@@ -84,19 +85,19 @@ def test_each_phase_gets_the_time_before_its_mark(hands: Hands) -> None:
     for _ in range(2):
         hands.now += 50  # an evaluation: no part of the step
         clock.start()
-        for phase, seconds in (DATA, 1), (TRANSFER, 2), (FORWARD, 3), (BACKWARD, 4), (DATA, 5), (OPTIMIZER, 6):
-            hands.now += seconds
+        for phase, passed in (DATA, 1), (TRANSFER, 2), (FORWARD, 3), (BACKWARD, 4), (DATA, 5), (OPTIMIZER, 6):
+            hands.now += passed
             clock.mark(phase)
     assert clock.read(25.0) == times(data=6, transfer=2, forward=3, backward=4, optimizer=6, other=4)
 
 
 def test_a_reading_begins_anew(hands: Hands) -> None:
     clock = StepClock()
-    for seconds in (3, 1):
+    for passed in (3, 1):
         clock.start()
-        hands.now += seconds
+        hands.now += passed
         clock.mark(FORWARD)
-        assert clock.read(seconds) == times(forward=seconds)
+        assert clock.read(passed) == times(forward=passed)
 
 
 def test_nothing_is_less_than_nothing(hands: Hands) -> None:
@@ -357,7 +358,7 @@ class Loud(timing.StepClock):
 
 rank = join().rank
 store = dist.FileStore(sys.argv[1], 2)
-store.set_timeout(timedelta(seconds=20))
+store.set_timeout(timedelta(seconds=float(sys.argv[3])))
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1))
 static, x = sys.argv[2] == "static", torch.ones(4, 8)
@@ -391,7 +392,7 @@ say(json.dumps({"rank": rank, "began": began, "marks": clock.marks, "communicati
 def test_a_rank_that_waits_for_another_s_gradients_communicates(
     start: Any, script: Any, tmp_path: Path, graph: str
 ) -> None:
-    done = start("ddpkit", 2, script(LATE_RANK), str(tmp_path / "store"), graph)
+    done = start("ddpkit", 2, script(LATE_RANK), str(tmp_path / "store"), graph, str(seconds(20)))
     assert done.returncode == 0, done.stderr
     first, late = sorted(map(json.loads, done.stdout.splitlines()), key=lambda said: said["rank"])
     waits = []

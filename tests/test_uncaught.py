@@ -1,7 +1,6 @@
 """A mistake of the user is one message on one rank, without a traceback; nothing is lost."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from launching import clean_environment, seconds
 from torch import nn
 
 from ddp_kit import Trainer, TrainerConfig
@@ -28,9 +28,8 @@ def started(rank: int, what: str, tmp_path: Path, attempt: int | None = None) ->
     """A rank of a launcher's attempt; None: without a launcher."""
     script = tmp_path / f"user{rank}.py"
     script.write_text(RAISE.format(rank=rank, what=what))
-    env = {name: value for name, value in os.environ.items() if name != ERROR_FILE}
-    if attempt is not None:
-        env[ERROR_FILE] = str(folder_of(rank, tmp_path, attempt) / "error.json")
+    error_file = None if attempt is None else str(folder_of(rank, tmp_path, attempt) / "error.json")
+    env = clean_environment({ERROR_FILE: error_file})
     return subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, text=True, env=env)
 
 
@@ -41,7 +40,10 @@ def folder_of(rank: int, tmp_path: Path, attempt: int) -> Path:
 
 
 def said(process: "subprocess.Popen[str]") -> str:
-    _, errors = process.communicate()
+    try:
+        _, errors = process.communicate(timeout=seconds(120))
+    finally:
+        process.kill()
     assert process.returncode == 1
     return errors
 

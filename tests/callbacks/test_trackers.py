@@ -2,13 +2,13 @@
 
 import json
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import run
 
 from ddp_kit import ConfigError, MLflowLogger, TrackioLogger
 
@@ -67,19 +67,13 @@ def test_a_run_that_resumes_goes_on_in_the_same_run(
     for steps in ("4", "8"):
         done = start("python", 1, path, steps, env=env)
         assert done.returncode == 0, done.stderr
-    read = subprocess.run(
-        [sys.executable, "-c", READ_MLFLOW],
-        cwd=tmp_path,
-        env={"PATH": "/usr/bin", **VARIABLES},
-        capture_output=True,
-        text=True,
-    )
+    read = run(sys.executable, "-c", READ_MLFLOW, cwd=tmp_path, env=VARIABLES)
     assert read.returncode == 0, read.stderr
-    (run,) = json.loads(read.stdout.splitlines()[-1])
-    assert (run["name"], run["status"]) == ("first", "FINISHED")
-    assert (run["train"], run["eval"]) == ([2, 4, 6, 8], [4, 8])
-    assert run["params"]["global_batch_size"] == "4"
-    assert run["params"]["data.num_workers"] == "0"
+    (found,) = json.loads(read.stdout.splitlines()[-1])
+    assert (found["name"], found["status"]) == ("first", "FINISHED")
+    assert (found["train"], found["eval"]) == ([2, 4, 6, 8], [4, 8])
+    assert found["params"]["global_batch_size"] == "4"
+    assert found["params"]["data.num_workers"] == "0"
     (database,) = (tmp_path / "trackio").glob("ours*.db")
     with sqlite3.connect(database) as connection:
         rows = connection.execute("SELECT run_name, step, CAST(metrics AS TEXT) FROM metrics ORDER BY id").fetchall()

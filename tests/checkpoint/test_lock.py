@@ -2,14 +2,15 @@
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
 import torch
+from launching import started
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -19,7 +20,7 @@ from ddp_kit.checkpoint.lock import FolderLock
 from ddp_kit.manifest import checkpoints
 
 HOLDS = """
-import os, signal, sys
+import os, sys
 from pathlib import Path
 from ddp_kit.checkpoint.lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]), "their-job")
@@ -28,11 +29,11 @@ ours, theirs = os.pipe()
 child = os.fork() if "fork" in sys.argv else 1  # as a DataLoader worker
 if child == 0:
     os.write(theirs, b"!")
-    signal.pause()
+    os.read(0, 1)  # until the test, which has the other end, is over
 if child > 1:
     os.read(ours, 1)  # what happens in a fork has happened
 print(child, flush=True)
-signal.pause()
+os.read(0, 1)
 """
 
 
@@ -66,8 +67,7 @@ def test_a_run_elsewhere_keeps_others_out_until_it_is_killed_and_is_named(
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    command = [sys.executable, script(HOLDS), folder, "fork"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+    with started(sys.executable, script(HOLDS), folder, "fork", stdin=PIPE, stderr=None) as holder:
         assert holder.stdout is not None
         worker = int(holder.stdout.readline())
         try:

@@ -2,14 +2,15 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 from types import FrameType
 from typing import Any
 
@@ -17,11 +18,14 @@ import psutil
 import pytest
 import safetensors.torch
 import torch
+from job_processes import has_ended
+from launching import run, seconds, started, wait_until
 
 from ddp_kit.checkpoint import background as background_module
 from ddp_kit.checkpoint import saver as saver_module
 from ddp_kit.checkpoint.loading import load
 from ddp_kit.checkpoint.saver import Saver
+from ddp_kit.env import CHECKPOINT_WRITER
 from ddp_kit.errors import CheckpointError
 from ddp_kit.manifest import STATE, checkpoints, examine, leftovers, name_of, newest_whole, verified
 
@@ -243,16 +247,28 @@ def test_a_write_during_an_overlapped_copy_is_an_error_that_names_it(tmp_path: P
 # Faults --------------------------------------------------------------------------------------------------------------
 
 
+DISK = """
+mount -t tmpfs -o size=2m tmpfs "$1" || exit 0
+echo mounted
+cat
+umount "$1" || { umount --lazy "$1"; exit 1; }
+"""
+"""A shell script that mounts a small disk until its input ends: with the tests at the latest, however they end."""
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """2 MB of disk."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("needs the right to mount a file system")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with started("sh", "-c", DISK, "sh", folder, stdin=PIPE, stderr=STDOUT, start_new_session=True) as disk:
+        assert disk.stdin is not None
+        assert disk.stdout is not None
+        if os.geteuid() != 0 or not disk.stdout.readline().startswith("mounted"):
+            pytest.skip("needs the right to mount a file system")
+        yield folder
+        disk.stdin.close()
+        assert disk.wait(seconds(60)) == 0, disk.stdout.read()
 
 
 def test_a_full_disk_is_told_of_with_numbers_and_the_one_before_is_untouched(
@@ -296,16 +312,29 @@ def test_what_cannot_be_stored_is_told_of_at_once_and_nothing_is_begun(tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-def children() -> list[psutil.Process]:
-    """Those of this process, without the server that tests of the launcher leave running."""
-    return [each for each in psutil.Process().children() if "ddp_kit.launcher.warm" not in " ".join(each.cmdline())]
+Writers = Callable[[], list[psutil.Process]]
 
 
-def test_a_writer_that_was_killed_is_told_of_and_another_one_goes_on(tmp_path: Path) -> None:
+@pytest.fixture
+def writers() -> Writers:
+    """A function that finds the writers that were started in the test: no other child of this process is one."""
+
+    def all_of_them() -> list[psutil.Process]:
+        found = []
+        for child in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess):  # nor is one a zombie
+                found += [child] if CHECKPOINT_WRITER in " ".join(child.cmdline()) else []
+        return found
+
+    before = all_of_them()
+    return lambda: [each for each in all_of_them() if each not in before]
+
+
+def test_a_writer_that_was_killed_is_told_of_and_another_one_goes_on(tmp_path: Path, writers: Writers) -> None:
     with Saver(tmp_path, keep_last=1) as saver:
         saver.save(1, state(1.0))
         saver.wait()
-        (writer,) = children()
+        (writer,) = writers()
         writer.send_signal(signal.SIGSTOP)
         saver.save(2, state(2.0))
         writer.kill()
@@ -313,13 +342,13 @@ def test_a_writer_that_was_killed_is_told_of_and_another_one_goes_on(tmp_path: P
             saver.wait()
         saver.save(3, state(3.0))
     assert steps(tmp_path) == [3]
-    assert children() == []
+    assert writers() == []
 
 
-def test_check_does_not_wait_and_who_waits_does_not_wait_for_a_stopped_writer(tmp_path: Path) -> None:
+def test_check_does_not_wait_and_who_waits_does_not_wait_for_a_stopped_writer(tmp_path: Path, writers: Writers) -> None:
     with Saver(tmp_path, keep_last=1) as saver:
         saver.reserve(1)
-        (writer,) = children()
+        (writer,) = writers()
         writer.send_signal(signal.SIGSTOP)
         saver.save(1, state(1.0))
         saver.check()
@@ -328,7 +357,9 @@ def test_check_does_not_wait_and_who_waits_does_not_wait_for_a_stopped_writer(tm
 
 
 @pytest.mark.slow
-def test_an_interrupt_at_any_line_loses_no_save_and_no_later_wait_hangs(tmp_path: Path, same: Same) -> None:
+def test_an_interrupt_at_any_line_loses_no_save_and_no_later_wait_hangs(
+    tmp_path: Path, same: Same, writers: Writers
+) -> None:
     """As a signal handler raises it: between any two lines of what waits for the writer."""
     lines = {saver_module.__file__, background_module.__file__}
     left = 0
@@ -378,13 +409,13 @@ def test_an_interrupt_at_any_line_loses_no_save_and_no_later_wait_hangs(tmp_path
             if not again:
                 break
     assert steps(tmp_path) == [step]
-    assert children() == []
+    assert writers() == []
 
 
 # The process ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_writer_holds_nothing_of_the_trainer_s_and_has_not_imported_torch(tmp_path: Path) -> None:
+def test_the_writer_holds_nothing_of_the_trainer_s_and_has_not_imported_torch(tmp_path: Path, writers: Writers) -> None:
     ours = [os.pipe(), os.pipe()]
     for pipe in ours:
         os.set_inheritable(pipe[0], True)
@@ -392,7 +423,7 @@ def test_the_writer_holds_nothing_of_the_trainer_s_and_has_not_imported_torch(tm
         with Saver(tmp_path, keep_last=1) as saver:
             saver.save(1, state(1.0))
             saver.wait()
-            (writer,) = children()
+            (writer,) = writers()
             files = {link.name: str(link.readlink()) for link in Path(f"/proc/{writer.pid}/fd").iterdir()}
             assert "libtorch" not in Path(f"/proc/{writer.pid}/maps").read_text()
             session = os.getsid(writer.pid)
@@ -406,15 +437,19 @@ def test_the_writer_holds_nothing_of_the_trainer_s_and_has_not_imported_torch(tm
     assert not writer.is_running()
 
 
-SAVES = """
+SAVES = f"""
 import os, signal, sys, torch
 from ddp_kit.checkpoint.saver import Saver
 saver = Saver(sys.argv[1], keep_last=2)
-saver.save(1, {"model": torch.ones(10)})
+saver.save(1, {{"model": torch.ones(10)}})
 saver.wait()
 say("writer", saver._process.pid)
-saver.save(2, {"model": torch.ones(20_000_000)})
+saver.save(2, {{"model": torch.ones(20_000_000)}})
 say("begun")
+
+def stay():  # of a forked child: nothing of it is left, whatever ends the test
+    os.close(1); os.close(2); signal.alarm({round(seconds(50))}); signal.pause()
+
 """
 
 
@@ -425,10 +460,9 @@ say("begun")
 def test_whichever_way_the_trainer_ends_the_writer_finishes_and_goes(
     ending: str, script: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    run = subprocess.run([sys.executable, script(SAVES + ending), tmp_path / "runs"], capture_output=True, text=True)
-    writer = int(run.stdout.split()[1])
-    while psutil.pid_exists(writer) and psutil.Process(writer).status() != psutil.STATUS_ZOMBIE:
-        os.sched_yield()
+    done = run(sys.executable, script(SAVES + ending), tmp_path / "runs")
+    writer = int(done.stdout.split()[1])
+    wait_until(lambda: has_ended(writer), "the end of the writer")
     assert steps(tmp_path / "runs") == [2, 1]
     assert leftovers(tmp_path / "runs") == ()
 
@@ -441,25 +475,24 @@ def test_signals_to_the_whole_job_do_not_end_a_save(script: Callable[[str], Path
         "    os.killpg(0, number); os.kill(saver._process.pid, number)\n"
         "saver.close(); say('closed')\n"
     )
-    run = subprocess.run([sys.executable, script(text), tmp_path / "runs"], capture_output=True, text=True)
-    assert run.stdout.endswith("closed\n"), run.stderr
+    done = run(sys.executable, script(text), tmp_path / "runs")
+    assert done.stdout.endswith("closed\n"), done.stderr
     assert steps(tmp_path / "runs") == [2, 1]
 
 
 @pytest.mark.slow
 def test_a_forked_child_of_the_trainer_does_not_keep_the_writer(script: Callable[[str], Path], tmp_path: Path) -> None:
     text = SAVES + (
-        "if os.fork() == 0:\n    os.close(1); os.close(2); signal.alarm(50); signal.pause()\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
+        "child = os.fork()\nif child == 0:\n    stay()\nsay('child', child)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    run = subprocess.run([sys.executable, script(text), tmp_path / "runs"], capture_output=True, text=True)
-    writer = psutil.Process(int(run.stdout.split()[1])) if psutil.pid_exists(int(run.stdout.split()[1])) else None
-    if writer is not None:
-        writer.wait(timeout=40)
+    done = run(sys.executable, script(text), tmp_path / "runs")
+    writer, child = (int(line.split()[1]) for line in done.stdout.splitlines() if " " in line)
+    try:
+        wait_until(lambda: has_ended(writer), "the end of the writer", within=40)
+        assert not has_ended(child)
+    finally:
+        os.kill(child, signal.SIGKILL)
     assert steps(tmp_path / "runs")[0] in (1, 2)
-    for process in psutil.process_iter(["cmdline"]):
-        if str(tmp_path) in " ".join(process.info["cmdline"] or ()):
-            process.kill()
 
 
 @pytest.mark.slow
@@ -468,12 +501,12 @@ def test_a_trainer_that_ends_does_not_wait_for_its_forked_children(
 ) -> None:
     text = SAVES + (
         "child = os.fork()\n"
-        "if child == 0:\n    os.close(1); os.close(2); signal.alarm(50); signal.pause()\n"
+        "if child == 0:\n    stay()\n"
         "saver.close(); os.kill(child, 0); say('closed')\n"
         "os.kill(child, signal.SIGKILL)\n"
     )
-    run = subprocess.run([sys.executable, script(text), tmp_path / "runs"], capture_output=True, text=True)
-    assert run.stdout.endswith("closed\n"), run.stderr
+    done = run(sys.executable, script(text), tmp_path / "runs")
+    assert done.stdout.endswith("closed\n"), done.stderr
     assert steps(tmp_path / "runs") == [2, 1]
 
 
@@ -490,9 +523,7 @@ def test_killed_at_random_there_is_always_a_whole_one(script: Callable[[str], Pa
     )
     newest = 0
     for round_ in range(4):
-        with subprocess.Popen(
-            [sys.executable, loop, folder, str(newest + 1)], stdout=subprocess.PIPE, text=True
-        ) as trainer:
+        with started(sys.executable, loop, folder, newest + 1, stderr=None) as trainer:
             assert trainer.stdout is not None
             told = [int(trainer.stdout.readline()) for _ in range(round_ + 1)][-1]
             for _ in range(round_ * 7919):
@@ -509,11 +540,11 @@ def test_killed_at_random_there_is_always_a_whole_one(script: Callable[[str], Pa
 
 
 def test_saving_from_another_thread_is_fine(tmp_path: Path) -> None:
-    def run() -> None:
+    def save() -> None:
         with Saver(tmp_path, keep_last=1) as saver:
             saver.save(1, state(1.0))
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=save)
     thread.start()
     thread.join()
     assert steps(tmp_path) == [1]

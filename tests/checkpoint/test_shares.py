@@ -11,11 +11,12 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-import psutil
 import pytest
 import safetensors
 import torch
 from counting import KILLED, MOST, Counting
+from job_processes import has_ended
+from launching import seconds, wait_until
 
 from ddp_kit.checkpoint import division, shares
 from ddp_kit.checkpoint.files import Job, Region
@@ -187,12 +188,12 @@ def test_a_writer_that_holds_its_lock_is_waited_for(tmp_path: Path, monkeypatch:
             return super().create(path)
 
         def fsync(self, file: int) -> None:
-            found.wait()
+            assert found.wait(seconds(60))
             super().fsync(file)
 
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(write, *job(tmp_path, 1, 1), Second())
-        locked.wait()
+        assert locked.wait(seconds(60))
         write(*job(tmp_path, 1, 0), abandoned=lambda: True)
         second.result()
     assert newest_whole(tmp_path, hashes=True).found is not None
@@ -302,7 +303,9 @@ def test_a_save_in_hand_of_a_killed_process_is_finished_by_its_writers(tmp_path:
                 os._exit(KILLED)
         finally:
             os._exit(1)
-    writers = [*map(psutil.Process, json.loads(os.read(ours, 100)))]
+    os.close(theirs)  # so that the end of the child ends what is read
+    with open(ours) as told:  # noqa: PTH123
+        writers = json.loads(told.read())
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
-    psutil.wait_procs(writers)
+    wait_until(lambda: all(map(has_ended, writers)), "the end of the writers")
     assert same(load(tmp_path / name_of(2)), state())

@@ -21,12 +21,16 @@ from pathlib import Path
 import psutil
 from chaotic import EPOCHS, SAMPLES
 
+if __name__ == "__main__":  # for pytest they are in the path
+    sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "rigs")]
+
+from launching import DDPKIT, clean_environment, seconds
+
 SCRIPT = Path(__file__).with_name("chaotic.py")
-DDPKIT = Path(sys.executable).with_name("ddpkit")
 RANKS = 2
 STEPS = EPOCHS * -(-SAMPLES // 8)
 MOST_STARTS = 12
-RUN_SECONDS = 240.0
+RUN_SECONDS = seconds(240)
 LOOK_SECONDS = 0.003
 
 Processes = list[psutil.Process]
@@ -130,11 +134,12 @@ def _run(
                 "--max-restarts",
                 "20",
                 "--hang-timeout",
-                "4",
+                str(seconds(4)),
                 SCRIPT,
                 folder,
             ]
-            job = Job(folder, subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, text=True), done)
+            launcher = subprocess.Popen(words, env=clean_environment(), stdout=out, stderr=subprocess.STDOUT, text=True)
+            job = Job(folder, launcher, done)
             try:
                 code = _disturb_until_it_ends(job, faults, chance)
             except subprocess.TimeoutExpired:

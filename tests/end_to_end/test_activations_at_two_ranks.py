@@ -1,10 +1,9 @@
 """Memory for activations is saved under every way of training, and the result stays the same."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launching import launch
 
 SCRIPT = Path(__file__).with_name("activations.py")
 RUNS = ("ddp", "static graph", "auto", "bf16", "fp16", "skip", "fully_shard")
@@ -12,8 +11,7 @@ RUNS = ("ddp", "static graph", "auto", "bf16", "fp16", "skip", "fully_shard")
 
 @pytest.mark.slow
 def test_training_is_bitwise_the_same() -> None:
-    command = [Path(sys.executable).with_name("ddpkit"), "launch", "--nproc-per-node", "2", SCRIPT, *RUNS]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    run = launch("--nproc-per-node", 2, SCRIPT, *RUNS, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     assert run.stdout.count("same") == 2 * 5 * len(RUNS), run.stdout
     assert "other" not in run.stdout

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 from chaos import check_samples, disturbed, undisturbed
+from launching import seconds
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(seconds(600))]
 
 
 def test_a_run_killed_at_random_ends_with_the_same_bits_and_every_sample_once(tmp_path: Path) -> None:

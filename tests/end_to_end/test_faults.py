@@ -5,24 +5,23 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import launching
 import psutil
 import pytest
 import torch
 from job_processes import JobProcesses
 from labels import unlabelled
+from launching import DDPKIT, free_port, launch, seconds, wait_until
 
 pytestmark = pytest.mark.slow
 
 Script = Callable[[str], Path]
-DDPKIT = Path(sys.executable).with_name("ddpkit")
 MEETS = """\
 import signal, sys, time
 import torch, torch.distributed as dist
@@ -80,9 +79,8 @@ def wait_for(ready: Path, ranks: int) -> list[str]:
 
 @contextmanager
 def started(*words: object, job: JobProcesses, **env: str) -> Iterator["subprocess.Popen[str]"]:
-    command = [str(DDPKIT), "launch", *map(str, words)]
-    pipe, environment = subprocess.PIPE, {**os.environ, **job.env, **env}
-    with subprocess.Popen(command, env=environment, text=True, stdout=pipe, stderr=pipe) as launcher:
+    """Run `ddpkit launch` while the test does something; nothing of the job is left at the end."""
+    with launching.started(DDPKIT, "launch", *words, env={**job.env, **env}) as launcher:
         try:
             yield launcher
         finally:
@@ -92,9 +90,22 @@ def started(*words: object, job: JobProcesses, **env: str) -> Iterator["subproce
                     os.kill(pid, signal.SIGKILL)
 
 
-def launch(*words: object, **env: str) -> "subprocess.CompletedProcess[str]":
-    command = [str(DDPKIT), "launch", *map(str, words)]
-    return subprocess.run(command, env={**os.environ, **env}, text=True, capture_output=True, timeout=240)
+def server_of(launcher: "subprocess.Popen[str]") -> psutil.Process:
+    """The process that starts and watches the workers."""
+    (found,) = filter(_is_server, psutil.Process(launcher.pid).children())
+    return found
+
+
+def _is_server(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return any("from ddp_kit.launcher.warm import server" in word for word in process.cmdline())
+    return False
+
+
+def suspend(process: psutil.Process) -> None:
+    """Stop a process, and wait until it is."""
+    process.suspend()
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED, "stopped")
 
 
 def shared_memory(pids: Iterable[int]) -> set[Path]:
@@ -111,12 +122,12 @@ def the_launcher_is_killed(launcher: "subprocess.Popen[str]", rank: int) -> None
 
 
 def the_launcher_of_a_stopped_server_is_killed(launcher: "subprocess.Popen[str]", rank: int) -> None:
-    psutil.Process(launcher.pid).children()[0].suspend()
+    suspend(server_of(launcher))
     launcher.kill()
 
 
 def the_server_is_killed(launcher: "subprocess.Popen[str]", rank: int) -> None:
-    psutil.Process(launcher.pid).children()[0].kill()
+    server_of(launcher).kill()
 
 
 def a_rank_is_killed(launcher: "subprocess.Popen[str]", rank: int) -> None:
@@ -189,7 +200,7 @@ def test_batches_shared_by_name_are_not_left(
 def test_what_a_script_leaves_running_is_ended_with_the_job_and_named(script: Script) -> None:
     main = script("import subprocess\nsubprocess.Popen(['sleep', '1001'], start_new_session=True)\n")
     job = JobProcesses()
-    run = launch("--nproc-per-node", 2, main, **job.env)
+    run = launch("--nproc-per-node", 2, main, env=job.env)
     assert run.returncode == 0
     assert run.stderr.count("ended a process that the job left running: sleep 1001") == 2
     assert job.alive() == {}
@@ -198,10 +209,9 @@ def test_what_a_script_leaves_running_is_ended_with_the_job_and_named(script: Sc
 def test_what_is_not_the_job_s_is_left_alone(script: Script) -> None:
     """A launch in the background of a shell of the user's own, beside other work."""
     main = script("pass")
-    with subprocess.Popen(["sleep", "1002"]) as other:
+    with launching.started("sleep", 1002) as other:
         assert launch("--nproc-per-node", 2, main).returncode == 0
         assert other.poll() is None
-        other.kill()
 
 
 # The verdict -----------------------------------------------------------------------------------------------------
@@ -252,7 +262,7 @@ print("goes on", file=sys.stderr)
 """)
     run = launch("--nproc-per-node", 2, "--local-ranks-filter", "1", main)
     assert run.returncode == 0
-    lines = unlabelled(run.stderr).splitlines()
+    lines = run.stderr.splitlines()
     start = lines.index("caught")
     assert lines[start + 1] == "Traceback (most recent call last):"
     assert lines[-2:] == ["ZeroDivisionError: division by zero", "goes on"]
@@ -332,8 +342,8 @@ if os.environ["RANK"] == "1":
 signal.pause()
 """)
     join = f'echo $$ > {little_memory}/cgroup.procs; exec "$@"'
-    command = ["bash", "-c", join, "-", DDPKIT, "launch", "--nproc-per-node", "2", "--max-restarts", "100", main]
-    run = subprocess.run(list(map(str, command)), text=True, capture_output=True, timeout=240)
+    command = ["bash", "-c", join, "-", DDPKIT, "launch", "--nproc-per-node", 2, "--max-restarts", 100, main]
+    run = launching.run(*command)
     assert run.returncode == 137, run.stderr
     assert "rank 1 failed first: out of memory, killed by SIGKILL" in run.stderr
     assert "not restarted again: the same failure 6 times in a row" in run.stderr
@@ -341,13 +351,16 @@ signal.pause()
 
 
 @pytest.mark.parametrize(
-    ("fault", "named"),
+    ("fault", "named", "timeout"),
     [
-        ("os.kill(os.getpid(), 9)", r"DataLoader worker \(pid|DataLoader worker 1"),
-        ("time.sleep(1000)", "sent no batch within the timeout"),
+        ("os.kill(os.getpid(), 9)", r"DataLoader worker \(pid|DataLoader worker 1", seconds(200)),
+        ("time.sleep(1000)", "sent no batch within the timeout", seconds(4)),
     ],
 )
-def test_a_data_loader_worker_that_dies_or_hangs_is_named_with_its_rank(script: Script, fault: str, named: str) -> None:
+def test_a_data_loader_worker_that_dies_or_hangs_is_named_with_its_rank(
+    script: Script, fault: str, named: str, timeout: float
+) -> None:
+    """In its second batch: by then the workers of both ranks have started."""
     main = script(f"""
 import os, time, torch
 from torch import nn
@@ -355,15 +368,17 @@ from torch.utils.data import Dataset, get_worker_info
 from ddp_kit import Trainer, TrainerConfig
 
 class Data(Dataset):
+    drawn = 0
     def __len__(self):
         return 400
     def __getitem__(self, index):
-        if os.environ["RANK"] == "1" and get_worker_info().id == 1:
+        self.drawn += 1
+        if os.environ["RANK"] == "1" and self.drawn > 4 and get_worker_info().id == 1:
             {fault}
         return torch.ones(2)
 
 model = nn.Linear(2, 1)
-config = TrainerConfig(global_batch_size=8, data={{"num_workers": 2, "timeout": 2}})
+config = TrainerConfig(global_batch_size=8, data={{"num_workers": 2, "timeout": {timeout}}})
 trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, batch: m(batch).square().mean(), config)
 trainer.fit(Data())
 """)
@@ -456,7 +471,7 @@ def test_a_job_whose_server_is_stopped_ends(script: Script, ready: Path, go: Pat
     job = JobProcesses()
     with started("--cold", "--nproc-per-node", 2, script(GOES_ON), ready, go, job=job) as launcher:
         wait_for(ready, 2)
-        psutil.Process(launcher.pid).children()[0].suspend()
+        suspend(server_of(launcher))
         let_go(go, 2)
         _, errors = launcher.communicate()
         assert launcher.returncode == 0
@@ -476,11 +491,15 @@ def test_ranks_that_have_saved_ask_for_another_run(script: Script, ready: Path) 
 
 def test_a_rank_that_has_saved_waits_for_the_others_and_no_restart_follows(script: Script) -> None:
     main = script("""
-import os, signal, sys
-if os.environ["RANK"] == "1":
-    signal.signal(signal.SIGALRM, lambda *_: sys.exit(75))
-    signal.setitimer(signal.ITIMER_REAL, 0.5)  # still saving when the other one has ended
-    signal.pause()
+import os, sys, time
+from pathlib import Path
+here = Path(f"{__file__}.{os.environ['RANK']}")
+here.write_text(f"/proc/{os.getpid()}\\n")
+if os.environ["RANK"] == "1":  # it is still saving when the other one has ended, and its parent knows
+    other = here.with_suffix(".0")
+    while not other.exists() or not other.read_text().endswith("\\n") or Path(other.read_text().strip()).exists():
+        time.sleep(0.01)
+    time.sleep(0.5)  # for the launcher, which must not end it
 sys.exit(75)
 """)
     run = launch("--nproc-per-node", 2, "--max-restarts", 3, main)
@@ -494,9 +513,7 @@ sys.exit(75)
 @pytest.mark.parametrize(("fault", "code"), [("raise ValueError('far away')", 1), ("sys.exit(7)", 7)])
 def test_every_node_ends_with_the_same_verdict(script: Script, fault: str, code: int) -> None:
     main = script(f"{MEETS}\nif rank == 3:\n    {fault}\ndist.all_reduce(total)")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    meet = ["--nnodes", 2, "--nproc-per-node", 2, "--master-addr", "127.0.0.1", "--master-port", port]
+    meet = ["--nnodes", 2, "--nproc-per-node", 2, "--master-addr", "127.0.0.1", "--master-port", free_port()]
     job = JobProcesses()
     with (
         started(*meet, "--node-rank", 0, main, job=job) as first,

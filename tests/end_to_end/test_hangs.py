@@ -1,21 +1,22 @@
 """A rank that does nothing any more, on the real command: found, named, its stack shown, and nothing left."""
 
 import json
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import launching
 import pytest
 from job_processes import JobProcesses
+from launching import seconds
 
 pytestmark = pytest.mark.slow
 
 Script = Callable[[str], Path]
-DDPKIT = Path(sys.executable).with_name("ddpkit")
 HUNG = 124
+LIMIT = seconds(4)
+"""For --hang-timeout. The launcher allows ten times as much for the first two steps, or the first ten collectives."""
 FAULTS = """\
 import os, re, signal, sys, time, torch
 RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -46,7 +47,7 @@ class Numbers(torch.utils.data.Dataset):
 
 def loss_fn(model, batch):
     if ATTEMPT == 1 and trainer.step == 10:
-        time.sleep(1.5)
+        time.sleep({LIMIT / 2})
     return mse_loss(model(batch[0]), batch[1])
 
 if __name__ == "__main__":
@@ -56,9 +57,15 @@ if __name__ == "__main__":
     trainer.fit(Numbers())
     print("done", trainer.step)
 """
+# A rank creates the process group, whose timeout may be short, once the other one has done its imports, too.
 MEETS = f"""\
 {FAULTS}
 import datetime, torch.distributed as dist
+from pathlib import Path
+here, there = (Path(f"{{__file__}}.{{rank}}.{{ATTEMPT}}") for rank in (RANK, 1 - RANK))
+here.touch()
+while not there.exists():
+    time.sleep(0.01)
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=float(sys.argv[2])))
 def work(step):
     if RANK == 1 and ATTEMPT == 0 and step == 30:
@@ -74,8 +81,7 @@ print("done", ATTEMPT)
 def launch(*words: object) -> "subprocess.CompletedProcess[str]":
     """Run two ranks; nothing of them is left afterwards."""
     job = JobProcesses()
-    command = [str(DDPKIT), "launch", "--nproc-per-node", "2", *map(str, words)]
-    run = subprocess.run(command, env={**os.environ, **job.env}, text=True, capture_output=True, timeout=200)
+    run = launching.launch("--nproc-per-node", 2, *words, env=job.env)
     assert job.alive() == {}
     return run
 
@@ -91,7 +97,7 @@ def launch(*words: object) -> "subprocess.CompletedProcess[str]":
 def test_a_rank_that_hangs_in_a_trainer_is_named_with_its_stack(
     script: Script, tmp_path: Path, fault: str, workers: int, told: str
 ) -> None:
-    run = launch("--hang-timeout", 2, "--log-dir", tmp_path / "logs", script(TRAINS), fault, workers)
+    run = launch("--hang-timeout", LIMIT, "--log-dir", tmp_path / "logs", script(TRAINS), fault, workers)
     assert run.returncode == HUNG, run.stderr
     assert re.search(rf"rank 1 failed first: hung \(.*, after step 9\): no progress .*; {told}", run.stderr), run.stderr
     # The last form: on a loaded machine its native frames are not read within the time that they are given.
@@ -106,7 +112,7 @@ def test_a_rank_that_hangs_in_a_trainer_is_named_with_its_stack(
 
 
 def test_a_run_goes_on_after_a_restart_and_slow_steps_are_no_hang(script: Script) -> None:
-    run = launch("--hang-timeout", 3, "--max-restarts", 1, script(TRAINS), "sleep", 0)
+    run = launch("--hang-timeout", LIMIT, "--max-restarts", 1, script(TRAINS), "sleep", 0)
     assert run.returncode == 0, run.stderr
     assert run.stderr.count("hung") == 1, run.stderr
     assert re.search(r"rank 1 failed first: hung .*; restart 1 of 1", run.stderr)
@@ -115,7 +121,7 @@ def test_a_run_goes_on_after_a_restart_and_slow_steps_are_no_hang(script: Script
 
 
 def test_a_script_without_a_trainer_needs_no_line_for_it(script: Script) -> None:
-    run = launch("--hang-timeout", 2, script(MEETS), "sleep", 600)
+    run = launch("--hang-timeout", LIMIT, script(MEETS), "sleep", 600)
     assert run.returncode == HUNG, run.stderr
     assert re.search(r"rank 1 failed first: hung .*it has started 30 collectives, other ranks 31", run.stderr), (
         run.stderr
@@ -125,7 +131,7 @@ def test_a_script_without_a_trainer_needs_no_line_for_it(script: Script) -> None
 
 
 def test_where_torch_s_own_timeout_comes_first_the_rank_that_was_missing_is_named(script: Script) -> None:
-    run = launch("--cold", script(MEETS), "sleep", 2)
+    run = launch("--cold", script(MEETS), "sleep", LIMIT)
     assert run.returncode == HUNG, run.stderr
     assert "rank 1 failed first: hung" in run.stderr
     assert re.search(r"in the script \(script.py:\d+ in sleep\)", run.stderr), run.stderr
@@ -146,9 +152,8 @@ time.sleep(600)
 
 def test_a_worker_in_uninterruptible_sleep_is_a_failure_that_counts(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(VFORKS)
-    words = [DDPKIT, "launch", "--nproc-per-node", "2", "--max-restarts", "1", "script.py"]
-    env = os.environ | {"TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT": "1"}
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    env = {"TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT": str(seconds(2))}
+    done = launching.launch("--nproc-per-node", 2, "--max-restarts", 1, "script.py", cwd=tmp_path, env=env)
     assert done.returncode == HUNG, done.stderr
     assert done.stderr.count("rank 1 failed first: hung") == 2
     assert "uninterruptible sleep" in done.stderr

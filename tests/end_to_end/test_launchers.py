@@ -41,7 +41,7 @@ def test_workers_find_the_same_environment_as_under_torchrun(start: Start, scrip
     shows = script("say((os.environ['RANK'], dict(os.environ)))")
 
     def seen(launcher: str) -> dict[str, dict[str, str]]:
-        run = start(launcher, 2, shows, env={"MY_OWN": "kept"})
+        run = start(launcher, 2, shows, env={"MY_OWN": "kept", "OMP_NUM_THREADS": None})
         assert run.returncode == 0, run.stderr
         ranks = dict(ast.literal_eval(line) for line in run.stdout.splitlines())
         return {rank: {k: v for k, v in env.items() if k not in OWN_TO_A_RUN} for rank, env in ranks.items()}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import mistakes
 import pytest
+from launching import seconds
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 Script = Callable[[str], Path]
@@ -199,7 +200,7 @@ def test_the_rank_that_has_the_cause_is_named_whichever_ends_first(
     assert "ddpkit: rank 2 failed first: exit code 1" in run.stderr
 
 
-APART = """
+APART = f"""
 import torch
 from torch import nn
 from ddp_kit import Callback, Trainer, TrainerConfig
@@ -214,7 +215,7 @@ class Stop(Callback):
             trainer.stop()
 
 PLACE = sys.argv[1]
-barrier.ANSWER_SECONDS, barrier.SILENT_SECONDS = 0.1, 1.0
+barrier.ANSWER_SECONDS, barrier.SILENT_SECONDS = {seconds(0.1)}, {seconds(1)}
 torch.manual_seed(0)
 model = nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -331,7 +332,7 @@ from ddp_kit import Callback, Trainer, TrainerConfig
 from ddp_kit.parallel import unit_order
 
 strategy, who, since = sys.argv[1], sys.argv[2], int(sys.argv[3])
-unit_order.SILENT_SECONDS, unit_order.TIMEOUT_SECONDS = 0.5, 2.0
+unit_order.SILENT_SECONDS, unit_order.TIMEOUT_SECONDS = map(float, sys.argv[4:])
 rank, passes = int(os.environ["RANK"]), 0
 
 class Net(nn.Module):
@@ -358,6 +359,12 @@ trainer.fit(torch.randn(40, 2))
 """
 
 
+# Seconds that a rank waits for others: until a line says so, and until that is an error. No rank waits before the
+# module is left out: from then on SHORT is for waits in vain, and LONG for those that end.
+SHORT = str(seconds(0.5)), str(seconds(2))
+LONG = str(seconds(100)), str(seconds(200))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "who", "since", "said"),
@@ -371,7 +378,7 @@ trainer.fit(torch.randn(40, 2))
 def test_a_module_that_some_ranks_leave_out_is_named_and_nothing_hangs(
     start: Start, script: Script, strategy: str, who: str, since: int, said: str
 ) -> None:
-    run = start("ddpkit", 2, script(LEFT_OUT), strategy, who, str(since))
+    run = start("ddpkit", 2, script(LEFT_OUT), strategy, who, str(since), *SHORT)
     assert run.returncode == 1
     assert said in run.stderr
     assert run.stderr.count("ddpkit: error") == 1, run.stderr
@@ -382,7 +389,7 @@ def test_a_module_that_some_ranks_leave_out_is_named_and_nothing_hangs(
 
 @pytest.mark.slow
 def test_a_module_may_be_left_out_of_a_pass_by_all_ranks(start: Start, script: Script) -> None:
-    run = start("ddpkit", 2, script(LEFT_OUT), "fsdp", "all", "3")
+    run = start("ddpkit", 2, script(LEFT_OUT), "fsdp", "all", "3", *LONG)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("step 2") == 2
     assert "did not reach" not in run.stderr

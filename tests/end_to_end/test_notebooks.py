@@ -1,13 +1,15 @@
 """`ddp_kit.launch` in cells of a notebook, with a real kernel; the example notebooks."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from queue import Empty
 from typing import Any
 
 import psutil
 import pytest
+from job_processes import has_ended
+from launching import ROOT, clean_environment, seconds, wait_until
 
 FIRST = """
 import os
@@ -36,10 +38,10 @@ def fails():
 launch(fails, processes=2)
 """
 WAITS = """
-import time
+import os, time
 
 def waits():
-    print("now", flush=True)
+    print("now", os.environ["RANK"], flush=True)
     time.sleep(1000)
 
 launch(waits, processes=2)
@@ -53,22 +55,22 @@ class Notebook:
         manager = pytest.importorskip("jupyter_client", reason="needs pip install ipykernel nbclient").KernelManager
         self.folder = folder
         self.kernel = manager(kernel_name="python3")
-        self.kernel.start_kernel(cwd=str(folder))
+        self.kernel.start_kernel(cwd=str(folder), env=clean_environment())
         self.client = self.kernel.blocking_client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        self.client.wait_for_ready(timeout=seconds(60))
 
     @property
     def pid(self) -> int:
         return int(self.kernel.provisioner.pid)
 
-    def run(self, cell: str, until: str | None = None) -> str:
-        """What the cell prints, and its error, when it has ended, or as soon as it has printed `until`."""
+    def run(self, cell: str, *until: str) -> str:
+        """What the cell prints, and its error, when it has ended, or as soon as it has printed all of `until`."""
         self.client.execute(cell)
-        return self.output(until)
+        return self.output(*until)
 
-    def output(self, until: str | None = None) -> str:
-        shown, deadline = "", time.monotonic() + 120
+    def output(self, *until: str) -> str:
+        shown, deadline = "", time.monotonic() + seconds(120)
         while True:
             try:
                 message = self.client.get_iopub_msg(timeout=1)
@@ -80,7 +82,8 @@ class Notebook:
                 shown += content["text"]
             elif kind == "error":
                 shown += "\n".join(content["traceback"])
-            if (until is not None and until in shown) or (kind, content.get("execution_state")) == ("status", "idle"):
+            printed = bool(until) and all(each in shown for each in until)
+            if printed or (kind, content.get("execution_state")) == ("status", "idle"):
                 return shown
 
     def launches(self) -> list[psutil.Process]:
@@ -96,6 +99,17 @@ def _environment(process: psutil.Process) -> dict[str, str]:
         return process.environ()
     except psutil.Error:  # it has ended, or is another user's
         return {}
+
+
+def _command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def wait_for_ends(processes: Iterable[psutil.Process], what: str) -> None:
+    wait_until(lambda: all(has_ended(each.pid) for each in processes), what)
 
 
 @pytest.fixture
@@ -118,17 +132,17 @@ def test_cells_of_a_notebook_launch_what_they_define(notebook: Notebook) -> None
     shown = notebook.run(FAILS)
     assert "ValueError: no good" in shown
     assert "rank 0 failed first" in shown or "rank 1 failed first" in shown
-    assert "now" in notebook.run(WAITS, until="now")
-    ranks = [each for each in notebook.children() if "waits" in " ".join(each.cmdline())]
+    assert "now" in notebook.run(WAITS, "now 0", "now 1")
+    ranks = [each for each in notebook.children() if "waits" in _command_line(each)]
     assert len(ranks) == 2
     notebook.kernel.interrupt_kernel()
     assert "KeyboardInterrupt" in notebook.output()
-    assert not psutil.wait_procs(ranks, timeout=60)[1], "they have ended"
-    assert "now" in notebook.run(WAITS, until="now")
+    wait_for_ends(ranks, "ended, which are interrupted")
+    assert "now" in notebook.run(WAITS, "now 0", "now 1")
     children = notebook.children()
     assert len(children) >= 4
     psutil.Process(notebook.pid).kill()
-    assert not psutil.wait_procs(children, timeout=60)[1], "nothing outlives the kernel"
+    wait_for_ends(children, "ended, as nothing outlives the kernel")
 
 
 MARKED = """
@@ -148,9 +162,9 @@ def test_ten_calls_leave_nothing(notebook: Notebook) -> None:
     notebook.run(MARKED)
     assert notebook.run("print([launch(os.getpid, processes=2) for _ in range(10)])").count("[rank") == 0
     waiting = notebook.launches()
-    assert all("waiting_launcher" in " ".join(each.cmdline()) for each in waiting), "only the next launcher waits"
+    assert all("waiting_launcher" in _command_line(each) for each in waiting), "only the next launcher waits"
     assert "none" in notebook.run("function_launch._close(); print('none')")
-    assert not psutil.wait_procs(waiting, timeout=60)[1]
+    wait_for_ends(waiting, "ended, as the next launcher is not needed any more")
     assert not notebook.launches()
     assert not [*(notebook.folder / "temporary").iterdir()]
 
@@ -163,7 +177,7 @@ def test_a_restart_of_the_kernel_leaves_no_process(notebook: Notebook, killed: b
     waiting = notebook.launches()
     assert waiting
     notebook.kernel.restart_kernel(now=killed)
-    assert not psutil.wait_procs(waiting, timeout=60)[1]
+    wait_for_ends(waiting, "ended, as the next launcher is not needed any more")
     assert not notebook.launches()
 
 
@@ -191,7 +205,7 @@ def test_no_output_is_lost_and_no_character_broken(notebook: Notebook) -> None:
 
 # --- the examples ----------------------------------------------------------------------------------------------------
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "notebooks"
+EXAMPLES = ROOT / "examples" / "notebooks"
 
 
 def _executed(name: str, folder: Path) -> Any:
@@ -199,7 +213,8 @@ def _executed(name: str, folder: Path) -> Any:
     nbformat = pytest.importorskip("nbformat", reason="needs pip install ipykernel nbclient")
     client = pytest.importorskip("nbclient", reason="needs pip install ipykernel nbclient").NotebookClient
     notebook = nbformat.read(EXAMPLES / name, as_version=4)
-    done = client(notebook, timeout=200, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    where = {"metadata": {"path": str(folder)}}
+    done = client(notebook, timeout=seconds(200), kernel_name="python3", resources=where).execute()
     for cell in done.cells:
         raised = any(each.output_type == "error" for each in cell.get("outputs", ()))
         assert raised == ("raises-exception" in cell.metadata.get("tags", ())), cell.source

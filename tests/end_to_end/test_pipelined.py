@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import seconds
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 SCRIPT = Path(__file__).with_name("pipelined.py")
@@ -165,7 +166,7 @@ UNEVEN = {name: case for name, case in CASES.items() if name.endswith("uneven pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(seconds(600))
 @pytest.mark.parametrize("two_pipelines", [UNEVEN, CASES], ids=["", "all"])
 def test_a_pipeline_trains_as_one_process_does(start: Start, tmp_path: Path, two_pipelines: dict[str, Any]) -> None:
     alone = run(start, 1, tmp_path / "1", CASES | FOUR_STAGES | COMBINED)
@@ -192,7 +193,7 @@ RANDOM = {"random": (4, {**FULL, "parallel": {"shard": 2}, "model": {"dropout": 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(seconds(600))
 def test_a_pipeline_resumes_bitwise_and_its_checkpoints_fit_other_placements(start: Start, tmp_path: Path) -> None:
     def third(saved: list[dict[str, Any]]) -> str:
         return str(Path(saved[0]["saved"]).with_name("step-00000003"))

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from launching import ROOT, seconds
 
 Ddpkit = Callable[..., object]
-ROOT = Path(__file__).parents[2]
 MOVED = Path(__file__).with_name("moved.py")
 PLAN = {"blocks.*.up": "column", "blocks.*.down": "row"}
 
@@ -32,7 +32,7 @@ def test_rows_of_the_table_are_those_of_one_process(table: ModuleType, capsys: p
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(seconds(1200))
 def test_all_rows_are(table: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert table.main([]) == 0, capsys.readouterr().out
 

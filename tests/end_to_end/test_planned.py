@@ -5,17 +5,16 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import DDPKIT, started
 
 from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS
 from ddp_kit.parallel.memory import MemoryPlan
 
 SCRIPT = Path(__file__).with_name("planned.py")
-COMMAND = Path(sys.executable).with_name("ddpkit")
 GPT = """\
 import sys
 sys.path.insert(0, {examples!r})
@@ -97,8 +96,8 @@ def made(parallel: str) -> Any:
 @pytest.mark.slow
 def test_a_gpt_of_7_billion_parameters_is_planned_in_little_memory(script: Any, root: Path) -> None:
     path = script(GPT.format(examples=str(root / "examples")))
-    command = [COMMAND, "plan", "--gpus", "8", "--memory", "80GiB", path]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    words = ["--gpus", 8, "--memory", "80GiB", path]
+    with started(DDPKIT, "plan", *words, stderr=subprocess.STDOUT) as process:
         assert process.stdout
         told = process.stdout.read()
         _, status, used = os.wait4(process.pid, 0)

@@ -1,29 +1,36 @@
 """A run that is told to stop saves, asks to be started again, and goes on as if nothing had been."""
 
 import json
-import os
 import re
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launching import DDPKIT, run, seconds
 
 from ddp_kit.manifest import checkpoints
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("preempted.py")
-LAUNCH = [Path(sys.executable).with_name("ddpkit"), "launch", "--nproc-per-node", "2"]
+LAUNCH = [DDPKIT, "launch", "--nproc-per-node", "2"]
 ALONE = [sys.executable]
+MOST = round(seconds(300))
+"""Steps of a run that is to be stopped. One takes 0.2 s once the signal is sent: all ranks hear it before the last."""
 
 
 def train(
-    by: list[str | Path], folder: Path, who: str = "nobody", signal: str = "", settings: str = "{}", **env: str
+    by: list[str | Path],
+    folder: Path,
+    who: str = "nobody",
+    signal: str = "",
+    settings: str = "{}",
+    script: Path = SCRIPT,
+    **env: str,
 ) -> "subprocess.CompletedProcess[str]":
-    words = [*by, SCRIPT, folder, who, signal, settings]
-    return subprocess.run(words, env={**os.environ, **env}, capture_output=True, text=True, timeout=200)
+    return run(*by, script, folder, who, signal, settings, env=env)
 
 
 def ended(run: "subprocess.CompletedProcess[str]") -> str:
@@ -48,12 +55,13 @@ def last_state(folder: Path) -> dict[str, object]:
 
 
 def test_ranks_that_hear_a_signal_at_different_times_save_after_the_same_step(tmp_path: Path) -> None:
-    whole = ended(train(LAUNCH, tmp_path / "undisturbed"))
+    settings = json.dumps({"max_steps": MOST})
+    whole = ended(train(LAUNCH, tmp_path / "undisturbed", settings=settings))
     folder = tmp_path / "run"
-    first = stopped(train(LAUNCH, folder, "launcher", "SIGTERM"), folder, "SIGTERM")
-    second = stopped(train(LAUNCH, folder, "rank", "SIGUSR1"), folder, "SIGUSR1")
-    assert 5 <= first <= second - 5 < 55
-    assert ended(train(LAUNCH, folder)) == whole
+    first = stopped(train(LAUNCH, folder, "launcher", "SIGTERM", settings), folder, "SIGTERM")
+    second = stopped(train(LAUNCH, folder, "rank", "SIGUSR1", settings), folder, "SIGUSR1")
+    assert 5 <= first <= second - 5 < MOST - 5
+    assert ended(train(LAUNCH, folder, settings=settings)) == whole
 
 
 def test_ctrl_c_and_the_clock_end_a_run_that_goes_on_later(tmp_path: Path) -> None:
@@ -66,12 +74,21 @@ def test_ctrl_c_and_the_clock_end_a_run_that_goes_on_later(tmp_path: Path) -> No
     assert ended(train(ALONE, folder)) == whole
 
 
+# The job's last seconds begin once a rank has done its imports.
+ENDS_SOON = f"""
+import os, runpy, time
+import ddp_kit, torch
+os.environ["SLURM_JOB_END_TIME"] = str(int(time.time() + {seconds(12)}))
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
+
+
 def test_a_run_saves_before_its_time_in_the_cluster_ends_and_says_whether_a_save_fits_into_the_grace(
-    tmp_path: Path,
+    script: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    folder, soon = tmp_path / "run", str(int(time.time()) + 20)
+    folder = tmp_path / "run"
     often = json.dumps({"checkpoint": {"dir": str(folder), "every_steps": 1}})
-    run = train(LAUNCH, folder, "saver", "slow", often, SLURM_JOB_END_TIME=soon, DDPKIT_GRACE_SECONDS="6")
+    run = train(LAUNCH, folder, "saver", "slow", often, script(ENDS_SOON), DDPKIT_GRACE_SECONDS="6")
     stopped(run, folder, "the approaching end of the job")
     said = (
         r"a save takes about \d+\.\d s, but only 1 s are left after SIGTERM: not enough; set --shutdown-timeout to \d"
@@ -80,11 +97,12 @@ def test_a_run_saves_before_its_time_in_the_cluster_ends_and_says_whether_a_save
 
 
 def test_saves_by_the_clock_are_of_the_same_step_on_all_ranks(tmp_path: Path) -> None:
-    settings = f'{{"checkpoint": {{"dir": "{tmp_path}", "every_seconds": 0.1, "keep_last": 60}}, "max_steps": 15}}'
-    ended(train(LAUNCH, tmp_path, "nobody", "slow", settings))
+    most = round(seconds(30))
+    often = {"dir": str(tmp_path), "every_seconds": 0.1, "keep_last": 2 * most}
+    ended(train(LAUNCH, tmp_path, "nobody", "slow", json.dumps({"checkpoint": often, "max_steps": most})))
     steps = [found.step for found in checkpoints(tmp_path, hashes=True) if found.whole]
     assert len(steps) >= 3
-    assert steps[0] == 15
+    assert steps[0] == most
 
 
 @pytest.mark.parametrize("steps", [25, 20])
@@ -109,7 +127,8 @@ def test_a_run_that_is_stopped_before_its_first_step_asks_to_be_started_again(tm
 
 
 def test_one_rank_is_enough_to_stop_a_run_before_its_first_step(tmp_path: Path) -> None:
-    assert stopped(train(LAUNCH, tmp_path, "sanity", "SIGTERM", EVALUATED), tmp_path, "SIGTERM") < 60
+    settings = json.dumps({"eval_every": 20, "max_steps": MOST})
+    assert stopped(train(LAUNCH, tmp_path, "sanity", "SIGTERM", settings), tmp_path, "SIGTERM") < MOST
 
 
 def test_a_signal_after_the_last_step_does_not_change_how_the_run_ends(tmp_path: Path) -> None:

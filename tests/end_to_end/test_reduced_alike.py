@@ -1,19 +1,17 @@
 """From three ranks on, the order in which gradients are reduced decides how sums are rounded."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launching import launch
 
 SCRIPT = Path(__file__).with_name("reduced_alike.py")
 
 
 @pytest.mark.slow
 def test_a_run_resumes_bitwise_from_its_first_steps_on(tmp_path: Path) -> None:
-    command = [Path(sys.executable).with_name("ddpkit"), "launch", "--nproc-per-node", "3", SCRIPT, tmp_path / "runs"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    run = launch("--nproc-per-node", 3, SCRIPT, tmp_path / "runs", timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     found = re.findall(r"([a-z ]+ left after [123]): (same|other)", run.stdout)
     assert len(found) == 4 * 3 * 3, run.stdout

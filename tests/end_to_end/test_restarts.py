@@ -5,18 +5,17 @@ import re
 import select
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from labels import unlabelled
+from launching import DDPKIT, launch, seconds, started
 
 pytestmark = pytest.mark.slow
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 Script = Callable[[str], Path]
-BIN = Path(sys.executable).parent
 
 MEETS = """\
 import signal, sys, time
@@ -42,8 +41,7 @@ if attempt < {kills}:
 dist.barrier()
 dist.destroy_process_group()  # else a thread of gloo's that lets go of its last work may abort a cold one's end
 """)
-    words = ["launch", *flags, "--nproc-per-node", str(ranks), "--max-restarts", str(kills), str(main)]
-    run = subprocess.run([BIN / "ddpkit", *words], capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    run = launch(*flags, "--nproc-per-node", ranks, "--max-restarts", kills, main, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     there = re.findall(r"there (\d+) (\d+)", run.stdout)
     assert {total for _, total in there} == {str(ranks)}
@@ -55,11 +53,6 @@ def test_without_restarts_left_the_last_failure_is_the_verdict(start: Start, scr
     run = start("ddpkit", 2, script("import sys\nif os.environ['RANK'] == '1': sys.exit(9)\nsay('ok')"))
     assert run.returncode == 9
     assert "rank 1 failed first: exit code 9" in run.stderr.splitlines()[-1]
-
-
-def launch(*words: object) -> "subprocess.CompletedProcess[str]":
-    command = [BIN / "ddpkit", "launch", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.parametrize(
@@ -98,14 +91,14 @@ def test_a_script_that_mends_itself_is_restarted_as_often_as_allowed(script: Scr
 
 
 def test_a_signal_ends_the_wait_of_a_crash_loop_at_once(script: Script) -> None:
-    command = [str(BIN / "ddpkit"), "launch", "--nproc-per-node", "1", "--max-restarts", "50"]
     main = script("raise ValueError('always')")
-    with subprocess.Popen([*command, str(main)], stderr=subprocess.PIPE, text=True) as launcher:
+    with started(DDPKIT, "launch", "--nproc-per-node", 1, "--max-restarts", 50, main) as launcher:
         assert launcher.stderr is not None
         said = next(line for line in launcher.stderr if "in 4 s" in line)
         assert said.endswith("ValueError: always; restart 4 of 50 in 4 s\n")
         launcher.send_signal(signal.SIGTERM)
         after = launcher.stderr.read()
+        launcher.wait()
     assert launcher.returncode == 128 + signal.SIGTERM
     assert after == "ddpkit: stopped by SIGTERM\n"  # nor was another round begun
 
@@ -143,31 +136,31 @@ def test_no_worker_outlives_a_launcher_that_is_killed(script: Script, flags: tup
     main = script(
         "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); say(os.getpid())\nwhile True: signal.pause()"
     )
-    words = [*flags, main.stem if flags else str(main)]
-    command = [str(BIN / "ddpkit"), "launch", "--nproc-per-node", "3", *words]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=tmp_path
-    ) as launcher:
+    words = ["--nproc-per-node", 3, *flags, main.stem if flags else main]
+    with started(DDPKIT, "launch", *words, cwd=tmp_path, stderr=subprocess.DEVNULL) as launcher:
         assert launcher.stdout is not None
         workers = [os.pidfd_open(int(unlabelled(launcher.stdout.readline()))) for _ in range(3)]
         launcher.send_signal(signal.SIGKILL)
         for worker in workers:
-            assert select.select([worker], [], [], 60)[0], "it is still there"
+            assert select.select([worker], [], [], seconds(60))[0], "it is still there"
             os.close(worker)
 
 
 def test_a_second_interrupt_ends_workers_that_ignore_the_first_at_once(script: Script) -> None:
     main = script(
-        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); say(os.getpid())\nwhile True: signal.pause()"
+        "import signal; signal.signal(signal.SIGINT, lambda *_: say('told'))\nsay(os.getpid())\n"
+        "while True: signal.pause()"
     )
-    command = [str(BIN / "ddpkit"), "launch", "--nproc-per-node", "2", "--shutdown-timeout", "3000", str(main)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+    words = ["--nproc-per-node", 2, "--shutdown-timeout", 3000, main]
+    with started(DDPKIT, "launch", *words) as launcher:
         assert launcher.stdout is not None
         workers = [os.pidfd_open(int(unlabelled(launcher.stdout.readline()))) for _ in range(2)]
         launcher.send_signal(signal.SIGINT)
+        for _ in workers:  # until then, a second signal could be taken for the first
+            assert unlabelled(launcher.stdout.readline()) == "told\n"
         assert not select.select(workers, [], [], 0.5)[0], "they have their grace"
         launcher.send_signal(signal.SIGINT)
-        _, errors = launcher.communicate(timeout=60)
+        _, errors = launcher.communicate(timeout=seconds(60))
     assert launcher.returncode == 130
     assert "stopped by SIGINT" in errors
     for worker in workers:
@@ -175,7 +168,7 @@ def test_a_second_interrupt_ends_workers_that_ignore_the_first_at_once(script: S
 
 
 def test_who_trains_with_one_that_failed_is_not_waited_for_until_the_grace_ends(tmp_path: Path) -> None:
-    words = ["--nproc-per-node", "2", "--max-restarts", "1", "--shutdown-timeout", "3000"]
+    words = ["--nproc-per-node", 2, "--max-restarts", 1, "--shutdown-timeout", 3000]
     run = launch(*words, Path(__file__).with_name("stubborn.py"), tmp_path / "run")
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("ended after step 6") == 2

@@ -1,13 +1,12 @@
 """The record of a run: what a job with a restart leaves in its checkpoint folder, or in its log folder."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import DDPKIT, launch, run
 
 TRAIN = """
 import os, sys, time
@@ -38,9 +37,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_job_that_restarts_leaves_one_record(script: Callable[[str], Path], tmp_path: Path) -> None:
-    words = ["launch", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command = [Path(sys.executable).with_name("ddpkit"), *words, script(TRAIN), "save", "--token", "abcdef123"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    words = ["--nproc-per-node", 2, "--max-restarts", 1, script(TRAIN), "save", "--token", "abcdef123"]
+    done = launch(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "run" / "record"
     attempts = _lines(folder / "attempts.jsonl")
@@ -61,7 +59,7 @@ def test_a_job_that_restarts_leaves_one_record(script: Callable[[str], Path], tm
     samples = _lines(folder / "samples-0.jsonl")
     assert 0 <= samples[0]["cpu"] <= 1
     assert 0 < samples[0]["memory"] < samples[0]["memory_total"]
-    told = subprocess.run([command[0], "report", "run"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    told = run(DDPKIT, "report", "run", cwd=tmp_path)
     assert told.stdout.startswith("run: finished, 20 of 20 steps in "), told.stderr
     assert "Attempt 1 of 2: rank 1 failed first: " in told.stdout
     assert "RuntimeError: boom" in told.stdout
@@ -71,9 +69,8 @@ def test_a_job_that_restarts_leaves_one_record(script: Callable[[str], Path], tm
 def test_without_a_checkpoint_folder_the_record_is_in_the_log_folder(
     script: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    words = ["launch", "--nproc-per-node", "2", "--log-dir", "logs", "--max-restarts", "1"]
-    command = [Path(sys.executable).with_name("ddpkit"), *words, script(TRAIN)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    words = ["--nproc-per-node", 2, "--log-dir", "logs", "--max-restarts", 1, script(TRAIN)]
+    done = launch(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (folder,) = tmp_path.glob("logs/*/record")
     assert [each["event"] for each in _lines(folder / "attempts.jsonl")].count("end") == 2

@@ -32,6 +32,7 @@ from typing import Any
 
 import pytest
 from labels import unlabelled
+from launching import DDPKIT, seconds
 
 from ddp_kit.launcher.warm.client import WarmServer
 from ddp_kit.launcher.warm.messages import Program
@@ -40,7 +41,7 @@ Facts = dict[str, Any]
 Seen = Callable[[str, str], Facts]
 
 PROBES = Path(__file__).parent / "probes"
-LAUNCH = (str(Path(sys.executable).with_name("ddpkit")), "launch", "--nproc-per-node")
+LAUNCH = (str(DDPKIT), "launch", "--nproc-per-node")
 COLD = ("--cold",)
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -295,10 +296,10 @@ class Running:
         """Wait for the end; what the probe printed, with what else was written and the exit code."""
         try:
             out, err = (self._shown(), b"") if self.case.terminal else self._communicate()
-            code = self.process.wait(timeout=90)
+            code = self.process.wait(timeout=seconds(90))
         except subprocess.TimeoutExpired:
             self.process.terminate()
-            self.process.communicate(timeout=60)
+            self.process.communicate(timeout=seconds(60))
             return {"exit code": "none: it hangs"}
         return _facts(out, err, code)
 
@@ -307,7 +308,7 @@ class Running:
         self.process.kill()
 
     def _communicate(self) -> tuple[bytes, bytes]:
-        return self.process.communicate(self.case.stdin.encode(), timeout=90)
+        return self.process.communicate(self.case.stdin.encode(), timeout=seconds(90))
 
     def _shown(self) -> bytes:
         os.write(self.terminal, self.case.stdin.encode())
@@ -336,7 +337,7 @@ class Served:
     def facts(self) -> Facts:
         """Wait for the end; as of `Running`, and what the launcher would have said of the start."""
         try:
-            code = self._process.wait(timeout=90)
+            code = self._process.wait(timeout=seconds(90))
         except subprocess.TimeoutExpired:
             return {"exit code": "none: it hangs"}
         self._server.clear(succeeded=code == 0)
@@ -435,8 +436,8 @@ def test_two_workers_draw_different_numbers(seen: Seen) -> None:
 @pytest.mark.parametrize("flag", ["--redirects", "--tee"])
 @pytest.mark.parametrize("way", [COLD, ()], ids=["cold", "warm"])
 def test_a_log_has_every_byte(flag: str, way: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
-    environment = {"PATH": os.environ["PATH"]} | {n: os.environ[n] for n in ("LANG", "PYTHONPATH") if n in os.environ}
-    given: Any = {"cwd": folder, "env": environment, "capture_output": True, "timeout": 200}
+    environment = {name: value for name, value in kept().items() if name != "HOME"}
+    given: Any = {"cwd": folder, "env": environment, "capture_output": True, "timeout": seconds(200)}
     plain = subprocess.run([sys.executable, "-u", "writes.py"], **given)
     logs = ["--log-dir", str(tmp_path), flag, "3"]
     run = subprocess.run([*LAUNCH, "1", *way, *logs, "writes.py"], **given)

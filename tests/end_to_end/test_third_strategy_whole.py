@@ -1,8 +1,7 @@
 """The tests of exactness, evaluation, out-of-memory steps and resume, unchanged, with the strategy in flat.py."""
 
-from pathlib import Path
-
 import pytest
+from launching import ROOT
 from test_evaluation import test_values_and_predictions_do_not_depend_on_the_ranks
 from test_exact import (
     test_a_rank_without_samples_stands_in_for_sparse_gradients_too,
@@ -24,4 +23,4 @@ __all__ = [
 
 @pytest.fixture(autouse=True)
 def _flat_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "strategies"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "strategies"))

@@ -1,19 +1,17 @@
 """The MFU does not depend on how the model is spread over ranks."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launching import launch
 
 SCRIPT = Path(__file__).with_name("utilised.py")
 
 
 @pytest.mark.slow
 def test_the_flops_are_those_of_the_plain_model_under_every_strategy() -> None:
-    command = [Path(sys.executable).with_name("ddpkit"), "launch", "--nproc-per-node", "2", SCRIPT]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    run = launch("--nproc-per-node", 2, SCRIPT, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     found = re.findall(r"(\w+): (\d+|none) (same|other)", run.stdout)
     first, rest = 2 * 8 * 8, 2 * (2 * 2 * 8 * 16 + 8)

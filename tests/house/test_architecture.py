@@ -81,11 +81,6 @@ def own_imports(path: Path) -> set[str]:
     return {name for name in found if name}
 
 
-def test_no_two_modules_have_the_same_name() -> None:
-    names = [path.stem for path in modules() if path.stem not in OUTSIDE_THE_FLOORS]
-    assert sorted(names) == sorted(set(names))
-
-
 def test_every_module_has_its_floor() -> None:
     upstairs = {
         room(name_of(path)) for path in modules() if not name_of(path).startswith("launcher")
@@ -243,20 +238,6 @@ def test_records_that_cross_a_boundary_are_frozen() -> None:
                 public = not kind.__name__.startswith("_")
                 assert kind.__dataclass_params__.frozen or not public, kind  # type: ignore[attr-defined]
                 assert fields(kind)
-
-
-def test_modules_and_functions_stay_readable() -> None:
-    """The usual one and the ninth of ten, in lines: a long one may have its reason, a long habit has none."""
-    texts = [path.read_text() for path in modules()]
-    nodes = [node for path in modules() for node in nodes_of(path)]
-    functions = [
-        (node.end_lineno or 0) - node.lineno + 1
-        for node in nodes
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    for lines, usual, long in ((sorted(text.count("\n") for text in texts), 150, 400), (sorted(functions), 8, 22)):
-        assert lines[len(lines) // 2] <= usual
-        assert lines[len(lines) * 9 // 10] <= long
 
 
 def test_the_drawing_in_the_design_has_no_python_outside_the_package() -> None:

@@ -84,12 +84,6 @@ def by_document() -> list[Any]:
     return [pytest.param(its, id=str(document.relative_to(ROOT))) for document, its in found.items()]
 
 
-def in_turn(commands: list[Command]) -> list[Command]:
-    """Those that start a script of the documents on two ranks; README's are tried by themselves."""
-    starts = re.compile(r"ddpkit launch --nproc-per-node 2 \w+\.py( [\w/]+)*")
-    return [each for each in commands if each.document.parent != ROOT and starts.fullmatch(each.line)]
-
-
 def run(command: Command, clone: Path) -> None:
     words = command.line.split()
     folder = clone
@@ -132,22 +126,6 @@ def test_a_command_for_gpus_runs(command: Command, clone: Path) -> None:
     if not gpus():
         pytest.skip("needs GPUs; there are none on this machine")
     run(command, clone)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_scripts_of_the_documents_run_on_two_ranks_in_turn(tmp_path: Path) -> None:
-    """In one launch, because importing torch takes longest, and each command by itself as it stands."""
-    clone = copied(tmp_path)  # its own: a command may refuse a file that the same command wrote before
-    launches = in_turn(commands())
-    words = [" ".join(each.line.split()[4:]) for each in launches]
-    runner = str(Path(__file__).with_name("in_turn.py"))
-    done = started(["ddpkit", "launch", "--nproc-per-node", "2", runner, *words], clone)
-    assert done.returncode == 0, done.stdout + done.stderr
-    documents = {each.document for each in launches}
-    for command in commands():
-        if command.document in documents and command not in launches and not command.needs_gpus:
-            run(command, clone)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

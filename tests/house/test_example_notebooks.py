@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from launching import ROOT
 
-ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").iterdir())
 MOST_BYTES = 8000
 

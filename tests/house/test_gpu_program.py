@@ -1,14 +1,15 @@
 """`make gpu` goes on where a part fails or hangs, leaves nothing of it, and tells of each."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
+from job_processes import has_ended
+from launching import ROOT, run, seconds
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
+PATIENCE = round(seconds(3))
 PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -26,7 +27,7 @@ def part(name, code, seconds=60, read=lambda figures, log: []):
 gpu.write_section = lambda name, text: None
 gpu.PARTS = (
     part("machine", "print('gpus: 1')"),
-    part("hangs", HANGS, seconds=3, read=lambda figures, log: [("so far", log.strip())]),
+    part("hangs", HANGS, seconds=int(sys.argv.pop(1)), read=lambda figures, log: [("so far", log.strip())]),
     part("fails", "import sys; print('why'); sys.exit(3)"),
     part("good", "print('done')"),
 )
@@ -36,24 +37,22 @@ gpu.main()
 
 @pytest.mark.slow
 def test_each_part_is_by_itself(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM, str(BENCHMARKS), "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run(sys.executable, "-c", PROGRAM, BENCHMARKS, PATIENCE, "--out", tmp_path, timeout=120)
     assert done.returncode == 1, done.stderr
     results = {name: result for name, (result, _) in json.loads((tmp_path / "outcomes.json").read_text()).items()}
     assert results == {
         "machine": "ok",
-        "hangs": "failed: not done after 3 s",
+        "hangs": f"failed: not done after {PATIENCE} s",
         "fails": "failed: exit code 3",
         "good": "ok",
     }
     assert "    why" in done.stdout
     assert "| so far" in (tmp_path / "table.md").read_text()
-    assert not psutil.pid_exists(int((tmp_path / "hangs.log").read_text().split()[1]))
+    assert has_ended(int((tmp_path / "hangs.log").read_text().split()[1]))
 
 
 def test_without_a_gpu_all_is_skipped_with_the_reason(tmp_path: Path) -> None:
     program = PROGRAM.replace("gpus: 1", "gpus: 0")
-    command = [sys.executable, "-c", program, str(BENCHMARKS), "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run(sys.executable, "-c", program, BENCHMARKS, PATIENCE, "--out", tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("skipped: torch sees no GPU on this machine (0 s)") == 3

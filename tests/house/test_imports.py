@@ -1,9 +1,9 @@
 """What is imported before it is needed delays every start and restart."""
 
-import subprocess
 import sys
 
 import pytest
+from launching import run
 
 LOADED = """
 import sys, torch, torch.distributed, torch.nn.parallel, torch.utils.data
@@ -15,5 +15,6 @@ print(*(name for name in sys.modules if name.startswith("torch.") and name not i
 
 @pytest.mark.slow
 def test_the_trainer_imports_nothing_of_torch_that_the_warm_server_has_not() -> None:
-    done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
+    done = run(sys.executable, "-c", LOADED)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []

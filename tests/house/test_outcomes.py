@@ -1,11 +1,10 @@
 """docs/clusters.md: every cell of the table of outcomes names a test that exists."""
 
 import ast
-from pathlib import Path
 
 import pytest
+from launching import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "clusters.md").read_text()
 
 

@@ -1,10 +1,10 @@
 """What users import, and what it costs."""
 
-import subprocess
 import sys
 from importlib import import_module
 
 import pytest
+from launching import run
 
 import ddp_kit
 
@@ -85,12 +85,12 @@ def test_importing_the_name_of_the_command_says_what_to_import() -> None:
 )
 def test_torch_is_imported_only_by_what_needs_it(statement: str, torch_loaded: bool) -> None:
     code = f"{statement}; import sys; print('torch' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == f"{torch_loaded}\n"
+    done = run(sys.executable, "-c", code)
+    assert (done.returncode, done.stdout) == (0, f"{torch_loaded}\n"), done.stderr
 
 
 @pytest.mark.slow
 def test_callbacks_leave_the_packages_of_others_alone_until_they_are_used() -> None:
     code = "import ddp_kit.callbacks, sys; print({'tensorboard', 'wandb'} & set(sys.modules))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == "set()\n"
+    done = run(sys.executable, "-c", code)
+    assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr

@@ -9,13 +9,13 @@ from textwrap import indent
 from types import ModuleType
 
 import pytest
+from launching import ROOT
 
 import ddp_kit
 from ddp_kit import env
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher import hints
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 

@@ -2,18 +2,16 @@
 
 import os
 import re
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from launching import DDPKIT, ROOT, run, started, wait_until
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).parents[2]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
 RECORDING = ROOT / "docs" / "tools" / "recording.py"
-LAUNCH = [str(Path(sys.executable).with_name("ddpkit")), "launch", "--nproc-per-node", "2", "spirals.py"]
+LAUNCH = (DDPKIT, "launch", "--nproc-per-node", "2", "spirals.py")
 TOP = ("$ ddpkit top", "train.py  2 ranks", "waits for", "rank 1", "s/step")
 TRAINING = ("spirals.py run", "evaluation at step 400", "/600━", " left", "lr 0.005")
 SHOWN = {
@@ -33,11 +31,13 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path: Path) -> None:
     (tmp_path / "spirals.py").write_text(script[1])
     undisturbed = launch("runs/two", tmp_path)
 
-    with subprocess.Popen([*LAUNCH, "runs/three"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as launcher:
-        while not any(tmp_path.glob("runs/three/step-*")):
+    with started(*LAUNCH, "runs/three", cwd=tmp_path, stderr=None) as launcher:
+
+        def saved() -> bool:
             assert launcher.poll() is None
-            time.sleep(0.02)
-        launcher.kill()
+            return any(tmp_path.glob("runs/three/step-*"))
+
+        wait_until(saved, "saved")
 
     resumed = launch("runs/three", tmp_path)
     assert "resumed from" in resumed
@@ -47,15 +47,16 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path: Path) -> None:
 
 
 def launch(folder: str, where: Path) -> str:
-    run = subprocess.run(
-        [*LAUNCH, folder], cwd=where, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True
-    )
-    return run.stdout
+    """What it says: the log, and then the script's own lines."""
+    done = run(*LAUNCH, folder, cwd=where)
+    assert done.returncode == 0, done.stderr
+    return done.stderr + done.stdout
 
 
 @pytest.mark.slow
 def test_the_recording_can_be_made_again(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, str(RECORDING), str(tmp_path)], check=True, capture_output=True)
+    done = run(sys.executable, RECORDING, tmp_path)
+    assert done.returncode == 0, done.stderr
     for name, shown in SHOWN.items():
         check_recording((tmp_path / name).read_text(), shown)
 

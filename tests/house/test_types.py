@@ -3,13 +3,12 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launching import BIN, ROOT, run, seconds
 
-ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(python|py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CHECKERS = {
     # `strict` as for ddp_kit itself: what `make check` has read of torch is not read again.
@@ -107,22 +106,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # they read all of torch
-@pytest.mark.parametrize(
-    "checker",
-    ["mypy", "pyright", "basedpyright"],
-)
+@pytest.mark.timeout(seconds(900))  # they read all of torch
+@pytest.mark.parametrize("checker", CHECKERS)
 def test_a_checker_accepts_the_examples_and_finds_each_mistake(checker: str, folder: Path) -> None:
-    command = shutil.which(checker, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    command = shutil.which(checker, path=f"{BIN}:{os.environ['PATH']}")
     if command is None:
         pytest.skip(f"{checker} is not installed: `pip install -e .[dev]`")
     assert len(list(folder.glob("*.py"))) > 20
     # Without this variable pyright asks a server on the internet whether there is a newer one.
-    environment = {**os.environ, "MYPYPATH": str(ROOT), "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}
-    run = subprocess.run(
-        [command, *CHECKERS[checker], "."], cwd=folder, env=environment, capture_output=True, text=True
-    )
-    found = re.findall(r"(\w+\.py):(\d+)(?::\d+)?(?: -|:) error", run.stdout)
+    environment = {"MYPYPATH": str(ROOT), "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}
+    done = run(command, *CHECKERS[checker], ".", cwd=folder, env=environment, timeout=840)
+    found = re.findall(r"(\w+\.py):(\d+)(?::\d+)?(?: -|:) error", done.stdout)
     lines = SETTINGS.splitlines()
     mistakes = {("settings.py", str(number)) for number, line in enumerate(lines, 1) if line.endswith("# mistake")}
-    assert set(found) == mistakes, run.stdout + run.stderr
+    assert set(found) == mistakes, done.stdout + done.stderr

@@ -1,19 +1,17 @@
 """What a user gets from the wheel."""
 
-import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
+from launching import ROOT, run
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    root = Path(__file__).parents[2]
     out = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(root)]
-    subprocess.run(command, check=True, capture_output=True)
+    done = run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
     (built,) = out.glob("*.whl")
     return zipfile.ZipFile(built)
 
@@ -24,7 +22,7 @@ def test_its_top_level_is_the_package_and_what_names_it(wheel: zipfile.ZipFile) 
 
 
 def test_it_holds_every_module_the_types_and_the_licence(wheel: zipfile.ZipFile) -> None:
-    package = Path(__file__).parents[2] / "ddp_kit"
+    package = ROOT / "ddp_kit"
     modules = {f"ddp_kit/{path.relative_to(package)}" for path in package.rglob("*.py")}
     names = set(wheel.namelist())
     assert modules <= names

@@ -1,7 +1,8 @@
 """A launch as far as its choice of GPUs, as `ddpkit launch` makes it, but without torch: `chooser.py GPUS [INNER...]`.
 
 It chooses when its standard input is closed, says what it got or why not, and holds that until it is ended. For each
-word after the first it starts a chooser of its own, when it has its GPUs.
+word after the first it starts a chooser of its own, when it has its GPUs. It waits for others that choose for as long
+as CHOOSING_SECONDS says, because on a busy machine fifty take longer than a launch waits.
 """
 
 import os
@@ -46,6 +47,7 @@ SETTINGS = {
     "duplicate_stderr_filters": [],
 }
 
+reservations._TIMEOUT_SECONDS = float(os.environ["CHOOSING_SECONDS"])
 asked = spec.LaunchSpec(sys.argv[1], None, cold=False, dry_run=False, torchrun=MappingProxyType(SETTINGS))
 make = partial(plan.make, asked, gpus.gpus(), os.environ, "id", cpus.here())
 sys.stdin.read()

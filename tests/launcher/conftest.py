@@ -1,6 +1,5 @@
 """A machine with GPUs that are not there: a small NVML of our own; and the command without its import of torch."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from launching import clean_environment, seconds
 
 from ddp_kit.launcher.warm.client import WarmServer
 from ddp_kit.launcher.warm.messages import Program
@@ -65,12 +65,12 @@ def machine(machine_of: Callable[[str], dict[str, str]]) -> Callable[..., dict[s
 @pytest.fixture(scope="session")
 def imported() -> Iterator[Callable[[], WarmServer]]:
     """A process that has imported torch, to fork others from; a new one where a test has ended all children of ours."""
-    servers = [WarmServer([], os.environ)]
+    servers = [WarmServer([], clean_environment())]
 
     def alive() -> WarmServer:
         servers[-1].pump()
         if servers[-1].gone:
-            servers.append(WarmServer([], os.environ))
+            servers.append(WarmServer([], clean_environment()))
         return servers[-1]
 
     yield alive
@@ -82,18 +82,16 @@ def forked_ddpkit(
     imported: Callable[[], WarmServer], tmp_path: Path
 ) -> Callable[..., "subprocess.CompletedProcess[str]"]:
     """As `ddpkit`, but forked: for what ends before a worker starts, and would take a second to import torch first."""
-    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC", "PET_", "PYTEST")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
 
     def run(
-        *words: object, env: dict[str, str] | None = None, cwd: Path = tmp_path
+        *words: object, env: dict[str, str | None] | None = None, cwd: Path = tmp_path
     ) -> "subprocess.CompletedProcess[str]":
         program = Program(sys.executable, str(Path(__file__).with_name("in_folder.py")), (str(cwd), *map(str, words)))
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             streams = (out.fileno(), err.fileno())
             server = imported()
-            process = server.start(program.command_line, clean | (env or {}), program, streams)
-            code = process.wait(120)
+            process = server.start(program.command_line, clean_environment(env), program, streams)
+            code = process.wait(seconds(120))
             server.clear(succeeded=False)
             assert not process.cold, process.cold
             for file in (out, err):

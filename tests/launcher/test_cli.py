@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from labels import unlabelled
+from launching import DDPKIT, run, seconds, started
 
 from ddp_kit.launcher import agent
 
@@ -19,8 +20,8 @@ Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 def test_importing_the_command_line_imports_neither_torch_nor_nvml() -> None:
     code = "import sys, ddp_kit.launcher.cli; print([m for m in ('torch', 'pynvml', 'pydantic') if m in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == "[]\n"
+    done = run(sys.executable, "-c", code)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 def test_the_commands_and_their_flags(ddpkit: Command) -> None:
@@ -43,8 +44,7 @@ def test_the_version_is_the_package_s(ddpkit: Command) -> None:
 
 
 def test_python_m_is_the_same_command() -> None:
-    run = subprocess.run([sys.executable, "-m", "ddp_kit", "--version"], capture_output=True, text=True)
-    assert run.stdout.startswith("ddpkit ")
+    assert run(sys.executable, "-m", "ddp_kit", "--version").stdout.startswith("ddpkit ")
 
 
 @pytest.mark.parametrize(
@@ -122,23 +122,21 @@ def test_the_exit_code_is_the_first_failing_worker_s(
 
 def test_an_interrupt_in_the_middle_of_the_start_leaves_no_worker_behind(script: Callable[[str], Path]) -> None:
     waiting = script("import signal; say(os.getpid()); signal.pause()")
-    command = [str(Path(sys.executable).with_name("ddpkit")), "launch", "--nproc-per-node", "6", str(waiting)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+    with started(DDPKIT, "launch", "--nproc-per-node", 6, waiting) as launcher:
         assert launcher.stdout is not None
         launcher.stdout.readline()  # the first worker runs, others are about to be started
         launcher.send_signal(signal.SIGTERM)
-        launcher.communicate(timeout=60)  # ends when the last process that holds the pipe has ended
+        launcher.communicate(timeout=seconds(60))  # ends when the last process that holds the pipe has ended
     assert launcher.returncode == 143
 
 
 def test_an_interrupted_launcher_ends_its_workers_and_says_so(script: Callable[[str], Path], tmp_path: Path) -> None:
     waiting = script("import signal; say(os.getpid()); signal.pause()")
-    command = [str(Path(sys.executable).with_name("ddpkit")), "launch", "--nproc-per-node", "2", str(waiting)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+    with started(DDPKIT, "launch", "--nproc-per-node", 2, waiting) as launcher:
         assert launcher.stdout is not None
         workers = [int(unlabelled(launcher.stdout.readline())) for _ in range(2)]
         launcher.send_signal(signal.SIGTERM)
-        _, errors = launcher.communicate(timeout=60)
+        _, errors = launcher.communicate(timeout=seconds(60))
     assert launcher.returncode == 143
     assert "ddpkit: stopped by SIGTERM" in errors
     assert "Traceback" not in errors
@@ -186,15 +184,13 @@ def test_what_follows_the_script_is_the_script_s_own(
 
 def test_a_hang_up_that_was_ignored_at_the_start_stays_ignored(script: Callable[[str], Path]) -> None:
     waiting = script("import signal; say(os.getpid()); signal.pause()")
-    command = [str(Path(sys.executable).with_name("ddpkit")), "launch", "--nproc-per-node", "2", str(waiting)]
-    with subprocess.Popen(
-        ["nohup", *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as launcher:
+    command = ["nohup", DDPKIT, "launch", "--nproc-per-node", 2, waiting]
+    with started(*command, stderr=subprocess.DEVNULL) as launcher:
         assert launcher.stdout is not None
         workers = [int(unlabelled(launcher.stdout.readline())) for _ in range(2)]
         launcher.send_signal(signal.SIGHUP)
         os.kill(workers[0], signal.SIGUSR1)  # what ends the job is this
-        launcher.communicate(timeout=60)
+        launcher.communicate(timeout=seconds(60))
     assert launcher.returncode == 128 + signal.SIGUSR1
 
 
@@ -204,15 +200,15 @@ def test_a_stop_before_anything_runs_is_one_line_and_leaves_nothing(
 ) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    command = [sys.executable, "-X", "importtime", "-m", "ddp_kit", "launch", str(script("pass"))]
-    environment = os.environ | {"TMPDIR": str(temporary)}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as launcher:
+    command = [sys.executable, "-X", "importtime", "-m", "ddp_kit", "launch", script("pass")]
+    # A small pipe: the import goes no further than this test has read.
+    with started(*command, env={"TMPDIR": str(temporary)}, stdout=None, pipesize=4096) as launcher:
         assert launcher.stderr is not None
         for line in launcher.stderr:
             if "torch._utils" in line:  # in the middle of importing torch
                 break
         launcher.send_signal(number)
-        _, errors = launcher.communicate(timeout=60)
+        _, errors = launcher.communicate(timeout=seconds(60))
     assert launcher.returncode == 128 + number
     assert errors.splitlines()[-1] == f"ddpkit: stopped by {number.name}"
     assert "Traceback" not in errors

@@ -1,14 +1,12 @@
 """`ddpkit --print-completion`: what it prints, used by a real bash."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launching import DDPKIT, run
 
 from ddp_kit.launcher import cli
 
-DDPKIT = Path(sys.executable).with_name("ddpkit")
 SHELL = """\
 set -u
 source "$1"
@@ -23,13 +21,12 @@ printf '%s\\n' "${COMPREPLY[@]}"
 @pytest.mark.slow
 def test_bash_completes_commands_flags_values_and_files(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
-    printed = subprocess.run([DDPKIT, "--print-completion", "bash"], capture_output=True, text=True, check=True).stdout
-    (tmp_path / "completion").write_text(printed)
+    printed = run(DDPKIT, "--print-completion", "bash")
+    assert printed.returncode == 0, printed.stderr
+    (tmp_path / "completion").write_text(printed.stdout)
 
     def completed(*words: str) -> list[str]:
-        command = ["bash", "-c", SHELL, "bash", "completion", "ddpkit", *words]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        return done.stdout.split()
+        return run("bash", "-c", SHELL, "bash", "completion", "ddpkit", *words, cwd=tmp_path).stdout.split()
 
     assert set(cli.COMMANDS) <= {*completed("")}
     assert completed("la") == ["launch"]
@@ -40,6 +37,6 @@ def test_bash_completes_commands_flags_values_and_files(tmp_path: Path) -> None:
 
 
 def test_an_unknown_shell_is_named() -> None:
-    done = subprocess.run([DDPKIT, "--print-completion", "csh"], capture_output=True, text=True)
+    done = run(DDPKIT, "--print-completion", "csh")
     assert done.returncode == 2
     assert "invalid choice: 'csh'" in done.stderr

@@ -20,13 +20,14 @@ from typing import Any
 
 import pytest
 from labels import unlabelled
+from launching import BIN, DDPKIT, clean_environment, free_port, seconds, started, wait_until
 from torch.distributed import argparse_util
 from torch.distributed import run as torchrun
 
 pytestmark = pytest.mark.slow
 
-BIN = Path(sys.executable).parent
-COMMANDS = {"torchrun": [str(BIN / "torchrun")], "ddpkit": [str(BIN / "ddpkit"), "launch"]}
+COMMANDS = {"torchrun": [str(BIN / "torchrun")], "ddpkit": [str(DDPKIT), "launch"]}
+LONG = int(seconds(120))
 FLAGS = {flag for action in torchrun.get_args_parser()._actions for flag in action.option_strings}
 
 # Earlier versions of torchrun meet at port 29500; later ones at a free port, where all is on one node.
@@ -50,7 +51,7 @@ def stop(number, frame):
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, stop)
 os.write(1, b"waits\\n")
-signal.alarm(120)
+signal.alarm({LONG})
 while True:
     signal.pause()
 """
@@ -62,7 +63,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 def main():
     if rank == "1":
         raise ValueError("the root cause")
-    signal.alarm(120)
+    signal.alarm({LONG})
     signal.pause()
 main()
 """
@@ -89,10 +90,8 @@ Same = Callable[..., Seen]
 
 
 def _start(launcher: str, words: list[str], folder: Path, env: dict[str, str]) -> "subprocess.Popen[str]":
-    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC", "PET_", "PYTEST", "OMP_NUM_THREADS")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    paths = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), clean.get("PYTHONPATH")]))
-    environment = clean | env | ({"PYTHONPATH": paths} if paths else {})
+    paths = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]))
+    environment = clean_environment({"OMP_NUM_THREADS": None, **env, "PYTHONPATH": paths or None})
     folder.mkdir(exist_ok=True)
     command, pipe = [*COMMANDS[launcher], *words], subprocess.PIPE
     elsewhere = ("--rdzv", "--master", "--standalone", "--nnodes", "PET_")
@@ -104,7 +103,7 @@ def _start(launcher: str, words: list[str], folder: Path, env: dict[str, str]) -
 def _seen(agents: list["subprocess.Popen[str]"], folder: Path, before: str = "") -> Seen:
     """What is to be seen of a launch on as many nodes as there are agents. `before`: what was read already."""
     try:
-        written = [agent.communicate(timeout=120) for agent in agents]
+        written = [agent.communicate(timeout=LONG) for agent in agents]
     finally:
         for agent in agents:
             agent.kill()
@@ -206,11 +205,6 @@ def meeting():
     return MultiNodeLink
 """)
     return {"PYTHONPATH": str(site)}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_dashes_underscores_and_unique_prefixes_name_the_same_flags(same: Same, worker: str) -> None:
@@ -408,11 +402,8 @@ def _events(errors: str) -> list[Any]:
 
 @pytest.mark.parametrize(
     "ends",
-    [
-        pytest.param("", id="well"),
-        pytest.param("sys.exit(7 if attempt == 0 else 0)", id="later"),
-        pytest.param("sys.exit(7)", id="not"),
-    ],
+    ["", "sys.exit(7 if attempt == 0 else 0)", "sys.exit(7)"],
+    ids=["well", "later", "not"],
 )
 def test_what_happens_is_recorded_as_by_torchrun(worker: str, tmp_path: Path, ends: str) -> None:
     Path(worker).write_text(WORKER + ends)
@@ -427,8 +418,8 @@ EXPIRES = f"""\
 import signal
 from torch.distributed.elastic import timer
 timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
-with timer.expires(after=0.1):
-    signal.alarm(120)
+with timer.expires(after={seconds(0.1)}):
+    signal.alarm({LONG})
     signal.pause()
 """
 
@@ -523,16 +514,16 @@ def test_a_root_cause_is_summed_up_and_handed_on_as_by_torchrun(tmp_path: Path, 
 
 WRITES_ITS_ERROR_FILE = f"""\
 {WORKER}
-import pathlib, signal
+import pathlib, signal, time
 error_file = pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"])
 if rank == "1":
     while not pathlib.Path("written").exists():
-        pass
+        time.sleep(0.01)
     error_file.write_text('{{"message": "what my program says", "timestamp": 10}}')
     sys.exit(7)
 error_file.write_text('{{"message": {{"message": "without a time"}}}}')  # which torch cannot read
 pathlib.Path("written").touch()
-signal.alarm(120)
+signal.alarm({LONG})
 signal.pause()
 """
 
@@ -582,13 +573,13 @@ def test_a_signal_that_this_system_lacks_does_not_stop_the_job(same: Same, worke
 
 STUBBORN = f"""\
 {WORKER}
-import pathlib, signal
-signal.alarm(120)
+import pathlib, signal, time
+signal.alarm({LONG})
 if rank == "1":
     while not pathlib.Path("ready").exists():
-        pass
+        time.sleep(0.01)
     sys.exit(7)
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, lambda *_: pathlib.Path("asked").touch())
 pathlib.Path("ready").touch()
 while True:
     signal.pause()
@@ -596,11 +587,13 @@ while True:
 
 
 def test_a_worker_that_will_not_end_is_killed_after_the_shutdown_timeout(worker: str, tmp_path: Path) -> None:
-    """In torch it is killed after 30 seconds here, whatever was asked: this test ends before."""
+    """In torch it is killed 30 seconds after it was asked to end, whatever the flag says: this test ends before."""
     Path(worker).write_text(STUBBORN)
-    agent = _start("ddpkit", ["--nproc-per-node=2", "--shutdown-timeout=1", worker], tmp_path, {})
+    words = ["--nproc-per-node=2", f"--shutdown-timeout={seconds(1):.0f}", worker]
+    agent = _start("ddpkit", words, tmp_path, {})
     try:
-        agent.wait(timeout=25)
+        wait_until((tmp_path / "asked").exists, "asked to end", within=120)
+        agent.wait(timeout=seconds(25))
     finally:
         agent.kill()
     seen = _seen([agent], tmp_path)
@@ -640,7 +633,7 @@ NO_ETCD = pytest.mark.skipif(importlib.util.find_spec("etcd") is not None, reaso
         ("--rdzv-backend nonsense", {2, 3}, "nonsense"),
         ("--rdzv-backend c10d --rdzv-endpoint localhost:99999", {2, 3}, "99999"),
         ("--virtual-local-rank --nproc-per-node 2", {2}, "CUDA_VISIBLE_DEVICES"),
-        ("--nnodes 2 --rdzv-conf join_timeout=1 --rdzv-backend c10d --rdzv-endpoint localhost:PORT", {3}, "1"),
+        ("--nnodes 2 --rdzv-conf join_timeout=SECONDS --rdzv-backend c10d --rdzv-endpoint localhost:PORT", {3}, "1"),
         pytest.param("--rdzv-backend etcd --shutdown-timeout 3000", {2, 3}, "etcd", marks=NO_ETCD),
         pytest.param("--rdzv-backend etcd-v2 --rdzv-endpoint localhost:2379", {2, 3}, "etcd", marks=NO_ETCD),
     ],
@@ -654,7 +647,7 @@ def test_a_mistake_is_one_message_without_a_traceback(
     said: str,
 ) -> None:
     (tmp_path / "train.py").touch()
-    words = words.replace("PORT", str(free_port()))
+    words = words.replace("PORT", str(free_port())).replace("SECONDS", f"{seconds(1):.0f}")
     run = forked_ddpkit("launch", *words.split(), "train.py", env={"CUDA_VISIBLE_DEVICES": "3"})
     assert_one_message(run.returncode, run.stderr, codes, said)
 
@@ -665,16 +658,17 @@ def test_who_holds_the_port_is_named(worker: str, tmp_path: Path, rendezvous: st
         "import signal, socket\nserver = socket.create_server(('127.0.0.1', 0))\n"
         "print(server.getsockname()[1], flush=True)\nsignal.pause()\n"
     )
-    with subprocess.Popen([sys.executable, tmp_path / "holder.py"], stdout=subprocess.PIPE, text=True) as holder:
+    with started(sys.executable, tmp_path / "holder.py") as holder:
         assert holder.stdout is not None
         port = holder.stdout.readline().strip()
         c10d = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
         words = c10d if rendezvous == "c10d" else ["--master-addr=127.0.0.1", f"--master-port={port}"]
-        agent = _start("ddpkit", ["--nproc-per-node=1", *words, worker], tmp_path, {})
+        conf = ["--nproc-per-node=1", "--rdzv-conf=timeout=900,read_timeout=900"]
+        agent = _start("ddpkit", [*conf, *words, worker], tmp_path, {})
         try:
-            agent.wait(timeout=30)  # a process that is no store never answers: nobody may wait for it
+            agent.wait(timeout=LONG)  # a process that is no store never answers: nobody may wait for it
         finally:
             agent.kill()
-            holder.kill()
+        holder.kill()
         seen = _seen([agent], tmp_path)
         assert_one_message(seen.code, seen.errors, {3}, port, str(holder.pid), "holder.py")

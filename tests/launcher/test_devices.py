@@ -1,6 +1,5 @@
 """What NVML tells of the GPUs, and what it does not; on machines that are not there, by the real command."""
 
-import os
 import re
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launching import DDPKIT, ROOT, run, seconds, started
 
 pytestmark = pytest.mark.slow
 
@@ -39,10 +39,10 @@ def test_a_machine_without_gpus_is_one_line(ddpkit: Command) -> None:
 
 def test_memory_load_node_and_who_computes_are_shown(ddpkit: Command, machine_of: Machine) -> None:
     waits = ["cat", "-", "\x1b[2J"]  # what a terminal would obey is not passed on
-    with subprocess.Popen(waits, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as other:
+    with started(*waits, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as other:
         busy = gpu("a", 41, f"load 98\nnode 1\nprocess {other.pid} {40 * GIB}\nprocess {NOT_A_PROCESS} {GIB}")
         lines = shown(ddpkit, machine_of(busy + gpu("b", 0, "load 0\nnode 0") + gpu("c", 9)))
-    name = subprocess.run(["id", "-un"], capture_output=True, text=True).stdout.strip()
+    name = run("id", "-un").stdout.strip()
     assert without_uuids(lines) == [
         "GPU  name      memory used     load  NUMA  state",
         "0    Fake GPU  41.0 of 80 GiB  98 %  1     busy: 2 processes",
@@ -109,15 +109,8 @@ def test_a_word_behind_it_is_refused_and_help_is_there(ddpkit: Command) -> None:
 def test_the_command_imports_neither_torch_nor_pydantic(machine_of: Machine) -> None:
     code = "import os, sys; from ddp_kit.launcher.devices import listing; listing.text(os.environ)"
     names = "print([name for name in ('torch', 'pydantic', 'rich') if name in sys.modules])"
-    run = subprocess.run(
-        [sys.executable, "-c", f"{code}; {names}"],
-        env=os.environ | machine_of(gpu("a")),
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert run.stdout == "[]\n"
+    done = run(sys.executable, "-c", f"{code}; {names}", env=machine_of(gpu("a")), cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 @pytest.mark.parametrize("count", [8, 16])
@@ -137,18 +130,16 @@ made = plan.make(asked, devices.gpus(), {}, "id", Cpus({cpu: cpu for cpu in rang
 print(made.env["CUDA_VISIBLE_DEVICES"], made.env["OMP_NUM_THREADS"])
 print([(worker.cpus[0], worker.cpus[-1]) for worker in made.workers])
 """
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | machine_of(lines), capture_output=True, text=True, check=True
-    )
+    done = run(sys.executable, "-c", code, env=machine_of(lines))
+    assert done.returncode == 0, done.stderr
     half = count // 4
-    assert run.stdout.splitlines() == [
+    assert done.stdout.splitlines() == [
         f"{','.join(map(str, range(0, count, 2)))} {32 // half}",
         str([(0, 31)] * half + [(32, 63)] * half),
     ]
 
 
 def test_nobody_to_read_the_list_is_no_traceback(machine: Callable[..., dict[str, str]]) -> None:
-    with Path("/dev/full").open("w") as full:
-        command = [str(Path(sys.executable).with_name("ddpkit")), "devices"]
-        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=os.environ | machine(0), check=False)
-    assert b"Traceback" not in run.stderr
+    with Path("/dev/full").open("w") as full, started(DDPKIT, "devices", env=machine(0), stdout=full) as devices:
+        _, errors = devices.communicate(timeout=seconds(60))
+    assert "Traceback" not in errors

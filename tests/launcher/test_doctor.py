@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from launching import clean_environment, free_port, run, seconds, started
 
 from ddp_kit.launcher import doctor
 from ddp_kit.launcher.devices.gpus import Gpu
@@ -246,8 +247,8 @@ def test_a_host_name_that_leads_nowhere_is_a_warning(healthy: Machine) -> None:
 
 
 def test_who_holds_a_port_is_named(healthy: Machine) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
         held = system_checks.ports(healthy, (port,))
         assert_result(held, Status.WARN, f"port {port} is in use by pid {os.getpid()}", f"--master-port {port + 1}")
     assert_result(system_checks.ports(healthy, (port,)), Status.OK, "free")
@@ -423,20 +424,20 @@ def test_processes_that_cannot_add_up_are_a_failure(healthy: Machine) -> None:
 
 def test_a_process_that_does_not_answer_is_not_waited_for_and_is_ended(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import signal; signal.pause()")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    with probes.started(environment, "localhost", (), limit_seconds=0.2) as asked:
-        assert asked.torch().error == "no answer within 0.2 s"
+    environment, limit = clean_environment({"PYTHONPATH": str(tmp_path)}), seconds(0.2)
+    with probes.started(environment, "localhost", (), limit_seconds=limit) as asked:
+        assert asked.torch().error == f"no answer within {limit:g} s"
 
 
 def test_two_whole_gpus_are_tried_together_but_not_parts_of_one(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import os; raise RuntimeError('sees ' + os.environ['CUDA_VISIBLE_DEVICES'])")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "all"}
-    with probes.started(environment, "localhost", [gpu(0), gpu(1), gpu(2), gpu(3, "MIG-3")]) as asked:
+    environment, limit = clean_environment({"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "all"}), seconds(60)
+    with probes.started(environment, "localhost", [gpu(0), gpu(1), gpu(2), gpu(3, "MIG-3")], limit) as asked:
         assert asked.nccl is not None
         assert asked.nccl().error == "RuntimeError: sees GPU-00,GPU-11"
         assert asked.products["MIG-3"]().error == "RuntimeError: sees MIG-3"
         assert asked.gloo().error == "RuntimeError: sees all"
-    with probes.started(environment, "localhost", [gpu(0), gpu(0, "MIG-1"), gpu(0, "MIG-2")]) as asked:
+    with probes.started(environment, "localhost", [gpu(0), gpu(0, "MIG-1"), gpu(0, "MIG-2")], limit) as asked:
         assert asked.nccl is None
 
 
@@ -466,7 +467,7 @@ def test_a_product_may_be_off_by_what_tf32_rounds_and_no_more(
 
 @pytest.mark.parametrize(("name", "own"), [("localhost", True), ("192.0.2.1", False)])  # the second is nobody's
 def test_a_name_is_held_against_the_addresses_of_this_machine(name: str, own: bool) -> None:
-    with probes.started(os.environ, name, ()) as asked:
+    with probes.started(clean_environment(), name, (), seconds(60)) as asked:
         assert asked.host().facts["own"] == own
 
 
@@ -568,33 +569,30 @@ def test_gpus_that_torch_cannot_use_and_memory_errors_are_found(
 def test_the_doctor_itself_imports_no_torch(tmp_path: Path) -> None:
     env = broken_torch(tmp_path, "raise ImportError('no')")
     code = f"import sys; from ddp_kit.launcher.doctor import run; run([], {env}); print('torch' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.endswith("\nFalse\n")
+    done = run(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("\nFalse\n")
 
 
 @pytest.mark.slow
 def test_without_a_loopback_interface_it_says_so(tmp_path: Path) -> None:
     in_a_network_of_its_own = ["unshare", "--user", "--map-root-user", "--net"]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run([*in_a_network_of_its_own, "true"], capture_output=True).returncode
-    ):
+    if shutil.which("unshare") is None or run(*in_a_network_of_its_own, "true").returncode:
         pytest.skip("needs a network namespace, which may not be made here")
-    command = [*in_a_network_of_its_own, sys.executable, "-m", "ddp_kit", "doctor"]
-    environment = os.environ | broken_torch(tmp_path, "raise ImportError('no')")
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 1
-    assert "fail  127.0.0.1 does not work" in run.stdout
-    assert "-> sudo ip link set lo up" in run.stdout
+    environment = broken_torch(tmp_path, "raise ImportError('no')")
+    done = run(*in_a_network_of_its_own, sys.executable, "-m", "ddp_kit", "doctor", env=environment)
+    assert done.returncode == 1
+    assert "fail  127.0.0.1 does not work" in done.stdout
+    assert "-> sudo ip link set lo up" in done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
 def test_there_is_colour_on_a_terminal_alone(tmp_path: Path, no_color: str, coloured: bool) -> None:
     ours, theirs = os.openpty()
-    command = [sys.executable, "-m", "ddp_kit", "doctor", "--dir", str(tmp_path)]
-    environment = os.environ | broken_torch(tmp_path, "raise ImportError('no')") | {"NO_COLOR": no_color}
-    with subprocess.Popen(command, stdout=theirs, env=environment):
+    command = [sys.executable, "-m", "ddp_kit", "doctor", "--dir", tmp_path]
+    environment = broken_torch(tmp_path, "raise ImportError('no')") | {"NO_COLOR": no_color}
+    with started(*command, env=environment, stdout=theirs, stderr=None):
         os.close(theirs)
         shown = b""
         with suppress(OSError):  # the terminal's way to say that nobody holds its other end
@@ -612,20 +610,15 @@ def test_a_doctor_that_is_stopped_leaves_no_process(tmp_path: Path, number: sign
     fifo = tmp_path / "alive"
     os.mkfifo(fifo)
     waiting = f"import signal; alive = open({str(fifo)!r}, 'w'); print('here', file=alive, flush=True); signal.pause()"
-    environment = os.environ | broken_torch(tmp_path, waiting) | {"TMPDIR": str(tmp_path / "temporary")}
+    environment = broken_torch(tmp_path, waiting) | {"TMPDIR": str(tmp_path / "temporary")}
     (tmp_path / "temporary").mkdir()
-    with subprocess.Popen(
-        [sys.executable, "-m", "ddp_kit", "doctor"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as asked:
+    command = [sys.executable, "-m", "ddp_kit", "doctor"]
+    with started(*command, env=environment, stdout=subprocess.DEVNULL) as asked:
         with fifo.open() as alive:
             assert [alive.readline() for _ in range(3)] == ["here\n"] * 3
             asked.send_signal(number)
             assert alive.read() == "", "this ends when the last of them has ended"
-        _, errors = asked.communicate(timeout=60)
+        _, errors = asked.communicate(timeout=seconds(60))
     assert errors == ("ddpkit: stopped by SIGTERM\n" if number == signal.SIGTERM else "")
     assert asked.returncode == (143 if number == signal.SIGTERM else -number)
     assert list((tmp_path / "temporary").iterdir()) == []
@@ -636,23 +629,22 @@ def test_a_machine_without_room_for_temporary_files_is_broken() -> None:
     def without_room() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
-    command = [sys.executable, "-m", "ddp_kit", "doctor", "--json"]
-    run = subprocess.run(command, capture_output=True, text=True, preexec_fn=without_room)
-    assert run.returncode == 1, run.stderr
-    (only,) = json.loads(run.stdout)["checks"]
+    with started(sys.executable, "-m", "ddp_kit", "doctor", "--json", preexec_fn=without_room) as asked:
+        output, errors = asked.communicate(timeout=seconds(240))
+    assert asked.returncode == 1, errors
+    (only,) = json.loads(output)["checks"]
     assert "cannot create a temporary file: " in only["found"]
     assert only["fix"] == "export TMPDIR=FOLDER"
 
 
 @pytest.mark.slow
 def test_the_limits_of_this_process_are_read(tmp_path: Path) -> None:
-    environment = os.environ | broken_torch(tmp_path, "raise ImportError('no')")
+    environment = broken_torch(tmp_path, "raise ImportError('no')")
 
     def with_few_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
 
-    run = subprocess.run(
-        [sys.executable, "-m", "ddp_kit", "doctor"],
-        capture_output=True, text=True, env=environment, preexec_fn=with_few_files,
-    )  # fmt: skip
-    assert "warn  open files: 512; DataLoader workers may need more" in run.stdout
+    command = [sys.executable, "-m", "ddp_kit", "doctor"]
+    with started(*command, env=environment, preexec_fn=with_few_files) as asked:
+        output, _ = asked.communicate(timeout=seconds(240))
+    assert "warn  open files: 512; DataLoader workers may need more" in output

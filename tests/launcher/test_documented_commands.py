@@ -1,22 +1,19 @@
 """Every torchrun command line of torch's documentation runs unchanged with `ddpkit launch` in torchrun's place."""
 
-import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
-import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 from labels import unlabelled
+from launching import DDPKIT, free_port, seconds, started
 from torch.distributed import run as torchrun
 
 pytestmark = pytest.mark.slow
-
-DDPKIT = [str(Path(sys.executable).with_name("ddpkit")), "launch"]
 
 TRAINS = """\
 import os, sys
@@ -87,44 +84,31 @@ def written(line: str, port: int) -> tuple[list[str], int, int]:
     return shlex.split(line)[1:], int(nodes[1]) if nodes else 1, int(workers[1]) if workers else 1
 
 
-def environment() -> dict[str, str]:
-    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC", "PET_", "PYTEST", "OMP_NUM_THREADS")
-    return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-
-
 def test_the_docstring_has_command_lines_to_try() -> None:
     lines = of_the_docstring()
     assert len(lines) >= 4
     assert all(re.search(r"\.py\b", line) for line in lines)
 
 
-@pytest.mark.parametrize("line", [*of_the_docstring(), *(line for line in OF_TUTORIALS)])
+@pytest.mark.parametrize("line", [*of_the_docstring(), *OF_TUTORIALS])
 def test_a_documented_command_line_runs_unchanged(line: str, tmp_path: Path) -> None:
     if "--numa-binding" in line and not (torch.cuda.is_available() and shutil.which("numactl")):
         pytest.skip("binding to NUMA nodes needs GPUs and numactl")
     if "=gpu" in line and not torch.cuda.is_available():
         pytest.skip("one process per GPU needs a GPU")
     (tmp_path / "train.py").write_text(TRAINS)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    words, nodes, workers = written(line, port)
-    agents = [
-        subprocess.Popen(
-            [*DDPKIT, *words],
-            cwd=tmp_path,
-            env=environment(),
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for _ in range(nodes)
-    ]
-    try:
-        outcomes = [(*agent.communicate(timeout=120), agent.returncode) for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
+    words, nodes, workers = written(line, free_port())
+    environment = {"OMP_NUM_THREADS": None}
+    if any(word.endswith("1:2") for word in words):  # the first node waits no longer than that for the other one
+        environment |= {"PET_RDZV_CONF": f"last_call_timeout={seconds(240):.0f}"}
+    with ExitStack() as running:
+        agents = [
+            running.enter_context(
+                started(DDPKIT, "launch", *words, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL)
+            )
+            for _ in range(nodes)
+        ]
+        outcomes = [(*agent.communicate(timeout=seconds(120)), agent.returncode) for agent in agents]
     assert [code for _, _, code in outcomes] == [0] * nodes, outcomes
     world = torch.cuda.device_count() if "=gpu" in line else nodes * workers
     said = sorted(words for output, _, _ in outcomes for words in unlabelled(output).splitlines())

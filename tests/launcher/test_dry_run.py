@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from launching import BIN, free_port, run
 
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import agent, cli, dry_run, plan, spec
@@ -29,6 +30,7 @@ name = os.environ["RANK"] + ".json"
 with open(name, "w") as file:
     json.dump({**os.environ, "arguments": repr(sys.argv[1:])}, file)
 """
+THREADS_UNSET = {"OMP_NUM_THREADS": None}
 TO_COME = (dry_run.AT_THE_START, dry_run.AT_RENDEZVOUS)
 THE_SHELL_S = {"PWD", "OLDPWD", "SHLVL", "_"}
 TORCHRUN = re.compile(r"The equivalent torchrun command.*:\n\n  (.*)")
@@ -62,11 +64,6 @@ def found(folder: Path) -> Environments:
     return workers
 
 
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
 def described(words: str, cpus: tuple[int, ...] = (), machine: tuple[Gpu, ...] = (), **env: str) -> str:
     asked = spec.parse(words.split(), agent.torchrun_parser(), env)
     made = plan.make(asked, machine, env, "run-1", Cpus({0: 0, 1: 1}), {})
@@ -91,12 +88,12 @@ def described(words: str, cpus: tuple[int, ...] = (), machine: tuple[Gpu, ...] =
 def test_a_worker_finds_the_environment_that_was_told(
     ddpkit: Command, script: Callable[[str], Path], tmp_path: Path, words: list[str], exported: dict[str, str]
 ) -> None:
-    words = [word.replace("PORT", free_port()) for word in words]
-    line = ["launch", *words, script(WORKER), "--lr", "0.1"]
-    text = ddpkit("launch", "--dry-run", *line[1:], env=exported)
+    line = [*(word.replace("PORT", str(free_port())) for word in words), script(WORKER), "--lr", "0.1"]
+    env = THREADS_UNSET | exported
+    text = ddpkit("launch", "--dry-run", *line, env=env)
     assert text.returncode == 0, text.stderr
     assert not found(tmp_path)
-    assert ddpkit(*line, env=exported).returncode == 0
+    assert ddpkit("launch", *line, env=env).returncode == 0
     assert_told(text.stdout, found(tmp_path))
 
 
@@ -104,9 +101,10 @@ def test_a_worker_finds_the_environment_that_was_told(
 def test_the_environment_of_both_nodes_is_told(ddpkit: Command, script: Callable[[str], Path], tmp_path: Path) -> None:
     meeting = ["--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     lines = [[*meeting, f"--node-rank={rank}", script(WORKER)] for rank in (0, 1)]
-    texts = [ddpkit("launch", "--dry-run", *line).stdout for line in lines]
+    texts = [ddpkit("launch", "--dry-run", *line, env=THREADS_UNSET).stdout for line in lines]
     with ThreadPoolExecutor() as nodes:
-        assert [run.returncode for run in nodes.map(lambda line: ddpkit("launch", *line), lines)] == [0, 0]
+        runs = nodes.map(lambda line: ddpkit("launch", *line, env=THREADS_UNSET), lines)
+        assert [run.returncode for run in runs] == [0, 0]
     workers = found(tmp_path)
     for text, ranks in zip(texts, ("01", "23"), strict=True):
         assert_told(text, {rank: workers[rank] for rank in ranks})
@@ -144,18 +142,15 @@ def test_the_torchrun_command_gives_workers_the_same(
     words: list[str],
     arguments: list[str],
 ) -> None:
-    line = [*(word.replace("PORT", free_port()) for word in words), script(WORKER), *arguments]
-    env = machine(0, 1, 0) | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    line = [*(word.replace("PORT", str(free_port())) for word in words), script(WORKER), *arguments]
+    env = THREADS_UNSET | machine(0, 1, 0) | {"PATH": f"{BIN}:{os.environ['PATH']}"}
     text = ddpkit("launch", "--dry-run", *line, env=env).stdout
     command = TORCHRUN.search(text)
     assert command, text
     assert ddpkit("launch", *line, env=env).returncode == 0
     ours = found(tmp_path)
-    clean = {
-        name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "OMP_NUM_THREADS", "MAKE"))
-    }
-    run = subprocess.run(["bash", "-c", f"exec env {command[1]}"], cwd=tmp_path, env=clean | env, capture_output=True)
-    assert run.returncode == 0, run.stderr
+    done = run("bash", "-c", f"exec env {command[1]}", cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
     theirs = found(tmp_path)
     assert ours.keys() == theirs.keys() == told(text).keys()
     for rank, worker in told(text).items():
@@ -169,7 +164,8 @@ def test_the_torchrun_command_gives_workers_the_same(
 def test_gpus_cores_and_programs_stand_by_rank(
     ddpkit: Command, script: Callable[[str], Path], machine: Callable[..., dict[str, str]]
 ) -> None:
-    run = ddpkit("launch", "--dry-run", "--gpus", "2", script("pass"), "--to=${local_rank}", env=machine(1, 0, 0))
+    env = THREADS_UNSET | machine(1, 0, 0)
+    run = ddpkit("launch", "--dry-run", "--gpus", "2", script("pass"), "--to=${local_rank}", env=env)
     head, first, second = tables(run.stdout)[0]
     assert head.split() == ["rank", "host", "GPU", "cores", "program"]
     assert first.split()[:5] == ["0", socket.gethostname(), "1:", "Fake", "GPU"]
@@ -246,8 +242,12 @@ TWO_NODES = "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint n
         "--rdzv-endpoint n2:1",
         "--rdzv-id other",
         "--standalone",
-        *(f"--rdzv-conf {each}" for each in ("join_timeout=7", "last_call_timeout=7", "replacement_timeout=7")),
-        *(f"--rdzv-conf {each}" for each in ("keep_alive_interval=7", "is_host=1", "is_host=0")),
+        "--rdzv-conf join_timeout=7",
+        "--rdzv-conf last_call_timeout=7",
+        "--rdzv-conf replacement_timeout=7",
+        "--rdzv-conf keep_alive_interval=7",
+        "--rdzv-conf is_host=1",
+        "--rdzv-conf is_host=0",
         "--max-restarts 7",
         "--role other",
         "--local-addr other",
@@ -328,7 +328,7 @@ ARGUMENTS = ["--api-key=ap_abcdefgh", "--password", "pw_abcdefgh", "s3://me:ur_a
 def test_nothing_the_launcher_prints_has_a_secret(ddpkit: Command, tmp_path: Path, words: list[str], code: int) -> None:
     (tmp_path / "fails.py").write_text("import os, sys\nraise ValueError(f'no login with {sys.argv} {os.environ}')")
     (tmp_path / "records.py").write_text(RECORDS)
-    run = ddpkit("launch", *words, env=SECRETS | {"FAKE_NVML": ""})
+    run = ddpkit("launch", *words, env=THREADS_UNSET | SECRETS | {"FAKE_NVML": ""})
     assert run.returncode == code, run.stderr
     assert "abcdefgh" not in run.stdout + run.stderr
     assert len(run.stdout + run.stderr) > 50

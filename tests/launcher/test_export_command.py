@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import launching
 import pytest
 import safetensors
 import torch
@@ -207,4 +208,4 @@ def test_the_command_does_it_without_torch(ddpkit: Command, tmp_path: Path) -> N
     assert done.returncode == 1
     assert "has 0 bytes instead of" in done.stderr
     code = "import sys, ddp_kit.launcher.export_command; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert launching.run(sys.executable, "-c", code).returncode == 0

@@ -2,19 +2,17 @@
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from launching import DDPKIT, run, seconds, started, wait_until
 
 from ddp_kit.launcher.devices.gpus import Gpu, gpus
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 Script = Callable[[str], Path]
-BIN = Path(sys.executable).parent
-SECONDS = 60.0
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -29,27 +27,6 @@ say(os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count(), begun, pr
 @pytest.fixture
 def one() -> Gpu:
     return gpus()[0]
-
-
-def awaited(condition: Callable[[], bool]) -> bool:
-    """Whether it comes true in time."""
-    deadline = time.monotonic() + SECONDS
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
-
-
-@contextmanager
-def started(*words: object, folder: Path) -> Iterator["subprocess.Popen[str]"]:
-    process = subprocess.Popen(
-        list(map(str, words)), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        process.communicate()
 
 
 def test_devices_are_listed_as_the_driver_tells_of_them(ddpkit: Run) -> None:
@@ -147,19 +124,16 @@ input()
 def test_a_process_on_a_gpu_is_seen_and_the_gpu_is_not_free(ddpkit: Run, script: Script, tmp_path: Path) -> None:
     holds = tmp_path / "holds.py"
     holds.write_text(HOLDS)
-    command = [sys.executable, str(holds)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with started(sys.executable, holds, stdin=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "there\n"
-        try:
-            shown, refused = ddpkit("devices"), ddpkit("launch", "--gpus", f"free:{len(gpus())}", script(SHOWS))
-        finally:
-            process.communicate("\n")
+        shown, refused = ddpkit("devices"), ddpkit("launch", "--gpus", f"free:{len(gpus())}", script(SHOWS))
+        process.communicate("\n", timeout=seconds(60))
     assert "busy: 1 process" in shown.stdout, shown.stdout
     assert f"pid {process.pid} of" in shown.stdout, shown.stdout
     assert refused.returncode == 2
     assert "are free" in refused.stderr
-    assert awaited(lambda: not any(gpu.processes for gpu in gpus())), "the driver still tells of a process that is gone"
+    wait_until(lambda: not any(gpu.processes for gpu in gpus()), "no process on a GPU once it is gone")
 
 
 WAITS = """
@@ -177,25 +151,19 @@ def test_of_launches_that_race_for_the_gpus_each_gets_its_own_and_the_others_are
     script: Script, tmp_path: Path
 ) -> None:
     waits, number = script(WAITS), len(gpus())
-    words = [BIN / "ddpkit", "launch", "--gpus", 1, waits]
-    with _all_started(words, number + 2, tmp_path) as launches:
-        assert awaited(lambda: sum(launch.poll() is not None for launch in launches) == 2)
-        assert awaited(lambda: len(list(tmp_path.glob("begun/*"))) == number)
-        shown = subprocess.run([BIN / "ddpkit", "devices"], capture_output=True, text=True, timeout=SECONDS).stdout
+    with ExitStack() as running:
+        launches = [
+            running.enter_context(started(DDPKIT, "launch", "--gpus", 1, waits, cwd=tmp_path))
+            for _ in range(number + 2)
+        ]
+        wait_until(lambda: sum(launch.poll() is not None for launch in launches) == 2, "two launches have ended")
+        wait_until(lambda: len(list(tmp_path.glob("begun/*"))) == number, "the others have begun")
+        shown = run(DDPKIT, "devices").stdout
         (tmp_path / "end").touch()
-        ended = [(launch.communicate(timeout=SECONDS)[1], launch.returncode) for launch in launches]
+        ended = [(launch.communicate(timeout=seconds(60))[1], launch.returncode) for launch in launches]
     assert shown.count("held by pid") == number, shown
     assert sorted(code for _, code in ended) == [0] * number + [2] * 2, ended
     assert all("other launches hold" in said for said, code in ended if code == 2), ended
-
-
-@contextmanager
-def _all_started(words: list[object], number: int, folder: Path) -> Iterator[list["subprocess.Popen[str]"]]:
-    if number == 0:
-        yield []
-        return
-    with started(*words, folder=folder) as first, _all_started(words, number - 1, folder) as others:
-        yield [first, *others]
 
 
 def test_mig_devices_are_told_apart_and_given_out(ddpkit: Run, script: Script) -> None:

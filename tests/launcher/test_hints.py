@@ -1,15 +1,14 @@
 """From what a failed worker left to what to do now: on messages that torch and Python really write."""
 
-import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launching import clean_environment, free_port, seconds, started
 
 from ddp_kit.launcher.hints import CAUSES, hint, is_secondary
 
@@ -29,23 +28,24 @@ if __name__ == "__main__":
 """
 GLOO = """
 import datetime, os, time, torch, torch.distributed as dist
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds={seconds}))
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds={timeout}))
 numbers = torch.ones(1)
-dist.all_reduce(numbers)
+dist.all_reduce(numbers)  # both have come
 {then}
 """
 
 
-def failed(code: str, folder: Path, before: Callable[[], None] | None = None, **env: str) -> tuple[str, int]:
+def failed(code: str, folder: Path, before: Callable[[], None] | None = None) -> tuple[str, int]:
     """What a script that fails writes, and its exit code."""
     (folder / "script.py").write_text(code)
     run = subprocess.run(
         [sys.executable, "script.py"],
         cwd=folder,
-        env=os.environ | env,
+        env=clean_environment(),
         preexec_fn=before,
         stderr=subprocess.PIPE,
         text=True,
+        timeout=seconds(240),
     )
     assert run.returncode, "it was to fail"
     return run.stderr, run.returncode
@@ -118,41 +118,45 @@ def test_shared_memory_that_is_too_small_is_named(tmp_path: Path, code: str) -> 
     if subprocess.run([*small, "true"], capture_output=True).returncode:
         pytest.skip("needs the right to mount a small /dev/shm")
     (tmp_path / "script.py").write_text(code)
-    run = subprocess.run([*small, sys.executable, "script.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    run = subprocess.run(
+        [*small, sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=clean_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=seconds(240),
+    )
     assert SHARED in hint(run.stderr, run.returncode), run.stderr
 
 
-def two_ranks(folder: Path, seconds: int, then: str) -> tuple[str, int]:
+def two_ranks(folder: Path, then: str) -> tuple[str, int]:
     """What rank 0 of a gloo job writes, and its exit code."""
-    (folder / "script.py").write_text(GLOO.format(seconds=seconds, then=then))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "script.py"],
-            cwd=folder,
-            env=os.environ | meeting | {"RANK": rank},
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    _, text = ranks[0].communicate()
-    ranks[1].communicate()  # closes its input
-    return text, ranks[0].returncode
+    (folder / "script.py").write_text(GLOO.format(timeout=seconds(120), then=then))
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    command = [sys.executable, "script.py"]
+    with (
+        started(*command, cwd=folder, env=meeting | {"RANK": "0"}, stdin=subprocess.DEVNULL) as first,
+        started(*command, cwd=folder, env=meeting | {"RANK": "1"}, stdin=subprocess.PIPE) as other,
+    ):
+        _, text = first.communicate(timeout=seconds(240))
+        other.communicate(timeout=seconds(240))  # closes its input
+    return text, first.returncode
 
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_told_from_one_that_went_away(tmp_path: Path) -> None:
-    waits = "if os.environ['RANK'] == '1': input()\ndist.all_reduce(numbers)"
-    text, exit_code = two_ranks(tmp_path, seconds=2, then=waits)
+    waits = f"""
+if os.environ['RANK'] == '1': input()
+dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds={seconds(2)}))
+dist.all_reduce(numbers)
+"""
+    text, exit_code = two_ranks(tmp_path, then=waits)
     assert LATE in hint(text, exit_code), text
     assert not is_secondary(text)
 
     for end in ("os._exit(3)", "os.kill(os.getpid(), 9)"):
         leaves = f"if os.environ['RANK'] == '1': {end}\nwhile True: dist.all_reduce(numbers)"
-        text, exit_code = two_ranks(tmp_path, seconds=60, then=leaves)
+        text, exit_code = two_ranks(tmp_path, then=leaves)
         assert ANOTHER in hint(text, exit_code), text
         assert is_secondary(text)
 
@@ -169,7 +173,7 @@ class Half(nn.Module):
 model = nn.parallel.DistributedDataParallel(Half())
 for _ in range(2): model(torch.ones(1, 1)).sum().backward()
 """
-    text, exit_code = two_ranks(tmp_path, seconds=60, then=unused)
+    text, exit_code = two_ranks(tmp_path, then=unused)
     assert "find_unused_parameters=True" in hint(text, exit_code)
 
 

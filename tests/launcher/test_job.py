@@ -402,13 +402,7 @@ def test_old_news_changes_nothing() -> None:
 
 
 KINDS = ["join", "silence", "done", "failed", "terminated", "no failure", "left", "tick"]
-EVENTS = st.lists(
-    st.tuples(
-        st.sampled_from(KINDS),
-        st.integers(0, 5),
-    ),
-    max_size=40,
-)
+EVENTS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 5)), max_size=40)
 FAILURES = st.lists(  # what the next failures say, and between which steps their rounds were
     st.tuples(st.sampled_from(["no", "no 1", "not"]), st.none() | st.tuples(st.integers(0, 3), st.integers(0, 3))),
     max_size=20,

@@ -2,19 +2,18 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from launching import BIN, ROOT, free_port, seconds
 
 from ddp_kit.launcher import submit_command
 from ddp_kit.launcher.clusters import kubeflow
 from ddp_kit.launcher.clusters.request import AGAIN, COUNTED, Request
 
-LAUNCH = Path(__file__).parents[2] / "launch"
-DDPKIT = Path(sys.executable).with_name("ddpkit")
+LAUNCH = ROOT / "launch"
 _IMAGE = "--image registry.example.com/me/train:1"
 JOB_FILES = {
     "slurm/train.sbatch": "--on slurm --nodes 2 --gpus 8 --time 24h --requeue",
@@ -117,16 +116,17 @@ def test_aws_batch_accepts_its_job_definition() -> None:
 
 @pytest.mark.slow
 def test_torchx_starts_the_component(tmp_path: Path) -> None:
-    torchx = Path(sys.executable).with_name("torchx")
+    torchx = BIN / "torchx"
     if not torchx.exists():
         pytest.skip("TorchX is not installed: pip install torchx")
     (tmp_path / "train.py").write_text("import os, sys\nprint('rank', os.environ['RANK'], sys.argv[1:])")
-    page = (LAUNCH.parent / "docs" / "clusters.md").read_text()
+    page = (ROOT / "docs" / "clusters.md").read_text()
     (tmp_path / "component.py").write_text(page.partition("```py\n")[2].partition("```")[0])
     flags = ["--wait", "-s", "local_cwd"]
-    words = [str(torchx), "run", *flags, "component.py:ddpkit", "--script", "train.py", "--nodes", "2", "--", "a b"]
-    env = {"PATH": f"{DDPKIT.parent}:/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    asked = ["--script", "train.py", "--nodes", "2", "--port", str(free_port())]
+    words = [str(torchx), "run", *flags, "component.py:ddpkit", *asked, "--", "a b"]
+    env = {"PATH": f"{BIN}:/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=seconds(120))
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         assert f"rank {rank} ['a b']" in done.stderr

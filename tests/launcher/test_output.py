@@ -9,20 +9,25 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from launching import clean_environment, seconds, started
 
 SPEAKERS = 8
 LINES = 2000
 
 # The launcher's descriptors 1 and 2 are what the test reads; workers are plain programs that get their ends.
-HOST = """
+# A traceback is held back until its rank has failed, however long that takes here, unless `held` says otherwise.
+# And `partial`: after how many seconds the beginning of a line is shown.
+HOST = f"""
 import os, subprocess, sys
+from ddp_kit.launcher import output as module
 from ddp_kit.launcher.output import Output
 from ddp_kit.launcher.streams import Route, Streams
 
 def run(
     programs, route=lambda rank: Route(console=True), failed=(), direct=False, colour=False,
-    is_ending=lambda rank: False, is_secondary=lambda trace: False,
+    is_ending=lambda rank: False, is_secondary=lambda trace: False, held={seconds(60)}, partial=0.05,
 ):
+    module._HELD_SECONDS, module._PARTIAL_SECONDS = held, partial
     streams = [Streams(rank, rank, route(rank), route(rank)) for rank in range(len(programs))]
     output = Output(streams, direct, colour, is_ending)
     workers = []
@@ -33,15 +38,46 @@ def run(
     for rank, worker in enumerate(workers):
         if worker.wait():
             output.failed(rank)
-    return output.end(list(failed), lambda trace: True, 5.0, lambda: False, is_secondary)
+    return output.end(list(failed), lambda trace: True, {seconds(60)}, lambda: False, is_secondary)
 
 """
 
 
+def host_of(code: str) -> list[str]:
+    """Command of a host that runs `code`."""
+    return [sys.executable, "-c", HOST + textwrap.dedent(code)]
+
+
 def hosted(code: str, *, merged: bool = False) -> "subprocess.CompletedProcess[str]":
     errors = subprocess.STDOUT if merged else subprocess.PIPE
-    command = [sys.executable, "-c", HOST + textwrap.dedent(code)]
-    return subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=120)
+    return subprocess.run(
+        host_of(code),
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        timeout=seconds(120),
+    )
+
+
+def hosted_raw(code: str) -> "subprocess.CompletedProcess[bytes]":
+    """As `hosted`, with bytes instead of text."""
+    return subprocess.run(host_of(code), env=clean_environment(), capture_output=True, timeout=seconds(120))
+
+
+def hosted_until(words: str, code: str) -> tuple[str, str]:
+    """Standard output and errors of a host whose standard input ends when its errors have a line with `words`."""
+    with started(*host_of(code), stdin=subprocess.PIPE) as host:
+        assert host.stdin is not None
+        assert host.stdout is not None
+        assert host.stderr is not None
+        shown = ""
+        while words not in shown:
+            line = host.stderr.readline()
+            assert line, shown
+            shown += line
+        host.stdin.close()
+        return host.stdout.read(), shown + host.stderr.read()
 
 
 def test_every_line_of_every_rank_arrives_whole() -> None:
@@ -62,11 +98,7 @@ def test_one_rank_that_speaks_alone_has_no_label() -> None:
 
 
 def test_bytes_are_passed_on_as_they_are() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", HOST + 'run(["import os; os.write(1, bytes(range(256)))", "pass"])'],
-        capture_output=True,
-        timeout=60,
-    )
+    done = hosted_raw('run(["import os; os.write(1, bytes(range(256)))", "pass"])')
     assert done.stdout == bytes(range(256))
 
 
@@ -76,14 +108,13 @@ def test_a_line_without_an_end_is_not_torn_by_another_rank(tmp_path: Path) -> No
         os.mkfifo(turn)
     halting = f"print('half ', end=''); open({str(turns[1])!r}).read(); print('done')"
     other = f"open({str(turns[0])!r}).read(); print('other')"
-    command = [sys.executable, "-c", HOST + f"run([{halting!r}, {other!r}])"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as host:
+    with started(*host_of(f"run([{halting!r}, {other!r}])"), stderr=None) as host:
         assert host.stdout is not None
-        assert os.read(host.stdout.fileno(), 100) == b"half ", "it is shown though its line goes on"
+        assert host.stdout.read(len("half ")) == "half ", "it is shown though its line goes on"
         turns[0].write_text("go")
-        assert os.read(host.stdout.fileno(), 100) == b"\n[rank 1] other\n"
+        assert host.stdout.read(len("\n[rank 1] other\n")) == "\n[rank 1] other\n"
         turns[1].write_text("go")
-        assert host.stdout.read() == b"[rank 0] done\n"
+        assert host.stdout.read() == "[rank 0] done\n"
 
 
 @pytest.mark.parametrize("merged", [True, False])
@@ -132,15 +163,15 @@ os.write(2, bytes(range(128, 256)) + b"\\n")
 for i in range(500): print("row", i, file=sys.stderr)
 sys.exit(7)
 """
-    command = [sys.executable, "-c", HOST + f"run([{program!r}, 'pass'], failed=[0])"]
-    done = subprocess.run(command, capture_output=True, timeout=60)
+    done = hosted_raw(f"run([{program!r}, 'pass'], failed=[0])")
     assert done.stderr.count(b"row ") == 500
     assert bytes(range(128, 256)) in done.stderr
 
 
 def test_a_crash_of_the_interpreter_is_kept_back_like_a_traceback() -> None:
     done = hosted("""
-        words = run(["import faulthandler, ctypes; faulthandler.enable(); ctypes.string_at(1)", "pass"], failed=[0])
+        program = "import faulthandler, ctypes; faulthandler.enable(); ctypes.string_at(1)"
+        words = run([program, "pass"], failed=[0], partial=60)  # it is written in pieces, with any time in between
         print("GIVEN", words[0].trace.splitlines()[0], words[0].shown, flush=True)
     """)
     assert "Fatal Python error" not in done.stderr
@@ -149,37 +180,38 @@ def test_a_crash_of_the_interpreter_is_kept_back_like_a_traceback() -> None:
 
 @pytest.mark.slow
 def test_a_traceback_that_was_caught_is_not_the_reason_of_a_later_failure() -> None:
-    program = "import sys, time, traceback\ntry: 1 / 0\nexcept Exception: traceback.print_exc()\nsys.stdin.read(1)"
-    done = hosted(f"""
-        import threading, time
-        reader, writer = os.pipe()
-        os.dup2(reader, 0)
-        threading.Timer(1.5, os.close, [writer]).start()  # the launcher has waited long enough then
-        os.set_inheritable(writer, False)
-        words = run([{program!r} + "; print('on'); sys.exit(4)", "pass"], failed=[0])
+    program = "import sys, traceback\ntry: 1 / 0\nexcept Exception: traceback.print_exc()\nsys.stdin.read(1)"
+    code = f"""
+        words = run([{program!r} + "; print('on'); sys.exit(4)", "pass"], failed=[0], held={seconds(0.7)})
         print("GIVEN", repr(words[0].trace), flush=True)
-    """)
-    assert "GIVEN ''" in done.stdout, done.stdout
-    assert done.stderr.count("ZeroDivisionError: division by zero") == 1
+    """
+    output, errors = hosted_until("ZeroDivisionError: division by zero", code)
+    assert "GIVEN ''" in output, output
+    assert errors.count("ZeroDivisionError: division by zero") == 1
 
 
 @pytest.mark.slow
-def test_the_traceback_of_a_rank_that_takes_long_to_end_of_it_is_kept_back() -> None:
-    """As one does whose CUDA context or threads have to be taken down."""
+def test_the_traceback_of_a_rank_that_takes_long_to_end_of_it_is_kept_back(tmp_path: Path) -> None:
+    """As one does whose CUDA context or threads have to be taken down.
+
+    That it is held back longer than otherwise shows at another rank: what it wrote later is shown before.
+    """
+    written = tmp_path / "written"
+    os.mkfifo(written)
     program = (
-        "import sys, traceback\ntry: 1 / 0\nexcept Exception: traceback.print_exc()\nsys.stdin.read(1); sys.exit(4)"
+        "import sys, traceback\ntry: 1 / 0\nexcept Exception: traceback.print_exc()\n"
+        f"open({str(written)!r}, 'w').close(); sys.stdin.read(1); sys.exit(4)"
     )
-    done = hosted(f"""
-        import threading
-        reader, writer = os.pipe()
-        os.dup2(reader, 0)
-        threading.Timer(1.5, os.close, [writer]).start()  # twice as long as a traceback is held back otherwise
-        os.set_inheritable(writer, False)
-        words = run([{program!r}, "pass"], failed=[0], is_ending=lambda rank: rank == 0)
+    later = f"import os; open({str(written)!r}).read(); os.write(2, b'Fatal Python error: told' + bytes([10]))"
+    code = f"""
+        words = run(
+            [{program!r}, {later!r}], failed=[0], is_ending=lambda rank: rank == 0, held={seconds(0.7)}
+        )
         print("GIVEN", words[0].trace.splitlines()[-1], words[0].shown, flush=True)
-    """)
-    assert "GIVEN ZeroDivisionError: division by zero False" in done.stdout, done.stdout
-    assert "Traceback" not in done.stderr
+    """
+    output, errors = hosted_until("Fatal Python error: told", code)
+    assert "GIVEN ZeroDivisionError: division by zero False" in output, output
+    assert "Traceback" not in errors
 
 
 def test_a_very_long_traceback_of_a_secondary_failure_is_not_shown() -> None:
@@ -211,25 +243,24 @@ def test_a_log_is_never_written_through_a_link_or_over_a_file(tmp_path: Path) ->
 
 
 def test_a_reader_that_goes_away_is_felt_by_the_ranks() -> None:
-    command = [sys.executable, "-c", HOST + "run(['while True: print(1)', 'while True: print(2)'])"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as host:
+    code = "run(['while True: print(1)', 'while True: print(2)'])"
+    with started(*host_of(code), stderr=subprocess.DEVNULL) as host:
         assert host.stdout is not None
         host.stdout.readline()
         host.stdout.close()
-        assert host.wait(timeout=60) == 0, "both have ended by themselves"
+        assert host.wait(timeout=seconds(60)) == 0, "both have ended by themselves"
 
 
 def test_on_a_terminal_ranks_have_terminals_too_and_labels_have_colours(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
+    both_speak = tmp_path / "both speak"
     program = f"""
-import os, sys
+import os, sys, time
 print("begins")
-os.makedirs(f"{tmp_path}/{{RANK}}")
-while len(os.listdir("{tmp_path}")) < 2: pass
-print(sys.stdout.isatty())  # once both ranks speak
+while not os.path.exists("{both_speak}"): time.sleep(0.01)
+print(sys.stdout.isatty())
 """
-    code = HOST + f"run([f'RANK={{rank}}' + {program!r} for rank in range(2)], colour=True)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=theirs, stderr=theirs) as host:
+    with started(*host_of(f"run([{program!r}] * 2, colour=True)"), stdout=theirs, stderr=theirs) as host:
         os.close(theirs)
         shown = b""
         while True:
@@ -237,7 +268,9 @@ print(sys.stdout.isatty())  # once both ranks speak
                 shown += os.read(ours, 4096)
             except OSError:
                 break
-        assert host.wait() == 0
+            if shown.count(b"begins") == 2:
+                both_speak.touch()
+        assert host.wait(seconds(60)) == 0
     assert sorted(line for line in shown.splitlines() if b"True" in line) == [
         b"\x1b[32m[rank 1] \x1b[0mTrue",
         b"\x1b[36m[rank 0] \x1b[0mTrue",

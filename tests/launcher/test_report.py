@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from launching import run
 from recorded_run import START, begin, end, evaluation, row, sample, write_record
 
 from ddp_kit import __version__
@@ -314,4 +314,4 @@ def test_it_needs_no_torch() -> None:
     code = (
         "import sys, ddp_kit.launcher.report_command; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert run(sys.executable, "-c", code).returncode == 0

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from launching import DDPKIT, ROOT, clean_environment, run, seconds, started
 
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import agent, spec
@@ -20,8 +21,6 @@ from ddp_kit.launcher.devices.gpus import Gpu
 from ddp_kit.launcher.plan import Plan, WorkerResources, make
 
 CHOOSER = [sys.executable, str(Path(__file__).with_name("chooser.py"))]
-DDPKIT = str(Path(sys.executable).with_name("ddpkit"))
-ROOT = Path(__file__).parents[2]
 
 Machine = Callable[..., dict[str, str]]
 
@@ -30,16 +29,17 @@ class Launches:
     """Launches on one machine, each in a session of its own."""
 
     def __init__(self, env: dict[str, str]) -> None:
-        self.env = os.environ | env | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        self.env = env | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         self.running: dict[int, subprocess.Popen[bytes]] = {}
 
     def choose(self, *asked: str, answers: int = 0) -> dict[int, str]:
         """Start a launch for each of the words after --gpus; all choose at once. What each has, by its pid."""
+        env = clean_environment(self.env | {"CHOOSING_SECONDS": str(seconds(120))})
         start, go = os.pipe()
         told, tell = os.pipe()
         for words in asked:
             command = [*CHOOSER, *words.split()]
-            chooser = subprocess.Popen(command, stdin=start, stdout=tell, env=self.env, start_new_session=True)
+            chooser = subprocess.Popen(command, stdin=start, stdout=tell, env=env, start_new_session=True)
             self.running[chooser.pid] = chooser
         for descriptor in (start, tell, go):  # the last one: it is the end of their standard input
             os.close(descriptor)
@@ -120,32 +120,26 @@ def test_the_real_command_holds_its_gpus_while_its_job_runs(
     launches_on: On, machine: Machine, script: Callable[[str], Path]
 ) -> None:
     environment = launches_on(machine(0, 0)).env
-    command = [
-        DDPKIT,
-        "launch",
-        "--gpus",
-        "1",
-        str(script("say(os.environ['CUDA_VISIBLE_DEVICES']); sys.stdin.read()")),
-    ]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    holds = script("say(os.environ['CUDA_VISIBLE_DEVICES']); sys.stdin.read()")
+    command = [DDPKIT, "launch", "--gpus", 1, holds]
     with (
-        subprocess.Popen(command, env=environment, text=True, **pipes) as one,
-        subprocess.Popen(command, env=environment, text=True, **pipes) as other,
+        started(*command, env=environment, stdin=subprocess.PIPE) as one,
+        started(*command, env=environment, stdin=subprocess.PIPE) as other,
     ):
         assert one.stdout is not None
         assert other.stdout is not None
         assert sorted([one.stdout.readline(), other.stdout.readline()]) == ["0\n", "1\n"]
-        third = subprocess.run(command, env=environment, text=True, capture_output=True)
-        shown = subprocess.run([DDPKIT, "devices"], env=environment, text=True, capture_output=True).stdout
+        third = run(*command, env=environment)
+        shown = run(DDPKIT, "devices", env=environment).stdout
         one.kill()
-        other.communicate()
+        other.communicate(timeout=seconds(60))
     assert third.returncode == 2
     for launcher in (one, other):
         assert f"held by pid {launcher.pid} of " in third.stderr
         assert f"held by pid {launcher.pid} of " in shown
     assert "ddpkit launch --gpus 1" in shown
     assert other.returncode == 0
-    assert "held by" not in subprocess.run([DDPKIT, "devices"], env=environment, text=True, capture_output=True).stdout
+    assert "held by" not in run(DDPKIT, "devices", env=environment).stdout
 
 
 @pytest.fixture
@@ -195,7 +189,8 @@ def test_what_another_launch_takes_at_the_same_moment_is_refused(plan: Plan) -> 
 def test_a_launch_that_hangs_while_it_chooses_stops_the_others_for_a_while_only(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reservations, "_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(reservations, "_TIMEOUT_SECONDS", seconds(0.05))
+    monkeypatch.setattr(reservations, "_CHOOSING", f"ddpkit-choosing-{uuid.uuid4()}")  # launches of other tests go on
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as hanging:
         hanging.bind(f"\0{reservations._CHOOSING}")
         with reservations.reserved(lambda held: plan):

@@ -1,12 +1,12 @@
 """Where a process stands, seen from outside or told by itself, though it lets no other thread run Python."""
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from launching import seconds, started
 
 from ddp_kit.heartbeat import Phase
 from ddp_kit.launcher.agent import stacks
@@ -25,13 +25,10 @@ work()
 def busy(account: Path) -> Iterator[int]:
     script = account.with_name("train.py")
     script.write_text(BUSY)
-    with subprocess.Popen([sys.executable, script, account], stdout=subprocess.PIPE, text=True) as process:
+    with started(sys.executable, script, account) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "there\n"
-        try:
-            yield process.pid
-        finally:
-            process.kill()
+        yield process.pid
 
 
 @pytest.mark.parametrize("py_spy", [True, False])
@@ -44,7 +41,7 @@ def test_a_process_that_holds_the_interpreter_lock_is_seen(
     with busy(account) as pid:
         if py_spy and not stacks.can_be_inspected(pid):
             pytest.skip("this system lets nobody look into other processes")
-        (stack,) = stacks.read_stacks({3: pid}, 60.0, {3: str(account)}, lambda: False).values()
+        (stack,) = stacks.read_stacks({3: pid}, seconds(60), {3: str(account)}, lambda: False).values()
     assert stack.doing(Phase.FORWARD) == "in the forward pass (train.py:5 in work)"
     assert stack.holds_lock == py_spy
     assert stack.as_trace().startswith('  File "')

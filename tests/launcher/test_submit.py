@@ -6,12 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from launching import run, seconds
 
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import submit_command
 from ddp_kit.launcher.clusters.request import clock, seconds_of
-
-DDPKIT = str(Path(sys.executable).with_name("ddpkit"))
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +38,7 @@ def test_a_batch_script_says_what_was_asked() -> None:
 def test_a_job_file_is_valid_shell(tmp_path: Path) -> None:
     for words in (("--array", "0-9"), ("--image", "docker://x/y:1"), ("--gpus", "8")):
         text = job_file("--on", "slurm", "--nodes", "2", *words, "train.py", "a'b$c")
-        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=seconds(60))
     assert tmp_path.exists()
 
 
@@ -54,8 +53,7 @@ def test_the_exit_codes_mean_the_same_to_slurm(code: int, retries: int, tmp_path
         (programs / name).write_text(f"#!/bin/sh\n{body}\n")
         (programs / name).chmod(0o755)
     text = job_file("--on", "slurm", "--nodes", "2", "train.py")
-    env = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash", "-c", text], env=env, check=False)
+    done = run("bash", "-c", text, env={"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"})
     assert done.returncode == code
     asked = tmp_path / "asked"
     counted = f"update JobId=7 Comment=ddpkit-retries-{retries + 1}\nrequeue 7\n" if retries < 3 else ""
@@ -113,7 +111,8 @@ def test_a_job_file_needs_no_torch(tmp_path: Path) -> None:
         "main(['submit', '--on', 'slurm', '--nodes', '2', '--dry-run', 'train.py']); "
         "sys.exit(bool({'torch', 'pydantic', 'numpy'} & set(sys.modules)))"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    done = run(sys.executable, "-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_job_is_named_after_its_script() -> None:

@@ -6,21 +6,19 @@ import pty
 import select
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import DDPKIT, seconds, started, wait_until
 from rich.console import Console
 
 from ddp_kit.launcher.devices.gpu_usage import GpuUsage
 from ddp_kit.launcher.readings import JobReading, RankReading, as_json, from_json, merged, straggler
 from ddp_kit.launcher.remote_readings import HostReadings
 from ddp_kit.launcher.top_command import render
-
-BIN = Path(sys.executable).parent
 
 SCRIPT = """
 import sys, time, torch
@@ -41,33 +39,38 @@ for step in trainer.steps(TensorDataset(torch.ones(64, 3))):
 """
 
 
-def _until(look: Callable[[], Any], job: "subprocess.Popen[str]") -> Any:
-    deadline = time.monotonic() + 120
-    while not (found := look()):
-        assert job.poll() is None, job.communicate()[0]
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.05)
-    return found
-
-
 @pytest.mark.slow
 def test_a_running_job_is_read_from_outside_and_a_slow_rank_is_named(
     script: Callable[..., Path], ddpkit: Callable[..., Any], tmp_path: Path
 ) -> None:
     path = script(SCRIPT, f"watched_{os.getpid()}.py")  # `ddpkit top` shows all jobs here, those of other tests too
-    end = tmp_path / "end"
-    command = [str(BIN / "ddpkit"), "launch", "--nproc-per-node", "2", "--log-dir", "logs", str(path), str(end)]
-    job = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
+    end, said = tmp_path / "end", tmp_path / "output"
+    command = [DDPKIT, "launch", "--nproc-per-node", "2", "--log-dir", "logs", path, end]
 
-        def trained() -> list[Any]:
-            jobs = json.loads(ddpkit("top", "--once", "--json").stdout)
-            ours = [each for each in jobs if each["script"] == str(path)]
-            return [each for each in ours if each["ranks"][0]["waits_for"] is not None]
+    def read() -> list[Any]:
+        assert job.poll() is None, said.read_text()
+        jobs = json.loads(ddpkit("top", "--once", "--json").stdout)
+        return [each for each in jobs if each["script"] == str(path)]
 
-        found = _until(trained, job)[0]
-        first, slow = found["ranks"]
-        assert (found["world_size"], found["nodes"], found["restarts"], found["launcher"]) == (2, 1, 0, job.pid)
+    def row() -> str:
+        """Line of rank 0 under the job's title."""
+        assert job.poll() is None, said.read_text()
+        lines = ddpkit("top", "--once", env={"COLUMNS": "120"}).stdout.splitlines()
+        title = next(number for number, line in enumerate(lines) if line.startswith(f"{path.name}  2 ranks"))
+        return next(line for line in lines[title:] if line.split()[:1] == ["0"])  # advice may be in between
+
+    with said.open("w") as file, started(*command, cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT) as job:
+        found: list[Any] = []
+
+        def is_waited_for() -> bool:
+            """Whether rank 1 is; rank 0 is, too, between log points at which other programs had its core."""
+            found[:] = read()
+            return bool(found) and found[0]["ranks"][0]["waits_for"] == 1
+
+        wait_until(is_waited_for, "rank 0 waits for rank 1", within=120)
+        (ours,) = found
+        first, slow = ours["ranks"]
+        assert (ours["world_size"], ours["nodes"], ours["restarts"], ours["launcher"]) == (2, 1, 0, job.pid)
         assert (first["rank"], first["waits_for"]) == (0, 1)
         assert (slow["rank"], slow["waits_for"]) == (1, None)
         assert slow["step"] > 0
@@ -75,29 +78,32 @@ def test_a_running_job_is_read_from_outside_and_a_slow_rank_is_named(
         assert first["communication"] > slow["communication"]
         assert slow["memory"] > 0
         assert slow["age"] >= 0
-        lines = ddpkit("top", "--once", env={"COLUMNS": "120"}).stdout.splitlines()
-        title = next(number for number, line in enumerate(lines) if line.startswith(f"{path.name}  2 ranks"))
-        row = next(line for line in lines[title:] if line.split()[:1] == ["0"])  # a slow machine has advice in between
-        assert "rank 1" in row
-    finally:
+        wait_until(lambda: "rank 1" in row(), "rank 1 in the row of rank 0", within=120)
         end.touch()
-        output, _ = job.communicate(timeout=120)
-    assert job.returncode == 0, output
+        assert job.wait(seconds(120)) == 0, said.read_text()
     assert str(path) not in ddpkit("top", "--once", "--json").stdout
     assert not [*tmp_path.rglob("ddpkit-round.json")], "the folder of logs is as torchrun's"
 
 
+# The command on a machine where no other test has a job.
+ALONE = """
+from ddp_kit.launcher import cli, top_command
+top_command.readings = lambda: ()
+cli.entry()
+"""
+
+
 def test_on_a_terminal_it_stays_until_a_key_ends_it(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
-    env = {**os.environ, "TERM": "xterm"}
-    shown = subprocess.Popen([str(BIN / "ddpkit"), "top"], cwd=tmp_path, env=env, stdin=theirs, stdout=theirs)
-    os.close(theirs)
-    printed = b""
-    while b"no running jobs" not in printed and b"ranks" not in printed:
-        assert select.select([ours], [], [], 60)[0], printed
-        printed += os.read(ours, 4096)
-    os.write(ours, b"q")
-    assert shown.wait(60) == 0
+    command, env = [sys.executable, "-c", ALONE, "top"], {"TERM": "xterm"}
+    with started(*command, cwd=tmp_path, env=env, stdin=theirs, stdout=theirs, stderr=None) as shown:
+        os.close(theirs)
+        printed = b""
+        while b"no running jobs" not in printed:
+            assert select.select([ours], [], [], seconds(60))[0], printed
+            printed += os.read(ours, 4096)
+        os.write(ours, b"q")
+        assert shown.wait(seconds(60)) == 0
     os.close(ours)
 
 

@@ -1,10 +1,10 @@
 """The traceback at the end of what a process printed."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launching import run
 
 from ddp_kit.launcher.tracebacks import WarningFilter, failed_at_start, is_interrupt, message_of, shortened, split
 
@@ -29,7 +29,7 @@ def test_what_python_prints_is_found_whole_with_all_that_it_came_from(
 ) -> None:
     main = tmp_path / "main.py"
     main.write_text(f"import sys\nprint('before', file=sys.stderr)\n{statement}\n")
-    printed = subprocess.run([sys.executable, main], capture_output=True, text=True).stderr
+    printed = run(sys.executable, main).stderr
     trace, rest = split(printed)
     assert trace + "\n" == printed.removeprefix("before\n")
     assert rest == "before\n"
@@ -90,7 +90,7 @@ def test_an_import_that_fails_at_the_top_is_told_from_one_in_the_middle_of_the_w
     tmp_path: Path, code: str, expected: bool
 ) -> None:
     (tmp_path / "main.py").write_text(code)
-    printed = subprocess.run([sys.executable, tmp_path / "main.py"], capture_output=True, text=True).stderr
+    printed = run(sys.executable, tmp_path / "main.py").stderr
     assert failed_at_start(split(printed)[0]) == expected
 
 

@@ -3,16 +3,13 @@
 import os
 import shlex
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launching import DDPKIT, free_port, seconds, started
 
 from ddp_kit.launcher.agent.waiting import Commands, Reminder, waiting_for_nodes
 from ddp_kit.launcher.job import Limits
-
-DDPKIT = str(Path(sys.executable).with_name("ddpkit"))
 
 
 def test_reminders_come_after_three_seconds_and_then_at_growing_intervals() -> None:
@@ -70,22 +67,15 @@ def test_the_host_says_how_many_are_here_and_how_long_it_waits() -> None:
 @pytest.mark.slow
 def test_the_command_that_a_waiting_node_prints_starts_the_missing_one(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os; os.write(1, b'rank %s\\n' % os.environb[b'RANK'])")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
     words = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=j"]
-    env = os.environ | {"PATH": f"{Path(DDPKIT).parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-
-    def start(*command: str) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            command, cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-
-    with start(DDPKIT, "launch", *words, "script.py") as first:
+    env = {"PATH": f"{DDPKIT.parent}{os.pathsep}{os.environ['PATH']}"}
+    with started(DDPKIT, "launch", *words, "script.py", cwd=tmp_path, env=env) as first:
         assert first.stderr is not None
         line = first.stderr.readline()
         assert "1 of 2 nodes has joined" in line
         assert endpoint in line
-        with start(*shlex.split(line.rpartition(": ")[2])) as second:
-            said = [*first.communicate(timeout=120), *second.communicate(timeout=120)]
+        with started(*shlex.split(line.rpartition(": ")[2]), cwd=tmp_path, env=env) as second:
+            said = [text for node in (first, second) for text in node.communicate(timeout=seconds(120))]
     assert (first.returncode, second.returncode) == (0, 0), said
     assert sorted([said[0], said[2]]) == ["rank 0\n", "rank 1\n"]

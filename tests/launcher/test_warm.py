@@ -5,13 +5,14 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
 import pytest
+from launching import clean_environment, seconds
+from launching import started as running
 
 from ddp_kit.launcher.warm import client, script
 from ddp_kit.launcher.warm.cleanup import Child
@@ -134,15 +135,15 @@ def test_a_script_that_sets_what_torch_reads_as_it_is_imported_is_not_forked(
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[WarmServer]:
-    warm = WarmServer(["x" * 200], os.environ)
+    warm = WarmServer(["x" * 200], clean_environment())
     yield warm
     warm.close()
 
 
 def forked(
-    server: WarmServer, program: Program, env: Mapping[str, str] = os.environ, streams: tuple[int, ...] = ()
+    server: WarmServer, program: Program, extra: Mapping[str, str] | None = None, streams: tuple[int, ...] = ()
 ) -> Process:
-    return started(server, server.start(program.command_line, env, program, streams))
+    return started(server, server.start(program.command_line, clean_environment(extra), program, streams))
 
 
 def started(server: WarmServer, worker: Process) -> Process:
@@ -168,8 +169,8 @@ def test_a_worker_is_forked_runs_and_its_end_is_told(server: WarmServer, tmp_pat
     out = tmp_path / "out.txt"
     with out.open("w") as file:
         streams = (file.fileno(), file.fileno())
-        worker = forked(server, a_program(main, "a", "b"), {**os.environ, "MINE": "7"}, streams)
-    assert (worker.cold, worker.wait(60)) == ("", 3)
+        worker = forked(server, a_program(main, "a", "b"), {"MINE": "7"}, streams)
+    assert (worker.cold, worker.wait(seconds(60))) == ("", 3)
     assert out.read_text() == "['a', 'b'] 7\n"
 
 
@@ -183,14 +184,20 @@ def test_what_a_trainer_or_an_optimizer_needs_is_there_for_a_script_that_speaks_
         f"# {text}\nimport sys\n"
         "sys.exit(('torch._dynamo' in sys.modules) + 2 * ('ddp_kit.trainer.trainer' in sys.modules))"
     )
-    assert forked(server, a_program(main)).wait(60) == there
+    assert forked(server, a_program(main)).wait(seconds(60)) == there
 
 
 @pytest.mark.slow
-def test_a_server_that_is_still_importing_is_not_waited_for(server: WarmServer, tmp_path: Path) -> None:
+def test_a_server_that_is_still_importing_is_not_waited_for(tmp_path: Path) -> None:
     main = tmp_path / "train.py"
     main.write_text("# ddp_kit's Trainer")
-    server.start(a_program(main).command_line, os.environ, a_program(main))
+    os.mkfifo(tmp_path / "importing")
+    (tmp_path / "torch.py").write_text(
+        f"import signal\nopen({str(tmp_path / 'importing')!r}, 'w').close()\nsignal.pause()"
+    )
+    server = WarmServer([], clean_environment({"PYTHONPATH": str(tmp_path)}))
+    (tmp_path / "importing").read_text()
+    server.start(a_program(main).command_line, clean_environment(), a_program(main))
     server.close()
     assert server._process.returncode == -signal.SIGKILL
 
@@ -204,7 +211,7 @@ def test_the_log_of_a_script_with_a_trainer_begins_as_ever(server: WarmServer, t
     )
     with out.open("w") as output, err.open("w") as errors:
         worker = forked(server, a_program(main), streams=(output.fileno(), errors.fileno()))
-    assert (worker.wait(60), out.read_text()) == (0, "True\n")
+    assert (worker.wait(seconds(60)), out.read_text()) == (0, "True\n")
     (line,) = err.read_text().splitlines()
     assert line.endswith(" - hello")
 
@@ -224,7 +231,7 @@ def test_workers_show_their_own_words_to_ps(server: WarmServer, tmp_path: Path) 
 def test_an_environment_that_imports_would_read_differently_is_executed(server: WarmServer, tmp_path: Path) -> None:
     main = tmp_path / "train.py"
     main.touch()
-    worker = forked(server, a_program(main), {**os.environ, "MKL_NUM_THREADS": "3"})
+    worker = forked(server, a_program(main), {"MKL_NUM_THREADS": "3"})
     assert "MKL_NUM_THREADS" in worker.cold
 
 
@@ -234,35 +241,35 @@ def test_workers_die_with_the_server_and_the_launcher_knows(server: WarmServer, 
     main.write_text("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: signal.pause()")
     worker = forked(server, a_program(main))
     os.kill(server._process.pid, signal.SIGKILL)
-    assert worker.wait(60) == -signal.SIGKILL
+    assert worker.wait(seconds(60)) == -signal.SIGKILL
     gone(worker.pid)
     assert forked(server, a_program(main)).lost, "and from then on it is said"
 
 
 def test_to_ask_after_a_worker_takes_no_news_that_others_wait_for() -> None:
-    server = WarmServer([], os.environ, warm=False)
-    workers = [started(server, server.start(["sleep", "1000"], os.environ)) for _ in range(2)]
+    server = WarmServer([], clean_environment(), warm=False)
+    workers = [started(server, server.start(["sleep", "1000"], clean_environment())) for _ in range(2)]
     for worker in workers:
         os.kill(worker.pid, signal.SIGTERM)
         gone(worker.pid)
-    assert select.select([server], [], [], 60)[0]
+    assert select.select([server], [], [], seconds(60))[0]
     assert [worker.poll() for worker in workers] == [None, None]
     assert select.select([server], [], [], 0)[0], "what has come can still be waited for"
-    assert [worker.wait(60) for worker in workers] == [-signal.SIGTERM] * 2
+    assert [worker.wait(seconds(60)) for worker in workers] == [-signal.SIGTERM] * 2
     server.close()
 
 
 def test_a_server_that_is_stopped_is_continued_and_the_second_time_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(client, "_CHECK_SECONDS", seconds(0.05))
     said: list[str] = []
-    server = WarmServer([], os.environ, warm=False, print_message=said.append)
-    first, second = (started(server, server.start(["sleep", "1000"], os.environ)) for _ in range(2))
+    server = WarmServer([], clean_environment(), warm=False, print_message=said.append)
+    first, second = (started(server, server.start(["sleep", "1000"], clean_environment())) for _ in range(2))
     os.kill(server.pid, signal.SIGSTOP)
     os.kill(first.pid, signal.SIGTERM)
-    assert first.wait(60) == -signal.SIGTERM, "its end is told by a server that runs again"
+    assert first.wait(seconds(60)) == -signal.SIGTERM, "its end is told by a server that runs again"
     assert "SIGCONT" in said[0]
     os.kill(server.pid, signal.SIGSTOP)
-    assert second.wait(60) == -signal.SIGKILL
+    assert second.wait(seconds(60)) == -signal.SIGKILL
     assert second.lost
     gone(second.pid)
     assert "killed" in said[1]
@@ -272,17 +279,17 @@ def test_a_server_that_is_stopped_is_continued_and_the_second_time_killed(monkey
 
 @pytest.mark.slow
 def test_a_server_that_is_stopped_takes_messages_larger_than_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_CHECK_SECONDS", 0.05)
-    server = WarmServer([], os.environ, warm=False)
+    monkeypatch.setattr(client, "_CHECK_SECONDS", seconds(0.05))
+    server = WarmServer([], clean_environment(), warm=False)
     os.kill(server.pid, signal.SIGSTOP)
     large = {f"LARGE_{number}": "x" * 100_000 for number in range(10)}
-    assert server.start(["true"], {**os.environ, **large}).wait(60) == 0
+    assert server.start(["true"], clean_environment(large)).wait(seconds(60)) == 0
     server.close()
 
 
 def test_a_server_that_is_stopped_ends_with_what_it_looks_after() -> None:
-    server = WarmServer([], os.environ, warm=False)
-    worker = started(server, server.start(["sleep", "1000"], os.environ))
+    server = WarmServer([], clean_environment(), warm=False)
+    worker = started(server, server.start(["sleep", "1000"], clean_environment()))
     os.kill(server.pid, signal.SIGSTOP)
     server.close()
     gone(worker.pid)
@@ -299,7 +306,7 @@ signal.pause()
 
 
 def test_a_process_without_a_command_line_has_a_name_and_one_that_has_ended_none() -> None:
-    with subprocess.Popen([sys.executable, "-c", NO_WORDS], stdout=subprocess.PIPE) as process:
+    with running(sys.executable, "-c", NO_WORDS) as process:
         assert process.stdout is not None
         process.stdout.readline()
         child = Child(process.pid, 0)

@@ -4,13 +4,13 @@ It trains slowly until the test lets it hurry. The script's argument is the name
 """
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from launching import ROOT, launch
+
 STEPS = 345
-_DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
+_DIGITS = ROOT / "examples" / "digits.py"
 _SLOWLY = """\
 import sys, time
 from pathlib import Path
@@ -108,8 +108,7 @@ def on_one_machine(folder: Path, ranks: int) -> tuple[str, str]:
     if ranks not in _ON_ONE_MACHINE:
         script = folder / "digits.py"
         script.write_text(_digits(_EVERY_DIGIT))
-        command = [str(Path(sys.executable).with_name("ddpkit")), "launch", "--nproc-per-node", str(ranks), str(script)]
-        done = subprocess.run(command, env={"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
+        done = launch("--nproc-per-node", ranks, script, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
         _ON_ONE_MACHINE[ranks] = result(done.stdout)
     return _ON_ONE_MACHINE[ranks]

@@ -7,7 +7,8 @@
 
 The hosts are h1, h2, ... at 10.77.0.11, .12, ..., joined by a switch. They share the file system, so that one
 folder shows what all of them do. No namespace has a name and every process is tied to the one that made the rig:
-rigs of several test runs do not meet, and nothing outlasts the test run, killed or not.
+rigs of several test runs do not meet, and nothing outlasts the test run, killed or not. Times are those of a quiet
+machine: see launching.py.
 """
 
 import itertools
@@ -15,23 +16,32 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from launching import BIN, seconds, wait_until
 
 _PROGRAMS = ("ip", "tc", "nsenter", "unshare", "setpriv", "bash")
-# Its arguments: hosts file, resolver file, file for what is left, host name, command. Runs as the first process of the
-# host, which adopts what others leave; that has a second to end.
+TIED = ("setpriv", "--pdeathsig", "KILL")
+"""In front of a command: it is killed as soon as the process that starts it has ended."""
+OWN_PROCESSES = ("unshare", "--mount", "--pid", "--mount-proc", "--fork", "--kill-child")
+ALONE = (*TIED, *OWN_PROCESSES)
+"""In front of a command: what it mounts is its own, and all that comes of it ends with it, and with its starter."""
+WITH_OWN_RUN = ("sh", "-c", 'mount -t tmpfs none /run && mkdir -m 755 /run/sshd && exec "$@"', "sh")
+"""In front of a command on a host: /run is its own, is empty but for what sshd needs, and goes with it."""
+# Its arguments: hosts file, resolver file, file for what is left, tenths of a second that this has to end, host name,
+# command. Runs as the first process of the host, which adopts what others leave.
 _INIT = """\
-mount --bind "$1" /etc/hosts && mount --bind "$2" /etc/resolv.conf && echo "$4" >/proc/sys/kernel/hostname || exit 125
+mount --bind "$1" /etc/hosts && mount --bind "$2" /etc/resolv.conf && echo "$5" >/proc/sys/kernel/hostname || exit 125
 file=$3
-shift 4
+tries=$4
+shift 5
 "$@"
 code=$?
-for _ in 1 2 3 4 5 6 7 8 9 10; do
+while [ "$((tries -= 1))" -ge 0 ]; do
   left=
   for each in /proc/[0-9]*; do
     [ "$each" = /proc/1 ] || { read -r name && left="$left $name"; } <"$each/comm"
@@ -78,9 +88,9 @@ class Tree:
         """Send a signal to the command alone."""
         self.command.send_signal(number)
 
-    def wait(self, seconds: float) -> int:
+    def wait(self, within: float) -> int:
         """The exit code of the command, and `TimeoutExpired` where it goes on for longer."""
-        return self.process.wait(timeout=seconds)
+        return self.process.wait(timeout=seconds(within))
 
     @property
     def ended(self) -> bool:
@@ -100,7 +110,7 @@ class Tree:
 
     @property
     def left(self) -> str:
-        """The names of the processes that were still there a second after the command had ended."""
+        """The names of the processes that were still there a second of a quiet machine after the command had ended."""
         return self.log.with_suffix(".left").read_text().strip()
 
     @property
@@ -125,10 +135,10 @@ class Host:
     def start(self, *command: object, env: Mapping[str, str]) -> Tree:
         log = self.folder / f"{self.name}-{next(self.numbers)}.log"
         # This process's death is unshare's, which is the first process's, which is that of the whole tree.
-        tied = ["setpriv", "--pdeathsig", "KILL", "nsenter", f"--net=/proc/{self.keeper}/ns/net"]
-        own = ["unshare", "--mount", "--uts", "--pid", "--mount-proc", "--fork", "--kill-child"]
         files = [str(self.folder / "hosts"), str(self.folder / "resolv.conf"), str(log.with_suffix(".left"))]
-        words = [*tied, *own, "bash", "-c", _INIT, "init", *files, self.name, *map(str, command)]
+        init = ["bash", "-c", _INIT, "init", *files, str(round(10 * seconds(1))), self.name]
+        enter = ["nsenter", f"--net=/proc/{self.keeper}/ns/net"]
+        words = [*TIED, *enter, *OWN_PROCESSES, "--uts", *init, *map(str, command)]
         with log.open("wb") as output:
             process = subprocess.Popen(
                 words, env=dict(env), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
@@ -178,10 +188,25 @@ def network(folder: Path, count: int, *, resolves: bool = True) -> Iterator[list
         yield hosts
 
 
+def user_environment(**more: str) -> dict[str, str]:
+    """The environment of a user on a host: ddpkit is in PATH, and a program has one thread, as hosts share cores."""
+    given = {name: os.environ[name] for name in ("PYTHONPATH", "HOME", "LANG") if name in os.environ}
+    return given | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"} | more
+
+
+def until(enough: Callable[[], object], shown: Callable[[], object], within: float) -> None:
+    """Wait for a condition. What `shown` gives is in the error of a wait in vain."""
+    try:
+        wait_until(enough, "what is waited for", within)
+    except AssertionError as error:
+        error.add_note(str(shown()))
+        raise
+
+
 def _namespace(stack: ExitStack) -> int:
     """A process in a network namespace of its own, which ends when its input does: with this process at the latest."""
     process = subprocess.Popen(
-        ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        [*TIED, "unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     )
     stack.callback(process.wait)
     stack.callback(process.kill)
@@ -200,5 +225,5 @@ def _ip(namespace: int, *words: str) -> None:
 
 
 def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds(20))
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"

@@ -6,7 +6,17 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 MARK = "DDPKIT_TEST_JOB"
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended; where nobody adopts orphans, one whose parent has ended stays a zombie."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 class JobProcesses:

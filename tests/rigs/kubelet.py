@@ -22,10 +22,11 @@ from typing import Any
 
 import psutil
 import yaml
-from hosts import Host, Tree
+from hosts import Host, Tree, until
+from launching import ROOT
 
 SECONDS = 240.0
-RUNTIME = Path(__file__).parents[2] / "launch" / "kubeflow" / "runtime.yaml"
+RUNTIME = ROOT / "launch" / "kubeflow" / "runtime.yaml"
 
 
 @dataclass(frozen=True)
@@ -133,13 +134,16 @@ class Kubelet:
         """The process id of a pod's container."""
         return self.pods[index].command.pid
 
-    def until(self, enough: Callable[[], bool], seconds: float = SECONDS) -> None:
+    def until(self, enough: Callable[[], bool]) -> None:
         """Look after the pods until it is enough."""
-        deadline = time.monotonic() + seconds
-        while not enough():
-            assert time.monotonic() < deadline, f"not after {seconds} s\n{self}"
+
+        def is_enough() -> bool:
+            if enough():
+                return True
             self._sync()
-            time.sleep(0.05)
+            return False
+
+        until(is_enough, lambda: self, SECONDS)
 
     def run(self) -> bool:
         """Look after the pods until the Job is complete (True) or has failed, and no pod is left."""

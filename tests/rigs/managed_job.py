@@ -17,7 +17,6 @@ Read in SkyPilot 0.14.1:
   recovered; if none is, that is counted: `max_restarts_on_errors`. EAGER_NEXT_REGION ends all nodes, and takes others.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +24,7 @@ from subprocess import TimeoutExpired
 
 import psutil
 import yaml
-from hosts import Host, Tree
+from hosts import Host, Tree, until
 
 SECONDS = 240.0
 _CANCELLED = 137
@@ -77,11 +76,14 @@ class ManagedJob:
 
     def until(self, enough: Callable[[], bool]) -> None:
         """Look after the nodes until it is enough."""
-        deadline = time.monotonic() + SECONDS
-        while not enough():
-            assert time.monotonic() < deadline, f"not after {SECONDS} s\n{self}"
+
+        def is_enough() -> bool:
+            if enough():
+                return True
             self._look()
-            time.sleep(0.05)
+            return False
+
+        until(is_enough, lambda: self, SECONDS)
 
     def run(self) -> bool:
         """Look after the nodes until the job has succeeded (True) or failed."""

@@ -4,24 +4,27 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hosts import TIED
+from job_processes import has_ended
+from launching import BIN, ROOT, run, seconds
 
 import ddp_kit
 
-ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
-PLAIN, WITH_TORCH = "localhost/ddpkit-test-plain", "localhost/ddpkit-test-torch"  # what the images are built on
-IMAGE = "localhost/ddpkit-test"
-PROGRAMS = ("buildah", "mmdebstrap", "podman", "runc")
+PLAIN, WITH_TORCH = "plain", "torch"  # what the images are built on
+NAME = re.compile(r"^(?:localhost/)?ddpkit-test-[a-z]+-(\d+)(?:-\S*)?$", re.MULTILINE)
+"""Images and containers, all of which the test runs of this machine share: they have the number of the process."""
+PROGRAMS = ("buildah", "mmdebstrap", "podman", "runc", "setpriv")
 MEGABYTES = 100  # what ddpkit may add to a base that has torch
 
 
@@ -91,8 +94,7 @@ def test_compose_starts_two_nodes_that_meet_and_share_no_gpu() -> None:
 
 
 def test_the_dockerfile_follows_the_rules_of_hadolint() -> None:
-    hadolint = Path(sys.executable).with_name("hadolint")
-    done = subprocess.run([hadolint, DOCKER / "Dockerfile"], capture_output=True, text=True)
+    done = run(BIN / "hadolint", DOCKER / "Dockerfile")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -110,24 +112,41 @@ def test_nothing_in_the_folder_can_be_imported(folder: str) -> None:
 
 
 @pytest.fixture
-def build(tmp_path: Path) -> Iterator[Callable[..., None]]:
-    """A function that builds an image of that name: from ours on a base, or from the lines given."""
+def build(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """A function that builds an image and returns its name: from ours on a base, or from the lines given."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing or os.geteuid() != 0:
         pytest.skip(f"needs root and {', '.join(missing) or 'nothing else'}")
     flags = ["--isolation", "chroot", "--network", "host", *_pip_settings(tmp_path)]
     built: list[str] = []
+    _remove_what_ended_runs_left()
 
-    def image(name: str, *lines: str, base: str = "") -> None:
+    def image(kind: str, *lines: str, base: str = "") -> str:
+        name = f"localhost/ddpkit-test-{kind}-{os.getpid()}"
         (tmp_path / "Dockerfile").write_text("\n".join(lines))
         ours = ("--build-arg", f"BASE_IMAGE={base}", "-f", str(DOCKER / "Dockerfile"), str(ROOT))
         _run("buildah", "build", *flags, "-t", name, *(ours if base else [str(tmp_path)]))
         built.append(name)
+        return name
 
     try:
         yield image
     finally:
-        subprocess.run(["buildah", "rmi", "--force", *reversed(built)], capture_output=True, check=False)
+        run("buildah", "rmi", "--force", *reversed(built))
+
+
+def _remove_what_ended_runs_left() -> None:
+    """Containers and images, if the run was killed."""
+
+    def left(*listing: str) -> list[str]:
+        return [found[0] for found in NAME.finditer(_run(*listing)) if has_ended(int(found[1]))]
+
+    if containers := left("podman", "ps", "--all", "--format", "{{.Names}}"):
+        run("podman", "rm", "--force", *containers)
+    if containers := left("buildah", "containers", "--format", "{{.ContainerName}}"):
+        run("buildah", "rm", *containers)
+    if images := left("buildah", "images", "--format", "{{.Name}}"):
+        run("buildah", "rmi", "--force", *images)
 
 
 def _pip_settings(folder: Path) -> list[str]:
@@ -143,17 +162,21 @@ def _pip_settings(folder: Path) -> list[str]:
 
 
 def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, stdin=subprocess.DEVNULL)
+    done = run(*TIED, *command, timeout=800)
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
     return done.stdout
 
 
+_numbers = count()
+
+
 def _in_container(image: str, *words: str, flags: tuple[str, ...] = ()) -> str:
+    name = ("--name", f"ddpkit-test-run-{os.getpid()}-{next(_numbers)}")
     # The limits: podman asks for higher ones than a machine may allow.
     limits = ("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096")
     mount = ("--volume", f"{ROOT / 'examples'}:/workspace:ro")
     return _run(
-        "podman", "--runtime", "runc", "run", "--rm", "--network", "host", *limits, *mount, *flags, image, *words
+        "podman", "--runtime", "runc", "run", "--rm", *name, "--network", "host", *limits, *mount, *flags, image, *words
     )
 
 
@@ -162,28 +185,28 @@ def _megabytes(image: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("base", [PLAIN, WITH_TORCH])
-def test_an_image_trains_as_any_user(build: Callable[..., None], base: str, tmp_path: Path) -> None:
+@pytest.mark.timeout(seconds(1200))
+@pytest.mark.parametrize("kind", [PLAIN, WITH_TORCH])
+def test_an_image_trains_as_any_user(build: Callable[..., str], kind: str, tmp_path: Path) -> None:
     packages = "--include=ca-certificates,python3,python3-pip"
     _run("mmdebstrap", "--quiet", "--variant=apt", packages, "bookworm", str(tmp_path / "rootfs.tar"))
     path, install = "ENV PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "RUN python3 -m pip install"
     torch = f"{install} --break-system-packages --no-cache-dir torch=={version('torch').partition('+')[0]} numpy"
-    build(base, "FROM scratch", "ADD rootfs.tar /", path, *([torch] if base == WITH_TORCH else []))
+    base = build(kind, "FROM scratch", "ADD rootfs.tar /", path, *([torch] if kind == WITH_TORCH else []))
     (tmp_path / "rootfs.tar").unlink()
     digest = _run("podman", "image", "inspect", "--format", "{{.Digest}}", base).strip()
-    build(IMAGE, base=f"{base}@{digest}")
+    image = build("ours", base=f"{base}@{digest}")
     anyone = ("--user", "23456:0", "--read-only", "--read-only-tmpfs=false", "--tmpfs", "/tmp", "--cap-drop", "all")
     for flags in ((), anyone):
-        output = _in_container(IMAGE, "launch", "--nproc-per-node", "2", "imperative.py", flags=flags)
+        output = _in_container(image, "launch", "--nproc-per-node", "2", "imperative.py", flags=flags)
         assert "stopped after" in output
-    assert _in_container(IMAGE, "--version").strip() == f"ddpkit {ddp_kit.__version__}"
+    assert _in_container(image, "--version").strip() == f"ddpkit {ddp_kit.__version__}"
     look = "id -u; python -c 'import ddp_kit, torch; print(ddp_kit.__file__, torch.__file__)'"
-    user, where = _in_container(IMAGE, "-c", look, flags=("--entrypoint", "sh")).splitlines()
+    user, where = _in_container(image, "-c", look, flags=("--entrypoint", "sh")).splitlines()
     assert user == "1000"
     assert where.startswith("/opt/ddpkit/lib/"), "the wheel, not the sources"
-    assert ("/usr/local/lib" in where) == (base == WITH_TORCH), "the torch of the base stays"
+    assert ("/usr/local/lib" in where) == (kind == WITH_TORCH), "the torch of the base stays"
     left = "ls -d /src /root/.cache /home/*/.cache /tmp/* 2> /dev/null || true"
-    assert _in_container(IMAGE, "-c", left, flags=("--entrypoint", "sh", "--user", "0")) == ""
-    if base == WITH_TORCH:
-        assert _megabytes(IMAGE) - _megabytes(base) < MEGABYTES
+    assert _in_container(image, "-c", left, flags=("--entrypoint", "sh", "--user", "0")) == ""
+    if kind == WITH_TORCH:
+        assert _megabytes(image) - _megabytes(base) < MEGABYTES

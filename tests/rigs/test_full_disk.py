@@ -3,10 +3,11 @@
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from hosts import ALONE
+from launching import DDPKIT, ROOT, run
 
 pytestmark = pytest.mark.slow
 
@@ -53,25 +54,20 @@ finally:
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and unshare for a small tmpfs")
 @pytest.mark.parametrize("ends", ["mended", "full"])
-def test_training_goes_on_over_a_full_disk_and_the_end_has_to_be_saved(
-    root: Path, script: Path, tmp_path: Path, ends: str
-) -> None:
+def test_training_goes_on_over_a_full_disk_and_the_end_has_to_be_saved(script: Path, tmp_path: Path, ends: str) -> None:
     disk, written = tmp_path / "disk", script(TRAINS)  # type: ignore[operator]
     disk.mkdir()
-    ddpkit = Path(sys.executable).parent / "ddpkit"
-    command = f"mount -t tmpfs -o size=1M none {disk} && {ddpkit} launch --nproc-per-node 2 {written} {disk} {ends}"
+    command = f"mount -t tmpfs -o size=1M none {disk} && {DDPKIT} launch --nproc-per-node 2 {written} {disk} {ends}"
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         pytest.skip("needs a mount namespace")
-    run = subprocess.run(
-        ["unshare", "-m", "sh", "-c", command], capture_output=True, text=True, timeout=240, cwd=root, check=False
-    )
-    assert run.stderr.count("WARNING there is no space for the checkpoint of step") >= 1, run.stderr
-    assert "Traceback" not in run.stderr
+    done = run(*ALONE, "sh", "-c", command, cwd=ROOT)
+    assert done.stderr.count("WARNING there is no space for the checkpoint of step") >= 1, done.stderr
+    assert "Traceback" not in done.stderr
     if ends == "mended":
-        assert run.returncode == 0, run.stderr
-        assert "['step-00000008', 'step-00000010']" in run.stdout
+        assert done.returncode == 0, done.stderr
+        assert "['step-00000008', 'step-00000010']" in done.stdout
     else:
-        assert run.returncode == 1
-        assert "ddpkit: error" in run.stderr
-        assert "no space for the checkpoint of step 10" in run.stderr
-        assert "['step-00000002']" in run.stdout
+        assert done.returncode == 1
+        assert "ddpkit: error" in done.stderr
+        assert "no space for the checkpoint of step 10" in done.stderr
+        assert "['step-00000002']" in done.stdout

@@ -3,21 +3,24 @@
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hosts import Host, Tree
+from hosts import Host, Tree, until, user_environment
+from launching import DDPKIT, seconds
 
 pytestmark = pytest.mark.slow
 
 Hosts = Callable[..., list[Host]]
-BIN = Path(sys.executable).parent
-RENDEZVOUS = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "h1:29400", "--rdzv-id", "j")
-NO_WAIT = ("--rdzv-conf", "replacement_timeout=1")
+SILENCE = f"keep_alive_interval={seconds(1):g},keep_alive_max_attempt=3"
+"""The launcher's own 3 s without a heartbeat, after which a host is lost, as this machine needs them."""
+PLACE = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "h1:29400", "--rdzv-id", "j", "--rdzv-conf")
+RENDEZVOUS = (*PLACE, f"{SILENCE},last_call_timeout={seconds(30):g},replacement_timeout={seconds(12):g}")
+NO_WAIT = (*PLACE, f"{SILENCE},replacement_timeout={seconds(1):g}")
+REPLACEMENT = f"{seconds(50):g}"
 SECONDS = 60.0
 """How long to wait for what must come; benchmarks measure how soon it does."""
 STEP_SECONDS = 0.05
@@ -29,7 +32,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # gloo's own is half an hour
+dist.init_process_group("gloo", timeout=timedelta(seconds={seconds(60)}))  # gloo's own is half an hour
 told = os.environ
 name = f"{{os.uname().nodename}}-{{told['LOCAL_RANK']}}"
 attempt, rank = told["TORCHELASTIC_RESTART_COUNT"], told["RANK"]
@@ -108,10 +111,8 @@ class Job:
 
     def start(self, host: Host, *flags: str, env: dict[str, str] | None = None) -> Tree:
         """Start this host's agent; the next one on the same host takes its place."""
-        given = {name: os.environ[name] for name in ("PYTHONPATH", "HOME", "LANG") if name in os.environ}
-        given |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"} | (env or {})
-        command = ("env", "-C", self.folder, BIN / "ddpkit", "launch", "--nproc-per-node", self.processes)
-        self.agents[host.name] = host.start(*command, *flags, "train.py", env=given)
+        command = ("env", "-C", self.folder, DDPKIT, "launch", "--nproc-per-node", self.processes)
+        self.agents[host.name] = host.start(*command, *flags, "train.py", env=user_environment(**(env or {})))
         return self.agents[host.name]
 
     def rows(self, host: Host) -> list[list[Row]]:
@@ -122,27 +123,28 @@ class Job:
         return [[Row(*map(int, line.split())) for line in lines] for lines in whole]
 
     def trains(
-        self, *hosts: Host, world_size: int, attempt: int | None = None, steps: int = 2, seconds: float = SECONDS
+        self, *hosts: Host, world_size: int, attempt: int | None = None, steps: int = 2, within: float = SECONDS
     ) -> list[Row]:
         """Wait until every rank of these hosts makes `steps` more steps in a world of this size; the last of each.
 
         With `attempt` only the steps of that one count.
         """
         skip = [[len(rows) for rows in self.rows(host)] for host in hosts]
-        deadline = time.monotonic() + seconds
-        while True:
-            new = [
+        new: list[list[Row]] = []
+
+        def enough() -> bool:
+            ended = [host.name for host in hosts if self.agents[host.name].ended]
+            new[:] = [
                 [row for row in rows[seen:] if row.world_size == world_size and attempt in (None, row.attempt)]
                 for host, counts in zip(hosts, skip, strict=True)
                 for rows, seen in zip(self.rows(host), counts, strict=True)
             ]
-            if all(len(rows) >= steps for rows in new):
-                return [rows[-1] for rows in new]
-            ended = [host.name for host in hosts if self.agents[host.name].ended]
-            if ended or time.monotonic() > deadline:
-                what = f"the agent of {' and '.join(ended)} has ended" if ended else f"{seconds} s are over"
-                pytest.fail(f"{what}, and there is no world of {world_size} on all of them\n{self}")
-            time.sleep(0.05)
+            train = all(len(rows) >= steps for rows in new)
+            assert train or not ended, f"agents have ended: {ended}"
+            return train
+
+        until(enough, lambda: f"no world of {world_size} on all of them\n{self}", within)
+        return [rows[-1] for rows in new]
 
     def fail(self, host: Host, code: int, local_rank: int = 0) -> int:
         """Have a rank exit with this code, or, below 0, end by this signal; its number."""
@@ -157,21 +159,15 @@ class Job:
         (self.folder / "stop").touch()
         assert self.ends(*self.agents) == [0] * len(self.agents), str(self)
 
-    def ends(self, *names: str, seconds: float = SECONDS) -> list[int]:
+    def ends(self, *names: str) -> list[int]:
         """The exit codes of these hosts' agents, which have to end, and to leave no process behind."""
-        deadline = time.monotonic() + seconds
-        while not all(self.agents[name].ended for name in names):
-            assert time.monotonic() < deadline, f"after {seconds} s still there\n{self}"
-            time.sleep(0.05)
+        until(lambda: all(self.agents[name].ended for name in names), lambda: f"still there\n{self}", SECONDS)
         assert not any(left := [self.agents[name].left for name in names]), f"left behind: {left}"
         return [self.agents[name].wait(0) for name in names]
 
-    def says(self, name: str, text: str, seconds: float = SECONDS) -> None:
+    def says(self, name: str, text: str) -> None:
         """Wait until this host's agent has said so."""
-        deadline = time.monotonic() + seconds
-        while text not in self.agents[name].output:
-            assert time.monotonic() < deadline, f"after {seconds} s it has not said {text!r}\n{self}"
-            time.sleep(0.05)
+        until(lambda: text in self.agents[name].output, lambda: f"it has not said {text!r}\n{self}", SECONDS)
 
     def verdicts(self, *names: str) -> set[str]:
         """The different last lines of these agents."""
@@ -195,7 +191,8 @@ def test_two_hosts_train_as_one_world(hosts: Hosts, job: Job, rendezvous: str) -
     h1, h2 = hosts(2)
     static = ("--master-addr", "h1", "--master-port", "29500", "--node-rank")
     for number, host in enumerate((h1, h2)):
-        job.start(host, "--nnodes", "2", *(RENDEZVOUS if rendezvous == "c10d" else (*static, str(number))))
+        place = RENDEZVOUS if rendezvous == "c10d" else (*static, str(number), "--rdzv-conf", SILENCE)
+        job.start(host, "--nnodes", "2", *place)
     last = job.trains(h1, h2, world_size=4)
     assert sorted(row.rank for row in last) == [0, 1, 2, 3]
     if rendezvous == "static":
@@ -222,10 +219,10 @@ def test_survivors_go_on_without_a_dead_host_and_its_replacement_is_let_in(hosts
 def test_a_replacement_for_a_host_that_the_job_needs_is_waited_for(hosts: Hosts, job: Job) -> None:
     h1, h2 = hosts(2)
     for host in (h1, h2):
-        job.start(host, "--nnodes", "2", *RENDEZVOUS, "--rdzv-conf", "replacement_timeout=50")
+        job.start(host, "--nnodes", "2", *PLACE, f"{SILENCE},replacement_timeout={REPLACEMENT}")
     job.trains(h1, h2, world_size=4)
     job.agents["h2"].die()
-    job.says("h1", "waiting 50 s for a replacement")
+    job.says("h1", f"waiting {REPLACEMENT} s for a replacement")
     job.start(h2, "--nnodes", "2", *RENDEZVOUS)
     job.trains(h1, h2, world_size=4)
     job.stop()
@@ -234,7 +231,7 @@ def test_a_replacement_for_a_host_that_the_job_needs_is_waited_for(hosts: Hosts,
 @pytest.mark.parametrize("victim", ["h2", "h1"])
 def test_where_every_host_is_needed_a_dead_one_ends_the_other(hosts: Hosts, job: Job, victim: str) -> None:
     for host in (both := hosts(2)):
-        job.start(host, "--nnodes", "2", *RENDEZVOUS, *NO_WAIT)
+        job.start(host, "--nnodes", "2", *NO_WAIT)
     job.trains(*both, world_size=4)
     job.agents.pop(victim).die()
     assert job.ends(*job.agents) != [0], str(job)
@@ -246,7 +243,7 @@ def test_where_every_host_is_needed_a_dead_one_ends_the_other(hosts: Hosts, job:
 def test_all_who_survive_a_dead_host_end_with_one_verdict(hosts: Hosts, job: Job, victim: str) -> None:
     job.processes = 1
     for host in (three := hosts(3)):
-        job.start(host, "--nnodes", "3", *RENDEZVOUS, *NO_WAIT)
+        job.start(host, "--nnodes", "3", *NO_WAIT)
     job.trains(*three, world_size=3)
     job.agents.pop(victim).die()
     codes = job.ends(*job.agents)
@@ -283,20 +280,19 @@ def test_a_killed_worker_restarts_the_ranks_of_all_hosts(hosts: Hosts, job: Job)
     job.stop()
 
 
-@pytest.mark.parametrize("seconds", [3600, -3600])
+@pytest.mark.parametrize("ahead", [3600, -3600])
 def test_an_hour_between_the_clocks_of_two_hosts_changes_nothing(
-    hosts: Hosts, job: Job, clock_off_by: Callable[[int], dict[str, str]], seconds: int
+    hosts: Hosts, job: Job, clock_off_by: Callable[[int], dict[str, str]], ahead: int
 ) -> None:
     h1, h2 = hosts(2)
-    off = clock_off_by(seconds)
+    off = clock_off_by(ahead)
     date = h2.start("date", "+%s", env={"PATH": os.environ["PATH"]} | off)
     assert date.wait(20) == 0
-    assert int(date.output) - time.time() == pytest.approx(seconds, abs=60), "the rig's clock is not off"
+    assert int(date.output) - time.time() == pytest.approx(ahead, abs=seconds(60)), "the rig's clock is not off"
     job.start(h1, "--nnodes", "1:2", *RENDEZVOUS)
     job.start(h2, "--nnodes", "1:2", *RENDEZVOUS, env=off)
-    job.trains(
-        h1, h2, world_size=4, steps=round(10 / STEP_SECONDS), seconds=120
-    )  # three times the silence of a dead one
+    steps = round(seconds(10) / STEP_SECONDS)  # three times the silence of a dead one
+    job.trains(h1, h2, world_size=4, steps=steps, within=120)
     worlds = {(row.attempt, row.world_size) for host in (h1, h2) for rows in job.rows(host) for row in rows}
     assert worlds == {(0, 4)}, "nobody was dropped on the way"
     job.stop()

@@ -1,49 +1,38 @@
 """The manifests of `ddpkit submit`, carried out: pods that come and go, and what becomes of the job."""
 
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import cluster_training
 import pytest
-from hosts import Host
+from hosts import Host, user_environment
 from kubelet import Kubelet
+from launching import seconds
 
 from ddp_kit.launcher import submit_command
 
 pytestmark = pytest.mark.slow
 
 Hosts = Callable[..., list[Host]]
-BIN = Path(sys.executable).parent
+KINDS = ["kubernetes", "jobset", "kubeflow"]
+GRACE = round(seconds(20))
 
 
 @pytest.fixture
-def env() -> dict[str, str]:
-    given = {name: os.environ[name] for name in ("PYTHONPATH", "HOME", "LANG") if name in os.environ}
-    return given | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-
-
-@pytest.fixture
-def cluster(
-    hosts: Hosts, env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Kubelet]:
+def cluster(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Kubelet]:
     """Submit a script with its arguments on two nodes."""
     monkeypatch.chdir(tmp_path)
 
     def submit(*words: str, kind: str = "kubernetes", retries: int = 1) -> Kubelet:
         printed: list[str] = []
-        flags = ["--on", kind, "--nodes", "2", "--image", "any", "--grace", "20", "--retries", str(retries)]
+        flags = ["--on", kind, "--nodes", "2", "--image", "any", "--grace", str(GRACE), "--retries", str(retries)]
         submit_command.run([*flags, "--dry-run", "--nproc-per-node", "1", *words], print, printed.append)
-        return Kubelet(printed[0], hosts(2), tmp_path, env)
+        return Kubelet(printed[0], hosts(2), tmp_path, user_environment())
 
     return submit
 
 
-KINDS = ["kubernetes", "jobset", "kubeflow"]
-
-
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(seconds(600))
 @pytest.mark.parametrize("kind", KINDS)
 def test_digits_loses_nodes_and_ends_as_on_one_machine(
     kind: str, cluster: Callable[..., Kubelet], tmp_path: Path
@@ -54,7 +43,7 @@ def test_digits_loses_nodes_and_ends_as_on_one_machine(
     job.until(lambda: "does not resolve yet" in job.pods[1].output)
     job.resolve()
     job.until(cluster_training.goes_on(tmp_path, "saved"))
-    grace = {"kubeflow": 120}.get(kind, 20)  # its runtime is made once for all jobs
+    grace = {"kubeflow": 120}.get(kind, GRACE)  # its runtime is made once for all jobs
     left = f"s, and {grace - 5} s are left after SIGTERM: enough"
     assert left in job.pods[0].output, "5 s of the grace are for the verdict"
     survivor = job.launcher(0)
@@ -81,7 +70,7 @@ def test_digits_loses_nodes_and_ends_as_on_one_machine(
     assert not cluster_training.repeated_too_often(tmp_path, "saved", losses=2)
 
 
-@pytest.mark.parametrize("kind", ["kubernetes", "jobset", "kubeflow"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_exit_codes_decide_what_starts_again(kind: str, cluster: Callable[..., Kubelet], tmp_path: Path) -> None:
     (tmp_path / "exits.py").write_text(cluster_training.EXITS)
     own = cluster("--cold", "exits.py", "own", "7", kind=kind)

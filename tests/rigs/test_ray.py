@@ -1,26 +1,44 @@
 """`ddpkit submit --on ray` on a Ray cluster of a head and four nodes, each on a host of its own."""
 
-import os
-import shutil
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import cluster_training
 import pytest
-from hosts import Host, Tree, missing, network
+from hosts import WITH_OWN_RUN, Host, Tree, missing, network, until, user_environment
+from launching import BIN, DDPKIT, seconds
 
-BIN = Path(sys.executable).parent
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not (BIN / "ray").exists(), reason="Ray is not installed: pip install 'ray[default]'"),
 ]
 
 SECONDS = 270.0
-PORT, DASHBOARD = 6379, 8265
+PORT, DASHBOARD = 6379, 8265  # of the host's own network
+PATIENT = f"""
+import sys, time
+from ray._private import services
+from ray.scripts.scripts import main
+
+def get_node(*arguments):
+    while True:
+        try:
+            return look(*arguments)
+        except RuntimeError:  # not yet
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+look, deadline = services.get_node, time.monotonic() + {seconds(120)}
+services.get_node = get_node
+sys.exit(main())
+"""
+"""The command `ray` with a node that may take long to start: Ray itself gives up after 30 s, whatever is set."""
+STAYING = ("sh", "-c", '"$@" && exec sleep infinity', "sh")
+"""In front of `ray start`, in place of its --block, which ends a node together with any of its processes: one that
+nobody needs here, the server of Ray Client, gives up 30 s after its start, too."""
 
 
 @dataclass
@@ -29,23 +47,27 @@ class Cluster:
 
     hosts: list[Host]
     folder: Path
-    sockets: Path
-    """A folder with a short name: the path of a socket has 107 letters at most."""
     env: dict[str, str]
     nodes: dict[str, Tree] = field(default_factory=dict)
 
     def start(self, host: Host, *words: str) -> None:
-        flags = ("--node-ip-address", host.address, "--temp-dir", str(self.sockets / host.name))
-        more = ("--block", "--disable-usage-stats", "--object-store-memory", "100000000")
-        self.nodes[host.name] = host.start(BIN / "ray", "start", *words, *flags, *more, env=self.env)
+        # The folder of its sessions goes with the node; and a short name, as the path of a socket has 107 letters.
+        flags = ("--node-ip-address", host.address, "--temp-dir", "/run/ray")
+        more = ("--disable-usage-stats", "--object-store-memory", "100000000")
+        command = (*WITH_OWN_RUN, *STAYING, sys.executable, "-c", PATIENT, "start", *words, *flags, *more)
+        self.nodes[host.name] = host.start(*command, env=self.env)
 
     def start_node(self, host: Host) -> None:
         self.start(host, "--address", f"{self.hosts[0].address}:{PORT}", "--num-cpus", "1")
 
+    def wait_until_started(self, host: Host) -> None:
+        node = self.nodes[host.name]
+        _wait(lambda: "Ray runtime started" in node.output, node)
+
     def submit(self, *words: str) -> Tree:
         """Submit a job on three nodes, and show its output."""
         env = {**self.env, "RAY_ADDRESS": f"http://{self.hosts[0].address}:{DASHBOARD}"}
-        command = (BIN / "ddpkit", "submit", "--on", "ray", "--cpus", "1", *words)
+        command = (DDPKIT, "submit", "--on", "ray", "--cpus", "1", *words)
         return self.hosts[0].start("env", "-C", self.folder, *command, env=env)
 
     def on(self, word: str) -> list[str]:
@@ -58,36 +80,35 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if lacking := missing():
         pytest.skip(lacking)
     folder = tmp_path_factory.mktemp("ray")
-    sockets = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
-    env = {
-        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-        "HOME": str(folder),
+    env = user_environment(HOME=str(folder)) | {
         "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "disabled",
+        "RAY_DASHBOARD_STARTUP_TIMEOUT_S": f"{seconds(60):.0f}",
+        "RAY_agent_register_timeout_ms": f"{seconds(100_000):.0f}",
+        "RAY_worker_register_timeout_seconds": f"{seconds(60):.0f}",
         "RAY_health_check_initial_delay_ms": "0",  # so that the loss of a node is noticed in seconds
-        "RAY_health_check_period_ms": "500",
-        "RAY_health_check_timeout_ms": "1000",
+        "RAY_health_check_period_ms": f"{seconds(500):.0f}",
+        "RAY_health_check_timeout_ms": f"{seconds(1000):.0f}",
     }
     with network(folder / "hosts", 5) as hosts:
-        made = Cluster(hosts, folder, sockets, env)
+        made = Cluster(hosts, folder, env)
         head, *others = hosts
         made.start(head, "--head", "--port", str(PORT), "--num-cpus", "0", "--dashboard-host", head.address)
-        _wait(lambda: "Ray runtime started" in made.nodes[head.name].output, made.nodes[head.name])
-        for host in others:
+        made.wait_until_started(head)
+        for host in others:  # one by one, which takes no longer
             made.start_node(host)
-        _wait(lambda: all("runtime started" in tree.output for tree in made.nodes.values()), made.nodes[head.name])
+            made.wait_until_started(host)
         yield made
-    shutil.rmtree(sockets, ignore_errors=True)
 
 
 def _wait(enough: Callable[[], bool], tree: Tree) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not enough():
-        assert time.monotonic() < deadline, tree.output
-        assert not tree.ended, tree.output
-        time.sleep(0.05)
+    def is_enough() -> bool:
+        found = enough()
+        assert found or not tree.ended, "it has ended"
+        return found
+
+    until(is_enough, lambda: tree.output, SECONDS)
 
 
 def test_exit_codes_decide_what_starts_again(cluster: Cluster) -> None:
@@ -107,7 +128,7 @@ def test_exit_codes_decide_what_starts_again(cluster: Cluster) -> None:
     assert "failed with exit code 137" in job.output
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(seconds(600))
 def test_digits_loses_nodes_and_ends_as_on_one_machine(cluster: Cluster) -> None:
     folder = cluster.folder
     cluster_training.write(folder)

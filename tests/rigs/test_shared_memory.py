@@ -2,11 +2,12 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hosts import ALONE
+from launching import run
 
 pytestmark = pytest.mark.slow
 
@@ -43,8 +44,8 @@ def test_batches_that_do_not_fit_go_another_way_and_it_is_said_before_training(t
     main = tmp_path / "main.py"
     main.write_text(TRAINS)
     small = f"mount -t tmpfs -o size=1m tmpfs /dev/shm && exec {sys.executable} {main} {loader}"
-    run = subprocess.run(["unshare", "--mount", "bash", "-c", small], capture_output=True, text=True, timeout=120)
-    assert run.stdout == "True\n", run.stderr
-    warned, started = (run.stderr.index(word) for word in ("/dev/shm has only 1 MiB free", "step 4/4"))
+    done = run(*ALONE, "bash", "-c", small, timeout=120)
+    assert done.stdout == "True\n", done.stderr
+    warned, started = (done.stderr.index(word) for word in ("/dev/shm has only 1 MiB free", "step 4/4"))
     assert warned < started
-    assert run.stderr.count("/dev/shm has only") == 1
+    assert done.stderr.count("/dev/shm has only") == 1

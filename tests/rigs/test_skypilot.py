@@ -1,20 +1,17 @@
 """The task of `ddpkit submit --on skypilot`, carried out: nodes that come and go, and what becomes of the job."""
 
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import cluster_training
 import pytest
-from hosts import Host
+from hosts import Host, user_environment
+from launching import seconds
 from managed_job import ManagedJob
 
 from ddp_kit.launcher import submit_command
 
 pytestmark = pytest.mark.slow
-
-BIN = Path(sys.executable).parent
 
 
 @pytest.fixture
@@ -23,7 +20,7 @@ def submit(
 ) -> Callable[..., ManagedJob]:
     """Submit a script with its arguments on two nodes."""
     monkeypatch.chdir(tmp_path)
-    env = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    env = user_environment(HOME=str(tmp_path))
     nodes = hosts(2)
 
     def run(*words: str) -> ManagedJob:
@@ -37,7 +34,7 @@ def submit(
     return run
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(seconds(600))
 def test_digits_loses_nodes_and_ends_as_on_one_machine(submit: Callable[..., ManagedJob], tmp_path: Path) -> None:
     cluster_training.write(tmp_path)
     job = submit("train.py", "saved")

@@ -2,12 +2,12 @@
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -19,13 +19,14 @@ from typing import TypeVar
 import cluster_training
 import psutil
 import pytest
+from hosts import ALONE
 from labels import unlabelled
+from launching import BIN, ROOT, free_port, seconds
 
 from ddp_kit.launcher import submit_command
 
-ROOT = Path(__file__).parents[2]
 SBATCH = ROOT / "launch" / "slurm" / "train.sbatch"
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "unshare")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "setpriv", "unshare")
 T = TypeVar("T")
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
@@ -58,15 +59,15 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SlurmdParameters=config_overrides
 ReturnToService=2
-FirstJobId={ports[0]}
-KillWait=5
-SlurmdTimeout=5
+FirstJobId={first_job}
+KillWait={short}
+SlurmdTimeout={short}
 GresTypes=gpu
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=64 RealMemory=1000 Gres=gpu:8
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=64 RealMemory=1000 Gres=gpu:8
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-PartitionName=all Nodes=n1,n2 Default=YES MaxTime=UNLIMITED State=UP PriorityTier=1 GraceTime=60
+PartitionName=all Nodes=n1,n2 Default=YES MaxTime=UNLIMITED State=UP PriorityTier=1 GraceTime={grace}
 PartitionName=high Nodes=n1,n2 MaxTime=UNLIMITED State=UP PriorityTier=2
 """
 
@@ -90,12 +91,11 @@ class Slurm:
     nodes: dict[str, "subprocess.Popen[bytes]"]
 
     def start(self, name: str) -> None:
-        """Start a node. Steps detach from slurmd; in a process namespace it is a tree that dies whole, as a node."""
-        words = ("unshare", "--pid", "--mount-proc", "--fork", "--kill-child", "slurmd", "-D", "-N", name)
-        self.nodes[name] = _start(self.stack, self.folder, self.env, *words)
+        """Start a node. Steps detach from slurmd, but it is a tree that dies whole, as a node."""
+        self.nodes[name] = _start(self.stack, self.folder, self.env, "slurmd", "-D", "-N", name)
 
     def ask(self, *command: str, cwd: Path | None = None) -> str:
-        done = subprocess.run(command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=seconds(60))
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
         return done.stdout
 
@@ -116,20 +116,30 @@ class Slurm:
         self.until(job, lambda it: _field(it, "JobState") == "PENDING")
         # What is left of the attempt before would be taken for the next one, as would its exit code, which slurmstepd
         # reports. Slurm itself waits for two minutes.
-        _poll(lambda: _processes(word, f"slurmstepd: [{job}."), lambda left: not left, seconds=60)
+        _poll(lambda: self._processes(word, f"slurmstepd: [{job}."), lambda left: not left, within=60)
         # And a node refuses what starts in the second of a stop: Slurm withdraws permissions by whole seconds.
         stopped = int(time.time())
-        _poll(time.time, lambda now: int(now) > stopped, seconds=5)
+        _poll(time.time, lambda now: int(now) > stopped, within=5)
         self.wait_until_idle()  # else a node that returns is subtracted from those of the next attempt
         self.ask("scontrol", "update", f"JobId={job}", "StartTime=now", *changes)
 
     def wait_until_idle(self) -> None:
         """Wait until both nodes are up and have nothing to do."""
-        _poll(lambda: self.ask("sinfo", "-h", "-o", "%T %D"), lambda shown: shown.strip() == "idle 2", seconds=60)
+        _poll(lambda: self.ask("sinfo", "-h", "-o", "%T %D"), lambda shown: shown.strip() == "idle 2", within=60)
 
     def until(self, job: str, enough: Callable[[str], bool]) -> str:
         """What Slurm tells of the job once that is enough."""
-        return _poll(lambda: self.ask("scontrol", "--oneliner", "show", "job", job), enough, seconds=180)
+        return _poll(lambda: self.ask("scontrol", "--oneliner", "show", "job", job), enough, within=180)
+
+    def _processes(self, *words: str) -> list[str]:
+        """The command lines on the nodes with any of these words; other rigs run the same scripts."""
+        found = []
+        for node in self.nodes.values():
+            with suppress(psutil.NoSuchProcess):
+                for process in psutil.Process(node.pid).children(recursive=True):
+                    with suppress(psutil.NoSuchProcess):
+                        found.append(" ".join(process.cmdline()))
+        return [line for line in found if any(each in line for each in words)]
 
 
 @pytest.fixture(scope="module")
@@ -137,8 +147,6 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     """munged, slurmctld and two slurmd, with keys, sockets, ports and state of their own."""
     folder = tmp_path_factory.mktemp("slurm")
     conf = folder / "slurm.conf"
-    # A job's number decides its rendezvous port: the jobs of two clusters on this host need different numbers.
-    conf.write_text(SLURM_CONF.format(folder=folder, host=socket.gethostname().split(".")[0], ports=_free_ports(3)))
     for number in range(8):  # GPUs that Slurm can hand out, and that nobody will find
         (folder / f"gpu{number}").touch()
     (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
@@ -148,7 +156,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     key.write_bytes(os.urandom(128))
     env = {
         # As in a user's shell, ddpkit is in PATH.
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         "SLURM_CONF": str(conf),
         "MASTER_ADDR": "127.0.0.1",  # the names of these nodes do not resolve
         "PET_LOCAL_ADDR": "127.0.0.1",
@@ -157,10 +165,13 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     munge = {"key-file": key, "socket": folder / "munge.socket", "pid-file": folder / "munge.pid"}
     munge |= {"log-file": folder / "munge.log", "seed-file": folder / "munge.seed"}
     with ExitStack() as stack:  # undone from the last to the first
+        host, ports = socket.gethostname().split(".")[0], [free_port() for _ in range(3)]
+        times = {"short": round(seconds(5)), "grace": round(seconds(60))}
+        conf.write_text(SLURM_CONF.format(folder=folder, host=host, ports=ports, first_job=_first_job(stack), **times))
         cluster = Slurm(env, folder, stack, {})
         start = partial(_start, stack, folder, env)
         start("munged", "--foreground", "--force", *(f"--{flag}={path}" for flag, path in munge.items()))
-        _poll(munge["socket"].exists, bool, seconds=20)
+        _poll(munge["socket"].exists, bool, within=20)
         start("slurmctld", "-D")
         cluster.start("n1")
         cluster.start("n2")
@@ -169,13 +180,13 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 def _start(stack: ExitStack, folder: Path, env: dict[str, str], *command: str) -> "subprocess.Popen[bytes]":
-    """Start a daemon that ends with the stack."""
+    """Start a daemon that ends with the stack, and all that comes of it with this process at the latest."""
     log = stack.enter_context((folder / f"daemon-{len(list(folder.glob('daemon-*')))}.log").open("w"))
-    process = subprocess.Popen(
-        command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-    )
+    words = [*ALONE, *command]
+    process = subprocess.Popen(words, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+    stack.callback(process.wait)
     stack.callback(process.kill)  # if waiting was in vain
-    stack.callback(process.wait, timeout=20)
+    stack.callback(process.wait, timeout=seconds(20))
     stack.callback(_terminate, process.pid)
     return process
 
@@ -186,19 +197,25 @@ def _terminate(group: int) -> None:
         os.killpg(group, signal.SIGTERM)
 
 
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+def _first_job(stack: ExitStack) -> int:
+    """A number for the first job, such that the jobs of no other cluster on this host have the same rendezvous ports.
+
+    Job 20000 + n has port 10000 + n % 20000: see `derived_port`. Clusters count from multiples of 100, and hold the
+    port of the multiple itself: without SO_REUSEADDR, so that a second cluster cannot bind it, too.
+    """
+    for port in random.SystemRandom().sample(range(10_000, 30_000, 100), 200):
+        holder = stack.enter_context(socket.socket())
+        with suppress(OSError):
+            holder.bind(("127.0.0.1", port))
+            return port + 10_001
+    raise AssertionError("no port is free")
 
 
-def _poll(look: Callable[[], T], enough: Callable[[T], bool], seconds: float) -> T:
+def _poll(look: Callable[[], T], enough: Callable[[T], bool], within: float) -> T:
     """What `look` shows once that is enough; Slurm announces nothing, so it is asked again and again."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds(within)
     while not enough(shown := look()):
-        assert time.monotonic() < deadline, f"after {seconds} s still: {shown}"
+        assert time.monotonic() < deadline, f"after {seconds(within):.0f} s still: {shown}"
         time.sleep(0.1)
     return shown
 
@@ -207,12 +224,6 @@ def _field(shown: str, name: str) -> str:
     found = re.search(rf"\b{name}=(\S+)", shown)
     assert found, f"no {name} in {shown}"
     return found[1]
-
-
-def _processes(*words: str) -> list[str]:
-    """The command lines with any of these words."""
-    found = (" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"]))
-    return [line for line in found if any(each in line for each in words)]
 
 
 @pytest.fixture
@@ -296,7 +307,7 @@ def test_of_a_job_array_the_task_that_hung_is_queued_again_and_counted_alone(
     slurm.ask("scancel", array)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(seconds(600))
 def test_digits_loses_nodes_and_ends_as_on_one_machine(slurm: Slurm, tmp_path: Path) -> None:
     """And it is preempted, and comes to its time limit."""
     cluster_training.write(tmp_path)
@@ -304,7 +315,7 @@ def test_digits_loses_nodes_and_ends_as_on_one_machine(slurm: Slurm, tmp_path: P
     job = slurm.submit(tmp_path, "train.py", "saved-on-slurm", flags=flags)
 
     def go_on() -> None:
-        _poll(cluster_training.goes_on(tmp_path, "saved-on-slurm"), bool, seconds=180)
+        _poll(cluster_training.goes_on(tmp_path, "saved-on-slurm"), bool, within=180)
 
     go_on()
     urgent = ("sbatch", "--parsable", "--partition=high", "--exclusive", "--nodes=2", "--output=urgent.log")
@@ -349,9 +360,10 @@ def test_exit_codes_decide_what_starts_again(slurm: Slurm, tmp_path: Path) -> No
 
 def test_srun_without_one_task_per_node_is_told_so(slurm: Slurm, tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
+    slurm.wait_until_idle()
     done = subprocess.run(
-        ["srun", "--immediate=30", "--nodes=2", "--ntasks=4", "ddpkit", "launch", "train.py"],
-        env=slurm.env, cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        ["srun", f"--immediate={seconds(30):.0f}", "--nodes=2", "--ntasks=4", "ddpkit", "launch", "train.py"],
+        env=slurm.env, cwd=tmp_path, capture_output=True, text=True, timeout=seconds(60),
     )  # fmt: skip
     assert done.stderr.count("srun started 4 tasks on 2 nodes") == 1, done.stderr
     assert "--ntasks-per-node=1" in done.stderr

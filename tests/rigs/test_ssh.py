@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,8 @@ from signal import SIGINT, SIGKILL
 
 import cluster_training
 import pytest
-from hosts import Host, Tree
+from hosts import WITH_OWN_RUN, Host, Tree, until
+from launching import DDPKIT, seconds
 
 _missing = [name for name in ("sshd", "ssh", "ssh-keygen") if shutil.which(name, path="/usr/sbin:/usr/bin") is None]
 pytestmark = [
@@ -36,7 +36,7 @@ CLIENT = """\
 IdentityFile {folder}/key
 UserKnownHostsFile {folder}/known_hosts
 StrictHostKeyChecking yes
-ConnectTimeout 5
+ConnectTimeout {connect}
 """
 
 
@@ -54,19 +54,18 @@ class Cluster:
         """Start its sshd."""
         bare = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": self.env["HOME"]}  # nothing of the client's
         config = str(self.folder / "sshd_config")
-        self.daemons[host.name] = host.start("/usr/sbin/sshd", "-D", "-e", "-f", config, env=bare)
+        self.daemons[host.name] = host.start(*WITH_OWN_RUN, "/usr/sbin/sshd", "-D", "-e", "-f", config, env=bare)
 
     def submit(self, *words: str) -> Tree:
         """Start `ddpkit submit` on the client."""
         names = ",".join(host.name for host in self.hosts)
-        command = (Path(sys.executable).with_name("ddpkit"), "submit", "--on", "ssh", "--hosts", names, *words)
+        command = (DDPKIT, "submit", "--on", "ssh", "--hosts", names, *words)
         return self.client.start("env", "-C", self.folder, *command, env=self.env)
 
     def top(self) -> str:
         """What `ddpkit top` prints on the client about the jobs on the hosts."""
         names = ",".join(host.name for host in self.hosts)
-        ddpkit = Path(sys.executable).with_name("ddpkit")
-        asked = self.client.start(str(ddpkit), "top", "--hosts", names, "--once", "--json", env=self.env)
+        asked = self.client.start(DDPKIT, "top", "--hosts", names, "--once", "--json", env=self.env)
         assert asked.wait(SECONDS) == 0, asked.output
         return asked.output
 
@@ -82,11 +81,10 @@ def cluster(hosts: Callable[..., list[Host]], tmp_path: Path) -> Cluster:
     (home / ".ssh").mkdir(parents=True)
     for name in ("key", "host_key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
-    Path("/run/sshd").mkdir(exist_ok=True)
     key = (tmp_path / "host_key.pub").read_text()
     (tmp_path / "known_hosts").write_text("".join(f"{host.name} {key}" for host in others))
     (tmp_path / "sshd_config").write_text(SSHD.format(folder=tmp_path))
-    (tmp_path / "ssh_config").write_text(CLIENT.format(folder=tmp_path))
+    (tmp_path / "ssh_config").write_text(CLIENT.format(folder=tmp_path, connect=round(seconds(5))))
     wrapper = tmp_path / "bin" / "ssh"  # ssh finds its configuration by the user's entry in passwd, not by HOME
     wrapper.parent.mkdir()
     wrapper.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {tmp_path}/ssh_config "$@"\n')
@@ -101,13 +99,10 @@ def cluster(hosts: Callable[..., list[Host]], tmp_path: Path) -> Cluster:
 
 
 def _wait(enough: Callable[[], bool], tree: Tree | None = None) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not enough():
-        assert time.monotonic() < deadline, tree and tree.output
-        time.sleep(0.05)
+    until(enough, lambda: tree and tree.output, SECONDS)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(seconds(600))
 def test_digits_loses_nodes_and_ends_as_on_one_machine(cluster: Cluster, tmp_path: Path) -> None:
     job = cluster.submit("--nodes", "2", "train.py", "saved")
     _wait(cluster_training.goes_on(tmp_path, "saved"), job)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from launching import seconds, wait_until
 from loguru import logger
 from torch.distributed import HashStore
 
@@ -47,14 +48,16 @@ class Ranks:
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
-    for name, seconds in (("ANSWER_SECONDS", 0.005), ("SILENT_SECONDS", 0.05), ("REPEAT_SECONDS", 0.05)):
-        monkeypatch.setattr(barrier, name, seconds)
+    for name, short in (("ANSWER_SECONDS", 0.005), ("SILENT_SECONDS", 0.05), ("REPEAT_SECONDS", 0.05)):
+        monkeypatch.setattr(barrier, name, seconds(short))
+    monkeypatch.setattr(barrier, "TIMEOUT_SECONDS", seconds(120))  # a wait in vain says so before pytest does
     made = Ranks(HashStore(), monkeypatch)
     yield made
     for each in made.barriers:
         each.closed.set()
     for thread in made.threads:  # one that still answers would look at what the next test has put in place
-        thread.join()
+        thread.join(seconds(60))
+        assert not thread.is_alive()
 
 
 @pytest.fixture
@@ -97,8 +100,9 @@ def test_a_rank_that_is_late_is_waited_for_and_spoken_of(ranks: Ranks, said: lis
     ranks.serve(1)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(ranks.wait, 0, "fit()")
-        while "WARNING rank 0 is at fit() and waits: rank 1 is in the script, after step 0" not in said:
-            threading.Event().wait(0.001)
+        line = "WARNING rank 0 is at fit() and waits: rank 1 is in the script, after step 0"
+        wait_until(lambda: line in said or waiting.done(), "said that rank 1 is late")
+        assert line in said
         ranks.wait(1, "fit()")
         assert waiting.result() is None
 
@@ -126,5 +130,5 @@ def test_a_store_that_is_gone_is_said_in_words(ranks: Ranks) -> None:
 
 def test_who_may_stay_away_is_not_waited_for_without_end(ranks: Ranks) -> None:
     ranks.own.rank = 0
-    assert not barrier.all_arrive(ranks.worlds[0], "the end of a loop", "left/0", 0.01)
+    assert not barrier.all_arrive(ranks.worlds[0], "the end of a loop", "left/0", seconds(0.01))
     assert ranks.barriers[0].passed == 0

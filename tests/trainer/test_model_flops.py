@@ -5,12 +5,12 @@ import random
 import runpy
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from launching import ROOT
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -93,7 +93,7 @@ def test_a_convolution_in_groups_and_a_transposed_one_cost_their_filters_too() -
 
 @pytest.mark.parametrize("checkpointing", [None, "blocks"])
 def test_a_gpt_costs_six_flops_per_weight_and_token_and_its_attention(checkpointing: str | None) -> None:
-    gpt = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "gpt.py"), run_name="gpt")
+    gpt = runpy.run_path(str(ROOT / "examples" / "gpt.py"), run_name="gpt")
     vocabulary, length, width, layers = 11, 32, 16, 2
     model = gpt["Gpt"](vocabulary, length, width=width, heads=2, layers=layers)
     tokens = torch.randint(vocabulary, (16, length))

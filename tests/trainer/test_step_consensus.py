@@ -2,10 +2,10 @@
 
 import random
 import threading
-from collections.abc import Callable
 from queue import Queue
 
 import pytest
+from launching import seconds, wait_until
 from torch.distributed import HashStore
 
 from ddp_kit.trainer.step_consensus import Purpose, Request, StepConsensus
@@ -35,11 +35,12 @@ def test_all_ranks_act_after_the_same_step_whoever_wishes(wishing: set[int]) -> 
                 acted.put((rank, step, request))
         ranks.close()
 
-    threads = [threading.Thread(target=run, args=[rank]) for rank in range(RANKS)]
+    threads = [threading.Thread(target=run, args=[rank], daemon=True) for rank in range(RANKS)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(seconds(60))
+        assert not thread.is_alive()
     by_rank: dict[int, list[tuple[int, Request]]] = {rank: [] for rank in range(RANKS)}
     while not acted.empty():
         rank, step, request = acted.get()
@@ -62,20 +63,15 @@ def test_who_is_busy_can_ask_whether_to_stop() -> None:
     ranks = [StepConsensus(rank, 2, lambda _: store, lambda rank=rank: request.get(rank)) for rank in range(2)]
     for rank in ranks:
         rank.begin()
-    wait_until(lambda: all(rank._agreed for rank in ranks))
+    wait_until(lambda: all(rank._agreed for rank in ranks), "agreed on a save")
     assert not any(rank.stops() for rank in ranks)
     request[1] = STOP
     assert [rank.stops() for rank in ranks] == [False, True], "while a save that is agreed on is still to be done"
     del request[0]
     assert [rank.due() for rank in ranks] == [SAVE, SAVE]
-    wait_until(ranks[0].stops)
+    wait_until(ranks[0].stops, "told to stop")
     for rank in ranks:
         rank.close()
-
-
-def wait_until(true: Callable[[], object]) -> None:
-    while not true():
-        threading.Event().wait(0.001)
 
 
 def test_nobody_waits_for_a_store_that_is_gone() -> None:
@@ -85,6 +81,10 @@ def test_nobody_waits_for_a_store_that_is_gone() -> None:
 
     ranks = StepConsensus(0, 2, lambda _: Gone(), lambda: STOP)
     ranks.begin()
-    while ranks._thread is not None and ranks._thread.is_alive():
+
+    def gives_up() -> bool:
         assert ranks.due() is None
+        return ranks._thread is None or not ranks._thread.is_alive()
+
+    wait_until(gives_up, "the end of the thread that asks the store")
     assert not ranks.stops()
