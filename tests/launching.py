@@ -44,9 +44,13 @@ def clean_environment(extra: Mapping[str, str | None] | None = None) -> dict[str
 
 
 def run(
-    *command: object, env: Mapping[str, str | None] | None = None, cwd: Path | None = None, timeout: float = 240
+    *command: object,
+    env: Mapping[str, str | None] | None = None,
+    cwd: Path | None = None,
+    timeout: float = 240,
+    labels: bool = False,
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a command to its end without the labels of ranks in what it prints. `env`: see `clean_environment`."""
+    """Run a command to its end. `env`: see `clean_environment`; `labels`: keep those of ranks in what it prints."""
     done = subprocess.run(
         [str(word) for word in command],
         env=clean_environment(env),
@@ -56,15 +60,14 @@ def run(
         text=True,
         timeout=seconds(timeout),
     )
-    done.stdout, done.stderr = unlabelled(done.stdout), unlabelled(done.stderr)
+    if not labels:
+        done.stdout, done.stderr = unlabelled(done.stdout), unlabelled(done.stderr)
     return done
 
 
-def launch(
-    *words: object, env: Mapping[str, str | None] | None = None, cwd: Path | None = None, timeout: float = 240
-) -> "subprocess.CompletedProcess[str]":
-    """Run `ddpkit launch` to its end."""
-    return run(DDPKIT, "launch", *words, env=env, cwd=cwd, timeout=timeout)
+def launch(*words: object, **how: Any) -> "subprocess.CompletedProcess[str]":
+    """Run `ddpkit launch` to its end. `how`: see `run`."""
+    return run(DDPKIT, "launch", *words, **how)
 
 
 @contextmanager

@@ -224,13 +224,13 @@ for step in range(10):
         raise ValueError("no luck")
     dist.all_reduce(total)
 """)
-    assert_shown_once(launch("--nproc-per-node", 8, main), rank=3)
+    assert_shown_once(launch("--nproc-per-node", 8, main, labels=True), rank=3)
 
 
 def test_so_it_is_of_ranks_that_python_itself_has_started(script: Script) -> None:
     """Without a process group, with which torch 2.13 may abort such a process while it ends."""
     main = script("import os, signal\nif os.environ['RANK'] == '1':\n    raise ValueError('no luck')\nsignal.pause()")
-    assert_shown_once(launch("--cold", "--nproc-per-node", 3, main), rank=1)
+    assert_shown_once(launch("--cold", "--nproc-per-node", 3, main, labels=True), rank=1)
 
 
 def assert_shown_once(run: "subprocess.CompletedProcess[str]", rank: int) -> None:
