@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 from labels import unlabelled
 
 ROOT = Path(__file__).parent.parent
@@ -51,18 +52,36 @@ def run(
     labels: bool = False,
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command to its end. `env`: see `clean_environment`; `labels`: keep those of ranks in what it prints."""
-    done = subprocess.run(
+    process = subprocess.Popen(
         [str(word) for word in command],
         env=clean_environment(env),
         cwd=cwd,
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=seconds(timeout),
     )
+    with process:
+        try:
+            out, err = process.communicate(timeout=seconds(timeout))
+        except subprocess.TimeoutExpired as late:
+            for line in stacks(process.pid):
+                late.add_note(line)
+            raise
+        finally:
+            process.kill()
     if not labels:
-        done.stdout, done.stderr = unlabelled(done.stdout), unlabelled(done.stderr)
-    return done
+        out, err = unlabelled(out), unlabelled(err)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def stacks(pid: int) -> list[str]:
+    """What a process and all that it has started are doing: the only trace of a hang that comes once in a thousand."""
+    shown = []
+    for each in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+        dump = subprocess.run([BIN / "py-spy", "dump", "--pid", str(each.pid)], capture_output=True, text=True)
+        shown += dump.stdout.splitlines() or [f"process {each.pid}: {dump.stderr.strip()}"]
+    return shown
 
 
 def launch(*words: object, **how: Any) -> "subprocess.CompletedProcess[str]":

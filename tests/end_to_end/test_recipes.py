@@ -14,12 +14,12 @@ Ddpkit = Callable[..., object]
 SCRIPT = Path(__file__).with_name("recipes_in_turn.py")
 OF_TRANSFORMERS = ("causal_lm", "lora")
 OTHERS = ("detection", "image_classifier", "reinforcement", "ring_gan")
-TWO = ("contrastive", "token_batches")
+PAIR = ("contrastive", "token_batches")
 
 
 def test_every_recipe_is_tried(root: Path) -> None:
     recipes = [each.stem for each in (root / "examples/recipes").glob("*.py")]
-    assert sorted(OF_TRANSFORMERS + OTHERS + TWO) == sorted(recipes)
+    assert sorted(OF_TRANSFORMERS + OTHERS + PAIR) == sorted(recipes)
 
 
 @pytest.mark.slow
@@ -30,8 +30,8 @@ def test_every_recipe_is_tried(root: Path) -> None:
         pytest.param(OTHERS, (1, 3), 3, id="others"),
         pytest.param(OF_TRANSFORMERS, (1, 3), 3, id="of transformers at 3 ranks"),
         pytest.param(OTHERS, (1, 2), 2, id="others at 2 ranks"),
-        pytest.param(TWO, (1, 2), 2, id="two"),
-        pytest.param(TWO, (1, 3), 3, id="two at 3 ranks"),
+        pytest.param(PAIR, (1, 2), 2, id="a pair"),
+        pytest.param(PAIR, (1, 3), 3, id="the pair at 3 ranks"),
     ],
 )
 def test_a_recipe_does_not_depend_on_the_ranks_and_resumes_bitwise(

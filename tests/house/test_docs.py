@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import launching
 import pytest
 
 from ddp_kit.config import TrainerConfig
 from ddp_kit.launcher.devices.gpus import gpus
 
-ROOT = Path(__file__).parents[2]
+ROOT = launching.ROOT
 DOCUMENTS = [
     path
     for path in sorted(ROOT.rglob("*.md"))
@@ -102,14 +103,7 @@ def run(command: Command, clone: Path) -> None:
 
 
 def started(words: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "MAKE", "MFLAGS"))
-    }
-    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    try:
-        return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
-    except subprocess.TimeoutExpired as late:
-        raise AssertionError(f"{words} still runs after 280 s:\n{late.stdout!r}\n{late.stderr!r}") from None
+    return launching.run(*words, cwd=folder, env={"PATH": f"{launching.BIN}:{os.environ['PATH']}"}, timeout=280)
 
 
 @pytest.mark.slow

@@ -277,6 +277,7 @@ def test_the_command_writes_a_page_and_keeps_the_files_of_others(
     assert (tmp_path / "report.html").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_pictures_of_all_charts(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs pip install matplotlib")
     rows = [row(i, rank_memory=[GIB, GIB]) for i in range(1, 9)]
