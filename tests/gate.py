@@ -119,11 +119,13 @@ def entries() -> list[str]:
     return [entry for entries in LAUNCHES.values() for entry in entries]
 
 
+_BY_TEST: dict[str, list[tuple[str, str]]] = {}  # file::test -> [(words of the id, entry)]
+for _entry in entries():
+    _test, _, _words = _entry.partition("[")
+    _BY_TEST.setdefault(_test, []).append((_words.removesuffix("]"), _entry))
+
+
 def chosen(node_id: str) -> list[str]:
     """Entries that mean the test with this id, such as `tests/launcher/test_cli.py::test_x[case]`."""
     name, _, case = node_id.removeprefix("tests/").partition("[")
-    return [
-        entry
-        for entry in entries()
-        if entry.partition("[")[0] == name and entry.partition("[")[2].removesuffix("]") in case
-    ]
+    return [entry for words, entry in _BY_TEST.get(name, []) if words in case]

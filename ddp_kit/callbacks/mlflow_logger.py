@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ddp_kit.callbacks.rows import RowLogger, numbers, require
+from ddp_kit.callbacks.rows import RunLogger, require
 
 
-class MLflowLogger(RowLogger):
+class MLflowLogger(RunLogger):
     """Logs train/loss, train/learning_rate, ..., eval/loss, ... to an MLflow run, on the main rank.
 
     `experiment`: the name of the experiment; None: MLflow's default. `tracking_uri`: such as "sqlite:///mlflow.db";
@@ -18,57 +18,42 @@ class MLflowLogger(RowLogger):
     repeated after a resume appear twice. Needs `pip install mlflow`; raises `ConfigError` if it is not installed.
     """
 
+    id_field = "run_id"
+
     def __init__(self, experiment: str | None = None, tracking_uri: str | None = None, **run: Any) -> None:
+        super().__init__()
         require("mlflow", "MLflowLogger")
         self._experiment, self._tracking_uri, self._how = experiment, tracking_uri, run
-        self._run: Any = None
         self._is_ours = True
 
-    def state_dict(self) -> dict[str, Any]:
-        """The id of the run, on the rank that logs."""
-        return {"id": self._how.get("run_id") if self._run is None else self._run.info.run_id}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the checkpoint's run, unless this process has already started one."""
-        if state["id"] is not None and self._run is None:
-            self._how.setdefault("run_id", state["id"])
-
-    def on_fit_start(self, trainer: Any) -> None:
-        """Start the run now, so that its system metrics begin with the first step."""
-        if trainer.world.is_main and self._run is None:
-            self._start(trainer)
-
-    def write(self, trainer: Any, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Log the row."""
-        import mlflow
-
-        if self._run is None:
-            self._start(trainer)
-        mlflow.log_metrics(numbers(kind, values), step=step, run_id=self._run.info.run_id)
-
-    def on_fit_end(self, trainer: Any, result: Any) -> None:
-        """End the run."""
-        if self._run is not None:
-            import mlflow
-
-            self._how["run_id"] = self._run.info.run_id
-            self._run = None
-            if self._is_ours:
-                mlflow.end_run()
-
-    def _start(self, trainer: Any) -> None:
+    def start(self, trainer: Any, continued: dict[str, Any]) -> Any:
+        """Use the active run, or start or continue one."""
         import mlflow  # imported only on the main rank, because it takes seconds
 
-        self._run = mlflow.active_run()
-        self._is_ours = self._run is None
+        active = mlflow.active_run()
+        self._is_ours = active is None
         if self._is_ours:
             if self._tracking_uri is not None:
                 mlflow.set_tracking_uri(self._tracking_uri)
             if self._experiment is not None:
                 mlflow.set_experiment(self._experiment)
-            self._run = mlflow.start_run(**self._how)
-        if not self._run.data.params:  # a continued run has them already
+            active = mlflow.start_run(**{**self._how, **continued})
+        if not active.data.params:  # a continued run has them already
             mlflow.log_params(dict(_flat(trainer.config.model_dump(mode="json"))))
+        return active.info
+
+    def log(self, run: Any, step: int, values: dict[str, float]) -> None:
+        """Log a row."""
+        import mlflow
+
+        mlflow.log_metrics(values, step=step, run_id=run.run_id)
+
+    def finish(self, run: Any) -> None:
+        """End the run, if it is ours."""
+        import mlflow
+
+        if self._is_ours:
+            mlflow.end_run()
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -61,6 +61,64 @@ class RowLogger(Callback):
                 self.take_back(step)
 
 
+class RunLogger(RowLogger):
+    """The base class of loggers for a service that keeps runs, on the main rank only.
+
+    A run starts with `fit` and is finished at its end. Later evaluations, and a Trainer that resumes from a checkpoint,
+    continue it.
+    """
+
+    id_field = "id"
+    """The attribute of a run, and the argument that starts one, with its identifier."""
+
+    def __init__(self) -> None:
+        self._run: Any = None
+        self._continued: str | None = None  # the run that the next one continues
+
+    def start(self, trainer: Any, continued: dict[str, Any]) -> Any:
+        """Start a run and return it. `continued`: `{id_field: id}` of the run to continue; empty: a new one."""
+        raise NotImplementedError
+
+    def log(self, run: Any, step: int, values: dict[str, float]) -> None:
+        """Log a row."""
+        raise NotImplementedError
+
+    def finish(self, run: Any) -> None:
+        """Finish a run."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """The id of the run, on the rank that logs."""
+        return {"id": self._continued if self._run is None else getattr(self._run, self.id_field)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the checkpoint's run, unless this process has already started one."""
+        if self._run is None and self._continued is None:
+            self._continued = state.get("id")
+
+    def on_fit_start(self, trainer: Any) -> None:
+        """Start the run now, so that its system metrics begin with the first step."""
+        if trainer.world.is_main:
+            self._open(trainer)
+
+    def write(self, trainer: Any, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Log the row."""
+        self.log(self._open(trainer), step, numbers(kind, values))
+
+    def on_fit_end(self, trainer: Any, result: Any) -> None:
+        """Finish the run."""
+        if self._run is not None:
+            self._continued = getattr(self._run, self.id_field)
+            self.finish(self._run)
+            self._run = None
+
+    def _open(self, trainer: Any) -> Any:
+        if self._run is None:
+            continued = {} if self._continued is None else {self.id_field: self._continued}
+            self._run = self.start(trainer, continued)
+        return self._run
+
+
 class FileLogger(RowLogger):
     """A `RowLogger` that writes a text file with one row per line. Rows of earlier runs in the file are kept."""
 
