@@ -115,9 +115,14 @@ def free_port() -> int:
     return int(holder.getsockname()[1])
 
 
-def wait_until(condition: Callable[[], object], what: str, within: float = 60) -> None:
-    """Wait for a condition. `what` names it in the error after `within` seconds of a quiet machine."""
+def wait_until(condition: Callable[[], object], what: str | Callable[[], object], within: float = 60) -> None:
+    """Wait for a condition. `what` names it, or returns what there is instead, in the error after `within` seconds.
+
+    The seconds are those of a quiet machine.
+    """
     deadline = time.monotonic() + seconds(within)
     while not condition():
-        assert time.monotonic() < deadline, f"after {seconds(within):.0f} s: not {what}"
+        if time.monotonic() > deadline:
+            missing = f"not {what}" if isinstance(what, str) else what()
+            raise AssertionError(f"after {seconds(within):.0f} s: {missing}")
         time.sleep(0.02)

@@ -16,13 +16,13 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from launching import BIN, seconds, wait_until
+from launching import BIN, seconds
 
 _PROGRAMS = ("ip", "tc", "nsenter", "unshare", "setpriv", "bash")
 TIED = ("setpriv", "--pdeathsig", "KILL")
@@ -192,15 +192,6 @@ def user_environment(**more: str) -> dict[str, str]:
     """The environment of a user on a host: ddpkit is in PATH, and a program has one thread, as hosts share cores."""
     given = {name: os.environ[name] for name in ("PYTHONPATH", "HOME", "LANG") if name in os.environ}
     return given | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"} | more
-
-
-def until(enough: Callable[[], object], shown: Callable[[], object], within: float) -> None:
-    """Wait for a condition. What `shown` gives is in the error of a wait in vain."""
-    try:
-        wait_until(enough, "what is waited for", within)
-    except AssertionError as error:
-        error.add_note(str(shown()))
-        raise
 
 
 def _namespace(stack: ExitStack) -> int:

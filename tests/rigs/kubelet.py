@@ -22,8 +22,8 @@ from typing import Any
 
 import psutil
 import yaml
-from hosts import Host, Tree, until
-from launching import ROOT
+from hosts import Host, Tree
+from launching import ROOT, wait_until
 
 SECONDS = 240.0
 RUNTIME = ROOT / "launch" / "kubeflow" / "runtime.yaml"
@@ -143,7 +143,7 @@ class Kubelet:
             self._sync()
             return False
 
-        until(is_enough, lambda: self, SECONDS)
+        wait_until(is_enough, lambda: self, SECONDS)
 
     def run(self) -> bool:
         """Look after the pods until the Job is complete (True) or has failed, and no pod is left."""

@@ -24,7 +24,8 @@ from subprocess import TimeoutExpired
 
 import psutil
 import yaml
-from hosts import Host, Tree, until
+from hosts import Host, Tree
+from launching import wait_until
 
 SECONDS = 240.0
 _CANCELLED = 137
@@ -83,7 +84,7 @@ class ManagedJob:
             self._look()
             return False
 
-        until(is_enough, lambda: self, SECONDS)
+        wait_until(is_enough, lambda: self, SECONDS)
 
     def run(self) -> bool:
         """Look after the nodes until the job has succeeded (True) or failed."""

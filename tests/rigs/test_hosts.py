@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hosts import Host, Tree, until, user_environment
-from launching import DDPKIT, seconds
+from hosts import Host, Tree, user_environment
+from launching import DDPKIT, seconds, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -143,7 +143,7 @@ class Job:
             assert train or not ended, f"agents have ended: {ended}"
             return train
 
-        until(enough, lambda: f"no world of {world_size} on all of them\n{self}", within)
+        wait_until(enough, lambda: f"no world of {world_size} on all of them\n{self}", within)
         return [rows[-1] for rows in new]
 
     def fail(self, host: Host, code: int, local_rank: int = 0) -> int:
@@ -161,13 +161,13 @@ class Job:
 
     def ends(self, *names: str) -> list[int]:
         """The exit codes of these hosts' agents, which have to end, and to leave no process behind."""
-        until(lambda: all(self.agents[name].ended for name in names), lambda: f"still there\n{self}", SECONDS)
+        wait_until(lambda: all(self.agents[name].ended for name in names), lambda: f"still there\n{self}", SECONDS)
         assert not any(left := [self.agents[name].left for name in names]), f"left behind: {left}"
         return [self.agents[name].wait(0) for name in names]
 
     def says(self, name: str, text: str) -> None:
         """Wait until this host's agent has said so."""
-        until(lambda: text in self.agents[name].output, lambda: f"it has not said {text!r}\n{self}", SECONDS)
+        wait_until(lambda: text in self.agents[name].output, lambda: f"it has not said {text!r}\n{self}", SECONDS)
 
     def verdicts(self, *names: str) -> set[str]:
         """The different last lines of these agents."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import cluster_training
 import pytest
-from hosts import WITH_OWN_RUN, Host, Tree, missing, network, until, user_environment
-from launching import BIN, DDPKIT, seconds
+from hosts import WITH_OWN_RUN, Host, Tree, missing, network, user_environment
+from launching import BIN, DDPKIT, seconds, wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -17,7 +17,7 @@ pytestmark = [
 
 SECONDS = 270.0
 PORT, DASHBOARD = 6379, 8265  # of the host's own network
-PATIENT = f"""
+RAY_COMMAND = f"""
 import sys, time
 from ray._private import services
 from ray.scripts.scripts import main
@@ -54,7 +54,7 @@ class Cluster:
         # The folder of its sessions goes with the node; and a short name, as the path of a socket has 107 letters.
         flags = ("--node-ip-address", host.address, "--temp-dir", "/run/ray")
         more = ("--disable-usage-stats", "--object-store-memory", "100000000")
-        command = (*WITH_OWN_RUN, *STAYING, sys.executable, "-c", PATIENT, "start", *words, *flags, *more)
+        command = (*WITH_OWN_RUN, *STAYING, sys.executable, "-c", RAY_COMMAND, "start", *words, *flags, *more)
         self.nodes[host.name] = host.start(*command, env=self.env)
 
     def start_node(self, host: Host) -> None:
@@ -108,7 +108,7 @@ def _wait(enough: Callable[[], bool], tree: Tree) -> None:
         assert found or not tree.ended, "it has ended"
         return found
 
-    until(is_enough, lambda: tree.output, SECONDS)
+    wait_until(is_enough, lambda: tree.output, SECONDS)
 
 
 def test_exit_codes_decide_what_starts_again(cluster: Cluster) -> None:
