@@ -12,6 +12,7 @@ fp8        float32   float8 in linear        no                 NVIDIA GPU of co
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,16 +30,26 @@ class Precision:
     """One of the six precisions, on one device.
 
     `sharded`: each rank has the gradients of its own shards only, so the ranks must agree on whether a step overflowed.
+    `gathered`: weights are gathered anew for each forward pass.
     `fp8_layers`: as in `TrainerConfig`. Raises `ConfigError` if the device does not support the precision.
     """
 
     def __init__(
-        self, name: str, device: torch.device, *, sharded: bool = False, fp8_layers: str | Sequence[str] = "auto"
+        self,
+        name: str,
+        device: torch.device,
+        *,
+        sharded: bool = False,
+        gathered: bool = False,
+        fp8_layers: str | Sequence[str] = "auto",
     ) -> None:
         _check(name, device)
         self.batch_dtype = torch.bfloat16 if name == "bf16-true" else None
         """The dtype to which floating-point tensors of a batch are converted; None: they are not converted."""
         self._autocast_dtype = _AUTOCAST.get(name)
+        # The backward pass comes last to casts that an earlier forward pass, such as one under no_grad, has cached:
+        # after FSDP has reduced the gradients of their module.
+        self._caches_casts = not gathered and _cached_casts_have_gradients()
         self.scales = name == "fp16"
         """Whether the loss is scaled, so that steps with non-finite gradients are expected, and skipped."""
         self._device = device
@@ -64,7 +75,7 @@ class Precision:
         """The context in which the user's loss function runs."""
         if self._autocast_dtype is None:
             return nullcontext()
-        return torch.autocast(self._device.type, dtype=self._autocast_dtype)
+        return torch.autocast(self._device.type, dtype=self._autocast_dtype, cache_enabled=self._caches_casts)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss, multiplied by the loss scale if there is one."""
@@ -110,6 +121,20 @@ class Precision:
         """The number of steps that `apply` has skipped without `wait` since the last call. Waits for the device."""
         skipped, self._skipped = self._skipped, None
         return 0 if skipped is None else int(skipped)
+
+
+@cache
+def _cached_casts_have_gradients() -> bool:
+    """Whether a cast that autocast caches under no_grad has gradients where it is used later.
+
+    Before https://github.com/pytorch/pytorch/pull/165068 it has none: a loss function that first calls the model under
+    no_grad would not train it.
+    """
+    weight = torch.ones(1, 1, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad():
+            weight @ weight
+        return (weight @ weight).requires_grad
 
 
 def _scaler(device: torch.device, *, sharded: bool) -> torch.amp.GradScaler:

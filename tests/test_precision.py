@@ -33,6 +33,16 @@ def test_each_precision_computes_in_its_type(name: str, product: torch.dtype, we
     assert model.weight is parameter, "an optimizer made before keeps its parameters"
 
 
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_weight_that_was_used_without_gradients_first_is_trained(gathered: bool) -> None:
+    model, x = nn.Linear(4, 1), torch.ones(2, 4)
+    with Precision("bf16", CPU, gathered=gathered).forward():
+        with torch.no_grad():
+            model(x)
+        model(x).sum().backward()
+    assert model.weight.grad is not None
+
+
 def test_tf32_on_the_cpu_is_refused_with_what_to_use() -> None:
     with pytest.raises(ConfigError, match="precision='tf32' is not available on the CPU") as caught:
         Precision("tf32", CPU)

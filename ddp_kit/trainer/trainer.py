@@ -170,7 +170,11 @@ class Trainer:
         strategy.check(model)
         agreement.check_agreement(self.world, facts_of_model(model) | {"the setting parallel": repr(settings.parallel)})
         precision = Precision(
-            settings.precision, self.world.device, sharded=strategy.shards, fp8_layers=settings.fp8_layers
+            settings.precision,
+            self.world.device,
+            sharded=strategy.shards,
+            gathered=strategy.divides_weights,
+            fp8_layers=settings.fp8_layers,
         )
         self.model = model
         self._model_described = described_model(model)
