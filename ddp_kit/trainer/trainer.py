@@ -175,6 +175,8 @@ class Trainer:
             sharded=strategy.shards,
             gathered=strategy.divides_weights,
             fp8_layers=settings.fp8_layers,
+            bf16_buffers=settings.bf16_buffers,
+            bf16_inputs=settings.bf16_inputs,
         )
         self.model = model
         self._model_described = described_model(model)
