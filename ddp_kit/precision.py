@@ -142,8 +142,7 @@ class Precision:
             _EXACT,
             str(leaf.dtype).removeprefix("torch."),
             tuple(leaf.shape),
-            len(whole.unique()),
-            len(converted.unique()),
+            *(each.unique().numel() for each in (whole, converted)),  # type: ignore[no-untyped-call]
         )
 
     def forward(self) -> AbstractContextManager[object]:

@@ -56,14 +56,31 @@ def compilations() -> int:
 
 
 def compile_module(module: nn.Module) -> None:
-    """`module.compile()`, also for modules whose `forward` is torch's own code, such as Sequential.
+    """`module.compile()`, also for modules whose `forward` is torch's own code, such as Sequential."""
+    with _with_outer_frame(module):
+        module.compile()
 
-    Dynamo skips torch's own frames if they are the outermost ones; `wrap_top_frame` adds an outer frame.
-    """
+
+def compile_like(wrapper: Any, module: nn.Module) -> None:
+    """Compile a module in place with the settings of the wrapper that `torch.compile(module, ...)` has returned."""
+    with _with_outer_frame(module):
+        module._compiled_call_impl = wrapper.dynamo_ctx(module._call_impl)  # as in `module.compile()`
+
+
+def compiled_module(module: nn.Module) -> nn.Module | None:
+    """The module inside of what `torch.compile(module)` has returned; None: it is no such wrapper."""
+    # By its name, because its class is in torch._dynamo, which takes a second to import.
+    return dict(module.named_children()).get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
+
+
+def _with_outer_frame(module: nn.Module) -> AbstractContextManager[object]:
+    """Dynamo skips torch's own frames if they are the outermost ones; `wrap_top_frame` adds an outer frame."""
     from torch._dynamo import config  # imported only if needed, because it takes a second
 
-    with config.patch(wrap_top_frame=type(module).forward.__module__.startswith("torch.")):
-        module.compile()
+    context: AbstractContextManager[object] = config.patch(
+        wrap_top_frame=type(module).forward.__module__.startswith("torch.")
+    )
+    return context
 
 
 def _begun(group: Any) -> int:

@@ -24,6 +24,7 @@ def on_device(
     transform: Callable[[Any], Any] | None = None,
     fetched: Callable[[], None] = _nothing,
     moved: Callable[[], None] = _nothing,
+    *,
     check_first: Callable[[Any], None] = _nothing,
 ) -> Iterator[Any]:
     """Yield the loader's batches on `device`.

@@ -43,7 +43,7 @@ def _own_parameters(unit: Any, ignored: Collection[nn.Parameter] = ()) -> dict[s
     return {name: each for name, each in unit.named_parameters() if each not in inside and each not in ignored}
 
 
-def check_dtypes(name: str, unit: nn.Module, hint: str, ignored: Collection[nn.Parameter] = ()) -> None:
+def check_dtypes(name: str, unit: Any, hint: str, ignored: Collection[nn.Parameter] = ()) -> None:
     """Raise `ConfigError` where FSDP would raise an `AssertionError` in the first forward pass.
 
     `hint`: what to do instead of a conversion, with "{}" for the names of the modules that have the rarer dtype.
