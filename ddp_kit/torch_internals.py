@@ -240,6 +240,30 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+# --- modules --------------------------------------------------------------------------------------------------------
+
+
+def loaded_by_own_code(model: nn.Module) -> Callable[[str], bool]:
+    """A function that says whether code of a module itself decides how a name of a state_dict is loaded.
+
+    Such code may accept other shapes and names: a `_load_from_state_dict` or a hook before loading, of a module that
+    contains the name, or the model's `load_state_dict`. That of torch's norms does not.
+    """
+    usual = {_loader_of(kind) for kind in (nn.Module, nn.BatchNorm1d, nn.InstanceNorm1d)}
+    own = [
+        f"{name}." if name else ""
+        for name, module in model.named_modules(remove_duplicate=False)
+        if _loader_of(type(module)) not in usual or module._load_state_dict_pre_hooks
+    ]
+    whole = type(model).load_state_dict is not nn.Module.load_state_dict
+    prefixes = ("",) if whole else tuple(own)
+    return lambda name: name.startswith(prefixes)
+
+
+def _loader_of(kind: type[nn.Module]) -> object:
+    return kind._load_from_state_dict
+
+
 # --- fake tensors, for memory plans and FLOPs (tested with torch 2.13 only) -------------------------------------------
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -312,15 +312,16 @@ class FsdpStrategy(Strategy):
         return state
 
     def load_model_state(self, state: dict[str, Any]) -> None:
-        own, plain = self.model.state_dict(), {}
+        own, loaded = self.model.state_dict(), {}
         with torch.no_grad():
             for name, value in state.items():
                 piece = piece_of_dtensor(own.get(name))
                 if piece is None:
-                    plain[name] = value
+                    loaded[name] = value
                 else:
                     piece.tensor.copy_(piece.of(value))
-        self.model.load_state_dict(plain, strict=False)
+                    loaded[name] = own[name]
+        self.model.load_state_dict(loaded)
 
     def held_names(self) -> dict[int, str]:
         return super().held_names() | self._shards.names

@@ -25,6 +25,7 @@ from ddp_kit.parallel import Strategy
 from ddp_kit.pieces import Piece, whole_shape
 from ddp_kit.state_values import check_same_kind, real_number, whole_number
 from ddp_kit.stored_weights import plain_name
+from ddp_kit.torch_internals import loaded_by_own_code
 from ddp_kit.trainer.callback_states import callback_states, load_callbacks, per_rank_states
 from ddp_kit.trainer.frozen_weights import FrozenWeights
 from ddp_kit.trainer.joint_optimizer import JointScheduler, kind_of
@@ -154,14 +155,17 @@ class ModelPart(SavedPart):
         return frozenset(name for name, _ in self._model.named_parameters(remove_duplicate=False))
 
     def check(self, state: Any) -> str | None:
-        own = self._model.state_dict()
+        own, decides = self._model.state_dict(), loaded_by_own_code(self._model)
         left_out = {name: value for name, value in state.items() if is_entry(value)}
-        problems = [f"{name} is missing in the checkpoint" for name in own if name not in state]
-        problems += [f"{name} is not in the model" for name in state if name not in own]
+        # A module's own code may load buffers with other shapes and names. Parameters stay as the optimizer holds them.
+        compared = {name for name in (*own, *state) if name in self._parameters or not decides(name)}
+        problems = [f"{name} is missing in the checkpoint" for name in own if name not in state and name in compared]
+        problems += [f"{name} is not in the model" for name in state if name not in own and name in compared]
         problems += [
             f"{name} has shape {whole_shape(state[name])}, but {tuple(own[name].shape)} in the model"
             for name in own
             if name in state
+            and name in compared
             and name not in left_out
             and isinstance(own[name], Tensor)
             and whole_shape(state[name]) != tuple(own[name].shape)
