@@ -4,7 +4,7 @@ from torch import nn
 
 from ddp_kit.blocks import repeated_blocks
 from ddp_kit.errors import ConfigError
-from ddp_kit.torch_internals import compile_module
+from ddp_kit.torch_internals import compile_like, compile_module, compiled_module
 
 
 def compile_in_place(model: nn.Module, what: str) -> None:
@@ -28,3 +28,22 @@ def compile_in_place(model: nn.Module, what: str) -> None:
         )
     for block in blocks.values():
         compile_module(block)
+
+
+def without_wrappers(model: nn.Module, *, compiled: bool = True) -> nn.Module:
+    """The plain model, with the plain names of weights, of one that `torch.compile(model)` has wrapped.
+
+    The model inside of the wrapper is compiled in place with the same settings; so are submodules, whose wrappers they
+    replace. `compiled`: if False, nothing is compiled. Other models are returned as they are.
+    """
+    for name, module in reversed([*model.named_modules(remove_duplicate=False)]):
+        plain = compiled_module(module)
+        if plain is None:
+            continue
+        if compiled:
+            compile_like(module, plain)
+        if not name:
+            return plain
+        owner, _, own_name = name.rpartition(".")
+        setattr(model.get_submodule(owner), own_name, plain)
+    return model

@@ -496,6 +496,15 @@ class TrainerConfig(_Part):
         description='Linear layers that precision="fp8" computes in float8, by names or patterns such as '
         '"blocks.*.up"; "auto": those of the repeated blocks that are large enough to become faster.',
     )
+    bf16_buffers: tuple[str, ...] = Field(
+        default=(),
+        description='Buffers that precision="bf16-true" converts, by names or patterns such as "*.table". Others keep '
+        "their dtype, except those of torch's own modules, which follow the weights.",
+    )
+    bf16_inputs: bool = Field(
+        default=True,
+        description='Whether precision="bf16-true" converts the floating-point tensors of a batch.',
+    )
     max_grad_norm: PositiveFloat | None = Field(
         default=None, description="Clip the global gradient norm to this value; None: off."
     )
@@ -594,6 +603,12 @@ class TrainerConfig(_Part):
                 f"fp8_layers = {self.fp8_layers!r} needs precision = 'fp8', but precision = {self.precision!r}: leave "
                 "out fp8_layers"
             )
+        for name, default in (("bf16_buffers", ()), ("bf16_inputs", True)):
+            if getattr(self, name) != default and self.precision != "bf16-true":
+                raise ValueError(
+                    f"{name} = {getattr(self, name)!r} needs precision = 'bf16-true', but precision = "
+                    f"{self.precision!r}: leave out {name}"
+                )
         if self.precision == "fp8" and self.parallel.tensor > 1:
             raise ValueError(
                 f"precision = 'fp8' is not supported with parallel.tensor = {self.parallel.tensor}, which splits the "

@@ -148,6 +148,10 @@ class TrainerSettings(TypedDict, total=False):
     """Numeric precision of the forward and backward passes."""
     fp8_layers: Literal["auto"] | tuple[str, ...] | list[str]
     """Linear layers that precision="fp8" computes in float8, by names or patterns such as "blocks.*.up"; "auto": those of the repeated blocks that are large enough to become faster."""
+    bf16_buffers: tuple[str, ...] | list[str]
+    """Buffers that precision="bf16-true" converts, by names or patterns such as "*.table". Others keep their dtype, except those of torch's own modules, which follow the weights."""
+    bf16_inputs: bool
+    """Whether precision="bf16-true" converts the floating-point tensors of a batch."""
     max_grad_norm: float | None
     """Clip the global gradient norm to this value; None: off."""
     max_grad_value: float | None

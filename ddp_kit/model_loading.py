@@ -16,8 +16,8 @@ from ddp_kit.errors import CheckpointError, ConfigError
 from ddp_kit.log import logger
 from ddp_kit.manifest import INDEX, MANIFEST, TENSORS, Found, best, checkpoints, examine, open_file, read_state
 from ddp_kit.records import LoadedWeights
-from ddp_kit.stored_weights import has_average, stored_weights
-from ddp_kit.torch_internals import is_fake
+from ddp_kit.stored_weights import has_average, plain_name, stored_weights
+from ddp_kit.torch_internals import is_fake, loaded_by_own_code
 
 _LONGEST_INDEX = 100 << 20
 _LONGEST_TEXT = 300
@@ -140,16 +140,22 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     with safe_open(path, "pt") as opened:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
         tied = opened.metadata() or {}
-    yield from tensors.items()
-    yield from ((other, tensors[name]) for other, name in tied.items() if name in tensors and other not in tensors)
+    yield from ((plain_name(name), tensor) for name, tensor in tensors.items())
+    yield from (
+        (plain_name(other), tensors[name]) for other, name in tied.items() if name in tensors and other not in tensors
+    )
 
 
 # Into the model ------------------------------------------------------------------------------------------------------
 
 
-def _load_into(model: nn.Module, weights: _Weights, strict: bool) -> LoadedWeights:
+def _load_into(model: nn.Module, weights: _Weights, strict: bool, *, own_code: bool = True) -> LoadedWeights:
+    """`own_code`: whether code of modules may load buffers whose shapes differ."""
     state = model.state_dict()  # its _metadata has the versions of the modules, which load_state_dict reads
-    own, values = dict(model.state_dict(keep_vars=True)), weights.values  # keep_vars: tied weights are one object
+    names = {plain_name(name): name for name in state}  # it may be what torch.compile returned
+    with_vars, values = model.state_dict(keep_vars=True), weights.values  # keep_vars: tied weights are one object
+    own = {name: with_vars[names[name]] for name in names}
+    decides = loaded_by_own_code(model)
     mismatched = {
         name: (tuple(value.shape), tuple(own[name].shape))
         for name, value in values.items()
@@ -158,6 +164,11 @@ def _load_into(model: nn.Module, weights: _Weights, strict: bool) -> LoadedWeigh
         and not is_lazy(own[name])
         and value.shape != own[name].shape
     }
+    reshaped = {
+        name for name in mismatched if own_code and not isinstance(own[name], nn.Parameter) and decides(names[name])
+    }
+    for name in reshaped:
+        del mismatched[name]
     loaded = [name for name in values if name in own and name not in mismatched]
     tied = {id(own[name]) for name in loaded}
     frozen = [name for name, entry in weights.left_out.items() if name in own and _is_same(own[name], entry)]
@@ -179,11 +190,13 @@ def _load_into(model: nn.Module, weights: _Weights, strict: bool) -> LoadedWeigh
             "create the model as the run's script does, or use strict=False to load only what matches",
         )
     for name in own.keys() - {*loaded}:
-        del state[name]
-    state.update((name, values[name]) for name in loaded)
+        del state[names[name]]
+    state.update((names[name], values[name]) for name in loaded)
     try:
         model.load_state_dict(state, strict=False)
     except Exception as error:  # a module's own loading code may raise anything
+        if reshaped and not strict:
+            return _load_into(model, weights, strict, own_code=False)
         raise CheckpointError(
             f"{weights.path} cannot be loaded into {type(model).__name__}: {str(error)[:_LONGEST_TEXT]}",
             "create the model as the run's script does",

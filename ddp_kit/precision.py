@@ -5,40 +5,69 @@ fp32       float32   float32                 no                 anything
 tf32       float32   TensorFloat-32          no                 NVIDIA GPU, Ampere or newer
 bf16       float32   bfloat16 by autocast    no                 CPU, or a GPU with bfloat16
 fp16       float32   float16 by autocast     yes                CPU or GPU
-bf16-true  bfloat16  bfloat16                no                 as bf16; the batch's floats are converted too
+bf16-true  bfloat16  bfloat16                no                 as bf16; the batch's floats are converted too, but
+                                                                not the model's buffers
 fp8        float32   float8 in linear        no                 NVIDIA GPU of compute capability 8.9, torchao
                      layers, else as bf16
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import fnmatch
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_kit.errors import ConfigError
+from ddp_kit.containers import each_leaf
+from ddp_kit.errors import ConfigError, LossError, nearest, some
 from ddp_kit.float8 import convert_linear_layers
+from ddp_kit.log import logger
 from ddp_kit.torch_internals import scale_on_device
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+_EXACT = 256  # bfloat16 has all whole numbers up to this one, and further up every second, fourth, ...
+# Their statistics must have the dtype of the weights, in subclasses, too.
+_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
 
 
 class Precision:
     """One of the six precisions, on one device.
 
     `sharded`: each rank has the gradients of its own shards only, so the ranks must agree on whether a step overflowed.
-    `fp8_layers`: as in `TrainerConfig`. Raises `ConfigError` if the device does not support the precision.
+    `gathered`: weights are gathered anew for each forward pass.
+    `fp8_layers`, `bf16_buffers`, `bf16_inputs`: as in `TrainerConfig`. Raises `ConfigError` if the device does not
+    support the precision.
     """
 
     def __init__(
-        self, name: str, device: torch.device, *, sharded: bool = False, fp8_layers: str | Sequence[str] = "auto"
+        self,
+        name: str,
+        device: torch.device,
+        *,
+        sharded: bool = False,
+        gathered: bool = False,
+        fp8_layers: str | Sequence[str] = "auto",
+        bf16_buffers: Sequence[str] = (),
+        bf16_inputs: bool = True,
     ) -> None:
         _check(name, device)
-        self.batch_dtype = torch.bfloat16 if name == "bf16-true" else None
+        self.weights_dtype = torch.bfloat16 if name == "bf16-true" else None
+        """The dtype to which weights are converted; None: they are not converted."""
+        self.batch_dtype = self.weights_dtype if bf16_inputs else None
         """The dtype to which floating-point tensors of a batch are converted; None: they are not converted."""
+        self._bf16_buffers = bf16_buffers
+        self._kept_buffers: tuple[str, ...] = ()
+        self._warned_about_batch = False
         self._autocast_dtype = _AUTOCAST.get(name)
+        # The backward pass comes last to casts that an earlier forward pass, such as one under no_grad, has cached:
+        # after FSDP has reduced the gradients of their module.
+        self._caches_casts = not gathered and _cached_casts_have_gradients()
         self.scales = name == "fp16"
         """Whether the loss is scaled, so that steps with non-finite gradients are expected, and skipped."""
         self._device = device
@@ -53,18 +82,94 @@ class Precision:
     def prepare(self, model: nn.Module) -> None:
         """Convert the model's weights (bf16-true) or linear layers (fp8); parameters remain the same objects.
 
-        Raises `ConfigError` if fp8 is not available, or the model has no layer for it.
+        Raises `ConfigError` if fp8 is not available or the model has no layer for it, or for unknown buffers.
         """
-        if self.batch_dtype is not None:
-            model.to(self.batch_dtype)
+        if self.weights_dtype is not None:
+            kept = self.kept_buffers(model)
+            model.to(self.weights_dtype)
+            for name, buffer in kept.items():
+                owner, _, own_name = name.rpartition(".")
+                setattr(model.get_submodule(owner), own_name, buffer)
+            self._kept_buffers = tuple(kept)
         if self._fp8_layers is not None:
             convert_linear_layers(model, self._fp8_layers, self._device)
 
+    def kept_buffers(self, model: nn.Module) -> dict[str, Tensor]:
+        """The floating-point buffers that `prepare` does not convert, by name.
+
+        Raises `ConfigError` if `bf16_buffers` names none of the model's.
+        """
+        found = dict(model.named_buffers(remove_duplicate=False))
+        if self.weights_dtype is None:
+            return found
+        follow = {name for name in found if _follows_weights(model.get_submodule(name.rpartition(".")[0]))}
+        for pattern in self._bf16_buffers:
+            if not (named := fnmatch.filter(found, pattern)):
+                raise ConfigError(
+                    f"bf16_buffers names {pattern!r}, but the model {type(model).__name__} has no such buffer",
+                    f"nearest: {nearest(pattern, [*found]) or some([*found]) or 'there is none'}",
+                )
+            follow.update(named)
+        return {
+            name: each
+            for name, each in found.items()
+            if name not in follow and (each.is_floating_point() or each.is_complex())
+        }
+
+    def check_batch(self, batch: object) -> None:
+        """Log a warning if the conversion changes whole numbers in a batch, such as positions; the first time only.
+
+        `batch`: before it is moved to the device. Reads tensors on the host alone, so that nothing waits for a GPU.
+        """
+        if self.batch_dtype is not None and not self._warned_about_batch:
+            each_leaf(self._check_leaf, batch)
+
+    def _check_leaf(self, leaf: object) -> None:
+        if self._warned_about_batch or not _is_wider_on_host(leaf):
+            return
+        least, largest = (float(each) for each in leaf.aminmax())  # without temporary tensors: nearly all end here
+        if max(-least, largest) <= _EXACT:
+            return
+        whole = leaf[(leaf == leaf.trunc()) & leaf.isfinite()]
+        converted = whole.to(self.batch_dtype)
+        if torch.equal(converted.to(whole.dtype), whole):
+            return
+        self._warned_about_batch = True
+        logger.warning(
+            "precision='bf16-true' rounds whole numbers above {} in a batch: in a {} tensor of shape {}, {} different "
+            "ones become {}. Pass positions, time steps and ids as integers, which are not converted; or set "
+            "bf16_inputs=False, and convert the other inputs in the loss function",
+            _EXACT,
+            str(leaf.dtype).removeprefix("torch."),
+            tuple(leaf.shape),
+            *(each.unique().numel() for each in (whole, converted)),  # type: ignore[no-untyped-call]
+        )
+
     def forward(self) -> AbstractContextManager[object]:
         """The context in which the user's loss function runs."""
+        if self.weights_dtype is not None:
+            return self._explained()
         if self._autocast_dtype is None:
             return nullcontext()
-        return torch.autocast(self._device.type, dtype=self._autocast_dtype)
+        return torch.autocast(self._device.type, dtype=self._autocast_dtype, cache_enabled=self._caches_casts)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Explain torch's error for tensors of two dtypes, which bf16-true may cause."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error).partition("\n")[0]
+            if "BFloat16" not in text and "mixed dtype" not in text:
+                raise
+            kept = [f"the buffers {some(self._kept_buffers)}"] if self._kept_buffers else []
+            kept += [] if self.batch_dtype else ["the batch"]
+            raise LossError(
+                f"an operation got tensors of several dtypes: {text}. With precision='bf16-true', weights are bfloat16"
+                + (f", and {' and '.join(kept)} keep their dtype" if kept else ""),
+                "convert what the model computes from others, as in x + self.table.to(x.dtype)"
+                + (f"; or set bf16_buffers={[*self._kept_buffers[:5]]}" if self._kept_buffers else ""),
+            ).with_traceback(error.__traceback__) from error
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss, multiplied by the loss scale if there is one."""
@@ -110,6 +215,37 @@ class Precision:
         """The number of steps that `apply` has skipped without `wait` since the last call. Waits for the device."""
         skipped, self._skipped = self._skipped, None
         return 0 if skipped is None else int(skipped)
+
+
+def _follows_weights(module: nn.Module) -> bool:
+    """Whether a module's buffers must have the dtype of its weights, as in torch's own modules."""
+    return type(module).__module__.startswith("torch.") or isinstance(module, _NORMS)
+
+
+def _is_wider_on_host(leaf: object) -> TypeGuard[Tensor]:
+    """Whether it is a tensor on the host with values that bfloat16 may not have."""
+    return (
+        isinstance(leaf, Tensor)
+        and leaf.is_cpu
+        and leaf.layout is torch.strided
+        and not leaf.is_nested
+        and leaf.dtype in (torch.float16, torch.float32, torch.float64)
+        and leaf.numel() > 0
+    )
+
+
+@cache
+def _cached_casts_have_gradients() -> bool:
+    """Whether a cast that autocast caches under no_grad has gradients where it is used later.
+
+    Before https://github.com/pytorch/pytorch/pull/165068 it has none: a loss function that first calls the model under
+    no_grad would not train it.
+    """
+    weight = torch.ones(1, 1, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad():
+            weight @ weight
+        return (weight @ weight).requires_grad
 
 
 def _scaler(device: torch.device, *, sharded: bool) -> torch.amp.GradScaler:

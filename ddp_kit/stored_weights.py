@@ -7,6 +7,7 @@ from ddp_kit.tensor_reading import Key
 
 FROZEN = "frozen"
 """The key of the fingerprint in the entry of a weight that `checkpoint.trainable_only` left out."""
+_WRAPPED = "_orig_mod"  # what torch.compile(model) adds to names
 _TENSORS = ("$tensor", "$array")
 _AVERAGING = "EMA"  # the class of the callback
 
@@ -20,8 +21,13 @@ class StoredWeights(NamedTuple):
     """Name -> dtype, shape and fingerprint of each weight that `checkpoint.trainable_only` left out."""
 
 
+def plain_name(name: str) -> str:
+    """The name of a weight in a model without the wrappers of `torch.compile(model)`."""
+    return ".".join(part for part in name.split(".") if part != _WRAPPED) if _WRAPPED in name else name
+
+
 def stored_weights(state: Any, *, ema: bool = False) -> StoredWeights:
-    """The weights, from the content of state.json.
+    """The weights, from the content of state.json. Names are those of `plain_name`.
 
     `ema`: with the averages of the `EMA` callback in place of the trained weights; requires `has_average`.
     Raises `ValueError` if there are no weights.
@@ -79,4 +85,4 @@ def _pairs(model: Any) -> Iterator[tuple[str, Any]]:
     """(name, entry) of a state_dict in the format described in docs/checkpoints.md."""
     if isinstance(model, dict):
         pairs: Any = model.get("$ordered") or model.get("$dict") or model.items()
-        yield from ((name, value) for name, value in pairs if isinstance(name, str) and name[:1] != "$")
+        yield from ((plain_name(name), value) for name, value in pairs if isinstance(name, str) and name[:1] != "$")

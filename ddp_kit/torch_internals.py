@@ -56,14 +56,31 @@ def compilations() -> int:
 
 
 def compile_module(module: nn.Module) -> None:
-    """`module.compile()`, also for modules whose `forward` is torch's own code, such as Sequential.
+    """`module.compile()`, also for modules whose `forward` is torch's own code, such as Sequential."""
+    with _with_outer_frame(module):
+        module.compile()
 
-    Dynamo skips torch's own frames if they are the outermost ones; `wrap_top_frame` adds an outer frame.
-    """
+
+def compile_like(wrapper: Any, module: nn.Module) -> None:
+    """Compile a module in place with the settings of the wrapper that `torch.compile(module, ...)` has returned."""
+    with _with_outer_frame(module):
+        module._compiled_call_impl = wrapper.dynamo_ctx(module._call_impl)  # as in `module.compile()`
+
+
+def compiled_module(module: nn.Module) -> nn.Module | None:
+    """The module inside of what `torch.compile(module)` has returned; None: it is no such wrapper."""
+    # By its name, because its class is in torch._dynamo, which takes a second to import.
+    return dict(module.named_children()).get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
+
+
+def _with_outer_frame(module: nn.Module) -> AbstractContextManager[object]:
+    """Dynamo skips torch's own frames if they are the outermost ones; `wrap_top_frame` adds an outer frame."""
     from torch._dynamo import config  # imported only if needed, because it takes a second
 
-    with config.patch(wrap_top_frame=type(module).forward.__module__.startswith("torch.")):
-        module.compile()
+    context: AbstractContextManager[object] = config.patch(
+        wrap_top_frame=type(module).forward.__module__.startswith("torch.")
+    )
+    return context
 
 
 def _begun(group: Any) -> int:
@@ -221,6 +238,30 @@ def memory_snapshot() -> dict[str, Any]:
 def version_of(tensor: Tensor) -> int:
     """Autograd's version counter: the number of in-place operations on the tensor's memory."""
     return tensor._version
+
+
+# --- modules --------------------------------------------------------------------------------------------------------
+
+
+def loaded_by_own_code(model: nn.Module) -> Callable[[str], bool]:
+    """A function that says whether code of a module itself decides how a name of a state_dict is loaded.
+
+    Such code may accept other shapes and names: a `_load_from_state_dict` or a hook before loading, of a module that
+    contains the name, or the model's `load_state_dict`. That of torch's norms does not.
+    """
+    usual = {_loader_of(kind) for kind in (nn.Module, nn.BatchNorm1d, nn.InstanceNorm1d)}
+    own = [
+        f"{name}." if name else ""
+        for name, module in model.named_modules(remove_duplicate=False)
+        if _loader_of(type(module)) not in usual or module._load_state_dict_pre_hooks
+    ]
+    whole = type(model).load_state_dict is not nn.Module.load_state_dict
+    prefixes = ("",) if whole else tuple(own)
+    return lambda name: name.startswith(prefixes)
+
+
+def _loader_of(kind: type[nn.Module]) -> object:
+    return kind._load_from_state_dict
 
 
 # --- fake tensors, for memory plans and FLOPs (tested with torch 2.13 only) -------------------------------------------

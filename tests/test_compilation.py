@@ -1,11 +1,14 @@
-"""torch.compile for a whole model, or for its repeated blocks."""
+"""torch.compile for a whole model, or for its repeated blocks; models that the user has compiled."""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_kit import ConfigError
-from ddp_kit.compilation import compile_in_place
+from ddp_kit import EMA, ConfigError, Trainer, TrainerConfig, load_model
+from ddp_kit.compilation import compile_in_place, without_wrappers
 from ddp_kit.torch_internals import compilations
 
 # torch 2.13 uses its own deprecated script_method where it imports its compiler
@@ -53,3 +56,61 @@ def test_the_whole_model_is_compiled_in_place(model: nn.Module) -> None:
 def test_a_model_without_repeated_blocks_says_so() -> None:
     with pytest.raises(ConfigError, match="compile='blocks' needs repeated blocks, but Sequential has"):
         compile_in_place(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "blocks")
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Sequential(Block(), Block()), nn.Linear(4, 1))
+
+
+def trained(model: nn.Module, folder: Path, steps: int = 2) -> Trainer:
+    config = TrainerConfig(global_batch_size=4, max_steps=steps, checkpoint={"dir": folder})
+    adam = torch.optim.Adam(model.parameters(), lr=0.1)
+    trainer = Trainer(model, adam, lambda model, x: model(x).mean(), config, callbacks=[EMA(0.5)])
+    trainer.fit(torch.ones(16, 4))
+    return trainer
+
+
+class Graphs:
+    """A backend of torch.compile that counts the graphs it gets, and runs them as they are."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.count += 1
+        return graph
+
+
+@pytest.mark.slow
+@imports_the_compiler
+def test_a_model_that_the_user_compiled_has_the_names_of_the_plain_one(tmp_path: Path) -> None:
+    model, graphs = network(), Graphs()
+    compiled = torch.compile(model, backend=graphs)
+    trainer = trained(compiled, tmp_path)
+    assert trainer.model is model
+    assert graphs.count, "it runs compiled, by the user's own backend"
+    trainer._callbacks[0].apply_to(compiled)  # type: ignore[attr-defined]
+    for each in (network(), torch.compile(network(), backend="eager")):
+        assert load_model(tmp_path, each).loaded == tuple(model.state_dict())  # type: ignore[arg-type]
+    resumed = trained(network(), tmp_path, steps=4)
+    assert resumed.step == 4
+    assert trained(torch.compile(network(), backend="eager"), tmp_path, steps=6).step == 6  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@imports_the_compiler
+def test_compiled_parts_of_a_model_are_compiled_in_place() -> None:
+    model, graphs = network(), Graphs()
+    first = model[0][0]
+    model[0][0] = model[0][1] = torch.compile(first, backend=graphs)
+    model[1] = torch.compile(model[1], backend=graphs)
+    assert without_wrappers(model) is model
+    assert model[0][0] is model[0][1] is first
+    assert [name for name, _ in model.named_modules()] == ["", "0", "0.0", "0.0.norm", "0.0.linear", "1"]
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    assert graphs.count == 2
+    plain = network()
+    assert without_wrappers(plain) is plain
+    assert compiled(plain) == []

@@ -1,11 +1,15 @@
 """The precisions, on the device at hand; fp8 is in test_float8.py."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from reads import Reads
-from torch import nn
+from torch import Tensor, nn
 
+from ddp_kit import LossError, Trainer, TrainerConfig
 from ddp_kit.errors import ConfigError
+from ddp_kit.log import logger
 from ddp_kit.parallel.strategy import scale_gradients
 from ddp_kit.precision import Precision
 
@@ -31,6 +35,16 @@ def test_each_precision_computes_in_its_type(name: str, product: torch.dtype, we
     assert output.dtype == product
     assert model.weight.dtype == weights
     assert model.weight is parameter, "an optimizer made before keeps its parameters"
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_weight_that_was_used_without_gradients_first_is_trained(gathered: bool) -> None:
+    model, x = nn.Linear(4, 1), torch.ones(2, 4)
+    with Precision("bf16", CPU, gathered=gathered).forward():
+        with torch.no_grad():
+            model(x)
+        model(x).sum().backward()
+    assert model.weight.grad is not None
 
 
 def test_tf32_on_the_cpu_is_refused_with_what_to_use() -> None:
@@ -105,3 +119,117 @@ def test_fp16_does_not_read_whether_a_step_counts_unless_that_is_asked_for(reads
     precision, weight, told = fp16_steps(gradients, wait=True)
     assert told == [True, False, True, False]
     assert (weight.item(), precision.take_skipped_steps()) == (5.0, 0)
+
+
+# --- bf16-true: buffers and inputs ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """The messages that are logged during the test."""
+    lines: list[str] = []
+    handler = logger.add(lambda message: lines.append(message.record["message"]), level="INFO")
+    yield lines
+    logger.remove(handler)
+
+
+class Positional(nn.Module):
+    """Adds a table to its input, which the loss function may get in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(1000.0).repeat(4, 1).T)
+        self.norm, self.linear = nn.BatchNorm1d(4), nn.Linear(4, 1)
+        self.as_table = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + (self.table[: len(x)] if self.as_table else self.table[: len(x)].to(x.dtype))
+        found: Tensor = self.linear(self.norm(x))
+        return found
+
+
+def mean_output(model: nn.Module, batch: Tensor) -> Tensor:
+    found: Tensor = model(batch).float().mean()
+    return found
+
+
+def trained(model: nn.Module, data: object, loss_fn: object = mean_output, **settings: object) -> Trainer:
+    config = TrainerConfig(precision="bf16-true", global_batch_size=4, max_steps=1, **settings)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, config)
+    trainer.fit(data)
+    return trainer
+
+
+def test_buffers_keep_their_values_in_bf16_true_except_the_statistics_of_norms() -> None:
+    model = Positional()
+    model.as_table = False
+    table = model.table
+    trained(model, torch.randn(8, 4))
+    assert model.table is table
+    assert len(model.table.unique()) == 1000
+    assert model.norm.running_mean.dtype == model.linear.weight.dtype == torch.bfloat16
+
+
+def test_named_buffers_are_converted_in_bf16_true() -> None:
+    model = Positional()
+    trained(model, torch.randn(8, 4), bf16_buffers=("tab*",))
+    assert model.table.dtype == torch.bfloat16
+
+
+def test_a_buffer_that_does_not_exist_is_said() -> None:
+    with pytest.raises(
+        ConfigError, match="bf16_buffers names 'tables', but the model Positional has no such"
+    ) as caught:
+        trained(Positional(), torch.randn(8, 4), bf16_buffers=("tables",))
+    assert caught.value.hint == "nearest: table"
+
+
+def test_two_dtypes_in_bf16_true_are_explained() -> None:
+    with pytest.raises(
+        LossError, match=r"several dtypes: .* weights are bfloat16, and the buffers table keep"
+    ) as caught:
+        trained(Positional(), torch.randn(8, 4))
+    assert "bf16_buffers" in caught.value.hint
+    with pytest.raises(LossError, match="weights are bfloat16, and the batch keep"):
+        trained(nn.Linear(4, 1), torch.randn(8, 4), bf16_inputs=False)
+
+
+def test_inputs_are_left_alone_where_asked() -> None:
+    seen: list[Tensor] = []
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        seen.append(batch[1])
+        return mean_output(model, batch[0].bfloat16())
+
+    positions = torch.arange(1000.0).expand(4, -1)
+    trained(nn.Linear(4, 1), torch.utils.data.TensorDataset(torch.randn(4, 4), positions), loss_fn, bf16_inputs=False)
+    assert torch.equal(seen[0], positions)
+
+
+@pytest.mark.parametrize(
+    ("values", "warns"),
+    [
+        (torch.arange(1000.0), True),
+        (torch.arange(-300.0, 0), True),
+        (torch.arange(1000), False),
+        (torch.arange(256.0), False),
+        (torch.arange(0, 1000, 4.0), False),  # bfloat16 has all of them
+        (torch.rand(1000) * 200, False),
+        (torch.tensor([float("inf"), float("nan"), 0.5]), False),
+    ],
+)
+def test_whole_numbers_that_bf16_true_loses_are_said_once(values: Tensor, warns: bool, said: list[str]) -> None:
+    precision = Precision("bf16-true", CPU)
+    for _ in range(2):
+        precision.check_batch({"positions": values.expand(2, -1), "name": "x"})
+    warnings = [line for line in said if "rounds whole numbers above 256" in line]
+    assert len(warnings) == warns
+    if len(values) == 1000 and warns:
+        assert "in a float32 tensor of shape (2, 1000), 1000 different ones become 507" in warnings[0]
+
+
+def test_the_first_batch_is_checked_for_whole_numbers(said: list[str]) -> None:
+    trained(nn.Linear(4, 1), torch.arange(5001.0, 5033.0).view(8, 4))
+    assert sum("rounds whole numbers" in line for line in said) == 1
+    with pytest.raises(ConfigError, match="bf16_inputs = False needs precision = 'bf16-true', but precision = 'bf16'"):
+        TrainerConfig(precision="bf16", bf16_inputs=False)

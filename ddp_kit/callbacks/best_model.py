@@ -14,6 +14,7 @@ from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 from ddp_kit.pieces import Piece
 from ddp_kit.state_values import whole_number
+from ddp_kit.stored_weights import plain_name
 
 _NAME = "BestModel"
 
@@ -70,7 +71,7 @@ class BestModel(Callback):
             self._best_value = BestValue(_NAME, metric, mode)  # `_use_keep_best` compares it with the run's own
         if self._best_value.load_state_dict(state["watched"]):
             self.step = None if state["step"] is None else whole_number(state["step"], "step")
-            self._state = dict(state["weights"])
+            self._state = {plain_name(name): value for name, value in state["weights"].items()}
             self._resumed = True
 
     def on_fit_start(self, trainer: Any) -> None:

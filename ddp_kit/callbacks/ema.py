@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from ddp_kit.callbacks.callback import Callback
 from ddp_kit.errors import ConfigError
 from ddp_kit.pieces import Piece, whole_shape
-from ddp_kit.torch_internals import copy_all, interpolate_all
+from ddp_kit.stored_weights import plain_name
+from ddp_kit.torch_internals import compiled_module, copy_all, interpolate_all
 
 
 class EMA(Callback):
@@ -49,7 +50,7 @@ class EMA(Callback):
         """Load the average. The next event raises `ConfigError` if its parameters are not those of the model."""
         self._swap_back()
         self._model, self._names, self._parameters, self._places, self._average = None, [], [], [], []
-        self._loaded = dict(state["average"])
+        self._loaded = {plain_name(name): average for name, average in state["average"].items()}
 
     def on_fit_start(self, trainer: Any) -> None:
         """Start from the average of the checkpoint, if one was loaded."""
@@ -101,6 +102,7 @@ class EMA(Callback):
         Not a collective. Raises `ConfigError` before the first step.
         """
         self._swap_back()
+        model = compiled_module(model) or model
         if model is self._model:
             with torch.no_grad():
                 copy_all(self._parameters, self._average_in_model_dtypes())

@@ -12,7 +12,7 @@ from ddp_kit.containers import each_leaf
 from ddp_kit.loader.worker_errors import checked_batches
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     pass
 
 
@@ -24,6 +24,8 @@ def on_device(
     transform: Callable[[Any], Any] | None = None,
     fetched: Callable[[], None] = _nothing,
     moved: Callable[[], None] = _nothing,
+    *,
+    check_first: Callable[[Any], None] = _nothing,
 ) -> Iterator[Any]:
     """Yield the loader's batches on `device`.
 
@@ -31,13 +33,14 @@ def on_device(
     computation. Everything else in a batch is moved on the current stream when the batch is yielded.
     `dtype`: convert floating-point tensors to it; None: do not convert. `transform`: applied to each batch after its
     copy, on the same stream. `fetched()`: called when the loader has returned a batch. `moved()`: called when the batch
-    is on the device.
+    is on the device. `check_first`: called with the first batch as it was fetched.
     Raises `DataError` if a DataLoader worker fails or samples cannot be collated.
     """
+    batches = _with_first_checked(checked_batches(loader), check_first)
     if device.type != "cuda" or ahead == 0:
         move = partial(_moved, device=device, dtype=dtype)
         stays = device.type == "cpu" and dtype is None
-        for batch in checked_batches(loader):
+        for batch in batches:
             fetched()
             arrived = batch if stays and _is_plain(batch) else each_leaf(move, batch)
             arrived = arrived if transform is None else transform(arrived)
@@ -46,7 +49,7 @@ def on_device(
         return
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     waiting: deque[tuple[Any, torch.cuda.Event]] = deque()
-    for batch in checked_batches(loader):
+    for batch in batches:
         with torch.cuda.stream(stream):
             copied = _ahead(batch, device, dtype)
             waiting.append((copied if transform is None else transform(copied), stream.record_event()))
@@ -60,6 +63,14 @@ def on_device(
         arrived = _arrived(*waiting.popleft(), device, dtype)
         moved()
         yield arrived
+
+
+def _with_first_checked(batches: Iterator[Any], check: Callable[[Any], None]) -> Iterator[Any]:
+    for first in batches:
+        check(first)
+        yield first
+        break
+    yield from batches
 
 
 def _is_plain(batch: Any) -> bool:

@@ -23,7 +23,13 @@ from ddp_kit.blocks import repeated_blocks
 from ddp_kit.config import ParallelConfig
 from ddp_kit.errors import ConfigError, LossError, nearest, some
 from ddp_kit.parallel.dtensors import is_divided, is_dtensor, piece_of_dtensor, reduced_part
-from ddp_kit.parallel.fsdp_units import FsdpUnits, equal_batches, fit_whole_on_all_ranks, shard_unit
+from ddp_kit.parallel.fsdp_units import (
+    FsdpUnits,
+    check_dtypes,
+    equal_batches,
+    fit_whole_on_all_ranks,
+    shard_unit,
+)
 from ddp_kit.parallel.mesh import sizes_of
 from ddp_kit.parallel.replicas import broadcast
 from ddp_kit.parallel.shards import Shards, check_dense_gradients
@@ -167,7 +173,7 @@ class FsdpStrategy(Strategy):
         return isinstance(self._offload, CPUOffloadPolicy) and bool(self._sharded)
 
     def _check_spread(self, model: nn.Module) -> None:
-        """Raise `ConfigError` for parameters whose gradients nobody would reduce over the ranks."""
+        """Raise `ConfigError` for parameters whose gradients would not be reduced over the ranks, or cannot be."""
         needed = {name for name in ("replicate", "shard") if getattr(self.sizes, name) > 1}
         apart = [
             name
@@ -180,6 +186,9 @@ class FsdpStrategy(Strategy):
                 "rank would train them by itself",
                 "let the function end with fully_shard(model, mesh=mesh['shard']), or mesh['replicate', 'shard']",
             )
+        for name, module in model.named_modules():
+            if isinstance(module, FSDPModule):
+                check_dtypes(name, module, "call fully_shard on {} first in the function")
 
     def _chosen_units(self, model: nn.Module) -> dict[str, nn.Module]:
         """The modules whose weights are gathered together, inner ones first; the rest belongs to the root."""
@@ -213,6 +222,7 @@ class FsdpStrategy(Strategy):
     def _shard_unit(self, name: str, unit: nn.Module) -> None:
         reshard = None if self.config.reshard == "auto" else self.config.reshard
         hint = "name other modules in parallel.units, or use parallel='ddp'"
+        check_dtypes(name, unit, "name {} in parallel.units, besides the blocks, or use parallel='ddp'")
         settings = {"reshard_after_forward": reshard, "offload_policy": self._offload}
         self._sharded.append(shard_unit(name, unit, self._mesh, hint, **settings))
 
@@ -302,15 +312,16 @@ class FsdpStrategy(Strategy):
         return state
 
     def load_model_state(self, state: dict[str, Any]) -> None:
-        own, plain = self.model.state_dict(), {}
+        own, loaded = self.model.state_dict(), {}
         with torch.no_grad():
             for name, value in state.items():
                 piece = piece_of_dtensor(own.get(name))
                 if piece is None:
-                    plain[name] = value
+                    loaded[name] = value
                 else:
                     piece.tensor.copy_(piece.of(value))
-        self.model.load_state_dict(plain, strict=False)
+                    loaded[name] = own[name]
+        self.model.load_state_dict(loaded)
 
     def held_names(self) -> dict[int, str]:
         return super().held_names() | self._shards.names

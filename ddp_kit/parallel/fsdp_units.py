@@ -1,6 +1,6 @@
 """The modules that FSDP2 shards, each gathered as a whole: what fsdp.py and pipeline.py share."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -21,10 +21,9 @@ T = TypeVar("T")
 def shard_unit(name: str, unit: nn.Module, mesh: DeviceMesh, hint: str, **settings: Any) -> FSDPModule:
     """Shard a module over `shard`, and replicate it over `replicate` if that has several ranks. `mesh`: has both.
 
-    `settings`: of `fully_shard`. Raises `ConfigError` with this hint.
+    `settings`: of `fully_shard`. Raises `ConfigError` with this hint. Call `check_dtypes` first.
     """
     own = _own_parameters(unit, settings.get("ignored_params") or ())
-    _check_dtypes(name, unit, own, hint)
     for each in own.values():  # FSDP takes no other layout, such as channels_last
         if not is_dtensor(each):
             each.data = each.data.contiguous()
@@ -44,19 +43,23 @@ def _own_parameters(unit: Any, ignored: Collection[nn.Parameter] = ()) -> dict[s
     return {name: each for name, each in unit.named_parameters() if each not in inside and each not in ignored}
 
 
-def _check_dtypes(name: str, unit: nn.Module, own: Mapping[str, nn.Parameter], hint: str) -> None:
-    """Raise `ConfigError` where FSDP would, in the first forward pass."""
+def check_dtypes(name: str, unit: Any, hint: str, ignored: Collection[nn.Parameter] = ()) -> None:
+    """Raise `ConfigError` where FSDP would raise an `AssertionError` in the first forward pass.
+
+    `hint`: what to do instead of a conversion, with "{}" for the names of the modules that have the rarer dtype.
+    """
     by_dtype: dict[torch.dtype, list[str]] = {}
-    for each, parameter in own.items():
+    for each, parameter in _own_parameters(unit, ignored).items():
         if parameter.requires_grad:
             by_dtype.setdefault(parameter.dtype, []).append(f"{name}.{each}" if name else each)
     if len(by_dtype) > 1:
         kinds = "; ".join(f"{dtype} in {some(names)}" for dtype, names in by_dtype.items())
+        rarer = dict.fromkeys(each.rpartition(".")[0] for each in min(by_dtype.values(), key=len))
         raise ConfigError(
             f"FSDP gathers the trained parameters of {name or 'the model'} ({type(unit).__name__}) together, and they "
             f"have several dtypes: {kinds}",
             "convert them to one before creating the Trainer, such as model.to(torch.float32)"
-            + (f"; or {hint}" if hint else ""),
+            + (f"; or {hint.format(some([*rarer]))}" if hint else ""),
         )
 
 

@@ -28,7 +28,13 @@ from torch.optim import Optimizer
 from ddp_kit.config import ParallelConfig
 from ddp_kit.errors import ConfigError, LossError, some
 from ddp_kit.parallel.dtensors import is_divided, local_part, piece_of_dtensor, reduced_part
-from ddp_kit.parallel.fsdp_units import FsdpUnits, equal_batches, fit_whole_on_all_ranks, shard_unit
+from ddp_kit.parallel.fsdp_units import (
+    FsdpUnits,
+    check_dtypes,
+    equal_batches,
+    fit_whole_on_all_ranks,
+    shard_unit,
+)
 from ddp_kit.parallel.mesh import sizes_of
 from ddp_kit.parallel.replicas import broadcast
 from ddp_kit.parallel.shards import Shards
@@ -268,6 +274,7 @@ class PipelineStrategy(Strategy):
             if number in own and plan:
                 split_layers(model, {*block.modules()}, plan, self._mesh["tensor"])
             if number in own and sizes.shard > 1:
+                check_dtypes(name, block, "leave out parallel.shard", unsharded)
                 shard_unit(name, block, self._mesh, "leave out parallel.shard", ignored_params=unsharded)
         self._put_on_device([each for each in model.parameters() if each in shared], holders)
         if plan:

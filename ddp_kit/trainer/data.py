@@ -261,5 +261,6 @@ class FeedBuilder:
     def _on_device(
         self, loader: Iterable[Any], transform: DeviceTransform | None, *marks: Callable[[], None]
     ) -> Iterator[Any]:
-        dtype, ahead = self.parts.precision.batch_dtype, self.parts.config.data.prefetch_batches
-        return on_device(loader, self.parts.world.device, dtype, ahead, transform, *marks)
+        precision, ahead = self.parts.precision, self.parts.config.data.prefetch_batches
+        dtype, check = precision.batch_dtype, precision.check_batch
+        return on_device(loader, self.parts.world.device, dtype, ahead, transform, *marks, check_first=check)

@@ -38,7 +38,6 @@ class ModelFlops:
         """Copies the model where `config.mfu` asks for it. To be called before anything changes the model."""
         self._world = world
         self._precision = config.precision
-        self._dtype = precision.batch_dtype
         self._devices = world.world_size
         if config.parallel.strategy == "device_map":
             self._devices *= max(1, len(world.gpus))
@@ -55,7 +54,7 @@ class ModelFlops:
             self._not_known("ranks share GPUs")
         else:
             self._fakes = FakeTensors()
-            self._take(model)
+            self._take(model, precision)
 
     @property
     def ready(self) -> bool:
@@ -98,11 +97,13 @@ class ModelFlops:
         else:
             self._settle(flops)
 
-    def _take(self, model: nn.Module) -> None:
-        place = self._world.device
+    def _take(self, model: nn.Module, precision: Precision) -> None:
+        place, dtype = self._world.device, precision.weights_dtype
+        kept = set(map(id, precision.kept_buffers(model).values()))
         # `deepcopy` takes these from the memo. Other tensors of the model stay on their device.
         memo: dict[int, Any] = {
-            id(each): self._fakes.like(each, place, self._dtype) for each in (*model.parameters(), *model.buffers())
+            id(each): self._fakes.like(each, place, None if id(each) in kept else dtype)
+            for each in (*model.parameters(), *model.buffers())
         }
         try:
             with _CopiesWithoutMemory(self._fakes):

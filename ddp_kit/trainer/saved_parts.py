@@ -24,6 +24,8 @@ from ddp_kit.log import logger
 from ddp_kit.parallel import Strategy
 from ddp_kit.pieces import Piece, whole_shape
 from ddp_kit.state_values import check_same_kind, real_number, whole_number
+from ddp_kit.stored_weights import plain_name
+from ddp_kit.torch_internals import loaded_by_own_code
 from ddp_kit.trainer.callback_states import callback_states, load_callbacks, per_rank_states
 from ddp_kit.trainer.frozen_weights import FrozenWeights
 from ddp_kit.trainer.joint_optimizer import JointScheduler, kind_of
@@ -83,7 +85,7 @@ class SavedPart(ABC):
         return None
 
     def migrate(self, state: Any, version: int) -> Any:  # noqa: ARG002 - nothing to convert by default
-        """Convert the state of an older version to the current one."""
+        """Convert a saved state to what this version of ddpkit would save. `version`: of its format."""
         return state
 
     def check(self, state: Any) -> str | None:  # noqa: ARG002 - most parts fit any run
@@ -131,10 +133,13 @@ class ModelPart(SavedPart):
         return tensor in self._parameters  # buffers may differ between ranks; rank 0's are saved
 
     def device_of(self, tensor: str) -> torch.device | None:
-        return self._devices.get(tensor)
+        return self._devices.get(plain_name(tensor))
 
     def piece_of(self, tensor: str) -> Piece | None:
-        return self._pieces.get(tensor)
+        return self._pieces.get(plain_name(tensor))
+
+    def migrate(self, state: Any, version: int) -> Any:  # noqa: ARG002
+        return {plain_name(name): value for name, value in state.items()}
 
     @cached_property
     def _pieces(self) -> dict[str, Piece]:
@@ -150,14 +155,17 @@ class ModelPart(SavedPart):
         return frozenset(name for name, _ in self._model.named_parameters(remove_duplicate=False))
 
     def check(self, state: Any) -> str | None:
-        own = self._model.state_dict()
+        own, decides = self._model.state_dict(), loaded_by_own_code(self._model)
         left_out = {name: value for name, value in state.items() if is_entry(value)}
-        problems = [f"{name} is missing in the checkpoint" for name in own if name not in state]
-        problems += [f"{name} is not in the model" for name in state if name not in own]
+        # A module's own code may load buffers with other shapes and names. Parameters stay as the optimizer holds them.
+        compared = {name for name in (*own, *state) if name in self._parameters or not decides(name)}
+        problems = [f"{name} is missing in the checkpoint" for name in own if name not in state and name in compared]
+        problems += [f"{name} is not in the model" for name in state if name not in own and name in compared]
         problems += [
             f"{name} has shape {whole_shape(state[name])}, but {tuple(own[name].shape)} in the model"
             for name in own
             if name in state
+            and name in compared
             and name not in left_out
             and isinstance(own[name], Tensor)
             and whole_shape(state[name]) != tuple(own[name].shape)
@@ -228,6 +236,11 @@ class OptimizerPart(SavedPart):
             "names": [[names[id(each)] for each in group["params"]] for group in self._device_optimizer.param_groups],
             "held": held(self._parameters),
         }
+
+    def migrate(self, state: Any, version: int) -> Any:  # noqa: ARG002
+        if "names" not in state:
+            return state
+        return {**state, "names": [[plain_name(name) for name in group] for group in state["names"]]}
 
     def check(self, state: Any) -> str | None:
         own, saved = self._own, {**self._own, **state}
@@ -596,8 +609,7 @@ def as_parts(path: Path, state: Mapping[str, Any], parts: Sequence[SavedPart]) -
                 f"reads up to {part.version}",
                 "resume with the version of ddpkit that wrote it, or a later one",
             )
-        found = state[part.name]
-        saved[part.name] = found if version == part.version else part.migrate(found, version)
+        saved[part.name] = part.migrate(state[part.name], version)
     unknown = sorted(state.keys() - {VERSIONS, *(part.name for part in parts)})
     if unknown:
         logger.warning("the checkpoint {} has parts that this run does not use: {}", path, ", ".join(unknown))

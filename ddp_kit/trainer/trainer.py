@@ -19,7 +19,7 @@ from ddp_kit.batch import BatchPlan, plan_batches
 from ddp_kit.callbacks import Callback
 from ddp_kit.callbacks.best_value import check_metric
 from ddp_kit.callbacks.plateau import Plateau
-from ddp_kit.compilation import compile_in_place
+from ddp_kit.compilation import compile_in_place, without_wrappers
 from ddp_kit.config import TrainerConfig, absolute
 from ddp_kit.env import plan_request, rank_for_messages
 from ddp_kit.errors import ConfigError
@@ -115,7 +115,8 @@ class Trainer:
             every log_every steps: reduce the loss, report       # on a GPU one interval late, so that nothing waits
         evaluate every eval_every steps, or after each epoch; and at the end
 
-    `model`: any Module. `optimizer`: an Optimizer, or a callable `parameters -> Optimizer`.
+    `model`: any Module; if `torch.compile` returned it, the module inside is used, compiled in place.
+    `optimizer`: an Optimizer, or a callable `parameters -> Optimizer`.
     `loss_fn(model, batch)`: returns the mean over the batch's samples as a scalar tensor, or `Loss(sum, weight)`.
     `updates`: instead of `optimizer`, `loss_fn` and `scheduler`: several `Update`s that have their own, as for a GAN.
     `scheduler`: an LRScheduler, or a callable `optimizer -> LRScheduler`. It is stepped after each optimizer step that
@@ -150,6 +151,9 @@ class Trainer:
         show_without_traceback(rank_for_messages())
         check_main()
         self.config = checked_config(config)
+        self._plan_request = plan_request()
+        if isinstance(model, nn.Module):
+            model = without_wrappers(model, compiled=self._plan_request is None)
         checked_model(model)
         self._updates = checked_updates(model, updates, (optimizer, loss_fn, scheduler), self.config)
         self._metrics: dict[str, MetricFunction | MetricObject] = checked_metrics(metrics or {})
@@ -157,7 +161,6 @@ class Trainer:
         if self.config.deterministic:
             use_deterministic_algorithms()
         self.world = barrier.join_world("Trainer(...)", share_gpus=self.config.parallel.share_gpus)
-        self._plan_request = plan_request()
         settings = self.config if self._plan_request is None else config_to_plan(self.config)
         micro_batch = None if settings.micro_batch_size == "auto" else settings.micro_batch_size
         settings = first_that_fits(settings, model, self.world)
@@ -170,7 +173,13 @@ class Trainer:
         strategy.check(model)
         agreement.check_agreement(self.world, facts_of_model(model) | {"the setting parallel": repr(settings.parallel)})
         precision = Precision(
-            settings.precision, self.world.device, sharded=strategy.shards, fp8_layers=settings.fp8_layers
+            settings.precision,
+            self.world.device,
+            sharded=strategy.shards,
+            gathered=strategy.divides_weights,
+            fp8_layers=settings.fp8_layers,
+            bf16_buffers=settings.bf16_buffers,
+            bf16_inputs=settings.bf16_inputs,
         )
         self.model = model
         self._model_described = described_model(model)

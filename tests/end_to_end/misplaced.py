@@ -1,11 +1,14 @@
 """Run by test_placements.py at 2 ranks: what cannot be placed, and what the Trainer says of it on rank 0."""
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import IterableDataset
 
 from ddp_kit import DdpKitError, Trainer, TrainerConfig
@@ -52,6 +55,23 @@ class Tied(nn.Module):
         return out
 
 
+class MixedBlock(nn.Module):
+    """Trains parameters of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(2), nn.Linear(2, 2).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x).bfloat16()).float()
+
+
+def shard_blocks(model: nn.Module, mesh: DeviceMesh) -> None:
+    for block in model.children():
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+
+
 class Stream(IterableDataset[Tensor]):
     """Divided by the rank of the process."""
 
@@ -82,9 +102,10 @@ def tried(
     optimizer: Any = adam,
     loss_fn: Callable[..., Any] = mean,
     data: Any = None,
+    **more: Any,
 ) -> None:
     try:
-        trainer = Trainer(model, optimizer, loss_fn, TrainerConfig(parallel=parallel, max_steps=1))
+        trainer = Trainer(model, optimizer, loss_fn, TrainerConfig(parallel=parallel, max_steps=1), **more)
         trainer.fit([torch.ones(2) for _ in range(8)] if data is None else data)
         found = "nothing was wrong"
     except DdpKitError as error:
@@ -113,6 +134,10 @@ def main() -> None:
     for strategy in ("zero1", "fsdp"):
         tried(f"sparse {strategy}", model(words=nn.Embedding(3, 2, sparse=True)), strategy)
     tried("dtypes", model(head=nn.Linear(1, 1).double()), "fsdp")
+    blocks = nn.Sequential(MixedBlock(), MixedBlock())
+    tried("mixed blocks", copy.deepcopy(blocks), "fsdp")
+    tried("mixed blocks by hand", copy.deepcopy(blocks), "fsdp", parallelize=shard_blocks)
+    tried("mixed blocks in units", blocks, {"strategy": "fsdp", "units": ["*", "*.norm"]})
 
 
 if __name__ == "__main__":

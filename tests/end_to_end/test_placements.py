@@ -178,6 +178,9 @@ def test_what_cannot_be_placed_is_refused_in_words(ddpkit: Ddpkit, tmp_path: Pat
         "sparse zero1": "does not shard sparse gradients, such as those of words | leave out sparse=True",
         "sparse fsdp": "does not shard sparse gradients, such as those of words | leave out sparse=True",
         "dtypes": "torch.float64 in head.weight, head.bias | convert them to one",
+        "mixed blocks": "torch.float32 in 0.norm.weight, 0.norm.bias | name 0.norm in parallel.units",
+        "mixed blocks by hand": "torch.float32 in 0.norm.weight, 0.norm.bias | call fully_shard on 0.norm first",
+        "mixed blocks in units": "nothing was wrong",
     }
     assert found.keys() == expected.keys()
     for name, words in expected.items():

@@ -128,7 +128,9 @@ def test_strategies_are_known_in_their_folder_alone() -> None:
 PRIVATE_USES = {  # of torch, by module: what a new torch may take away
     # Three of them for tensors without memory, and a count of what is live: torch has no public API for either, and
     # without them a plan of the memory would need the memory. Two for what took the memory of a GPU, by source line.
-    "torch_internals": 21,
+    # One to compile in place, with the user's settings, what the user has passed as torch.compile(model).
+    # Two to see whether a module has its own code for loading, which may take buffers of other shapes.
+    "torch_internals": 24,
     "launcher.agent.torch_versions": 1,
     "launcher.warm.observation": 4,  # the collectives that each worker has begun
 }

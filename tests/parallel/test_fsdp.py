@@ -95,6 +95,40 @@ def test_a_pipeline_gathers_and_reduces_each_block_once_per_step_where_they_fit(
     assert float(loss) == pytest.approx(float(alone.stdout.splitlines()[-1]), rel=1e-5)
 
 
+DISTILLED = """
+import torch
+from torch import nn
+from ddp_kit import Trainer, TrainerConfig
+
+def loss_fn(model, x):
+    with torch.no_grad():
+        target = model(x)
+    return (model(x) - target + 1).square().mean()
+
+for parallel in ("ddp", "fsdp"):
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(2)]
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(*blocks), nn.Linear(4, 1))
+    config = TrainerConfig(global_batch_size=8, max_steps=3, parallel=parallel, precision=sys.argv[1])
+    trainer = Trainer(model, lambda parameters: torch.optim.SGD(parameters, lr=0.5), loss_fn, config)
+    trainer.fit(torch.ones(24, 4))
+    output = trainer.predict(torch.ones(8, 4))
+    if trainer.world.is_main:
+        say(output.float().mean().item())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_loss_function_may_call_the_model_without_gradients_first(
+    start: Start, script: Callable[[str], Path], precision: str
+) -> None:
+    run = start("ddpkit", 2, script(DISTILLED), precision)
+    assert run.returncode == 0, run.stderr
+    ddp, fsdp = (float(line.removeprefix("[rank 0] ")) for line in run.stdout.splitlines())
+    assert fsdp == pytest.approx(ddp, rel=1e-3)
+
+
 SHORT = """
 import torch, torch.nn.functional as F
 from torch import nn

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ddp_kit import EMA, BestModel, Callback, CheckpointError, CSVLogger, Trainer, TrainerConfig
+from ddp_kit import EMA, BestModel, Callback, CheckpointError, CSVLogger, Trainer, TrainerConfig, load_model
 from ddp_kit.checkpoint.loading import load
 from ddp_kit.manifest import checkpoints
 
@@ -26,10 +26,11 @@ def trainer_for(
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(parameters, lr=0.05),
     metrics: Any = None,
     checkpoint: Any = None,
+    model: nn.Module | None = None,
     **settings: Any,
 ) -> Trainer:
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    model = model or nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     config = TrainerConfig(
         **{"global_batch_size": 8, "max_steps": STEPS, **settings},
         checkpoint={"dir": folder, "keep_last": 99, "background": False, **(checkpoint or {})},
@@ -194,6 +195,109 @@ def test_every_optimizer_resumes_bitwise(name: str, precision: str, tmp_path: Pa
             if isinstance(value, Tensor):
                 assert one[key].dtype == value.dtype, key
                 assert torch.equal(one[key], value), key
+
+
+class Queue(nn.Module):
+    """Keeps the last eight inputs: as many as it has seen, and as many as it loads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.queue = torch.cat([self.queue, x.detach()])[-8:]
+        return x + self.queue.mean(0)
+
+
+class OwnQueue(Queue):
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.queue = torch.empty_like(state_dict[f"{prefix}queue"])
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class HookedQueue(Queue):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(self._take_shape)
+
+    @staticmethod
+    def _take_shape(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        module.queue = torch.empty_like(state[f"{prefix}queue"])
+
+
+class Watched(nn.Module):
+    """Torch's own observer takes its shape from the first weights that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        quantization = pytest.importorskip("torch.ao.quantization")
+        self.linear, self.observer = nn.Linear(3, 3), quantization.PerChannelMinMaxObserver()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.observer(self.linear.weight.detach())
+        found: Tensor = self.linear(x)
+        return found
+
+
+class WholeModel(nn.Sequential):
+    """Loads itself as a whole."""
+
+    def load_state_dict(self, state_dict: Any, *rest: Any, **more: Any) -> Any:
+        self[0].queue = torch.empty_like(state_dict["0.queue"])
+        return super().load_state_dict(state_dict, *rest, **more)
+
+
+def with_late_buffers(kind: Any) -> nn.Module:
+    torch.manual_seed(1)
+    return (WholeModel if kind is Queue else nn.Sequential)(kind(), nn.Linear(3, 1))
+
+
+@pytest.mark.parametrize("kind", [OwnQueue, HookedQueue, Watched, Queue])
+def test_buffers_that_take_their_shape_later_are_loaded_by_their_module(kind: Any, tmp_path: Path) -> None:
+    whole = trainer_for(None, model=with_late_buffers(kind))
+    whole.fit(data())
+    trainer_for(tmp_path, model=with_late_buffers(kind), max_steps=3).fit(data())
+    resumed = trainer_for(tmp_path, model=with_late_buffers(kind))
+    assert resumed.step == 3
+    resumed.fit(data())
+    expected = whole.model.state_dict()
+    assert all(torch.equal(each, expected[name]) for name, each in resumed.model.state_dict().items())
+    for strict in (True, False):
+        model = with_late_buffers(kind)
+        assert load_model(tmp_path, model, strict=strict).matches
+        assert all(torch.equal(each, expected[name]) for name, each in model.state_dict().items())
+
+
+def test_other_buffers_and_parameters_keep_their_shape(tmp_path: Path) -> None:
+    def plain(kind: type[Queue], width: int = 1) -> nn.Module:
+        return nn.Sequential(kind(), nn.BatchNorm1d(3, affine=False), nn.Linear(3, width))
+
+    trainer_for(tmp_path, model=plain(Queue), max_steps=3).fit(data())
+    with pytest.raises(CheckpointError, match=r"0.queue has shape \(8, 3\), but \(0, 3\) in the model"):
+        trainer_for(tmp_path, model=plain(Queue))
+    with pytest.raises(CheckpointError, match=r"2.weight has shape \(1, 3\), but \(2, 3\) in the model"):
+        trainer_for(tmp_path, model=plain(OwnQueue, width=2))
+    assert load_model(tmp_path, plain(Queue), strict=False).mismatched == {"0.queue": ((8, 3), (0, 3))}
+
+
+class Stubborn(Queue):
+    """Has its own code, which refuses other shapes."""
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+
+
+def test_a_module_that_refuses_a_buffer_itself_is_an_error(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(Stubborn(), nn.Linear(3, 1))
+
+    trainer_for(tmp_path, model=model(), max_steps=3).fit(data())
+    with pytest.raises(CheckpointError, match="size mismatch for 0.queue"):
+        trainer_for(tmp_path, model=model())
+    with pytest.raises(CheckpointError, match="size mismatch for 0.queue"):
+        load_model(tmp_path, model())
+    assert load_model(tmp_path, model(), strict=False).mismatched == {"0.queue": ((8, 3), (0, 3))}
 
 
 def test_folders_are_those_of_when_the_trainer_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
