@@ -173,6 +173,9 @@ ARGUMENTS: Mistakes = {
     "scheduler=StepLR": lambda: trainer(scheduler=StepLR),
     "a scheduler of another optimizer": lambda: trainer(scheduler=StepLR(sgd(network().parameters()), 1)),
     "a scheduler for fewer steps": lambda: fit(scheduler=lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=2)),
+    "a scheduler for epochs": lambda: fit(
+        config={"epochs": 2}, scheduler=lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=2)
+    ),
 }
 
 LOSSES: Mistakes = {
