@@ -20,7 +20,7 @@ from ddp_kit.callbacks import Callback
 from ddp_kit.callbacks.best_value import check_metric
 from ddp_kit.callbacks.plateau import Plateau
 from ddp_kit.compilation import compile_in_place
-from ddp_kit.config import TrainerConfig, absolute
+from ddp_kit.config import TrainerConfig, absolute, named_arguments
 from ddp_kit.env import plan_request, rank_for_messages
 from ddp_kit.errors import ConfigError
 from ddp_kit.heartbeat import Phase
@@ -135,6 +135,7 @@ class Trainer:
     Raises `ConfigError`, `WorldError` and `CheckpointError`, and while training also `DataError` and `LossError`.
     """
 
+    @named_arguments
     def __init__(
         self,
         model: nn.Module,
@@ -302,6 +303,7 @@ class Trainer:
 
     # --- what users call ----------------------------------------------------------------------------------------
 
+    @named_arguments
     def fit(self, train_data: Data, eval_data: Data | None = None) -> FitResult:
         """Train until the configured end of the run; continues where an earlier call stopped.
 
@@ -355,6 +357,7 @@ class Trainer:
         conclude(result, began, seconds, best, self._checkpoints.newest, self._log_points.advised)
         return result
 
+    @named_arguments
     def steps(self, train_data: Data) -> Iterator[Step]:
         """Iterate over optimizer steps: each iteration does one step and yields its `Step`.
 
@@ -407,6 +410,7 @@ class Trainer:
         """End the run after the current step. All ranks must call it at the same step."""
         self._state.stopping = True
 
+    @named_arguments
     def evaluate(self, data: Data, *, watched: bool | None = None) -> dict[str, float]:
         """The mean loss and all metrics over `data`, by name; each sample counts once. A collective: all ranks call it.
 
@@ -420,6 +424,7 @@ class Trainer:
         watched = self._evaluator.watches(data) if watched is None else watched
         return self._evaluator.run(self._feeds.evaluation_data(data, "eval_data"), watched=watched) or {}
 
+    @named_arguments
     def predict(self, data: Data, predict_fn: PredictFunction | None = None) -> Any:
         """The model's outputs for all samples of `data`, concatenated in the dataset's order, on the CPU of every rank.
 
