@@ -3,6 +3,7 @@
 A single `ConfigError` lists every mistake, each with the field, the value found and the nearest valid value.
 """
 
+import functools
 import inspect
 import json
 import sys
@@ -11,7 +12,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, Self, TypeVar, Unpack
 
 import yaml
 from pydantic import (
@@ -28,6 +29,7 @@ from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ddp_kit import __version__
+from ddp_kit.env import rank_for_messages
 from ddp_kit.errors import ConfigError, kind_of, nearest
 from ddp_kit.uncaught import show_without_traceback
 
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
         TrainerSettings,
     )
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-true", "fp8"]
 STRATEGIES = {
     "ddp": "ddp_kit.parallel.ddp:DdpStrategy",
@@ -790,8 +794,14 @@ def _flattened(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def _config_error(owner: str, problems: tuple[str, ...]) -> ConfigError:
-    count, them = ("1 problem", "it") if len(problems) == 1 else (f"{len(problems)} problems", "them")
-    return ConfigError(f"{owner} has {count}:", f"correct {them} and start again; nothing has run yet", problems)
+    them = "it" if len(problems) == 1 else "them"
+    return ConfigError(
+        f"{owner} has {_count(problems)}:", f"correct {them} and start again; nothing has run yet", problems
+    )
+
+
+def _count(problems: Sequence[str]) -> str:
+    return "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
 
 
 def _problems(owner: type[BaseModel], errors: list[ErrorDetails]) -> Iterator[str]:
@@ -862,28 +872,6 @@ _SYNONYMS = {
     "bfloat16-true": "bf16-true",
     **dict.fromkeys(("float8", "transformer-engine"), "fp8"),
 }
-_OPTIMIZER_ARGUMENTS = {"lr", "learning_rate", "weight_decay", "momentum", "betas", "optimizer"}
-_TRAINER_ARGUMENTS = {"model", "loss_fn", "scheduler", "lr_scheduler", "metrics", "callbacks", "updates"}
-_LAUNCHER_OPTIONS = {
-    "devices", "gpus", "n_gpu", "num_gpus", "nodes", "num_nodes", "nnodes", "num_processes", "nproc_per_node",
-    "accelerator", "world_size",
-}  # fmt: skip
-# Other libraries' names of our settings, where the spelling is not similar.
-_EQUIVALENTS = {
-    **{name: f'precision="{name}"' for name in ("fp16", "bf16", "tf32", "fp8")},
-    **dict.fromkeys(("amp", "mixed_precision", "use_amp", "autocast"), 'precision="bf16"'),
-    "batch_size": "global_batch_size (samples per optimizer step), or micro_batch_size (per rank and pass)",
-    **dict.fromkeys(
-        ("output_dir", "save_dir", "checkpoint_dir", "default_root_dir", "logging_dir", "dirpath"),
-        'checkpoint={"dir": "run"}',
-    ),
-    **dict.fromkeys(("save_every", "save_steps", "every_n_train_steps"), "checkpoint.every_steps"),
-    **dict.fromkeys(("save_total_limit", "save_top_k"), "checkpoint.keep_last"),
-    **dict.fromkeys(("resume_from_checkpoint", "ckpt_path", "resume"), "checkpoint.resume"),
-    **dict.fromkeys(("gradient_clip_val", "grad_clip", "clip_grad_norm"), "max_grad_norm"),
-    **dict.fromkeys(("patience", "early_stopping"), "EarlyStopping, in the Trainer's callbacks"),
-    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), 'memory={"checkpointing": "blocks"}'),
-}
 # A valid setting of each class, for messages.
 _EXAMPLES = {
     "TrainerConfig": "epochs=3",
@@ -896,17 +884,45 @@ _EXAMPLES = {
 _LONGEST_VALUE = 80
 
 
+def named_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """A decorator for methods: an unknown keyword argument is a `ConfigError` that says what to use instead."""
+    known = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*values: P.args, **named: P.kwargs) -> R:
+        if unknown := [name for name in named if name not in known]:
+            owner = function.__qualname__.removesuffix(".__init__")
+            show_without_traceback(rank_for_messages())
+            raise ConfigError(
+                f"{owner}(...) has {_count(unknown)}:",
+                f"its arguments are {', '.join(known[1:])}; pass settings to the Trainer as config=TrainerConfig(...)",
+                tuple(
+                    f"{name} = {_shown(named[name])}: there is no such argument; "
+                    f"{_nearest_argument(name, named[name], known[1:])}"
+                    for name in unknown
+                ),
+            )
+        return function(*values, **named)
+
+    return checked
+
+
+def _nearest_argument(name: str, value: object, known: list[str]) -> str:
+    """What to use instead of an unknown keyword argument. `known`: the arguments that exist."""
+    from ddp_kit.other_frameworks import equivalent  # only if a name is unknown
+
+    if name in TrainerConfig.model_fields:
+        return f"it is a setting: TrainerConfig({name}={_shown(value)})"
+    close = nearest(name, known) if equivalent(name) is None else None
+    return f"nearest: {close}" if close else _nearest_setting((name,))
+
+
 def _nearest_setting(path: tuple[str, ...]) -> str:
     """What to use instead of an unknown setting: the most similar name, first by its full path, then in any part."""
-    last = path[-1]
-    if last in _OPTIMIZER_ARGUMENTS:
-        return "it belongs to the optimizer that you pass to the Trainer"
-    if last in _TRAINER_ARGUMENTS:
-        return f"it is an argument of the Trainer: Trainer(..., {last.removeprefix('lr_')}=...)"
-    if last in _LAUNCHER_OPTIONS:
-        return "the launcher starts the processes: `ddpkit launch --gpus 2 train.py`"
-    if last in _EQUIVALENTS:
-        return f"nearest: {_EQUIVALENTS[last]}"
+    from ddp_kit.other_frameworks import equivalent  # only if a name is unknown
+
+    if (known := equivalent(path[-1])) is not None:
+        return known
     names = list(_setting_names(TrainerConfig))
     typed = ".".join(path)
     close = nearest(typed, names)

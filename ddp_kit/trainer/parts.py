@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,6 +20,8 @@ from ddp_kit.world import World
 LossFunction = Callable[[Any, Any], "Tensor | Loss"]
 """(model, batch) -> loss. The model's type is Any, so that a function may be annotated with its own model class."""
 MetricFunction = Callable[[Any, Any], "Tensor | Loss"]
+SchedulerInterval = Literal["step", "epoch"]
+"""After what a scheduler is stepped."""
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,18 @@ class Position:
         by_epochs = self.step + max(0, (epochs - self.epoch) * steps_per_epoch - self.steps_in_epoch)
         return by_epochs if by_steps is None else min(by_steps, by_epochs)
 
+    def epochs_left(self, config: TrainerConfig, steps_per_epoch: int | None, after: int = 0) -> int | None:
+        """The number of epochs that the run will still end; None if only the data determines it.
+
+        `after`: epochs that end at this optimizer step or earlier are not counted.
+        """
+        last = self.last_step(config, steps_per_epoch)
+        if steps_per_epoch is None or last is None:
+            epochs = config.last_epoch
+            return None if after or config.max_steps is not None or epochs is None else epochs - self.epoch
+        first = self.step + steps_per_epoch - self.steps_in_epoch
+        return sum(end > after for end in range(first, last + 1, steps_per_epoch))
+
     def state(self) -> dict[str, Any]:
         """The attributes that are equal on all ranks, for a checkpoint."""
         return {name: value for name, value in vars(self).items() if name != "place"}

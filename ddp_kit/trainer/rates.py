@@ -1,15 +1,32 @@
-"""Learning-rate scaling with the batch size, and warm-up."""
+"""Learning rates: scaling with the batch size, warm-up, schedulers that count steps or epochs."""
 
 import math
 from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, SequentialLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
+    SequentialLR,
+)
 
 from ddp_kit.errors import ConfigError
+from ddp_kit.log import logger
 from ddp_kit.torch_internals import inner_schedulers, milestones
+from ddp_kit.trainer.parts import SchedulerInterval
+
+_ZERO = 1e-2
+"""A rate has practically reached zero if it is this share of the highest rate before."""
 
 
 def scale_learning_rate(
@@ -45,13 +62,18 @@ def scale_learning_rate(
                 _put(group, name, group[name] * factor)
 
 
-def warmed_up(optimizer: Optimizer, scheduler: LRScheduler | None, steps: int) -> LRScheduler | None:
+def warmed_up(
+    optimizer: Optimizer, scheduler: LRScheduler | None, steps: int, every: SchedulerInterval = "step"
+) -> LRScheduler | None:
     """A scheduler with a linear warm-up of `steps` steps to the current rates, followed by `scheduler`.
 
     Step k, counted from 0, uses (k + 1) / (steps + 1) of the full rate, so no step has a rate of 0, and the first step
-    with the full rate is step `steps`. `scheduler`: None: the rate is constant after the warm-up. If `steps` is 0,
-    returns `scheduler`.
+    with the full rate is step `steps`. `scheduler`: None: the rate is constant after the warm-up. `every`: after what
+    `scheduler` is stepped; an `EveryEpoch` for epochs. If `steps` is 0 and it is stepped after each step, returns
+    `scheduler`.
     """
+    if scheduler is not None and every == "epoch":
+        return EveryEpoch(optimizer, scheduler, steps)
     return scheduler if steps == 0 else WarmUp(optimizer, scheduler, steps)
 
 
@@ -102,20 +124,128 @@ class WarmUp(LRScheduler):
             self.scheduler.load_state_dict(state_dict["scheduler"])
 
 
-def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int) -> None:
+class EveryEpoch(WarmUp):
+    """Increases the rates linearly for `steps` steps, then steps `scheduler` at the end of each epoch.
+
+    step < steps:   rate = (step + 1) / (steps + 1) * the scheduler's initial rate
+    step == steps:  rate = the scheduler's initial rate, bitwise identical
+    end of an epoch with at least one step after the warm-up:     scheduler.step()
+    """
+
+    scheduler: LRScheduler
+
+    def step(self, epoch: int | None = None) -> None:
+        """Step the warm-up."""
+        if self.last_epoch < self.steps:
+            super().step(epoch)
+        else:
+            self.last_epoch += 1
+
+    def end_epoch(self) -> None:
+        """Step the scheduler, unless the epoch lies within the warm-up."""
+        if self.last_epoch > self.steps or self.steps == 0:
+            self.scheduler.step()
+            self._last_lr = self.scheduler.get_last_lr()
+
+
+@contextmanager
+def explained_ticks(scheduler: LRScheduler, step: int) -> Iterator[None]:
+    """A context that converts a scheduler's ValueError, which it raises after its last step, to `ConfigError`."""
+    try:
+        yield
+    except ValueError as error:
+        kind = type(scheduler.scheduler if isinstance(scheduler, EveryEpoch) else scheduler).__name__
+        raise ConfigError(
+            f"step() of the {kind} failed after optimizer step {step}: {error}",
+            "create it for as many steps as the run has",
+        ) from error
+
+
+class DecayWatch:
+    """Warns if a scheduler ends, or has reduced its rate to almost zero, in the first of several epochs.
+
+    Such a scheduler was probably made for one step per epoch. Schedulers that are stepped at the end of epochs, and
+    those that are periodic by design, are not watched. Reads only rates that are on the host.
+    `schedulers`: by the name of the update, "" for the only one.
+    """
+
+    def __init__(self, schedulers: dict[str, LRScheduler]) -> None:
+        periodic = EveryEpoch, CyclicLR, CosineAnnealingWarmRestarts
+        self._watched = {
+            name: each for name, each in schedulers.items() if not any(isinstance(one, periodic) for one in _all(each))
+        }
+        self._highest = {name: max(_rates(each), default=0.0) for name, each in self._watched.items()}
+
+    def check(self, step: int, epochs: int) -> None:
+        """Warn once about each scheduler. `step`: the optimizer step, in the first epoch. `epochs`: of the run."""
+        for name, scheduler in list(self._watched.items()):
+            rate = max(_rates(scheduler), default=math.inf)
+            highest = self._highest[name] = max(self._highest[name], rate)
+            kind = type(_all(scheduler)[-1]).__name__ + (f" of update {name!r}" if name else "")
+            if rate < highest * _ZERO:
+                what = f"has reduced the learning rate from {highest:g} to {rate:g}"
+            elif _has_ended(_all(scheduler)[-1]):
+                what = "has reached its end"
+            else:
+                continue
+            del self._watched[name]
+            logger.warning(
+                "the {} {} after {} steps, in the first of {} epochs: it is stepped after each optimizer step; if it "
+                'counts epochs, set scheduler_every="epoch"',
+                kind,
+                what,
+                step,
+                epochs,
+            )
+
+
+def _rates(scheduler: LRScheduler) -> list[float]:
+    rates = [group["lr"] for group in scheduler.optimizer.param_groups]
+    return [float(rate) for rate in rates if not isinstance(rate, Tensor) or rate.is_cpu]
+
+
+def _all(scheduler: LRScheduler) -> list[LRScheduler]:
+    """The scheduler, and the one that follows its warm-up."""
+    within = scheduler.scheduler if isinstance(scheduler, WarmUp) else None
+    return [scheduler] if within is None else [scheduler, within]
+
+
+def _has_ended(scheduler: LRScheduler) -> bool:
+    """Whether a decaying scheduler has been stepped to its end."""
+    if isinstance(scheduler, MultiStepLR):
+        return scheduler.last_epoch >= max(scheduler.milestones, default=math.inf)
+    if isinstance(scheduler, CosineAnnealingLR):
+        return scheduler.last_epoch >= scheduler.T_max
+    return isinstance(scheduler, PolynomialLR) and scheduler.last_epoch >= scheduler.total_iters
+
+
+def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int, epochs: int | None) -> None:
     """Raise `ConfigError` if the scheduler cannot be stepped until the end: OneCycleLR raises after its total_steps.
 
-    `total`: the optimizer steps of the run; None: unknown. `done`: optimizer steps done.
+    `total`: the optimizer steps of the run; None: unknown. `done`: optimizer steps done. `epochs`: epochs that the run
+    will still end, without those within the warm-up; None: unknown.
     """
+    if isinstance(scheduler, EveryEpoch):
+        left = _ticks_left(scheduler.scheduler)
+        if epochs is not None and left < epochs:
+            raise ConfigError(
+                f"the scheduler allows {left:g} more steps, but the run ends {epochs} more epochs, with a step at the "
+                "end of each",
+                f"create it for all of them: total_steps={max(0, scheduler.scheduler.last_epoch) + epochs}",
+            )
+        return
     if scheduler is None or total is None:
         return
     left = _ticks_left(scheduler)
     warmup = scheduler.steps if isinstance(scheduler, WarmUp) else 0
     if left < total - done:
+        by_epochs = epochs is not None and epochs > 1 and left - warmup <= epochs
         raise ConfigError(
             f"the scheduler allows {left:g} more steps, but the run has {total - done} more optimizer steps",
             "create it for all steps: total_steps=ddp_kit.scheduler_steps(config, train_data), which is "
-            f"{total - warmup} here" + (f", {total} steps without the warm-up" if warmup else ""),
+            f"{total - warmup} here"
+            + (f", {total} steps without the warm-up" if warmup else "")
+            + ('; or, if it counts epochs, set scheduler_every="epoch"' if by_epochs else ""),
         )
 
 

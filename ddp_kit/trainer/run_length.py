@@ -15,6 +15,8 @@ from ddp_kit.trainer.data import loader_batch_size
 def scheduler_steps(config: TrainerConfig, train_data: Data) -> int:
     """The number of times that a run steps its scheduler: its optimizer steps after `config.warmup_steps`.
 
+    A scheduler with `scheduler_every="epoch"` is stepped once per epoch instead.
+
         scheduler=lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=scheduler_steps(config, train_data))
 
     `train_data`: as for `Trainer.fit`. The result depends on the number of ranks of this job. Raises `ConfigError` for

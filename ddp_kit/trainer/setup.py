@@ -3,13 +3,13 @@
 import inspect
 import multiprocessing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ddp_kit.callbacks import Callback
 from ddp_kit.config import TrainerConfig
@@ -18,7 +18,7 @@ from ddp_kit.errors import ConfigError, kind_of, nearest, some
 from ddp_kit.metric_objects import MetricObject, is_metric_object
 from ddp_kit.parallel import Strategy
 from ddp_kit.sampler import TrainBatches, UserTrainBatches
-from ddp_kit.trainer.parts import MetricFunction
+from ddp_kit.trainer.parts import MetricFunction, SchedulerInterval
 
 
 def check_main() -> None:
@@ -177,11 +177,23 @@ def _check_complete(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def scheduler_for(
-    optimizer: Optimizer, scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None
+    optimizer: Optimizer,
+    scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None,
+    every: SchedulerInterval = "step",
 ) -> LRScheduler | None:
-    """The scheduler, created if a function was given. Raises `ConfigError` unless it belongs to this optimizer."""
+    """The scheduler, created if a function was given. Raises `ConfigError` unless it belongs to this optimizer.
+
+    `every`: after what it is stepped. Raises `ConfigError` if that is not possible.
+    """
     made: object = scheduler
+    if every not in get_args(SchedulerInterval):
+        raise ConfigError(
+            f"scheduler_every is {every!r}",
+            'set it to "epoch": the scheduler is stepped at the end of each epoch; or to "step", the default',
+        )
     if scheduler is None:
+        if every != "step":
+            raise ConfigError(f"scheduler_every is {every!r}, but there is no scheduler", "pass scheduler=...")
         return None
     if not isinstance(scheduler, LRScheduler) and callable(scheduler):
         made = checked_function(scheduler, "scheduler", "optimizer")(optimizer)
@@ -195,6 +207,11 @@ def scheduler_for(
         raise ConfigError(
             "the scheduler belongs to another optimizer",
             "create it with the optimizer that you pass to the Trainer, or pass a function optimizer -> LRScheduler",
+        )
+    if every != "step" and isinstance(made, ReduceLROnPlateau):
+        raise ConfigError(
+            f"scheduler_every is {every!r}, but a ReduceLROnPlateau is stepped at each evaluation",
+            "leave out scheduler_every: by default, fit evaluates its eval_data after each epoch",
         )
     return made
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_kit.errors import ConfigError
 from ddp_kit.heartbeat import Phase
 from ddp_kit.metrics import Loss, bad_weight, exact_weight
 from ddp_kit.timing import BACKWARD, FORWARD, OPTIMIZER, StepClock
@@ -19,6 +18,7 @@ from ddp_kit.trainer.feed import Share
 from ddp_kit.trainer.loss_calls import LossCalls
 from ddp_kit.trainer.parameters import RunParameters
 from ddp_kit.trainer.parts import Parts
+from ddp_kit.trainer.rates import EveryEpoch, explained_ticks
 from ddp_kit.trainer.rollback import StepSnapshot, without_trace
 from ddp_kit.world import World
 
@@ -49,6 +49,8 @@ class OptimizerStep:
     unscale (fp16), divide by the step's weight (Loss), clip
     optimizer.step(), scheduler.step()      # or, if the step is skipped, restore the buffers
 
+    At the end of an epoch, `end_epoch` steps a scheduler that counts epochs.
+
     The first step has additional checks, which find most mistakes in a loss function.
     """
 
@@ -74,7 +76,10 @@ class OptimizerStep:
         passes = StepPasses(parts, self._losses, self._clock, share, batch, interval)
         self._gradient(passes, measure_norm=measure_norm)
         # Wait to know whether the step was skipped only if something on the host depends on it.
-        wait = parts.scheduler is not None or parts.config.non_finite == "skip"
+        ticks = parts.scheduler is not None and not (
+            isinstance(parts.scheduler, EveryEpoch) and parts.scheduler.steps == 0
+        )
+        wait = ticks or parts.config.non_finite == "skip"
         if self._clip(interval, measure_norm) and parts.precision.apply(parts.device_optimizer, wait=wait):
             if before is not None and parts.precision.overflowed is not None:
                 before.restore_where(parts.precision.overflowed)
@@ -155,13 +160,15 @@ class OptimizerStep:
     def _tick(self, step: int) -> None:
         scheduler = self._parts.scheduler
         if scheduler is not None:
-            try:
+            with explained_ticks(scheduler, step):
                 scheduler.step()
-            except ValueError as error:
-                raise ConfigError(
-                    f"step() of the {type(scheduler).__name__} failed after optimizer step {step}: {error}",
-                    "create it for as many steps as the run has",
-                ) from error
+
+    def end_epoch(self, step: int) -> None:
+        """Step a scheduler that counts epochs. `step`: the number of optimizer steps done."""
+        scheduler = self._parts.scheduler
+        if isinstance(scheduler, EveryEpoch):
+            with explained_ticks(scheduler, step):
+                scheduler.end_epoch()
 
     def _skip(self, interval: StepRecord, before: BufferCopies | None, passes: "StepPasses") -> None:
         """Skip a step with a non-finite gradient: restore what its passes have changed."""

@@ -20,7 +20,7 @@ from ddp_kit.callbacks import Callback
 from ddp_kit.callbacks.best_value import check_metric
 from ddp_kit.callbacks.plateau import Plateau
 from ddp_kit.compilation import compile_in_place, without_wrappers
-from ddp_kit.config import TrainerConfig, absolute
+from ddp_kit.config import TrainerConfig, absolute, named_arguments
 from ddp_kit.env import plan_request, rank_for_messages
 from ddp_kit.errors import ConfigError
 from ddp_kit.heartbeat import Phase
@@ -54,7 +54,7 @@ from ddp_kit.trainer.micro_batch import (
     with_hint,
 )
 from ddp_kit.trainer.model_flops import ModelFlops
-from ddp_kit.trainer.parts import LossFunction, MetricFunction, Parts
+from ddp_kit.trainer.parts import LossFunction, MetricFunction, Parts, SchedulerInterval
 from ddp_kit.trainer.planning import (
     PlanPrinted,
     config_to_plan,
@@ -70,7 +70,7 @@ from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.prediction import PredictFunction, predict
 from ddp_kit.trainer.preemption import Preemption
 from ddp_kit.trainer.rate_finder import find, rates_between
-from ddp_kit.trainer.rates import check_ticks, scale_learning_rate, warmed_up
+from ddp_kit.trainer.rates import DecayWatch, WarmUp, check_ticks, scale_learning_rate, warmed_up
 from ddp_kit.trainer.run_lines import announce, conclude, described_model
 from ddp_kit.trainer.run_record import RunRecord
 from ddp_kit.trainer.run_state import RunState
@@ -122,6 +122,7 @@ class Trainer:
     `scheduler`: an LRScheduler, or a callable `optimizer -> LRScheduler`. It is stepped after each optimizer step that
     is not skipped; see `scheduler_steps`. A ReduceLROnPlateau is stepped at each evaluation, with the loss or the
     metric of `checkpoint.keep_best`.
+    `scheduler_every`: "epoch": step the scheduler at the end of each epoch instead.
     `metrics`: name -> metric. A metric is a function `fn(output, batch)` that returns what a loss function may return
     and is averaged exactly over all ranks; `output` is what the model last returned inside `loss_fn`. Or it is an
     object with the methods update, compute and reset, such as torchmetrics', which is updated with the output and the
@@ -135,6 +136,7 @@ class Trainer:
     Raises `ConfigError`, `WorldError` and `CheckpointError`, and while training also `DataError` and `LossError`.
     """
 
+    @named_arguments
     def __init__(
         self,
         model: nn.Module,
@@ -144,6 +146,7 @@ class Trainer:
         *,
         updates: Sequence[Update] = (),
         scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
+        scheduler_every: SchedulerInterval = "step",
         metrics: Mapping[str, MetricFunction | Any] | None = None,
         callbacks: Sequence[Callback] = (),
         parallelize: Parallelize | None = None,
@@ -155,7 +158,8 @@ class Trainer:
         if isinstance(model, nn.Module):
             model = without_wrappers(model, compiled=self._plan_request is None)
         checked_model(model)
-        self._updates = checked_updates(model, updates, (optimizer, loss_fn, scheduler), self.config)
+        every = None if scheduler_every == "step" else scheduler_every
+        self._updates = checked_updates(model, updates, (optimizer, loss_fn, scheduler, every), self.config)
         self._metrics: dict[str, MetricFunction | MetricObject] = checked_metrics(metrics or {})
         self._callbacks = checked_callbacks(callbacks)
         if self.config.deterministic:
@@ -200,7 +204,8 @@ class Trainer:
         device_optimizer = self.optimizer
         if settings.memory.offload_optimizer or settings.memory.offload_parameters:
             device_optimizer = OffloadedOptimizer(self.optimizer, in_place=strategy.parameters_on_host)
-        schedulers = self._schedulers(settings, scheduler)
+        schedulers = self._schedulers(settings, scheduler, scheduler_every)
+        self._decay_watch = DecayWatch(schedulers)
         self.scheduler = joint_scheduler(schedulers) if self._updates else schedulers.get("")
         self._scheduler_intervals = [(schedulers.get(each.name), each.every) for each in self._updates] or [
             (self.scheduler, 1)
@@ -285,28 +290,29 @@ class Trainer:
         """Load what `model_state` returned, or whole tensors. Not a collective."""
         self._parts.strategy.load_model_state(state)
 
-    def _schedulers(self, settings: TrainerConfig, scheduler: Any) -> dict[str, LRScheduler]:
+    def _schedulers(self, settings: TrainerConfig, scheduler: Any, every: SchedulerInterval) -> dict[str, LRScheduler]:
         """The scheduler of each update, by its name, or of the only optimizer, under "". Includes the warm-up.
 
         Scales the learning rates first, because schedulers start from them.
         """
         found = {}
-        given = [(update.name, update.optimizer, update.scheduler) for update in self._updates]
-        for name, optimizer, own in given or [("", self.optimizer, scheduler)]:
+        given = [(each.name, each.optimizer, each.scheduler, each.scheduler_every) for each in self._updates]
+        for name, optimizer, own, when in given or [("", self.optimizer, scheduler, every)]:
             if (rule := settings.learning_rate_scaling) is not None and (reference := settings.reference_batch_size):
                 scale_learning_rate(optimizer, rule, self.batch_plan.global_batch, reference, own)
-            made = scheduler_for(optimizer, own)
+            made = scheduler_for(optimizer, own, when)
             if isinstance(made, ReduceLROnPlateau):
                 best, mode = settings.checkpoint.keep_best, settings.checkpoint.best_mode
                 plateau = Plateau(made, best or "loss", mode if best else None, settings.warmup_steps)
                 self._callbacks, made = (plateau, *self._callbacks), None
-            made = warmed_up(optimizer, made, settings.warmup_steps)
+            made = warmed_up(optimizer, made, settings.warmup_steps, when)
             if made is not None:
                 found[name] = made
         return found
 
     # --- what users call ----------------------------------------------------------------------------------------
 
+    @named_arguments
     def fit(self, train_data: Data, eval_data: Data | None = None) -> FitResult:
         """Train until the configured end of the run; continues where an earlier call stopped.
 
@@ -360,6 +366,7 @@ class Trainer:
         conclude(result, began, seconds, best, self._checkpoints.newest, self._log_points.advised)
         return result
 
+    @named_arguments
     def steps(self, train_data: Data) -> Iterator[Step]:
         """Iterate over optimizer steps: each iteration does one step and yields its `Step`.
 
@@ -412,6 +419,7 @@ class Trainer:
         """End the run after the current step. All ranks must call it at the same step."""
         self._state.stopping = True
 
+    @named_arguments
     def evaluate(self, data: Data, *, watched: bool | None = None) -> dict[str, float]:
         """The mean loss and all metrics over `data`, by name; each sample counts once. A collective: all ranks call it.
 
@@ -425,6 +433,7 @@ class Trainer:
         watched = self._evaluator.watches(data) if watched is None else watched
         return self._evaluator.run(self._feeds.evaluation_data(data, "eval_data"), watched=watched) or {}
 
+    @named_arguments
     def predict(self, data: Data, predict_fn: PredictFunction | None = None) -> Any:
         """The model's outputs for all samples of `data`, concatenated in the dataset's order, on the CPU of every rank.
 
@@ -536,7 +545,7 @@ class Trainer:
     def _steps(self, train_data: Data, feed: Feed, evaluations: FitEvaluations | None) -> Loop:
         self._prepare(feed, ticks=True)
         loop = self._state.begin_loop()
-        total = self.total_steps
+        total, epochs = self.total_steps, self._position.epochs_left(self.config, feed.steps)
         self._run_record.begin(self.step, total, self._peak_memory.planned)
         with self._events.loop():
             self._repeat_interrupted_evaluation(evaluations)
@@ -560,6 +569,10 @@ class Trainer:
                     share = feed.next()
                     self._clock.mark(DATA)
                     self._position.advance(samples, feed.steps, feed.place, ends_epoch=share is None)
+                    if epochs is not None and epochs > 1 and epoch == 0:
+                        self._decay_watch.check(number, epochs)
+                    if share is None:
+                        self._optimizer_step.end_epoch(number)
                     step = Step(number, epoch, samples, share is None, None)
                     self._events.after_update(step)
                     self._heartbeat.mark(Phase.BETWEEN_STEPS)
@@ -653,7 +666,10 @@ class Trainer:
         self._optimizer_step.check_parameters()
         last = self._position.last_step(self.config, feed.steps)
         for scheduler, every in self._scheduler_intervals if ticks else ():
-            check_ticks(scheduler, None if last is None else last // every, self.step // every)
+            epochs = self._position.epochs_left(
+                self.config, feed.steps, scheduler.steps if isinstance(scheduler, WarmUp) else 0
+            )
+            check_ticks(scheduler, None if last is None else last // every, self.step // every, epochs)
         if not self._state.seeded:  # only once: a later call continues the random sequences
             if not self._checkpoints.restore_random():
                 seed_everything(self.config.seed, self._parts.strategy.data_rank)

@@ -18,7 +18,7 @@ from ddp_kit.trainer.closure_step import ClosureStep
 from ddp_kit.trainer.feed import Share
 from ddp_kit.trainer.logged_values import LoggedValues
 from ddp_kit.trainer.micro_batch import new_step
-from ddp_kit.trainer.parts import LossFunction, Parts
+from ddp_kit.trainer.parts import LossFunction, Parts, SchedulerInterval
 from ddp_kit.trainer.setup import checked_loss
 from ddp_kit.trainer.step import OptimizerStep, StepRecord
 from ddp_kit.trainer.step_batches import StepBatches
@@ -49,6 +49,8 @@ class Update:
     """An optimizer for a part of the model's parameters; updates must not share parameters."""
     scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None
     """A scheduler, or a function that creates one; stepped after each of these updates that is not skipped."""
+    scheduler_every: SchedulerInterval = "step"
+    """ "epoch": step the scheduler at the end of each epoch instead."""
     every: int = 1
     """Run this update only in every `every`-th step."""
     max_grad_norm: float | None = None
@@ -62,7 +64,8 @@ def checked_updates(
 ) -> tuple[Update, ...]:
     """The updates as a tuple, empty without any. Raises `ConfigError` for invalid updates or shared parameters.
 
-    `others`: the Trainer's optimizer, loss function and scheduler, which are only allowed without updates.
+    `others`: the Trainer's optimizer, loss function, scheduler and interval of it, which are only allowed without
+    updates.
     """
     if not updates:
         checked_loss(others[1])
@@ -152,6 +155,10 @@ class JointStep(OptimizerStep):
                 norms += record.norms
         if norms:
             interval.note_norm(torch.linalg.vector_norm(torch.stack(norms)))
+
+    def end_epoch(self, step: int) -> None:
+        for _, each in self._steps.values():
+            each.end_epoch(step)
 
     @property
     def skipped(self) -> int:

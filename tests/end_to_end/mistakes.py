@@ -134,6 +134,7 @@ SETTINGS: Mistakes = {
     'parallel="dpp"': lambda: config(parallel="dpp"),
     "global_batch_sz=64": lambda: config(global_batch_sz=64),
     "batch_size=64": lambda: config(batch_size=64),
+    "per_device_train_batch_size=8": lambda: config(per_device_train_batch_size=8),
     "lr=0.1": lambda: config(lr=0.1),
     "num_workers=4": lambda: config(num_workers=4),
     "fp16=True": lambda: config(fp16=True),
@@ -173,6 +174,10 @@ ARGUMENTS: Mistakes = {
     "scheduler=StepLR": lambda: trainer(scheduler=StepLR),
     "a scheduler of another optimizer": lambda: trainer(scheduler=StepLR(sgd(network().parameters()), 1)),
     "a scheduler for fewer steps": lambda: fit(scheduler=lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=2)),
+    "max_epochs=3, as an argument": lambda: trainer(max_epochs=3),
+    "a scheduler for epochs": lambda: fit(
+        config={"epochs": 2}, scheduler=lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=2)
+    ),
 }
 
 LOSSES: Mistakes = {

@@ -74,6 +74,8 @@ trainer = Trainer(Net(), lambda parameters: torch.optim.SGD(parameters, lr=own.r
 trainer.fit([torch.zeros(1)])
 
 TrainerConfig(data={"num_worker": 4})  # mistake
+Trainer(Net(), max_epochs=3)  # mistake
+trainer.fit([torch.zeros(1)], epochs=3)  # mistake
 TrainerConfig(data={"num_workers": "four"})  # mistake
 TrainerConfig(parallel={"shard": "2"})  # mistake
 TrainerConfig(parallel="fdsp")  # mistake

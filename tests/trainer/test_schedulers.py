@@ -6,12 +6,26 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    LambdaLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    StepLR,
+)
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from ddp_kit import Callback, ConfigError, Trainer, TrainerConfig, scheduler_steps
+from ddp_kit import Callback, CheckpointError, ConfigError, Trainer, TrainerConfig, Update, scheduler_steps
 
 DATA = TensorDataset(torch.randn(30, 2, generator=torch.Generator().manual_seed(0)))
+
+
+class Numbers(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(DATA)
 
 
 def loss_fn(model: nn.Module, batch: Any) -> Any:
@@ -51,10 +65,6 @@ def test_a_schedule_as_long_as_the_run_ends_with_it(settings: dict[str, Any], da
 
 
 def test_a_length_that_cannot_be_known_is_refused() -> None:
-    class Numbers(IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            return iter(DATA)
-
     with pytest.raises(ConfigError, match="epoch of a Numbers is not known"):
         scheduler_steps(TrainerConfig(), Numbers())
     with pytest.raises(ConfigError, match="has 3 optimizer steps, and warmup_steps=3 takes all of them"):
@@ -114,3 +124,138 @@ def test_a_plateau_in_the_other_direction_is_refused(tmp_path: Path) -> None:
     config = TrainerConfig(checkpoint={"dir": tmp_path, "keep_best": "loss"})
     with pytest.raises(ConfigError, match=r"mode='max', but checkpoint.best_mode is 'min' for 'loss'"):
         trainer_for(config, plateau)
+
+
+# Schedulers that count epochs -----------------------------------------------------------------------------------------
+
+
+def halving(optimizer: torch.optim.Optimizer) -> StepLR:
+    return StepLR(optimizer, 1, gamma=0.5)
+
+
+def epochs_of(samples: Any, folder: Path | None = None, **settings: Any) -> tuple[list[float], torch.Tensor]:
+    """The rate after each step of a run whose scheduler counts epochs, and the weights at its end."""
+    rates = Rates()
+    settings = {"global_batch_size": 8, "checkpoint": {"dir": folder}} | settings
+    trainer = trainer_for(TrainerConfig(**settings), halving, scheduler_every="epoch", callbacks=[rates])
+    trainer.fit(samples)
+    return rates.seen, trainer.model.weight.detach().clone()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("data", [DATA, Numbers()], ids=["with a length", "stream"])
+def test_a_scheduler_every_epoch_trains_like_the_loop_by_hand(data: Any) -> None:
+    rates, weight = epochs_of(data, epochs=3, data={"shuffle": False})
+    assert rates == [1, 1, 1, 0.5, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25, 0.125]  # 4 steps per epoch
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = halving(optimizer)
+    for _ in range(3):
+        for batch in DataLoader(DATA, batch_size=8):
+            optimizer.zero_grad()
+            loss_fn(model, batch).backward()
+            optimizer.step()
+        scheduler.step()
+    assert torch.equal(weight, model.weight)
+
+
+@pytest.mark.parametrize("stop", [2, 4, 5, 8])
+def test_a_scheduler_every_epoch_resumes_bitwise_identical(stop: int, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"epochs": 3, "warmup_steps": 1}
+    whole, weight = epochs_of(DATA, **settings)
+    first, _ = epochs_of(DATA, tmp_path, max_steps=stop, **settings)
+    second, resumed = epochs_of(DATA, tmp_path, **settings)
+    assert first + second == whole
+    assert torch.equal(resumed, weight)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "rates"),
+    [
+        (3, [0.5, 0.75, 1, 0.5, 0.5, 0.5, 0.5, 0.25]),
+        (4, [0.4, 0.6, 0.8, 1, 1, 1, 1, 0.5]),  # the warm-up ends with an epoch, and the next one has the full rate
+    ],
+)
+def test_epochs_within_the_warm_up_are_not_counted(warmup: int, rates: list[float]) -> None:
+    assert epochs_of(DATA, epochs=2, warmup_steps=warmup)[0] == pytest.approx(rates)
+
+
+def test_updates_choose_what_their_schedulers_count() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(2, 1) for name in ("steps", "epochs")})
+
+    def loss_of(model: Any, batch: Any) -> Any:
+        return sum(loss_fn(each, batch) for each in model.values())
+
+    optimizers = {name: torch.optim.SGD(each.parameters(), lr=1.0) for name, each in model.items()}
+    updates = [
+        Update("steps", loss_of, optimizers["steps"], halving),
+        Update("epochs", loss_of, optimizers["epochs"], halving, scheduler_every="epoch", every=3),
+    ]
+    config = TrainerConfig(epochs=2, global_batch_size=8)
+    Trainer(model, updates=updates, config=config).fit(DATA)
+    assert {name: each.param_groups[0]["lr"] for name, each in optimizers.items()} == {"steps": 0.5**8, "epochs": 0.25}
+    with pytest.raises(ConfigError, match="got updates and also"):
+        Trainer(model, updates=updates, config=config, scheduler_every="epoch")
+
+
+def test_a_scheduler_for_too_few_epochs_is_refused_before_the_first_step() -> None:
+    def cycle(epochs: int) -> Any:
+        return lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=epochs)
+
+    config = TrainerConfig(epochs=3, global_batch_size=8)
+    assert trainer_for(config, cycle(3), scheduler_every="epoch").fit(DATA).steps == 12
+    for settings in ({}, {"max_steps": 12, "epochs": None}):
+        with pytest.raises(ConfigError, match="allows 2 more steps, but .* 3 more epochs.*\n.*: total_steps=3"):
+            trainer_for(config.model_copy(update=settings), cycle(2), scheduler_every="epoch").fit(DATA)
+    warm = TrainerConfig(epochs=3, global_batch_size=8, warmup_steps=4)
+    assert trainer_for(warm, cycle(2), scheduler_every="epoch").fit(DATA).steps == 12
+    with pytest.raises(ConfigError, match='which is 12 here; or, if it counts epochs, set scheduler_every="epoch"'):
+        trainer_for(config, cycle(3)).fit(DATA)
+
+
+def test_what_a_scheduler_counts_is_checked(tmp_path: Path) -> None:
+    config = TrainerConfig(epochs=1, global_batch_size=8, checkpoint={"dir": tmp_path})
+    with pytest.raises(ConfigError, match="scheduler_every is 'epochs'"):
+        trainer_for(config, halving, scheduler_every="epochs")
+    with pytest.raises(ConfigError, match="but there is no scheduler"):
+        trainer_for(config, None, scheduler_every="epoch")
+    with pytest.raises(ConfigError, match="a ReduceLROnPlateau is stepped at each evaluation"):
+        trainer_for(config, plateau, scheduler_every="epoch")
+    trainer_for(config, halving).fit(DATA)
+    with pytest.raises(CheckpointError, match=r"its scheduler is StepLR, but this run's is EveryEpoch\(StepLR\)"):
+        trainer_for(config, halving, scheduler_every="epoch")
+
+
+def rising(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return LambdaLR(optimizer, lambda step: min(step / 3, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "warning"),
+    [
+        (lambda optimizer: StepLR(optimizer, 1), {}, "StepLR has reduced the learning rate from 1 to 0.001 after 3"),
+        (lambda optimizer: MultiStepLR(optimizer, [1, 2]), {}, "MultiStepLR has reached its end after 2"),
+        (lambda optimizer: CosineAnnealingLR(optimizer, 2, 0.1), {}, "CosineAnnealingLR has reached its end after 2"),
+        (lambda optimizer: MultiStepLR(optimizer, [1]), {"warmup_steps": 2}, "MultiStepLR has reached its end after 3"),
+        (lambda optimizer: LambdaLR(optimizer, lambda step: 0.1**step), {}, "LambdaLR has reduced"),
+        # No mistake: the run's only epoch, the end of the run, a warm-up, a scheduler that starts again.
+        (lambda optimizer: StepLR(optimizer, 1), {"epochs": 1}, None),
+        (lambda optimizer: MultiStepLR(optimizer, [2]), {"max_steps": 4}, None),
+        (lambda optimizer: CosineAnnealingLR(optimizer, 8), {}, None),
+        (rising, {}, None),
+        (lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 2), {}, None),
+    ],
+)
+def test_a_scheduler_that_ends_in_the_first_of_several_epochs_is_warned_about(
+    make: Any, settings: dict[str, Any], warning: str | None, said: list[str]
+) -> None:
+    trainer_for(TrainerConfig(**{"epochs": 2, "global_batch_size": 8} | settings), make).fit(DATA)
+    found = [each for each in said if "scheduler_every" in each]
+    assert len(found) == (warning is not None), said
+    if warning is not None:
+        assert warning in found[0]
+        assert "of 2 epochs" in found[0]
+        said.clear()
+        trainer_for(TrainerConfig(epochs=2, global_batch_size=8), make, scheduler_every="epoch").fit(DATA)
+        assert not [each for each in said if "scheduler_every" in each]
