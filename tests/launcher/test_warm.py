@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import clean_environment, seconds
+from launching import clean_environment, seconds, wait_until
 from launching import started as running
 
 from ddp_kit.launcher.warm import client, script
@@ -293,6 +293,30 @@ def test_a_server_that_is_stopped_ends_with_what_it_looks_after() -> None:
     os.kill(server.pid, signal.SIGSTOP)
     server.close()
     gone(worker.pid)
+
+
+# The leader of this process ends as it does when a killed process has other threads that take longer to end: it stays
+# a zombie, and what the process has started stays its child.
+WITHOUT_LEADER = """
+import ctypes, platform, subprocess, threading, time
+threading.Thread(target=time.sleep, args=[1000]).start()
+print(subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL).pid, flush=True)
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)  # exit, of this thread alone
+"""
+
+
+def test_a_process_whose_threads_outlive_their_leader_is_ended_with_what_it_has_started() -> None:
+    server = WarmServer([], clean_environment(), warm=False)
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as out:
+        command = [sys.executable, "-c", WITHOUT_LEADER]
+        worker = started(server, server.start(command, clean_environment(), streams=(writing, 2)))
+        os.close(writing)
+        has_started = int(out.readline())
+        wait_until(lambda: psutil.Process(worker.pid).status() == psutil.STATUS_ZOMBIE, "a zombie")
+        server.close()
+    assert not psutil.pid_exists(worker.pid)
+    assert not psutil.pid_exists(has_started)
 
 
 NO_WORDS = """

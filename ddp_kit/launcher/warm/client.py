@@ -171,8 +171,8 @@ class WarmServer:
         self._process.send_signal(signal.SIGCONT)  # a stopped server cannot clean up
         if self._has_started:  # else it may still be importing torch
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_CLOSE_SECONDS)
-                return
+                if self._process.wait(_CLOSE_SECONDS) == 0:
+                    return
         self._process.kill()
         self._process.wait()
         _end_leftovers()
