@@ -6,8 +6,10 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -15,7 +17,7 @@ from launching import clean_environment, seconds, wait_until
 from launching import started as running
 
 from ddp_kit.launcher.warm import client, script
-from ddp_kit.launcher.warm.cleanup import Child
+from ddp_kit.launcher.warm.cleanup import Child, is_stopped
 from ddp_kit.launcher.warm.client import Process, WarmServer
 from ddp_kit.launcher.warm.messages import (
     Channel,
@@ -274,6 +276,26 @@ def test_a_server_that_is_stopped_is_continued_and_the_second_time_killed(monkey
     gone(second.pid)
     assert "killed" in said[1]
     assert len(said) == 2
+    server.close()
+
+
+def test_the_time_in_which_the_launcher_itself_was_suspended_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    suspended = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(suspended))
+    monkeypatch.setattr(client, "time", clock)
+    said: list[str] = []
+    server = WarmServer([], clean_environment(), warm=False, print_message=said.append)
+    worker = started(server, server.start(["sleep", "1000"], clean_environment()))
+    os.kill(server.pid, signal.SIGSTOP)
+    wait_until(lambda: is_stopped(server.pid), "stopped")
+    for _ in range(4):
+        suspended.append(12)
+        server.pump()
+    assert said == [], "the server was stopped with the launcher, and about to be continued with it"
+    suspended.append(client._CHECK_SECONDS)
+    server.pump()
+    assert "SIGCONT" in said[0]
+    assert worker.poll() is None
     server.close()
 
 
