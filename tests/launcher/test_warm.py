@@ -124,13 +124,24 @@ def test_what_is_no_python_file_is_an_obstacle(tmp_path: Path) -> None:
         ("# os.environ['OMP_NUM_THREADS'] = '4'\nimport torch", ""),
         ("os.environ['PYTHONHASHSEED'] = '0'\nos.environ['CUDA_VISIBLE_DEVICES'] = '1'", ""),
         ("os.environ['OMP_NUM_THREADS'] = '4' if", ""),
+        ("os.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True'\nimport torch", ""),
+        ("if True:\n  os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'\n  a = 1\nimport torch", ""),
+        ("os.environ.setdefault('PYTORCH_CUDA_ALLOC_CONF', \"expandable_segments:True\")\nimport torch", ""),
+        ("os.environ.update(PYTORCH_ALLOC_CONF='expandable_segments:True', MKL_NUM_THREADS='2')\nimport torch", ""),
+        ("os.environ |= {'MKL_NUM_THREADS': '2', 'OMP_NUM_THREADS': '2'}\nimport torch", "OMP_NUM_THREADS"),
+        ("os.environ['MKL_NUM_THREADS'] = '2' if a else '3'\nimport torch", "MKL_NUM_THREADS"),
+        ("os.environ['MKL_NUM_THREADS'] = '2' + '3'\nimport torch", "MKL_NUM_THREADS"),
+        ("os.environ.update(MKL_NUM_THREADS='2' * 2)\nimport torch", "MKL_NUM_THREADS"),
+        ("os.environ['MKL_NUM_THREADS'] = '2'\nos.environ['MKL_NUM_THREADS'] = n\nimport torch", "MKL_NUM_THREADS"),
+        ("os.environ['PYTORCH_ALLOC_CONF'] = ''\nimport torch", "PYTORCH_ALLOC_CONF"),
+        ("os.environ['A'] = os.environ['OMP_NUM_THREADS']\nimport torch", ""),
     ],
 )
 def test_a_script_that_sets_what_torch_reads_as_it_is_imported_is_not_forked(
     text: str, name: str, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(text)
-    env = {"MKL_NUM_THREADS": "2"}
+    env = {"MKL_NUM_THREADS": "2", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     found = script.reason_for_cold_start(a_program(tmp_path / "train.py"), env, frozenset())
     assert (f"sets {name}," in found) if name else not found
 
