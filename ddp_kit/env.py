@@ -40,6 +40,7 @@ GPU_ORDER = "CUDA_DEVICE_ORDER"
 # number on. Under torchrun, users set it themselves.
 GPUS_PER_PROCESS = "DDPKIT_GPUS_PER_PROCESS"
 THREADS = "OMP_NUM_THREADS"
+BLAS_THREADS = "OPENBLAS_NUM_THREADS"  # of NumPy's BLAS, instead of OMP_NUM_THREADS
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 ALLOCATOR = "PYTORCH_ALLOC_CONF"  # of torch's CUDA allocator; its older names:
 ALLOCATOR_OLDER = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -83,7 +84,7 @@ REPORTED_VARIABLES = (
 CHECKPOINT_WRITER = "ddp_kit.checkpoint.process"
 """A string in the command line of checkpoint writer processes, which may outlive their rank to finish a save."""
 # For the warm server's imports: BLAS must not start threads, and the check for GPUs must not initialise CUDA.
-HIDDEN_FROM_WORKERS = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+HIDDEN_FROM_WORKERS = {BLAS_THREADS: "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 # For the launcher's import of torch, whose stores write stack traces to the terminal when a peer is gone.
 QUIET_IMPORT = {"TORCH_CPP_LOG_LEVEL": "ERROR"}

@@ -178,6 +178,56 @@ def test_nothing_is_left(
     assert not [path for path in shared if path.exists()]
 
 
+# Ranks whose threads or memory take longer to end than the rank's first thread does.
+BUSY_THREADS = """\
+import subprocess, sys, threading, time
+import torch
+
+def busy():
+    matrix = torch.ones(300, 300)
+    while True:
+        matrix @ matrix
+
+for _ in range(4):
+    threading.Thread(target=busy, daemon=True).start()
+for _ in range(2):
+    subprocess.Popen(["sleep", "1000"])
+with open(sys.argv[1], "w") as ready:
+    ready.write("started\\n")
+time.sleep(1000)
+"""
+MANY_TENSORS = """\
+import sys, time
+import torch
+from torch.utils.data import DataLoader
+
+if __name__ == "__main__":
+    tensors = [torch.ones(4) for _ in range(200_000)]
+    batches = iter(DataLoader(range(10**8), num_workers=2))
+    next(batches)
+    with open(sys.argv[1], "w") as ready:
+        ready.write("started\\n")
+    for _ in batches:
+        time.sleep(0.001)
+"""
+
+
+@pytest.mark.parametrize("fault", [the_launcher_is_killed, the_server_is_killed])
+@pytest.mark.parametrize("text", [BUSY_THREADS, MANY_TENSORS], ids=["threads", "tensors"])
+def test_nothing_is_left_of_ranks_that_take_long_to_end(
+    script: Script, ready: Path, text: str, fault: Callable[..., None]
+) -> None:
+    job = JobProcesses()
+    with started("--nproc-per-node", 2, script(text), ready, job=job) as launcher:
+        wait_for(ready, 2)
+        there = job.alive()
+        assert len(there) >= 2 + 2 * (1 + 2), there
+        fault(launcher, 0)
+        job.wait_until_gone(there)
+        launcher.wait()
+        assert job.alive() == {}
+
+
 @pytest.mark.parametrize("fault", [the_launcher_is_killed, a_rank_is_killed])
 def test_batches_shared_by_name_are_not_left(
     script: Script, ready: Path, tmp_path: Path, fault: Callable[..., None]

@@ -73,6 +73,7 @@ WORKER_IS_NOT_PYTHON: dict[str, str] = {
     "*/torch.elastic": "torch says that torchrun's variables are there",
     "*.process.leads its *": "each worker is started in a session of its own, as by torchrun",
     "*.process.is alone in its session": "each worker is started in a session of its own, as by torchrun",
+    "no number of threads/stderr": "OpenMP says so in each process that imports torch, and the launcher does too",
     "terminal/*.process.terminal.*": "a session of its own has no controlling terminal",
     "*/launcher": "python has none",
 }
@@ -159,11 +160,15 @@ EXIT_CODES = {
     "gone in order": 0,
     "recorded": 1,
 }
+CORES = len(os.sched_getaffinity(0))
 ITSELF = ("itself.py", "--lr", "0.1 ' x", "", "--", "-", "ünï", "\udcff\udcfe bytes")
 CASES = {
     "itself": Case(ITSELF),
     "two threads": Case(("itself.py",), env={"OMP_NUM_THREADS": "2", "PYTHONWARNINGS": "error"}),
     "threads not said": Case(("itself.py",), env={}),
+    "more threads than cores": Case(("itself.py",), env={"OMP_NUM_THREADS": f"{2 * CORES}"}),
+    "threads of OpenMP and of BLAS": Case(("itself.py",), env={"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1"}),
+    "no number of threads": Case(("itself.py",), env={"OMP_NUM_THREADS": "1e3"}),
     "one processor": Case(("itself.py",), env={}, prepared=poor),
     "variables of python": Case(("itself.py",), env=ONE_THREAD | PYTHON_VARIABLES),
     "large environment": Case(("package/../itself.py", "without-torch"), env=LARGE),

@@ -6,16 +6,18 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
-from launching import clean_environment, seconds
+from launching import clean_environment, seconds, wait_until
 from launching import started as running
 
 from ddp_kit.launcher.warm import client, script
-from ddp_kit.launcher.warm.cleanup import Child
+from ddp_kit.launcher.warm.cleanup import Child, is_stopped
 from ddp_kit.launcher.warm.client import Process, WarmServer
 from ddp_kit.launcher.warm.messages import (
     Channel,
@@ -122,13 +124,24 @@ def test_what_is_no_python_file_is_an_obstacle(tmp_path: Path) -> None:
         ("# os.environ['OMP_NUM_THREADS'] = '4'\nimport torch", ""),
         ("os.environ['PYTHONHASHSEED'] = '0'\nos.environ['CUDA_VISIBLE_DEVICES'] = '1'", ""),
         ("os.environ['OMP_NUM_THREADS'] = '4' if", ""),
+        ("os.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True'\nimport torch", ""),
+        ("if True:\n  os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'\n  a = 1\nimport torch", ""),
+        ("os.environ.setdefault('PYTORCH_CUDA_ALLOC_CONF', \"expandable_segments:True\")\nimport torch", ""),
+        ("os.environ.update(PYTORCH_ALLOC_CONF='expandable_segments:True', MKL_NUM_THREADS='2')\nimport torch", ""),
+        ("os.environ |= {'MKL_NUM_THREADS': '2', 'OMP_NUM_THREADS': '2'}\nimport torch", "OMP_NUM_THREADS"),
+        ("os.environ['MKL_NUM_THREADS'] = '2' if a else '3'\nimport torch", "MKL_NUM_THREADS"),
+        ("os.environ['MKL_NUM_THREADS'] = '2' + '3'\nimport torch", "MKL_NUM_THREADS"),
+        ("os.environ.update(MKL_NUM_THREADS='2' * 2)\nimport torch", "MKL_NUM_THREADS"),
+        ("os.environ['MKL_NUM_THREADS'] = '2'\nos.environ['MKL_NUM_THREADS'] = n\nimport torch", "MKL_NUM_THREADS"),
+        ("os.environ['PYTORCH_ALLOC_CONF'] = ''\nimport torch", "PYTORCH_ALLOC_CONF"),
+        ("os.environ['A'] = os.environ['OMP_NUM_THREADS']\nimport torch", ""),
     ],
 )
 def test_a_script_that_sets_what_torch_reads_as_it_is_imported_is_not_forked(
     text: str, name: str, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(text)
-    env = {"MKL_NUM_THREADS": "2"}
+    env = {"MKL_NUM_THREADS": "2", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     found = script.reason_for_cold_start(a_program(tmp_path / "train.py"), env, frozenset())
     assert (f"sets {name}," in found) if name else not found
 
@@ -277,6 +290,26 @@ def test_a_server_that_is_stopped_is_continued_and_the_second_time_killed(monkey
     server.close()
 
 
+def test_the_time_in_which_the_launcher_itself_was_suspended_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    suspended = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(suspended))
+    monkeypatch.setattr(client, "time", clock)
+    said: list[str] = []
+    server = WarmServer([], clean_environment(), warm=False, print_message=said.append)
+    worker = started(server, server.start(["sleep", "1000"], clean_environment()))
+    os.kill(server.pid, signal.SIGSTOP)
+    wait_until(lambda: is_stopped(server.pid), "stopped")
+    for _ in range(4):
+        suspended.append(12)
+        server.pump()
+    assert said == [], "the server was stopped with the launcher, and about to be continued with it"
+    suspended.append(client._CHECK_SECONDS)
+    server.pump()
+    assert "SIGCONT" in said[0]
+    assert worker.poll() is None
+    server.close()
+
+
 @pytest.mark.slow
 def test_a_server_that_is_stopped_takes_messages_larger_than_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_CHECK_SECONDS", seconds(0.05))
@@ -293,6 +326,30 @@ def test_a_server_that_is_stopped_ends_with_what_it_looks_after() -> None:
     os.kill(server.pid, signal.SIGSTOP)
     server.close()
     gone(worker.pid)
+
+
+# The leader of this process ends as it does when a killed process has other threads that take longer to end: it stays
+# a zombie, and what the process has started stays its child.
+WITHOUT_LEADER = """
+import ctypes, platform, subprocess, threading, time
+threading.Thread(target=time.sleep, args=[1000]).start()
+print(subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL).pid, flush=True)
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)  # exit, of this thread alone
+"""
+
+
+def test_a_process_whose_threads_outlive_their_leader_is_ended_with_what_it_has_started() -> None:
+    server = WarmServer([], clean_environment(), warm=False)
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as out:
+        command = [sys.executable, "-c", WITHOUT_LEADER]
+        worker = started(server, server.start(command, clean_environment(), streams=(writing, 2)))
+        os.close(writing)
+        has_started = int(out.readline())
+        wait_until(lambda: psutil.Process(worker.pid).status() == psutil.STATUS_ZOMBIE, "a zombie")
+        server.close()
+    assert not psutil.pid_exists(worker.pid)
+    assert not psutil.pid_exists(has_started)
 
 
 NO_WORDS = """

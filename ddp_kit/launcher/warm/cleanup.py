@@ -85,12 +85,16 @@ class Child:
 
 
 def children() -> list[Child]:
-    """The children of this process, without zombies."""
+    """The children of this process that it has not yet waited for, zombies included.
+
+    A killed process with several threads is a zombie that cannot be waited for until its last thread has ended. Only
+    then do its own children become children of this process.
+    """
     own, found = str(os.getpid()).encode(), []
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
             fields = _read(f"/proc/{entry.name}/stat").rpartition(b") ")[2].split()  # state, parent, group, session
-            if len(fields) > 3 and fields[1] == own and fields[0] not in b"ZX":
+            if len(fields) > 3 and fields[1] == own:
                 found.append(Child(int(entry.name), int(fields[3])))
     return found
 

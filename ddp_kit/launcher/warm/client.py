@@ -38,8 +38,9 @@ server.main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "warm", hidden, p
 """
 _CLOSE_SECONDS = 10.0  # that the server may take to clean up
 # How often to check whether a signal has stopped the server. The launcher acts only if it is stopped at two checks in a
-# row: a job that was suspended as a whole may be about to continue.
+# row, and the second one is in time: a job that was suspended as a whole, launcher included, may be about to continue.
 _CHECK_SECONDS = 5.0
+_LATE_SECONDS = 1.0
 
 
 class WarmServer:
@@ -151,9 +152,10 @@ class WarmServer:
         """Continue a stopped server once; the next time, kill it and the workers with it."""
         if self.gone or self.next_check():
             return
-        self._last_check = time.monotonic()
-        was_stopped, self._was_stopped = self._was_stopped, is_stopped(self.pid)
-        if not (was_stopped and self._was_stopped):
+        now = time.monotonic()
+        is_late = now > self._last_check + _CHECK_SECONDS + _LATE_SECONDS
+        was_stopped, self._was_stopped, self._last_check = self._was_stopped, is_stopped(self.pid), now
+        if is_late or not (was_stopped and self._was_stopped):
             return
         self._was_stopped = False
         found = f"the process that starts and watches the workers (pid {self.pid}) was stopped by a signal"
@@ -171,8 +173,8 @@ class WarmServer:
         self._process.send_signal(signal.SIGCONT)  # a stopped server cannot clean up
         if self._has_started:  # else it may still be importing torch
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_CLOSE_SECONDS)
-                return
+                if self._process.wait(_CLOSE_SECONDS) == 0:
+                    return
         self._process.kill()
         self._process.wait()
         _end_leftovers()

@@ -7,11 +7,14 @@ from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
 
-from ddp_kit.env import IMPORT_TIME_VARIABLES
+from ddp_kit.env import ALLOCATOR, ALLOCATOR_OLDER, IMPORT_TIME_VARIABLES
 from ddp_kit.launcher.warm.messages import Program
 
 _IMPORTS_TORCH = re.compile(r"from torch\b|import (.*, )?torch\b")
-_SETTING = re.compile(r"environ(\['\w+'\] = | \|= .*|\.update\(.*|\.setdefault\('\w+')")
+_SETTING = re.compile(
+    r"environ(\['\w+'\] = ('[^'\\]*'$)?| \|= .*|\.update\(.*|\.setdefault\('\w+'(, '[^'\\]*'\))?)", re.MULTILINE
+)
+_NAME_AND_LITERAL = re.compile(r"(\w+)(?:(?:'\] = |': |', |=)'([^'\\]*)'(?=[,)}]|$))?")  # the literal may be missing
 _OPTIMIZER = re.compile(r"\boptim(izer)?\b")
 # Prefixes of the variables that the modules of `later_imports` read.
 _READ_LATER = ("TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", "LOGURU_")
@@ -23,11 +26,17 @@ def later_imports(program: Program) -> tuple[str, ...]:
 
 
 def variable_set_too_late(program: Program, env: Mapping[str, str]) -> str:
-    """A variable that the script sets although a preloaded module has already read it; empty: none.
+    """A variable that the script changes although a preloaded module has already read it; empty: none.
 
+    A variable that is set to the value it already has is not changed; torch's allocator has one under several names.
     `env`: the environment at its start. Only the script's own source is checked, not the modules it imports.
     """
-    return next((name for name, default in _sets(_text(program)) if not (default and name in env)), "")
+
+    def changes(name: str, default: bool, literal: str) -> bool:
+        value = env.get(name, env.get(ALLOCATOR) if name in ALLOCATOR_OLDER else None)
+        return not (default and name in env) and (not literal or literal != value)
+
+    return next((setting[0] for setting in _sets(_text(program)) if changes(*setting)), "")
 
 
 def _text(program: Program) -> str:
@@ -49,8 +58,8 @@ def _later_imports(text: str) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1)
-def _sets(text: str) -> list[tuple[str, bool]]:
-    """The import-time variables that the script sets, each with whether it only sets a default."""
+def _sets(text: str) -> list[tuple[str, bool, str]]:
+    """The import-time variables that the script sets: name, whether only as a default, string literal if it is one."""
     if "environ" not in text:
         return []
     try:
@@ -60,9 +69,9 @@ def _sets(text: str) -> list[tuple[str, bool]]:
     too_late = _READ_LATER if _later_imports(text) else ()
     before_torch = len(list(takewhile(lambda statement: not _IMPORTS_TORCH.match(statement), statements)))
     return [
-        (name, "setdefault" in setting[0])
+        (name, "setdefault" in setting[0], literal)
         for number, statement in enumerate(statements)
         for setting in _SETTING.finditer(statement)
-        for name in re.findall(r"\w+", setting[0])
+        for name, literal in _NAME_AND_LITERAL.findall(setting[0])
         if name.startswith(too_late) or (number < before_torch and name.startswith(IMPORT_TIME_VARIABLES))
     ]

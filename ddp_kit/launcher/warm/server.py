@@ -329,7 +329,7 @@ class _Server:
     def _end(self) -> NoReturn:
         """End all processes, after the launcher has ended."""
         end_children(lambda child: child.pid in self._running, self._reap, leftovers=self._leftovers)
-        end_children(self._is_orphan, self._reap, gently=True, leftovers=self._leftovers)
+        end_children(lambda _: True, self._reap, gently=True, leftovers=self._leftovers)
         end_cleaners(self._reap)
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)

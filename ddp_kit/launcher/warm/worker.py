@@ -2,16 +2,17 @@
 
 import os
 import random
+import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import current_process
 from threading import main_thread
 from typing import Any, NoReturn
 
-from ddp_kit.env import THREADS
+from ddp_kit.env import BLAS_THREADS, THREADS
 from ddp_kit.launcher.warm import script
 from ddp_kit.launcher.warm.messages import Start
 from ddp_kit.launcher.warm.observation import allow_inspection_by, count_collectives, write_stacks_on_signal
@@ -56,7 +57,7 @@ def set_up(start: Start, streams: Sequence[int], launcher: int) -> None:
     """Give a forked worker the state of a new Python process, and permit the launcher to inspect it."""
     assert start.program is not None
     _set_streams_and_cores(start, streams)
-    _set_threads(start.env.get(THREADS, ""))
+    _set_threads(start.env)
     for name in set(os.environ).difference(start.env):  # last, because some imports set variables
         del os.environ[name]
     os.environ.update(start.env)
@@ -80,15 +81,28 @@ def _set_streams_and_cores(start: Start, streams: Sequence[int]) -> None:
         os.sched_setaffinity(0, start.cpus)
 
 
-def _set_threads(value: str) -> None:
-    """Set the threads of torch and BLAS as in a new process: the server's BLAS has a single thread."""
-    torch = sys.modules["torch"]
-    threads = int(value) if value.isdecimal() and int(value) > 0 else 0
-    if threads and threads != torch.get_num_threads():  # a redundant call changes how many threads later calls start
-        torch.set_num_threads(threads)
-    if threads != 1:
-        limits: Callable[..., object] = import_module("threadpoolctl").threadpool_limits
-        limits(threads or len(os.sched_getaffinity(0)), user_api="blas")
+def _set_threads(env: Mapping[str, str]) -> None:
+    """Give torch and BLAS the number of threads that they would have in a new process with this environment.
+
+    OpenMP has read the server's environment, and torch asks it and MKL, which allows one thread per core, at its first
+    operation in this process. Only the launcher's own value, which is not above the number of cores, is set here.
+    """
+    torch, value = sys.modules["torch"], env.get(THREADS, "")
+    is_launchers = value.isdecimal() and value != os.environ.get(THREADS)
+    if is_launchers and int(value) != torch.get_num_threads():  # a redundant call: later calls start other threads
+        torch.set_num_threads(int(value))
+    if not _leading_number(env.get(BLAS_THREADS, "")):  # else the server's BLAS has read it
+        cores = len(os.sched_getaffinity(0))
+        threads = min(_leading_number(value) or cores, cores)
+        if threads != 1:  # the server's number
+            limits: Callable[..., object] = import_module("threadpoolctl").threadpool_limits
+            limits(threads, user_api="blas")
+
+
+def _leading_number(text: str) -> int:
+    """The positive number that a text begins with, as OpenBLAS reads it; 0: none."""
+    found = re.match(r"\s*\+?(\d+)", text)
+    return int(found[1]) if found else 0
 
 
 def _init_loguru() -> None:

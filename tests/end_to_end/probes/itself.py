@@ -296,6 +296,9 @@ def of_torch() -> Facts:
         torch.ones(3_000_000).add_(1).sum() == 6_000_000
     )
     seen["numpy's product is finite"] = bool(numpy.isfinite(big.numpy() @ big.numpy()).all())
+    fixed = torch.linspace(0, 1, 1_000_000)  # how its parts are added up depends on the number of threads
+    square = fixed.view(1000, 1000)
+    seen["sums"] = [fixed.sum().item(), (square @ square).sum().item(), float((square.numpy() @ square.numpy()).sum())]
     with torch.enable_grad():
         weight = torch.ones(3, requires_grad=True)
         (weight * 2).sum().backward()
