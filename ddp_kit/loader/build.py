@@ -106,7 +106,6 @@ def loader_options(
         "generator": template.generator or generator,
         "prefetch_factor": template.prefetch_factor,
         "persistent_workers": template.persistent_workers,
-        "in_order": template.in_order,
     }
 
 

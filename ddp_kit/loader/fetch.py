@@ -174,8 +174,7 @@ class IsolatedLoader:
 
     def __init__(self, loader: "DataLoader[Any]") -> None:
         self._loader = loader
-        # `checked_batches` reads these to name samples in errors.
-        self.batch_sampler, self.in_order = loader.batch_sampler, loader.in_order
+        self.batch_sampler = loader.batch_sampler  # `checked_batches` reads it to name samples in errors
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._loader)

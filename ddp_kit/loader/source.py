@@ -26,6 +26,13 @@ def open_data(data: object, role: str) -> "tuple[Any, DataLoader[Any] | None]":
     """
     loader = data if isinstance(data, DataLoader) else None
     dataset = loader.dataset if loader is not None else data
+    if loader is not None and not loader.in_order and loader.num_workers > 1:
+        raise DataError(
+            f"{role} is a DataLoader with in_order=False, whose {loader.num_workers} workers may return batches in any "
+            "order: a batch would get the weight of another one, and a resumed run would repeat some and leave out "
+            "others",
+            "leave out in_order=False; if some samples take long, a higher prefetch_factor keeps other workers busy",
+        )
     if isinstance(dataset, IterableDataset):
         _check_stream(dataset, role)
         return dataset, loader
