@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, SequentialLR
 
 from ddp_kit.errors import ConfigError
+from ddp_kit.log import logger
 from ddp_kit.torch_internals import inner_schedulers, milestones
 
 
@@ -117,6 +118,21 @@ def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int) -> 
             "create it for all steps: total_steps=ddp_kit.scheduler_steps(config, train_data), which is "
             f"{total - warmup} here" + (f", {total} steps without the warm-up" if warmup else ""),
         )
+
+
+def check_new_length(scheduler: LRScheduler | None, total: int, before: int, done: int, epoch: int) -> None:
+    """Warn if the length of a run changes when an epoch begins, for which its scheduler was not created.
+
+    Raises `ConfigError` if the scheduler cannot be stepped until the end. `total`, `before`: the optimizer steps of the
+    run with and without the change. `done`: optimizer steps done.
+    """
+    if scheduler is None or (isinstance(scheduler, WarmUp) and scheduler.scheduler is None):
+        return
+    changed = f"epoch {epoch + 1} has another length than the one before, so the run has {total} steps, not {before}"
+    advice = "set max_steps instead of epochs, and create the scheduler for as many steps"
+    if _ticks_left(scheduler) < total - done:
+        raise ConfigError(f"{changed}; the scheduler allows {_ticks_left(scheduler):g} more steps", advice)
+    logger.warning("{}, for which its scheduler may have been created; {}", changed, advice)
 
 
 def _ticks_left(scheduler: LRScheduler) -> float:
