@@ -55,10 +55,11 @@ class ProgressReport:
             _running.remove(self._bar)
             self._bar.stop()
 
-    def step(self, done: int) -> None:
+    def step(self, done: int, total: int | None) -> None:
         """After each step; the bar redraws itself a few times a second, whatever the number of steps."""
+        self._total = total
         if self._bar is not None:
-            self._bar.update(self._task, completed=done)
+            self._bar.update(self._task, completed=done, total=total)
 
     def log(self, done: int, values: str) -> None:
         """Show the values of a log point: next to the bar, as many as fit there, or as a line."""

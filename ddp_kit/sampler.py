@@ -6,7 +6,7 @@ same random states, so that all ranks draw the same order, of which each takes i
 
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -17,17 +17,17 @@ from typing import Any, cast, overload
 import torch
 from torch import Generator, Tensor
 from torch.utils.data import Sampler
-from torch.utils.data.distributed import DistributedSampler
 
 from ddp_kit.batch import BatchPlan, split
 from ddp_kit.errors import DataError
 from ddp_kit.world import mixed_seed, random_states_kept, seed_generators
 
 
-class ExactDistributedSampler(DistributedSampler[Any]):
+class ExactDistributedSampler(Sampler[Any]):
     """torch's DistributedSampler without padding: each sample is on exactly one rank, in contiguous shares.
 
-    Iterating yields this rank's samples of an epoch; `order` returns those of all ranks.
+    Iterating yields this rank's samples of an epoch; `order` returns those of all ranks. An epoch has as many samples
+    as `data` has after `set_epoch`.
     `own`: the user's own sampler over all samples, which then determines the order. Raises `DataError` if it has no
     length, or does not yield as many items as its length.
     """
@@ -42,36 +42,56 @@ class ExactDistributedSampler(DistributedSampler[Any]):
         seed: int,
         own: Iterable[Any] | None = None,
     ) -> None:
-        super().__init__(cast(Any, data), num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed)
-        self.total_size = len(data) if own is None else _length(own, "sampler")
-        self.num_samples = len(self._share())
-        self._own = own
+        if own is not None:
+            _length(own, "sampler")
+        self.own = own
+        self.rank = rank
+        self.seed = seed
+        self.epoch = 0
+        self._data = data
+        self._world_size = world_size
+        self._shuffle = shuffle
+        self._size: int | None = None  # of this epoch; None until it is needed
         self._drawn: tuple[int, Sequence[Any]] | None = None  # the epoch, and the order that `own` yielded for it
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, and read its length anew."""
+        self.epoch, self._size = epoch, None
+
+    @property
+    def total_size(self) -> int:
+        """Samples of this epoch over all ranks."""
+        if self._size is None:
+            self._size = len(self._data) if self.own is None else len(self.order())
+        return self._size
 
     def order(self) -> Sequence[Any]:
         """The samples of this epoch over all ranks, in order."""
-        if self._own is not None:
+        if self.own is not None:
             if self._drawn is None or self._drawn[0] != self.epoch:
-                self._drawn = (self.epoch, _compact(_draw(self._own, self.seed, self.epoch, "sampler")))
+                self._drawn = (self.epoch, _compact(_draw(self.own, self.seed, self.epoch, "sampler")))
             return self._drawn[1]
-        if not self.shuffle:
+        if not self._shuffle:
             return range(self.total_size)
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
         return _LazyInts(torch.randperm(self.total_size, generator=generator))
 
     def fingerprint(self) -> str:
         """A hash of the order in this epoch if it comes from the user's own sampler; "" otherwise."""
-        if self._own is None:
+        if self.own is None:
             return ""
         order = self.order()
         return blake2b(order.tobytes() if isinstance(order, array) else repr(order).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._share())
 
     def __iter__(self) -> Iterator[Any]:
         share = self._share()
         return iter(self.order()[share.start : share.stop])
 
     def _share(self) -> range:
-        return split(self.total_size, self.num_replicas, self.rank)
+        return split(self.total_size, self._world_size, self.rank)
 
 
 class _LazyInts(Sequence[int]):
@@ -91,35 +111,89 @@ class _LazyInts(Sequence[int]):
         return cast("int | list[int]", self._tensor[index].tolist())
 
 
-class TrainBatches(Sampler[list[Any]]):
+class _Steps(Sampler[list[Any]]):
+    """A batch sampler of optimizer steps, whose number may differ between epochs.
+
+    `own`: the user's sampler or batch sampler, if any; `what` it is, for messages.
+    """
+
+    def __init__(self, own: Iterable[Any] | None, what: str, seed: int) -> None:
+        self._own, self._what = own, what
+        self.seed = seed
+        self.epoch = 0
+        """The epoch of the next iteration."""
+        self.first_step = 0
+        """The step of the epoch with which the next iteration starts."""
+        self.steps = 0
+        """Optimizer steps in this epoch."""
+        self._known: dict[int, int] = {}  # epoch -> steps
+
+    def steps_in(self, epochs: range) -> int:
+        """The number of optimizer steps in these epochs, of which the first is this one.
+
+        Later ones have as many as this one, unless the user's sampler has another length after its `set_epoch`.
+        """
+        if self._own is None or not _set_epochs(self._own):
+            return len(epochs) * self.steps
+        self._known[self.epoch] = self.steps
+        new = [epoch for epoch in epochs if epoch not in self._known]
+        if new:
+            lengths = lengths_in(self._own, self._what, self.seed, new, then=self.epoch)
+            self._known |= {each: self._steps_of(length, each) for each, length in zip(new, lengths, strict=True)}
+        return sum(map(self._known.__getitem__, epochs))
+
+    def _steps_of(self, length: int, epoch: int) -> int:
+        """The steps of an epoch with so many items. Raises `DataError` if there are none."""
+        steps = self._count(length)
+        if steps == 0:
+            where = f" in epoch {epoch + 1}" if epoch else ""
+            if length == 0:
+                raise DataError(
+                    f"the {self._what} has length 0{where}: there is no step",
+                    "let it have samples in every epoch of the run, or set max_steps so that the run ends before",
+                )
+            raise self._no_step(length, where)
+        return steps
+
+    def _count(self, length: int) -> int:
+        """The steps of an epoch with so many items."""
+        raise NotImplementedError
+
+    def _no_step(self, length: int, where: str) -> DataError:
+        """The error for an epoch that is shorter than a step. `where`: the epoch, or ""."""
+        raise NotImplementedError
+
+
+class TrainBatches(_Steps):
     """A batch sampler that yields this rank's micro-batches of an epoch, starting at step `first_step`."""
 
+    division = ""
+
     def __init__(self, sampler: ExactDistributedSampler, plan: BatchPlan, *, drop_last: bool) -> None:
+        super().__init__(sampler.own, "dataset" if sampler.own is None else "sampler", sampler.seed)
         self._sampler = sampler
         self._plan = plan
-        self.seed = sampler.seed
-        self.steps = plan.steps(sampler.total_size, drop_last)
-        if self.steps == 0:
-            raise DataError(
-                f"the dataset has {sampler.total_size} samples, fewer than the global batch of {plan.global_batch}: "
-                "there is no complete step",
-                "use a smaller global_batch_size, or data.drop_last=False",
-            )
-        self.first_step = 0
-        self.division = ""
-        self._full_steps = sampler.total_size // plan.global_batch
+        self._drop_last = drop_last
         self._full = self._ranges(plan.global_batch)
         self._full_passes = tuple(map(len, self._full))
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next iteration."""
-        return self._sampler.epoch
+        self.set_position(sampler.epoch, 0)
 
     def set_position(self, epoch: int, first_step: int) -> None:
-        """Set where the next iteration starts."""
+        """Set where the next iteration starts. Raises `DataError` if the epoch has no step."""
         self._sampler.set_epoch(epoch)
-        self.first_step = first_step
+        self.epoch, self.first_step = epoch, first_step
+        self.steps = self._steps_of(self._sampler.total_size, epoch)
+        self._full_steps = self._sampler.total_size // self._plan.global_batch
+
+    def _count(self, length: int) -> int:
+        return self._plan.steps(length, self._drop_last)
+
+    def _no_step(self, length: int, where: str) -> DataError:
+        return DataError(
+            f"the {self._what} has {length} samples, fewer than the global batch of {self._plan.global_batch}: "
+            f"there is no complete step{where}",
+            "use a smaller global_batch_size, or data.drop_last=False",
+        )
 
     def samples(self, step: int) -> int:
         """Samples of optimizer step `step` over all ranks."""
@@ -156,7 +230,7 @@ class TrainBatches(Sampler[list[Any]]):
         return self._plan.micro_batches(self._sampler.rank, samples)
 
 
-class UserTrainBatches(Sampler[list[Any]]):
+class UserTrainBatches(_Steps):
     """This rank's share of the batches of the user's own batch sampler; each batch is one micro-batch.
 
     An optimizer step uses the next `accumulation` x `world_size` batches, of which each rank takes consecutive ones.
@@ -164,73 +238,86 @@ class UserTrainBatches(Sampler[list[Any]]):
     """
 
     def __init__(
-        self, own: Iterable[Any], rank: int, world_size: int, accumulation: int, *, drop_last: bool, seed: int
+        self,
+        own: Iterable[Any],
+        rank: int,
+        world_size: int,
+        accumulation: int,
+        *,
+        drop_last: bool,
+        seed: int,
+        epoch: int = 0,
     ) -> None:
-        self._own = own
+        super().__init__(own, "batch sampler", seed)
+        _length(own, "batch sampler")
         self._rank, self._world_size = rank, world_size
+        self._drop_last = drop_last
         self.per_step = accumulation * world_size
-        self.seed = seed
         self.division = (
             f"a step = {self.per_step} batches of the DataLoader's {type(own).__name__} = "
             f"accumulation {accumulation} x {world_size}"
         )
         """The division of a step, for the log line at the start of a run; samples per step are not known in advance."""
-        self._total = _length(own, "batch sampler")
-        self.steps = self._total // self.per_step if drop_last else -(-self._total // self.per_step)
-        if self.steps == 0:
-            raise DataError(
-                f"the batch sampler yields {self._total} batches, fewer than the {self.per_step} of one step: "
-                "there is no complete step",
-                "use fewer accumulation_steps, or data.drop_last=False",
-            )
-        self.epoch = 0
-        self.first_step = 0
-        self._drawn: _EpochBatches | None = None
+        self._drawn = self._draw(epoch)
+        self.set_position(epoch, 0)
 
     def set_position(self, epoch: int, first_step: int) -> None:
-        """Set where the next iteration starts."""
-        self.epoch = epoch
-        self.first_step = first_step
+        """Set where the next iteration starts. Raises `DataError` if the epoch has no step."""
+        if self._drawn.epoch != epoch:
+            self._drawn = self._draw(epoch)
+        self.epoch, self.first_step = epoch, first_step
+        self.steps = self._steps_of(self._drawn.batches, epoch)
+
+    def _count(self, length: int) -> int:
+        return length // self.per_step if self._drop_last else -(-length // self.per_step)
+
+    def _no_step(self, length: int, where: str) -> DataError:
+        return DataError(
+            f"the batch sampler yields {length} batches, fewer than the {self.per_step} of one step: "
+            f"there is no complete step{where}",
+            "use fewer accumulation_steps, or data.drop_last=False",
+        )
 
     def samples(self, step: int) -> int:
         """Samples of optimizer step `step` over all ranks."""
-        return self._epoch().samples[step]
+        return self._drawn.samples[step]
 
     def passes(self, step: int) -> tuple[int, ...]:
         """The number of samples in each of this rank's passes in step `step`; empty if it has none."""
-        return self._epoch().passes[step]
+        return self._drawn.passes[step]
 
     def most_passes(self, step: int) -> int:
         """The largest number of passes on any rank in step `step`."""
-        batches = min(self.per_step, self._total - step * self.per_step)
+        batches = min(self.per_step, self._drawn.batches - step * self.per_step)
         return len(split(batches, self._world_size, 0))
 
     def spare(self) -> list[Any]:
         """The first batch, for a rank that has no batch of its own."""
-        return list(_drawn_batches(self._own, self.seed, self.epoch)[0])
+        return list(self._drawn.first[0])
 
     def fingerprint(self) -> str:
         """A hash of the batches of all ranks in this epoch."""
-        return self._epoch().fingerprint
+        return self._drawn.fingerprint
 
     def __iter__(self) -> Iterator[list[Any]]:
-        own = self._epoch().own
+        own = self._drawn.own
         return (batch for step in range(self.first_step, self.steps) for batch in own[step])
 
-    def _epoch(self) -> "_EpochBatches":
-        if self._drawn is None or self._drawn.epoch != self.epoch:
-            batches = _drawn_batches(self._own, self.seed, self.epoch)
-            steps = [batches[start : start + self.per_step] for start in range(0, self._total, self.per_step)]
-            shares = [split(len(step), self._world_size, self._rank) for step in steps]
-            own = [step[share.start : share.stop] for step, share in zip(steps, shares, strict=True)]
-            self._drawn = _EpochBatches(
-                self.epoch,
-                own,
-                [sum(map(len, step)) for step in steps],
-                [tuple(map(len, step)) for step in own],
-                blake2b(repr(batches).encode()).hexdigest(),
-            )
-        return self._drawn
+    def _draw(self, epoch: int) -> "_EpochBatches":
+        assert self._own is not None
+        batches = _drawn_batches(self._own, self.seed, epoch)
+        steps = [batches[start : start + self.per_step] for start in range(0, len(batches), self.per_step)]
+        shares = [split(len(step), self._world_size, self._rank) for step in steps]
+        own = [step[share.start : share.stop] for step, share in zip(steps, shares, strict=True)]
+        return _EpochBatches(
+            epoch,
+            len(batches),
+            own,
+            [sum(map(len, step)) for step in steps],
+            [tuple(map(len, step)) for step in own],
+            blake2b(repr(batches).encode()).hexdigest(),
+            batches[:1],
+        )
 
 
 @dataclass(frozen=True)
@@ -238,6 +325,8 @@ class _EpochBatches:
     """The batches that a batch sampler has yielded for an epoch, by optimizer step."""
 
     epoch: int
+    batches: int
+    """The number of batches, over all ranks."""
     own: list[list[list[Any]]]
     """This rank's batches in each step."""
     samples: list[int]
@@ -246,6 +335,8 @@ class _EpochBatches:
     """The sizes of this rank's batches in each step."""
     fingerprint: str
     """A hash of the batches of all ranks."""
+    first: list[list[Any]]
+    """The first batch of all ranks, if there is one."""
 
 
 class EvalBatches(Sampler[list[Any]]):
@@ -257,7 +348,8 @@ class EvalBatches(Sampler[list[Any]]):
         self.seed, self.epoch = sampler.seed, 0
 
     def sizes(self) -> list[int]:
-        """Samples of each batch."""
+        """Samples of each batch, for the dataset's present length."""
+        self._sampler.set_epoch(0)
         total = len(self._sampler)
         return [min(self._size, total - start) for start in range(0, total, self._size)]
 
@@ -304,19 +396,47 @@ def _length(own: Iterable[Any], what: str) -> int:
         ) from None
 
 
+def lengths_in(own: Iterable[Any], what: str, seed: int, epochs: Sequence[int], then: int = 0) -> list[int]:
+    """The lengths that the user's sampler says it has in these epochs, after its `set_epoch` if it has one.
+
+    `what`: "sampler" or "batch sampler", for messages. `then`: the epoch that the sampler is set to afterwards.
+    """
+    if not _set_epochs(own):
+        return [_length(own, what)] * len(epochs)
+    lengths = []
+    for epoch in (*epochs, then):
+        with _seeded(own, mixed_seed(seed, epoch)):
+            _set_epoch(own, epoch)
+            lengths.append(_length(own, what))
+    return lengths[:-1]
+
+
+def _set_epochs(own: Iterable[Any]) -> list[Callable[[int], object]]:
+    """The `set_epoch` of a sampler and of the samplers inside it."""
+    found = [getattr(part, "set_epoch", None) for part in _parts(own)]
+    return [each for each in found if callable(each)]
+
+
+def _set_epoch(own: Iterable[Any], epoch: int) -> None:
+    for set_epoch in _set_epochs(own):
+        set_epoch(epoch)
+
+
 def _draw(own: Iterable[Any], seed: int, epoch: int, what: str) -> list[Any]:
     """The items that the user's sampler yields in `epoch`, drawn with the same seeds on every rank and in every run.
 
     Random states are restored afterwards. `what`: "sampler" or "batch sampler", for messages.
     """
     with _seeded(own, mixed_seed(seed, epoch)):
-        for part in _parts(own):
-            if callable(set_epoch := getattr(part, "set_epoch", None)):
-                set_epoch(epoch)
+        _set_epoch(own, epoch)
+        length = _length(own, what)
         drawn = list(own)
-    if len(drawn) != _length(own, what):
+        # A sampler that counts its epochs itself has the next one's length now, or has only now made this one's.
+        if len(drawn) == _length(own, what):
+            length = len(drawn)
+    if len(drawn) != length:
         raise DataError(
-            f"the DataLoader's {what} ({type(own).__name__}) has length {_length(own, what)}, "
+            f"the DataLoader's {what} ({type(own).__name__}) has length {length}, "
             f"but yields {len(drawn)} items in epoch {epoch + 1}",
             "let its __len__ return how many items it yields in every epoch: it determines the number of steps",
         )

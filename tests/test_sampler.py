@@ -191,6 +191,49 @@ def test_a_sampler_that_cannot_be_counted_is_refused() -> None:
         UserEvalBatches(Miscounts(), 0, 1, seed=0)
 
 
+class CountsItself(Sampler[int]):
+    """Has another length in each epoch, which it counts itself."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 3 + self.epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(len(self))
+        self.epoch += 1
+
+
+class IsTold(CountsItself):
+    """Has another length in each epoch, which it is told."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+
+@pytest.mark.parametrize("kind", [CountsItself, IsTold])
+def test_an_epoch_has_as_many_steps_as_its_sampler_makes(kind: type[CountsItself]) -> None:
+    sampler = ExactDistributedSampler(range(10), 0, 1, shuffle=False, seed=0, own=kind())
+    batches = TrainBatches(sampler, plan_batches(2, None, None, 1), drop_last=False)
+    assert batches.steps_in(range(3)) == (2 + 2 + 3 if kind is IsTold else 2 * 3)
+    for epoch in range(3):
+        batches.set_position(epoch, 0)
+        assert [sample for batch in batches for sample in batch] == [*range(3 + epoch)]
+        assert batches.steps == (2, 2, 3)[epoch]
+
+
+def test_asking_for_later_epochs_leaves_the_sampler_in_this_one() -> None:
+    own = IsTold()
+    sampler = ExactDistributedSampler(range(10), 0, 1, shuffle=False, seed=0, own=own)
+    batches = TrainBatches(sampler, plan_batches(2, None, None, 1), drop_last=False)
+    batches.set_position(1, 0)
+    assert batches.steps_in(range(1, 50)) == sum(-(-length // 2) for length in range(4, 53))
+    assert own.epoch == 1
+
+
 BUCKETS = [[1], [2, 3], [4, 5, 6], [7], [8, 9], [10]]
 
 

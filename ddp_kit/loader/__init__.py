@@ -3,12 +3,13 @@
 from ddp_kit.loader.build import build_loader
 from ddp_kit.loader.device import on_device
 from ddp_kit.loader.device_transform import DeviceTransform
-from ddp_kit.loader.source import Batching, Data, batching, check_batch_size, open_data
+from ddp_kit.loader.source import Batching, Data, DatasetEpoch, batching, check_batch_size, open_data
 from ddp_kit.loader.stream import ReaderState, Stream, build_stream
 
 __all__ = [
     "Batching",
     "Data",
+    "DatasetEpoch",
     "DeviceTransform",
     "ReaderState",
     "Stream",

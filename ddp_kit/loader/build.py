@@ -23,6 +23,7 @@ from ddp_kit.loader.fetch import (
     can_fetch_whole_batches,
 )
 from ddp_kit.loader.shared_memory import sendable
+from ddp_kit.loader.source import DatasetEpoch
 from ddp_kit.world import World, mixed_seed
 
 
@@ -35,13 +36,14 @@ def build_loader(
     template: "DataLoader[Any] | None" = None,
     *,
     keyed: bool = False,
+    dataset_epoch: DatasetEpoch | None = None,
 ) -> Iterable[Any]:
     """A loader that yields the batches of `dataset` whose keys `batches` yields.
 
     `template`: the user's own DataLoader, whose options are used. `seed`: of the DataLoader workers. But if `batches`
     has a seed and an epoch (`Batches`), random states are set from these: for each sample with `config.seed_samples`,
     else for each batch if workers or prefetching fetch it ahead of its use. `keyed`: with `config.seed_samples`, yield
-    `Keyed` batches.
+    `Keyed` batches. `dataset_epoch`: begins the dataset's epochs in DataLoader workers that live for several.
     """
     options = loader_options(config, world, seed, template)
     workers, pinned = options["num_workers"], options["pin_memory"]
@@ -57,11 +59,11 @@ def build_loader(
         dataset, collate = whole, identity_collate
     elif config.seed_samples:
         seeded = cast(Batches, batches)
-        dataset, batches = SeededSamples(dataset, seeded.seed, keyed=keyed), WithEpoch(seeded)
+        dataset, batches = SeededSamples(dataset, seeded.seed, dataset_epoch, keyed=keyed), WithEpoch(seeded)
         collate = CollateKeyed(collate) if keyed else collate
     elif (workers or ahead) and hasattr(batches, "epoch"):  # a plain list of batches has no epoch
         seeded = cast(Batches, batches)
-        dataset, batches = SeededBatches(dataset, seeded.seed), WithEpoch(seeded)
+        dataset, batches = SeededBatches(dataset, seeded.seed, dataset_epoch), WithEpoch(seeded)
     else:
         dataset = Samples(dataset)
     if dataset is not own:
@@ -94,7 +96,6 @@ def loader_options(
             "num_workers": workers,
             "pin_memory": pinned,
             "timeout": timeout,
-            "persistent_workers": workers > 0,
             "generator": generator,
         }
     return {
@@ -106,7 +107,6 @@ def loader_options(
         "generator": template.generator or generator,
         "prefetch_factor": template.prefetch_factor,
         "persistent_workers": template.persistent_workers,
-        "in_order": template.in_order,
     }
 
 

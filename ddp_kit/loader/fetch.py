@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from ddp_kit.errors import some
+from ddp_kit.loader.source import DatasetEpoch
 from ddp_kit.world import (
     RandomStates,
     mixed_seed,
@@ -133,15 +134,20 @@ class SeededSamples(Dataset[Any]):
     """A wrapper of a dataset that sets the random states for each sample, from (seed, epoch, key) only.
 
     Its keys come from `WithEpoch`. In the training process, random states are restored afterwards. `keyed`: return
-    (key, sample) pairs.
+    (key, sample) pairs. `dataset_epoch`: begins the epoch of the keys; None: do not call the dataset's `set_epoch`.
     """
 
-    def __init__(self, dataset: Any, seed: int, *, keyed: bool = False) -> None:
+    def __init__(
+        self, dataset: Any, seed: int, dataset_epoch: DatasetEpoch | None = None, *, keyed: bool = False
+    ) -> None:
         self.dataset = dataset
         self._seed = seed
+        self._dataset_epoch = dataset_epoch
         self._keyed = keyed
 
     def __getitems__(self, keys: list[tuple[int, Any]]) -> list[Any]:
+        if self._dataset_epoch is not None:
+            self._dataset_epoch.set(keys[0][0])
         with random_states_kept() if get_worker_info() is None else nullcontext():
             samples = [self._fetched(epoch, key) for epoch, key in keys]
         return [*zip(keys, samples, strict=True)] if self._keyed else samples
@@ -156,14 +162,17 @@ class SeededBatches(Dataset[Any]):
 
     So a resumed run draws the same random numbers, no matter how far ahead batches are fetched. Its keys come from
     `WithEpoch`. The states are not restored, because collate_fn may draw from them: use it in DataLoader workers or in
-    an `IsolatedLoader`.
+    an `IsolatedLoader`. `dataset_epoch`: as for `SeededSamples`.
     """
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    def __init__(self, dataset: Any, seed: int, dataset_epoch: DatasetEpoch | None = None) -> None:
         self.dataset = dataset
         self._seed = seed
+        self._dataset_epoch = dataset_epoch
 
     def __getitems__(self, keys: list[tuple[int, Any]]) -> list[Any]:
+        if self._dataset_epoch is not None:
+            self._dataset_epoch.set(keys[0][0])
         own = [key for _, key in keys]
         seed_generators(mixed_seed(self._seed, keys[0][0], *own))
         return fetch_samples(self.dataset, own)
@@ -174,8 +183,7 @@ class IsolatedLoader:
 
     def __init__(self, loader: "DataLoader[Any]") -> None:
         self._loader = loader
-        # `checked_batches` reads these to name samples in errors.
-        self.batch_sampler, self.in_order = loader.batch_sampler, loader.in_order
+        self.batch_sampler = loader.batch_sampler  # `checked_batches` reads it to name samples in errors
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._loader)

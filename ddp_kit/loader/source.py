@@ -1,6 +1,6 @@
 """Checks the data that the user passes, and reads how their own DataLoader makes batches."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized, ValuesView
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -11,12 +11,13 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from ddp_kit.errors import DataError, kind_of
+from ddp_kit.world import mixed_seed, random_states_kept, seed_generators
 
 Data = Dataset[Any] | DataLoader[Any] | Sequence[Any]
 
 _WANTED = "pass a torch Dataset or IterableDataset, or a DataLoader over one"
 _SHOWN = 4  # keys in a message
-_MAX_NESTING = 5  # the largest depth of nested samplers
+_MAX_NESTING = 5  # the largest depth of nested samplers and datasets
 
 
 def open_data(data: object, role: str) -> "tuple[Any, DataLoader[Any] | None]":
@@ -26,6 +27,13 @@ def open_data(data: object, role: str) -> "tuple[Any, DataLoader[Any] | None]":
     """
     loader = data if isinstance(data, DataLoader) else None
     dataset = loader.dataset if loader is not None else data
+    if loader is not None and not loader.in_order and loader.num_workers > 1:
+        raise DataError(
+            f"{role} is a DataLoader with in_order=False, whose {loader.num_workers} workers may return batches in any "
+            "order: a batch would get the weight of another one, and a resumed run would repeat some and leave out "
+            "others",
+            "leave out in_order=False; if some samples take long, a higher prefetch_factor keeps other workers busy",
+        )
     if isinstance(dataset, IterableDataset):
         _check_stream(dataset, role)
         return dataset, loader
@@ -41,6 +49,44 @@ def open_data(data: object, role: str) -> "tuple[Any, DataLoader[Any] | None]":
     if loader is not None:
         _check_loader(loader, role)
     return dataset, loader
+
+
+class DatasetEpoch:
+    """Calls the `set_epoch` of a dataset and of the datasets inside it, such as of a Subset, once per epoch.
+
+    DataLoader workers have a copy of it, which those that live for several epochs use.
+    """
+
+    def __init__(self, dataset: object, seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._epoch: int | None = None
+
+    def set(self, epoch: int) -> None:
+        """Begin an epoch, with the same random numbers on every rank and in every run."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            with random_states_kept():
+                seed_generators(mixed_seed(self._seed, epoch))
+                set_epoch(self._dataset, epoch)
+
+
+def set_epoch(dataset: Any, epoch: int, nesting: int = 0) -> None:
+    """Call the `set_epoch` of a dataset and of the datasets inside it, where they have one."""
+    if nesting < _MAX_NESTING:
+        for each in _inside(dataset):
+            set_epoch(each, epoch, nesting + 1)
+    if callable(own := getattr(dataset, "set_epoch", None)):
+        own(epoch)
+
+
+def _inside(dataset: Any) -> list[Any]:
+    """The datasets inside a Subset, ConcatDataset, StackDataset, ChainDataset, or a wrapper like these."""
+    several = getattr(dataset, "datasets", None)
+    if isinstance(several, Mapping):
+        several = several.values()
+    found = [*several] if isinstance(several, list | tuple | ValuesView) else []
+    return [*found, getattr(dataset, "dataset", None)]
 
 
 def _no_dataset(data: Any) -> tuple[str, str] | None:

@@ -24,6 +24,7 @@ from ddp_kit.loader.build import chosen_collate, loader_options
 from ddp_kit.loader.collate import Uncollated, data_error, identity_collate
 from ddp_kit.loader.fetch import ExposeUserDataset, IsolatedRandomStates
 from ddp_kit.loader.shared_memory import sendable
+from ddp_kit.loader.source import set_epoch
 from ddp_kit.loader.worker_errors import checked_batches
 from ddp_kit.world import RandomStates, World, mixed_seed, set_random_states
 
@@ -155,8 +156,7 @@ class _Batches(IterableDataset[tuple[int | None, Any, ReaderState | None]]):
         own = IsolatedRandomStates(mixed_seed(self._seed, epoch, reader))
         dataset: Any = self.dataset
         with own:
-            if callable(set_epoch := getattr(dataset, "set_epoch", None)):
-                set_epoch(epoch)
+            set_epoch(dataset, epoch)
             if start is not None:
                 dataset.load_state_dict(start.dataset)
             stream = iter(dataset)

@@ -44,7 +44,7 @@ def _started(loader: Iterable[Any]) -> Iterator[Any]:
 def _keys(loader: Any, number: int) -> list[Any] | None:
     """The keys of the samples in batch `number`, drawn again from the batch sampler; None if unknown."""
     batches = getattr(loader, "batch_sampler", None)
-    if batches is None or not loader.in_order:
+    if batches is None:
         return None
     return next(islice(iter(getattr(batches, "batches", batches)), number, None), None)
 

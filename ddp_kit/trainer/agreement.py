@@ -13,19 +13,20 @@ from ddp_kit.config import TrainerConfig
 from ddp_kit.errors import DataError, DdpKitError, LossError
 from ddp_kit.trainer.exchange import gathered
 from ddp_kit.trainer.fingerprint import settings_of
-from ddp_kit.world import World
+from ddp_kit.world import World, host_group
 
 Facts = dict[str, int | str]
 
 _MAY_DIFFER = {"num_workers", "pin_memory", "prefetch_batches"}  # these do not change which batches are fetched
 
 
-def check_agreement(world: World, facts: Facts, groups: Sequence[Sequence[int]] = ()) -> None:
+def check_agreement(world: World, facts: Facts, groups: Sequence[Sequence[int]] = (), *, on_host: bool = False) -> None:
     """Raise `DataError` if the ranks' facts differ. A collective: all ranks call it with the same fact names.
 
-    `facts`: name -> value; integers are exchanged as they are, strings as digests. `groups`: see `first_difference`.
+    `facts`: name -> value; integers are exchanged as they are, strings as digests. `groups`, `on_host`: see
+    `first_difference`.
     """
-    found = first_difference(world, facts, groups)
+    found = first_difference(world, facts, groups, on_host=on_host)
     if found is not None:
         raise DataError(
             f"the ranks do not agree on {found}",
@@ -34,13 +35,15 @@ def check_agreement(world: World, facts: Facts, groups: Sequence[Sequence[int]] 
         )
 
 
-def first_difference(world: World, facts: Facts, groups: Sequence[Sequence[int]] = ()) -> str | None:
+def first_difference(
+    world: World, facts: Facts, groups: Sequence[Sequence[int]] = (), *, on_host: bool = False
+) -> str | None:
     """A description of the first fact that differs between ranks, and of the ranks; None: all are equal. A collective.
 
-    `groups`: compare ranks only within each group; empty: compare all ranks.
+    `groups`: compare ranks only within each group; empty: compare all ranks. `on_host`: do not wait for the device.
     """
     numbers = [fact if isinstance(fact, int) else digest_of(fact.encode()) for fact in facts.values()]
-    table = zip(*gathered(world, numbers), strict=True)
+    table = zip(*gathered(world, numbers, host_group(world) if on_host else None), strict=True)
     for (name, fact), values in zip(facts.items(), table, strict=True):
         for group in groups or [range(world.world_size)]:
             others = [rank for rank in group if values[rank] != values[group[0]]]

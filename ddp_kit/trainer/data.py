@@ -15,6 +15,7 @@ from ddp_kit.heartbeat import Phase
 from ddp_kit.loader import (
     Batching,
     Data,
+    DatasetEpoch,
     DeviceTransform,
     batching,
     build_loader,
@@ -85,10 +86,11 @@ class FeedBuilder:
         """The number of parts into which the data is divided."""
         return self.parts.strategy.data_ranks
 
-    def train_feed(self, data: Data, step: int) -> Feed:
-        """The feed of training data. `step`: optimizer steps done, part of the seed of DataLoader workers.
+    def train_feed(self, data: Data, step: int, epoch: int) -> Feed:
+        """The feed of training data, at the start of an epoch.
 
-        Raises `ConfigError` or `DataError` for data that does not fit the configuration.
+        `step`: optimizer steps done, part of the seed of DataLoader workers. Raises `ConfigError` or `DataError`
+        for data that does not fit the configuration.
         """
         dataset, template = open_data(data, "train_data")
         own, config, world = batching(template), self.parts.config, self.parts.world
@@ -104,31 +106,37 @@ class FeedBuilder:
             full = self.plan.global_batch if config.data.drop_last else None
             facts = self._stream_facts(template)
             return StreamFeed(stream, len(sizes), world, self._move, facts, self.parts.strategy, at_least=full)
-        batches = self._train_batches(dataset, own)
+        dataset_epoch = DatasetEpoch(dataset, config.seed)
+        dataset_epoch.set(epoch)
+        batches = self._train_batches(dataset, own, epoch)
         if asked and self.plan.global_batch > len(dataset) and world.is_main:
             logger.warning(
                 "the global batch is {} samples, but train_data has only {}: each step uses all of them",
                 self.plan.global_batch,
                 len(dataset),
             )
-        if world.world_size > 1 and own is not None and (own.sampler or own.batches) is not None:
-            check_agreement(world, {"the order that the DataLoader's own sampler gives": batches.fingerprint()})
-        check_sync_batch_norm(self.parts.model, batches, self._ranks)
-        facts = self._map_facts(dataset, own, batches)
+        epoch_facts = partial(self._map_facts, dataset, own, batches)
+        self._check_epoch(batches, epoch_facts)
         transform = config.data.device_transform
         keyed = config.data.seed_samples and transform is not None
-        loader = build_loader(dataset, batches, config.data, self._reader, seed, template, keyed=keyed)
+        loader = build_loader(
+            dataset, batches, config.data, self._reader, seed, template, keyed=keyed, dataset_epoch=dataset_epoch
+        )
         spares = self.parts.strategy.equal_passes
         spare = partial(self._read_spare, dataset, batches, template, transform) if spares else None
-        return MapFeed(loader, batches, self._move, facts, spare)
+        check = partial(self._check_epoch, batches, epoch_facts, on_host=True)  # the device is still computing steps
+        return MapFeed(loader, batches, self._move, epoch_facts, dataset_epoch, check, spare)
 
     def _map_facts(self, dataset: Any, own: Batching | None, batches: TrainBatches | UserTrainBatches) -> Facts:
+        """Facts that determine the samples of each step of the present epoch."""
         config = self.parts.config
         facts: Facts = {
             "the setting seed": config.seed,
             "the number of samples": len(dataset),
             "drop_last": config.data.drop_last or bool(own and own.drop_last),
         }
+        if order := batches.fingerprint():
+            facts["the order of the DataLoader's own sampler"] = order
         chosen = subset_indices(dataset)
         if chosen:
             facts["the samples of the Subset"] = digest_of(repr(chosen).encode())
@@ -217,18 +225,29 @@ class FeedBuilder:
         loader = build_loader(dataset, [indices], settings, self.parts.world, self.parts.config.seed, template)
         return next(iter(self._on_device(loader, self._transform(transform))))
 
-    def _train_batches(self, dataset: Any, own: Batching | None) -> TrainBatches | UserTrainBatches:
+    def _train_batches(self, dataset: Any, own: Batching | None, epoch: int) -> TrainBatches | UserTrainBatches:
         config = self.parts.config
-        drop_last = config.data.drop_last or bool(own and own.drop_last)
+        drop_last, seed = config.data.drop_last or bool(own and own.drop_last), config.seed
         if own is not None and own.batches is not None:
             passes = config.accumulation_steps or 1
-            return UserTrainBatches(own.batches, self._rank, self._ranks, passes, drop_last=drop_last, seed=config.seed)
+            return UserTrainBatches(
+                own.batches, self._rank, self._ranks, passes, drop_last=drop_last, seed=seed, epoch=epoch
+            )
         sampler = self._sampler(dataset, own, shuffle=own.shuffle if own else config.data.shuffle)
+        sampler.set_epoch(epoch)
         return TrainBatches(sampler, self.plan, drop_last=drop_last)
 
     def _sampler(self, dataset: Any, own: Batching | None, *, shuffle: bool) -> ExactDistributedSampler:
         seed, order = self.parts.config.seed, own.sampler if own else None
         return ExactDistributedSampler(dataset, self._rank, self._ranks, shuffle=shuffle, seed=seed, own=order)
+
+    def _check_epoch(
+        self, batches: TrainBatches | UserTrainBatches, facts: Callable[[], Facts], *, on_host: bool = False
+    ) -> None:
+        """Raise an error if the ranks' samples of an epoch differ, or the model cannot train on them. A collective."""
+        if self.parts.world.world_size > 1:
+            check_agreement(self.parts.world, facts(), on_host=on_host)
+        check_sync_batch_norm(self.parts.model, batches, self._ranks)
 
     def _check_stream(self) -> None:
         """Raise `ConfigError` for settings that do not work with a stream."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ddp_kit.containers import with_copied_containers
 from ddp_kit.errors import DataError
-from ddp_kit.loader import ReaderState, Stream
+from ddp_kit.loader import DatasetEpoch, ReaderState, Stream
 from ddp_kit.log import logger
 from ddp_kit.parallel import Strategy
 from ddp_kit.sampler import TrainBatches, UserTrainBatches
@@ -40,15 +40,20 @@ class Share(NamedTuple):
 class Feed(Protocol):
     """The steps of an epoch: call `begin`, then `next` and `batch` once per pass, until `next` returns None."""
 
-    steps: int | None
-    """Optimizer steps per epoch; None if unknown before its end."""
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps in this epoch; None if unknown before its end."""
+
     division: str
     """How a step divides into batches, for the log line at the start of a run; "": as in the batch plan."""
     place: StreamPosition
     """This rank's position in a stream, before the batches of the step that `next` returned last."""
 
+    def steps_in(self, epochs: range) -> int | None:
+        """Optimizer steps in this epoch and later ones; None if unknown before their end."""
+
     def facts(self, epoch: int) -> Facts:
-        """Facts that determine the samples of each step of the epoch."""
+        """Go to the start of an epoch. Returns facts that determine the samples of each of its steps."""
 
     def begin(self, epoch: int, first_step: int, place: StreamPosition = ()) -> None:
         """Go to a position. `place`: the value of `place` at that position, if known."""
@@ -82,10 +87,18 @@ class MapFeed:
         loader: Iterable[Any],
         batches: TrainBatches | UserTrainBatches,
         move: EpochMover,
-        facts: Facts,
+        facts: Callable[[], Facts],
+        dataset_epoch: DatasetEpoch,
+        check: Callable[[], None],
         spare: Callable[[], Any] | None = None,
     ) -> None:
-        self.steps: int | None = batches.steps
+        """`batches`: at the start of the first epoch. `facts()`: those of the present epoch.
+
+        `check()`: raises an error if the present epoch, unless it is the first, is not fit for training. A collective.
+        """
+        self._dataset_epoch = dataset_epoch
+        self._check = check
+        self._checked = batches.epoch
         self._spare = spare
         self._left = 0  # remaining passes of the step that have samples
         self._last: Any = None  # a copy of the last batch, for passes with zero weight
@@ -96,13 +109,26 @@ class MapFeed:
         self._move = move
         self._number = 0
 
+    @property
+    def steps(self) -> int:
+        return self._batches.steps
+
+    def steps_in(self, epochs: range) -> int:
+        return self._batches.steps_in(epochs)
+
     def facts(self, epoch: int) -> Facts:
-        self._batches.set_position(epoch, 0)
-        order = self._batches.fingerprint()
-        return self._facts | ({"the order of the DataLoader's own sampler": order} if order else {})
+        self._go_to(epoch, 0)
+        return self._facts()
+
+    def _go_to(self, epoch: int, first_step: int) -> None:
+        self._dataset_epoch.set(epoch)
+        self._batches.set_position(epoch, first_step)
 
     def begin(self, epoch: int, first_step: int, place: StreamPosition = ()) -> None:  # noqa: ARG002 - the step says it
-        self._batches.set_position(epoch, first_step)
+        self._go_to(epoch, first_step)
+        if epoch != self._checked:
+            self._checked = epoch
+            self._check()
         self._number = first_step
         number = sum(len(self._batches.passes(step)) for step in range(first_step))
         self._arriving = self._move(epoch, number)(self._loader)
@@ -141,7 +167,7 @@ class StreamFeed:
     `at_least`: the minimum number of samples in a step; a smaller one is skipped and ends the epoch.
     """
 
-    steps: int | None = None
+    steps = None
     division = ""
 
     def __init__(
@@ -164,6 +190,9 @@ class StreamFeed:
         self._move = move
         self._compared = False  # whether the ranks' first samples were compared
         self.place = self._reached = StreamPosition()
+
+    def steps_in(self, epochs: range) -> None:
+        """None: the length of a stream is not known before its end."""
 
     def facts(self, epoch: int) -> Facts:  # noqa: ARG002 - a stream's samples are not known in advance
         return self._facts

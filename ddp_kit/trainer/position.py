@@ -1,5 +1,6 @@
 """The position of a run: the steps, epochs and samples done."""
 
+from collections.abc import Callable
 from typing import Any
 
 from ddp_kit.config import TrainerConfig
@@ -50,14 +51,17 @@ class Position:
         self.epoch_facts = facts
 
     def advance(
-        self, samples: int, steps_per_epoch: int | None, place: tuple[ReaderState, ...] = (), *, ends_epoch: bool
+        self, samples: int, epoch_length: int | None, place: tuple[ReaderState, ...] = (), *, ends_epoch: bool
     ) -> None:
-        """Note that a step is done. `samples`: over all ranks. `place`: this rank's position in a stream."""
+        """Note that a step is done.
+
+        `samples`: over all ranks. `epoch_length`: steps of its epoch, if known. `place`: this rank's place in a stream.
+        """
         self.owes_evaluation = self.was_stopping = False
         self.step += 1
         self.samples += samples
         self.steps_in_epoch += 1
-        self.epoch_length = steps_per_epoch
+        self.epoch_length = epoch_length
         self.place = place
         if ends_epoch:
             self.place = ()
@@ -66,11 +70,12 @@ class Position:
             self.epoch_length = None
             self.epoch_facts = {}
 
-    def check(self, steps_per_epoch: int | None, facts: Facts) -> None:
-        """Raise `DataError` if an unfinished epoch would continue with other samples, because facts have changed."""
-        if not self.steps_in_epoch:
-            return
-        found: list[tuple[str, object, object]] = [("the number of its steps", self.epoch_length, steps_per_epoch)]
+    def check(self, epoch_length: int | None, facts: Facts) -> None:
+        """Raise `DataError` if the unfinished epoch would continue with other samples, because facts have changed.
+
+        `epoch_length`: its steps, if known.
+        """
+        found: list[tuple[str, object, object]] = [("the number of its steps", self.epoch_length, epoch_length)]
         before = self.epoch_facts
         if RANKS in facts and before.get(RANKS, facts[RANKS]) != facts[RANKS]:
             logger.warning(
@@ -102,20 +107,26 @@ class Position:
         self.was_stopping = self.was_stopping and self.owes_evaluation
         return ends
 
-    def last_step(self, config: TrainerConfig, steps_per_epoch: int | None) -> int | None:
-        """The number of optimizer steps in the whole run; None if only the data determines it."""
+    def last_step(self, config: TrainerConfig, steps_in: Callable[[range], int | None]) -> int | None:
+        """The number of optimizer steps in the whole run; None if only the data determines it.
+
+        `steps_in(epochs)`: the optimizer steps in these epochs, from the current one on; None if unknown.
+        """
         by_steps, epochs = config.max_steps, config.last_epoch
-        if epochs is None or steps_per_epoch is None:
+        left = None if epochs is None else steps_in(range(self.epoch, epochs))
+        if left is None:
             return by_steps
-        by_epochs = self.step + max(0, (epochs - self.epoch) * steps_per_epoch - self.steps_in_epoch)
+        by_epochs = self.step + max(0, left - self.steps_in_epoch)
         return by_epochs if by_steps is None else min(by_steps, by_epochs)
 
-    def epochs_left(self, config: TrainerConfig, steps_per_epoch: int | None, after: int = 0) -> int | None:
+    def epochs_left(
+        self, config: TrainerConfig, last: int | None, steps_per_epoch: int | None, after: int = 0
+    ) -> int | None:
         """The number of epochs that the run will still end; None if only the data determines it.
 
-        `after`: epochs that end at this optimizer step or earlier are not counted.
+        `last`: the number of optimizer steps in the whole run; None: unknown. `steps_per_epoch`: of the current epoch,
+        taken for the others too. `after`: epochs that end at this optimizer step or earlier are not counted.
         """
-        last = self.last_step(config, steps_per_epoch)
         if steps_per_epoch is None or last is None:
             epochs = config.last_epoch
             return None if after or config.max_steps is not None or epochs is None else epochs - self.epoch

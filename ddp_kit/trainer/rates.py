@@ -249,6 +249,22 @@ def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int, epo
         )
 
 
+def check_new_length(scheduler: LRScheduler | None, total: int, before: int, done: int, epoch: int) -> None:
+    """Warn if the length of a run changes when an epoch begins, for which its scheduler was not created.
+
+    Raises `ConfigError` if the scheduler cannot be stepped until the end. `total`, `before`: the optimizer steps of the
+    run with and without the change. `done`: optimizer steps done.
+    """
+    counts_epochs = isinstance(scheduler, EveryEpoch)
+    if scheduler is None or counts_epochs or (isinstance(scheduler, WarmUp) and scheduler.scheduler is None):
+        return
+    changed = f"epoch {epoch + 1} has another length than the one before, so the run has {total} steps, not {before}"
+    advice = "set max_steps instead of epochs, and create the scheduler for as many steps"
+    if _ticks_left(scheduler) < total - done:
+        raise ConfigError(f"{changed}; the scheduler allows {_ticks_left(scheduler):g} more steps", advice)
+    logger.warning("{}, for which its scheduler may have been created; {}", changed, advice)
+
+
 def _ticks_left(scheduler: LRScheduler) -> float:
     """How often a scheduler can still be stepped; infinity for most. In torch 2.10 to 2.15, only OneCycleLR ends."""
     if isinstance(scheduler, WarmUp):

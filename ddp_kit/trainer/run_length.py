@@ -6,9 +6,9 @@ from ddp_kit.batch import plan_batches
 from ddp_kit.config import TrainerConfig
 from ddp_kit.env import from_env
 from ddp_kit.errors import ConfigError
-from ddp_kit.loader import Data, batching, open_data
+from ddp_kit.loader import Data, DatasetEpoch, batching, open_data
 from ddp_kit.parallel.mesh import sizes_of
-from ddp_kit.sampler import UserTrainBatches
+from ddp_kit.sampler import lengths_in
 from ddp_kit.trainer.data import loader_batch_size
 
 
@@ -19,13 +19,14 @@ def scheduler_steps(config: TrainerConfig, train_data: Data) -> int:
 
         scheduler=lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=scheduler_steps(config, train_data))
 
-    `train_data`: as for `Trainer.fit`. The result depends on the number of ranks of this job. Raises `ConfigError` for
-    a stream without `max_steps`, and if the run has no step after the warm-up.
+    `train_data`: as for `Trainer.fit`. The result depends on the number of ranks of this job. A sampler whose length
+    changes with `set_epoch` is asked for that of every epoch; a dataset is counted with its present length. Raises
+    `ConfigError` for a stream without `max_steps`, and if the run has no step after the warm-up.
     """
     epochs = config.last_epoch
     total = config.max_steps
     if epochs is not None:
-        by_epochs = epochs * _steps_per_epoch(config, train_data)
+        by_epochs = _steps_in(range(epochs), config, train_data)
         total = by_epochs if total is None else min(total, by_epochs)
     assert total is not None, "without max_steps, a run has epochs"
     if total <= config.warmup_steps:
@@ -36,7 +37,7 @@ def scheduler_steps(config: TrainerConfig, train_data: Data) -> int:
     return total - config.warmup_steps
 
 
-def _steps_per_epoch(config: TrainerConfig, train_data: Data) -> int:
+def _steps_in(epochs: range, config: TrainerConfig, train_data: Data) -> int:
     dataset, template = open_data(train_data, "train_data")
     if isinstance(dataset, IterableDataset):
         raise ConfigError(
@@ -48,8 +49,14 @@ def _steps_per_epoch(config: TrainerConfig, train_data: Data) -> int:
     drop_last = config.data.drop_last or bool(own and own.drop_last)
     if own is not None and own.batches is not None:
         passes = config.accumulation_steps or 1
-        return UserTrainBatches(own.batches, 0, ranks, passes, drop_last=drop_last, seed=config.seed).steps
+        plan = plan_batches(passes * ranks, None, passes, ranks)  # of batches instead of samples
+        lengths = lengths_in(own.batches, "batch sampler", config.seed, epochs)
+        return sum(plan.steps(length, drop_last) for length in lengths)
     given = None if config.micro_batch_size == "auto" else config.micro_batch_size
     size = loader_batch_size(train_data, config) or given
     plan = plan_batches(config.global_batch_size, size, config.accumulation_steps, ranks)
-    return plan.steps(len(dataset), drop_last)
+    if own is not None and own.sampler is not None:
+        lengths = lengths_in(own.sampler, "sampler", config.seed, epochs)
+        return sum(plan.steps(length, drop_last) for length in lengths)
+    DatasetEpoch(dataset, config.seed).set(epochs.start)
+    return len(epochs) * plan.steps(len(dataset), drop_last)

@@ -70,7 +70,14 @@ from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.prediction import PredictFunction, predict
 from ddp_kit.trainer.preemption import Preemption
 from ddp_kit.trainer.rate_finder import find, rates_between
-from ddp_kit.trainer.rates import DecayWatch, WarmUp, check_ticks, scale_learning_rate, warmed_up
+from ddp_kit.trainer.rates import (
+    DecayWatch,
+    WarmUp,
+    check_new_length,
+    check_ticks,
+    scale_learning_rate,
+    warmed_up,
+)
 from ddp_kit.trainer.run_lines import announce, conclude, described_model
 from ddp_kit.trainer.run_record import RunRecord
 from ddp_kit.trainer.run_state import RunState
@@ -234,7 +241,7 @@ class Trainer:
         self._log_points = LogPoints(self._parts, self._clock, self._run_record.advise, self._flops.utilisation)
         self._position = Position()
         self._state = RunState()
-        self._steps_per_epoch: int | None = None
+        self._total_steps = settings.max_steps
         self._max_steps = math.inf if settings.max_steps is None else settings.max_steps
         self._max_epochs = math.inf if settings.last_epoch is None else settings.last_epoch
         self._heartbeat = self._parts.heartbeat
@@ -266,8 +273,11 @@ class Trainer:
 
     @property
     def total_steps(self) -> int | None:
-        """The number of optimizer steps of the whole run. Without `max_steps`, None before `fit`, and for a stream."""
-        return self._position.last_step(self.config, self._steps_per_epoch)
+        """The number of optimizer steps of the whole run. Without `max_steps`, None before `fit`, and for a stream.
+
+        If the length of an epoch could not be known before (see docs/training.md), it changes when that epoch begins.
+        """
+        return self._total_steps
 
     @property
     def data_rank(self) -> int:
@@ -344,7 +354,7 @@ class Trainer:
         self._call_callbacks("on_fit_start")
         with self._noting_an_interrupt(), ProgressReport(total, self.world.is_main, began) as progress:
             for step in self._steps(train_data, feed, evaluations):
-                progress.step(step.number)
+                progress.step(step.number, self.total_steps)
                 if step.log is not None:
                     progress.log(step.log.step, str(step.log))
                 if evaluations is not None and (evaluation_due(self.config, step) or self._is_finished()):
@@ -498,8 +508,8 @@ class Trainer:
         size = loader_batch_size(data, self.config) or self.batch_plan.micro_batch
         feeds = FeedBuilder(self._parts, BatchPlan(size * ranks, size, 1, ranks), self._clock)
         with random_states_kept(), self._parts.logged.set_aside():
-            feed = feeds.train_feed(data, 0)
-            feed.begin(self.epoch, 0)
+            feed = feeds.train_feed(data, 0, self._epoch_to_train)
+            feed.begin(self._epoch_to_train, 0)
             feed.next()
             batch = feed.batch()
             parallel = self._parts.config.parallel if self._plan_request is None else self.config.parallel
@@ -545,8 +555,8 @@ class Trainer:
     def _steps(self, train_data: Data, feed: Feed, evaluations: FitEvaluations | None) -> Loop:
         self._prepare(feed, ticks=True)
         loop = self._state.begin_loop()
-        total, epochs = self.total_steps, self._position.epochs_left(self.config, feed.steps)
-        self._run_record.begin(self.step, total, self._peak_memory.planned)
+        epochs = self._position.epochs_left(self.config, self.total_steps, feed.steps)
+        self._run_record.begin(self.step, self.total_steps, self._peak_memory.planned)
         with self._events.loop():
             self._repeat_interrupted_evaluation(evaluations)
             while not self._is_finished():
@@ -554,7 +564,7 @@ class Trainer:
                 while share is not None and not self._is_finished():
                     number = self.step + 1
                     self._events.before_step(number)
-                    logged = number % self.config.log_every == 0 or number == total
+                    logged = number % self.config.log_every == 0 or number == self.total_steps
                     batch = self._flops.watched(feed.batch, share)
                     try:
                         self._optimizer_step.run(share, batch, self._log_points.interval, measure_norm=logged)
@@ -610,7 +620,17 @@ class Trainer:
         self._clock.skip()
         self._position.begin_epoch(feed.facts(self.epoch))
         feed.begin(self.epoch, self._position.steps_in_epoch, self._position.place)
+        self._count_steps(feed)
         return feed.next()
+
+    def _count_steps(self, feed: Feed) -> None:
+        """Count the run's steps anew if this epoch has another length than was known; check what that changes."""
+        total, before = self._position.last_step(self.config, feed.steps_in), self._total_steps
+        if total is None or before is None or total == before:
+            return
+        self._total_steps = total
+        for scheduler, every in self._scheduler_intervals:
+            check_new_length(scheduler, total // every, before // every, self.step // every, self.epoch)
 
     def _repeat_interrupted_evaluation(self, evaluations: FitEvaluations | None) -> None:
         """Repeat the evaluation that was interrupted when the run was stopped, if any."""
@@ -633,9 +653,15 @@ class Trainer:
                     self._parts, partial(self._feeds.trial_batches, train_data), self.batch_plan
                 )
             self._set_batch_plan(self.batch_plan.global_batch, found)
-        feed = self._feeds.train_feed(train_data, self.step)
-        self._steps_per_epoch = feed.steps
+        feed = self._feeds.train_feed(train_data, self.step, self._epoch_to_train)
+        self._total_steps = self._position.last_step(config, feed.steps_in)
         return feed
+
+    @property
+    def _epoch_to_train(self) -> int:
+        """The epoch of the next step; the last one if the run is finished, because samplers may have no other."""
+        last = self.config.last_epoch
+        return self.epoch if last is None else min(self.epoch, last - 1)
 
     def _set_batch_plan(self, global_batch: int | None, micro_batch: int, accumulation: int | None = None) -> None:
         """Set the batch plan of the following steps."""
@@ -657,17 +683,19 @@ class Trainer:
         self._optimizer_step.release()
         self._parts.strategy.setup(self.model)
         self._set_batch_plan(self.batch_plan.global_batch, -(-micro_batch // 2))
-        feed = self._feeds.train_feed(train_data, self.step)
+        feed = self._feeds.train_feed(train_data, self.step, self.epoch)
         return feed, self._begin_epoch(feed)
 
     def _prepare(self, feed: Feed, *, ticks: bool = False) -> None:
         """Checks and setup before the first step of a call. `ticks`: whether the schedulers will be stepped."""
-        self._position.check(feed.steps, feed.facts(self.epoch))
+        if self._position.steps_in_epoch:
+            facts = feed.facts(self.epoch)
+            self._position.check(feed.steps, facts)
         self._optimizer_step.check_parameters()
-        last = self._position.last_step(self.config, feed.steps)
+        last = self.total_steps
         for scheduler, every in self._scheduler_intervals if ticks else ():
             epochs = self._position.epochs_left(
-                self.config, feed.steps, scheduler.steps if isinstance(scheduler, WarmUp) else 0
+                self.config, last, feed.steps, scheduler.steps if isinstance(scheduler, WarmUp) else 0
             )
             check_ticks(scheduler, None if last is None else last // every, self.step // every, epochs)
         if not self._state.seeded:  # only once: a later call continues the random sequences

@@ -204,6 +204,7 @@ DATA: Mistakes = {
     "a stream without samples": lambda: fit(Nothing()),
     "a DataLoader with another batch size": lambda: fit(DataLoader(PAIRS, batch_size=3)),
     "a DataLoader with batch_size=None": lambda: fit(DataLoader(PAIRS, batch_size=None)),
+    "in_order=False": lambda: fit(DataLoader(PAIRS, batch_size=4, num_workers=2, in_order=False)),
     "samples of several lengths": lambda: fit([torch.ones(1 + number % 2) for number in range(12)]),
     "samples that cannot be collated": lambda: fit(Objects()),
 }

@@ -177,3 +177,106 @@ def test_a_rank_without_samples_stands_in_for_sparse_gradients_too(start: Start,
     assert len(several) == 2
     for found in several:
         assert found == pytest.approx(alone, abs=1e-5)
+
+
+CHANGING = """
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+from ddp_kit import Trainer, TrainerConfig, scheduler_steps
+
+DATA = torch.randn(32, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+class Changing:
+    def __init__(self, lengths):
+        self.lengths, self.epoch = lengths, 0
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+    def __len__(self):
+        return self.lengths[self.epoch]
+
+class Samples(Changing, Dataset):
+    def __getitem__(self, index):
+        assert index < len(self)
+        return DATA[index]
+
+class Order(Changing, Sampler):
+    def __iter__(self):
+        return iter(torch.randperm(32)[: len(self)].tolist())
+
+class Batches(Changing, BatchSampler):
+    def __init__(self, lengths):
+        Changing.__init__(self, lengths)
+    def __iter__(self):
+        yield from torch.randperm(32)[: 4 * len(self)].reshape(-1, 4).tolist()
+
+def train(data, **settings):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    seen = {}
+    def loss_fn(model, batch):
+        seen[trainer.epoch] = seen.get(trainer.epoch, 0) + len(batch)
+        return model(batch).square().mean()
+    config = TrainerConfig(epochs=3, log_every=1, **settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=scheduler_steps(config, data))
+    trainer = Trainer(model, optimizer, loss_fn, config, scheduler=None if isinstance(data, Dataset) else schedule)
+    result = trainer.fit(data)
+    every = torch.tensor([seen.get(epoch, 0) for epoch in range(3)])
+    if trainer.world.world_size > 1:
+        torch.distributed.all_reduce(every)
+    assert not any(row.loss != row.loss for row in result.history)
+    if trainer.world.is_main:
+        weights = nn.utils.parameters_to_vector(model.parameters()).tolist()
+        say(*every.tolist(), result.steps, trainer.total_steps, *weights)
+    return trainer.world.world_size
+
+ranks = train(Samples([8, 12, 16]), global_batch_size=4)
+for sizes in ([16, 24, 32], [32, 9, 3]):
+    train(Samples(sizes), global_batch_size=8)
+    train(DataLoader(DATA, batch_size=8 // ranks, sampler=Order(sizes)))
+for batches in ([2, 3, 4], [8, 3, 1]):
+    train(DataLoader(DATA, batch_sampler=Batches(batches)), accumulation_steps=2 // ranks)
+"""
+
+
+@pytest.mark.slow
+def test_epochs_of_other_lengths_are_trained_on_whole_at_every_number_of_ranks(
+    start: Start, script: Callable[[str], Path]
+) -> None:
+    runs = [start("ddpkit", processes, script(CHANGING)) for processes in (1, 2)]
+    for run in runs:
+        assert run.returncode == 0, run.stderr
+    alone, together = ([[*map(float, line.split())] for line in run.stdout.splitlines()] for run in runs)
+    lengths = [[8, 12, 16], *[[16, 24, 32]] * 2, *[[32, 9, 3]] * 2, [8, 12, 16], [32, 12, 4]]
+    assert [each[:3] for each in alone] == lengths
+    assert [each[:5] for each in alone] == [each[:5] for each in together]
+    assert [each[3] for each in alone] == [9, 9, 9, 7, 7, 5, 7]
+    assert all(steps == total for _, _, _, steps, total, *_ in alone)
+    for one, two in zip(alone, together, strict=True):
+        assert two == pytest.approx(one, abs=1e-12)
+
+
+GROWS_ON_ONE_RANK = """
+import torch
+from torch import nn
+from ddp_kit import Trainer, TrainerConfig
+
+torch.manual_seed(0)
+model, data = nn.Linear(3, 1), [*torch.randn(8, 3)]
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+config = TrainerConfig(epochs=3, global_batch_size=4)
+trainer = Trainer(model, optimizer, lambda model, batch: model(batch).mean(), config)
+for step in trainer.steps(data):
+    if step.ends_epoch:
+        data += [*torch.randn(4 * trainer.world.rank, 3)]
+"""
+
+
+@pytest.mark.slow
+def test_an_epoch_that_has_other_lengths_on_the_ranks_is_an_error(start: Start, script: Callable[[str], Path]) -> None:
+    run = start("ddpkit", 2, script(GROWS_ON_ONE_RANK))
+    assert run.returncode == 1
+    assert "the ranks do not agree on the number of samples: 8, 12 on ranks 0 to 1" in run.stderr
+    assert "after step 2" in run.stderr

@@ -1,6 +1,7 @@
 """What may be given as data, and what a DataLoader of the user's own says of its batches."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,17 @@ def test_what_can_be_divided_is_opened() -> None:
     assert open_data(stream, "train_data") == (stream, None)
     for loader in (DataLoader(stream), DataLoader(DATA, sampler=[1, 2]), DataLoader(DATA, sampler=divided())):
         assert open_data(loader, "train_data") == (loader.dataset, loader)
+
+
+@pytest.mark.parametrize("data", [DATA, Stream()], ids=["dataset", "stream"])
+def test_batches_in_any_order_are_refused_since_each_would_get_the_weight_of_another(data: object) -> None:
+    def loader(workers: int) -> "DataLoader[Any]":
+        return DataLoader(data, batch_size=2, num_workers=workers, in_order=False)  # type: ignore[arg-type]
+
+    with pytest.raises(DataError, match="eval_data is a DataLoader with in_order=False, whose 2 workers"):
+        open_data(loader(2), "eval_data")
+    for one_reader in (loader(0), loader(1)):
+        assert open_data(one_reader, "train_data") == (data, one_reader)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own about DataPipes

@@ -45,7 +45,7 @@ def findings(run: RunHistory) -> list[Finding]:
 def state(run: RunHistory) -> str:
     """How far the run is, in a few words."""
     total = run.last.begin.get("total_steps")
-    of_total = f" of {total:,}" if isinstance(total, int) else ""
+    of_total = f" of {total:,}" if isinstance(total, int) and total >= run.steps else ""
     steps = f"{run.steps:,}{of_total} steps in {duration(run.seconds)}"
     if not run.last.ends:
         return f"finished, {steps}" if run.last.done else f"no end recorded, {steps}"
