@@ -13,8 +13,8 @@ from signal import SIGINT, SIGKILL
 
 import cluster_training
 import pytest
-from hosts import WITH_OWN_RUN, Host, Tree, until
-from launching import DDPKIT, seconds
+from hosts import WITH_OWN_RUN, Host, Tree
+from launching import DDPKIT, seconds, wait_until
 
 _missing = [name for name in ("sshd", "ssh", "ssh-keygen") if shutil.which(name, path="/usr/sbin:/usr/bin") is None]
 pytestmark = [
@@ -99,7 +99,7 @@ def cluster(hosts: Callable[..., list[Host]], tmp_path: Path) -> Cluster:
 
 
 def _wait(enough: Callable[[], bool], tree: Tree | None = None) -> None:
-    until(enough, lambda: tree and tree.output, SECONDS)
+    wait_until(enough, lambda: tree and tree.output, SECONDS)
 
 
 @pytest.mark.timeout(seconds(600))
