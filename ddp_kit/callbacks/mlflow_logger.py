@@ -30,7 +30,7 @@ class MLflowLogger(RunLogger):
         """Use the active run, or start or continue one."""
         import mlflow  # imported only on the main rank, because it takes seconds
 
-        active = mlflow.active_run()
+        active: Any = mlflow.active_run()
         self._is_ours = active is None
         if self._is_ours:
             if self._tracking_uri is not None:
