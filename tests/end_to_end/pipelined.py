@@ -1,4 +1,4 @@
-"""Run by test_pipelined.py in 1, 2 and 4 processes: trains small transformers in float64 and prints what comes out.
+"""Run by test_pipelined.py in 1, 2 and 4 processes: trains small transformers in float64, results in files.
 
 In one process the same cases run without a pipeline.
 """
@@ -175,4 +175,5 @@ if __name__ == "__main__":
             if case.get("little_memory"):  # FSDP then gathers and reduces in each pass
                 monkeypatch.setattr("ddp_kit.parallel.fsdp_units.whole_gradients_fit", lambda *_: False)
             results.append(run(case, folder / case["name"], monkeypatch))
-    print("result " + json.dumps(results), flush=True)
+    # In a file: the launcher prints a line of more than 256 KiB in parts, and another rank's may come between.
+    (folder / f"results-{results[0]['rank']}.json").write_text(json.dumps(results))

@@ -152,10 +152,8 @@ def run(start: Start, ranks: int, folder: Path, cases: dict[str, dict[str, Any]]
     (folder / "cases.json").write_text(json.dumps(complete))
     done = start("ddpkit" if ranks > 1 else "python", ranks, SCRIPT, str(folder / "cases.json"), str(folder))
     assert done.returncode == 0, done.stderr[-3000:]
-    said = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("result ")]
-    said.sort(key=lambda results: int(results[0]["rank"]))
-    assert len(said) == ranks
-    return {name: [results[number] for results in said] for number, name in enumerate(cases)}
+    found = [json.loads((folder / f"results-{rank}.json").read_text()) for rank in range(ranks)]
+    return {name: [results[number] for results in found] for number, name in enumerate(cases)}
 
 
 def farthest(one: list[float], other: list[float]) -> float:
