@@ -238,6 +238,7 @@ def make(
             *_gpu_notices(spec, chosen),
             *_thread_notices(variables, processes),
             *rendezvous.overridden_flags(spec.torchrun),
+            *rendezvous.ignored_settings(settings),
             *_missing_gpus(spec, chosen),
         ),
     )
