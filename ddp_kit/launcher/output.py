@@ -103,6 +103,8 @@ class Output:
         self._ranks_with_output: set[int] = set()
         self._failed: set[int] = set()
         self._consoles = _Consoles()
+        # Descriptor -> the one that shows its output: both streams share the unfinished line if they share a place.
+        self._shown_on = {1: 1, 2: 1 if is_same_file(1, 2) else 2}
         self._deadline = float("inf")
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="ddpkit-output", daemon=True)
@@ -114,15 +116,16 @@ class Output:
     def _open(self, worker: Streams, direct: bool) -> tuple[int, int]:
         """The descriptors for the worker's stdout and stderr."""
         routes = (worker.out, worker.err)
-        together = worker.out == worker.err and worker.out.console and is_same_file(1, 2)
+        together = worker.out == worker.err and worker.out.console and self._shown_on[2] == 1
         if worker.err.file and not worker.err.console:
             self._redirected[worker.local_rank] = worker.err.file
         descriptors = []
-        for console, route in enumerate(routes, 1):
+        for number, route in enumerate(routes, 1):
+            console = self._shown_on[number]
             if not route.console:
                 descriptors.append(open_log(route.file))
             elif direct and not route.file:
-                descriptors.append(os.dup(console))
+                descriptors.append(os.dup(number))
             elif together and descriptors:
                 descriptors.append(os.dup(descriptors[0]))
             else:

@@ -117,6 +117,27 @@ def test_a_line_without_an_end_is_not_torn_by_another_rank(tmp_path: Path) -> No
         assert host.stdout.read() == "[rank 0] done\n"
 
 
+def test_a_progress_bar_is_not_torn_by_the_other_stream_where_both_go_to_the_same_place(tmp_path: Path) -> None:
+    """Each stream has a file of its own, as with --tee 3."""
+    turn = tmp_path / "turn"
+    os.mkfifo(turn)
+    program = (
+        f"import sys; sys.stderr.write(chr(13) + '  5%|###'); open({str(turn)!r}).read(); print('after 5');"
+        " sys.stderr.write(chr(13) + ' 10%|####' + chr(10))"
+    )
+    code = f"""
+        files = iter([f"{tmp_path}/{{number}}" for number in range(4)])
+        run([{program!r}, "pass"], route=lambda rank: Route(True, next(files), f"[default{{rank}}]:"))
+    """
+    with started(*host_of(code), stderr=subprocess.STDOUT) as host:
+        assert host.stdout is not None
+        with open(host.stdout.fileno(), "rb", closefd=False) as shown:  # as bytes, because of the carriage returns
+            bar = b"\r[default0]:  5%|###"
+            assert shown.read(len(bar)) == bar
+            turn.write_text("go")
+            assert shown.read() == b"\n[default0]:after 5\n\r[default0]: 10%|####\n"
+
+
 @pytest.mark.parametrize("merged", [True, False])
 def test_the_order_of_both_streams_is_kept_where_they_go_to_the_same_place(merged: bool) -> None:
     program = "import sys\nfor i in range(200): print(i, file=(sys.stdout, sys.stderr)[i % 2])"
