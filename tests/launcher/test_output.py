@@ -97,6 +97,22 @@ def test_one_rank_that_speaks_alone_has_no_label() -> None:
     assert hosted('run(["print(1); print(2, end=str())", "pass"])').stdout == "1\n2"
 
 
+def test_ranks_that_write_to_different_streams_have_no_label() -> None:
+    """A reader of rank 0's JSON lines is not disturbed by a warning of another rank."""
+    done = hosted("""
+        says = "import os; [os.write(1, b'{}' + bytes([10])) for _ in range(2)]"
+        run([says, "import sys; print('warns', file=sys.stderr)"])
+    """)
+    assert (done.stdout, done.stderr) == ("{}\n{}\n", "warns\n")
+
+
+def test_with_an_empty_label_no_line_is_changed() -> None:
+    done = hosted("""
+        run([f"print({rank}); print('bar', end='')" for rank in range(2)], route=lambda rank: Route(True, label=""))
+    """)
+    assert sorted(done.stdout.split()) == ["0", "1", "bar", "bar"]
+
+
 def test_bytes_are_passed_on_as_they_are() -> None:
     done = hosted_raw('run(["import os; os.write(1, bytes(range(256)))", "pass"])')
     assert done.stdout == bytes(range(256))
