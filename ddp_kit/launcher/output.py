@@ -56,7 +56,7 @@ class _Source:
     copy: int
     """The descriptor of the log file; negative: none."""
     label: bytes
-    """The prefix of each line, once more than one rank has printed."""
+    """The prefix of each line, once more than one rank has written to the same console."""
     always_labelled: bool
     """Whether every line gets the label, even if only one rank prints."""
     partial: bytes = b""
@@ -100,9 +100,11 @@ class Output:
         self._descriptors: dict[int, tuple[int, int]] = {}
         self._copies: dict[str, int] = {}
         self._redirected: dict[int, str] = {}
-        self._ranks_with_output: set[int] = set()
+        self._ranks_on: dict[int, set[int]] = {1: set(), 2: set()}  # console -> the ranks that have written to it
         self._failed: set[int] = set()
         self._consoles = _Consoles()
+        # Descriptor -> the one that shows its output: both streams share the unfinished line if they share a place.
+        self._shown_on = {1: 1, 2: 1 if is_same_file(1, 2) else 2}
         self._deadline = float("inf")
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="ddpkit-output", daemon=True)
@@ -114,15 +116,16 @@ class Output:
     def _open(self, worker: Streams, direct: bool) -> tuple[int, int]:
         """The descriptors for the worker's stdout and stderr."""
         routes = (worker.out, worker.err)
-        together = worker.out == worker.err and worker.out.console and is_same_file(1, 2)
+        together = worker.out == worker.err and worker.out.console and self._shown_on[2] == 1
         if worker.err.file and not worker.err.console:
             self._redirected[worker.local_rank] = worker.err.file
         descriptors = []
-        for console, route in enumerate(routes, 1):
+        for number, route in enumerate(routes, 1):
+            console = self._shown_on[number]
             if not route.console:
                 descriptors.append(open_log(route.file))
             elif direct and not route.file:
-                descriptors.append(os.dup(console))
+                descriptors.append(os.dup(number))
             elif together and descriptors:
                 descriptors.append(os.dup(descriptors[0]))
             else:
@@ -133,11 +136,11 @@ class Output:
         ours, theirs = open_terminal_or_pipe(console)
         if route.file and route.file not in self._copies:
             self._copies[route.file] = open_log(route.file)
-        label = route.label or f"[rank {worker.rank}] "
-        if self._colour and not route.label and os.isatty(console):
+        label = f"[rank {worker.rank}] " if route.label is None else route.label
+        if self._colour and route.label is None and os.isatty(console):
             label = f"\x1b[{_COLOURS[worker.rank % len(_COLOURS)]}m{label}\x1b[0m"
         copy = self._copies.get(route.file, -1)
-        self._sources.append(_Source(worker.local_rank, ours, console, copy, label.encode(), bool(route.label)))
+        self._sources.append(_Source(worker.local_rank, ours, console, copy, label.encode(), route.label is not None))
         return theirs
 
     def descriptors(self, local_rank: int) -> tuple[int, int]:
@@ -159,16 +162,20 @@ class Output:
         for descriptor in (self._wake_read, *(source.descriptor for source in self._sources)):
             poll.register(descriptor, select.POLLIN)
         while self._sources:
-            ready = {descriptor for descriptor, _ in poll.poll(self._timeout() * 1000)}
+            events = dict(poll.poll(self._timeout() * 1000))
+            ready = set(events)
             if not ready and time.monotonic() >= self._deadline:
                 return  # a process started by a worker holds the pipe open without writing to it
-            if not self._ranks_with_output and ready - {self._wake_read}:
+            written = (each.console for each in self._sources if events.get(each.descriptor, 0) & select.POLLIN)
+            if not all(map(self._ranks_on.get, written)):
                 time.sleep(_FIRST_OUTPUT_SECONDS)
                 ready = {descriptor for descriptor, _ in poll.poll(0)}
             if self._wake_read in ready:
                 os.read(self._wake_read, 64)
             received = [(source, _read(source.descriptor)) for source in self._sources if source.descriptor in ready]
-            self._ranks_with_output |= {source.local_rank for source, data in received if data}
+            for source, data in received:
+                if data:
+                    self._ranks_on[source.console].add(source.local_rank)
             for source, data in received:
                 if not data or not self._receive(source, data):
                     poll.unregister(source.descriptor)
@@ -248,7 +255,7 @@ class Output:
         unfinished = consoles.open_line.pop(console, None)
         if not text.endswith(b"\n"):
             consoles.open_line[console] = source
-        if source.always_labelled or len(self._ranks_with_output) > 1:
+        if source.always_labelled or len(self._ranks_on[console]) > 1:
             last = text.endswith(b"\n")
             body = text[:-1] if last else text
             body = body.replace(b"\n", b"\n" + source.label)

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from string import Template
 from types import MappingProxyType
@@ -75,7 +75,8 @@ class Logs:
     tee: str
     local_ranks_filter: frozenset[int]
     """The ranks shown on the console; empty: all."""
-    log_line_prefix_template: str
+    log_line_prefix_template: str | None
+    """None: not given. Empty: no labels, except for torch's own where output is also redirected to a file."""
     duplicate_stdout_filters: tuple[str, ...]
     duplicate_stderr_filters: tuple[str, ...]
     logs_specs: str | None
@@ -228,7 +229,7 @@ def make(
         virtual_local_rank=settings["virtual_local_rank"],
         gpus_per_process=each,
         numa_binding=settings["numa_binding"],
-        logs=_logs(settings, env),
+        logs=_logs(settings, spec.given, env),
         event_log_handler=settings["event_log_handler"],
         torchrun=MappingProxyType(settings),
         flags=spec.flags,
@@ -238,6 +239,7 @@ def make(
             *_gpu_notices(spec, chosen),
             *_thread_notices(variables, processes),
             *rendezvous.overridden_flags(spec.torchrun),
+            *rendezvous.ignored_settings(settings),
             *_missing_gpus(spec, chosen),
         ),
     )
@@ -446,8 +448,10 @@ def _uninterruptible_state_timeout(env: Mapping[str, str]) -> float:
         return 0.0
 
 
-def _logs(torchrun: Mapping[str, Any], env: Mapping[str, str]) -> Logs:
-    ranks = torchrun["local_ranks_filter"]
+def _logs(torchrun: Mapping[str, Any], given: Collection[str], env: Mapping[str, str]) -> Logs:
+    ranks, template = torchrun["local_ranks_filter"], torchrun["log_line_prefix_template"]
+    if not template and "log_line_prefix_template" not in given:
+        template = env.get(LINE_PREFIX_DEFAULT)
     try:
         local_ranks_filter = frozenset(map(int, ranks.split(","))) if ranks else frozenset[int]()
     except ValueError:
@@ -457,7 +461,7 @@ def _logs(torchrun: Mapping[str, Any], env: Mapping[str, str]) -> Logs:
         redirects=torchrun["redirects"],
         tee=torchrun["tee"],
         local_ranks_filter=local_ranks_filter,
-        log_line_prefix_template=torchrun["log_line_prefix_template"] or env.get(LINE_PREFIX_DEFAULT, ""),
+        log_line_prefix_template=template,
         duplicate_stdout_filters=tuple(torchrun["duplicate_stdout_filters"]),
         duplicate_stderr_filters=tuple(torchrun["duplicate_stderr_filters"]),
         logs_specs=torchrun["logs_specs"],

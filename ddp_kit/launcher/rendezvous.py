@@ -14,19 +14,17 @@ C10D_PORT = 29400  # torch's default for this rendezvous
 STATIC_PORT = 29500  # and for the static one
 _LOOPBACK = "127.0.0.1"
 _STATIC_TIMEOUT = 900.0
-_CONF_NUMBERS = (
-    "timeout",
-    "join_timeout",
-    "last_call_timeout",
-    "replacement_timeout",
-    "close_timeout",
-    "heartbeat_timeout",
-    "keep_alive_interval",
-    "keep_alive_max_attempt",
-    "read_timeout",
-)
-_MAY_BE_ZERO = ("replacement_timeout",)
+_TIMEOUTS = ("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout")
+_KEEP_ALIVE = ("keep_alive_interval", "keep_alive_max_attempt")
+_REPLACEMENT = "replacement_timeout"  # ddpkit's own
+_CONF_NUMBERS = ("timeout", *_TIMEOUTS, *_KEEP_ALIVE, _REPLACEMENT)
+# What torchrun refuses: settings that have to be numbers, and those of them that have to be greater than 0. It never
+# reads the others. Source: torch 2.13, dynamic_rendezvous.py, c10d_rendezvous_backend.py, static_tcp_rendezvous.py.
+_NUMBERS_OF = {"c10d": (*_TIMEOUTS, *_KEEP_ALIVE, _REPLACEMENT), "static": ("timeout", _REPLACEMENT)}
+_POSITIVE = (*_TIMEOUTS, _REPLACEMENT)
+_MAY_BE_ZERO = (_REPLACEMENT,)
 _MAX_SECONDS = 1e9  # 30 years; system calls do not take much more
+_BLANK = "'\" \t\n"
 _YES = ("1", "true", "t", "yes", "y")
 _NO = ("0", "false", "f", "no", "n")
 
@@ -85,9 +83,9 @@ def read(torchrun: Mapping[str, Any], env: Mapping[str, str], place: JobPlace | 
     conf = _conf(torchrun["rdzv_conf"])
     backend = torchrun["rdzv_backend"]
     static = backend == "static"
-    served_by_ddpkit = static or (backend == "c10d" and conf.get("store_type", "tcp") == "tcp")
+    served_by_ddpkit = static or (backend == "c10d" and conf.get("store_type", "tcp").lower() == "tcp")
     host, port, endpoint_source = _endpoint(torchrun, served_by_ddpkit)
-    is_host = _is_host(conf) if served_by_ddpkit else None
+    is_host = _is_host(conf) if served_by_ddpkit and not static else None
     if place is not None and place.host == host and endpoint_source:
         endpoint_source = f"{place.sources.get('host', place.environment)} of {place.environment}"
     return Rendezvous(
@@ -142,6 +140,16 @@ def overridden_flags(torchrun: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
+def ignored_settings(torchrun: Mapping[str, Any]) -> tuple[str, ...]:
+    """A notice for each number in --rdzv-conf that torchrun takes but that means nothing."""
+    conf = _conf(torchrun["rdzv_conf"]) if torchrun["rdzv_backend"] in _NUMBERS_OF else {}
+    return tuple(
+        f"--rdzv-conf {name}={conf[name]} is not a number greater than 0, and is ignored"
+        for name in _CONF_NUMBERS
+        if name in conf and not _is_usable(name, _number(conf[name]))
+    )
+
+
 def _endpoint(torchrun: Mapping[str, Any], served_by_ddpkit: bool) -> tuple[str, int | None, str]:
     """Host, port, and the flags that set them."""
     endpoint = torchrun["rdzv_endpoint"]
@@ -175,12 +183,12 @@ def _host_and_port(endpoint: str) -> tuple[str, int | None]:
 
 
 def _conf(text: str) -> dict[str, str]:
-    """Parse --rdzv-conf."""
+    """Parse --rdzv-conf. Quotes, which a shell has not removed, do not belong to names and values."""
     pairs = [each.partition("=") for each in text.split(",")] if text.strip() else []
     for name, _, value in pairs:
         if not (name.strip() and value.strip()):
             raise UsageError(f"--rdzv-conf {text}: {name.strip()!r} has no value", "write NAME=VALUE,NAME=VALUE")
-    return {name.strip(): value.strip() for name, _, value in pairs}
+    return {name.strip(_BLANK): value.strip(_BLANK) for name, _, value in pairs}
 
 
 def _is_host(conf: Mapping[str, str]) -> bool | None:
@@ -192,7 +200,7 @@ def _is_host(conf: Mapping[str, str]) -> bool | None:
 
 def _limits(torchrun: Mapping[str, Any], conf: Mapping[str, str], place: JobPlace | None) -> Limits:
     """How many nodes and restarts, and how long to wait; --rdzv-conf has torch's names."""
-    found = {name: _number(name, conf[name]) for name in _CONF_NUMBERS if name in conf}
+    found = _numbers(conf, torchrun["rdzv_backend"])
     named = "keep_alive_interval" in found or "keep_alive_max_attempt" in found
     min_nodes, max_nodes = _nnodes(str(torchrun["nnodes"]))
     max_restarts = torchrun["max_restarts"]
@@ -232,11 +240,27 @@ def _nnodes(nnodes: str) -> tuple[int, int]:
     return min_nodes, max_nodes
 
 
-def _number(name: str, value: str) -> float:
-    try:
-        found = float(value)
-    except ValueError:
-        found = math.nan
-    if not (0 < found <= _MAX_SECONDS or (found == 0 and name in _MAY_BE_ZERO)):
-        raise UsageError(f"--rdzv-conf {name}={value} is not a number greater than 0", f"for example: {name}=30")
+def _numbers(conf: Mapping[str, str], backend: str) -> dict[str, float]:
+    """The numbers in --rdzv-conf. Raises `UsageError` for what torchrun refuses; `ignored_settings` names the rest."""
+    found = {}
+    for name in filter(conf.__contains__, _CONF_NUMBERS):
+        number = _number(conf[name])
+        if _is_usable(name, number):
+            found[name] = number
+        elif name in _NUMBERS_OF[backend] and (math.isnan(number) or name in _POSITIVE):
+            raise UsageError(
+                f"--rdzv-conf {name}={conf[name]} is not a number greater than 0", f"for example: {name}=30"
+            )
     return found
+
+
+def _number(value: str) -> float:
+    """The number, or NaN."""
+    try:
+        return float(value)
+    except ValueError:
+        return math.nan
+
+
+def _is_usable(name: str, number: float) -> bool:
+    return 0 < number <= _MAX_SECONDS or (number == 0 and name in _MAY_BE_ZERO)

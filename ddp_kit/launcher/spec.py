@@ -50,6 +50,11 @@ _SHUTDOWN_TIMEOUT = """\
 Seconds from SIGTERM to SIGKILL when workers are stopped. Default: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, or else 25: less than
 torchrun's 30 s, after which Kubernetes would kill the launcher too."""
 
+_PREFIX_TEMPLATE = """\
+Template for the label at the start of each line that is shown. Macros: ${role_name}, ${local_rank}, ${rank},
+${hostname}. Empty: no labels, except for torchrun's own with --tee. Default: the rank, on streams that several ranks
+write."""
+
 
 @dataclass(frozen=True)
 class LaunchSpec:
@@ -172,6 +177,8 @@ def parser(torchrun: argparse.ArgumentParser) -> Parser:
             action.help = _MAX_RESTARTS
         if action.dest == "shutdown_timeout":
             action.help = _SHUTDOWN_TIMEOUT
+        if action.dest == "log_line_prefix_template":
+            action.help = _PREFIX_TEMPLATE
     return flags
 
 

@@ -22,8 +22,8 @@ class Route:
     """Whether it is shown."""
     file: str = ""
     """The log file; empty: none."""
-    label: str = ""
-    """The prefix of each line on the console; empty: the rank, once more than one rank has printed."""
+    label: str | None = None
+    """The prefix of each line on the console; None: the rank, once more than one rank has written to this stream."""
 
 
 @dataclass(frozen=True)

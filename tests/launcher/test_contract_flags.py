@@ -628,7 +628,7 @@ NO_ETCD = pytest.mark.skipif(importlib.util.find_spec("etcd") is not None, reaso
         ("--event-log-handler nowhere", {2}, "nowhere"),
         ("--rdzv-conf timeout", {2}, "timeout"),
         ("--rdzv-conf join_timeout=soon --rdzv-backend c10d --rdzv-endpoint localhost:0", {2}, "soon"),
-        ("--rdzv-conf timeout=abc", {2}, "timeout=abc"),
+        ("--rdzv-conf timeout=abc --master-port PORT", {2}, "timeout=abc"),
         ("--rdzv-backend static --rdzv-endpoint somewhere", {2}, "somewhere:29500"),
         ("--rdzv-backend nonsense", {2, 3}, "nonsense"),
         ("--rdzv-backend c10d --rdzv-endpoint localhost:99999", {2, 3}, "99999"),

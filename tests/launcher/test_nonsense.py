@@ -1,13 +1,16 @@
 """Values that mean nothing, for every flag and variable: a `UsageError` that names them, or a plan; nothing else."""
 
+import logging
 import os
 import traceback
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import agent, plan, spec
@@ -34,13 +37,17 @@ CONF += ["keep_alive_interval", "keep_alive_max_attempt", "replacement_timeout"]
 FLAGS = [action for action in agent.torchrun_parser()._actions if action.option_strings and action.dest != "help"]
 
 
+def planned(*words: str) -> plan.Plan:
+    """The plan of a launch. Raises `UsageError`."""
+    asked = spec.parse([*words, "train.py"], agent.torchrun_parser(), os.environ)
+    asked = replace(asked, processes=agent.nproc_per_node(asked.processes))
+    return plan.make(asked, (), os.environ, "id", cpus.here(), {})
+
+
 def refusal(*words: str) -> str:
     """Why a launch is refused, empty where it is not; as `ddpkit launch --dry-run` does it."""
     try:
-        asked = spec.parse([*words, "train.py"], agent.torchrun_parser(), os.environ)
-        asked = replace(asked, processes=agent.nproc_per_node(asked.processes))
-        make = partial(plan.make, asked, (), os.environ, "id", cpus.here())
-        agent.check(make({}))
+        agent.check(planned(*words))
     except UsageError as error:
         assert error.hint
         return error.message
@@ -82,12 +89,50 @@ def test_no_variable_has_a_value_that_ends_in_a_traceback(monkeypatch: pytest.Mo
     assert not list(filter(None, found))
 
 
-@pytest.mark.parametrize("backend", [(), C10D, ("--master-port=29871",)], ids=["alone", "c10d", "static"])
+def torchrun_refuses(*words: str) -> bool:
+    """Whether torchrun ends with an error before it starts a worker."""
+    try:
+        config, _, _ = torchrun.config_from_args(torchrun.parse_args([*words, "train.py"]))
+        where = config.rdzv_backend, config.rdzv_endpoint, config.run_id, config.min_nodes, config.max_nodes
+        get_rendezvous_handler(RendezvousParameters(*where, **config.rdzv_configs))
+    except Exception:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("backend", [C10D, ("--master-port=29871",)], ids=["c10d", "static"])
+@pytest.mark.parametrize("name", [*CONF, "unknown", "protocol", "store_type"])
+def test_what_torchrun_takes_in_rdzv_conf_is_taken_and_what_it_refuses_is_named(
+    backend: tuple[str, ...], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    for value in ("abc", "-1", "", "nan", "inf", "1e999", "\u00b2", "0", " 5 ", "5'", "''", "TCP"):
+        setting = f"--rdzv-conf={name}={value}"
+        assert not refusal(*backend, setting) or torchrun_refuses(*backend, setting) or name == "replacement_timeout"
+    given = "tcp" if name == "store_type" else "1"
+    assert not refusal(*backend, f"--rdzv-conf={name}={given}")
+    assert not refusal(*backend, f"--rdzv-conf='{name}={given}'")
+
+
 @pytest.mark.parametrize("name", CONF)
-def test_every_rendezvous_setting_is_checked_and_named(backend: tuple[str, ...], name: str) -> None:
-    for value in ("abc", "-1", "", "nan", "inf", "1e999", "\u00b2"):
-        assert f"{name}={value}" in refusal(*backend, f"--rdzv-conf={name}={value}") or not value
-    assert not refusal(*backend, f"--rdzv-conf={name}=1")
+def test_a_rendezvous_setting_that_torchrun_refuses_is_named(name: str) -> None:
+    backend = ("--master-port=29871",) if name == "timeout" else C10D
+    for value in ("abc", "nan", "\u00b2"):
+        assert f"{name}={value}" in refusal(*backend, f"--rdzv-conf={name}={value}")
+
+
+@pytest.mark.parametrize("backend", [(), C10D, ("--master-port=29871",)], ids=["alone", "c10d", "static"])
+def test_quotes_that_no_shell_has_removed_do_not_belong_to_the_settings(backend: tuple[str, ...]) -> None:
+    """As the launcher's own tests in torch write them, and a list of words in a YAML file."""
+    made = planned(*backend, "--rdzv-conf='join_timeout=5,last_call_timeout=1,timeout=5'")
+    assert (made.rendezvous.limits.join_timeout, made.rendezvous.limits.last_call_timeout) == (5, 1)
+    assert not made.notices
+
+
+def test_a_setting_that_torchrun_never_reads_is_ignored_in_words() -> None:
+    assert planned(*C10D, "--rdzv-conf=timeout=soon").notices == (
+        "--rdzv-conf timeout=soon is not a number greater than 0, and is ignored",
+    )
 
 
 @settings(max_examples=40)

@@ -97,6 +97,22 @@ def test_one_rank_that_speaks_alone_has_no_label() -> None:
     assert hosted('run(["print(1); print(2, end=str())", "pass"])').stdout == "1\n2"
 
 
+def test_ranks_that_write_to_different_streams_have_no_label() -> None:
+    """A reader of rank 0's JSON lines is not disturbed by a warning of another rank."""
+    done = hosted("""
+        says = "import os; [os.write(1, b'{}' + bytes([10])) for _ in range(2)]"
+        run([says, "import sys; print('warns', file=sys.stderr)"])
+    """)
+    assert (done.stdout, done.stderr) == ("{}\n{}\n", "warns\n")
+
+
+def test_with_an_empty_label_no_line_is_changed() -> None:
+    done = hosted("""
+        run([f"print({rank}); print('bar', end='')" for rank in range(2)], route=lambda rank: Route(True, label=""))
+    """)
+    assert sorted(done.stdout.split()) == ["0", "1", "bar", "bar"]
+
+
 def test_bytes_are_passed_on_as_they_are() -> None:
     done = hosted_raw('run(["import os; os.write(1, bytes(range(256)))", "pass"])')
     assert done.stdout == bytes(range(256))
@@ -115,6 +131,27 @@ def test_a_line_without_an_end_is_not_torn_by_another_rank(tmp_path: Path) -> No
         assert host.stdout.read(len("\n[rank 1] other\n")) == "\n[rank 1] other\n"
         turns[1].write_text("go")
         assert host.stdout.read() == "[rank 0] done\n"
+
+
+def test_a_progress_bar_is_not_torn_by_the_other_stream_where_both_go_to_the_same_place(tmp_path: Path) -> None:
+    """Each stream has a file of its own, as with --tee 3."""
+    turn = tmp_path / "turn"
+    os.mkfifo(turn)
+    program = (
+        f"import sys; sys.stderr.write(chr(13) + '  5%|###'); open({str(turn)!r}).read(); print('after 5');"
+        " sys.stderr.write(chr(13) + ' 10%|####' + chr(10))"
+    )
+    code = f"""
+        files = iter([f"{tmp_path}/{{number}}" for number in range(4)])
+        run([{program!r}, "pass"], route=lambda rank: Route(True, next(files), f"[default{{rank}}]:"))
+    """
+    with started(*host_of(code), stderr=subprocess.STDOUT) as host:
+        assert host.stdout is not None
+        with open(host.stdout.fileno(), "rb", closefd=False) as shown:  # as bytes, because of the carriage returns
+            bar = b"\r[default0]:  5%|###"
+            assert shown.read(len(bar)) == bar
+            turn.write_text("go")
+            assert shown.read() == b"\n[default0]:after 5\n\r[default0]: 10%|####\n"
 
 
 @pytest.mark.parametrize("merged", [True, False])

@@ -48,6 +48,27 @@ def test_the_flag_for_the_prefix_of_lines_wins_over_its_variable() -> None:
     assert [logs.log_line_prefix_template for logs in found] == ["flag", "variable"]
 
 
+@pytest.mark.parametrize(
+    ("words", "env", "label", "teed"),
+    [
+        (["--log-line-prefix-template", ""], {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "variable"}, "", "[default0]:"),
+        ([], {"PET_LOG_LINE_PREFIX_TEMPLATE": ""}, "", "[default0]:"),
+        ([], {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": ""}, "", "[default0]:"),
+        ([], {}, None, "[default0]:"),
+    ],
+)
+def test_an_empty_prefix_removes_the_labels_that_torchrun_does_not_have(
+    words: list[str], env: dict[str, str], label: str | None, teed: str
+) -> None:
+    nowhere, out = {0: ""}, {0: "out"}
+    for dest, expected in (
+        (LogsDest(nowhere, nowhere, {}, {}, {0: "error.json"}), label),
+        (LogsDest(out, out, out, out, {0: "error.json"}), teed),
+    ):
+        (found,) = streams(planned(*words, env=env).logs, "default", dest, {0: 3})
+        assert (found.out.label, found.err.label) == (expected, expected)
+
+
 def test_the_host_can_be_part_of_the_prefix_of_lines() -> None:
     dest = LogsDest({0: "out"}, {0: "err"}, {0: "out"}, {0: "err"}, {0: "error.json"})
     logs = planned("--log-line-prefix-template", "${hostname} ${role_name} ${rank} ${local_rank}").logs

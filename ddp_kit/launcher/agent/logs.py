@@ -109,7 +109,8 @@ def streams(logs: Logs, role: str, dest: LogsDest, ranks: Mapping[int, int]) -> 
     found = []
     for local_rank, rank in ranks.items():
         macros = {"role_name": role, "rank": rank, "local_rank": local_rank, "hostname": socket.gethostname()}
-        label = Template(logs.log_line_prefix_template).safe_substitute(macros)
+        template = logs.log_line_prefix_template
+        label = None if template is None else Template(template).safe_substitute(macros)
         kept = str(Path(dest.error_files[local_rank]).with_name(OUTPUT_LOG)) if logs.copy_console else ""
         torchs = f"[{role}{local_rank}]:"
         out = _route(local_rank, dest.stdouts, dest.tee_stdouts, label, torchs, kept)
@@ -118,7 +119,9 @@ def streams(logs: Logs, role: str, dest: LogsDest, ranks: Mapping[int, int]) -> 
     return found
 
 
-def _route(local_rank: int, files: dict[int, str], shown: dict[int, str], label: str, torchs: str, kept: str) -> Route:
+def _route(
+    local_rank: int, files: dict[int, str], shown: dict[int, str], label: str | None, torchs: str, kept: str
+) -> Route:
     file = files[local_rank]
     if not file:
         return Route(True, kept, label)
