@@ -393,3 +393,22 @@ def test_a_module_may_be_left_out_of_a_pass_by_all_ranks(start: Start, script: S
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("step 2") == 2
     assert "did not reach" not in run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("odd", [0, 2])
+def test_the_rank_whose_weights_differ_from_those_of_most_ranks_is_the_cause(
+    start: Start, script: Script, odd: int
+) -> None:
+    drift = """
+def drift(loss):
+    with torch.no_grad():
+        model.spare.bias.add_(call == 3)
+    return loss
+"""
+    run = start("ddpkit", 3, script(FAULTS.format(on=(odd,), loss="drift(loss)", leaves_out=False, change=drift)))
+    assert run.returncode == 1
+    differs = f"first in spare.bias: rank {odd} differs from ranks {'1, 2' if odd == 0 else '0, 1'}\n"
+    assert run.stderr.count(differs) == 1, run.stderr
+    assert f"ddpkit: error{f' (rank {odd})' if odd else ''} at script.py:" in run.stderr
+    assert f"ddpkit: rank {odd} failed first: exit code 1" in run.stderr
