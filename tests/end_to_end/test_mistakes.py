@@ -103,6 +103,31 @@ def test_a_mistake_on_one_rank_alone_is_shown_by_that_rank(start: Start, script:
     assert "rank 1 failed first" in run.stderr.splitlines()[-1]
 
 
+PRINTS_FIRST = """
+import atexit, os, time
+from pathlib import Path
+from ddp_kit import TrainerConfig
+
+printed = Path(f"{__file__}.printed")
+if os.environ["RANK"] == "1":
+    atexit.register(lambda: (printed.touch(), time.sleep(600)))
+while os.environ["RANK"] == "0" and not printed.exists():
+    time.sleep(0.01)
+TrainerConfig(log_every=0)
+"""
+
+
+@pytest.mark.slow
+def test_the_verdict_names_the_rank_that_printed_the_mistake_though_another_ended_first(
+    start: Start, script: Script
+) -> None:
+    run = start("ddpkit", 2, script(PRINTS_FIRST))
+    assert run.returncode == 1
+    assert run.stderr.count("ddpkit: error at script.py:") == 1, run.stderr
+    assert "ddpkit: rank 1 failed first: exit code 1" in run.stderr
+    assert "rank 0 then failed" in run.stderr
+
+
 FAULTS = """
 import torch
 from torch import nn
