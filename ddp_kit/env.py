@@ -110,6 +110,7 @@ NOTE_MARK = "ddpkit"
 NOTE_AT_START = "at_start"
 NOTE_SECONDARY = "secondary"  # the root cause is on another rank
 NOTE_PRINTED = "printed"  # a rank of this node prints the message
+NOTE_PRINTED_HERE = "printed_here"  # this rank has printed it
 
 
 @dataclass(frozen=True)

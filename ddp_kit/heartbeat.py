@@ -4,7 +4,7 @@ import mmap
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
@@ -77,6 +77,10 @@ class HeartbeatField(IntEnum):
     """The same for waiting for other ranks and the network."""
     MFU = 11
     """Model FLOPs utilisation, in thousandths, as of the last log point; 0: not known."""
+    COUNTED_AT = 12
+    """When the collectives were last counted, in nanoseconds of CLOCK_MONOTONIC: only while other threads can run."""
+    PYTHON_AT = 13
+    """When the main thread was last known to execute Python code, by the same clock; 0: not observed."""
 
 
 ADVICE_WORDS = 64
@@ -105,6 +109,10 @@ class Heartbeat:
     communication_share: float = 0.0
     mfu: float = 0.0
     """Model FLOPs utilisation, 0 to 1; 0: not known."""
+    counted_at: int = field(default=0, compare=False)  # neither of these two times is progress
+    """When the collectives were last counted, in nanoseconds of CLOCK_MONOTONIC; 0: never."""
+    python_at: int = field(default=0, compare=False)
+    """When the main thread was last known to execute Python code; 0: not observed."""
     advice: str = ""
     """The last line of advice; "": there was none."""
 
@@ -140,7 +148,8 @@ def read_heartbeat(error_file: str) -> Heartbeat:
     with suppress(OSError, ValueError, TypeError, IndexError):
         content, fields = Path(error_file).with_name(HEARTBEAT_FILE).read_bytes(), 8 * len(HeartbeatField)
         found = memoryview(content[:fields]).cast("q").tolist()
-        step, phase, beats, steps, collectives, all_collectives, began, changed_at, step_time, data, others, mfu = found
+        step, phase, beats, steps, collectives, all_collectives, began, changed_at, *found = found
+        step_time, data, others, mfu, counted_at, python_at = found
         return Heartbeat(
             step - 1 if step else None,
             Phase(phase),
@@ -154,6 +163,8 @@ def read_heartbeat(error_file: str) -> Heartbeat:
             data / 1000,
             others / 1000,
             mfu / 1000,
+            counted_at,
+            python_at,
             content[fields:].rstrip(b"\0").decode(errors="replace"),
         )
     return Heartbeat()

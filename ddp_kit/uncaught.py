@@ -20,7 +20,15 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from ddp_kit.env import ERROR_SHOWN_FILE, NOTE_MARK, NOTE_PRINTED, NOTE_SECONDARY, attempt_folder, error_file
+from ddp_kit.env import (
+    ERROR_SHOWN_FILE,
+    NOTE_MARK,
+    NOTE_PRINTED,
+    NOTE_PRINTED_HERE,
+    NOTE_SECONDARY,
+    attempt_folder,
+    error_file,
+)
 from ddp_kit.errors import DdpKitError
 
 _LIBRARY_FOLDERS = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")))
@@ -63,12 +71,14 @@ class _MessageHook:
             else:
                 self._before(kind, error, trace)
             return
-        if _should_print(error):
+        printed = _should_print(error)
+        if printed:
             rank = f" (rank {self.rank})" if self.rank > 0 else ""
             text = "\n  ".join([str(error), *getattr(error, "__notes__", ())])
             sys.stderr.write(f"ddpkit: error{rank}{_user_code_location(trace)}: {text}\n")
         message = f"{kind.__name__}: {error.message}".partition("\n")[0]
-        leave_note(message, {NOTE_SECONDARY: error.reported_elsewhere, NOTE_PRINTED: not error.only_this_rank})
+        marks = {NOTE_SECONDARY: error.reported_elsewhere, NOTE_PRINTED: not error.only_this_rank}
+        leave_note(message, {**marks, NOTE_PRINTED_HERE: printed})
 
 
 def folded_traceback(error: BaseException, trace: TracebackType | None) -> str:

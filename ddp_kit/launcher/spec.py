@@ -162,7 +162,7 @@ def parser(torchrun: argparse.ArgumentParser) -> Parser:
         type=_seconds,
         help="kill a process that has made no progress for SECONDS (or for twice the longest pause so far, if that is"
         " longer), and print where every rank was. 0: never. Default: 300, but only for scripts with a Trainer; a"
-        " value given here also covers other scripts, by their collectives",
+        " value given here also covers other scripts, by their collectives and by whether they execute Python code",
     )
     ours.add_argument(
         "--dry-run",

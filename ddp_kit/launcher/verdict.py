@@ -34,6 +34,8 @@ class Failure:
     """Its exception in one line; empty: unknown."""
     printed: bool = False
     """Whether a rank of its node has already printed the whole message."""
+    printed_here: bool = False
+    """Whether it was this rank that printed it."""
     trace: str = ""
     """Its traceback; empty: unknown."""
     step: int | None = None
@@ -118,8 +120,10 @@ class Verdict:
 
 
 def first_failure(failures: tuple[Failure, ...]) -> Failure:
-    """The earliest failure, with secondary failures last."""
-    return min(failures, key=lambda failure: (_secondary_level(failure), failure.after))
+    """The earliest failure, with secondary failures last; if several have its error, the rank that printed it."""
+    first = min(failures, key=lambda failure: (_secondary_level(failure), failure.after))
+    same = [each for each in failures if each.printed_here and each.message == first.message and not each.secondary]
+    return min(same, key=lambda failure: failure.after, default=first)
 
 
 def _secondary_level(failure: Failure) -> int:

@@ -4,7 +4,9 @@ Every rank runs the whole script. If one rank built different data or settings, 
 the ranks would wait for each other forever.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from torch.optim import Optimizer
@@ -17,6 +19,23 @@ from ddp_kit.world import World, host_group
 
 Facts = dict[str, int | str]
 
+
+@dataclass(frozen=True)
+class Difference:
+    """A fact that is not the same on all ranks."""
+
+    description: str
+    """The name of the fact, and the ranks that differ."""
+    minority: tuple[int, ...] = ()
+    """See `minority`."""
+
+    def error(self, world: World, message: str, hint: str) -> DataError:
+        """The error that all ranks raise. If a minority differs, its lowest rank reports it: the cause is there."""
+        error = DataError(message, hint)
+        error.reported_elsewhere = bool(self.minority) and world.rank != self.minority[0]
+        return error
+
+
 _MAY_DIFFER = {"num_workers", "pin_memory", "prefetch_batches"}  # these do not change which batches are fetched
 
 
@@ -28,8 +47,9 @@ def check_agreement(world: World, facts: Facts, groups: Sequence[Sequence[int]] 
     """
     found = first_difference(world, facts, groups, on_host=on_host)
     if found is not None:
-        raise DataError(
-            f"the ranks do not agree on {found}",
+        raise found.error(
+            world,
+            f"the ranks do not agree on {found.description}",
             "every rank runs the whole script and must build the same data, model and settings: set the random seed "
             "before building them, load weights before creating the Trainer, and let the Trainer divide the data",
         )
@@ -37,8 +57,8 @@ def check_agreement(world: World, facts: Facts, groups: Sequence[Sequence[int]] 
 
 def first_difference(
     world: World, facts: Facts, groups: Sequence[Sequence[int]] = (), *, on_host: bool = False
-) -> str | None:
-    """A description of the first fact that differs between ranks, and of the ranks; None: all are equal. A collective.
+) -> Difference | None:
+    """The first fact that differs between ranks; None: all are equal. A collective.
 
     `groups`: compare ranks only within each group; empty: compare all ranks. `on_host`: do not wait for the device.
     """
@@ -46,16 +66,41 @@ def first_difference(
     table = zip(*gathered(world, numbers, host_group(world) if on_host else None), strict=True)
     for (name, fact), values in zip(facts.items(), table, strict=True):
         for group in groups or [range(world.world_size)]:
-            others = [rank for rank in group if values[rank] != values[group[0]]]
-            if others and isinstance(fact, int):
-                return f"{name}: {', '.join(str(values[rank]) for rank in group)} on {_ranks(group)}"
-            if others:
-                return f"{name}: {_ranks(others)} {'differs' if len(others) == 1 else 'differ'} from rank {group[0]}"
+            if len({values[rank] for rank in group}) > 1:
+                own = {rank: values[rank] for rank in group}
+                shown = _numbers(own) if isinstance(fact, int) else which_differ(own)
+                return Difference(f"{name}: {shown}", minority(own))
     return None
 
 
+def minority(values: Mapping[int, Hashable]) -> tuple[int, ...]:
+    """The ranks without the value that more than half of the ranks have; empty: there is no such value.
+
+    `values`: rank -> value, in rank order.
+    """
+    ((most_common, count),) = Counter(values.values()).most_common(1)
+    return tuple(rank for rank, value in values.items() if value != most_common) if 2 * count > len(values) else ()
+
+
+def which_differ(values: Mapping[int, Hashable]) -> str:
+    """`rank 2 differs from ranks 0, 1`: a minority from the others, else all from the first one."""
+    first = next(iter(values))
+    few = minority(values) or [rank for rank, value in values.items() if value != values[first]]
+    others = [rank for rank in values if rank not in few] if minority(values) else [first]
+    return f"{_ranks(few)} {'differs' if len(few) == 1 else 'differ'} from {_ranks(others)}"
+
+
+def _numbers(values: Mapping[int, int]) -> str:
+    """`9 on rank 2; 8 on ranks 0, 1`, or the numbers in rank order if there is no majority."""
+    few = minority(values)
+    if not few:
+        return f"{', '.join(map(str, values.values()))} on {_ranks([*values])}"
+    others = [rank for rank in values if rank not in few]
+    return f"{', '.join(str(values[rank]) for rank in few)} on {_ranks(few)}; {values[others[0]]} on {_ranks(others)}"
+
+
 def _ranks(ranks: Sequence[int]) -> str:
-    if isinstance(ranks, range) and len(ranks) > 1:
+    if len(ranks) > 2 and [*ranks] == [*range(ranks[0], ranks[-1] + 1)]:
         return f"ranks {ranks[0]} to {ranks[-1]}"
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

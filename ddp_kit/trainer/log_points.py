@@ -9,14 +9,14 @@ from torch import Tensor
 
 from ddp_kit.advice import Adviser, Watched, slowest_rank
 from ddp_kit.config import TrainerConfig
-from ddp_kit.errors import DataError, LossError
+from ddp_kit.errors import LossError
 from ddp_kit.log import logger
 from ddp_kit.metrics import bad_weight
 from ddp_kit.records import LogRow
 from ddp_kit.timing import StepClock
 from ddp_kit.torch_internals import compilations
 from ddp_kit.trainer import fingerprint
-from ddp_kit.trainer.agreement import first_difference
+from ddp_kit.trainer.agreement import Difference, first_difference
 from ddp_kit.trainer.interval import WEIGHT, Interval, Reading, Values
 from ddp_kit.trainer.parts import Parts
 
@@ -165,8 +165,10 @@ class LogPoints:
             or first_difference(parts.world, fingerprint.facts_of_weights(parts), parts.strategy.replicas)
             or first_difference(parts.world, fingerprint.facts_of_optimizer(parts), parts.strategy.optimizer_replicas)
         )
-        raise DataError(
-            f"after step {step} the ranks do not agree on {found or what}",
+        found = found or Difference(what)
+        raise found.error(
+            parts.world,
+            f"after step {step} the ranks do not agree on {found.description}",
             "callbacks, schedulers and your own code must change weights and optimizers equally on all ranks; "
             'verify_ranks="off" turns the comparison of weights off',
         )

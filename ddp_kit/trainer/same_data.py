@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from ddp_kit.config import DataConfig
-from ddp_kit.errors import DataError
 from ddp_kit.loader.build import loader_options
 from ddp_kit.loader.fetch import ExposeUserDataset
 from ddp_kit.loader.worker_errors import checked_batches
-from ddp_kit.trainer.agreement import Facts
+from ddp_kit.trainer.agreement import Difference, Facts, minority, which_differ
 from ddp_kit.trainer.exchange import gathered
 from ddp_kit.world import World, mixed_seed, random_states, seed_generators, set_random_states
 
@@ -84,8 +83,11 @@ class SampleComparison:
             table = gathered(self._world, self._digests(dataset, keys, loader))
             differ = [number for number in range(len(keys)) if _differ(row[number] for row in table)]
             if differ and self._repeat(dataset, [keys[number] for number in differ], table, differ, loader):
-                raise DataError(
-                    f"the ranks do not agree on sample {keys[differ[0]]} of {role}"
+                first = {rank: row[differ[0]] for rank, row in enumerate(table) if row[differ[0]] != _UNKNOWN}
+                found = Difference(f"sample {keys[differ[0]]} of {role}: {which_differ(first)}", minority(first))
+                raise found.error(
+                    self._world,
+                    f"the ranks do not agree on {found.description}"
                     f" ({len(differ)} of {len(keys)} samples that were compared differ)",
                     "every rank must build the same dataset in the same order: sort file listings, set the random seed "
                     "before splitting or shuffling, and let the Trainer divide the dataset over the ranks. If samples "

@@ -18,7 +18,7 @@ HUNG = 124
 LIMIT = seconds(4)
 """For --hang-timeout. The launcher allows ten times as much for the first two steps, or the first ten collectives."""
 FAULTS = """\
-import os, re, signal, sys, time, torch
+import ctypes, os, re, signal, sys, time, torch
 RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 def regex():
@@ -29,6 +29,9 @@ def stop():
 
 def sleep():
     time.sleep(600)
+
+def pause():
+    ctypes.CDLL(None).pause()
 """
 TRAINS = f"""\
 {FAULTS}
@@ -78,10 +81,10 @@ print("done", ATTEMPT)
 """
 
 
-def launch(*words: object) -> "subprocess.CompletedProcess[str]":
+def launch(*words: object, timeout: float = 240) -> "subprocess.CompletedProcess[str]":
     """Run two ranks; nothing of them is left afterwards."""
     job = JobProcesses()
-    run = launching.launch("--nproc-per-node", 2, *words, env=job.env)
+    run = launching.launch("--nproc-per-node", 2, *words, env=job.env, timeout=timeout)
     assert job.alive() == {}
     return run
 
@@ -136,6 +139,48 @@ def test_where_torch_s_own_timeout_comes_first_the_rank_that_was_missing_is_name
     assert "rank 1 failed first: hung" in run.stderr
     assert re.search(r"in the script \(script.py:\d+ in sleep\)", run.stderr), run.stderr
     assert "rank 0 then failed: RuntimeError: Timed out waiting" in run.stderr
+
+
+# Each rank does something else after the last collective, which is not counted before that.
+AT_THE_END = f"""\
+{FAULTS}
+import torch.distributed as dist
+from ddp_kit.heartbeat import HeartbeatField, heartbeat_memory
+
+def end():
+    pass
+
+def work():
+    began = time.monotonic()
+    while time.monotonic() < began + {3 * LIMIT}:
+        time.sleep(0.01)
+    print("worked")
+
+dist.init_process_group("gloo")
+for step in range(19):
+    dist.all_reduce(torch.ones(1))
+while heartbeat_memory()[HeartbeatField.COLLECTIVES] < 19:
+    time.sleep(0.01)
+dist.all_reduce(torch.ones(1))
+globals()[sys.argv[1 + RANK]]()
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank_0", "rank_1"), [("regex", "end"), ("pause", "end"), ("regex", "pause"), ("pause", "pause")]
+)
+def test_a_rank_that_is_stuck_while_no_other_waits_for_it_is_found(script: Script, rank_0: str, rank_1: str) -> None:
+    run = launch("--hang-timeout", LIMIT, script(AT_THE_END), rank_0, rank_1, timeout=60)
+    assert run.returncode == HUNG, run.stderr
+    held = " with the interpreter lock held" if rank_0 == "regex" else ""
+    told = rf"no progress for more than \S+ s; in the script \(script.py:\d+ in {rank_0}\){held}$"
+    assert re.search(rf"rank 0 failed first: hung \(.*\): {told}", run.stderr, re.MULTILINE), run.stderr
+
+
+def test_a_rank_that_works_alone_after_the_others_have_ended_does_not_hang(script: Script) -> None:
+    run = launch("--hang-timeout", LIMIT, script(AT_THE_END), "work", "end")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("worked") == 1
 
 
 # The parent of a vfork sleeps uninterruptibly until its child ends.

@@ -103,6 +103,31 @@ def test_a_mistake_on_one_rank_alone_is_shown_by_that_rank(start: Start, script:
     assert "rank 1 failed first" in run.stderr.splitlines()[-1]
 
 
+PRINTS_FIRST = """
+import atexit, os, time
+from pathlib import Path
+from ddp_kit import TrainerConfig
+
+printed = Path(f"{__file__}.printed")
+if os.environ["RANK"] == "1":
+    atexit.register(lambda: (printed.touch(), time.sleep(600)))
+while os.environ["RANK"] == "0" and not printed.exists():
+    time.sleep(0.01)
+TrainerConfig(log_every=0)
+"""
+
+
+@pytest.mark.slow
+def test_the_verdict_names_the_rank_that_printed_the_mistake_though_another_ended_first(
+    start: Start, script: Script
+) -> None:
+    run = start("ddpkit", 2, script(PRINTS_FIRST))
+    assert run.returncode == 1
+    assert run.stderr.count("ddpkit: error at script.py:") == 1, run.stderr
+    assert "ddpkit: rank 1 failed first: exit code 1" in run.stderr
+    assert "rank 0 then failed" in run.stderr
+
+
 FAULTS = """
 import torch
 from torch import nn
@@ -393,3 +418,22 @@ def test_a_module_may_be_left_out_of_a_pass_by_all_ranks(start: Start, script: S
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("step 2") == 2
     assert "did not reach" not in run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("odd", [0, 2])
+def test_the_rank_whose_weights_differ_from_those_of_most_ranks_is_the_cause(
+    start: Start, script: Script, odd: int
+) -> None:
+    drift = """
+def drift(loss):
+    with torch.no_grad():
+        model.spare.bias.add_(call == 3)
+    return loss
+"""
+    run = start("ddpkit", 3, script(FAULTS.format(on=(odd,), loss="drift(loss)", leaves_out=False, change=drift)))
+    assert run.returncode == 1
+    differs = f"first in spare.bias: rank {odd} differs from ranks {'1, 2' if odd == 0 else '0, 1'}\n"
+    assert run.stderr.count(differs) == 1, run.stderr
+    assert f"ddpkit: error{f' (rank {odd})' if odd else ''} at script.py:" in run.stderr
+    assert f"ddpkit: rank {odd} failed first: exit code 1" in run.stderr

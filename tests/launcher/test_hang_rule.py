@@ -106,6 +106,28 @@ def test_a_script_without_a_trainer_is_watched_where_that_was_asked_for() -> Non
     assert not any(Course(early, replace(early, collectives=3), any_script=True).quiet(79))
 
 
+def test_ranks_that_all_stay_in_native_code_hang_though_nobody_waits() -> None:
+    """The time of Python code is known by its changes; it is no progress by itself."""
+    observed = replace(PLAIN, python_at=1)
+    assert Course(observed, any_script=True).quiet(9)[-1] == NoProgress(9.0, 8.0)
+    assert any(Course(observed, observed, any_script=True).quiet(9))
+    assert not any(Course(observed, observed).quiet(500)), "not asked for"
+    course = Course(replace(observed, collectives=0), any_script=True)
+    for tick in range(1, 500):
+        course.signs[0] = replace(course.signs[0], counted_at=tick)
+        assert course.look() is None, "no distributed program"
+    course = Course(replace(observed, collectives=0, counted_at=1), any_script=True)
+    assert course.quiet(79) == [None] * 79
+    assert any(course.quiet(2)), "it holds the interpreter lock"
+    course = Course(observed, observed, any_script=True)
+    for tick in range(2, 100):
+        course.signs[1] = replace(observed, python_at=tick)
+        assert course.look() is None
+    course = Course(observed, any_script=True)
+    course.beat(0, collectives=0)
+    assert any(course.quiet(9)), "the group was destroyed, which is not the start of the script"
+
+
 def test_time_in_which_nobody_looked_does_not_count() -> None:
     course = Course(TRAINS, TRAINS)
     assert course.look(after=3600.0) is None

@@ -102,6 +102,13 @@ def test_what_the_console_has_already_is_not_repeated() -> None:
     assert judge(Outcome((on_another_node,))).text.endswith(", host h2, pid 101): LossError: no")
 
 
+def test_of_several_ranks_with_one_error_the_one_that_printed_it_is_named() -> None:
+    silent = replace(failure(0, 1, 2.0, "ConfigError: no"), printed=True)
+    printing = replace(failure(1, 1, 2.1, "ConfigError: no", terminated=True), printed=True, printed_here=True)
+    assert first_failure((silent, printing)).rank == 1
+    assert first_failure((replace(silent, message="KeyError: 'x'", printed=False), printing)).rank == 0
+
+
 def test_workers_that_have_saved_ask_for_another_run() -> None:
     saved = tuple(failure(rank, ExitCode.REQUEUE, 1.0) for rank in range(2))
     echo = replace(failure(2, 1, 0.5, "Connection closed by peer"), secondary=True)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from ddp_kit import DataConfig
-from ddp_kit.trainer import same_data
+from ddp_kit import DataConfig, DataError
+from ddp_kit.trainer import agreement, same_data
 from ddp_kit.trainer.same_data import SampleComparison, digest_of_sample
 from ddp_kit.world import World
 
@@ -103,7 +103,7 @@ def test_ranks_that_differ_are_told_unless_their_samples_differ_from_themselves(
 
     monkeypatch.setattr(same_data, "gathered", gathered)
     comparison = SampleComparison(world(), DataConfig(), 0)
-    with pytest.raises(same_data.DataError, match="do not agree on sample 0 of train_data"):
+    with pytest.raises(DataError, match="do not agree on sample 0 of train_data"):
         comparison.compare({"train_data": Fetched()})
 
     class OwnRandom(Fetched):
@@ -120,3 +120,42 @@ def test_a_dataset_that_takes_long_is_not_asked_for_more_than_one(monkeypatch: p
     data = Fetched()
     SampleComparison(world(), DataConfig(), 0).compare({"train_data": data})
     assert data.asked == [0]
+
+
+@pytest.mark.parametrize(
+    ("samples", "described", "reporter"),
+    [
+        ((8, 9), "8, 9 on ranks 0, 1", None),
+        ((8, 9, 8), "9 on rank 1; 8 on ranks 0, 2", 1),
+        ((9, 8, 8, 8), "9 on rank 0; 8 on ranks 1 to 3", 0),
+        ((8, 8, 9, 9), "8, 8, 9, 9 on ranks 0 to 3", None),
+        ((7, 8, 8, 9, 8), "7, 9 on ranks 0, 3; 8 on ranks 1, 2, 4", 0),
+    ],
+)
+@pytest.mark.parametrize("text", [False, True])
+def test_ranks_that_differ_from_most_others_are_named_and_report_it(
+    monkeypatch: pytest.MonkeyPatch, samples: tuple[int, ...], described: str, reporter: int | None, text: bool
+) -> None:
+    monkeypatch.setattr(agreement, "gathered", lambda world, numbers: [[each] for each in samples])
+    reporting = []
+    for rank, own in enumerate(samples):
+        with pytest.raises(DataError) as caught:
+            agreement.check_agreement(
+                World(rank, len(samples), 0, 1, 0, torch.device("cpu")), {"it": str(own) if text else own}
+            )
+        assert text or caught.value.message == f"the ranks do not agree on it: {described}"
+        reporting += [rank] * (not caught.value.reported_elsewhere)
+    assert reporting == ([*range(len(samples))] if reporter is None else [reporter])
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ("ab", "rank 1 differs from rank 0"),
+        ("aabb", "ranks 2, 3 differ from rank 0"),
+        ("baaa", "rank 0 differs from ranks 1 to 3"),
+        ("abaca", "ranks 1, 3 differ from ranks 0, 2, 4"),
+    ],
+)
+def test_ranks_are_compared_with_the_value_of_the_majority(values: str, words: str) -> None:
+    assert agreement.which_differ(dict(enumerate(values))) == words

@@ -7,7 +7,7 @@ from signal import SIGKILL, SIGTERM
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from ddp_kit.env import NOTE_AT_START, NOTE_PRINTED, NOTE_SECONDARY
+from ddp_kit.env import NOTE_AT_START, NOTE_PRINTED, NOTE_PRINTED_HERE, NOTE_SECONDARY
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.heartbeat import read_heartbeat
 from ddp_kit.launcher import hints, tracebacks
@@ -53,6 +53,7 @@ def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) 
         terminated=terminated,
         secondary=secondary,
         printed=bool(extra.get(NOTE_PRINTED)),
+        printed_here=bool(extra.get(NOTE_PRINTED_HERE)),
         out_of_memory=out_of_memory,
         others=workers.hang_monitor.others if timed_out and not hung else (),
     )

@@ -85,7 +85,7 @@ class HangMonitor:
         """Return the local rank that hangs; None: none. `pids`: of the running workers, by local rank."""
         if self._rule is None or self.next_check() != 0.0 or not pids:
             return None
-        heartbeats = self._read_heartbeats(pids)
+        heartbeats, read_at = self._read_heartbeats(pids), time.monotonic_ns()
         no_progress = self._rule.check(heartbeats, time.monotonic(), stopped=any(map(is_stopped, pids.values())))
         self._left_to_other_nodes = self._left_to_other_nodes and no_progress is not None
         if no_progress is None or (self._left_to_other_nodes and not no_progress.past_other_nodes_limit):
@@ -107,7 +107,8 @@ class HangMonitor:
         if not self._has_user_limit and may_take_long(heartbeats[local_rank]) and not stacks[local_rank].stopped:
             self._rule.reset()
             return None
-        self._record(local_rank, heartbeats, stacks, self._message(heartbeats, no_progress, waits), _RAISE_LIMIT, waits)
+        message = self._message(heartbeats, read_at, no_progress, waits)
+        self._record(local_rank, heartbeats, stacks, message, _RAISE_LIMIT, waits)
         return local_rank
 
     def after_timeout(self, pids: Mapping[int, int]) -> int | None:
@@ -156,14 +157,16 @@ class HangMonitor:
     def _read_heartbeats(self, pids: Mapping[int, int]) -> dict[int, Heartbeat]:
         return {local_rank: read_heartbeat(self._error_files[local_rank]) for local_rank in pids}
 
-    def _message(self, heartbeats: Mapping[int, Heartbeat], no_progress: NoProgress, waits: bool) -> str:
+    def _message(self, heartbeats: Mapping[int, Heartbeat], read_at: int, no_progress: NoProgress, waits: bool) -> str:
         message = f"no progress for more than {no_progress.limit:.3g} s"
-        counts = sorted({each.collectives for each in heartbeats.values()})
+        # A rank that holds the interpreter lock has stopped counting, and may have started more collectives since.
+        is_current = all(read_at - each.counted_at < no_progress.limit / 2 * 1e9 for each in heartbeats.values())
+        counts = sorted({each.collectives for each in heartbeats.values()}) if is_current else []
+        if waits and self._several_nodes:
+            return f"{message}; the cause may be on another node"
         if waits:
-            where = (
-                "the cause may be on another node" if self._several_nodes else "all ranks are waiting for each other"
-            )
-            return f"{message}; {where}"
+            ended = len(heartbeats) < len(self._ranks)
+            return f"{message}; {'others have ended' if ended else 'all ranks are waiting for each other'}"
         if len(counts) > 1 and all(each.step is None for each in heartbeats.values()):
             return f"{message}; it has started {counts[0]} collectives, other ranks {counts[-1]}"
         return message

@@ -3,6 +3,9 @@
 each check compares the heartbeats of all running ranks with those of the previous check:
     one has changed                       that rank is alive; the limit grows to twice its longest pause
     none has changed for the limit        a hang: once one rank is stuck, all others soon wait for it
+
+A rank outside of the Trainer may take any time, unless others wait for it in a collective, or all running ranks are in
+native code that does not return, such as the last one after the others have ended.
 """
 
 import re
@@ -41,6 +44,12 @@ class NoProgress:
 class _Rank:
     heartbeat: Heartbeat
     idle: float = 0.0
+    in_native_code: float = 0.0
+    """Seconds without a sign that its main thread executes Python code."""
+    uncounted: float = 0.0
+    """Seconds since its collectives were last counted, which they are unless it holds the interpreter lock."""
+    collectives: int = 0
+    """Those of the default group, or of the last one if it has been destroyed."""
 
 
 class HangRule:
@@ -88,7 +97,7 @@ class HangRule:
     def reset(self) -> None:
         """Reset the idle times, after a pause with a legitimate reason."""
         for rank in self._ranks.values():
-            rank.idle = 0.0
+            rank.idle = rank.in_native_code = rank.uncounted = 0.0
 
     @property
     def limit(self) -> float:
@@ -99,27 +108,46 @@ class HangRule:
     def _settled(self) -> bool:
         """Whether the run is past its first steps and not saving, which may take long on a slow disk."""
         every = [rank.heartbeat for rank in self._ranks.values()]
-        return all(map(self._has_settled, every)) and all(each.phase is not Phase.CHECKPOINT for each in every)
+        settled = all(map(self._has_settled, self._ranks.values()))
+        return settled and all(each.phase is not Phase.CHECKPOINT for each in every)
 
-    def _has_settled(self, heartbeat: Heartbeat) -> bool:
-        if heartbeat.step is None:
-            return self._any_script and heartbeat.collectives >= _FIRST_COLLECTIVES
-        return heartbeat.steps >= _FIRST_STEPS
+    def _has_settled(self, rank: _Rank) -> bool:
+        if rank.heartbeat.step is None:
+            return self._any_script and rank.collectives >= _FIRST_COLLECTIVES
+        return rank.heartbeat.steps >= _FIRST_STEPS
 
     def _after(self, known: _Rank | None, found: Heartbeat, passed: float) -> _Rank:
         if known is None:
-            return _Rank(found)
+            return _Rank(found, collectives=found.collectives)
+        after = _Rank(found, collectives=found.collectives or known.collectives)
+        if known.heartbeat.python_at == found.python_at:
+            after.in_native_code = known.in_native_code + passed
+        if known.heartbeat.counted_at == found.counted_at:
+            after.uncounted = known.uncounted + passed
         if known.heartbeat == found:
-            return _Rank(found, known.idle + passed)
-        if self._in_trainer(known.heartbeat):  # pauses of user code say nothing about how long the Trainer takes
+            after.idle = known.idle + passed
+        elif self._in_trainer(known.heartbeat):  # pauses of user code say nothing about how long the Trainer takes
             self._pause = max(self._pause, known.idle)
-        return _Rank(found)
+        return after
 
     def _progress_expected(self) -> bool:
-        """Whether any rank should make progress: it is in the Trainer, or in a collective that others did not reach."""
+        """Whether any rank should make progress.
+
+        It is in the Trainer, or in a collective that others did not reach, or all ranks are stuck in native code.
+        """
         every = [rank.heartbeat for rank in self._ranks.values()]
         apart = self._any_script and len({each.collectives for each in every}) > 1
-        return apart or any(map(self._in_trainer, every))
+        return apart or any(map(self._in_trainer, every)) or all(map(self._is_in_native_code, self._ranks.values()))
+
+    def _is_in_native_code(self, rank: _Rank) -> bool:
+        """Whether its main thread has executed no Python code for the limit.
+
+        A script without collectives may do so, for example while it waits for another program, if it does not hold the
+        interpreter lock.
+        """
+        if not self._any_script or not rank.heartbeat.python_at or rank.in_native_code < self.limit:
+            return False
+        return bool(rank.collectives or rank.heartbeat.steps) or rank.uncounted >= self.limit
 
     @staticmethod
     def _in_trainer(heartbeat: Heartbeat) -> bool:
