@@ -27,7 +27,10 @@ _MAX_HELD_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 15
 _PARTIAL_SECONDS = 0.05  # until an unfinished line, such as a progress bar, is shown
 _FIRST_OUTPUT_SECONDS = 0.05  # to wait at the first output for other ranks, because labels depend on them
-_HELD_SECONDS = 0.7  # until a traceback of a rank that still runs is shown
+# Until a traceback of a rank that still runs is shown. It may be ending: taking down a CUDA context or threads takes
+# seconds. A rank that continues to write is not.
+_HELD_SECONDS = 0.7  # if the rank writes something after this time
+_SILENT_SECONDS = 5.0  # if it does not
 _JOIN_SECONDS = 0.1
 _MARKS = (b"Traceback (most recent call last)", b"Fatal Python error: ", b"terminate called ")
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
@@ -65,8 +68,6 @@ class _Source:
     held: bytes = b""
     """A traceback that may be the final output, with all output after it."""
     held_since: float = 0.0
-    continued: bool = False
-    """Whether there was more output after the latest traceback that was shown."""
     tail: bytes = b""
     warnings: tracebacks.WarningFilter = field(default_factory=tracebacks.WarningFilter)
 
@@ -101,6 +102,8 @@ class Output:
         self._copies: dict[str, int] = {}
         self._redirected: dict[int, str] = {}
         self._ranks_on: dict[int, set[int]] = {1: set(), 2: set()}  # console -> the ranks that have written to it
+        self._latest: dict[int, float] = {}  # local rank -> time of its latest output
+        self._continued: set[int] = set()  # local ranks with more output after the latest traceback that was shown
         self._failed: set[int] = set()
         self._consoles = _Consoles()
         # Descriptor -> the one that shows its output: both streams share the unfinished line if they share a place.
@@ -189,6 +192,7 @@ class Output:
 
     def _receive(self, source: _Source, data: bytes) -> bool:
         """Pass the data on; False if neither a console nor a file accepts it any more."""
+        self._latest[source.local_rank] = time.monotonic()
         source.tail = (source.tail + data)[-_TAIL_BYTES:]
         if source.copy >= 0:
             with suppress(OSError):  # a full disk must not end the job; the console still shows the output
@@ -211,7 +215,7 @@ class Output:
                 self._show(source, lines[:start])
             source.held, source.held_since = lines[start:], time.monotonic()
         else:
-            source.continued = True
+            self._continued.add(source.local_rank)
             self._show(source, lines)
         if len(source.held) > _MAX_HELD_BYTES:
             self._release(source)
@@ -219,7 +223,9 @@ class Output:
     def _show_overdue(self) -> None:
         now = time.monotonic()
         for source in [*self._sources, *self._ended]:
-            if source.held and now - source.held_since > _HELD_SECONDS and not self._is_final(source):
+            written = self._latest[source.local_rank] if source.held else 0.0
+            overdue = written - source.held_since > _HELD_SECONDS or now - source.held_since > _SILENT_SECONDS
+            if source.held and overdue and not self._is_final(source):
                 self._release(source)
             if source.partial and now - source.partial_since > _PARTIAL_SECONDS and not self._has_unread_data(source):
                 self._show_partial(source)
@@ -244,7 +250,7 @@ class Output:
 
     def _release(self, source: _Source) -> None:
         """Show a traceback that was held back."""
-        source.continued = False
+        self._continued.discard(source.local_rank)
         held, source.held = source.held, b""
         self._show(source, held)
         self._consoles.latest_trace = source.local_rank
@@ -347,10 +353,9 @@ class Output:
         if local_rank in self._redirected:
             tail = _end_of_file(self._redirected[local_rank])
             return FinalOutput(tracebacks.shortened(tracebacks.split(tail)[0]), tail)
-        tails, continued = [], False
+        tails = []
         for source in sources:
             if source.local_rank == local_rank:
-                continued = continued or source.continued
                 tails.append(source.tail.decode(errors="replace"))
                 if source.held:
                     text = (source.held + source.partial).decode(errors="surrogateescape")
@@ -360,7 +365,7 @@ class Output:
                         source.held, source.partial = b"", rest.encode(errors="surrogateescape")
                         return FinalOutput(short, tails[-1])
                     return FinalOutput(short, tails[-1], shown=True)  # the caller shows it in full
-        traces = () if continued else (tracebacks.split(tail)[0] for tail in reversed(tails))
+        traces = () if local_rank in self._continued else (tracebacks.split(tail)[0] for tail in reversed(tails))
         trace = next(filter(None, traces), "")
         return FinalOutput(tracebacks.shortened(trace), "\n".join(tails), shown=True)
 

@@ -283,6 +283,21 @@ def test_so_it_is_of_ranks_that_python_itself_has_started(script: Script) -> Non
     assert_shown_once(launch("--cold", "--nproc-per-node", 3, main, labels=True), rank=1)
 
 
+def test_so_it_is_of_ranks_that_take_long_to_end(script: Script) -> None:
+    """And each that failed alike is counted, though it is terminated while it ends."""
+    main = script(f"""{MEETS}
+import atexit, time
+print("before")
+dist.barrier()
+atexit.register(time.sleep, 2)
+raise ValueError("no luck")
+""")
+    run = launch("--cold", "--nproc-per-node", 3, main)
+    assert run.stderr.count("Traceback (most recent call last)") == 1, run.stderr
+    assert re.search(r"ddpkit: rank \d failed first: exit code 1 .*: ValueError: no luck", run.stderr), run.stderr
+    assert re.search(r"^  ranks \d, \d then failed with the same error$", run.stderr, re.MULTILINE), run.stderr
+
+
 def assert_shown_once(run: "subprocess.CompletedProcess[str]", rank: int) -> None:
     lines = run.stderr.splitlines()
     assert run.returncode == 1

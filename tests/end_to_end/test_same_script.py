@@ -379,12 +379,10 @@ def _take_the_terminal() -> None:
 def _told_apart(stderr: list[str]) -> tuple[list[str], list[str]]:
     """The script's lines, and those of the launcher and of torch's agent, without pids and times."""
     agent = re.compile(r"[IWE]\d{4} [\d:.]+ +\d+ .*?\] ")
-    last_words = re.compile(r"ddpkit: rank \d+ failed first|={60}")  # the second: torch's, for what it has recorded
+    last_words = re.compile(r"ddpkit: rank \d+ failed first")
     end = next((number for number, line in enumerate(stderr) if last_words.match(line)), len(stderr))
     launcher = [line for line in stderr[:end] if line.startswith("ddpkit: ") or agent.match(line)]
     script = [_without_addresses(line) for line in stderr[:end] if line not in launcher]
-    if end < len(stderr) and stderr[end].startswith("="):
-        script.pop()  # an empty line before torch's
     return script, [re.sub(r"pid:? \d+", "pid", agent.sub("", line)) for line in launcher + stderr[end:]]
 
 

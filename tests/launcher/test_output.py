@@ -15,7 +15,8 @@ SPEAKERS = 8
 LINES = 2000
 
 # The launcher's descriptors 1 and 2 are what the test reads; workers are plain programs that get their ends.
-# A traceback is held back until its rank has failed, however long that takes here, unless `held` says otherwise.
+# A traceback is held back until its rank has failed, however long that takes here, unless `held` says otherwise, or
+# `silent` for a rank that writes nothing more.
 # And `partial`: after how many seconds the beginning of a line is shown.
 HOST = f"""
 import os, subprocess, sys
@@ -25,9 +26,10 @@ from ddp_kit.launcher.streams import Route, Streams
 
 def run(
     programs, route=lambda rank: Route(console=True), failed=(), direct=False, colour=False,
-    is_ending=lambda rank: False, is_secondary=lambda trace: False, held={seconds(60)}, partial=0.05,
+    is_ending=lambda rank: False, is_secondary=lambda trace: False,
+    held={seconds(60)}, silent={seconds(60)}, partial=0.05,
 ):
-    module._HELD_SECONDS, module._PARTIAL_SECONDS = held, partial
+    module._HELD_SECONDS, module._SILENT_SECONDS, module._PARTIAL_SECONDS = held, silent, partial
     streams = [Streams(rank, rank, route(rank), route(rank)) for rank in range(len(programs))]
     output = Output(streams, direct, colour, is_ending)
     workers = []
@@ -219,7 +221,7 @@ def test_a_crash_of_the_interpreter_is_kept_back_like_a_traceback() -> None:
 def test_a_traceback_that_was_caught_is_not_the_reason_of_a_later_failure() -> None:
     program = "import sys, traceback\ntry: 1 / 0\nexcept Exception: traceback.print_exc()\nsys.stdin.read(1)"
     code = f"""
-        words = run([{program!r} + "; print('on'); sys.exit(4)", "pass"], failed=[0], held={seconds(0.7)})
+        words = run([{program!r} + "; print('on'); sys.exit(4)", "pass"], failed=[0], silent={seconds(0.7)})
         print("GIVEN", repr(words[0].trace), flush=True)
     """
     output, errors = hosted_until("ZeroDivisionError: division by zero", code)
@@ -242,13 +244,47 @@ def test_the_traceback_of_a_rank_that_takes_long_to_end_of_it_is_kept_back(tmp_p
     later = f"import os; open({str(written)!r}).read(); os.write(2, b'Fatal Python error: told' + bytes([10]))"
     code = f"""
         words = run(
-            [{program!r}, {later!r}], failed=[0], is_ending=lambda rank: rank == 0, held={seconds(0.7)}
+            [{program!r}, {later!r}], failed=[0], is_ending=lambda rank: rank == 0, silent={seconds(0.7)}
         )
         print("GIVEN", words[0].trace.splitlines()[-1], words[0].shown, flush=True)
     """
     output, errors = hosted_until("Fatal Python error: told", code)
     assert "GIVEN ZeroDivisionError: division by zero False" in output, output
     assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_the_traceback_of_a_silent_rank_is_kept_back_longer_than_that_of_one_that_writes_on(tmp_path: Path) -> None:
+    """Of a rank that Python itself has started, nobody knows that it is ending."""
+    written = tmp_path / "written"
+    os.mkfifo(written)
+    silent = (
+        f"import atexit, sys; atexit.register(lambda: (open({str(written)!r}, 'w').close(), sys.stdin.read(1)))\n"
+        "raise ValueError('no luck')"
+    )
+    writes_on = (
+        f"import os, select, sys; open({str(written)!r}).read(); os.write(2, b'Fatal Python error: told' + bytes([10]))"
+        "\nwhile not select.select([sys.stdin], [], [], 0.1)[0]: print('on')"
+    )
+    code = f"""
+        words = run([{silent!r}, {writes_on!r}], failed=[0], held={seconds(0.7)})
+        print("GIVEN", words[0].trace.splitlines()[-1], words[0].shown, flush=True)
+    """
+    output, errors = hosted_until("Fatal Python error: told", code)
+    assert "GIVEN ValueError: no luck False" in output, output
+    assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_a_traceback_that_was_shown_is_the_reason_of_a_failure_without_further_output() -> None:
+    """Whatever the rank has written before it."""
+    program = "import sys, traceback\nprint('before')\ntry: 1 / 0\nexcept Exception: traceback.print_exc()\n"
+    code = f"""
+        words = run([{program!r} + "sys.stdin.read(1); sys.exit(4)", "pass"], failed=[0], silent={seconds(0.7)})
+        print("GIVEN", words[0].trace.splitlines()[-1], flush=True)
+    """
+    output, _ = hosted_until("ZeroDivisionError: division by zero", code)
+    assert "GIVEN ZeroDivisionError: division by zero" in output, output
 
 
 def test_a_very_long_traceback_of_a_secondary_failure_is_not_shown() -> None:

@@ -4,10 +4,9 @@ import json
 import os
 import signal
 import socket
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from ddp_kit.launcher.rendezvous import Rendezvous
 from ddp_kit.launcher.streams import open_log
 from ddp_kit.launcher.verdict import Outcome
 from ddp_kit.launcher.warm.client import WarmServer
-from ddp_kit.masking import masked
 
 PrintMessage = Callable[[str], None]
 
@@ -80,7 +78,7 @@ def run(plan: Plan, warm: WarmServer | None, print_message: PrintMessage) -> Run
     with _run_folder(plan.logs, warm, print_message) as folder:
         if not plan.rendezvous.served_by_ddpkit:
             outcome, failures = torch_agent.run(plan, folder, warm)
-            _summarise(plan.script, failures)
+            _hand_on_error_file(plan.script, failures)
             return RunResult(outcome)
         result = _run_agent(plan, folder, warm, print_message)
         if not plan.logs.are_kept:
@@ -103,7 +101,7 @@ def _run_agent(plan: Plan, folder: str, warm: WarmServer | None, print_message: 
         outcome = agent.run()
     finally:
         link.close()
-    _summarise(plan.script, agent.recorded_failures())
+    _hand_on_error_file(plan.script, agent.recorded_failures())
     return RunResult(outcome, agent.shown, agent.folder, agent.stacks)
 
 
@@ -169,16 +167,12 @@ def _check_event_handler(name: str) -> None:
         ) from None
 
 
-def _summarise(script: str, failures: dict[int, ProcessFailure]) -> None:
-    """Print torchrun's summary if the script wrote an error file, as torch's @record does."""
-    if not failures:
-        return
-    summary = ChildFailedError(script, failures)
-    with suppress(OSError, ValueError, AttributeError):  # stderr is closed
-        sys.stderr.write(f"{masked(str(summary), os.environ)}\n")
-    _, first = summary.get_first_failure()
-    if os.environ.get(ERROR_FILE) and Path(first.error_file).exists():  # this launcher is a worker of another launcher
-        get_error_handler().dump_error_file(first.error_file, first.exitcode)
+def _hand_on_error_file(script: str, failures: dict[int, ProcessFailure]) -> None:
+    """If this launcher is a worker of another one, give it the error file of the first failure, as torchrun does."""
+    if failures and os.environ.get(ERROR_FILE):
+        _, first = ChildFailedError(script, failures).get_first_failure()
+        if Path(first.error_file).exists():
+            get_error_handler().dump_error_file(first.error_file, first.exitcode)
 
 
 # The run folder ------------------------------------------------------------------------------------------------------
