@@ -90,6 +90,10 @@ def children() -> list[Child]:
     A killed process with several threads is a zombie that cannot be waited for until its last thread has ended. Only
     then do its own children become children of this process.
     """
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # the usual case at the end of a job, where searching takes milliseconds
+        return []
     own, found = str(os.getpid()).encode(), []
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():

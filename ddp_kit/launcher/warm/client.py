@@ -171,10 +171,14 @@ class WarmServer:
         """End all remaining workers, the processes they left behind, and the server."""
         self._channel.close()
         self._process.send_signal(signal.SIGCONT)  # a stopped server cannot clean up
-        if self._has_started:  # else it may still be importing torch
-            with suppress(subprocess.TimeoutExpired):
-                if self._process.wait(_CLOSE_SECONDS) == 0:
-                    return
+        if self._has_started and self._process.poll() is None:  # not started: it may still be importing torch
+            watched = os.pidfd_open(self.pid)  # `Popen.wait` with a timeout looks only every 50 ms
+            poll = select.poll()
+            poll.register(watched, select.POLLIN)
+            poll.poll(_CLOSE_SECONDS * 1000)
+            os.close(watched)
+        if self._process.poll() == 0:
+            return
         self._process.kill()
         self._process.wait()
         _end_leftovers()
