@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_GIB = 1 << 30
+from ddp_kit.sizes import size_text
+
 _MIN_SHOWN_WAIT = 0.05
 """The share of a step's time from which on waiting for other ranks is shown."""
 
@@ -54,7 +55,7 @@ class LogRow:
         waits = self.times.communication / self.step_seconds
         others = f"  ranks {waits:.0%}" if waits >= _MIN_SHOWN_WAIT else ""
         mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%}"
-        memory = f"  memory {max(self.rank_memory) / _GIB:.1f} GiB" if self.rank_memory else ""
+        memory = f"  memory {size_text(max(self.rank_memory))}" if self.rank_memory else ""
         return (
             f"epoch {self.epoch + 1}  loss {self.loss:.4g}{own}  lr {self.learning_rate:.3g}  "
             f"{self.samples_per_second:,.0f} samples/s{mfu}  data {self.data_seconds / self.step_seconds:.0%}"

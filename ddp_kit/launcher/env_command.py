@@ -18,9 +18,9 @@ from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.cgroups import cpu_quota, memory_limit
 from ddp_kit.launcher.clusters import recognition
 from ddp_kit.launcher.doctor import driver, probes
-from ddp_kit.launcher.doctor.machine import size
 from ddp_kit.launcher.parser import Parser
 from ddp_kit.masking import masked_env
+from ddp_kit.sizes import size_text
 
 _FURTHER_PACKAGES = (
     "triton", "torchvision", "torchao", "torchdata", "transformers", "accelerate", "lightning", "datasets",
@@ -61,7 +61,7 @@ def facts(env: Mapping[str, str]) -> dict[str, Any]:
         "processors": _processors(),
         "memory": _memory(),
         "driver": none if nvidia.error else f"{nvidia.version}{cuda}",
-        "GPUs": [f"{card.gpu.label}: {card.gpu.name}, {size(card.gpu.memory_total)}" for card in nvidia.cards],
+        "GPUs": [f"{card.gpu.label}: {card.gpu.name}, {size_text(card.gpu.memory_total)}" for card in nvidia.cards],
         "cluster": _cluster(env),
         "packages": _packages(),
         "variables": reported_variables(masked_env(env)),
@@ -84,7 +84,7 @@ def _processors() -> str:
 
 def _memory() -> str:
     total, limit = psutil.virtual_memory().total, memory_limit()
-    return size(total) + (f", limited to {size(limit)}" if limit is not None and limit < total else "")
+    return size_text(total) + (f", limited to {size_text(limit)}" if limit is not None and limit < total else "")
 
 
 def _cluster(env: Mapping[str, str]) -> str:

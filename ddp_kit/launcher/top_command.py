@@ -21,10 +21,10 @@ from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.clusters.host_names import hosts_of
 from ddp_kit.launcher.devices.gpu_usage import GpuUsage
-from ddp_kit.launcher.devices.gpus import GIB
 from ddp_kit.launcher.parser import Parser
 from ddp_kit.launcher.readings import JobReading, RankReading, as_json, readings
 from ddp_kit.launcher.remote_readings import HostReadings, readings_of
+from ddp_kit.sizes import GIB
 
 _EPILOG = """\
 columns:

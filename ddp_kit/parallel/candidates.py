@@ -14,7 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ddp_kit.config import MemoryConfig, ParallelConfig, StrategyName
-from ddp_kit.parallel.memory import GIB, ModelMemory, plan_memory, tensor_size
+from ddp_kit.parallel.memory import ModelMemory, plan_memory, tensor_size
+from ddp_kit.sizes import size_text
 
 STEPS: tuple[tuple[StrategyName, dict[str, Any]], ...] = (
     ("ddp", {}),
@@ -51,7 +52,7 @@ class Candidate:
         return self.needed <= self.available
 
     def __str__(self) -> str:
-        return f"{self.text} needs {self.needed / GIB:.2f} of {self.available / GIB:.2f} GiB"
+        return f"{self.text} needs {size_text(self.needed, 2)} of {size_text(self.available, 2)}"
 
 
 def candidates(

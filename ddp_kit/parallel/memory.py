@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from ddp_kit.config import ParallelConfig
 from ddp_kit.errors import ConfigError
 from ddp_kit.parallel.mesh import Sizes, sizes_of, whole_gradients_fit
+from ddp_kit.sizes import GIB, size_text
 
-GIB = 1024**3
 MIB = 1024**2
 CONTEXT_BYTES = GIB // 2
 """What CUDA's context takes of a device, about; NCCL's buffers take as much again."""
@@ -150,7 +150,7 @@ class MemoryPlan:
         return self.exact + step + self.communication + self.fixed
 
     def __str__(self) -> str:
-        """A table in GiB."""
+        """A table."""
         most = max(self.activations + self.temporaries, self.optimizer_temporaries)
         step = "" if most == self.optimizer_temporaries else "not counted: less than activations"
         passes = "" if most > self.optimizer_temporaries else "not counted: less than the optimizer's copies"
@@ -168,7 +168,7 @@ class MemoryPlan:
         ]
         if self.host:
             rows.append(("in host memory", self.host, "for each rank"))
-        return "\n".join(f"  {name:<20}{size / GIB:>8.1f} GiB  {note}".rstrip() for name, size, note in rows)
+        return "\n".join(f"  {name:<20}{size_text(size):>12}  {note}".rstrip() for name, size, note in rows)
 
 
 def plan_memory(
@@ -345,7 +345,7 @@ class Setting:
     note: str = ""
 
     def __str__(self) -> str:
-        return f"  {self.text}: {self.plan.total / GIB:.1f} GiB" + (f" ({self.note})" if self.note else "")
+        return f"  {self.text}: {size_text(self.plan.total)}" + (f" ({self.note})" if self.note else "")
 
 
 def settings(model: ModelMemory, ranks: int, device_memory: int, ranks_per_node: int = 8) -> Iterator[Setting]:
@@ -403,7 +403,7 @@ def settings(model: ModelMemory, ranks: int, device_memory: int, ranks_per_node:
             checkpointing=float(bool(model.passed.blocks)),
             **{moved: True},
         )
-        note = f"the optimizer steps on the CPU; {plan.host / GIB:.1f} GiB of host memory for each rank"
+        note = f"the optimizer steps on the CPU; {size_text(plan.host)} of host memory for each rank"
         yield Setting(f'{name}memory={{{recompute}"{moved}": True}}', plan, plan.total <= device_memory, note)
 
 
@@ -437,7 +437,7 @@ def report(
     lines = [f"{title}; {devices}" if title else devices, str(plan)]
     lines += [f"  not known: {problem}" for problem in plan.problems]
     least = "at least " if plan.problems else ""
-    needs, has = f"{least}{plan.total / GIB:.1f} GiB", f"{device_memory / GIB:.1f} GiB"
+    needs, has = f"{least}{size_text(plan.total)}", size_text(device_memory)
     if plan.total <= device_memory:
         lines.append(f"fits: {needs} of {has}" + (", as far as is known" if plan.problems else ""))
         return "\n".join(lines)
@@ -447,7 +447,7 @@ def report(
         lines += ["what fits, cheapest first:", *map(str, found)]
     else:
         least_of = min(settings(model, ranks, device_memory, ranks_per_node), key=lambda each: each.plan.total)
-        least_needed = f"{least_of.plan.total / GIB:.1f} GiB with {least_of.text}"
+        least_needed = f"{size_text(least_of.plan.total)} with {least_of.text}"
         lines.append(f"no setting of ddpkit makes it fit; the least is {least_needed}")
         lines.append("use more devices, a smaller micro_batch_size, or a smaller model")
     return "\n".join(lines)
@@ -458,8 +458,8 @@ def refuse(plan: MemoryPlan, device_memory: int, more: str = "") -> None:
     if plan.exact <= device_memory:
         return
     parts = {"weights": plan.weights, "gradients": plan.gradients, "optimizer state": plan.optimizer_state}
-    shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+    shown = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
     raise ConfigError(
-        f"this cannot fit: {shown} GiB per device, and it has {device_memory / GIB:.1f} GiB",
+        f"this cannot fit: {shown} per device, and it has {size_text(device_memory)}",
         more or '`ddpkit plan` says what fits; parallel="fsdp" divides all three by the number of ranks',
     )

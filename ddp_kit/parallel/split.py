@@ -5,8 +5,7 @@ from itertools import accumulate
 from math import inf
 
 from ddp_kit.errors import ConfigError
-
-_GIB = 1024**3
+from ddp_kit.sizes import size_text
 
 
 def split_chain(costs: Sequence[float], sizes: Sequence[float], capacities: Sequence[float]) -> tuple[range, ...]:
@@ -67,9 +66,9 @@ def _best(
 
 
 def _does_not_fit(sizes: Sequence[float], capacities: Sequence[float]) -> ConfigError:
-    shown = ", ".join(f"{each / _GIB:.2f}" for each in capacities)
+    shown = ", ".join(size_text(each, 2) for each in capacities)
     return ConfigError(
-        f"the model needs {sum(sizes) / _GIB:.2f} GiB in {len(sizes)} blocks, the largest of "
-        f"{max(sizes) / _GIB:.2f} GiB, and no split into consecutive stages fits devices of {shown} GiB",
+        f"the model needs {size_text(sum(sizes), 2)} in {len(sizes)} blocks, the largest of "
+        f"{size_text(max(sizes), 2)}, and no split into consecutive stages fits devices of {shown}",
         "use more devices or a smaller model",
     )

@@ -30,7 +30,6 @@ from ddp_kit.parallel import Strategy
 from ddp_kit.parallel.activations import Activations
 from ddp_kit.parallel.candidates import Candidate, candidate_for, candidates, choose
 from ddp_kit.parallel.memory import (
-    GIB,
     BlockMemory,
     MemoryPlan,
     ModelMemory,
@@ -43,6 +42,7 @@ from ddp_kit.parallel.memory import (
 )
 from ddp_kit.parallel.shards import settings_of
 from ddp_kit.parallel.tensor_plan import split_dimensions
+from ddp_kit.sizes import size_text
 from ddp_kit.torch_internals import FakeTensors, LiveBytes, is_fake, pytree
 from ddp_kit.trainer.exchange import gathered
 from ddp_kit.trainer.parts import Parts
@@ -278,8 +278,8 @@ def what_fits(parts: Parts) -> str:
     if found is None:
         return ""
     return (
-        f"by arithmetic, {found.text} needs {found.needed / GIB:.2f} GiB of {memory / GIB:.2f} GiB on each rank for "
-        f"weights, gradients and optimizer state, and {now.text} needs {now.needed / GIB:.2f} GiB"
+        f"by arithmetic, {found.text} needs {size_text(found.needed, 2)} of {size_text(memory, 2)} on each rank for "
+        f"weights, gradients and optimizer state, and {now.text} needs {size_text(now.needed, 2)}"
     )
 
 

@@ -23,10 +23,11 @@ import torch
 
 from ddp_kit.heartbeat import Phase
 from ddp_kit.log import logger
-from ddp_kit.parallel.memory import GIB, MemoryPlan
+from ddp_kit.parallel.memory import MemoryPlan
 from ddp_kit.profile import Recorder
 from ddp_kit.progress import Heartbeat
 from ddp_kit.records import LogRow, Step
+from ddp_kit.sizes import size_text
 from ddp_kit.timing import StepClock
 from ddp_kit.trainer.checkpoints import Checkpoints
 from ddp_kit.trainer.closure_step import ClosureStep
@@ -255,16 +256,15 @@ class PeakMemory(Subscriber):
         self._steps += 1
         if self._steps < _STEPS_TO_PEAK:
             return
-        peak = torch.cuda.max_memory_allocated(self._world.device) / GIB
+        peak = torch.cuda.max_memory_allocated(self._world.device)
         if self._predicted is not None:
             predicted = self._predicted.total - self._predicted.fixed  # which torch's allocator does not count
-            logger.info("memory: planned {:.1f} GiB, measured peak {:.1f} GiB", predicted / GIB, peak)
+            logger.info("memory: planned {}, measured peak {}", size_text(predicted), size_text(peak))
         elif self._counted is not None:
             logger.info(
-                "memory: {:.1f} GiB calculated for weights, gradients and optimizer state, measured peak {:.1f} GiB "
-                "with activations",
-                self._counted / GIB,
-                peak,
+                "memory: {} calculated for weights, gradients and optimizer state, measured peak {} with activations",
+                size_text(self._counted),
+                size_text(peak),
             )
 
 

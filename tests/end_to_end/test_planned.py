@@ -115,6 +115,7 @@ def test_an_example_can_be_planned(ddpkit: Any, root: Path) -> None:  # docs/pla
     run = ddpkit("plan", "--gpus", "2", "--memory", "8GiB", root / "examples" / "digits.py")
     assert run.returncode == 0, run.stderr
     assert "fits: 1.0 GiB of 8.0 GiB" in run.stdout
+    assert re.search(r"^  weights +\d+\.\d KiB  exact$", run.stdout, re.MULTILINE), "a model of a few thousand values"
     assert "not known" not in run.stdout
 
 

@@ -10,11 +10,21 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "ddp_kit"
-STANDARD_LIBRARY_ONLY = {"errors", "env", "exit_codes", "heartbeat", "uncaught", "config", "manifest", "tensor_files"}
+STANDARD_LIBRARY_ONLY = {
+    "errors",
+    "env",
+    "exit_codes",
+    "heartbeat",
+    "uncaught",
+    "config",
+    "manifest",
+    "sizes",
+    "tensor_files",
+}
 
 FLOOR = {
     "errors": 0, "env": 0, "exit_codes": 0, "heartbeat": 0, "uncaught": 0, "config": 0, "config_types": 0,
-    "manifest": 0, "masking": 0, "other_frameworks": 0,
+    "manifest": 0, "masking": 0, "other_frameworks": 0, "sizes": 0,
     "tensor_files": 0, "tensor_reading": 0, "stored_weights": 0,
     "torch_internals": 0.5, "log": 1, "world": 1, "batch": 1, "records": 1, "state_values": 1, "blocks": 1, "pieces": 1,
     "peak_rates": 1, "memory_peak": 1, "containers": 1,

@@ -22,9 +22,10 @@ from ddp_kit.launcher import doctor
 from ddp_kit.launcher.devices.gpus import Gpu
 from ddp_kit.launcher.doctor import gpu_checks, limits, probes, system_checks, torch_checks
 from ddp_kit.launcher.doctor.driver import Card, Driver
-from ddp_kit.launcher.doctor.machine import GIB, Machine
+from ddp_kit.launcher.doctor.machine import Machine
 from ddp_kit.launcher.doctor.probes import ProbeResult, Probes
 from ddp_kit.launcher.doctor.result import CheckResult, Status
+from ddp_kit.sizes import GIB
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -194,9 +195,9 @@ def test_few_open_files_are_a_warning(healthy: Machine, soft: int, hard: int, st
 
 def test_locked_memory_may_be_small_without_infiniband(healthy: Machine) -> None:
     usual = replace(healthy, locked_memory=(8 * 1024**2, -1))
-    assert_result(limits.locked_memory(usual), Status.OK, "8 MiB")
+    assert_result(limits.locked_memory(usual), Status.OK, "8.0 MiB")
     assert_result(
-        limits.locked_memory(replace(healthy, locked_memory=(65536, -1))), Status.WARN, "64 KiB", "memlock=-1"
+        limits.locked_memory(replace(healthy, locked_memory=(65536, -1))), Status.WARN, "64.0 KiB", "memlock=-1"
     )
     (healthy.root / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
     assert_result(
@@ -206,7 +207,7 @@ def test_locked_memory_may_be_small_without_infiniband(healthy: Machine) -> None
 
 def test_shared_memory_is_to_be_there_and_large(healthy: Machine) -> None:
     small = replace(healthy, space=lambda _: (64 * 1024**2, 64 * 1024**2))
-    assert_result(limits.shared_memory(small), Status.WARN, "64 MiB", "--shm-size=8g", "--ipc=host")
+    assert_result(limits.shared_memory(small), Status.WARN, "64.0 MiB", "--shm-size=8g", "--ipc=host")
     full = replace(healthy, space=lambda _: (10 * GIB, 0))
     assert_result(limits.shared_memory(full), Status.WARN, "0 bytes of 10.0 GiB", "are free")
     (healthy.root / "dev/shm").rmdir()

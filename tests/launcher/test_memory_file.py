@@ -93,7 +93,7 @@ def test_a_report_tells_and_shows_it(tmp_path: Path) -> None:
     assert told[at + 1 : at + 5] == [
         "at the peak 8.00 GiB were allocated, 4.00 GiB of them before step 10, such as weights and optimizer state",
         "<b> (model.py:12): 3.00 GiB in 24 tensors",
-        "no Python code, such as the backward pass: 0.50 GiB in 1 tensor",
+        "no Python code, such as the backward pass: 512.00 MiB in 1 tensor",
         "there were too many allocations to record all of them: record fewer steps",
     ]
     assert any("memory_rank2_steps10-12.json is not JSON" in line for line in told)

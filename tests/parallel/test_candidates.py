@@ -9,7 +9,8 @@ import pytest
 from ddp_kit import TrainerConfig
 from ddp_kit.config import MemoryConfig, ParallelConfig
 from ddp_kit.parallel.candidates import Candidate, candidates, choose
-from ddp_kit.parallel.memory import GIB, ModelMemory, ParameterRow, PassMemory
+from ddp_kit.parallel.memory import ModelMemory, ParameterRow, PassMemory
+from ddp_kit.sizes import GIB
 
 NAMES = (
     'parallel="ddp"',
@@ -99,4 +100,4 @@ def test_nothing_may_fit() -> None:
     chosen, refused = choose(tried(model(1000)))
     assert chosen is None
     assert [each.text for each in refused] == [*NAMES]
-    assert str(refused[0]) == 'parallel="ddp" needs 4000.00 of 56.00 GiB'
+    assert str(refused[0]) == 'parallel="ddp" needs 4,000.00 GiB of 56.00 GiB'

@@ -11,7 +11,6 @@ from ddp_kit import ConfigError, TrainerConfig
 from ddp_kit.config import ParallelConfig
 from ddp_kit.parallel.memory import (
     CONTEXT_BYTES,
-    GIB,
     BlockMemory,
     MemoryPlan,
     ModelMemory,
@@ -24,6 +23,7 @@ from ddp_kit.parallel.memory import (
     settings,
     tensor_size,
 )
+from ddp_kit.sizes import GIB, size_text
 
 ROWS = (  # float32 with AdamW: 8 bytes of state for each value, 4 for each parameter
     ParameterRow("embedding", (10, 6), 4, True, "", 8, 4),
@@ -214,10 +214,26 @@ def test_the_report_is_a_table_a_verdict_and_what_to_change() -> None:
     assert text.endswith("fits: at least 19.0 GiB of 80.0 GiB, as far as is known")
 
 
+def test_sizes_are_shown_in_units_that_fit_them() -> None:
+    plan = MemoryPlan(3 * 1024, 3 << 20, 700, 5 * GIB // 2, 0, 0, 0, 0)
+    assert str(plan).splitlines()[:4] == [
+        "  weights                  3.0 KiB  exact",
+        "  gradients                3.0 MiB  exact",
+        "  optimizer state        700 bytes  exact",
+        "  activations              2.5 GiB  estimate",
+    ]
+    assert (size_text(0), size_text(1023), size_text(1536, 2), size_text(5000 * GIB)) == (
+        "0 bytes",
+        "1023 bytes",
+        "1.50 KiB",
+        "5,000.0 GiB",
+    )
+
+
 def test_only_what_is_exact_refuses_a_start() -> None:
     found = MemoryPlan(2 * GIB, GIB, 4 * GIB, 50 * GIB, 0, 0, 0, 0)
     refuse(found, 7 * GIB)
-    with pytest.raises(ConfigError, match=r"weights 2\.0, gradients 1\.0, optimizer state 4\.0 GiB .* it has 6\.0 GiB"):
+    with pytest.raises(ConfigError, match=r"weights 2\.0 GiB, gradients 1\.0 GiB, .*4\.0 GiB .* it has 6\.0 GiB"):
         refuse(found, 6 * GIB)
 
 

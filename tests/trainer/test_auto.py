@@ -77,8 +77,9 @@ def test_the_choice_and_what_is_refused_are_printed_with_their_numbers(chosen: A
     chosen(45 * MIB)
     (line,) = lines
     assert line.startswith(
-        'parallel="auto": parallel="fsdp", memory={"checkpointing": "blocks"} needs 0.03 of 0.04 GiB; '
-        'parallel="ddp" needs 0.06 of 0.03 GiB; parallel="zero1" needs 0.04 of 0.03 GiB; parallel="fsdp" needs 0.03 of '
+        'parallel="auto": parallel="fsdp", memory={"checkpointing": "blocks"} needs 32.00 MiB of 38.25 MiB; '
+        'parallel="ddp" needs 64.00 MiB of 31.50 MiB; parallel="zero1" needs 40.00 MiB of 31.50 MiB; parallel="fsdp" '
+        "needs 32.00 MiB of 31.50 MiB"
     )
 
 
@@ -93,7 +94,9 @@ def test_weights_of_two_bytes_are_counted_as_such(chosen: Any) -> None:
 
 
 def test_where_none_fits_each_is_named_with_its_size(chosen: Any) -> None:
-    with pytest.raises(ConfigError, match=r'found nothing that fits: parallel="ddp" needs 0\.06 of 0\.01 GiB; .*zero1'):
+    with pytest.raises(
+        ConfigError, match=r'found nothing that fits: parallel="ddp" needs 64\.00 MiB of 10\.50 MiB; .*zero1'
+    ):
         chosen(15 * MIB)
 
 

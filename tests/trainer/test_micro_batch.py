@@ -173,9 +173,9 @@ def test_an_error_that_ends_the_run_names_the_placement_that_fits(monkeypatch: p
     world = SimpleNamespace(rank=0, world_size=4, local_world_size=4, device=torch.device("cuda"))
     monkeypatch.setattr(planning, "device_memory", lambda _device: 55 << 20)
     for strategy, expected in (
-        ("ddp", 'parallel="zero1" needs 0.04 GiB of 0.05 GiB on each rank'),  # 36 MiB are less than 70 % of 55
-        ("zero1", 'parallel="fsdp" needs 0.03 GiB of 0.05 GiB on each rank'),
-        ("fsdp", 'parallel="fsdp", memory={"checkpointing": "blocks", "offload_optimizer": True} needs 0.02 GiB'),
+        ("ddp", 'parallel="zero1" needs 36.00 MiB of 55.00 MiB on each rank'),  # 36 MiB are less than 70 % of 55
+        ("zero1", 'parallel="fsdp" needs 28.00 MiB of 55.00 MiB on each rank'),
+        ("fsdp", 'parallel="fsdp", memory={"checkpointing": "blocks", "offload_optimizer": True} needs 24.00 MiB'),
         ("fsdp offloaded", ""),
     ):
         config = TrainerConfig(parallel=strategy.split()[0])  # type: ignore[arg-type]
@@ -186,7 +186,7 @@ def test_an_error_that_ends_the_run_names_the_placement_that_fits(monkeypatch: p
         assert str(error) == "CUDA out of memory, in so many words"
         (note,) = error.__notes__
         assert note.startswith('hint: set micro_batch_size="auto"')
-        assert "by arithmetic, " + expected in note if expected else "arithmetic" not in note
+        assert ("by arithmetic, " + expected in note if expected else "arithmetic" not in note), note
 
     def broken(_device: torch.device) -> int:
         raise MemoryError

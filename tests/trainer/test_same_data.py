@@ -136,7 +136,7 @@ def test_a_dataset_that_takes_long_is_not_asked_for_more_than_one(monkeypatch: p
 def test_ranks_that_differ_from_most_others_are_named_and_report_it(
     monkeypatch: pytest.MonkeyPatch, samples: tuple[int, ...], described: str, reporter: int | None, text: bool
 ) -> None:
-    monkeypatch.setattr(agreement, "gathered", lambda world, numbers: [[each] for each in samples])
+    monkeypatch.setattr(agreement, "gathered", lambda world, numbers, group: [[each] for each in samples])
     reporting = []
     for rank, own in enumerate(samples):
         with pytest.raises(DataError) as caught:

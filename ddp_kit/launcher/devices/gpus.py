@@ -9,8 +9,8 @@ import pynvml
 from ddp_kit.env import VISIBLE_GPUS
 from ddp_kit.launcher.devices.nvml import bits, handles, query
 from ddp_kit.launcher.devices.processes import Process, process_info
+from ddp_kit.sizes import GIB
 
-GIB = 1024**3
 _MASK_WORDS = 32  # room for the numbers of 2048 CPU cores
 _SHOWN_PROCESSES = 3
 # The driver itself uses some memory. If more is used, there is a process, which may be invisible in a container.

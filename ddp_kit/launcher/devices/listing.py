@@ -4,11 +4,12 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 
 from ddp_kit.env import VISIBLE_GPUS
-from ddp_kit.launcher.devices.gpus import GIB, Gpu, GpuProcess, gpus, visible
+from ddp_kit.launcher.devices.gpus import Gpu, GpuProcess, gpus, visible
 from ddp_kit.launcher.devices.links import MEANING, links
 from ddp_kit.launcher.devices.processes import Process
 from ddp_kit.launcher.devices.reservations import holders
 from ddp_kit.launcher.parser import Parser
+from ddp_kit.sizes import size_text
 
 _UUID_SHOWN = 12  # characters, usually enough for --gpus
 
@@ -61,7 +62,7 @@ def _row(gpu: Gpu, position: str, holder: Process | None) -> list[str]:
 
 
 def _process(user: GpuProcess) -> str:
-    memory = "" if user.memory is None else f"{user.memory / GIB:.1f} GiB, "
+    memory = "" if user.memory is None else f"{size_text(user.memory)}, "
     return f"{memory}{user.process}"
 
 

@@ -3,8 +3,9 @@
 import os
 
 from ddp_kit.launcher import cgroups
-from ddp_kit.launcher.doctor.machine import GIB, Machine, size
+from ddp_kit.launcher.doctor.machine import Machine
 from ddp_kit.launcher.doctor.result import CheckResult, fail, ok, warn
+from ddp_kit.sizes import GIB, size_text
 
 _MIN_MEMORY = 2 * GIB
 _MIN_SHARED_MEMORY = GIB
@@ -18,9 +19,9 @@ def memory(machine: Machine) -> CheckResult:
     total = _machine_memory(machine)
     limit = cgroups.memory_limit(machine.root)
     may_use = min(total, limit if limit is not None else total)
-    found = f"memory: {size(total)}"
+    found = f"memory: {size_text(total)}"
     if may_use < total:
-        found = f"memory: {size(may_use)} of the machine's {size(total)}, by the limit of its cgroup"
+        found = f"memory: {size_text(may_use)} of the machine's {size_text(total)}, by the limit of its cgroup"
     if may_use < _MIN_MEMORY:
         fix = "docker run --memory=16g ...  # Slurm: --mem=16G; Kubernetes: resources.limits.memory"
         return warn("memory", f"{found}: torch alone takes about 0.5 GiB per process", fix)
@@ -64,8 +65,8 @@ def locked_memory(machine: Machine) -> CheckResult:
     if needs_all or soft < _MIN_LOCKED_MEMORY:
         why = "InfiniBand needs it to be unlimited" if needs_all else "pinned buffers may need more"
         fix = "ulimit -l unlimited  # docker run --ulimit memlock=-1 ..."
-        return warn("locked memory", f"locked memory: {size(soft)}; {why}", fix)
-    return ok("locked memory", f"locked memory: {size(soft)}, enough without InfiniBand")
+        return warn("locked memory", f"locked memory: {size_text(soft)}; {why}", fix)
+    return ok("locked memory", f"locked memory: {size_text(soft)}, enough without InfiniBand")
 
 
 def shared_memory(machine: Machine) -> CheckResult:
@@ -78,11 +79,13 @@ def shared_memory(machine: Machine) -> CheckResult:
         return fail("shared memory", f"{shm} cannot be written to", f"sudo chmod 1777 {shm}")
     total, free = machine.space(shm)
     if total < _MIN_SHARED_MEMORY:
-        return warn("shared memory", f"shared memory: {size(total)} in {shm}; DataLoader workers need more", larger)
+        return warn(
+            "shared memory", f"shared memory: {size_text(total)} in {shm}; DataLoader workers need more", larger
+        )
     if free < _MIN_SHARED_MEMORY:
-        found = f"shared memory: {size(free)} of {size(total)} in {shm} are free"
+        found = f"shared memory: {size_text(free)} of {size_text(total)} in {shm} are free"
         return warn("shared memory", found, f"ls -lS {shm}  # then remove unused files")
-    return ok("shared memory", f"shared memory: {size(total)} in {shm}")
+    return ok("shared memory", f"shared memory: {size_text(total)} in {shm}")
 
 
 def _machine_memory(machine: Machine) -> int:

@@ -14,8 +14,6 @@ from pathlib import Path
 from ddp_kit.launcher.doctor.driver import Driver
 from ddp_kit.launcher.doctor.probes import Probes
 
-GIB = 1024**3
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -60,15 +58,6 @@ class Machine:
             clock_synchronised=_clock_synchronised(),
             space=_space,
         )
-
-
-def size(number: float) -> str:
-    """A number of bytes with a unit."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}"
-        number /= 1024
-    return f"{number:,.1f} GiB"
 
 
 def _space(folder: Path) -> tuple[int, int]:

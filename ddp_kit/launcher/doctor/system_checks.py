@@ -6,9 +6,10 @@ import socket
 import tempfile
 from collections.abc import Sequence
 
-from ddp_kit.launcher.doctor.machine import GIB, Machine, size
+from ddp_kit.launcher.doctor.machine import Machine
 from ddp_kit.launcher.doctor.result import CheckResult, fail, ok, warn
 from ddp_kit.launcher.ports import holder
+from ddp_kit.sizes import GIB, size_text
 
 _OLDEST_PYTHON = (3, 11)
 _ANOTHER_FOLDER = "ddpkit doctor --dir DIR  # use another folder"
@@ -84,7 +85,7 @@ def checkpoints(machine: Machine) -> CheckResult:
         if isinstance(error, PermissionError) or not folder.exists():
             fix = f"{'sudo chown $USER' if folder.exists() else 'mkdir -p'} {shlex.quote(str(folder))}"
         return fail("checkpoint folder", f"checkpoint folder {folder} cannot be written to: {error.strerror}", fix)
-    found = f"checkpoint folder {folder}: {size(free)} free"
+    found = f"checkpoint folder {folder}: {size_text(free)} free"
     if free < _MIN_FREE_DISK:
         return warn("checkpoint folder", found, f"{_ANOTHER_FOLDER}; or free some space")
     return ok("checkpoint folder", found)

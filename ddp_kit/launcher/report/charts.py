@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
-from ddp_kit.launcher.devices.gpus import GIB
 from ddp_kit.launcher.report.run_history import Line, RunHistory
+from ddp_kit.sizes import GIB
 
 _POINTS = 600
 """Per line of a chart: more are not seen."""

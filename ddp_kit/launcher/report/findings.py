@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from ddp_kit.launcher.devices.gpus import GIB
 from ddp_kit.launcher.report.run_history import Attempt, Line, RunHistory
+from ddp_kit.sizes import size_text
 
 _ENOUGH_ROWS = 8
 """Fewer tell nothing about a trend."""
@@ -170,8 +170,7 @@ def _memory(run: RunHistory) -> Iterator[Finding]:
         share = max(peaks) / planned - 1
         if abs(share) > _OFF_PLAN:
             yield Finding(
-                f"A rank used {max(peaks) / GIB:.1f} GiB of GPU memory; the plan was {planned / GIB:.1f} GiB "
-                f"({share:+.0%})",
+                f"A rank used {size_text(max(peaks))} of GPU memory; the plan was {size_text(planned)} ({share:+.0%})",
                 is_problem=share > 0,
             )
 

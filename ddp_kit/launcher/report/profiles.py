@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.devices.gpus import GIB
 from ddp_kit.launcher.report.run_history import RunHistory
 from ddp_kit.launcher.trace.memory_file import read_memory
 from ddp_kit.launcher.trace.trace_reader import lines, read_trace
 from ddp_kit.launcher.trace.trace_records import LineMemory, MemorySummary, Operation, TraceSummary
+from ddp_kit.sizes import size_text
 
 _MOST_LINES_IN_WORDS = 3
 
@@ -56,11 +56,12 @@ def _title(what: str, summary: TraceSummary | MemorySummary, path: Path) -> str:
 
 def _memory_lines(summary: MemorySummary) -> Iterator[str]:
     yield (
-        f"at the peak {_gib(summary.bytes)} were allocated, {_gib(summary.earlier)} of them before step "
-        f"{summary.steps[0]}, such as weights and optimizer state"
+        f"at the peak {size_text(summary.bytes, 2)} were allocated, {size_text(summary.earlier, 2)} of them before "
+        f"step {summary.steps[0]}, such as weights and optimizer state"
     )
     for each in summary.lines[:_MOST_LINES_IN_WORDS]:
-        yield f"{place_of(each)}: {_gib(each.bytes)} in {each.count:,} {'tensor' if each.count == 1 else 'tensors'}"
+        tensors = f"{each.count:,} {'tensor' if each.count == 1 else 'tensors'}"
+        yield f"{place_of(each)}: {size_text(each.bytes, 2)} in {tensors}"
     if not summary.complete:
         yield "there were too many allocations to record all of them: record fewer steps"
 
@@ -68,7 +69,3 @@ def _memory_lines(summary: MemorySummary) -> Iterator[str]:
 def place_of(line: LineMemory) -> str:
     """Function, file and line."""
     return "no Python code, such as the backward pass" if line.place is None else str(line.place)
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB"
