@@ -72,9 +72,11 @@ def main(argv: Sequence[str] | None = None, warm: "WarmServer | None" = None) ->
     parser.add_argument(_COMPLETION, metavar="SHELL", help="print the completion script for bash, zsh, fish or tcsh")
     parser.add_argument("command", metavar="COMMAND", help="one of the commands listed below")
     argv = sys.argv[1:] if argv is None else list(argv)
-    # The handlers until the agent installs its own. They raise, so that cleanup code runs.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
+    # The handlers until the agent installs its own. They raise, so that cleanup code runs. An inherited SIG_IGN counts
+    # for SIGHUP, which nohup ignores. A shell script ignores SIGINT and SIGQUIT for the commands that it starts in the
+    # background, but Ctrl-C is meant for them too.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _StoppedError.handler)
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # meant for the workers, and none runs yet
         if signal.getsignal(number) is not signal.SIG_IGN:

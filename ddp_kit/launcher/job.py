@@ -48,6 +48,11 @@ class Node:
     port: int = 0
     """The port that it already listens on for the workers' store of the next round."""
 
+    @property
+    def name(self) -> str:
+        """The host, with its address: hosts may share a name."""
+        return f"{self.host} ({self.address})" if self.address not in ("", self.host) else self.host
+
 
 @dataclass(frozen=True)
 class RankAssignment:
@@ -223,7 +228,7 @@ class Job:
         predecessor = self._nodes.get(self._by_rank.get(node.rank, -1)) if node.rank is not None else None
         if predecessor is not None and (self._phase is not _Phase.GATHERING or predecessor.host == node.host):
             # A replacement joined before the loss of its predecessor was noticed.
-            self._lose(predecessor.number, f"{predecessor.host} was replaced")
+            self._lose(predecessor.number, f"{predecessor.name} was replaced")
             predecessor = None
         if self._phase is _Phase.GATHERING and (problem := self._mismatch(node, predecessor)):
             return self._end(Outcome(lost=problem, started=False))
@@ -237,10 +242,10 @@ class Job:
 
     def _mismatch(self, node: Node, predecessor: Node | None) -> str:
         if predecessor is not None:
-            return f"two nodes were given node rank {node.rank}: {predecessor.host} and {node.host}"
+            return f"two nodes were given node rank {node.rank}: {predecessor.name} and {node.name}"
         other = next(iter(self._nodes.values()), node)  # one is enough: all others were compared with each other
         if other.nnodes != node.nnodes:
-            return f"{other.host} was started with --nnodes {other.nnodes}, {node.host} with --nnodes {node.nnodes}"
+            return f"{other.name} was started with --nnodes {other.nnodes}, {node.name} with --nnodes {node.nnodes}"
         return ""
 
     def heartbeat(self, number: int, now: float) -> None:
@@ -256,7 +261,7 @@ class Job:
         self._last_heartbeat[report.node] = now
         if report.state is State.LEFT:
             self._left_by = report.signal
-            why = f"{self._nodes[report.node].host} left the job"
+            why = f"{self._nodes[report.node].name} left the job"
             self._left = True
             self._lose(report.node, why)
             if self._phase is _Phase.GATHERING and report.node == HOST:
@@ -278,7 +283,7 @@ class Job:
         for number, latest in list(self._last_heartbeat.items()):
             if now - latest > self._limits.heartbeat_timeout:
                 self._lose(
-                    number, f"no heartbeat from {self._nodes[number].host} for {self._limits.heartbeat_timeout:g} s"
+                    number, f"no heartbeat from {self._nodes[number].name} for {self._limits.heartbeat_timeout:g} s"
                 )
         return self._gather(now) if self._phase is _Phase.GATHERING else self._advance()
 

@@ -145,6 +145,23 @@ def test_an_interrupted_launcher_ends_its_workers_and_says_so(script: Callable[[
             os.kill(worker, 0)
 
 
+@pytest.mark.slow
+def test_ctrl_c_ends_a_launcher_that_a_script_has_started_in_the_background(script: Callable[[str], Path]) -> None:
+    """A shell script has its background commands ignore SIGINT."""
+    waiting = script("import signal; say(os.getpid()); signal.pause()")
+    command = '"$@" & echo $! && wait $!'
+    with started("sh", "-c", command, "sh", DDPKIT, "launch", "--nproc-per-node", 2, waiting) as shell:
+        assert shell.stdout is not None
+        launcher, *workers = [int(unlabelled(shell.stdout.readline())) for _ in range(3)]
+        os.kill(launcher, signal.SIGINT)
+        _, errors = shell.communicate(timeout=seconds(60))
+    assert shell.returncode == 130
+    assert "ddpkit: stopped by SIGINT" in errors
+    for worker in workers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(worker, 0)
+
+
 def test_nothing_is_left_in_the_folder_for_temporary_files(
     ddpkit: Command, script: Callable[[str], Path], tmp_path: Path
 ) -> None:

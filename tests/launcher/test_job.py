@@ -234,6 +234,12 @@ def test_without_the_host_of_the_rendezvous_the_job_ends() -> None:
     assert (outcome.lost, outcome.stopped_by) == ("h0 left the job", signal.SIGTERM)
 
 
+def test_of_nodes_whose_hosts_share_a_name_the_address_says_which_left() -> None:
+    machine, _ = job(ELASTIC, *(node(number, host="gpu", address=f"10.0.0.{number}") for number in range(2)))
+    machine.reported(Report(0, 0, State.LEFT, signal=signal.SIGTERM), 1.0)
+    assert the_end(machine.reported(report(1, State.STOPPED), 1.1)).lost == "gpu (10.0.0.0) left the job"
+
+
 @pytest.mark.parametrize(
     ("second", "problem"),
     [
