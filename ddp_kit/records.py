@@ -21,7 +21,7 @@ class LogRow:
     loss: float
     """Mean loss over the interval and all ranks, weighted by samples or by the weights of `Loss`."""
     learning_rate: float
-    """The learning rate of the optimizer's first parameter group in the next step."""
+    """The learning rate of the optimizer's first parameter group in the row's last step."""
     grad_norm: float
     """Global norm of the gradient at the row's last step, before clipping; 0 if it was not measured."""
     samples_per_second: float
@@ -37,7 +37,7 @@ class LogRow:
     values: dict[str, float] = field(default_factory=dict)
     """The values passed to `trainer.log`, averaged over the interval and all ranks."""
     learning_rates: tuple[float, ...] = ()
-    """The learning rate of each parameter group."""
+    """The learning rate of each parameter group in that step."""
     rank_seconds: tuple[float, ...] = ()
     """`StepTimes.own` of each rank: seconds per optimizer step without waiting for other ranks."""
     rank_memory: tuple[int, ...] = ()

@@ -210,8 +210,9 @@ def check_batch_size(own: Batching | None, micro_batch: int, asked: bool = False
     if own is None:
         return
     if own.size is None and asked:
+        maker = "the DataLoader has batch_size=None, so the dataset" if own.batches is None else "the batch sampler"
         raise DataError(
-            "the DataLoader's batch sampler decides the batch size, but the configuration sets one too",
+            f"{maker} decides the batch size, but the configuration sets one too",
             "leave out global_batch_size and micro_batch_size: each batch is one micro-batch of one rank, and "
             "accumulation_steps is the number of micro-batches per rank and optimizer step",
         )

@@ -90,12 +90,17 @@ class Evaluator:
             set_random_states(before)
 
     def run(
-        self, data: EvaluationData, stops: Callable[[], bool] | None = None, *, watched: bool = True
+        self,
+        data: EvaluationData,
+        stops: Callable[[], bool] | None = None,
+        *,
+        watched: bool = True,
+        name: str = "evaluation",
     ) -> dict[str, float] | None:
         """Evaluate, call the callbacks' events, and return all metrics; None if `stops` interrupted the evaluation.
 
         An interrupted evaluation restores the random states. `watched`: whether callbacks and `checkpoint.keep_best`
-        get the metrics. A collective.
+        get the metrics. `name`: begins the log line. A collective.
         """
         parts, step = self._parts, self._position.step
         random = None if stops is None else random_states(parts.world)
@@ -104,9 +109,9 @@ class Evaluator:
                 self._call_callbacks("on_evaluate_start")
                 with parts.heartbeat.during(Phase.EVALUATION):
                     parts.strategy.sync_buffers()
-                    values = evaluate(parts, self._metrics, data, stops)
+                    values = evaluate(parts, self._metrics, data, stops, name)
                 if values is not None:
-                    logger.info("evaluation at step {}: {}", step, _shown(values))
+                    logger.info("{} at step {}: {}", name, step, _shown(values))
                     if watched:
                         self._call_callbacks("on_evaluate", values)
             finally:  # also after an error: callbacks undo what they changed for the evaluation
@@ -176,10 +181,12 @@ def evaluate(
     metrics: Mapping[str, MetricFunction | MetricObject],
     data: EvaluationData,
     stops: Callable[[], bool] | None = None,
+    label: str = "evaluation",
 ) -> dict[str, float] | None:
     """The mean loss and all metrics over all ranks' samples, by name, with values logged meanwhile. A collective.
 
-    `stops()`: called between batches; whether to interrupt the evaluation. Returns None if any rank was interrupted.
+    `stops()`: called between batches; whether to interrupt the evaluation. `label`: of the progress bar. Returns None
+    if any rank was interrupted.
     """
     device = parts.world.device
     means = {name: Mean(device) for name in ("loss", *metrics) if not isinstance(metrics.get(name), MetricObject)}
@@ -189,7 +196,7 @@ def evaluate(
     stopped, begun = False, collectives_of_all_groups()
     with evaluating(parts.model) as outputs, parts.logged.set_aside():
         batches = parts.strategy.evaluation(data.batches(), data.spare)
-        for number, (samples, batch) in enumerate(with_bar(batches, "evaluation", data.count, parts.world.is_main)):
+        for number, (samples, batch) in enumerate(with_bar(batches, label, data.count, parts.world.is_main)):
             # Ranks may be interrupted after different batches, so not if the batches run collectives.
             stopped = number > 0 and stops is not None and stops() and collectives_of_all_groups() == begun
             if stopped:

@@ -60,6 +60,8 @@ class LogPoints:
         self._clock = clock
         self.advised: list[str] = []
         """The advice given so far."""
+        self._rates: list[Tensor | float] = []
+        """The learning rates of the current step."""
         self._late: list[_Point] = []
         self._reads_late = parts.world.device.type == "cuda"
         self._adviser = Adviser(
@@ -74,12 +76,17 @@ class LogPoints:
         """Start a new interval at this optimizer step."""
         self.interval = Interval(self._parts.world, first_step, self._parts.logged)
 
+    def note_rates(self) -> None:
+        """Note the learning rates of the step that begins: its scheduler changes them before the log point."""
+        rates = (group.get("lr", float("nan")) for group in self._parts.optimizer.param_groups)
+        self._rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
+
     def close(self, step: int, epoch: int, *, last: bool) -> list[LogRow]:
         """End the interval after this step. Returns the rows that are ready. A collective.
 
         Raises `LossError` on all ranks if a loss or the gradient was not finite.
         """
-        rates = tuple(float(group.get("lr", float("nan"))) for group in self._parts.optimizer.param_groups)
+        rates = tuple(map(float, self._rates))
         facts = fingerprint.row(self._parts) if self._parts.world.world_size > 1 else None
         reading = self.interval.close(self._clock, facts)
         self._late.append(_Point(step, epoch, rates, reading, compilations(), self._clock.idle))

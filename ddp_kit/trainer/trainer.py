@@ -430,9 +430,10 @@ class Trainer:
         self._state.stopping = True
 
     @named_arguments
-    def evaluate(self, data: Data, *, watched: bool | None = None) -> dict[str, float]:
+    def evaluate(self, data: Data, *, name: str = "evaluation", watched: bool | None = None) -> dict[str, float]:
         """The mean loss and all metrics over `data`, by name; each sample counts once. A collective: all ranks call it.
 
+        `name`: begins the log line, such as "test at step 300: loss 0.1".
         `watched`: whether callbacks (`BestModel`, `EarlyStopping`, loggers) and `checkpoint.keep_best` get the values.
         None: yes, unless `fit` was given other eval_data, so that a test set does not determine which weights are best.
         Raises `DataError` and `LossError`.
@@ -441,7 +442,8 @@ class Trainer:
             return dict.fromkeys(("loss", *self._metrics), math.nan)
         self._check_ranks_agree("evaluate()", eval_data=data)
         watched = self._evaluator.watches(data) if watched is None else watched
-        return self._evaluator.run(self._feeds.evaluation_data(data, "eval_data"), watched=watched) or {}
+        found = self._evaluator.run(self._feeds.evaluation_data(data, "eval_data"), watched=watched, name=name)
+        return found or {}
 
     @named_arguments
     def predict(self, data: Data, predict_fn: PredictFunction | None = None) -> Any:
@@ -566,6 +568,7 @@ class Trainer:
                     self._events.before_step(number)
                     logged = number % self.config.log_every == 0 or number == self.total_steps
                     batch = self._flops.watched(feed.batch, share)
+                    self._log_points.note_rates()
                     try:
                         self._optimizer_step.run(share, batch, self._log_points.interval, measure_norm=logged)
                     except OutOfMemory as failed:

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 
 from ddp_kit.config import TrainerConfig
 from ddp_kit.launcher.devices.gpus import gpus
+from ddp_kit.records import LogRow
 
 ROOT = launching.ROOT
 DOCUMENTS = [
@@ -128,6 +129,14 @@ def test_links_in_the_documents_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", words):
         if "://" not in target:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_the_table_of_log_rows_has_every_field() -> None:
+    table = (ROOT / "docs" / "training.md").read_text().partition("| `LogRow` |")[2].partition("\n\n")[0]
+    listed = [
+        name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.partition("|")[2].partition("|")[0])
+    ]
+    assert sorted(listed) == sorted(each.name for each in fields(LogRow))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -132,6 +132,9 @@ def test_batches_of_the_user_s_own_are_kept_and_exclude_sizes_in_the_configurati
         check_batch_size(own, 4, asked=True)
     assert "leave out global_batch_size and micro_batch_size" in caught.value.hint
     assert "accumulation_steps" in caught.value.hint
+    ready = batching(DataLoader(Stream(), batch_size=None))
+    with pytest.raises(DataError, match="the DataLoader has batch_size=None, so the dataset decides the batch size"):
+        check_batch_size(ready, 4, asked=True)
 
 
 def test_a_batch_size_in_conflict_with_the_configuration_is_an_error_that_says_so() -> None:

@@ -47,3 +47,11 @@ def test_it_ends_after_the_batch_in_hand() -> None:
 @pytest.mark.usefixtures("group")
 def test_where_ranks_meet_in_each_batch_it_goes_on_to_its_end() -> None:
     assert seen_until_stopped(meet=True, after=1) == (3, True)
+
+
+def test_a_line_begins_with_the_name_of_its_evaluation(said: list[str]) -> None:
+    model = nn.Linear(3, 1)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters()), lambda model, batch: model(batch).mean() * 0)
+    for names in ({}, {"name": "test"}):
+        trainer.evaluate([torch.ones(3)] * 4, **names)
+    assert [line for line in said if " at step " in line] == ["evaluation at step 0: loss 0", "test at step 0: loss 0"]

@@ -64,6 +64,13 @@ def test_a_schedule_as_long_as_the_run_ends_with_it(settings: dict[str, Any], da
         OneCycleLR.step(trainer.scheduler.scheduler if warmup else trainer.scheduler)  # type: ignore[union-attr,arg-type]
 
 
+def test_a_row_has_the_learning_rates_of_its_last_step() -> None:
+    trainer = trainer_for(
+        TrainerConfig(global_batch_size=10, log_every=2, max_steps=5), lambda optimizer: StepLR(optimizer, 1, 0.5)
+    )
+    assert [row.learning_rate for row in trainer.fit(DATA).history] == [0.5, 0.125, 0.0625]
+
+
 def test_a_length_that_cannot_be_known_is_refused() -> None:
     with pytest.raises(ConfigError, match="epoch of a Numbers is not known"):
         scheduler_steps(TrainerConfig(), Numbers())

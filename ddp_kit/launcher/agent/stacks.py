@@ -140,14 +140,15 @@ def read_stacks(
 ) -> dict[int, Stack]:
     """Read the stack of each process, by its key in `pids`; an empty one if it cannot be read.
 
-    `native_seconds`: time limit for native frames, which are slow to resolve. `files`: where processes write their own
-    stacks if py-spy cannot read them. `interrupted`: whether to return at once with what is known.
+    `native_seconds`: time limit for native frames, which are slow to resolve. Python's frames get as long, but at least
+    3 s: on a busy machine, py-spy takes seconds to start. `files`: where processes write their own stacks if py-spy
+    cannot read them. `interrupted`: whether to return at once with what is known.
     """
     spy = program()
     if not spy:
         unknown = {name: Stack(pid, stopped=is_stopped(pid)) for name, pid in pids.items()}
         return _with_own_stacks(unknown, files, interrupted)
-    seen = _dumps(spy, pids.values(), [], _TIMEOUT_SECONDS, interrupted)
+    seen = _dumps(spy, pids.values(), [], max(_TIMEOUT_SECONDS, native_seconds), interrupted)
     # For native stacks, py-spy has to stop the process, which fails if it is stopped already.
     running = [pid for pid in pids.values() if not is_stopped(pid)]
     seen |= _dumps(spy, running, ["--native"], native_seconds, interrupted)
