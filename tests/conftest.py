@@ -41,10 +41,15 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
-    """No test depends on those that ran before it in the same process."""
+def independent() -> Iterator[None]:
+    """No test depends on those that ran before it in the same process: on random states and signal handlers."""
     random.seed(0)
     torch.default_generator.manual_seed(0)  # `torch.manual_seed` takes a millisecond for other devices
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """`ddpkit submit`: hand a job to the engine of a cluster."""
 
 import argparse
+import os
 import re
 import shlex
 import shutil
@@ -33,6 +34,7 @@ exit codes of the job, on every engine:
   3, 124, 129-255  started again, at most --retries times: not started, hung, or ended by a signal
   others           the end: ddpkit has restarted the workers as --max-restarts says
 """
+_COPY_THE_FOLDER = ("skypilot", "ray")
 _NAME_LENGTH = 40  # Kubernetes appends to it, and has 63 letters for all
 _DNS_LABEL = rf"[a-z](?:[a-z0-9-]{{0,{_NAME_LENGTH - 2}}}[a-z0-9])?"
 
@@ -184,6 +186,13 @@ def _check(name: str, engine: Engine, request: Request) -> None:
             f"there is no script {script!r} in {Path.cwd()}",
             f"did you mean {path.with_stem(close)}?" if close else "check the path",
         )
+    if script is not None and name in _COPY_THE_FOLDER:
+        path = Path(os.path.relpath(script))
+        if ".." in path.parts or Path(script).is_absolute():
+            raise UsageError(
+                f"{name} copies the working folder to the nodes, and {script} is no path in it",
+                f"cd {Path(script).parent}" if ".." in path.parts else f"type {path}",
+            )
     if engine.image_needed and not re.fullmatch(_DNS_LABEL, request.name):
         raise UsageError(
             f"--name {request.name} cannot be the name of a job in Kubernetes, which has at most {_NAME_LENGTH} "

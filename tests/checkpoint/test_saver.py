@@ -323,6 +323,7 @@ def writers() -> Writers:
         found = []
         for child in psutil.Process().children():
             with suppress(psutil.NoSuchProcess):  # nor is one a zombie
+                wait_until(child.cmdline, "the command line")  # Linux fills it in a little after Popen returns
                 found += [child] if CHECKPOINT_WRITER in " ".join(child.cmdline()) else []
         return found
 

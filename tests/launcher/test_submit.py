@@ -90,6 +90,18 @@ def test_mistakes_are_answered_with_what_to_type(words: list[str], part: str) ->
     assert part in str(refused.value)
 
 
+@pytest.mark.parametrize("engine", ["ray", "skypilot"])
+def test_a_script_that_is_not_copied_to_the_nodes_is_refused(engine: str, tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    with pytest.raises(
+        UsageError, match=rf"{engine} copies the working folder .*/train.py is no path.*\n.*type train.py"
+    ):
+        submit_command.run(["--on", engine, "--nodes", "2", str(tmp_path / "train.py")], print, print)
+    os.chdir("jobs")
+    with pytest.raises(UsageError, match=r"copies the working folder .*\n.*cd \.\.$"):
+        submit_command.run(["--on", engine, "--nodes", "2", "../train.py"], print, print)
+
+
 def test_a_missing_program_of_the_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UsageError, match="sbatch: not found.*\n.*--dry-run"):

@@ -345,6 +345,7 @@ def test_exit_codes_decide_what_starts_again(slurm: Slurm, tmp_path: Path) -> No
     submit_command.run(flags, print, printed.append)
     batch = tmp_path / "exits.sbatch"
     batch.write_text(printed[0])
+    slurm.ask("sbatch", "--test-only", str(batch), "exits.py")
     codes = cluster_training.COUNTED
     job = slurm.submit(tmp_path, "--cold", "exits.py", "attempts", *codes, batch=batch)
     for attempt in range(1, len(codes)):
