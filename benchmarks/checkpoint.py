@@ -30,8 +30,8 @@ import torch
 from jobs import adopt_orphans, end_everything, start
 from report import installed, machine, table, write_section
 
-from ddp_kit.checkpoint.loading import load
-from ddp_kit.manifest import newest_whole
+from ddp_kit.checkpoint.format import newest_whole
+from ddp_kit.checkpoint.reader import load
 
 WORKER, RESTARTED = (Path(__file__).with_name(f"checkpoint_{name}.py") for name in ("worker", "restart"))
 BIN = Path(sys.executable).parent

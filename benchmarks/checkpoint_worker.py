@@ -177,7 +177,7 @@ def _to_disk(path: Path) -> None:
 def ddpkit(run: Run) -> None:
     """All that a Trainer does at a save. keep_last=1: it removes the one before itself, and that is waited for."""
     from ddp_kit import Trainer, TrainerConfig
-    from ddp_kit.manifest import name_of
+    from ddp_kit.checkpoint.format import name_of
 
     folder, saved = run.folder / "ddpkit", [""]
     config = TrainerConfig(

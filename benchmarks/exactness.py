@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddp_kit import Loss, Trainer, TrainerConfig
-from ddp_kit.checkpoint.loading import load
+from ddp_kit.checkpoint.reader import load
 
 LIMIT = 1e-9
 WORDS, WIDTH, HEADS, LENGTH, BLOCKS, STEPS = 14, 8, 4, 6, 4, 20

@@ -28,10 +28,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from ddp_kit.launcher.agent.inbox import Inbox, StartRound
-from ddp_kit.launcher.agent.listening import listen
-from ddp_kit.launcher.agent.multi_node import MultiNodeLink
-from ddp_kit.launcher.agent.waiting import Commands
+from ddp_kit.launcher.agent.inbox import Commands, Inbox, StartRound, listen
+from ddp_kit.launcher.agent.nodes import MultiNodeLink
 from ddp_kit.launcher.job import Limits, Node, Report, State, Stop
 from ddp_kit.launcher.rendezvous import Rendezvous
 from ddp_kit.launcher.verdict import Failure

@@ -97,8 +97,8 @@ def read_to_end(terminal: int) -> None:
 
 def sampling_share() -> float:
     """The share of a core that one sample per second takes."""
-    from ddp_kit.launcher.devices.gpu_usage import gpu_usage_reader
-    from ddp_kit.launcher.record_keeper import _add, _sample_of
+    from ddp_kit.launcher.devices.gpus import gpu_usage_reader
+    from ddp_kit.launcher.record import _add, _sample_of
 
     with tempfile.TemporaryDirectory() as name, gpu_usage_reader() as gauges:
         began = time.process_time()

@@ -10,14 +10,14 @@ __version__ = "0.1.0"
 
 # Public name -> the module that owns it.
 _HOME = {
-    "BatchPlan": "batch",
+    "BatchPlan": "data.sampler",
     "BestModel": "callbacks",
     "Callback": "callbacks",
-    "CheckpointConfig": "config",
+    "CheckpointConfig": "config.settings",
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "CSVLogger": "callbacks",
-    "DataConfig": "config",
+    "DataConfig": "config.settings",
     "DataError": "errors",
     "DdpKitError": "errors",
     "EarlyStopping": "callbacks",
@@ -30,32 +30,31 @@ _HOME = {
     "LogRow": "records",
     "Loss": "metrics",
     "LossError": "errors",
-    "MemoryConfig": "config",
+    "MemoryConfig": "config.settings",
     "MemoryPlan": "parallel.memory",
     "MLflowLogger": "callbacks",
-    "ParallelConfig": "config",
-    "ProfileConfig": "config",
+    "ParallelConfig": "config.settings",
+    "ProfileConfig": "config.settings",
     "RowLogger": "callbacks",
     "Step": "records",
     "TensorBoardLogger": "callbacks",
-    "TokenBatchSampler": "token_batches",
+    "TokenBatchSampler": "data.token_batches",
     "TrackioLogger": "callbacks",
     "Trainer": "trainer",
-    "TrainerConfig": "config",
+    "TrainerConfig": "config.settings",
     "Update": "trainer",
     "UsageError": "errors",
     "WandbLogger": "callbacks",
-    "World": "world",
+    "World": "distributed.world",
     "WorldError": "errors",
     "launch": "function_launch",
-    "load_model": "model_loading",
+    "load_model": "checkpoint.load_model",
     "scheduler_steps": "trainer",
 }
 
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
-    from ddp_kit.batch import BatchPlan as BatchPlan
     from ddp_kit.callbacks import EMA as EMA
     from ddp_kit.callbacks import BestModel as BestModel
     from ddp_kit.callbacks import Callback as Callback
@@ -67,12 +66,16 @@ if TYPE_CHECKING:
     from ddp_kit.callbacks import TensorBoardLogger as TensorBoardLogger
     from ddp_kit.callbacks import TrackioLogger as TrackioLogger
     from ddp_kit.callbacks import WandbLogger as WandbLogger
-    from ddp_kit.config import CheckpointConfig as CheckpointConfig
-    from ddp_kit.config import DataConfig as DataConfig
-    from ddp_kit.config import MemoryConfig as MemoryConfig
-    from ddp_kit.config import ParallelConfig as ParallelConfig
-    from ddp_kit.config import ProfileConfig as ProfileConfig
-    from ddp_kit.config import TrainerConfig as TrainerConfig
+    from ddp_kit.checkpoint.load_model import load_model as load_model
+    from ddp_kit.config.settings import CheckpointConfig as CheckpointConfig
+    from ddp_kit.config.settings import DataConfig as DataConfig
+    from ddp_kit.config.settings import MemoryConfig as MemoryConfig
+    from ddp_kit.config.settings import ParallelConfig as ParallelConfig
+    from ddp_kit.config.settings import ProfileConfig as ProfileConfig
+    from ddp_kit.config.settings import TrainerConfig as TrainerConfig
+    from ddp_kit.data.sampler import BatchPlan as BatchPlan
+    from ddp_kit.data.token_batches import TokenBatchSampler as TokenBatchSampler
+    from ddp_kit.distributed.world import World as World
     from ddp_kit.errors import CheckpointError as CheckpointError
     from ddp_kit.errors import ConfigError as ConfigError
     from ddp_kit.errors import DataError as DataError
@@ -83,18 +86,15 @@ if TYPE_CHECKING:
     from ddp_kit.errors import WorldError as WorldError
     from ddp_kit.function_launch import launch as launch
     from ddp_kit.metrics import Loss as Loss
-    from ddp_kit.model_loading import load_model as load_model
     from ddp_kit.parallel.memory import MemoryPlan as MemoryPlan
     from ddp_kit.records import FitResult as FitResult
     from ddp_kit.records import LearningRateSearch as LearningRateSearch
     from ddp_kit.records import LoadedWeights as LoadedWeights
     from ddp_kit.records import LogRow as LogRow
     from ddp_kit.records import Step as Step
-    from ddp_kit.token_batches import TokenBatchSampler as TokenBatchSampler
     from ddp_kit.trainer import Trainer as Trainer
     from ddp_kit.trainer import Update as Update
     from ddp_kit.trainer import scheduler_steps as scheduler_steps
-    from ddp_kit.world import World as World
 
 
 def __getattr__(name: str) -> Any:

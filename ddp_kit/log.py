@@ -19,7 +19,7 @@ _NO_BREAK = "\u00a0"
 _DEFAULT_HANDLER = 0  # the id of loguru's own handler, which exists until the user configures loguru
 
 # Modules that may log on any rank, because rank 0 may be one of the ranks that they report.
-_ANY_RANK = ("ddp_kit.trainer.barrier", "ddp_kit.parallel.unit_order")
+_ANY_RANK = ("ddp_kit.distributed.barrier", "ddp_kit.parallel.fsdp")
 
 __all__ = ["logger", "start"]
 

@@ -1,13 +1,15 @@
 """Weighted means that are exact over all ranks: accumulated as (sum, weight) and reduced once."""
 
 import math
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_kit.errors import LossError, kind_of
 
@@ -117,3 +119,124 @@ def _hint_for(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"{wanted} alone; trainer.log({{...}}) reports other values"
     return wanted
+
+
+# --- Metric objects, such as torchmetrics', which hold their own state and reduce it over the ranks themselves --------
+
+
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+)  # fmt: skip
+_MOST_DIMENSIONS = 8
+
+
+class MetricObject:
+    """A metric object with the methods `update`, `compute` and `reset`.
+
+    `select(output, batch)`: returns the arguments of `update`; None: the output and the second item of the batch.
+    """
+
+    def __init__(self, name: str, metric: Any, select: Callable[[Any, Any], Any] | None) -> None:
+        self._name = name
+        self._metric = metric
+        self._select = select
+
+    def start(self, device: torch.device) -> None:
+        """Reset the metric, on this device."""
+        self._device = device
+        if hasattr(self._metric, "to"):
+            self._metric.to(device)
+        self._metric.reset()
+
+    def add(self, output: Any, batch: Any) -> None:
+        """Update the metric with a batch. Raises `LossError` if the batch is not a pair and there is no `select`."""
+        if self._select is not None:
+            arguments = self._select(output, batch)
+        elif isinstance(batch, list | tuple) and len(batch) == 2:
+            arguments = (output, batch[1])
+        else:
+            raise LossError(
+                f"metric {self._name!r} needs predictions and targets, but the batch is not a pair",
+                f"pass a function: metrics={{{self._name!r}: (metric, lambda output, batch: (predictions, targets))}}",
+            )
+        self._metric.update(*arguments)
+
+    def values(self) -> dict[str, float]:
+        """The values over all ranks, by name: `name`, or `name.0`, `name.key`, ... for several. A collective.
+
+        Raises `LossError` if `compute` does not return numbers.
+        """
+        _fill_empty_states(self._metric, self._device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torchmetrics warns if update was never called: a rank may have no samples
+            found = self._metric.compute()
+        return dict(_numbers(self._name, found))
+
+
+def is_metric_object(value: object) -> bool:
+    """Whether it has the methods of a metric object."""
+    return all(callable(getattr(value, method, None)) for method in ("update", "compute", "reset"))
+
+
+def _numbers(name: str, found: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(found, Mapping):
+        for key, value in found.items():
+            yield from _numbers(f"{name}.{key}", value)
+    elif isinstance(found, Tensor) and found.numel() != 1:
+        yield from ((f"{name}.{number}", float(value)) for number, value in enumerate(found.flatten().tolist()))
+    elif isinstance(found, list | tuple):
+        for number, value in enumerate(found):
+            yield from _numbers(f"{name}.{number}", value)
+    elif isinstance(found, Tensor | Real) or hasattr(found, "__float__"):
+        yield name, float(found)
+    else:
+        raise LossError(
+            f"compute() of metric {name!r} returned a {type(found).__name__}, not a number",
+            "let it return numbers or tensors, or dicts, lists and tuples of them",
+        )
+
+
+# --- list states on ranks without samples -----------------------------------------------------------------------
+# torchmetrics (1.9) gathers a 1-D float32 tensor in place of an empty list. If other ranks' tensors have another dtype
+# or more dimensions, gloo aborts the process and NCCL returns wrong numbers.
+
+
+def _fill_empty_states(metric: Any, device: torch.device) -> None:
+    """Put an empty tensor of the other ranks' dtype and shape into list states that are empty here. A collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    states = list(_list_states(metric))
+    if not states:
+        return
+    own = torch.tensor([_layout(state) for _, _, state in states], dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    table = [one.tolist() for one in everyone]
+    for number, (owner, name, state) in enumerate(states):
+        filled = [one[number] for one in table if one[number][0]]
+        if not state and filled:
+            dimensions, dtype, *shape = filled[0]
+            empty = torch.empty(0, *shape[: dimensions - 1], dtype=_DTYPES[dtype], device=device)
+            setattr(owner, name, [empty])
+
+
+def _list_states(metric: Any) -> Iterator[tuple[Any, str, list[Any]]]:
+    owners = metric.modules() if isinstance(metric, nn.Module) else [metric]
+    for owner in owners:
+        states = getattr(owner, "metric_state", None)
+        for name, state in states.items() if isinstance(states, dict) else ():
+            if isinstance(state, list):
+                yield owner, name, state
+
+
+def _layout(state: list[Any]) -> list[int]:
+    """The number of dimensions, dtype index and sizes after the first dimension of a list state's first tensor.
+
+    Zeros if the list is empty, or the tensor is of an unknown kind.
+    """
+    first = state[0] if state else None
+    if not isinstance(first, Tensor) or first.dtype not in _DTYPES or first.dim() > _MOST_DIMENSIONS:
+        return [0] * (_MOST_DIMENSIONS + 1)
+    shape = [*first.shape[1:]]
+    return [max(1, first.dim()), _DTYPES.index(first.dtype), *shape, *[0] * (_MOST_DIMENSIONS - 1 - len(shape))]

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_kit.containers import each_leaf
 from ddp_kit.errors import ConfigError, LossError, nearest, some
 from ddp_kit.float8 import convert_linear_layers
 from ddp_kit.log import logger
+from ddp_kit.structures import each_leaf
 from ddp_kit.torch_internals import scale_on_device
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddp_kit.sizes import size_text
+from ddp_kit.errors import size_text
 
 _MIN_SHOWN_WAIT = 0.05
 """The share of a step's time from which on waiting for other ranks is shown."""

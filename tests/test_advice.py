@@ -2,8 +2,8 @@
 
 import pytest
 
-from ddp_kit.advice import WATCHED_SECONDS, Adviser, Watched, advice, slowest_rank
 from ddp_kit.records import StepTimes
+from ddp_kit.trainer.logging import WATCHED_SECONDS, Adviser, Watched, advice, slowest_rank
 
 
 def times(scale: float = 1.0, **seconds: float) -> StepTimes:

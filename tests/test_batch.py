@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_kit.batch import BatchPlan, plan_batches, split
+from ddp_kit.data.sampler import BatchPlan, plan_batches, split
 from ddp_kit.errors import ConfigError
 
 size = st.integers(1, 300)

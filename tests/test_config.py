@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ddp_kit import ConfigError, DataConfig, ParallelConfig, TrainerConfig
-from ddp_kit.config import AUTO, STRATEGIES, StrategyName
+from ddp_kit.config.settings import AUTO, STRATEGIES, StrategyName
 
 
 def problems_of(**values: object) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_kit.containers import with_copied_containers
+from ddp_kit.structures import with_copied_containers
 
 
 class Encoding(UserDict[str, Any]):

@@ -16,11 +16,12 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import Dataset, TensorDataset
 
-from ddp_kit import EMA, Callback, DataConfig, Loss, Trainer, TrainerConfig, peak_rates
-from ddp_kit.checkpoint.loading import load
-from ddp_kit.loader import on_device
-from ddp_kit.manifest import checkpoints
-from ddp_kit.peak_rates import PeakRates
+from ddp_kit import EMA, Callback, DataConfig, Loss, Trainer, TrainerConfig
+from ddp_kit.checkpoint.format import checkpoints
+from ddp_kit.checkpoint.reader import load
+from ddp_kit.data import on_device
+from ddp_kit.trainer import model_flops
+from ddp_kit.trainer.model_flops import PeakRates
 
 pytestmark = pytest.mark.gpu
 PRECISIONS = ["fp32", "tf32", "bf16", "fp16", "bf16-true"]
@@ -143,7 +144,7 @@ class Attending(nn.Module):
 def test_counting_flops_changes_nothing(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = torch.cuda.get_device_name().removeprefix("NVIDIA ")
     here = PeakRates(re.escape(name), {"fp32": 1.0, "bf16": 1.0}, "this test")
-    monkeypatch.setattr(peak_rates, "TABLE", (here,))
+    monkeypatch.setattr(model_flops, "TABLE", (here,))
     ends = []
     for asked in (False, True):
         torch.manual_seed(0)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_kit.errors import CheckpointError
-from ddp_kit.manifest import (
+from ddp_kit.checkpoint.format import (
     FileRecord,
     Hasher,
     Manifest,
@@ -20,6 +19,7 @@ from ddp_kit.manifest import (
     newest_whole,
     verified,
 )
+from ddp_kit.errors import CheckpointError
 
 
 def made(folder: Path, step: int, content: bytes = b"0123456789") -> Path:

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from ddp_kit.errors import LossError
-from ddp_kit.metric_objects import MetricObject
-from ddp_kit.metrics import Loss, Mean, checked, reduced
+from ddp_kit.metrics import Loss, Mean, MetricObject, checked, reduced
 
 CPU = torch.device("cpu")
 

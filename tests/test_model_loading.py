@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ddp_kit import EMA, BestModel, Callback, CheckpointError, ConfigError, Trainer, TrainerConfig, load_model
-from ddp_kit.launcher.export_command import run as export
-from ddp_kit.manifest import name_of
+from ddp_kit.checkpoint.format import name_of
+from ddp_kit.launcher.commands.export import run as export
 
 PATTERN = torch.Generator().manual_seed(1)
 DATA = TensorDataset(torch.randn(32, 4, generator=PATTERN), torch.randn(32, 4, generator=PATTERN))

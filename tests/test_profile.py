@@ -11,7 +11,7 @@ import torch
 from torch.profiler import profile, record_function
 
 from ddp_kit import profile as profile_module
-from ddp_kit.config import ProfileConfig
+from ddp_kit.config.settings import ProfileConfig
 from ddp_kit.errors import ConfigError
 from ddp_kit.launcher.trace.memory_file import read_memory
 from ddp_kit.log import logger

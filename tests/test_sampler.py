@@ -11,9 +11,15 @@ from hypothesis import strategies as st
 from torch import Generator
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
-from ddp_kit.batch import plan_batches
+from ddp_kit.data.sampler import (
+    EvalBatches,
+    ExactDistributedSampler,
+    TrainBatches,
+    UserEvalBatches,
+    UserTrainBatches,
+    plan_batches,
+)
 from ddp_kit.errors import DataError
-from ddp_kit.sampler import EvalBatches, ExactDistributedSampler, TrainBatches, UserEvalBatches, UserTrainBatches
 
 
 def train_batches(samples: int, global_batch: int, world_size: int, rank: int, **options: bool) -> TrainBatches:

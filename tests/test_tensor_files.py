@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_kit.tensor_files import Box, boxes_of, overlap, split_box
+from ddp_kit.checkpoint.format import Box, boxes_of, overlap, split_box
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

@@ -346,7 +346,7 @@ from datetime import timedelta
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from ddp_kit import timing
-from ddp_kit.world import join
+from ddp_kit.distributed.world import join
 
 class Loud(timing.StepClock):
     marks = []

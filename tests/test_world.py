@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_kit import world
+from ddp_kit.distributed import world
+from ddp_kit.distributed.world import decoded, encoded, random_states_kept, seed_everything, seed_generators
 from ddp_kit.errors import WorldError
-from ddp_kit.trainer.random_text import decoded, encoded
-from ddp_kit.world import random_states_kept, seed_everything, seed_generators
 
 CPU = torch.device("cpu")
 MEETING = {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
@@ -20,7 +19,7 @@ MEETING = {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
 OWN_GROUP = """
 import os, tempfile
 import torch.distributed as dist
-from ddp_kit import world
+from ddp_kit.distributed import world
 rank = int(os.environ.pop("RANK")); os.environ.pop("WORLD_SIZE")
 dist.init_process_group("gloo", init_method="file://" + os.environ["MEETING"], rank=rank, world_size=2)
 found = world.join()

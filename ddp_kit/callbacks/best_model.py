@@ -7,14 +7,13 @@ from typing import Any, Literal
 from safetensors.torch import save_model
 from torch import Tensor, nn
 
-from ddp_kit.callbacks.best_value import BestValue
-from ddp_kit.callbacks.callback import Callback
-from ddp_kit.config import absolute
+from ddp_kit.callbacks.callback import BestValue, Callback
+from ddp_kit.checkpoint.weight_files import plain_name
+from ddp_kit.config.settings import absolute
 from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 from ddp_kit.pieces import Piece
 from ddp_kit.state_values import whole_number
-from ddp_kit.stored_weights import plain_name
 
 _NAME = "BestModel"
 

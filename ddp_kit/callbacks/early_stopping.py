@@ -2,8 +2,7 @@
 
 from typing import Any, Literal
 
-from ddp_kit.callbacks.best_value import BestValue
-from ddp_kit.callbacks.callback import Callback
+from ddp_kit.callbacks.callback import BestValue, Callback
 from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 from ddp_kit.state_values import whole_number

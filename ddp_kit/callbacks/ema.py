@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from ddp_kit.callbacks.callback import Callback
+from ddp_kit.checkpoint.weight_files import plain_name
 from ddp_kit.errors import ConfigError
 from ddp_kit.pieces import Piece, whole_shape
-from ddp_kit.stored_weights import plain_name
 from ddp_kit.torch_internals import compiled_module, copy_all, interpolate_all
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_kit.callbacks.callback import Callback
-from ddp_kit.config import absolute
+from ddp_kit.config.settings import absolute
 from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 from ddp_kit.records import LogRow

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 from ddp_kit.callbacks.rows import RowLogger, numbers, require
-from ddp_kit.config import absolute
+from ddp_kit.config.settings import absolute
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -1,31 +1,121 @@
-"""Packs nested state into named tensors, and JSON for everything else; `unpacking` restores it bit-exact.
-
-    {"model": {"weight": Tensor}, "scheduler": {"betas": (0.9, nan)}}    becomes
-    model.safetensors: "weight"
-    state.json: {"model": {"weight": {"$tensor": ["model", "weight"]}},
-                 "scheduler": {"betas": {"$tuple": [0.9, {"$float": "7ff8000000000000"}]}}}
-
-A value that JSON cannot express becomes an object whose first key begins with "$"; docs/checkpoints.md lists these.
-Training waits while a state is packed, so packing is written to take about a microsecond per tensor: names are built
-during the recursion, and the path of a value that cannot be stored is built only when its error is raised.
-"""
+"""The layout of safetensors files in a buffer that holds all of them: the offset of each tensor."""
 
 import base64
+import hashlib
+import json
 import math
 import re
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_kit.checkpoint.layout import DTYPES, Stored
+from ddp_kit.checkpoint.format import PIECES, TENSORS, header
+from ddp_kit.checkpoint.process import Region
 from ddp_kit.errors import CheckpointError
 from ddp_kit.pieces import Piece
+
+# The dtypes that safetensors supports since 0.4.3; others are stored as bytes.
+DTYPES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.uint16: "U16", torch.int16: "I16",
+    torch.uint32: "U32", torch.int32: "I32", torch.uint64: "U64", torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float32: "F32", torch.float64: "F64",
+}  # fmt: skip
+DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
+_PAGE = 4096  # files begin at a multiple of this in memory, as direct I/O requires
+
+
+class Stored(NamedTuple):
+    """A tensor to write."""
+
+    part: str
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    piece: Piece | None
+    """None: the tensor is whole."""
+    tensor: Tensor
+    """The values to write, of a dtype that the format has; on any device, contiguous or not."""
+    original: Tensor
+    """The tensor in the state; differs from `tensor` if its dtype is stored as bytes."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The position of a tensor in the buffer."""
+
+    number: int
+    """The index of the tensor."""
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The files, one after another in a buffer."""
+
+    files: tuple[Region, ...]
+    headers: Mapping[int, bytes]
+    """Offset in the buffer -> the file header at that offset."""
+    places: tuple[Place, ...]
+    bytes: int
+    """The size of the buffer, including padding between files."""
+
+
+def lay_out(tensors: Sequence[Stored], aliases: Mapping[str, Mapping[str, str]], suffix: str = "") -> Layout:
+    """Assign files and offsets to tensors.
+
+    `aliases`: part -> {another name of a tensor -> the name under which it is stored}. `suffix`: of the file names.
+    """
+    parts: dict[str, list[int]] = {}
+    for number, stored in enumerate(tensors):
+        parts.setdefault(stored.part, []).append(number)
+    files, headers, places, begin = [], {}, [], 0
+    for part, numbers in parts.items():
+        # In descending order of element size, so that each tensor is aligned without padding.
+        numbers.sort(key=lambda number: -tensors[number].dtype.itemsize)
+        found = [tensors[number] for number in numbers]
+        sizes = [stored.tensor.nbytes for stored in found]
+        headers[begin] = _header(found, aliases.get(part, {}))
+        begins = [*accumulate(sizes, initial=begin + len(headers[begin]))]
+        places += [Place(*place) for place in zip(numbers, begins[:-1], sizes, strict=True)]
+        files.append(Region(f"{part}{suffix}{TENSORS}", begin, begins[-1] - begin))
+        begin += -(-files[-1].bytes // _PAGE) * _PAGE
+    return Layout(tuple(files), headers, tuple(places), begin)
+
+
+def _header(found: Sequence[Stored], aliases: Mapping[str, str]) -> bytes:
+    # transformers and safetensors.torch.load_model read the framework and the names of tied weights here.
+    here = {stored.name for stored in found}
+    tied = {alias: name for alias, name in aliases.items() if name in here}
+    metadata = {**tied, "format": "pt"}
+    pieces = {each.name: _piece_metadata(each.piece) for each in found if each.piece}
+    if pieces:
+        metadata[PIECES] = json.dumps(pieces)
+    return header(metadata, ((each.name, DTYPES[each.dtype], each.shape, each.tensor.nbytes) for each in found))
+
+
+def _piece_metadata(piece: Piece) -> dict[str, object]:
+    return {"shape": piece.shape, "offsets": piece.offsets} | ({"flat": True} if piece.flat else {})
+
+
+# --- Packs nested state into named tensors, and JSON for everything else; `unpacking` restores it bit-exact -----------
+#     {"model": {"weight": Tensor}, "scheduler": {"betas": (0.9, nan)}}    becomes
+#     model.safetensors: "weight"
+#     state.json: {"model": {"weight": {"$tensor": ["model", "weight"]}},
+#                  "scheduler": {"betas": {"$tuple": [0.9, {"$float": "7ff8000000000000"}]}}}
+#
+# A value that JSON cannot express becomes an object whose first key begins with "$"; docs/checkpoints.md lists these.
+# Training waits while a state is packed, so packing is written to take about a microsecond per tensor: names are built
+# during the recursion, and the path of a value that cannot be stored is built only when its error is raised.
+
 
 _PART = re.compile(r"\w[\w-]*", re.ASCII)
 _LARGEST = 1 << 63  # larger integers are written in hexadecimal, because Python parses long decimals slowly
@@ -318,3 +408,78 @@ def _unstorable(part: str, error: _UnstorableError) -> CheckpointError:
     else:
         hint = "let state_dict() return numbers, strings, tensors, arrays, and lists, tuples, dicts and sets of them"
     return CheckpointError(f"{place} is a {kind}, which a checkpoint cannot store", hint)
+
+
+# --- Which tensors each writer saves, and their offsets; reused while names, dtypes and shapes remain the same --------
+
+
+BYTES_PER_WRITER = 16 << 20
+"""The minimum bytes per writer: small checkpoints use fewer writers, and have one file per part."""
+
+Replicated = Callable[[str, str], bool]
+"""(part, name) of a tensor -> whether it is identical on all writers."""
+
+
+class Division:
+    """The tensors of a packed state that one writer saves.
+
+    Replicated tensors are divided among the writers; each writer saves the `Piece`s that it owns; writer 0 saves the
+    rest. `writer`: the index of this writer. `writers`: the number of available writers.
+    """
+
+    def __init__(self, packed: Packed, replicated: Replicated, writer: int, writers: int) -> None:
+        self._key = _key(packed)
+        shared = [
+            number
+            for number, each in enumerate(packed.tensors)
+            if each.piece is None and replicated(each.part, each.name)
+        ]
+        sizes = {number: packed.tensors[number].tensor.nbytes for number in shared}
+        pieces = [number for number, each in enumerate(packed.tensors) if each.piece is not None]
+        self.writers = writers if pieces else active_writers(sum(sizes.values()), writers)
+        """How many writers this state uses."""
+        self.bytes = sum(each.tensor.nbytes for each in packed.tensors)
+        """The bytes of all tensors of this writer's state."""
+        keys = [packed.tensors[number][:4] for number in shared]
+        keys += [_of_whole(packed.tensors[number]) for number in pieces]
+        self.tensors = hashlib.sha256(repr(keys).encode()).hexdigest()
+        """A hash of names, dtypes and shapes of the divided tensors, which must be equal on all writers."""
+        owners: list[int | None] = [0] * len(packed.tensors)
+        load = [0] * self.writers
+        for number in sorted(shared, key=lambda number: -sizes[number]):  # largest first, to the least loaded
+            least = owners[number] = load.index(min(load))
+            load[least] += sizes[number]
+        for number in pieces:
+            piece = packed.tensors[number].piece
+            owners[number] = writer if piece is not None and piece.owned else None
+        own = [number for number, owner in enumerate(owners) if owner == writer]
+        suffix = f"-{writer + 1:05d}-of-{self.writers:05d}" if self.writers > 1 else ""
+        self.layout = lay_out([packed.tensors[number] for number in own], packed.aliases, suffix)
+        self.numbers = [own[place.number] for place in self.layout.places]
+        """The indices in `packed.tensors` of the tensors that this writer saves, in the order of their places."""
+        self.replicated = [number in sizes for number in self.numbers]
+        """Whether each of them is replicated."""
+
+    def fits(self, packed: Packed) -> bool:
+        """Whether this division can be used for a state, because its tensors differ only in their values."""
+        return self._key == _key(packed)
+
+
+def active_writers(size: int, writers: int) -> int:
+    """The number of writers to use for `size` bytes, out of `writers`."""
+    return max(1, min(writers, size // BYTES_PER_WRITER))
+
+
+def _of_whole(stored: Stored) -> tuple[Any, ...]:
+    assert stored.piece is not None
+    return stored.part, stored.name, stored.dtype, stored.piece.shape
+
+
+def _place(piece: Piece) -> tuple[Any, ...]:
+    return piece.shape, piece.offsets, piece.flat, piece.owned
+
+
+def _key(packed: Packed) -> tuple[list[Any], list[Any]]:
+    """Everything that a layout depends on, including the order of aliases, which is their order in file headers."""
+    tensors = [(*stored[:4], stored.piece and _place(stored.piece)) for stored in packed.tensors]
+    return tensors, [(part, *names.items()) for part, names in packed.aliases.items()]

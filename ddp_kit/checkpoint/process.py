@@ -1,21 +1,599 @@
-"""The process that writes checkpoints. It starts in about 50 ms, because it does not import torch or numpy.
+"""The process that writes checkpoints."""
 
-loop:
-    a packet with a number and a `Job`:     write the checkpoint from shared memory; answer with the number and the
-    error a stop packet, end of file, or the training process has ended:    exit
-"""
-
+import ctypes
+import errno
+import fcntl
 import json
 import mmap
 import os
+import secrets
 import select
+import shutil
 import socket
+import time
 import traceback
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from threading import Thread
+from typing import Self
 
-from ddp_kit.checkpoint.files import Job
-from ddp_kit.checkpoint.writing import write
+from ddp_kit.checkpoint.format import (
+    ASIDE,
+    INDEX,
+    MANIFEST,
+    REMOVED,
+    WRITING,
+    FileRecord,
+    Found,
+    Hasher,
+    Manifest,
+    checkpoints,
+    leftovers,
+    name_of,
+    open_file,
+    part_of,
+    tensor_table,
+)
 from ddp_kit.errors import CheckpointError
+
+# --- The file operations of a save, as methods that tests can make fail, or replace to kill the process there ---------
+
+
+_CURRENT_FOLDER = -100  # AT_FDCWD
+_EXCHANGE = 2  # RENAME_EXCHANGE
+
+
+class System:
+    """The file operations of a save. All of them may raise `OSError`."""
+
+    def mkdir(self, path: Path) -> None:
+        """Create a folder, which must not exist."""
+        path.mkdir()
+
+    def create(self, path: Path) -> int:
+        """Create a file, which must not exist, and return its descriptor."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def write(self, file: int, content: memoryview) -> int:
+        """Write at least a part of the content, and return how many bytes."""
+        return os.write(file, content)
+
+    def fsync(self, file: int) -> None:
+        """Flush a file, or a folder's entries, to the disk."""
+        os.fsync(file)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Rename a file or folder."""
+        old.rename(new)
+
+    def exchange(self, one: Path, other: Path) -> None:
+        """Swap the names of two folders atomically. Raises `OSError` if the file system cannot."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        try:
+            renameat2 = libc.renameat2
+        except AttributeError:  # an old C library
+            raise OSError("renameat2 is not available") from None
+        if renameat2(_CURRENT_FOLDER, os.fsencode(one), _CURRENT_FOLDER, os.fsencode(other), _EXCHANGE) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def remove(self, path: Path) -> None:
+        """Remove a folder and its content. Entries that cannot be removed are left for the next save."""
+        shutil.rmtree(path, ignore_errors=True)
+
+    def free(self, folder: Path) -> int:
+        """The number of bytes that can still be written to the folder's file system."""
+        status = os.statvfs(folder)
+        return status.f_bavail * status.f_frsize
+
+
+# --- Writes host memory to files, and hashes them ---------------------------------------------------------------------
+
+
+_CHUNK = 64 << 20
+_LARGE = 4 << 20  # smaller files are written through the page cache: bandwidth does not dominate their time
+_BLOCK = 4096  # a multiple of the block size of any disk
+
+
+@dataclass(frozen=True)
+class Region:
+    """A file to write, and the position of its content in memory."""
+
+    name: str
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """The part of one checkpoint that one process writes."""
+
+    folder: str
+    """The folder of all checkpoints."""
+    step: int
+    best: bool
+    keep_last: int
+    versions: Mapping[str, str]
+    files: tuple[Region, ...]
+    token: str = ""
+    """Part of the name of the checkpoint's temporary folder; equal on all writers."""
+    writer: int = 0
+    """The index of this writer. Writer 0 waits for the others and completes the checkpoint."""
+    writers: int = 1
+    """The number of writers."""
+    total: int = 0
+    """Bytes that all writers write together; 0: those of this writer."""
+    tensors: str = ""
+    """A hash of names, dtypes and shapes of the tensors that are divided among the writers."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that this writer writes."""
+        return sum(file.bytes for file in self.files)
+
+    def to_json(self) -> str:
+        """The job as one line of JSON."""
+        return json.dumps(vars(self), default=vars)
+
+    @classmethod
+    def from_json(cls, line: str | bytes) -> Self:
+        """The inverse of `to_json`."""
+        content = json.loads(line)
+        return cls(**{**content, "files": tuple(Region(**file) for file in content["files"])})
+
+
+def write_files(files: Sequence[Region], memory: memoryview, folder: Path, system: System) -> list[FileRecord]:
+    """Create files from regions of `memory`, and fsync them. Raises `OSError`."""
+    return [_write_file(folder / file.name, memory[file.offset : file.offset + file.bytes], system) for file in files]
+
+
+def write_text(path: Path, text: str, system: System) -> FileRecord:
+    """Create a text file and fsync it. Raises `OSError`."""
+    return _write_file(path, memoryview(text.encode()), system)
+
+
+def _write_file(path: Path, content: memoryview, system: System) -> FileRecord:
+    hasher = Hasher()
+    thread = Thread(target=hasher.update, args=(content,))  # hashing and writing release the GIL
+    file = system.create(path)
+    try:
+        thread.start()
+        try:
+            done = 0
+            if len(content) >= _LARGE:
+                done = _write_past_the_cache(file, content[: len(content) // _BLOCK * _BLOCK], system)
+            while done < len(content):
+                done += system.write(file, content[done : done + _CHUNK])
+            system.fsync(file)
+        finally:
+            thread.join()
+    finally:
+        os.close(file)
+    return FileRecord(path.name, len(content), str(hasher))
+
+
+def _write_past_the_cache(file: int, content: memoryview, system: System) -> int:
+    """Write with direct I/O, bypassing the page cache; returns how many bytes could be written that way."""
+    flags, done = fcntl.fcntl(file, fcntl.F_GETFL), 0
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
+        while done < len(content):
+            done += system.write(file, content[done : done + _CHUNK])
+            if done % _BLOCK:
+                break
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # EINVAL: the file system has no direct I/O, or another block size
+            raise
+    fcntl.fcntl(file, fcntl.F_SETFL, flags)
+    return done
+
+
+def fsync_folder(folder: Path, system: System) -> None:
+    """Make the entries of a folder durable. Raises `OSError`."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        system.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # EINVAL: some network file systems cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+# --- One checkpoint written by several processes, each of which writes its share into the same unfinished folder ------
+#     writer 1, 2, ...      lock .writer-N; write the files of its share; rename its record to .writer-N.json
+#     writer 0              write its own share; wait for the records of all other writers; complete the checkpoint
+#
+# They communicate only through the folder: they may be on different nodes, and may outlive their job. If a writer holds
+# no lock and has left no record, it has died or was never started, and the checkpoint is abandoned.
+
+
+_SHARE_POLL_SECONDS = 0.01
+_START_SECONDS = 20.0  # how long a writer may take to start, after writer 0 has written its own share
+_ABANDONED_SECONDS = 1.0  # the same if the job is gone, because a writer may just be starting
+_STALL_SECONDS = 120.0  # how long no file may grow, if there are no locks or a writer is stopped
+_LONGEST_RECORD = 1 << 20
+
+
+def write_share(job: Job, memory: memoryview, unfinished: Path, system: System) -> None:
+    """Write the share of a writer other than 0. Errors are recorded in the folder, and reported by writer 0.
+
+    `unfinished`: the unfinished folder of the checkpoint.
+    """
+    lock = os.open(unfinished / _name(job.writer), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        with suppress(OSError):  # the file system has no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)  # blocking, because writer 0 holds the lock for a moment when it polls
+        record: dict[str, object] = {"tensors": job.tensors}
+        try:
+            record["files"] = [asdict(file) for file in write_files(job.files, memory, unfinished, system)]
+        except OSError as error:
+            for file in job.files:  # make room for the record on a full disk
+                (unfinished / file.name).unlink(missing_ok=True)
+            record["errno"] = error.errno
+        unnamed = unfinished / f"{_name(job.writer)}.new"
+        write_text(unnamed, json.dumps(record), system)
+        system.rename(unnamed, unfinished / f"{_name(job.writer)}.json")
+    except FileNotFoundError:
+        if unfinished.is_dir():
+            raise
+        # Writer 0 has abandoned the checkpoint, and reports why.
+    finally:
+        os.close(lock)
+
+
+def collect(job: Job, unfinished: Path, system: System, abandoned: Callable[[], bool]) -> list[FileRecord]:
+    """Wait for the other writers' shares, and return their files. Called by writer 0.
+
+    `unfinished`: the checkpoint's folder. `abandoned()`: whether the process that started this one is gone.
+    Raises `CheckpointError`, and `OSError` with the error number of another writer.
+    """
+    files: list[FileRecord] = []
+    waiting = dict.fromkeys(range(1, job.writers))
+    size, since = -1, time.monotonic()
+    while waiting:
+        there = _names(unfinished)
+        writing = {each: each in there and _is_locked(unfinished / each) for each in map(_name, waiting)}
+        there = _names(unfinished)  # again: a writer leaves its record before it releases its lock
+        for writer in [*waiting]:
+            if f"{_name(writer)}.json" in there:
+                files += _checked(_record(unfinished / f"{_name(writer)}.json"), job, writer)
+                del waiting[writer]
+            elif writing[_name(writer)] is False and time.monotonic() - since > _allowed(abandoned):
+                raise _missing(job, writer, "has ended, or did not begin")
+        if waiting:
+            now = _size(unfinished)
+            if now != size:
+                size, since = now, time.monotonic()
+            elif time.monotonic() - since > _STALL_SECONDS:
+                raise _missing(job, min(waiting), f"has written nothing for {_STALL_SECONDS:g} s")
+            time.sleep(_SHARE_POLL_SECONDS)
+    for path in [*_entries(unfinished)]:
+        if path.name.startswith(_name("")):
+            path.unlink()
+    return files + _indexes(unfinished, files, system)
+
+
+def _indexes(unfinished: Path, others: Iterable[FileRecord], system: System) -> list[FileRecord]:
+    """Write an index of tensor -> file for each part that has several files, in Hugging Face's format."""
+    indexes = []
+    for part in sorted({part for file in others if (part := part_of(file.name)) is not None}):
+        tables = {path.name: tensor_table(path) for path in _entries(unfinished) if part_of(path.name) == part}
+        total = sum(tensor.bytes for table in tables.values() for tensor in table.values())
+        names = {
+            name: file for file, table in sorted(tables.items()) for name, each in table.items() if not each.is_piece
+        }
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2)
+        indexes.append(write_text(unfinished / f"{part}{INDEX}", text, system))
+    return indexes
+
+
+def _name(writer: int | str) -> str:
+    return f".writer-{writer}"
+
+
+def _entries(unfinished: Path) -> list[Path]:
+    return sorted(unfinished.iterdir())
+
+
+def _allowed(abandoned: Callable[[], bool]) -> float:
+    """Seconds that a writer may take to start."""
+    return _ABANDONED_SECONDS if abandoned() else _START_SECONDS
+
+
+def _names(unfinished: Path) -> set[str]:
+    """The names in the folder. Listed, not tested one by one, because NFS caches negative lookups for a minute."""
+    return {path.name for path in _entries(unfinished)}
+
+
+def _size(unfinished: Path) -> int:
+    total = 0
+    for path in _entries(unfinished):
+        with suppress(FileNotFoundError):  # a record has just been renamed
+            total += path.stat().st_size
+    return total
+
+
+def _is_locked(path: Path) -> bool | None:
+    """Whether a process holds the lock; None: the file system has no locks."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    else:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _record(path: Path) -> dict[str, object]:
+    with open_file(path) as file:
+        return dict(json.loads(file.read(_LONGEST_RECORD)))
+
+
+def _checked(record: dict[str, object], job: Job, writer: int) -> list[FileRecord]:
+    if "errno" in record:
+        number = int(str(record["errno"]))
+        raise OSError(number, os.strerror(number))
+    if record["tensors"] != job.tensors:
+        raise CheckpointError(
+            f"the checkpoint of step {job.step} was not saved: process {writer} of the {job.writers} that write it has "
+            "tensors with other names, dtypes or shapes than process 0",
+            "use the same model and optimizer on all ranks, and add the same state on all of them",
+        )
+    return [FileRecord(**file) for file in record["files"]]  # type: ignore[attr-defined]
+
+
+def _missing(job: Job, writer: int, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint of step {job.step} was not saved: process {writer} of the {job.writers} that write it {what}",
+        "see the output of that process; earlier checkpoints are unchanged",
+        transient=True,
+    )
+
+
+# --- Writes a checkpoint from host memory to disk. Does not use torch, which the writer process does not import -------
+#     create .writing-step-K-<token>       and remove what killed writers have left
+#     write and fsync each file            if there are several writers, each writes its share: see above
+#     write and fsync the manifest
+#     fsync the folder, rename it to step-K, fsync its parent          from here on it is the newest checkpoint
+#     rename checkpoints that are not kept to .removed-..., then remove them
+#
+# If the process is killed at any moment, either the old or the new checkpoint is complete; the next save removes the
+# folder with a leading dot that is left.
+
+
+_POLL_SECONDS = 0.02
+_LONG_AGO = 3600.0  # without locks, a folder that has not changed for this long has no writer
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_HELD_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EACCES)
+
+
+def write(job: Job, memory: memoryview, system: System | None = None, *, abandoned: Callable[[], bool] = bool) -> None:
+    """Write a checkpoint durably, and remove checkpoints that are not kept; or write one writer's share of it.
+
+    `memory`: contains the files. `abandoned()`: whether the process that requested the save is gone.
+    Raises `CheckpointError`; earlier checkpoints are then unchanged.
+    """
+    system = system or System()
+    folder = Path(job.folder)
+    with _explained(job, folder, system):
+        make_folder(folder, system)
+        unfinished = folder / f"{WRITING}{name_of(job.step)}-{job.token or secrets.token_hex(4)}"
+        if job.writer > 0:
+            _make_unfinished(unfinished, system)
+            write_share(job, memory, unfinished, system)
+            return
+        with _alone(folder) as alone:
+            _make_unfinished(unfinished, system)
+            try:
+                _clear_leftovers(folder, unfinished, alone, system)
+                _check_space(job, folder, system)
+                records = write_files(job.files, memory, unfinished, system)
+                records += collect(job, unfinished, system, abandoned)
+                created = datetime.now(UTC).isoformat(timespec="seconds")
+                manifest = Manifest(job.step, created, job.best, job.versions, tuple(records))
+                write_text(unfinished / MANIFEST, manifest.text(), system)
+                fsync_folder(unfinished, system)
+                _put_in_place(unfinished, folder / name_of(job.step), system)
+            except BaseException:
+                with suppress(OSError):
+                    system.remove(unfinished)
+                raise
+            fsync_folder(folder, system)
+            _prune(job, folder, system)
+
+
+def _make_unfinished(unfinished: Path, system: System) -> None:
+    with suppress(FileExistsError):  # another writer has created it
+        system.mkdir(unfinished)
+
+
+def make_folder(folder: Path, system: System | None = None) -> None:
+    """Create the folder of all checkpoints and its parents, durably. Raises `OSError`."""
+    system = system or System()
+    if not folder.is_dir():
+        if not folder.parent.is_dir():
+            make_folder(folder.parent, system)
+        try:
+            system.mkdir(folder)
+        except FileExistsError:
+            if not folder.is_dir():  # otherwise another process has created it
+                raise
+        fsync_folder(folder.parent, system)
+
+
+def set_aside(folder: Path, after: int, system: System | None = None) -> tuple[Path, list[int]] | None:
+    """Move the checkpoints of steps after `after` into a new folder next to them, durably.
+
+    They belong to a branch that the run has left, and would be taken for newer than those of the current branch.
+    Returns the new folder and the steps; None if there are none. Raises `CheckpointError`.
+    """
+    system = system or System()
+    there = [found for found in checkpoints(folder) if found.step > after and _is_ours(found)]
+    if not there:
+        return None
+    place = folder / f"{ASIDE}{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    try:
+        system.mkdir(place)
+        for found in there:
+            system.rename(found.path, place / found.path.name)
+        fsync_folder(place, system)
+        fsync_folder(folder, system)
+    except OSError as error:
+        raise cannot_write(error, folder) from None
+    return place, [found.step for found in there]
+
+
+def cannot_write(error: OSError, folder: Path) -> CheckpointError:
+    """The error for a folder that cannot be written to."""
+    return CheckpointError(
+        f"checkpoints cannot be written to {folder}: {error.strerror or error}",
+        f"use a folder that this process may write to; `ddpkit doctor --dir {folder}` tests it",
+    )
+
+
+# Writing -------------------------------------------------------------------------------------------------------------
+
+
+def _put_in_place(unfinished: Path, place: Path, system: System) -> None:
+    if not place.exists():
+        system.rename(unfinished, place)
+        return
+    # The run has gone back and saves a step again. Exchange the folders, so that one of them is always in place.
+    try:
+        system.exchange(unfinished, place)
+        before = unfinished
+    except OSError:
+        before = _removed(place)
+        system.rename(place, before)
+        system.rename(unfinished, place)
+    system.remove(before)
+
+
+# Retention -----------------------------------------------------------------------------------------------------------
+
+
+def _prune(job: Job, folder: Path, system: System) -> None:
+    """Remove older checkpoints that are not kept. Those of later steps belong to another run, and are kept."""
+    there = [found for found in checkpoints(folder) if found.step <= job.step]
+    kept = _kept(there, job.keep_last)
+    for found in there:
+        if found.step not in kept and _is_ours(found):
+            away = _removed(found.path)
+            with suppress(FileNotFoundError):  # another writer removed it
+                system.rename(found.path, away)
+                system.remove(away)
+
+
+def _kept(there: Iterable[Found], keep_last: int) -> set[int]:
+    whole = [found for found in there if found.whole]
+    best = [found.step for found in whole if found.manifest is not None and found.manifest.best]
+    last = [found.step for found in whole[:keep_last]]
+    damaged = [found.step for found in there if not found.whole and found.step >= min(last, default=0)]
+    return {*last, *best[:1], *damaged}
+
+
+def _is_ours(found: Found) -> bool:
+    """Whether it is known to be a checkpoint of a format that this version knows, complete or damaged."""
+    return found.manifest is not None
+
+
+def _removed(path: Path) -> Path:
+    return path.with_name(f"{REMOVED}{path.name}-{secrets.token_hex(4)}")
+
+
+# Leftovers -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[bool | None]:
+    """A context that tries to lock the folder. Yields whether no other process writes there; None: unknown."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone: bool | None = True
+        except OSError as error:  # held by a living process: the kernel releases the locks of dead ones
+            alone = False if error.errno in _HELD_BY_ANOTHER else None
+        yield alone
+    finally:
+        os.close(descriptor)
+
+
+def wait_for_writers(folder: Path, seconds: float) -> None:
+    """Wait until no process writes a checkpoint into `folder`, at most `seconds`."""
+    deadline = time.monotonic() + seconds
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return
+            except OSError as error:  # without locks, other processes cannot be detected
+                if error.errno not in _HELD_BY_ANOTHER or time.monotonic() > deadline:
+                    return
+            time.sleep(_POLL_SECONDS)
+    finally:
+        os.close(descriptor)
+
+
+def _clear_leftovers(folder: Path, own: Path, alone: bool | None, system: System) -> None:
+    now = own.stat().st_mtime  # by the clock of the file system, which may differ from this machine's
+    for path in leftovers(folder):
+        if path != own and (alone or (alone is None and now - _last_written(path) > _LONG_AGO)):
+            with suppress(FileNotFoundError):
+                system.remove(path)
+
+
+def _last_written(path: Path) -> float:
+    with suppress(OSError):
+        return max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
+    return float("inf")
+
+
+# Errors --------------------------------------------------------------------------------------------------------------
+
+
+def _check_space(job: Job, folder: Path, system: System) -> None:
+    needed, free = job.size, system.free(folder)
+    if needed > free:
+        raise _full(job, folder, free)
+
+
+def _full(job: Job, folder: Path, free: int | None) -> CheckpointError:
+    needed = job.total or job.size
+    there = "" if free is None else f", {free:,} are free"
+    return CheckpointError(
+        f"there is no space for the checkpoint of step {job.step} in {folder}: {needed:,} bytes are needed{there}",
+        "free some space, lower keep_last, or use a folder on another disk; earlier checkpoints are unchanged",
+        transient=True,
+    )
+
+
+@contextmanager
+def _explained(job: Job, folder: Path, system: System) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            free = None
+            with suppress(OSError):
+                free = system.free(folder)
+            raise _full(job, folder, free) from None
+        raise cannot_write(error, folder) from None
+
+
+# --- The process that writes checkpoints. It starts in about 50 ms, because it does not import torch or numpy ---------
+# loop:
+#     a packet with a number and a `Job`:     write the checkpoint from shared memory; answer with the number and the
+#     error a stop packet, end of file, or the training process has ended:    exit
+
 
 STOP = b"\n"
 """The packet that ends the process."""

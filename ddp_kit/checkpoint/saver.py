@@ -1,30 +1,387 @@
-"""Saves a state: copies it to host memory, from where a separate process writes it to disk while training continues."""
+"""Host memory shared by the training process and the writer process; each save reuses its pages."""
 
 import json
+import mmap
+import os
 import platform
+import select
+import signal
+import socket
+import subprocess
+import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from ctypes import CDLL, c_size_t, c_void_p, memmove
 from pathlib import Path
+from threading import Thread
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import torch
+import xxhash
 from torch import Tensor
 
+import ddp_kit
 from ddp_kit import __version__
-from ddp_kit.checkpoint.background import WriterProcess
-from ddp_kit.checkpoint.buffer import SharedBuffer
-from ddp_kit.checkpoint.copying import begin_copy, copy
-from ddp_kit.checkpoint.division import Division, Replicated, active_writers
-from ddp_kit.checkpoint.files import Job, Region
-from ddp_kit.checkpoint.layout import Stored
-from ddp_kit.checkpoint.packing import pack
-from ddp_kit.checkpoint.writing import cannot_write, make_folder, write
+from ddp_kit.checkpoint.format import STATE
+from ddp_kit.checkpoint.packing import Division, Layout, Replicated, Stored, active_writers, pack
+from ddp_kit.checkpoint.process import LONGEST_PACKET, STOP, Job, Region, cannot_write, make_folder, write
+from ddp_kit.env import CHECKPOINT_WRITER
 from ddp_kit.errors import CheckpointError
-from ddp_kit.manifest import STATE
 from ddp_kit.torch_internals import version_of
+
+_PAGE = mmap.PAGESIZE
+_ROOM_TO_GROW = 1 << 20  # for buffers, headers and a slightly longer state.json next time
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14
+_POPULATED_AT_ONCE = 16 << 20
+_LIBC = CDLL(None)
+
+
+class SharedBuffer:
+    """Memory from memfd_create: freed when the last process closes it, and not limited by the size of /dev/shm."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("ddpkit-checkpoint", os.MFD_CLOEXEC)
+        self._memory: mmap.mmap | None = None
+        self._bytes: Tensor | None = None
+        self._pinned: bool | None = False  # None: the driver refused
+        self._layout: Layout | None = None
+        self._filling: Thread | None = None
+        self.targets: list[Tensor] = []
+        """Tensors in this memory to copy the state to, in the order of the layout's places."""
+
+    @property
+    def view(self) -> memoryview:
+        """The content."""
+        assert self._memory is not None
+        return memoryview(self._memory)
+
+    def reserve(self, size: int) -> None:
+        """Allocate `size` bytes; a background thread faults in the pages."""
+        if self._grow(size):
+            filling = Thread(target=_fault_in, args=(self._bytes,), daemon=True)  # daemon: exit does not wait for it
+            with suppress(RuntimeError):  # no thread is available: pages are faulted in on first write
+                filling.start()
+                self._filling = filling
+
+    def prepare(self, layout: Layout, tensors: Sequence[Tensor], text: bytes) -> None:
+        """Make room for `tensors`, set `targets`, and write the headers and `text`.
+
+        `tensors`: in the order of the layout's places. If the layout has not changed, only `text` is written.
+        """
+        if self._filling is not None:
+            self._filling.join()
+        grown = self._grow(layout.bytes + len(text))
+        assert self._memory is not None
+        assert self._bytes is not None
+        if grown:
+            _fault_in(self._bytes)
+        if layout is not self._layout:
+            for offset, header in layout.headers.items():
+                self._memory[offset : offset + len(header)] = header
+            self.targets = [
+                self._bytes[place.offset : place.offset + place.bytes].view(tensor.dtype).view(tensor.shape)
+                for place, tensor in zip(layout.places, tensors, strict=True)
+            ]
+            self._layout = layout
+        self._memory[layout.bytes : layout.bytes + len(text)] = text
+        if torch.cuda.is_initialized() and any(tensor.is_cuda for tensor in tensors):  # type: ignore[no-untyped-call]
+            self._pin()
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._release()
+        with suppress(OSError):
+            os.close(self.descriptor)
+        self.descriptor = -1
+
+    def _grow(self, size: int) -> bool:
+        """Grow to at least `size` bytes; returns whether the pages still have to be faulted in."""
+        if self._memory is not None and len(self._memory) >= size:
+            return False
+        self._release()
+        size = -(-(size + _ROOM_TO_GROW) // _PAGE) * _PAGE
+        os.ftruncate(self.descriptor, size)
+        self._memory = mmap.mmap(self.descriptor, size)
+        with suppress(OSError):  # forked DataLoader workers must not keep it
+            self._memory.madvise(mmap.MADV_DONTFORK)
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        return True
+
+    def _release(self) -> None:
+        if self._pinned and self._bytes is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())  # type: ignore[no-untyped-call]
+        self._pinned, self._layout, self.targets = False, None, []
+        self._bytes = self._memory = None
+
+    def _pin(self) -> None:
+        """Pin the memory, so that copies from a GPU run at full speed; if the driver refuses, they are slower."""
+        if self._pinned is not False or self._bytes is None:
+            return
+        error = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0)  # type: ignore[no-untyped-call]
+        self._pinned = True if int(error) == 0 else None
+        if self._pinned is None:
+            # CUDA keeps the error until it is queried, and torch would attribute it to its next kernel.
+            with suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
+
+
+def _fault_in(memory: Tensor) -> None:
+    """Fault in all pages now instead of one by one on first write, which takes about a second per GB.
+
+    In pieces, because other memory allocations of the process wait meanwhile. Releases the GIL.
+    """
+    begin, size = memory.data_ptr(), memory.numel()
+    for done in range(0, size, _POPULATED_AT_ONCE):
+        if _LIBC.madvise(c_void_p(begin + done), c_size_t(min(_POPULATED_AT_ONCE, size - done)), _POPULATE_WRITE) != 0:
+            return
+
+
+# --- Copies many tensors in about the time of a single copy of their total size ---------------------------------------
+
+
+_PIECE = 4 << 20
+_PIECES_PER_THREAD = 4  # with fewer pieces, the copy would end before another thread has started
+
+Pair = tuple[Tensor, Tensor]
+"""(contiguous target in host memory, the tensor to copy to it)"""
+_Piece = list[tuple[int, int, int]]  # target address, source address, bytes
+
+
+def copy(pairs: Iterable[Pair]) -> None:
+    """Copy each tensor to its target, and return when all copies are done.
+
+    GPU tensors are copied after the work that is already queued on their device's current stream.
+    """
+    begin_copy(pairs)()
+
+
+@torch.no_grad()
+def begin_copy(pairs: Iterable[Pair]) -> Callable[[], None]:
+    """Start to copy, as `copy` does. The returned function finishes the copy; it may be called in any thread."""
+    streams: dict[torch.device, torch.cuda.Stream] = {}
+    pairs = [*pairs]
+    for target, tensor in pairs:
+        if tensor.is_cuda:
+            stream = streams.get(tensor.device)
+            if stream is None:
+                stream = streams[tensor.device] = _side_stream(tensor.device)
+            with torch.cuda.stream(stream):
+                target.copy_(tensor, non_blocking=True)
+
+    @torch.no_grad()
+    def finish() -> None:
+        moves: _Piece = []
+        for target, tensor in pairs:
+            if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+                moves.append((target.data_ptr(), tensor.data_ptr(), tensor.nbytes))
+            elif not tensor.is_cuda:
+                target.copy_(tensor)
+        _move_all(moves, pairs)
+        for stream in streams.values():
+            stream.synchronize()
+
+    return finish
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """A new stream that waits for the work already queued on the device's current stream."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
+
+
+def _pieces(moves: _Piece) -> list[_Piece]:
+    """The moves, split into pieces of about equal size."""
+    pieces: list[_Piece] = [[]]
+    room = _PIECE
+    for target, source, size in moves:
+        done = 0
+        while done < size:
+            part = min(size - done, room)
+            pieces[-1].append((target + done, source + done, part))
+            done, room = done + part, room - part
+            if room == 0:
+                pieces.append([])
+                room = _PIECE
+    return pieces
+
+
+def _move_all(moves: _Piece, owners: Sequence[Pair]) -> None:
+    """Do the moves in up to as many threads as torch uses; each thread takes the next piece.
+
+    Faster than torch's copies, which wait for the slowest of their threads at every tensor.
+    `owners`: the tensors, which each thread keeps alive, because a signal handler may raise in this one at any line.
+    """
+    alone = sum(size for _, _, size in moves) <= _PIECE * _PIECES_PER_THREAD
+    pieces = [moves] if alone else _pieces(moves)
+    left = iter(pieces)
+    more = min(torch.get_num_threads(), -(-len(pieces) // _PIECES_PER_THREAD)) - 1
+    threads: list[Thread] = []
+    try:
+        with suppress(RuntimeError):  # no thread is available: the existing ones do the work
+            for _ in range(more):
+                thread = Thread(target=_move, args=(left, owners))
+                thread.start()
+                threads.append(thread)
+        _move(left, owners)
+    finally:
+        for _ in left:  # after an interrupt, leave no pieces for the threads
+            pass
+        for thread in threads:
+            thread.join()
+
+
+def _move(left: Iterator[_Piece], owners: Sequence[Pair]) -> None:
+    for piece in left:
+        for target, source, size in piece:
+            memmove(target, source, size)  # releases the GIL
+    del owners
+
+
+# --- The training process's handle to the process that writes checkpoints ---------------------------------------------
+
+
+# Runs without site.py, because .pth files may import anything; the folders of the packages it needs are arguments.
+_CODE = (
+    f"import sys; sys.path += sys.argv[4:]; from {CHECKPOINT_WRITER} import main; "
+    "main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))"
+)
+_BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT}
+_LONGEST_ERROR = 2000
+_POLL_SECONDS = 0.5  # a signal that arrives just before a wait does not interrupt it, so waits are short
+
+
+class WriterProcess:
+    """A process that writes checkpoints from shared memory, one at a time. `memory`: the memory's file descriptor.
+
+    Jobs and answers are numbered packets. A job is sent again if it may not have been sent, and an answer stays in the
+    socket until the next job, so that an exception raised by a signal handler, at any line, loses neither.
+    """
+
+    def __init__(self, memory: int) -> None:
+        self._stderr = os.fdopen(os.memfd_create("ddpkit-writer", os.MFD_CLOEXEC), "w+b", buffering=0)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        numbers = os.getpid(), memory, theirs.fileno()
+        folders = (Path(str(package.__file__)).parents[1] for package in (ddp_kit, xxhash))
+        command = [sys.executable, "-I", "-S", "-c", _CODE, *map(str, (*numbers, *folders))]
+        # Block signals before the process starts, so that a signal to the whole job can never terminate it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._stderr,
+                cwd="/",
+                pass_fds=[memory, theirs.fileno()],
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
+        self._number = 0  # the number of the last job
+        self._job: bytes | None = None  # the packet of a job that has not been answered
+        self._sent = False
+        # Also runs at interpreter exit, and lets a save in progress finish.
+        self._finish = weakref.finalize(self, _end, self._process, self._socket, self._stderr, os.getpid())
+
+    @property
+    def gone(self) -> bool:
+        """Whether the process has ended."""
+        return not self._finish.alive
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def start(self, job: Job) -> None:
+        """Start to write a checkpoint; the previous one must be finished."""
+        assert self._job is None, "all jobs use the same memory"
+        self._number += 1
+        self._sent = False
+        self._job = f"{self._number} {job.to_json()}".encode()  # from here on, the memory is in use
+        self._send()
+
+    def finished(self, *, wait: bool) -> bool:
+        """Whether the last checkpoint is complete. `wait`: wait until it is. Raises its `CheckpointError`."""
+        while self._job is not None:
+            self._send()
+            ended = self._process.poll() is not None  # before reading, so that its last answer is not missed
+            problem = self._answer()
+            if problem is not None:
+                self._job = None
+                if problem:
+                    raise CheckpointError(**problem)  # type: ignore[arg-type]
+            elif ended:
+                raise self._gone()
+            elif not wait:
+                return False
+            else:
+                _continue(self._process)
+                select.select([self._socket], [], [], _POLL_SECONDS)
+        return True
+
+    def close(self) -> None:
+        """Let the process finish its checkpoint, then stop it."""
+        self._finish()
+
+    def _send(self) -> None:
+        if self._job is not None and not self._sent:
+            with suppress(OSError):  # the process is gone; `finished` reports that
+                self._socket.send(self._job)
+            self._sent = True
+
+    def _answer(self) -> dict[str, str | bool] | None:
+        """The answer to the last job: arguments of its `CheckpointError`, or an empty dict; None: not answered yet."""
+        with suppress(OSError):  # no answer yet, or the process is gone
+            while packet := self._socket.recv(LONGEST_PACKET, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                number, problem = json.loads(packet)
+                if number == self._number:
+                    return dict(problem)
+                self._socket.recv(1)  # drop the whole packet, the answer to an earlier job
+        return None
+
+    def _gone(self) -> CheckpointError:
+        self._job = None
+        self._finish.detach()
+        code = self._process.wait()
+        self._stderr.seek(0)
+        words = self._stderr.read().decode(errors="replace")[-_LONGEST_ERROR:].strip()
+        _end(self._process, self._socket, self._stderr, os.getpid())
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return CheckpointError(
+            f"the process that writes checkpoints has ended ({how}){words and ': '}{words}",
+            "the next save starts a new one; if it was killed by SIGKILL, check for out of memory with dmesg",
+            transient=True,
+        )
+
+
+def _continue(process: "subprocess.Popen[bytes]") -> None:
+    """Send SIGCONT, in case the process was stopped with SIGSTOP, because training waits for it."""
+    process.send_signal(signal.SIGCONT)
+
+
+def _end(process: "subprocess.Popen[bytes]", jobs: socket.socket, stderr: IO[bytes], owner: int) -> None:
+    """Let the process finish its checkpoint, stop it, and close its files."""
+    if os.getpid() != owner:  # a forked child inherits the finalizer
+        return
+    with suppress(OSError):  # the process is gone
+        jobs.send(STOP)  # closing the socket is not enough: forked DataLoader workers also hold it open
+    while process.poll() is None:
+        with suppress(OSError):
+            _continue(process)
+            if select.select([jobs], [], [], _POLL_SECONDS)[0] and not jobs.recv(1):
+                process.wait()  # it has closed its end and exits
+    jobs.close()
+    stderr.close()
+
+
+# --- Saves a state: copies it to host memory, from where a separate process writes it to disk while training continues.
+
 
 _VERSIONS = {"ddpkit": __version__, "torch": torch.__version__, "python": platform.python_version()}
 _SHOWN = 3

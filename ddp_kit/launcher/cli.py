@@ -20,7 +20,7 @@ from ddp_kit import __version__
 from ddp_kit.env import PYTHON, QUIET_IMPORT, allocator_defaults
 from ddp_kit.errors import CheckpointError, DdpKitError, UsageError, nearest
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher.parser import Parser
+from ddp_kit.launcher.commands.options import Parser
 from ddp_kit.masking import masked
 
 if TYPE_CHECKING:
@@ -163,44 +163,44 @@ def launch(argv: Sequence[str], warm: "WarmServer | None" = None) -> int:
 
 def devices(argv: Sequence[str]) -> int:
     """`ddpkit devices`: list the GPUs of this machine."""
-    from ddp_kit.launcher.devices import listing
+    from ddp_kit.launcher.commands import devices
 
-    listing.parser().parse_args(argv)
-    _print_text(listing.text(os.environ))
+    devices.parser().parse_args(argv)
+    _print_text(devices.text(os.environ))
     return ExitCode.OK
 
 
 def plan(argv: Sequence[str]) -> int:
     """`ddpkit plan`: estimate the memory that a script needs on each device."""
-    from ddp_kit.launcher.plan_command import run
+    from ddp_kit.launcher.commands.plan import run
 
     return run(argv, os.environ)
 
 
 def top(argv: Sequence[str]) -> int:
     """`ddpkit top`: show what each rank of the jobs on this machine is doing."""
-    from ddp_kit.launcher.top_command import run
+    from ddp_kit.launcher.commands.top import run
 
     return run(argv, _print_text)
 
 
 def submit(argv: Sequence[str]) -> int:
     """`ddpkit submit`: submit a job to a cluster."""
-    from ddp_kit.launcher.submit_command import run
+    from ddp_kit.launcher.commands.submit import run
 
     return run(argv, _write_stderr, _print_text)
 
 
 def checkpoints(argv: Sequence[str]) -> int:
     """`ddpkit checkpoints`: list the checkpoints in a folder and report damaged ones."""
-    from ddp_kit.launcher.checkpoint_command import run
+    from ddp_kit.launcher.commands.checkpoints import run
 
     return run(argv, _print_text)
 
 
 def export(argv: Sequence[str]) -> int:
     """`ddpkit export`: write the weights of a checkpoint to safetensors files."""
-    from ddp_kit.launcher.export_command import run
+    from ddp_kit.launcher.commands.export import run
 
     try:
         return run(argv, _print_text)
@@ -210,7 +210,7 @@ def export(argv: Sequence[str]) -> int:
 
 def report(argv: Sequence[str]) -> int:
     """`ddpkit report`: write an HTML report about runs."""
-    from ddp_kit.launcher.report_command import run
+    from ddp_kit.launcher.commands.report import run
 
     return run(argv, _print_text)
 
@@ -224,14 +224,14 @@ def doctor(argv: Sequence[str]) -> int:
 
 def environment(argv: Sequence[str]) -> int:
     """`ddpkit env`: print versions, hardware and environment variables."""
-    from ddp_kit.launcher.env_command import run
+    from ddp_kit.launcher.commands.env import run
 
     return run(argv, os.environ, _print_text)
 
 
 def schema(argv: Sequence[str]) -> int:
     """`ddpkit schema`: print the JSON schema of TrainerConfig."""
-    from ddp_kit.launcher.schema_command import run
+    from ddp_kit.launcher.commands.schema import run
 
     return run(argv, _print_text)
 
@@ -240,7 +240,7 @@ def completion(argv: Sequence[str]) -> int:
     """`ddpkit --print-completion SHELL`: print the completion script for a shell."""
     import_agent()
     from ddp_kit.launcher import agent
-    from ddp_kit.launcher.completion import run
+    from ddp_kit.launcher.commands.completion import run
 
     return run(argv, agent.torchrun_parser(), _print_text)
 

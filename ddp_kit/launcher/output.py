@@ -1,25 +1,92 @@
-"""The ranks' output: whole lines prefixed with the rank, copies in files, and the traceback of a failure.
+"""The descriptors that workers write to: files, pipes, or pseudo-terminals if the launcher runs in a terminal."""
 
-    rank's stdout, stderr --pipe (or terminal)--> one thread --> console, in colour; a file per rank
-                                                     |
-                                                     +-- holds a traceback back for a moment: if it is the
-                                                         rank's final output, the verdict shows it, once
-
-The thread reads what is available and splits it after the last newline. It examines single lines only if one of them
-starts a traceback or is a warning of torch's C++ code.
-"""
-
+import fcntl
 import os
+import pty
 import select
+import termios
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+import tty
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ddp_kit.launcher import tracebacks
-from ddp_kit.launcher.streams import Route, Streams, is_same_file, open_log, open_terminal_or_pipe
+from ddp_kit.launcher import verdict
+
+_PIPE_BYTES = 1 << 20
+_SET_PIPE_SIZE = 1031  # Linux's F_SETPIPE_SZ
+_WINDOW_SIZE = bytes(8)  # struct winsize
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where stdout or stderr of a rank goes."""
+
+    console: bool
+    """Whether it is shown."""
+    file: str = ""
+    """The log file; empty: none."""
+    label: str | None = None
+    """The prefix of each line on the console; None: the rank, once more than one rank has written to this stream."""
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Where a worker's output goes."""
+
+    local_rank: int
+    rank: int
+    out: Route
+    err: Route
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """Inside the block, files and folders are created for this user only, including those that torch creates."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def open_log(path: str) -> int:
+    """Create a log file, without following a symbolic link. Raises `OSError`."""
+    new = 0 if path == os.devnull else os.O_CREAT | os.O_EXCL
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | new, 0o600)
+
+
+def is_same_file(one: int, other: int) -> bool:
+    """Whether two descriptors refer to the same file, pipe or terminal."""
+    first, second = os.fstat(one), os.fstat(other)
+    return (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)
+
+
+def open_terminal_or_pipe(console: int) -> tuple[int, int]:
+    """Open a pipe, or a pseudo-terminal if the console is a terminal; return the launcher's and the worker's end."""
+    if os.isatty(console):
+        with suppress(OSError):  # no pseudo-terminal is available
+            ours, theirs = pty.openpty()
+            tty.setraw(theirs)  # the console translates line ends, so this terminal must not
+            fcntl.ioctl(theirs, termios.TIOCSWINSZ, fcntl.ioctl(console, termios.TIOCGWINSZ, _WINDOW_SIZE))
+            return ours, theirs
+    ours, theirs = os.pipe()
+    with suppress(OSError):
+        fcntl.fcntl(ours, _SET_PIPE_SIZE, _PIPE_BYTES)  # so that a slow console does not block workers
+    return ours, theirs
+
+
+# --- The ranks' output: whole lines prefixed with the rank, copies in files, and the traceback of a failure -----------
+#     rank's stdout, stderr --pipe (or terminal)--> one thread --> console, in colour; a file per rank
+#                                                      |
+#                                                      +-- holds a traceback back for a moment: if it is the
+#                                                          rank's final output, the verdict shows it, once
+#
+# The thread reads what is available and splits it after the last newline. It examines single lines only if one of them
+# starts a traceback or is a warning of torch's C++ code.
+
 
 _READ_BYTES = 1 << 18
 _MAX_LINE_BYTES = 1 << 16
@@ -69,7 +136,7 @@ class _Source:
     """A traceback that may be the final output, with all output after it."""
     held_since: float = 0.0
     tail: bytes = b""
-    warnings: tracebacks.WarningFilter = field(default_factory=tracebacks.WarningFilter)
+    warnings: verdict.WarningFilter = field(default_factory=verdict.WarningFilter)
 
 
 @dataclass
@@ -352,22 +419,22 @@ class Output:
     ) -> FinalOutput:
         if local_rank in self._redirected:
             tail = _end_of_file(self._redirected[local_rank])
-            return FinalOutput(tracebacks.shortened(tracebacks.split(tail)[0]), tail)
+            return FinalOutput(verdict.shortened(verdict.split(tail)[0]), tail)
         tails = []
         for source in sources:
             if source.local_rank == local_rank:
                 tails.append(source.tail.decode(errors="replace"))
                 if source.held:
                     text = (source.held + source.partial).decode(errors="surrogateescape")
-                    trace, rest = tracebacks.split(text)
-                    short = tracebacks.shortened(trace.encode(errors="surrogateescape").decode(errors="replace"))
+                    trace, rest = verdict.split(text)
+                    short = verdict.shortened(trace.encode(errors="surrogateescape").decode(errors="replace"))
                     if suppress_trace(trace) and (short.count("\n") == trace.count("\n") or is_secondary(trace)):
                         source.held, source.partial = b"", rest.encode(errors="surrogateescape")
                         return FinalOutput(short, tails[-1])
                     return FinalOutput(short, tails[-1], shown=True)  # the caller shows it in full
-        traces = () if local_rank in self._continued else (tracebacks.split(tail)[0] for tail in reversed(tails))
+        traces = () if local_rank in self._continued else (verdict.split(tail)[0] for tail in reversed(tails))
         trace = next(filter(None, traces), "")
-        return FinalOutput(tracebacks.shortened(trace), "\n".join(tails), shown=True)
+        return FinalOutput(verdict.shortened(trace), "\n".join(tails), shown=True)
 
 
 def _end_of_file(path: str) -> str:

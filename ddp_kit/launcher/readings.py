@@ -1,16 +1,21 @@
 """What the jobs on this machine are doing now, read without their cooperation: heartbeats, memory, GPUs."""
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from ddp_kit.heartbeat import Heartbeat, Phase, read_heartbeat
-from ddp_kit.launcher.devices.gpu_usage import GpuUsage, gpu_usage
-from ddp_kit.launcher.round_record import RoundRecord, WorkerRecord, records
+from ddp_kit.launcher.clusters import ssh
+from ddp_kit.launcher.devices.gpus import GpuUsage, gpu_usage
+from ddp_kit.launcher.record import RoundRecord, WorkerRecord, records
 
 _MIN_DIFFERENCE = 0.1
 """How much less, as a share of the time, the straggler must wait for other ranks than all of them."""
@@ -177,3 +182,44 @@ def _rank_from(found: dict[str, Any]) -> RankReading:
 def as_json(jobs: Sequence[JobReading]) -> list[dict[str, Any]]:
     """The fields of the readings, for JSON."""
     return [asdict(job) for job in jobs]
+
+
+# --- What the jobs on several hosts are doing: runs `ddpkit top` on each of them, over ssh ----------------------------
+
+
+_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class HostReadings:
+    """The jobs on all hosts."""
+
+    jobs: tuple[JobReading, ...]
+    problems: tuple[str, ...] = ()
+    """A line for each host that could not be read."""
+
+
+def readings_of(hosts: Sequence[str]) -> HostReadings:
+    """Read all hosts concurrently, as the same user, with ssh's own choice of keys."""
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        found = list(pool.map(_read, hosts))
+    jobs = merged([job for each in found if not isinstance(each, str) for job in each])
+    return HostReadings(jobs, tuple(each for each in found if isinstance(each, str)))
+
+
+def _read(host: str) -> tuple[JobReading, ...] | str:
+    """The readings of a host, or why there are none."""
+    remote = ssh.found_first(("ddpkit", "top", "--once", "--json"), str(Path(sys.executable).parent))
+    command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", host, remote]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL)
+        if done.returncode == 0:
+            return from_json(done.stdout)
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return f"{host}: {last}"
+    except FileNotFoundError:
+        return f"{host}: there is no ssh on this machine; install OpenSSH's client"
+    except subprocess.TimeoutExpired:
+        return f"{host}: no answer within {_SECONDS:.0f} s"
+    except (ValueError, TypeError, KeyError):
+        return f"{host}: its ddpkit prints another format; install the same version there"

@@ -1,14 +1,32 @@
-"""Interpret the flags about nodes and the rendezvous: the endpoint, the node that hosts it, and the job's limits."""
+"""Find the process that listens on a port."""
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 from ddp_kit.env import agent_serves_store
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.clusters.job_place import JobPlace
+from ddp_kit.launcher.clusters.request import JobPlace
 from ddp_kit.launcher.job import Limits
+from ddp_kit.masking import masked
+
+
+def holder(port: int) -> str:
+    """` by pid N (its command)`, to follow "in use"; empty if this process may not see it."""
+    with suppress(psutil.Error, OSError):
+        for found in psutil.net_connections("tcp"):
+            if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN and found.pid:
+                command = masked(" ".join(psutil.Process(found.pid).cmdline()[:6]))
+                return f" by pid {found.pid} ({command})"
+    return ""
+
+
+# --- Interpret the flags about nodes and the rendezvous: the endpoint, the node that hosts it, and the job's limits ---
+
 
 C10D_PORT = 29400  # torch's default for this rendezvous
 STATIC_PORT = 29500  # and for the static one

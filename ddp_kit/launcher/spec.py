@@ -15,8 +15,8 @@ from typing import Any
 from ddp_kit.env import FLAG_DEFAULT, MASTER_PORT_DEFAULT, PROCESSES_DEFAULT, PYTHON
 from ddp_kit.errors import UsageError, nearest
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher.clusters.job_place import JobPlace
-from ddp_kit.launcher.parser import Parser
+from ddp_kit.launcher.clusters.request import JobPlace
+from ddp_kit.launcher.commands.options import Parser
 
 _DESCRIPTION = """\
 Run a script in several processes, each with its own rank and GPU. Accepts every torchrun command line.

@@ -1,34 +1,30 @@
 """How one model is spread over the ranks: one file per strategy.
 
-    strategy.py      the interface: everything that the trainer and the checkpoints know of a strategy
-    mesh.py          how the ranks are divided: replicate x shard x tensor x pipeline
-    single.py        one rank, which needs nothing of the others
+    strategy.py      the interface: everything that the trainer and the checkpoints know of a strategy; one rank alone;
+                     how the ranks are divided: replicate x shard x tensor x pipeline
     ddp.py           torch's DistributedDataParallel
     zero1.py         the same, with the optimizer state divided over the ranks
     fsdp.py          torch's FSDP2: weights, gradients and optimizer state sharded; with tensor.py, layers are split too
-    unit_order.py    finds ranks that run different units of FSDP, whose collectives would hang or mix
-    device_map.py    the layers of one model on several devices of each rank; split.py divides a chain of blocks
-    pipeline.py      the blocks of one model in stages, each on a rank: stages.py cuts it, stage_links.py sends;
-                     tensor.py splits the blocks of a stage, fsdp_units.py shards them
-    memory.py        bytes per device, by arithmetic; candidates.py: what `parallel="auto"` tries
+    device_map.py    the layers of one model on several devices of each rank
+    pipeline.py      the blocks of one model in stages, each on a rank: stages.py cuts it and sends between stages;
+                     tensor.py splits the blocks of a stage, fsdp.py shards them
+    memory.py        bytes per device, by arithmetic; what `parallel="auto"` tries
     offload.py       the optimizer on the host
     activations.py   what the forward pass keeps for the backward pass
-    replicas.py, shards.py, fsdp_units.py, dtensors.py   what several strategies share
+    shards.py        tensors of which each rank holds a part, for several strategies
 
-A new strategy is a subclass of `Strategy` in a file of its own, and one line in `ddp_kit.config.STRATEGIES`.
+A new strategy is a subclass of `Strategy` in a file of its own, and one line in `ddp_kit.config.settings.STRATEGIES`.
 """
 
 from importlib import import_module
 
-from ddp_kit.config import STRATEGIES, ParallelConfig
-from ddp_kit.parallel.mesh import sizes_of
-from ddp_kit.parallel.single import SingleRank
-from ddp_kit.parallel.strategy import Parallelize, PassedOn, Passes, Strategy
-from ddp_kit.world import World
+from ddp_kit.config.settings import STRATEGIES, ParallelConfig
+from ddp_kit.distributed.world import World
+from ddp_kit.parallel.strategy import Parallelize, PassedOn, Passes, SingleRank, Strategy, sizes_of
 
 __all__ = ["Parallelize", "PassedOn", "Passes", "SingleRank", "Strategy", "strategy_for"]
 
-_SINGLE = "ddp_kit.parallel.single:SingleRank"
+_SINGLE = "ddp_kit.parallel.strategy:SingleRank"
 _OF_ONE_RANK = {"device_map": "ddp_kit.parallel.device_map:SingleRankDeviceMap"}
 """Strategies that one rank has a use for."""
 

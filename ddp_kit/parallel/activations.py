@@ -27,11 +27,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ddp_kit.blocks import repeated_blocks
-from ddp_kit.config import MemoryConfig
+from ddp_kit.config.settings import MemoryConfig
+from ddp_kit.distributed.world import random_states, random_states_kept, set_random_states
 from ddp_kit.errors import ConfigError
+from ddp_kit.structures import repeated_blocks
 from ddp_kit.torch_internals import version_of
-from ddp_kit.world import random_states, random_states_kept, set_random_states
 
 Forward = Callable[..., Any]
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_kit.config import ParallelConfig
+from ddp_kit.config.settings import ParallelConfig
+from ddp_kit.distributed.world import World
 from ddp_kit.errors import ConfigError, LossError, some
-from ddp_kit.parallel.replicas import broadcast
-from ddp_kit.parallel.strategy import Passes, Strategy
+from ddp_kit.parallel.strategy import Passes, Strategy, broadcast
 from ddp_kit.torch_internals import DdpReducer
-from ddp_kit.world import World
 
 _POWERSGD_FROM_STEP = 1000  # before it gradients travel whole, as the authors advise (Vogels et al. 2019)
 

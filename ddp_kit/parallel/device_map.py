@@ -19,16 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ddp_kit.blocks import repeated_blocks, work_of
-from ddp_kit.config import ParallelConfig
+from ddp_kit.config.settings import ParallelConfig
+from ddp_kit.distributed.world import World
 from ddp_kit.errors import ConfigError, nearest, some
 from ddp_kit.log import logger
 from ddp_kit.parallel.ddp import DdpStrategy
-from ddp_kit.parallel.single import SingleRank
-from ddp_kit.parallel.split import split_chain
-from ddp_kit.parallel.strategy import Strategy
+from ddp_kit.parallel.strategy import SingleRank, Strategy
+from ddp_kit.structures import repeated_blocks, split_chain, work_of
 from ddp_kit.torch_internals import pytree
-from ddp_kit.world import World
 
 _RANGE = re.compile(r"(\d+)-(\d+)")
 _STATES_PER_WEIGHT = 2  # of the optimizer, as Adam's; it is made after the model is placed

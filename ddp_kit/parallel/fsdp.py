@@ -1,46 +1,292 @@
-"""Weights, gradients and optimizer state sharded over ranks, by torch's FSDP2 (`fully_shard`), with tensor parallel.
-
-Every forward and backward pass gathers the weights of one unit after the other, and each backward pass reduces its
-gradients: so all ranks run the same number of passes. Gradients are sums over the ranks; the trainer scales them by
-the true weight of the global batch.
-"""
+"""The modules that FSDP2 shards, each gathered as a whole: what fsdp.py and pipeline.py share."""
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ddp_kit.blocks import repeated_blocks
-from ddp_kit.config import ParallelConfig
+from ddp_kit.config.settings import ParallelConfig
+from ddp_kit.distributed.world import World, host_group
 from ddp_kit.errors import ConfigError, LossError, nearest, some
-from ddp_kit.parallel.dtensors import is_divided, is_dtensor, piece_of_dtensor, reduced_part
-from ddp_kit.parallel.fsdp_units import (
-    FsdpUnits,
-    check_dtypes,
-    equal_batches,
-    fit_whole_on_all_ranks,
-    shard_unit,
+from ddp_kit.log import logger
+from ddp_kit.parallel.shards import (
+    Shards,
+    check_dense_gradients,
+    is_divided,
+    is_dtensor,
+    piece_of_dtensor,
+    reduced_part,
 )
-from ddp_kit.parallel.mesh import sizes_of
-from ddp_kit.parallel.replicas import broadcast
-from ddp_kit.parallel.shards import Shards, check_dense_gradients
-from ddp_kit.parallel.strategy import Parallelize, Passes, Strategy
-from ddp_kit.parallel.tensor import split_layers
-from ddp_kit.parallel.tensor_plan import tensor_plan
-from ddp_kit.parallel.unit_order import UnitOrder
+from ddp_kit.parallel.strategy import Parallelize, Passes, Strategy, broadcast, sizes_of, whole_gradients_fit
+from ddp_kit.parallel.tensor import split_layers, tensor_plan
 from ddp_kit.pieces import Piece
-from ddp_kit.world import World
+from ddp_kit.structures import repeated_blocks, with_copied_containers
+from ddp_kit.torch_internals import default_store
 
 T = TypeVar("T")
+
+
+def shard_unit(name: str, unit: nn.Module, mesh: DeviceMesh, hint: str, **settings: Any) -> FSDPModule:
+    """Shard a module over `shard`, and replicate it over `replicate` if that has several ranks. `mesh`: has both.
+
+    `settings`: of `fully_shard`. Raises `ConfigError` with this hint. Call `check_dtypes` first.
+    """
+    own = _own_parameters(unit, settings.get("ignored_params") or ())
+    for each in own.values():  # FSDP takes no other layout, such as channels_last
+        if not is_dtensor(each):
+            each.data = each.data.contiguous()
+    over = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
+    try:
+        sharded: Any = fully_shard(unit, mesh=over, **settings)
+    except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
+        raise ConfigError(f"FSDP cannot shard {name or 'the model'} ({type(unit).__name__}): {error}", hint) from None
+    found: FSDPModule = sharded
+    return found
+
+
+def _own_parameters(unit: Any, ignored: Collection[nn.Parameter] = ()) -> dict[str, nn.Parameter]:
+    """The parameters that a unit gathers: without those of units inside of it."""
+    nested: list[Any] = [each for each in unit.modules() if each is not unit and isinstance(each, FSDPModule)]
+    inside = {parameter for each in nested for parameter in each.parameters()}
+    return {name: each for name, each in unit.named_parameters() if each not in inside and each not in ignored}
+
+
+def check_dtypes(name: str, unit: Any, hint: str, ignored: Collection[nn.Parameter] = ()) -> None:
+    """Raise `ConfigError` where FSDP would raise an `AssertionError` in the first forward pass.
+
+    `hint`: what to do instead of a conversion, with "{}" for the names of the modules that have the rarer dtype.
+    """
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for each, parameter in _own_parameters(unit, ignored).items():
+        if parameter.requires_grad:
+            by_dtype.setdefault(parameter.dtype, []).append(f"{name}.{each}" if name else each)
+    if len(by_dtype) > 1:
+        kinds = "; ".join(f"{dtype} in {some(names)}" for dtype, names in by_dtype.items())
+        rarer = dict.fromkeys(each.rpartition(".")[0] for each in min(by_dtype.values(), key=len))
+        raise ConfigError(
+            f"FSDP gathers the trained parameters of {name or 'the model'} ({type(unit).__name__}) together, and they "
+            f"have several dtypes: {kinds}",
+            "convert them to one before creating the Trainer, such as model.to(torch.float32)"
+            + (f"; or {hint.format(some([*rarer]))}" if hint else ""),
+        )
+
+
+class FsdpUnits:
+    """Units whose gradients are reduced to sums; an optimizer step may have several backward passes."""
+
+    def __init__(
+        self, units: Iterable[FSDPModule], *, whole_gradients: bool, replicated: bool, gathered: bool = False
+    ) -> None:
+        """`whole_gradients`: gradients stay whole until the last pass, and are reduced once per step. `replicated`:
+        without that, shards add up, and are reduced over the replicas once. `gathered`: weights stay gathered from the
+        first forward pass of a step to its last backward pass."""
+        self._units = [*units]
+        self._whole_gradients = whole_gradients
+        self._replicated = replicated
+        self._gathered = gathered
+        for unit in self._units:
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+            if gathered:
+                unit.set_reshard_after_forward(False, recurse=False)
+
+    @property
+    def add_up(self) -> bool:
+        """Whether shards add up, and only the last backward pass of a step reduces them over the replicas."""
+        return self._replicated and not self._whole_gradients
+
+    def before_backward(self, *, last: bool) -> None:
+        """To be called before each backward pass. `last`: of the step."""
+        for unit in self._units:
+            if self._whole_gradients:
+                unit.set_requires_gradient_sync(last, recurse=False)
+            elif self.add_up:
+                unit.set_requires_all_reduce(last, recurse=False)
+            if self._gathered:
+                unit.set_reshard_after_backward(last, recurse=False)
+
+    def reduce_too(self, units: Iterable[FSDPModule]) -> None:
+        """To be called before the last backward pass, which does not run these units: reduce what earlier ones have
+        added up. Gradients of 0 make torch do so."""
+        for unit in units if self.add_up else ():
+            unit.unshard()
+            for parameter in _own_parameters(unit).values():
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+
+    def reshard(self) -> None:
+        """Free gathered weights: only a backward pass does so for what the root has gathered."""
+        for unit in self._units:
+            unit.reshard()
+
+
+def fit_whole_on_all_ranks(parameters: Iterable[nn.Parameter], world: World) -> bool:
+    """The same on all ranks: it decides which collectives run."""
+    size = sum(each.numel() * each.element_size() for each in parameters)
+    if world.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(world.device).total_memory
+    else:
+        import psutil
+
+        memory = psutil.virtual_memory().total // world.local_world_size
+    fits = torch.tensor(int(whole_gradients_fit(size, memory)))
+    dist.all_reduce(fits, op=dist.ReduceOp.MIN, group=host_group(world))
+    return bool(fits)
+
+
+def equal_batches(batches: Iterable[tuple[int, T]], spare: Callable[[], T], world: World) -> Iterator[tuple[int, T]]:
+    """As many batches on each rank: those of a rank that has fewer are followed by batches of 0 samples."""
+    arriving, kept = iter(batches), None
+    while True:
+        own = next(arriving, None)
+        more = torch.tensor(int(own is not None))
+        dist.all_reduce(more, op=dist.ReduceOp.MAX, group=host_group(world))
+        if not more:
+            return
+        if own is None:
+            kept = [spare()] if kept is None else kept
+            yield 0, with_copied_containers(kept[0])
+        else:
+            kept = [with_copied_containers(own[1])]
+            yield own
+
+
+# --- Compares between the ranks in which order they run the units of FSDP, where that may differ ----------------------
+# Each unit gathers its weights from all ranks. Where a rank leaves one out that others run, their collectives no longer
+# belong together: they hang, or gather the weights of another unit without an error (pytorch#148334).
+#
+#     before each unit of a pass, and at the end of the model's forward pass:
+#         the same unit as in the pass before                  -> go on; nothing is sent
+#         another one, or the first pass                       -> wait in the process group's store for all ranks
+#             a rank is at another unit                        -> LossError
+#             the others do not come: they ran what was left out, and wait in its collective    -> LossError
+
+
+SILENT_SECONDS = 5.0
+"""The wait for other ranks before a line says so."""
+TIMEOUT_SECONDS = 120.0
+"""The wait for other ranks before it is an error. They may only be late, and come to the same place."""
+_FIRST_TIMEOUT_SECONDS = 600.0  # as long as a collective's: in a first pass a rank may be compiling
+_LONGEST_PAUSE = 0.25
+_PREFIX = "ddp_kit/units"
+_numbers = count()  # of the models that this process trains
+_END = "the end of the pass"
+_HINT = (
+    "let all ranks run the same modules: decide what is left out by numbers that are the same on all of them, or "
+    'multiply its result by 0. With parallel={"strategy": "ddp", "find_unused_parameters": True} they may differ'
+)
+
+
+class UnitOrder:
+    """The order in which passes run the units. `units`: the modules by name, "" for the model itself."""
+
+    def __init__(self, world: World, units: Mapping[str, nn.Module]) -> None:
+        self._world = world
+        self._store: Any = None  # a connection of its own
+        self._prefix = f"{_PREFIX}/{next(_numbers)}"
+        self._orders: dict[str, list[str]] = {}  # of the latest pass of each kind
+        self._expected: list[str] | None = None  # None: outside of a pass, as in recomputation
+        self._kind = ""
+        self._seen: list[str] = []
+        self._at = 0  # in `_expected`
+        self._passes = self._compared = 0
+        for name, unit in units.items():
+            unit.register_forward_pre_hook(partial(self._before, name or "the model's begin"), prepend=True)
+            if not name:
+                unit.register_forward_hook(partial(self._before, "the model's end"))
+
+    @contextmanager
+    def in_pass(self, kind: str) -> Iterator[list[str]]:
+        """The context of one forward pass; yields the list to which the names of its units are added as they run.
+
+        `kind`: passes of one kind usually have the same order.
+
+        Raises `LossError` where ranks differ.
+        """
+        self._kind, self._expected, self._seen, self._at = kind, self._orders.get(kind, []), [], 0
+        self._passes += 1
+        try:
+            yield self._seen
+            if self._at < len(self._expected) or not self._expected:
+                self._compare(_END)
+            self._orders[kind] = self._seen
+        finally:
+            self._expected = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before(self, name: str, *_hook: Any) -> None:
+        expected = self._expected
+        if expected is None:
+            return
+        self._seen.append(name)
+        if self._at < len(expected) and expected[self._at] == name:
+            self._at += 1
+            return
+        self._compare(name)
+        if name in expected[self._at :]:
+            self._at = expected.index(name, self._at) + 1
+
+    def _compare(self, place: str) -> None:
+        """Wait until all ranks are at the same place."""
+        if self._store is None:
+            self._store = default_store().clone()  # type: ignore[attr-defined]
+        store, rank = self._store, self._world.rank
+        keys = [f"{self._prefix}/{self._compared}/{each}" for each in range(self._world.world_size)]
+        before, self._compared = f"{self._prefix}/{self._compared - 1}/{rank}", self._compared + 1
+        own = f"{place} in {self._kind} {self._passes}"
+        store.set(keys[rank], own)
+        self._wait(keys, own)
+        self._check(keys, own)
+        store.delete_key(before)  # all ranks have read it
+
+    def _check(self, keys: list[str], own: str) -> list[int]:
+        """The ranks that are not here yet. Raises `LossError` where one is elsewhere."""
+        there = {rank: self._store.get(key).decode() for rank, key in enumerate(keys) if self._store.check([key])}
+        if set(there.values()) != {own}:
+            shown = ", ".join(f"rank {rank} is at {words}" for rank, words in there.items())
+            raise LossError(f"the ranks do not run the same units of FSDP: {shown}", _HINT)
+        return [rank for rank in range(self._world.world_size) if rank not in there]
+
+    def _wait(self, keys: list[str], own: str) -> None:
+        began, pause, warned = time.monotonic(), 0.0005, False
+        limit = TIMEOUT_SECONDS if self._expected else _FIRST_TIMEOUT_SECONDS
+        while not self._store.check(keys):
+            waited = time.monotonic() - began
+            if pause >= _LONGEST_PAUSE:
+                missing = self._check(keys, own)
+                if waited > limit:
+                    error = LossError(f"{self._problem(own, missing)} after {limit:.0f} seconds", _HINT)
+                    error.only_this_rank = True
+                    raise error
+                if waited > SILENT_SECONDS and self._expected and not warned:
+                    warned = True
+                    logger.warning("{}; after {:.0f} seconds this is an error", self._problem(own, missing), limit)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _problem(self, own: str, missing: list[int]) -> str:
+        left = self._expected[self._at : self._at + 1] if self._expected else []
+        before = f"where the pass before had {left[0]}" if left else "which the pass before did not have"
+        others = ", ".join(map(str, missing))
+        return f"rank {self._world.rank} is at {own}, {before}; rank {others} did not reach the same unit of FSDP"
+
+
+# --- Weights, gradients and optimizer state sharded over ranks, by torch's FSDP2 (`fully_shard`), with tensor parallel.
+# Every forward and backward pass gathers the weights of one unit after the other, and each backward pass reduces its
+# gradients: so all ranks run the same number of passes. Gradients are sums over the ranks; the trainer scales them by
+# the true weight of the global batch.
 
 
 class FsdpStrategy(Strategy):

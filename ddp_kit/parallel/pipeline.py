@@ -2,7 +2,7 @@
 
 Every rank of a pipeline reads the same samples and runs the user's own loss function and forward pass, in which the
 blocks of other stages are left out: stages.py. The passes of an optimizer step are the micro-batches that
-torch.distributed.pipelining's schedules put in order: stage_links.py.
+torch.distributed.pipelining's schedules put in order: stages.py.
 """
 
 import copy
@@ -25,35 +25,35 @@ from torch.distributed.pipelining import (
 )
 from torch.optim import Optimizer
 
-from ddp_kit.config import ParallelConfig
+from ddp_kit.config.settings import ParallelConfig
+from ddp_kit.distributed.world import World, host_group, random_states, seed_pass, set_random_states
 from ddp_kit.errors import ConfigError, LossError, some
-from ddp_kit.parallel.dtensors import is_divided, local_part, piece_of_dtensor, reduced_part
-from ddp_kit.parallel.fsdp_units import (
+from ddp_kit.parallel.fsdp import (
     FsdpUnits,
     check_dtypes,
     equal_batches,
     fit_whole_on_all_ranks,
     shard_unit,
 )
-from ddp_kit.parallel.mesh import sizes_of
-from ddp_kit.parallel.replicas import broadcast
-from ddp_kit.parallel.shards import Shards
-from ddp_kit.parallel.stage_links import Links, Received, Stage, StageFailedError, move
+from ddp_kit.parallel.shards import Shards, is_divided, local_part, piece_of_dtensor, reduced_part
 from ddp_kit.parallel.stages import (
     Chain,
+    Links,
+    Received,
+    Stage,
+    StageFailedError,
     StageModel,
     chain_of,
     holders_before_first_pass,
     leaves_of,
+    move,
     places_of_stages,
     sharded_parameters,
 )
-from ddp_kit.parallel.strategy import PassedOn, Passes, Strategy
-from ddp_kit.parallel.tensor import split_layers
-from ddp_kit.parallel.tensor_plan import tensor_plan
+from ddp_kit.parallel.strategy import PassedOn, Passes, Strategy, broadcast, sizes_of
+from ddp_kit.parallel.tensor import split_layers, tensor_plan
 from ddp_kit.pieces import Piece
 from ddp_kit.torch_internals import memory_of, version_of
-from ddp_kit.world import World, host_group, random_states, seed_pass, set_random_states
 
 T = TypeVar("T")
 

@@ -1,9 +1,11 @@
-"""The interface of a strategy: all that the trainer and the checkpoints know about how a model is distributed."""
+"""How the ranks are divided: replicate x shard x tensor x pipeline. Pure arithmetic."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
+from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
@@ -11,11 +13,110 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from ddp_kit.config import ParallelConfig
+from ddp_kit.config.settings import ParallelConfig
+from ddp_kit.distributed.world import World
 from ddp_kit.errors import ConfigError
 from ddp_kit.pieces import Piece
-from ddp_kit.torch_internals import multiply_all
-from ddp_kit.world import World
+from ddp_kit.torch_internals import broadcast_coalesced, multiply_all
+
+_WHOLE_GRADIENTS_SHARE = 8  # of a device's memory, whole gradients take one part at most
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of the four dimensions; ranks are numbered with `tensor` as the fastest, then shard, replicate and
+    pipeline: ranks of one tensor group are neighbours, mostly on one node."""
+
+    replicate: int
+    shard: int
+    tensor: int
+    pipeline: int
+
+    @property
+    def data(self) -> int:
+        """Into how many parts a global batch is divided."""
+        return self.replicate * self.shard
+
+    def coordinates(self, rank: int) -> tuple[int, int, int, int]:
+        """Where a rank is: in pipeline, replicate, shard and tensor."""
+        rank, tensor = divmod(rank, self.tensor)
+        rank, shard = divmod(rank, self.shard)
+        pipeline, replicate = divmod(rank, self.replicate)
+        return pipeline, replicate, shard, tensor
+
+    def rank(self, pipeline: int, replicate: int, shard: int, tensor: int) -> int:
+        """The rank at these coordinates."""
+        return ((pipeline * self.replicate + replicate) * self.shard + shard) * self.tensor + tensor
+
+
+def sizes_of(config: ParallelConfig, world_size: int) -> Sizes:
+    """The sizes that a configuration means for so many ranks. Raises `ConfigError` where they do not fit."""
+    fixed = {"tensor": config.tensor, "pipeline": config.pipeline}
+    free = next((name for name in ("replicate", "shard") if getattr(config, name) == -1), None)
+    fixed |= {name: getattr(config, name) for name in ("replicate", "shard") if name != free}
+    product = math.prod(fixed.values())
+    left, rest = divmod(world_size, product)
+    if rest or left == 0 or (free is None and left != 1):
+        shown = " x ".join(f"{name} {size}" for name, size in fixed.items() if size > 1) or "1"
+        multiple = max(1, round(world_size / product)) * product if free is not None else product
+        raise ConfigError(
+            f"the sizes of parallel do not match the number of ranks: {shown} = {product}, but there "
+            f"{'is 1 rank' if world_size == 1 else f'are {world_size} ranks'}",
+            f"start {multiple} ranks, or change one of the sizes"
+            + ("" if free is not None else ", or leave out replicate, which is then computed"),
+        )
+    if free is not None:
+        fixed[free] = left
+    return Sizes(**fixed)
+
+
+def whole_gradients_fit(gradients: int, memory: int) -> bool:
+    """Whether FSDP keeps whole gradients while they accumulate, so that it reduces once per step rather than once per
+    pass. `gradients`, `memory`: bytes, of the whole model and of one device."""
+    return gradients * _WHOLE_GRADIENTS_SHARE <= memory
+
+
+# --- Shared by strategies that keep a whole model on every rank -------------------------------------------------------
+
+
+_BROADCAST_BYTES = 250 * 1024 * 1024
+# Types that gloo and NCCL support. Others are sent as integers of the same size.
+_SENT = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.int8}
+_SAME_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def broadcast(tensors: Iterable[Tensor]) -> None:
+    """Copy rank 0's values to all ranks, in place. Sparse tensors are left as they are. A collective."""
+    sent: list[Tensor] = []
+    received: list[tuple[Tensor, Tensor]] = []
+    for each in tensors:
+        if each.layout != torch.strided or not each.numel():
+            continue
+        if each.dtype in _SENT and each.is_contiguous():
+            sent.append(each)
+        else:
+            memory = stored(each)
+            copy = memory.clone(memory_format=torch.contiguous_format).reshape(-1)
+            sent.append(copy.view(_SAME_SIZE[min(copy.element_size(), 8)]))
+            received.append((memory, copy))
+    if sent:
+        # As DistributedDataParallel sends them: many in one piece.
+        broadcast_coalesced(sent, _BROADCAST_BYTES)
+    for memory, copy in received:
+        memory.copy_(copy.view(memory.shape))
+
+
+def stored(tensor: Tensor) -> Tensor:
+    """The part of a tensor that is in memory: an expanded one repeats the first index of a dimension."""
+    for dimension, stride in enumerate(tensor.stride() if tensor.layout == torch.strided else ()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+# --- The interface of a strategy: all that the trainer and the checkpoints know about how a model is distributed ------
+
 
 T = TypeVar("T")
 
@@ -365,3 +466,22 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
 def _values(gradient: Tensor) -> Tensor:
     """What a norm is computed of: torch has none for sparse gradients, such as those of nn.Embedding(sparse=True)."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+# --- One rank: no communication ---------------------------------------------------------------------------------------
+
+
+class SingleRank(Strategy):
+    """The whole model on one device, in one process."""
+
+    def divided(self, parameters: Sequence[Sequence[nn.Parameter]]) -> list[Self]:
+        return [self._of_update(each) for each in parameters]
+
+    def begin_step(self) -> None:
+        pass
+
+    def run_passes(self, passes: Passes) -> None:
+        self.accumulate(passes)
+
+    def sync_buffers(self) -> None:
+        pass

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_kit.config import ParallelConfig
+from ddp_kit.config.settings import ParallelConfig
+from ddp_kit.distributed.world import World
 from ddp_kit.parallel.ddp import DdpStrategy
 from ddp_kit.parallel.shards import Shards, check_dense_gradients
 from ddp_kit.parallel.strategy import Passes, Strategy
 from ddp_kit.pieces import Piece
 from ddp_kit.torch_internals import gather_ranges
-from ddp_kit.world import World
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The Trainer: the training loop and what it calls."""
 
-from ddp_kit.trainer.run_length import scheduler_steps
+from ddp_kit.trainer.learning_rates import scheduler_steps
 from ddp_kit.trainer.trainer import Trainer
 from ddp_kit.trainer.updates import Update
 

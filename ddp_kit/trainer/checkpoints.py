@@ -4,9 +4,10 @@ import json
 import secrets
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import chain, takewhile
+from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +15,23 @@ import torch
 from torch import Tensor
 
 from ddp_kit.callbacks import Callback
-from ddp_kit.checkpoint.loading import from_newer_version, load
+from ddp_kit.checkpoint.format import checkpoints, name_of
 from ddp_kit.checkpoint.lock import FolderLock
 from ddp_kit.checkpoint.packing import pack
-from ddp_kit.checkpoint.writing import set_aside, wait_for_writers
-from ddp_kit.config import absolute
+from ddp_kit.checkpoint.process import set_aside, wait_for_writers
+from ddp_kit.checkpoint.reader import from_newer_version, load
+from ddp_kit.checkpoint.saver import Saver
+from ddp_kit.config.settings import absolute
+from ddp_kit.distributed.barrier import all_arrive
+from ddp_kit.distributed.world import World, gathered, gathered_bytes
 from ddp_kit.env import attempt
-from ddp_kit.errors import CheckpointError
+from ddp_kit.errors import CheckpointError, DdpKitError
 from ddp_kit.log import logger
-from ddp_kit.manifest import checkpoints, name_of
 from ddp_kit.pieces import Piece
-from ddp_kit.trainer.exchange import gathered, gathered_bytes
-from ddp_kit.trainer.folder_use import FolderUse
-from ddp_kit.trainer.load_errors import explained_load_errors, mismatch_error
-from ddp_kit.trainer.log_points import LogPoints
+from ddp_kit.records import Step
+from ddp_kit.trainer.logging import LogPoints
 from ddp_kit.trainer.parts import Parts
-from ddp_kit.trainer.position import Position
-from ddp_kit.trainer.retrying_saver import RetryingSaver, copy_finisher
-from ddp_kit.trainer.run_state import RunState
+from ddp_kit.trainer.position import Position, RunState
 from ddp_kit.trainer.saved_parts import (
     VERSIONS,
     BestPart,
@@ -47,8 +47,124 @@ from ddp_kit.trainer.saved_parts import (
     StrategyPart,
     StreamPart,
     as_parts,
+    explained_load_errors,
+    mismatch_error,
 )
 from ddp_kit.trainer.step import OptimizerStep
+
+# --- Exclusive use of a checkpoint folder by one run, agreed on by all ranks ------------------------------------------
+
+
+class FolderUse:
+    """Locks the folder on one rank per folder; if a rank cannot lock it, all ranks raise the error."""
+
+    def __init__(self, world: World, folder: Path | None, lock: FolderLock | None) -> None:
+        self._world = world
+        self._folder = folder
+        self._lock = lock  # None on ranks that do not lock the folder
+        self._depth = 0
+
+    @contextmanager
+    def exclusive(self, *, resuming: bool = False) -> Iterator[None]:
+        """A context in which no other run writes to the folder. Entering the outermost one is a collective.
+
+        `resuming`: the run resumes from the folder's checkpoints, no matter which run wrote them.
+        Raises `CheckpointError`.
+        """
+        if self._depth == 0 and self._folder is not None:
+            self._acquire(resuming)
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0 and self._lock is not None:
+                self._lock.release()
+
+    def end(self) -> None:
+        """Unlock the folder for other runs, within the context."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def note_save(self) -> None:
+        """Record that the newest checkpoint is now from this run."""
+        assert self._lock is not None, "only the first writer of a checkpoint calls this"
+        self._lock.note_save()
+
+    def _acquire(self, resuming: bool) -> None:
+        found: CheckpointError | None = None
+        try:
+            if self._lock is not None:
+                self._lock.acquire(resuming=resuming)
+        except CheckpointError as error:
+            found = error
+        said = gathered_bytes(b"" if found is None else f"{found.message}\n{found.hint}".encode(), self._world)
+        if any(said):
+            if self._lock is not None:
+                self._lock.release()
+            speaker = next(rank for rank, text in enumerate(said) if text)
+            problem = CheckpointError(*said[speaker].decode().rsplit("\n", 1))
+            problem.reported_elsewhere = self._world.rank != speaker
+            raise problem
+
+
+# --- A Saver that survives transient errors, for long runs ------------------------------------------------------------
+
+
+class RetryingSaver(Saver):
+    """A Saver that logs transient errors, such as a full disk, as warnings; the next save tries again."""
+
+    unsaved: CheckpointError | None = None
+    """The transient error of the last save; None if it has not failed so far."""
+
+    def save(self, step: int, state: Mapping[str, Any], **options: Any) -> None:
+        self.check(wait=True)
+        self.unsaved = None
+        with self._retrying():
+            super().save(step, state, **options)
+
+    def check(self, *, wait: bool = False) -> bool:
+        with self._retrying():
+            if not wait:
+                return super().check()
+            self.wait()
+        return True
+
+    def finish_copy(self) -> None:
+        with self._retrying():
+            super().finish_copy()
+
+    def settle(self) -> None:
+        """Wait until the last checkpoint is complete. Raises the error of a failed save."""
+        self.wait()
+        if self.unsaved is not None:
+            raise self.unsaved
+
+    @contextmanager
+    def _retrying(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            if not error.transient:
+                raise
+            self.unsaved = error.with_traceback(None)  # traceback frames keep tensors alive
+            logger.warning("{}; training continues, and the next save tries again", error.message)
+
+
+def copy_finisher(saver: Saver) -> Callable[..., None]:
+    """An optimizer step pre-hook that waits for an overlapped copy of the state before the optimizer changes it."""
+    held = weakref.ref(saver)  # the hook must not keep a deleted Trainer's memory alive
+
+    def before_optimizer_step(*_: Any) -> None:
+        saver = held()
+        if saver is not None:
+            saver.finish_copy()
+
+    return before_optimizer_step
+
+
+# --- Decides when a run writes a checkpoint, and from which one it resumes --------------------------------------------
+
 
 _COMPARED = 32  # how many of the newest checkpoints nodes with separate folders compare, to find a common one
 
@@ -474,3 +590,37 @@ def _make_mark(mark: Path) -> None:
             f"checkpoint.dir = {str(mark.parent)!r} cannot be written to: {error.strerror or error}",
             "choose a folder that this process may write to",
         ) from None
+
+
+# --- Does a save that is due even if the body of a loop over `Trainer.steps` leaves the loop --------------------------
+
+
+_SECONDS = 10.0
+"""The barrier timeout when a loop is left: ranks are at most one loop body apart."""
+_loops = count()
+
+
+Loop = Generator[Step, None, None]
+
+
+def save_when_left(steps: Loop, world: World, checkpoints: Checkpoints, run_state: RunState) -> Iterator[Step]:
+    """Yield the steps; if the loop is left after a step whose save is due, do that save.
+
+    Waits until all saves are on disk, so that the next Trainer finds them. A generator cannot tell a `break` from an
+    exception, so nothing is saved unless all ranks leave the loop.
+    """
+    number = next(_loops)
+    for step in steps:
+        loop = run_state.loop
+        try:
+            yield step
+        except GeneratorExit:
+            due = checkpoints.is_due and not checkpoints.is_saved and run_state.loop is loop
+            place = f"the end of a loop over steps() after step {step.number}"
+            due = due and all_arrive(world, place, f"left/{number}", _SECONDS)
+            steps.close()
+            try:
+                (checkpoints.finish if due else checkpoints.settle)()
+            except DdpKitError as error:  # Python may swallow an error raised while a generator is closed
+                logger.error("the checkpoint after step {} could not be saved: {}", step.number, error)
+            raise

@@ -9,25 +9,21 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ddp_kit.config import TrainerConfig
+from ddp_kit.config.settings import TrainerConfig
+from ddp_kit.distributed.world import gathered, random_states, set_random_states
 from ddp_kit.errors import DdpKitError, LossError
 from ddp_kit.heartbeat import Phase
 from ddp_kit.log import logger
-from ddp_kit.metric_objects import MetricObject
-from ddp_kit.metrics import Mean, checked, reduced
+from ddp_kit.metrics import Mean, MetricObject, checked, reduced
 from ddp_kit.parallel import PassedOn
 from ddp_kit.progress import with_bar
 from ddp_kit.records import Step
 from ddp_kit.torch_internals import collectives_of_all_groups
 from ddp_kit.trainer.checkpoints import Checkpoints
-from ddp_kit.trainer.data import EvaluationData
-from ddp_kit.trainer.exchange import gathered
-from ddp_kit.trainer.logged_values import as_table, over_all_ranks
-from ddp_kit.trainer.loss_calls import backward_called
-from ddp_kit.trainer.parts import MetricFunction, Parts
-from ddp_kit.trainer.position import Position
-from ddp_kit.trainer.run_state import RunState
-from ddp_kit.world import random_states, set_random_states
+from ddp_kit.trainer.feed import EvaluationData
+from ddp_kit.trainer.parts import MetricFunction, Parts, as_table, over_all_ranks
+from ddp_kit.trainer.position import Position, RunState
+from ddp_kit.trainer.step import backward_called
 
 _SHOWN = 32
 

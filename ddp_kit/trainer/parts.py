@@ -1,21 +1,152 @@
-"""The objects that a Trainer trains with."""
+"""Values that user code logs, averaged exactly over ranks, micro-batches and steps, without waiting for the device."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddp_kit.config import TrainerConfig
-from ddp_kit.metrics import Loss
+from ddp_kit.config.settings import TrainerConfig
+from ddp_kit.distributed.world import World, gathered_bytes, host_group
+from ddp_kit.errors import ConfigError, kind_of
+from ddp_kit.metrics import Loss, Mean
 from ddp_kit.parallel import Strategy
 from ddp_kit.parallel.activations import Activations
 from ddp_kit.precision import Precision
 from ddp_kit.progress import Heartbeat
-from ddp_kit.trainer.logged_values import LoggedValues
-from ddp_kit.world import World
+from ddp_kit.records import LogRow
+
+Logged = Tensor | float | Loss
+
+_RESERVED = frozenset(field.name for field in fields(LogRow))
+
+
+class LoggedValues:
+    """Collects the values passed to `trainer.log` until a log point or the end of an evaluation.
+
+    Values logged in a loss function are weighted by the samples of their batch, and discarded if their step is
+    repeated. Values logged elsewhere have weight 1 per call and rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._means: dict[str, Mean] = {}
+        self._pending: list[tuple[str, Tensor | Loss, float]] = []  # from the current step's passes
+        self._samples: float | None = None  # of the loss function's current batch; None outside a loss function
+
+    def add(self, values: Mapping[str, Logged]) -> None:
+        """Add values by name. Raises `ConfigError` for invalid names, and for values that are not numbers."""
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"trainer.log got {kind_of(values)}", 'pass a dict: trainer.log({"accuracy": value})')
+        for name, value in values.items():
+            _check_name(name)
+            entry = name, _detached(name, value), 1.0 if self._samples is None else self._samples
+            if self._samples is None:
+                self._put(*entry)
+            elif self._samples > 0:
+                self._pending.append(entry)
+
+    def note(self, name: str, value: Tensor | Loss, samples: int) -> None:
+        """Add a value from the current step's passes under a name that ddpkit chooses."""
+        self._pending.append((name, _detached(name, value), samples))
+
+    @contextmanager
+    def batch(self, samples: int) -> Iterator[None]:
+        """The context of a loss function whose batch has `samples` samples; 0: values logged in it are discarded."""
+        before, self._samples = self._samples, float(samples)
+        try:
+            yield
+        finally:
+            self._samples = before
+
+    def end_step(self) -> None:
+        """Keep the values of the current step, which is complete."""
+        if self._pending:
+            for entry in self._pending:
+                self._put(*entry)
+            self._pending = []
+
+    @property
+    def of_step(self) -> int:
+        """The number of values that the current step's passes have added so far."""
+        return len(self._pending)
+
+    def drop_step(self, keep: int = 0) -> None:
+        """Discard the values that the current step's passes have added, except for the first `keep`."""
+        del self._pending[keep:]
+
+    def take(self) -> "dict[str, Mean]":
+        """This rank's means of all values since the last call, by name."""
+        means, self._means = self._means, {}
+        return means
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """A context for logging outside of training: the values collected so far are set aside and restored on exit."""
+        before = self._means, self._pending
+        self._means, self._pending = {}, []
+        try:
+            yield
+        finally:
+            self._means, self._pending = before
+
+    def _put(self, name: str, value: Tensor | Loss, samples: float) -> None:
+        if name not in self._means:
+            self._means[name] = Mean(self._device)
+        self._means[name].add(value, samples)
+
+
+def as_table(means: Mapping[str, Mean], device: torch.device) -> Tensor:
+    """(sum, weight) of each mean, as a float64 tensor [n, 2] on the device."""
+    return torch.stack([mean.pair() for mean in means.values()]) if means else torch.zeros(0, 2, device=device)
+
+
+def over_all_ranks(world: World, names: "list[str]", table: "list[list[float]]") -> dict[str, float]:
+    """The means over all ranks, by name; ranks may have different names. A collective on host memory.
+
+    `table`: this rank's (sum, weight) for each of `names`. The result is in the order of the first rank with each name.
+    """
+    own = json.dumps(dict(zip(names, table, strict=True)))
+    sums: dict[str, list[float]] = {}
+    for text in gathered_bytes(own.encode(), world, host_group(world)):
+        for name, (total, weight) in json.loads(text).items():
+            so_far = sums.setdefault(name, [0.0, 0.0])
+            so_far[0] += total
+            so_far[1] += weight
+    return {name: total / weight if weight else float("nan") for name, (total, weight) in sums.items()}
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"trainer.log got the name {name!r}", "use strings as names, such as 'accuracy'")
+    if name in _RESERVED:
+        raise ConfigError(
+            f"trainer.log got {name!r}, a name that ddpkit logs itself", f"use another name, such as 'my_{name}'"
+        )
+
+
+def _detached(name: str, value: object) -> Tensor | Loss:
+    if isinstance(value, Loss):
+        return Loss(value.loss.detach(), value.weight)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach()
+    if isinstance(value, Real) and not isinstance(value, Tensor):
+        return torch.tensor(float(value), dtype=torch.float64)
+    found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
+    raise ConfigError(
+        f"trainer.log got {found} for {name!r}, not a single number",
+        "pass a number, a tensor with one element, or Loss(sum, weight)",
+    )
+
+
+# --- The objects that a Trainer trains with ---------------------------------------------------------------------------
+
 
 LossFunction = Callable[[Any, Any], "Tensor | Loss"]
 """(model, batch) -> loss. The model's type is Any, so that a function may be annotated with its own model class."""

@@ -20,33 +20,34 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_kit.blocks import repeated_blocks
-from ddp_kit.config import AUTO, CheckpointConfig, ParallelConfig, TrainerConfig
+from ddp_kit.config.settings import AUTO, CheckpointConfig, ParallelConfig, TrainerConfig
+from ddp_kit.distributed.world import World, gathered
 from ddp_kit.env import PlanRequest
-from ddp_kit.errors import ConfigError, DdpKitError
+from ddp_kit.errors import ConfigError, DdpKitError, size_text
 from ddp_kit.log import logger
 from ddp_kit.metrics import Loss, checked
 from ddp_kit.parallel import Strategy
 from ddp_kit.parallel.activations import Activations
-from ddp_kit.parallel.candidates import Candidate, candidate_for, candidates, choose
 from ddp_kit.parallel.memory import (
     BlockMemory,
+    Candidate,
     MemoryPlan,
     ModelMemory,
     ParameterRow,
     PassMemory,
+    candidate_for,
+    candidates,
+    choose,
     in_half,
     plan_memory,
     refuse,
     report,
 )
 from ddp_kit.parallel.shards import settings_of
-from ddp_kit.parallel.tensor_plan import split_dimensions
-from ddp_kit.sizes import size_text
+from ddp_kit.parallel.tensor import split_dimensions
+from ddp_kit.structures import repeated_blocks
 from ddp_kit.torch_internals import FakeTensors, LiveBytes, is_fake, pytree
-from ddp_kit.trainer.exchange import gathered
 from ddp_kit.trainer.parts import Parts
-from ddp_kit.world import World
 
 _TRIED_VALUES = 8
 _WORTH_IT = 0.98  # of the bytes of the placement that ran out of memory, at most
@@ -78,7 +79,7 @@ def config_to_plan(config: TrainerConfig) -> TrainerConfig:
 def first_that_fits(config: TrainerConfig, model: nn.Module, world: World) -> TrainerConfig:
     """The configuration; for ``parallel="auto"`` with the settings of the first candidate that fits. A collective.
 
-    See `ddp_kit.parallel.candidates`. Two values of optimizer state are counted for each weight, as in Adam. Raises
+    See `ddp_kit.parallel.memory`. Two values of optimizer state are counted for each weight, as in Adam. Raises
     `ConfigError` if none fits.
     """
     if config.parallel.strategy != AUTO:

@@ -14,17 +14,16 @@ from typing import Any, Self
 import psutil
 import torch.distributed as dist
 
-from ddp_kit.config import TrainerConfig
+from ddp_kit.config.settings import TrainerConfig
+from ddp_kit.distributed.consensus import Purpose, Request, StepConsensus
+from ddp_kit.distributed.world import World, gathered_bytes
 from ddp_kit.env import job_end_time, job_start_time, shutdown_timeout
 from ddp_kit.errors import DdpKitError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.log import logger
 from ddp_kit.torch_internals import default_store
 from ddp_kit.trainer.checkpoints import Checkpoints
-from ddp_kit.trainer.exchange import gathered_bytes
 from ddp_kit.trainer.position import Position
-from ddp_kit.trainer.step_consensus import Purpose, Request, StepConsensus
-from ddp_kit.world import World
 
 # Schedulers send SIGUSR1 or SIGUSR2 before they end a job.
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)

@@ -1,47 +1,285 @@
-"""The parts of a run's state: what a checkpoint stores for each, and how it is loaded.
+"""The parts of a checkpoint."""
 
-To add a part, write a subclass of `SavedPart` and add it to the list in `Checkpoints`, which saves and loads all parts.
-"""
-
+import base64
+import json
 import math
 from abc import ABC, abstractmethod
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+import safetensors.torch
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_kit.callbacks import Callback
-from ddp_kit.callbacks.best_value import BestValue
-from ddp_kit.checkpoint.frozen import is_entry
-from ddp_kit.config import CheckpointConfig, TrainerConfig
-from ddp_kit.errors import CheckpointError
+from ddp_kit.callbacks.callback import BestValue
+from ddp_kit.checkpoint.load_model import entry_of, fingerprint, frozen_weights_differ, is_entry
+from ddp_kit.checkpoint.packing import DTYPES, pack
+from ddp_kit.checkpoint.reader import unpack
+from ddp_kit.checkpoint.weight_files import plain_name
+from ddp_kit.config.settings import CheckpointConfig, TrainerConfig
+from ddp_kit.data import ReaderState
+from ddp_kit.distributed.world import (
+    RandomStates,
+    decoded,
+    encoded,
+    gathered,
+    mixed_seed,
+    random_states,
+    random_states_kept,
+    seed_generators,
+    set_random_states,
+)
+from ddp_kit.errors import CheckpointError, DdpKitError
 from ddp_kit.log import logger
 from ddp_kit.parallel import Strategy
 from ddp_kit.pieces import Piece, whole_shape
 from ddp_kit.state_values import check_same_kind, real_number, whole_number
-from ddp_kit.stored_weights import plain_name
 from ddp_kit.torch_internals import loaded_by_own_code
-from ddp_kit.trainer.callback_states import callback_states, load_callbacks, per_rank_states
-from ddp_kit.trainer.frozen_weights import FrozenWeights
-from ddp_kit.trainer.joint_optimizer import JointScheduler, kind_of
-from ddp_kit.trainer.load_errors import StateMismatchError
-from ddp_kit.trainer.optimizer_state import in_pieces, load_optimizer_state, of_pieces
+from ddp_kit.trainer.consistency import bits
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.position import Position
-from ddp_kit.trainer.random_text import decoded, encoded
+from ddp_kit.trainer.snapshots import in_pieces, load_optimizer_state, of_pieces
 from ddp_kit.trainer.step import OptimizerStep
-from ddp_kit.trainer.stream_states import place_as_text, place_of
-from ddp_kit.world import RandomStates, mixed_seed, random_states, seed_generators, set_random_states
+from ddp_kit.trainer.updates import JointScheduler, optimizer_kind
+
+# --- Errors for checkpoints that do not fit this run ------------------------------------------------------------------
+
+
+_LONGEST_TEXT = 300
+
+
+class StateMismatchError(Exception):
+    """The saved state of a part does not match this run's model, optimizer or scheduler."""
+
+
+@contextmanager
+def explained_load_errors(path: Path) -> Iterator[None]:
+    """A context that converts any error raised while using a checkpoint's content into a `CheckpointError`."""
+    try:
+        yield
+    except DdpKitError:
+        raise
+    except StateMismatchError as error:
+        raise mismatch_error(path, str(error)) from None
+    except Exception as error:  # a damaged file may cause any error
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be used: {type(error).__name__}: {str(error)[:_LONGEST_TEXT]!r}",
+            "it may be from another version of ddpkit, or modified: use another checkpoint",
+        ) from error
+
+
+def mismatch_error(path: Path, what: str) -> CheckpointError:
+    """The error for a checkpoint that does not match this run. `what`: the difference."""
+    return CheckpointError(
+        f"the checkpoint {path} does not match the model, optimizer or scheduler of this run: {what}",
+        "set checkpoint.dir to the folder of this run; to start from step 0, use a new folder or "
+        "checkpoint.resume=None; to load only weights, call ddp_kit.load_model(path, model, strict=False) before "
+        "creating the Trainer",
+    )
+
+
+# --- The states of callbacks in a checkpoint: rank 0's, or every rank's for callbacks that set `state_per_rank` -------
+
+
+_OWN = "ddp_kit."
+_EVERY_RANK = "every_rank"
+
+
+def per_rank_states(callbacks: Sequence[Callback]) -> list[str | None]:
+    """For each callback: this rank's state as text if it sets `state_per_rank`, else None."""
+    return [as_text(callback.state_dict()) if callback.state_per_rank else None for callback in callbacks]
+
+
+def callback_states(callbacks: Sequence[Callback], of_ranks: Sequence[Sequence[str | None]]) -> list[Any]:
+    """[class name, state] of each callback, for the checkpoint. `of_ranks`: every rank's `per_rank_states`."""
+    states: list[Any] = []
+    for number, callback in enumerate(callbacks):
+        everyone = [own[number] for own in of_ranks]
+        state = {_EVERY_RANK: everyone} if callback.state_per_rank else callback.state_dict()
+        states.append([type(callback).__name__, state])
+    return states
+
+
+def load_callbacks(path: Path, callbacks: Sequence[Callback], saved: list[Any], rank: int, ranks: int) -> None:
+    """Load saved states into callbacks of the same class, in order; log a warning about those without a counterpart.
+
+    `path`: of the checkpoint, for messages. `saved`: what `callback_states` returned. Raises `CheckpointError`, and
+    whatever a user's callback raises.
+    """
+    there: dict[str, deque[Any]] = defaultdict(deque)
+    with explained_load_errors(path):
+        for name, state in saved:
+            there[name].append(state)
+    without = []
+    for callback in callbacks:
+        name = type(callback).__name__
+        if there[name]:
+            own = type(callback).__module__.startswith(_OWN)  # errors in the user's callbacks are shown unchanged
+            with explained_load_errors(path):
+                state = (
+                    _of_rank(there[name].popleft(), name, rank, ranks)
+                    if callback.state_per_rank
+                    else there[name].popleft()
+                )
+            with explained_load_errors(path) if own else nullcontext():
+                callback.load_state_dict(state)
+        elif type(callback).load_state_dict is not Callback.load_state_dict:
+            without.append(name)
+    gone = [name for name, states in there.items() for state in states if state]
+    if without or gone:
+        parts = [f"the checkpoint has no state for {', '.join(without)}, which starts without one"] if without else []
+        parts += [f"the state for {', '.join(gone)} is ignored, because there is no such callback"] if gone else []
+        logger.warning("the callbacks differ from those in the checkpoint: {}", "; ".join(parts))
+
+
+def _of_rank(saved: Any, name: str, rank: int, ranks: int) -> Any:
+    if not isinstance(saved, dict) or [*saved] != [_EVERY_RANK]:
+        return saved  # from an older version, which saved rank 0's only
+    everyone = saved[_EVERY_RANK]
+    if len(everyone) != ranks:
+        logger.warning(
+            "{} has a state per rank; the checkpoint has {} ranks, this run {}: all ranks load the state of rank 0",
+            name,
+            len(everyone),
+            ranks,
+        )
+        rank = 0
+    return from_text(everyone[rank])
+
+
+def as_text(state: Any) -> str:
+    """A nested state as JSON text, with its tensors as a base64-encoded safetensors file."""
+    packed = pack({"state": state})
+    tensors = {f"{number}": each.tensor.detach().contiguous().cpu() for number, each in enumerate(packed.tensors)}
+    names = {each.name: f"{number}" for number, each in enumerate(packed.tensors)}
+    content = base64.b64encode(safetensors.torch.save(tensors)).decode()
+    return json.dumps({"text": packed.text, "names": names, "tensors": content})
+
+
+def from_text(text: str) -> Any:
+    """The inverse of `as_text`. Other text may raise any error."""
+    saved = json.loads(text)
+    tensors = safetensors.torch.load(base64.b64decode(saved["tensors"]))
+    if not all(tensor.dtype in DTYPES and not _is_odd(tensor) for tensor in tensors.values()):
+        raise ValueError("a tensor has an unsupported dtype")
+    return unpack(saved["text"], lambda _part, name, _: tensors[saved["names"][name]])["state"]
+
+
+def _is_odd(tensor: torch.Tensor) -> bool:
+    """Whether it is a bool tensor with bytes other than 0 and 1, which is undefined behaviour in torch."""
+    return tensor.dtype == torch.bool and bool(tensor.numel()) and bool(tensor.view(torch.uint8).max() > 1)
+
+
+# --- The position of each rank's stream, as stored in a checkpoint ----------------------------------------------------
+
+
+def place_as_text(place: Sequence[ReaderState]) -> str | None:
+    """A stream's position as JSON text; None if the data is not a stream with state, or no epoch has started."""
+    if not place:
+        return None
+    return json.dumps([[state.reader, state.number, encoded(state.random), as_text(state.dataset)] for state in place])
+
+
+def place_of(texts: Sequence[str | None], rank: int, ranks: int) -> tuple[ReaderState, ...]:
+    """This rank's position from the texts of all ranks; empty if the number of ranks has changed.
+
+    Other text may raise any error.
+    """
+    text = texts[rank] if len(texts) == ranks else None
+    if text is None:
+        return ()
+    with random_states_kept():  # the states are set once, to find those that the generators do not accept
+        return tuple(
+            ReaderState(
+                whole_number(reader, "a reader"), whole_number(number, "a batch"), _set(random), from_text(state)
+            )
+            for reader, number, random, state in json.loads(text)
+        )
+
+
+def _set(text: str) -> RandomStates:
+    states = decoded(text)
+    set_random_states(states)
+    return states
+
+
+# --- The frozen weights of a run, which `checkpoint.trainable_only` leaves out of checkpoints -------------------------
+
+
+class FrozenWeights:
+    """The parameters that do not require gradients, by name. Methods are collectives unless they say otherwise.
+
+    Their fingerprints are computed once; at each save, a faster checksum of this rank's part detects changes.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._entries: dict[str, Any] | None = None
+        self._bits: list[int] = []
+
+    def forget(self) -> None:
+        """Discard the fingerprints, because the weights may have been replaced. Not a collective."""
+        self._entries = None
+
+    def unchanged(self) -> str | None:
+        """The name of a weight that has changed on this rank since its fingerprint was computed; None: none has."""
+        if self._entries is None:
+            self.entries()
+            return None
+        names = [*self._held()]
+        now = self._local_bits()
+        return next((name for name, old, new in zip(names, self._bits, now, strict=True) if old != new), None)
+
+    def entries(self) -> dict[str, Any]:
+        """Name -> dtype, shape and fingerprint, as stored in a checkpoint; the same for every parallel strategy."""
+        if self._entries is None:
+            held = self._held()
+            sums = [fingerprint(value).to(self._parts.world.device) for value in held.values()]
+            own = torch.stack(sums).tolist() if sums else []
+            pieces = [isinstance(value, Piece) for value in held.values()]
+            counts = [not isinstance(value, Piece) or value.owned for value in held.values()]
+            everyone = gathered(self._parts.world, [number * count for number, count in zip(own, counts, strict=True)])
+            self._entries = {
+                name: entry_of(value, sum(column) if is_piece else column[0])
+                for (name, value), is_piece, *column in zip(held.items(), pieces, *everyone, strict=True)
+            }
+            self._bits = self._local_bits()
+        return self._entries
+
+    def compare(self, saved: Mapping[str, Any]) -> None:
+        """Raise `CheckpointError` unless the weights that a checkpoint left out are here, with the same values."""
+        own = self.entries()
+        if others := [name for name, entry in saved.items() if own.get(name) != entry]:
+            raise frozen_weights_differ(others)
+
+    def _held(self) -> dict[str, Any]:
+        names = {
+            name for name, each in self._parts.model.named_parameters(remove_duplicate=False) if not each.requires_grad
+        }
+        return {name: value for name, value in self._parts.strategy.model_state().items() if name in names}
+
+    def _local_bits(self) -> list[int]:
+        held = [value.tensor if isinstance(value, Piece) else value for value in self._held().values()]
+        sums = [bits([each]).to(self._parts.world.device) for each in held]
+        found: list[int] = torch.stack(sums).tolist() if sums else []
+        return found
+
+
+# --- The parts of a run's state: what a checkpoint stores for each, and how it is loaded ------------------------------
+# To add a part, write a subclass of `SavedPart` and add it to the list in `Checkpoints`, which saves and loads all
+# parts.
+
 
 _SHOWN = 8
 _NAME_STATE = 2  # the length of a callback's entry: [class name, state]
 _SCHEDULER_FIELDS = ("last_epoch", "base_lrs", "_last_lr", "_step_count")  # of every LRScheduler
-_LONGEST_TEXT = 300
 
 
 class SavedPart(ABC):
@@ -232,7 +470,7 @@ class OptimizerPart(SavedPart):
         """Class, parameter names, dtypes and devices. Cached, because they do not change after construction."""
         names = self._strategy.held_names()
         return {
-            "kind": kind_of(self._optimizer),
+            "kind": optimizer_kind(self._optimizer),
             "names": [[names[id(each)] for each in group["params"]] for group in self._device_optimizer.param_groups],
             "held": held(self._parameters),
         }

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ddp_kit.callbacks import Callback
-from ddp_kit.config import TrainerConfig
+from ddp_kit.config.settings import TrainerConfig
+from ddp_kit.data.sampler import TrainBatches, UserTrainBatches
 from ddp_kit.env import make_cublas_deterministic
 from ddp_kit.errors import ConfigError, kind_of, nearest, some
-from ddp_kit.metric_objects import MetricObject, is_metric_object
+from ddp_kit.metrics import MetricObject, is_metric_object
 from ddp_kit.parallel import Strategy
-from ddp_kit.sampler import TrainBatches, UserTrainBatches
 from ddp_kit.trainer.parts import MetricFunction, SchedulerInterval
 
 

@@ -1,4 +1,4 @@
-"""One optimizer step: the exact gradient of the global batch, then the update."""
+"""An optimizer step: the exact gradient of the global batch, then the update."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -8,19 +8,224 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from ddp_kit.distributed.world import World
+from ddp_kit.errors import ConfigError, LossError, some
 from ddp_kit.heartbeat import Phase
-from ddp_kit.metrics import Loss, bad_weight, exact_weight
+from ddp_kit.log import logger
+from ddp_kit.metrics import Loss, Mean, bad_weight, checked, exact_weight, reduced
+from ddp_kit.structures import with_copied_containers
 from ddp_kit.timing import BACKWARD, FORWARD, OPTIMIZER, StepClock
-from ddp_kit.trainer.buffers import BufferCopies
+from ddp_kit.torch_internals import pytree
+from ddp_kit.trainer.consistency import first_losses
 from ddp_kit.trainer.feed import Share
-from ddp_kit.trainer.loss_calls import LossCalls
-from ddp_kit.trainer.parameters import RunParameters
+from ddp_kit.trainer.learning_rates import EveryEpoch, explained_ticks
 from ddp_kit.trainer.parts import Parts
-from ddp_kit.trainer.rates import EveryEpoch, explained_ticks
-from ddp_kit.trainer.rollback import StepSnapshot, without_trace
-from ddp_kit.world import World
+from ddp_kit.trainer.snapshots import BufferCopies, StepSnapshot, without_trace
+
+# --- The parameters of a run. The Trainer fixes which ones there are, and which require gradients, when it is created.
+
+
+class RunParameters:
+    """The parameters of the model and the optimizer when the Trainer was created, to detect changes.
+
+    Strategies reduce only the gradients of parameters that required gradients then: a parameter unfrozen later would be
+    trained on each rank separately.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, device_optimizer: Optimizer) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._own = tuple(model.parameters())
+        self._held = _parameters_of(optimizer)
+        self._required_grad = [parameter.requires_grad for parameter in self._own]
+        self._all = tuple(dict.fromkeys(self._own + self._held + _parameters_of(device_optimizer)))
+
+    def clear_gradients(self) -> None:
+        """Set the gradients of all parameters of the model and the optimizers to None."""
+        for parameter in self._all:
+            parameter.grad = None
+
+    @property
+    def any_gradient(self) -> bool:
+        """Whether a parameter of the model has a gradient."""
+        return any(parameter.grad is not None for parameter in self._own)
+
+    def check_frozen(self) -> None:
+        """Raise `ConfigError` if any `requires_grad` has changed. Takes about 30 ns per parameter."""
+        if [parameter.requires_grad for parameter in self._own] == self._required_grad:
+            return
+        changed = [
+            name
+            for (name, parameter), required in zip(self._model.named_parameters(), self._required_grad, strict=False)
+            if parameter.requires_grad != required
+        ]
+        raise ConfigError(
+            f"parameters were frozen or unfrozen (requires_grad) after the Trainer was created: {some(changed)}",
+            "change requires_grad before creating the Trainer, or create a new one afterwards: a Trainer decides only "
+            "once which gradients the ranks reduce",
+        )
+
+    def check(self) -> None:
+        """Like `check_frozen`, and also raise `ConfigError` if parameters were added or replaced. Walks all modules."""
+        self.check_frozen()
+        for what, now, before in (
+            ("the model", [*self._model.parameters()], self._own),
+            ("the optimizer", _parameters_of(self._optimizer), self._held),
+        ):
+            if len(now) != len(before) or any(one is not other for one, other in zip(now, before, strict=True)):
+                raise ConfigError(
+                    f"the parameters of {what} were replaced after the Trainer was created: {len(before)} then, "
+                    f"{len(now)} now",
+                    "change the model first, then create a new optimizer and the Trainer",
+                )
+
+
+def _parameters_of(optimizer: Optimizer) -> tuple[nn.Parameter, ...]:
+    return tuple(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+# --- Calls the user's loss function, checks its result, and checks that all ranks get the same kind of loss -----------
+
+
+_UNKNOWN, _PLAIN, _WEIGHTED = range(3)
+_IGNORED = -100  # the default ignore_index of torch's cross_entropy
+
+
+class LossCalls:
+    """Calls the loss function for the passes of a Trainer's steps.
+
+    Before the first backward pass, the ranks exchange which kind of loss they have, because a step's reductions depend
+    on it, or what is wrong with it. The host waits for the device there, once.
+    """
+
+    def __init__(self, parts: Parts, parameters: RunParameters) -> None:
+        self._parts = parts
+        self._parameters = parameters
+        self._kind = _UNKNOWN
+        self.most_passes = 0
+        """The largest number of passes on any rank in the first step."""
+
+    @property
+    def agreed(self) -> bool:
+        """Whether the ranks have agreed on what the loss function returns."""
+        return self._kind != _UNKNOWN
+
+    @property
+    def weighted(self) -> bool:
+        """Whether it returns a `Loss`, whose weight is known only after the passes."""
+        return self._kind == _WEIGHTED
+
+    def call(self, batch: object, step: int, passes: int) -> "Tensor | Loss":
+        """The loss of a batch. `passes`: this rank's number of passes in the step. Raises `LossError`.
+
+        The first call is a collective; see `agree`.
+        """
+        if not self.agreed:
+            return self._first(batch, step, passes)
+        value = self._called(batch, step)
+        if self.weighted != isinstance(value, Loss):
+            raise LossError(
+                "the loss function returned a plain tensor at some steps and a Loss at others",
+                "return the same type at every step: it determines how the ranks reduce the loss",
+            )
+        return value
+
+    def agree(self, found: "Tensor | Loss | LossError | None" = None, passes: int = 0) -> None:
+        """Agree with the other ranks on the kind of loss. A collective: each rank calls it once, before any reduction.
+
+        `found`: this rank's first loss, or its error; None: it has no samples. `passes`: its passes in the first step.
+        Raises `LossError` if the ranks have different kinds of loss, or any of them has an error.
+        """
+        own = _UNKNOWN if found is None else _WEIGHTED if isinstance(found, Loss) else _PLAIN
+        problem = found if isinstance(found, LossError) else None
+        everyone = first_losses(self._parts.world, (own, passes), problem)
+        kinds = {kind for kind, _ in everyone}
+        if len(kinds - {_UNKNOWN}) > 1:
+            raise LossError(
+                "the loss function returned a plain tensor on some ranks and a Loss on others",
+                "return the same type on every rank: it determines how the ranks reduce the loss",
+            )
+        self._kind = max(kinds)
+        self.most_passes = max(passes for _, passes in everyone)
+
+    def _called(self, batch: object, step: int) -> "Tensor | Loss":
+        parts = self._parts
+        if parts.config.compile is None:
+            value = checked(parts.strategy.call(parts.loss_fn, batch), "the loss function")
+        else:
+            with parts.strategy.forward_context():
+                value = checked(parts.strategy.call(parts.loss_fn, batch), "the loss function")
+        if not (value.loss if isinstance(value, Loss) else value).requires_grad:
+            self._parameters.check_frozen()  # a likely cause, with a better error
+            raise LossError(
+                f"the loss function returned a tensor that does not require grad at step {step} on rank "
+                f"{parts.world.rank}",
+                "compute it from the model's output, without .item(), .detach(), torch.no_grad() or argmax in between",
+                step,
+            )
+        return value
+
+    def _first(self, batch: object, step: int, passes: int) -> "Tensor | Loss":
+        before = self._parameters.any_gradient
+        try:
+            value = self._called(batch, step)
+            if self._parameters.any_gradient and not before:
+                raise backward_called()
+            self._check_finite(value)
+            self._advise(value, batch, passes)
+        except LossError as error:
+            found = backward_called() if self._parameters.any_gradient and not before else error
+            self.agree(found, passes)  # raises the error on all ranks
+            raise
+        self.agree(value, passes)
+        return value
+
+    def _advise(self, value: "Tensor | Loss", batch: object, passes: int) -> None:
+        """Log advice if the loss is probably a mean over tokens, whose average depends on the division of samples."""
+        parts = self._parts
+        divided = passes > 1 or parts.strategy.data_ranks > 1
+        if divided and parts.world.is_main and not isinstance(value, Loss) and (counts := _token_counts(batch)):
+            logger.info(
+                "advice: samples have from {} to {} tokens, but the loss is a plain tensor, a mean over samples. If it "
+                "is a mean over tokens, return Loss(sum, number of tokens): the result is then the same for any number "
+                "of ranks and micro-batches",
+                *counts,
+            )
+
+    def _check_finite(self, value: "Tensor | Loss") -> None:
+        total = value.loss if isinstance(value, Loss) else value
+        lenient = self._parts.config.non_finite == "skip" or self._parts.precision.scales
+        if not lenient and not bool(torch.isfinite(total)):
+            raise LossError(
+                f"the loss is {total.item():g} in the first step of this run, on rank {self._parts.world.rank}",
+                "check the inputs (NaN, division by zero, log(0)) and the initial weights; "
+                "torch.autograd.set_detect_anomaly(True) names the operation",
+            )
+
+
+def backward_called() -> LossError:
+    """The error for a loss function that calls backward() itself."""
+    return LossError(
+        "the loss function calls backward(), which the Trainer does itself",
+        "return the loss, without backward(), optimizer.step() and zero_grad(); for several losses use updates=[...]",
+    )
+
+
+def _token_counts(batch: object) -> tuple[int, int] | None:
+    """The smallest and largest number of tokens in a sample, if the batch looks like tokens and they differ."""
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.dtype == torch.int64:
+            counts = (leaf != _IGNORED).sum(dim=1)
+            least, most = int(counts.min()), int(counts.max())
+            if least < most:
+                return least, most
+    return None
+
+
+# --- One optimizer step: the exact gradient of the global batch, then the update --------------------------------------
 
 
 class StepRecord(Protocol):
@@ -335,3 +540,92 @@ def _ratio(samples: int, weight: Tensor) -> Tensor:
     """samples / weight; 0 if the weight is 0, NaN if it is not finite. Does not wait for the device."""
     ratio = torch.where(weight == 0, torch.zeros_like(weight), samples / weight)
     return torch.where(weight.isfinite(), ratio, torch.nan)
+
+
+# --- Batches of a step that are used several times --------------------------------------------------------------------
+
+
+class StepBatches:
+    """The batches of a step, fetched once and used by each update or closure call."""
+
+    def __init__(self, fetch: Callable[[], Any]) -> None:
+        self._fetch = fetch
+        self._kept: list[Any] = []
+
+    def again(self) -> Callable[[], Any]:
+        """A function that returns the step's batches one by one, from the first."""
+        kept = iter(self._from_the_first())
+        return lambda: with_copied_containers(next(kept))
+
+    def _from_the_first(self) -> Iterator[Any]:
+        number = 0
+        while True:
+            if number == len(self._kept):
+                self._kept.append(self._fetch())
+            yield self._kept[number]
+            number += 1
+
+
+# --- Steps of optimizers that evaluate the loss several times per step, such as LBFGS or sharpness-aware minimisation.
+
+
+class ClosureStep(OptimizerStep):
+    """Does steps of an optimizer that takes a closure.
+
+    def closure():
+        compute the gradient of the global batch, clipped, as in `OptimizerStep`
+        return the mean loss of the global batch                               # equal on all ranks; the host waits
+    optimizer.step(closure)
+    scheduler.step()
+
+    Each call of the closure uses the same batches. Log rows have the losses of the first call.
+    """
+
+    def run(self, share: Share, batch: Callable[[], Any], interval: StepRecord, *, measure_norm: bool) -> None:
+        parts, batches, calls = self._parts, StepBatches(batch), 0
+
+        def closure() -> Tensor:
+            nonlocal calls
+            if calls:
+                self.clear()
+                self._strategy.end_step()
+            record = _Record(interval, parts.world.device, first=calls == 0)
+            calls += 1
+            with torch.enable_grad(), nullcontext() if record.first else parts.logged.set_aside():
+                self._begin()
+                passes = StepPasses(parts, self._losses, self._clock, share, batches.again(), record)
+                self._gradient(passes, measure_norm=measure_norm)
+            self._clip(record, measure_norm)
+            return torch.tensor(reduced([record.mean])[0], dtype=torch.float64)  # on the host: optimizers read it
+
+        parts.optimizer.step(closure)  # type: ignore[arg-type] # torch calls float() on the result
+        self._tick(interval.step)
+        self.clear()
+        self._strategy.end_step()
+        self._clock.mark(OPTIMIZER)
+
+
+class _Record:
+    """Records one call of the closure: its mean loss, and for the first call also the losses in the interval."""
+
+    def __init__(self, interval: StepRecord, device: torch.device, *, first: bool) -> None:
+        self._interval = interval
+        self.first = first
+        self.mean = Mean(device)
+
+    @property
+    def step(self) -> int:
+        return self._interval.step
+
+    def add(self, value: Tensor | Loss, samples: int) -> None:
+        self.mean.add(value, samples)
+        if self.first:
+            self._interval.add(value, samples)
+
+    def note_norm(self, norm: Tensor) -> None:
+        if self.first:
+            self._interval.note_norm(norm)
+
+    def drop_step(self) -> None:
+        if self.first:
+            self._interval.drop_step()

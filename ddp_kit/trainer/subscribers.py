@@ -21,26 +21,24 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from ddp_kit.distributed.world import World
+from ddp_kit.errors import size_text
 from ddp_kit.heartbeat import Phase
 from ddp_kit.log import logger
 from ddp_kit.parallel.memory import MemoryPlan
 from ddp_kit.profile import Recorder
 from ddp_kit.progress import Heartbeat
 from ddp_kit.records import LogRow, Step
-from ddp_kit.sizes import size_text
 from ddp_kit.timing import StepClock
 from ddp_kit.trainer.checkpoints import Checkpoints
-from ddp_kit.trainer.closure_step import ClosureStep
 from ddp_kit.trainer.events import Subscriber
-from ddp_kit.trainer.log_points import LogPoints
+from ddp_kit.trainer.logging import LogPoints
 from ddp_kit.trainer.model_flops import ModelFlops
 from ddp_kit.trainer.parts import Parts
-from ddp_kit.trainer.position import Position
+from ddp_kit.trainer.position import Position, RunState
 from ddp_kit.trainer.preemption import Preemption
-from ddp_kit.trainer.run_state import RunState
-from ddp_kit.trainer.step import OptimizerStep
+from ddp_kit.trainer.step import ClosureStep, OptimizerStep
 from ddp_kit.trainer.updates import JointStep
-from ddp_kit.world import World
 
 _COLLECT_SECONDS = 1.0
 _STEPS_TO_PEAK = 3

@@ -15,46 +15,53 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ddp_kit import log
-from ddp_kit.batch import BatchPlan, plan_batches
 from ddp_kit.callbacks import Callback
-from ddp_kit.callbacks.best_value import check_metric
-from ddp_kit.callbacks.plateau import Plateau
+from ddp_kit.callbacks.callback import check_metric
 from ddp_kit.compilation import compile_in_place, without_wrappers
-from ddp_kit.config import TrainerConfig, absolute, named_arguments
+from ddp_kit.config.settings import TrainerConfig, absolute, named_arguments
+from ddp_kit.data import Data
+from ddp_kit.data.sampler import BatchPlan, plan_batches
+from ddp_kit.distributed import barrier
+from ddp_kit.distributed.world import random_states_kept, seed_everything
 from ddp_kit.env import plan_request, rank_for_messages
 from ddp_kit.errors import ConfigError
 from ddp_kit.heartbeat import Phase
-from ddp_kit.loader import Data
-from ddp_kit.metric_objects import MetricObject
+from ddp_kit.metrics import MetricObject
 from ddp_kit.parallel import Parallelize, strategy_for
 from ddp_kit.parallel.activations import Activations
 from ddp_kit.parallel.memory import MemoryPlan, ModelMemory
-from ddp_kit.parallel.mesh import sizes_of
 from ddp_kit.parallel.offload import OffloadedOptimizer
+from ddp_kit.parallel.strategy import sizes_of
 from ddp_kit.precision import Precision
 from ddp_kit.profile import Recorder
 from ddp_kit.progress import ProgressReport
 from ddp_kit.records import FitResult, LearningRateSearch, Step
 from ddp_kit.timing import DATA, step_clock
-from ddp_kit.trainer import agreement, barrier
-from ddp_kit.trainer.checkpoints import Checkpoints
-from ddp_kit.trainer.data import FeedBuilder, loader_batch_size
+from ddp_kit.trainer import consistency
+from ddp_kit.trainer.checkpoints import Checkpoints, Loop, save_when_left
+from ddp_kit.trainer.consistency import (
+    SampleComparison,
+    facts_of_data,
+    facts_of_model,
+    facts_of_optimizer,
+    facts_of_progress,
+    facts_of_weights,
+)
 from ddp_kit.trainer.evaluation import Evaluator, FitEvaluations, evaluation_due
 from ddp_kit.trainer.events import Events, Subscriber
-from ddp_kit.trainer.feed import Feed, Share
-from ddp_kit.trainer.fingerprint import facts_of_model, facts_of_optimizer, facts_of_progress, facts_of_weights
-from ddp_kit.trainer.joint_optimizer import JointOptimizer, joint_scheduler
-from ddp_kit.trainer.log_points import LogPoints
-from ddp_kit.trainer.logged_values import Logged, LoggedValues
-from ddp_kit.trainer.loop_exit import Loop, save_when_left
-from ddp_kit.trainer.micro_batch import (
-    OutOfMemory,
-    RecoverableStep,
-    largest_micro_batch,
-    with_hint,
+from ddp_kit.trainer.feed import Feed, FeedBuilder, Share, loader_batch_size
+from ddp_kit.trainer.learning_rates import (
+    DecayWatch,
+    Plateau,
+    WarmUp,
+    check_new_length,
+    check_ticks,
+    scale_learning_rate,
+    warmed_up,
 )
+from ddp_kit.trainer.logging import LogPoints
 from ddp_kit.trainer.model_flops import ModelFlops
-from ddp_kit.trainer.parts import LossFunction, MetricFunction, Parts, SchedulerInterval
+from ddp_kit.trainer.parts import Logged, LoggedValues, LossFunction, MetricFunction, Parts, SchedulerInterval
 from ddp_kit.trainer.planning import (
     PlanPrinted,
     config_to_plan,
@@ -66,22 +73,18 @@ from ddp_kit.trainer.planning import (
     refuse_model,
     refuse_start,
 )
-from ddp_kit.trainer.position import Position
+from ddp_kit.trainer.position import Position, RunState
 from ddp_kit.trainer.prediction import PredictFunction, predict
 from ddp_kit.trainer.preemption import Preemption
-from ddp_kit.trainer.rate_finder import find, rates_between
-from ddp_kit.trainer.rates import (
-    DecayWatch,
-    WarmUp,
-    check_new_length,
-    check_ticks,
-    scale_learning_rate,
-    warmed_up,
+from ddp_kit.trainer.run_record import RunRecord, announce, conclude, described_model
+from ddp_kit.trainer.searches import (
+    OutOfMemory,
+    RecoverableStep,
+    find,
+    largest_micro_batch,
+    rates_between,
+    with_hint,
 )
-from ddp_kit.trainer.run_lines import announce, conclude, described_model
-from ddp_kit.trainer.run_record import RunRecord
-from ddp_kit.trainer.run_state import RunState
-from ddp_kit.trainer.same_data import SampleComparison, facts_of_data
 from ddp_kit.trainer.setup import (
     check_main,
     checked_callbacks,
@@ -107,9 +110,16 @@ from ddp_kit.trainer.subscribers import (
     StopBarrier,
     UserCallbacks,
 )
-from ddp_kit.trainer.updates import Update, checked_updates, joint_step, loss_to_evaluate, optimizer_step_for
+from ddp_kit.trainer.updates import (
+    JointOptimizer,
+    Update,
+    checked_updates,
+    joint_scheduler,
+    joint_step,
+    loss_to_evaluate,
+    optimizer_step_for,
+)
 from ddp_kit.uncaught import show_without_traceback
-from ddp_kit.world import random_states_kept, seed_everything
 
 
 class Trainer:
@@ -182,7 +192,9 @@ class Trainer:
             data_ranks = sizes_of(self.config.parallel, self._plan_request.ranks).data
         self.batch_plan = plan_batches(settings.global_batch_size, micro_batch, settings.accumulation_steps, data_ranks)
         strategy.check(model)
-        agreement.check_agreement(self.world, facts_of_model(model) | {"the setting parallel": repr(settings.parallel)})
+        consistency.check_agreement(
+            self.world, facts_of_model(model) | {"the setting parallel": repr(settings.parallel)}
+        )
         precision = Precision(
             settings.precision,
             self.world.device,
@@ -736,11 +748,11 @@ class Trainer:
         if self.world.world_size == 1:
             return
         self._wait_for_all(call)
-        facts = facts_of_data(data) | agreement.facts_of_run(self.config, self.optimizer, self._metrics)
-        agreement.check_agreement(self.world, facts)
+        facts = facts_of_data(data) | consistency.facts_of_run(self.config, self.optimizer, self._metrics)
+        consistency.check_agreement(self.world, facts)
         if self.step == 0 or "train_data" in data:
             strategy = self._parts.strategy
-            agreement.check_agreement(self.world, facts_of_weights(self._parts), strategy.replicas)
-            agreement.check_agreement(self.world, facts_of_optimizer(self._parts), strategy.optimizer_replicas)
-            agreement.check_agreement(self.world, facts_of_progress(self._parts))
+            consistency.check_agreement(self.world, facts_of_weights(self._parts), strategy.replicas)
+            consistency.check_agreement(self.world, facts_of_optimizer(self._parts), strategy.optimizer_replicas)
+            consistency.check_agreement(self.world, facts_of_progress(self._parts))
         self._sample_comparison.compare(data)

@@ -1,6 +1,6 @@
 """Write what follows from the fields of `TrainerConfig`; tests/house compares it.
 
-It writes the tables of docs/configuration.md, and ddp_kit/config_types.py: what type checkers accept for each setting.
+It writes the tables of docs/configuration.md, and ddp_kit/config/types.py: what type checkers accept for each setting.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,14 +11,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ddp_kit.config import TrainerConfig
+from ddp_kit.config.settings import TrainerConfig
 
 DOCUMENT = Path(__file__).parents[1] / "configuration.md"
-TYPES = Path(__file__).parents[2] / "ddp_kit" / "config_types.py"
+TYPES = Path(__file__).parents[2] / "ddp_kit" / "config" / "types.py"
 _TYPES_HEAD = '''\
 """What may be given for each setting, for type checkers and completion: `TrainerConfig(data={"num_workers": 4})`.
 
-Written by docs/tools/settings.py (`make docs`) from the fields of config.py; not by hand.
+Written by docs/tools/settings.py (`make docs`) from the fields of settings.py; not by hand.
 """
 # fmt: off
 # ruff: noqa: E501
@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from ddp_kit.config import PARTS
+from ddp_kit.config.settings import PARTS
 '''
 
 
@@ -83,7 +83,7 @@ def updated(text: str) -> str:
 
 
 def types() -> str:
-    """config_types.py: one TypedDict for each part and one for the whole."""
+    """types.py: one TypedDict for each part and one for the whole."""
     parts = [field.annotation for field in TrainerConfig.model_fields.values() if is_part(field)]
     names = ", ".join(sorted(part.__name__ for part in parts))  # type: ignore[union-attr]
     return _TYPES_HEAD.replace("PARTS", names) + "".join(map(typed_dict, [*parts, TrainerConfig]))

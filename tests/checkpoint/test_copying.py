@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ddp_kit.checkpoint import copying
-from ddp_kit.checkpoint.buffer import SharedBuffer
+from ddp_kit.checkpoint import saver
+from ddp_kit.checkpoint.saver import SharedBuffer
 
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
-    monkeypatch.setattr(copying, "_PIECE", 64)
+    monkeypatch.setattr(saver, "_PIECE", 64)
     torch.set_num_threads(4)
     yield
     torch.set_num_threads(before)
@@ -31,7 +31,7 @@ def test_every_byte_arrives_and_none_beside() -> None:
         begin += -begin % 16
         targets.append(memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
         begin += tensor.nbytes + guard
-    copying.copy(zip(targets, tensors, strict=True))
+    saver.copy(zip(targets, tensors, strict=True))
     assert all(map(torch.equal, targets, tensors))
     for target in targets:
         target.zero_()
@@ -40,9 +40,9 @@ def test_every_byte_arrives_and_none_beside() -> None:
 
 @pytest.mark.parametrize("sizes", [[], [0], [5], [64, 64], [200, 1, 63, 64]])
 def test_pieces_cover_each_byte_once(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "_PIECE", 64)
+    monkeypatch.setattr(saver, "_PIECE", 64)
     moves = [(1000 * number, 5000 + 1000 * number, size) for number, size in enumerate(sizes)]
-    pieces = copying._pieces(moves)
+    pieces = saver._pieces(moves)
     assert all(sum(size for _, _, size in piece) <= 64 for piece in pieces)
     covered = [to + byte for piece in pieces for to, source, size in piece for byte in range(size)]
     assert covered == [to + byte for to, _, size in moves for byte in range(size)]

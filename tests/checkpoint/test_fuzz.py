@@ -22,13 +22,12 @@ import torch
 from torch.utils.data import TensorDataset
 
 from ddp_kit import EMA, Trainer, TrainerConfig, load_model
-from ddp_kit.checkpoint.loading import load
+from ddp_kit.checkpoint.format import MANIFEST, PIECES, STATE, TENSORS, Hasher, checkpoints, name_of
+from ddp_kit.checkpoint.reader import load
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.errors import CheckpointError, DdpKitError
-from ddp_kit.launcher.export_command import run as export
-from ddp_kit.manifest import MANIFEST, STATE, TENSORS, Hasher, checkpoints, name_of
+from ddp_kit.launcher.commands.export import run as export
 from ddp_kit.pieces import Piece
-from ddp_kit.tensor_files import PIECES
 
 SECONDS = 10.0
 ROOM = 512 << 20

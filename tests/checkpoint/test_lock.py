@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 
 from ddp_kit import CheckpointError, Trainer, TrainerConfig
 from ddp_kit.checkpoint import lock as lock_module
+from ddp_kit.checkpoint.format import checkpoints
 from ddp_kit.checkpoint.lock import FolderLock
-from ddp_kit.manifest import checkpoints
 
 HOLDS = """
 import os, sys

@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
 
-from ddp_kit.checkpoint.loading import load
+from ddp_kit.checkpoint.format import name_of
 from ddp_kit.checkpoint.packing import pack
+from ddp_kit.checkpoint.reader import load, unpack
 from ddp_kit.checkpoint.saver import Saver
-from ddp_kit.checkpoint.unpacking import unpack
 from ddp_kit.errors import CheckpointError
-from ddp_kit.manifest import name_of
 
 Pair = namedtuple("Pair", "a b")
 Same = Callable[[Any, Any], bool]

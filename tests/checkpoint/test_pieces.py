@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_kit import tensor_reading
-from ddp_kit.checkpoint.loading import load
+from ddp_kit.checkpoint import weight_files
+from ddp_kit.checkpoint.format import name_of
+from ddp_kit.checkpoint.reader import load
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.errors import CheckpointError
-from ddp_kit.manifest import name_of
 from ddp_kit.pieces import Piece
 
 Value = torch.Tensor | Piece
@@ -90,7 +90,7 @@ def test_what_some_ranks_save_others_read_in_their_own_pieces(
     )
     held = {name: spread(tensor, readers, random) for name, tensor in tensors.items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_reading, "_CHUNK", random.choice([8, 24, 1 << 20]))
+        patch.setattr(weight_files, "_CHUNK", random.choice([8, 24, 1 << 20]))
         assert load(path)["model"].keys() == tensors.keys()
         for name, tensor in load(path)["model"].items():
             assert tensor.dtype == tensors[name].dtype
@@ -183,7 +183,7 @@ def test_reading_a_piece_takes_memory_for_the_piece_and_a_chunk(
     ends: tuple[tuple[int, int], ...], torch_bytes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In all 80 MB of files, of which 8 MB are wanted."""
-    monkeypatch.setattr(tensor_reading, "_CHUNK", 1 << 18)
+    monkeypatch.setattr(weight_files, "_CHUNK", 1 << 18)
     large, other = torch.randn(16, 1 << 20), torch.ones(1 << 22)
     path = save(tmp_path, [{"large": large, "other": other}])
     own = {"large": box(large, *ends), "other": flat(other, 0, 10)}

@@ -21,13 +21,13 @@ import torch
 from job_processes import has_ended
 from launching import run, seconds, started, wait_until
 
-from ddp_kit.checkpoint import background as background_module
+from ddp_kit.checkpoint import saver as background_module
 from ddp_kit.checkpoint import saver as saver_module
-from ddp_kit.checkpoint.loading import load
+from ddp_kit.checkpoint.format import STATE, checkpoints, examine, leftovers, name_of, newest_whole, verified
+from ddp_kit.checkpoint.reader import load
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.env import CHECKPOINT_WRITER
 from ddp_kit.errors import CheckpointError
-from ddp_kit.manifest import STATE, checkpoints, examine, leftovers, name_of, newest_whole, verified
 
 Same = Callable[[Any, Any], bool]
 

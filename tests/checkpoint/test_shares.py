@@ -18,14 +18,12 @@ from counting import KILLED, MOST, Counting
 from job_processes import has_ended
 from launching import seconds, wait_until
 
-from ddp_kit.checkpoint import division, shares
-from ddp_kit.checkpoint.files import Job, Region
-from ddp_kit.checkpoint.loading import load
+from ddp_kit.checkpoint import packing, process
+from ddp_kit.checkpoint.format import MANIFEST, checkpoints, leftovers, name_of, newest_whole
+from ddp_kit.checkpoint.process import Job, Region, System, write
+from ddp_kit.checkpoint.reader import load
 from ddp_kit.checkpoint.saver import Saver
-from ddp_kit.checkpoint.system import System
-from ddp_kit.checkpoint.writing import write
 from ddp_kit.errors import CheckpointError
-from ddp_kit.manifest import MANIFEST, checkpoints, leftovers, name_of, newest_whole
 from ddp_kit.pieces import Piece
 
 Same = Callable[[Any, Any], bool]
@@ -34,14 +32,14 @@ TIED = torch.randn(300)
 
 @pytest.fixture(autouse=True)
 def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(division, "BYTES_PER_WRITER", 1000)
+    monkeypatch.setattr(packing, "BYTES_PER_WRITER", 1000)
 
 
 @pytest.fixture
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has not begun is not waited for."""
-    monkeypatch.setattr(shares, "_START_SECONDS", 0.0)
-    monkeypatch.setattr(shares, "_ABANDONED_SECONDS", 0.0)
+    monkeypatch.setattr(process, "_START_SECONDS", 0.0)
+    monkeypatch.setattr(process, "_ABANDONED_SECONDS", 0.0)
 
 
 def state(writer: int = 0) -> dict[str, Any]:
@@ -114,7 +112,7 @@ def test_the_index_says_where_each_tensor_is(tmp_path: Path) -> None:
 
 
 def test_a_small_state_has_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(division, "BYTES_PER_WRITER", 1 << 20)
+    monkeypatch.setattr(packing, "BYTES_PER_WRITER", 1 << 20)
     with savers(tmp_path, 2) as both:
         save(both, 1)
     assert (tmp_path / name_of(1) / "model.safetensors").exists()
@@ -172,7 +170,7 @@ def test_a_writer_that_does_not_write_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_writer_that_holds_its_lock_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although the job is gone: writer 1 comes to its end only once writer 0 has found it writing."""
     locked, found = Event(), Event()
-    is_locked = shares._is_locked
+    is_locked = process._is_locked
 
     def look(path: Path) -> bool | None:
         result = is_locked(path)
@@ -180,7 +178,7 @@ def test_a_writer_that_holds_its_lock_is_waited_for(tmp_path: Path, monkeypatch:
             found.set()
         return result
 
-    monkeypatch.setattr(shares, "_is_locked", look)
+    monkeypatch.setattr(process, "_is_locked", look)
 
     class Second(System):
         def create(self, path: Path) -> int:
@@ -202,9 +200,9 @@ def test_a_writer_that_holds_its_lock_is_waited_for(tmp_path: Path, monkeypatch:
 def test_a_file_that_is_renamed_while_sizes_are_read_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entries = shares._entries
-    monkeypatch.setattr(shares, "_entries", lambda half: [*entries(half), half / ".writer-1.new"])
-    assert shares._size(tmp_path) == 0
+    entries = process._entries
+    monkeypatch.setattr(process, "_entries", lambda half: [*entries(half), half / ".writer-1.new"])
+    assert process._size(tmp_path) == 0
 
 
 def test_a_full_disk_of_one_writer_is_reported_by_the_first(tmp_path: Path) -> None:

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 from counting import KILLED, MOST, Counting
 
-from ddp_kit.checkpoint import writing
-from ddp_kit.checkpoint.files import Job, Region
-from ddp_kit.checkpoint.system import System
-from ddp_kit.checkpoint.writing import write
+from ddp_kit.checkpoint import process
+from ddp_kit.checkpoint.format import checkpoints, leftovers, name_of, newest_whole
+from ddp_kit.checkpoint.process import Job, Region, System, write
 from ddp_kit.errors import CheckpointError
-from ddp_kit.manifest import checkpoints, leftovers, name_of, newest_whole
 
 
 def job(folder: Path, step: int, content: bytes = b"x" * 5000) -> tuple[Job, memoryview]:
@@ -86,7 +84,7 @@ def test_a_new_folder_is_made_with_those_above_it(tmp_path: Path) -> None:
 
 def test_what_another_process_still_writes_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / ".writing-step-00000007-aa").mkdir()
-    with writing._alone(tmp_path) as alone:
+    with process._alone(tmp_path) as alone:
         assert alone
         write(*job(tmp_path, 1))
         assert len(leftovers(tmp_path)) == 1
@@ -98,7 +96,7 @@ def test_without_locks_only_what_is_old_is_removed(tmp_path: Path, monkeypatch: 
     def no_locks(*_: object) -> None:
         raise OSError(errno.EBADF, "as NFS says it")
 
-    monkeypatch.setattr(writing.fcntl, "flock", no_locks)
+    monkeypatch.setattr(process.fcntl, "flock", no_locks)
     for name in (".writing-step-00000007-aa", ".removed-step-00000001-bb", ".writing-step-00000008-cc"):
         (tmp_path / name).mkdir()
     (tmp_path / ".writing-step-00000008-cc" / "model.safetensors").touch()  # written to just now

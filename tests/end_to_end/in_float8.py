@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_kit import Callback, Trainer, TrainerConfig
-from ddp_kit.checkpoint.loading import load
+from ddp_kit.checkpoint.reader import load
 
 ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 STEPS, MORE = 8, 10

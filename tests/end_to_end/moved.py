@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_kit import Trainer, TrainerConfig
-from ddp_kit.checkpoint.loading import load
+from ddp_kit.checkpoint.reader import load
 
 
 class Block(nn.Module):

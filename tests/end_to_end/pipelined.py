@@ -18,8 +18,8 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from ddp_kit import EMA, BestModel, Loss, Trainer, TrainerConfig
-from ddp_kit.manifest import checkpoints
-from ddp_kit.tensor_reading import TensorFiles
+from ddp_kit.checkpoint.format import checkpoints
+from ddp_kit.checkpoint.weight_files import TensorFiles
 
 VOCABULARY, WIDTH, LENGTH = 11, 8, 5
 
@@ -173,7 +173,7 @@ if __name__ == "__main__":
     for case in cases:
         with pytest.MonkeyPatch.context() as monkeypatch:
             if case.get("little_memory"):  # FSDP then gathers and reduces in each pass
-                monkeypatch.setattr("ddp_kit.parallel.fsdp_units.whole_gradients_fit", lambda *_: False)
+                monkeypatch.setattr("ddp_kit.parallel.fsdp.whole_gradients_fit", lambda *_: False)
             results.append(run(case, folder / case["name"], monkeypatch))
     # In a file: the launcher prints a line of more than 256 KiB in parts, and another rank's may come between.
     (folder / f"results-{results[0]['rank']}.json").write_text(json.dumps(results))

@@ -9,7 +9,7 @@ import torch
 from adapted import WIDTH, model
 
 from ddp_kit import load_model
-from ddp_kit.manifest import checkpoints
+from ddp_kit.checkpoint.format import checkpoints
 
 Ddpkit = Callable[..., object]
 SCRIPT = Path(__file__).with_name("adapted.py")

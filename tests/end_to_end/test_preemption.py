@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launching import DDPKIT, run, seconds
 
-from ddp_kit.manifest import checkpoints
+from ddp_kit.checkpoint.format import checkpoints
 
 pytestmark = pytest.mark.slow
 

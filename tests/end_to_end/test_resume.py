@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_kit.manifest import checkpoints
+from ddp_kit.checkpoint.format import checkpoints
 
 Ddpkit = Callable[..., object]
 SCRIPT = Path(__file__).with_name("resumed.py")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from ddp_kit import DataError, LossError, Trainer, TrainerConfig
-from ddp_kit.manifest import checkpoints
+from ddp_kit.checkpoint.format import checkpoints
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 Pair = namedtuple("Pair", "first second")

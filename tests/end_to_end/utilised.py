@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ddp_kit import Trainer, TrainerConfig, peak_rates
-from ddp_kit.peak_rates import PeakRates
+from ddp_kit import Trainer, TrainerConfig
+from ddp_kit.trainer import model_flops
+from ddp_kit.trainer.model_flops import PeakRates
 
 WIDTH = 8
 PEAK = 1e12
@@ -51,7 +52,7 @@ def trained(name: str, *, mfu: bool) -> tuple[float | None, float]:
 
 
 def main() -> None:
-    peak_rates.TABLE = (PeakRates("cpu", {"fp32": PEAK / 1e12}, "this test"),)
+    model_flops.TABLE = (PeakRates("cpu", {"fp32": PEAK / 1e12}, "this test"),)
     for name in STRATEGIES:
         none, plain = trained(name, mfu=False)
         flops, loss = trained(name, mfu=True)

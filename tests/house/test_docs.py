@@ -14,7 +14,7 @@ from typing import Any
 import launching
 import pytest
 
-from ddp_kit.config import TrainerConfig
+from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.launcher.devices.gpus import gpus
 from ddp_kit.records import LogRow
 

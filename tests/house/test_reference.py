@@ -14,7 +14,7 @@ from launching import ROOT
 import ddp_kit
 from ddp_kit import env
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher import hints
+from ddp_kit.launcher import verdict
 
 DOCS = ROOT / "docs"
 
@@ -52,8 +52,8 @@ def test_the_recipes_page_shows_what_the_recipes_have() -> None:
 
 
 def test_the_types_of_settings_are_those_of_the_configuration() -> None:
-    text = (ROOT / "ddp_kit" / "config_types.py").read_text()
-    assert tool("settings").types() == text, "run `make docs`, which writes config_types.py"
+    text = (ROOT / "ddp_kit" / "config" / "types.py").read_text()
+    assert tool("settings").types() == text, "run `make docs`, which writes config/types.py"
 
 
 def test_the_exit_codes_are_those_of_the_code() -> None:
@@ -110,7 +110,7 @@ def test_the_messages_of_ddpkit_are_in_its_source(heading: str) -> None:
 def test_the_messages_of_others_are_those_that_get_a_hint() -> None:
     quoted = messages("Messages of torch and Python, to which the launcher adds a hint")
     for message in quoted:
-        assert hints.hint(message, 1), f"there is no hint for {message!r}"
-    advice = {next(cause.advice for cause in hints.CAUSES if re.search(cause.pattern, message)) for message in quoted}
-    missing = {cause.advice for cause in hints.CAUSES} - advice
+        assert verdict.hint(message, 1), f"there is no hint for {message!r}"
+    advice = {next(cause.advice for cause in verdict.CAUSES if re.search(cause.pattern, message)) for message in quoted}
+    missing = {cause.advice for cause in verdict.CAUSES} - advice
     assert not missing, f"troubleshooting.md has no row for this advice: {missing}"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddp_kit.checkpoint.format import name_of
 from ddp_kit.checkpoint.saver import Saver
-from ddp_kit.manifest import name_of
 
 pytestmark = pytest.mark.slow
 

@@ -107,7 +107,7 @@ def test_a_word_behind_it_is_refused_and_help_is_there(ddpkit: Command) -> None:
 
 
 def test_the_command_imports_neither_torch_nor_pydantic(machine_of: Machine) -> None:
-    code = "import os, sys; from ddp_kit.launcher.devices import listing; listing.text(os.environ)"
+    code = "import os, sys; from ddp_kit.launcher.commands import devices; devices.text(os.environ)"
     names = "print([name for name in ('torch', 'pydantic', 'rich') if name in sys.modules])"
     done = run(sys.executable, "-c", f"{code}; {names}", env=machine_of(gpu("a")), cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

@@ -18,14 +18,12 @@ from pathlib import Path
 import pytest
 from launching import clean_environment, free_port, run, seconds, started
 
+from ddp_kit.errors import GIB
 from ddp_kit.launcher import doctor
 from ddp_kit.launcher.devices.gpus import Gpu
-from ddp_kit.launcher.doctor import gpu_checks, limits, probes, system_checks, torch_checks
-from ddp_kit.launcher.doctor.driver import Card, Driver
-from ddp_kit.launcher.doctor.machine import Machine
-from ddp_kit.launcher.doctor.probes import ProbeResult, Probes
-from ddp_kit.launcher.doctor.result import CheckResult, Status
-from ddp_kit.sizes import GIB
+from ddp_kit.launcher.doctor import checks, machine
+from ddp_kit.launcher.doctor.checks import CheckResult, Status
+from ddp_kit.launcher.doctor.machine import Card, Driver, Machine, ProbeResult, Probes
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -94,7 +92,7 @@ def assert_result(result: CheckResult | None, status: Status, *words: str) -> No
 
 
 def test_on_a_good_machine_every_check_is_ok(healthy: Machine) -> None:
-    results = [check(healthy) for check in doctor.CHECKS if check is not system_checks.ports]
+    results = [check(healthy) for check in doctor.CHECKS if check is not checks.ports]
     assert [result for result in results if result is None or result.status != Status.OK] == []
 
 
@@ -102,24 +100,22 @@ def test_without_a_gpu_one_line_says_so(healthy: Machine) -> None:
     healthy = replace(
         healthy, driver=Driver(error="NVML Shared Library Not Found", absent=True), probes=replace(ALL_WELL, nccl=None)
     )
-    assert_result(gpu_checks.driver(healthy), Status.OK, "no NVIDIA GPU: training runs on the CPU")
+    assert_result(checks.driver(healthy), Status.OK, "no NVIDIA GPU: training runs on the CPU")
     of_gpus = (
-        gpu_checks.visible_gpus,
-        gpu_checks.orphaned_processes,
-        gpu_checks.ecc,
-        torch_checks.torch_and_driver,
-        torch_checks.torch_and_gpus,
-        torch_checks.nccl,
-        torch_checks.all_reduce_of_gpus,
-        torch_checks.matrix_product,
+        checks.visible_gpus,
+        checks.orphaned_processes,
+        checks.ecc,
+        checks.torch_and_driver,
+        checks.torch_and_gpus,
+        checks.nccl,
+        checks.all_reduce_of_gpus,
+        checks.matrix_product,
     )
     assert [check(healthy) for check in of_gpus] == [None] * len(of_gpus)
 
 
 def test_an_old_python_is_broken(healthy: Machine) -> None:
-    assert_result(
-        system_checks.python(replace(healthy, python=(3, 9, 2))), Status.FAIL, "Python 3.9.2", "python3.11 -m"
-    )
+    assert_result(checks.python(replace(healthy, python=(3, 9, 2))), Status.FAIL, "Python 3.9.2", "python3.11 -m")
 
 
 @pytest.mark.parametrize(
@@ -140,13 +136,13 @@ def test_the_memory_limit_of_a_container_or_job_is_told(
     write(root / group, **{file: f"{limit}\n"})
     write(root / "job/step", **{"memory.max": "max\n"})
     write(root / "memory", **({} if group == "memory" else {"memory.limit_in_bytes": "9223372036854771712\n"}))
-    assert_result(limits.memory(healthy), status, f"{limit / GIB:.1f} GiB of the machine's 64.0 GiB")
+    assert_result(checks.memory(healthy), status, f"{limit / GIB:.1f} GiB of the machine's 64.0 GiB")
 
 
 def test_memory_without_a_limit_is_the_machine_s(healthy: Machine) -> None:
     (healthy.root / "proc/self/cgroup").write_text("4:memory:/\n0::/\n")
     write(healthy.root / "sys/fs/cgroup/memory", memory__limit_in_bytes="9223372036854771712\n")
-    result = limits.memory(healthy)
+    result = checks.memory(healthy)
     assert_result(result, Status.OK)
     assert result.found == "memory: 64.0 GiB"
 
@@ -173,11 +169,11 @@ def test_the_cpu_quota_of_a_container_or_job_is_told(
     for name, text in files.items():
         path = healthy.root / "sys/fs/cgroup" / name
         write(path.parent, **{path.name: text})
-    assert_result(limits.cpu(healthy), status, found)
+    assert_result(checks.cpu(healthy), status, found)
 
 
 def test_cores_that_the_process_may_not_use_are_told(healthy: Machine) -> None:
-    assert_result(limits.cpu(replace(healthy, usable_cores=4)), Status.OK, "4 of the machine's 16 may be used")
+    assert_result(checks.cpu(replace(healthy, usable_cores=4)), Status.OK, "4 of the machine's 16 may be used")
 
 
 @pytest.mark.parametrize(
@@ -190,69 +186,67 @@ def test_cores_that_the_process_may_not_use_are_told(healthy: Machine) -> None:
     ],
 )
 def test_few_open_files_are_a_warning(healthy: Machine, soft: int, hard: int, status: Status, fix: str) -> None:
-    assert_result(limits.open_files(replace(healthy, open_files=(soft, hard))), status, fix)
+    assert_result(checks.open_files(replace(healthy, open_files=(soft, hard))), status, fix)
 
 
 def test_locked_memory_may_be_small_without_infiniband(healthy: Machine) -> None:
     usual = replace(healthy, locked_memory=(8 * 1024**2, -1))
-    assert_result(limits.locked_memory(usual), Status.OK, "8.0 MiB")
+    assert_result(checks.locked_memory(usual), Status.OK, "8.0 MiB")
     assert_result(
-        limits.locked_memory(replace(healthy, locked_memory=(65536, -1))), Status.WARN, "64.0 KiB", "memlock=-1"
+        checks.locked_memory(replace(healthy, locked_memory=(65536, -1))), Status.WARN, "64.0 KiB", "memlock=-1"
     )
     (healthy.root / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
     assert_result(
-        limits.locked_memory(usual), Status.WARN, "InfiniBand needs it to be unlimited", "ulimit -l unlimited"
+        checks.locked_memory(usual), Status.WARN, "InfiniBand needs it to be unlimited", "ulimit -l unlimited"
     )
 
 
 def test_shared_memory_is_to_be_there_and_large(healthy: Machine) -> None:
     small = replace(healthy, space=lambda _: (64 * 1024**2, 64 * 1024**2))
-    assert_result(limits.shared_memory(small), Status.WARN, "64.0 MiB", "--shm-size=8g", "--ipc=host")
+    assert_result(checks.shared_memory(small), Status.WARN, "64.0 MiB", "--shm-size=8g", "--ipc=host")
     full = replace(healthy, space=lambda _: (10 * GIB, 0))
-    assert_result(limits.shared_memory(full), Status.WARN, "0 bytes of 10.0 GiB", "are free")
+    assert_result(checks.shared_memory(full), Status.WARN, "0 bytes of 10.0 GiB", "are free")
     (healthy.root / "dev/shm").rmdir()
-    assert_result(limits.shared_memory(healthy), Status.FAIL, "does not exist", "mount -t tmpfs")
+    assert_result(checks.shared_memory(healthy), Status.FAIL, "does not exist", "mount -t tmpfs")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_shared_memory_that_cannot_be_written_to_is_broken(healthy: Machine) -> None:
     (healthy.root / "dev/shm").chmod(0o555)
-    assert_result(limits.shared_memory(healthy), Status.FAIL, "cannot be written to", "chmod 1777")
+    assert_result(checks.shared_memory(healthy), Status.FAIL, "cannot be written to", "chmod 1777")
 
 
 def test_checkpoints_need_a_folder_and_space(healthy: Machine) -> None:
-    assert_result(system_checks.checkpoints(healthy), Status.OK, "10.0 GiB free")
+    assert_result(checks.checkpoints(healthy), Status.OK, "10.0 GiB free")
     full = replace(healthy, space=lambda _: (500 * GIB, 3 * GIB))
-    assert_result(system_checks.checkpoints(full), Status.WARN, "3.0 GiB free", "--dir")
+    assert_result(checks.checkpoints(full), Status.WARN, "3.0 GiB free", "--dir")
     elsewhere = replace(healthy, checkpoints=healthy.checkpoints / "my run")
-    assert_result(
-        system_checks.checkpoints(elsewhere), Status.FAIL, "No such file", f"mkdir -p '{elsewhere.checkpoints}'"
-    )
+    assert_result(checks.checkpoints(elsewhere), Status.FAIL, "No such file", f"mkdir -p '{elsewhere.checkpoints}'")
     assert list(healthy.checkpoints.iterdir()) == [], "what was written to try it is gone"
     file = replace(healthy, checkpoints=healthy.checkpoints / "model.pt")
     file.checkpoints.touch()
-    assert_result(system_checks.checkpoints(file), Status.FAIL, "Not a directory", "--dir DIR")
+    assert_result(checks.checkpoints(file), Status.FAIL, "Not a directory", "--dir DIR")
 
 
 def test_a_clock_that_nobody_sets_is_a_warning(healthy: Machine) -> None:
-    assert_result(system_checks.clock(replace(healthy, clock_synchronised=False)), Status.WARN, "set-ntp true")
-    assert_result(system_checks.clock(replace(healthy, clock_synchronised=None)), Status.OK, "unknown")
+    assert_result(checks.clock(replace(healthy, clock_synchronised=False)), Status.WARN, "set-ntp true")
+    assert_result(checks.clock(replace(healthy, clock_synchronised=None)), Status.OK, "unknown")
 
 
 def test_a_host_name_that_leads_nowhere_is_a_warning(healthy: Machine) -> None:
     lost = replace(healthy, probes=replace(ALL_WELL, host=said("gaierror: [Errno -2] Name or service not known")))
     fix = 'echo "127.0.1.1 node1" >> /etc/hosts'
-    assert_result(system_checks.host_name(lost), Status.WARN, "does not resolve", fix)
+    assert_result(checks.host_name(lost), Status.WARN, "does not resolve", fix)
     foreign = replace(healthy, probes=replace(ALL_WELL, host=said(addresses=["10.0.0.9"], own=False)))
-    assert_result(system_checks.host_name(foreign), Status.WARN, "10.0.0.9, which is not this machine", "getent hosts")
+    assert_result(checks.host_name(foreign), Status.WARN, "10.0.0.9, which is not this machine", "getent hosts")
 
 
 def test_who_holds_a_port_is_named(healthy: Machine) -> None:
     port = free_port()
     with socket.create_server(("127.0.0.1", port)):
-        held = system_checks.ports(healthy, (port,))
+        held = checks.ports(healthy, (port,))
         assert_result(held, Status.WARN, f"port {port} is in use by pid {os.getpid()}", f"--master-port {port + 1}")
-    assert_result(system_checks.ports(healthy, (port,)), Status.OK, "free")
+    assert_result(checks.ports(healthy, (port,)), Status.OK, "free")
 
 
 @pytest.mark.parametrize(
@@ -275,18 +269,14 @@ def test_a_gpu_without_a_working_driver_is_broken(
             write(tmp_path / name, vendor="0x10de\n", **{"class": "0x030200\n"})
         else:
             write((tmp_path / name).parent, **{Path(name).name: ""})
-    assert_result(
-        gpu_checks.driver(replace(healthy, driver=Driver(error=error))), Status.FAIL, found.format(tmp_path), fix
-    )
+    assert_result(checks.driver(replace(healthy, driver=Driver(error=error))), Status.FAIL, found.format(tmp_path), fix)
 
 
 def test_the_sound_card_of_a_gpu_and_the_control_node_are_no_gpus(healthy: Machine) -> None:
     write(healthy.root / "sys/bus/pci/devices/0000:01:00.1", vendor="0x10de\n", **{"class": "0x040300\n"})
     write(healthy.root / "sys/bus/pci/devices/0000:00:02.0", vendor="0x8086\n", **{"class": "0x030000\n"})
     write(healthy.root / "dev", nvidiactl="")
-    assert_result(
-        gpu_checks.driver(replace(healthy, driver=Driver(error="no", absent=True))), Status.OK, "no NVIDIA GPU"
-    )
+    assert_result(checks.driver(replace(healthy, driver=Driver(error="no", absent=True))), Status.OK, "no NVIDIA GPU")
 
 
 @pytest.mark.parametrize(
@@ -304,7 +294,7 @@ def test_the_sound_card_of_a_gpu_and_the_control_node_are_no_gpus(healthy: Machi
     ],
 )
 def test_the_sense_of_cuda_visible_devices(healthy: Machine, words: str, status: Status, found: str) -> None:
-    assert_result(gpu_checks.visible_gpus(replace(healthy, env={"CUDA_VISIBLE_DEVICES": words})), status, found)
+    assert_result(checks.visible_gpus(replace(healthy, env={"CUDA_VISIBLE_DEVICES": words})), status, found)
 
 
 def with_processes(healthy: Machine, **processes: tuple[int, str]) -> Machine:
@@ -322,25 +312,25 @@ def test_processes_that_lost_their_parent_are_named(healthy: Machine) -> None:
         healthy, pid70=(1, "python old.py"), pid71=(60, "python new.py"), pid72=(1, "python older.py")
     )
     found = f"GPU 0: pid 70 of {getpass.getuser()}, python old.py; GPU 0: pid 72"
-    assert_result(gpu_checks.orphaned_processes(busy), Status.WARN, found, "kill 70 72")
-    assert "new.py" not in str(gpu_checks.orphaned_processes(busy))
+    assert_result(checks.orphaned_processes(busy), Status.WARN, found, "kill 70 72")
+    assert "new.py" not in str(checks.orphaned_processes(busy))
 
 
 def test_a_process_that_is_gone_is_named(healthy: Machine) -> None:
     gone = with_processes(healthy, pid70=(1, "python"))
     shutil.rmtree(healthy.root / "proc/70")
-    assert_result(gpu_checks.orphaned_processes(gone), Status.WARN, "GPU 0: pid 70, which is not in", "nvidia-smi")
+    assert_result(checks.orphaned_processes(gone), Status.WARN, "GPU 0: pid 70, which is not in", "nvidia-smi")
 
 
 def test_the_workers_of_a_launcher_that_is_process_1_of_its_container_are_no_orphans(healthy: Machine) -> None:
     write(healthy.root / "proc/1", cmdline="/usr/bin/python3.12\0/usr/bin/ddpkit\0launch\0train.py")
-    assert_result(gpu_checks.orphaned_processes(with_processes(healthy, pid70=(1, "python train.py"))), Status.OK)
+    assert_result(checks.orphaned_processes(with_processes(healthy, pid70=(1, "python train.py"))), Status.OK)
 
 
 def test_memory_errors_are_a_failure(healthy: Machine) -> None:
     cards = (healthy.driver.cards[0], replace(healthy.driver.cards[1], ecc_errors=3))
     bad = replace(healthy, driver=replace(healthy.driver, cards=cards))
-    assert_result(gpu_checks.ecc(bad), Status.FAIL, "GPU 1: 3 uncorrected", "sudo nvidia-smi --gpu-reset -i 1  #")
+    assert_result(checks.ecc(bad), Status.FAIL, "GPU 1: 3 uncorrected", "sudo nvidia-smi --gpu-reset -i 1  #")
 
 
 @pytest.mark.parametrize(
@@ -361,7 +351,7 @@ def test_torch_s_build_is_held_against_the_driver(
         probes=replace(ALL_WELL, torch=said(**{**TORCH, **facts})),
         driver=replace(healthy.driver, cuda=cuda),
     )
-    assert_result(torch_checks.torch_and_driver(made), status, *words)
+    assert_result(checks.torch_and_driver(made), status, *words)
 
 
 @pytest.mark.parametrize(
@@ -383,21 +373,21 @@ def test_torch_s_architectures_are_held_against_the_gpus(
     made = replace(healthy, probes=replace(ALL_WELL, torch=said(**facts)), driver=replace(healthy.driver, cards=cards))
     major, minor = capability
     words = [f"sm_{major}{minor}"] + ([] if runs else [f"built for {built_for}, not for H100", "--force-reinstall"])
-    assert_result(torch_checks.torch_and_gpus(made), Status.OK if runs else Status.FAIL, *words)
+    assert_result(checks.torch_and_gpus(made), Status.OK if runs else Status.FAIL, *words)
 
 
 def test_a_gpu_too_old_for_this_torch_gets_the_package_that_still_knows_it(healthy: Machine) -> None:
     cards = tuple(replace(card, capability=(6, 1)) for card in healthy.driver.cards)
     old = replace(healthy, driver=replace(healthy.driver, cards=cards))
-    assert_result(torch_checks.torch_and_gpus(old), Status.FAIL, "sm_61", "/cu126")
+    assert_result(checks.torch_and_gpus(old), Status.FAIL, "sm_61", "/cu126")
 
 
 def test_several_gpus_need_nccl(healthy: Machine) -> None:
     without = replace(healthy, probes=replace(ALL_WELL, torch=said(**{**TORCH, "nccl": None})))
-    assert_result(torch_checks.nccl(without), Status.FAIL, "without NCCL", "--force-reinstall")
-    assert torch_checks.all_reduce_of_gpus(without) is None
+    assert_result(checks.nccl(without), Status.FAIL, "without NCCL", "--force-reinstall")
+    assert checks.all_reduce_of_gpus(without) is None
     alone = replace(without, env={"CUDA_VISIBLE_DEVICES": "0"})
-    assert_result(torch_checks.nccl(alone), Status.OK, "a single GPU does not need")
+    assert_result(checks.nccl(alone), Status.OK, "a single GPU does not need")
 
 
 @pytest.mark.parametrize(
@@ -414,37 +404,37 @@ def test_a_gpu_that_computes_wrong_or_not_at_all_is_named(
 ) -> None:
     products = {"GPU-00": said(), "GPU-11": said(error)}
     broken = replace(healthy, probes=replace(ALL_WELL, products=products))
-    assert_result(torch_checks.matrix_product(broken), status, f"GPU 1: {error}", fix)
+    assert_result(checks.matrix_product(broken), status, f"GPU 1: {error}", fix)
 
 
 def test_processes_that_cannot_add_up_are_a_failure(healthy: Machine) -> None:
     broken = replace(healthy, probes=replace(ALL_WELL, gloo=said("no interface"), nccl=said("no NVLink")))
-    assert_result(torch_checks.all_reduce(broken), Status.FAIL, "gloo failed: no interface", "GLOO_SOCKET_IFNAME=lo")
-    assert_result(torch_checks.all_reduce_of_gpus(broken), Status.FAIL, "NCCL failed: no NVLink", "NCCL_P2P_DISABLE=1")
+    assert_result(checks.all_reduce(broken), Status.FAIL, "gloo failed: no interface", "GLOO_SOCKET_IFNAME=lo")
+    assert_result(checks.all_reduce_of_gpus(broken), Status.FAIL, "NCCL failed: no NVLink", "NCCL_P2P_DISABLE=1")
 
 
 def test_a_process_that_does_not_answer_is_not_waited_for_and_is_ended(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import signal; signal.pause()")
     environment, limit = clean_environment({"PYTHONPATH": str(tmp_path)}), seconds(0.2)
-    with probes.started(environment, "localhost", (), limit_seconds=limit) as asked:
+    with machine.started(environment, "localhost", (), limit_seconds=limit) as asked:
         assert asked.torch().error == f"no answer within {limit:g} s"
 
 
 def test_two_whole_gpus_are_tried_together_but_not_parts_of_one(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import os; raise RuntimeError('sees ' + os.environ['CUDA_VISIBLE_DEVICES'])")
     environment, limit = clean_environment({"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "all"}), seconds(60)
-    with probes.started(environment, "localhost", [gpu(0), gpu(1), gpu(2), gpu(3, "MIG-3")], limit) as asked:
+    with machine.started(environment, "localhost", [gpu(0), gpu(1), gpu(2), gpu(3, "MIG-3")], limit) as asked:
         assert asked.nccl is not None
         assert asked.nccl().error == "RuntimeError: sees GPU-00,GPU-11"
         assert asked.products["MIG-3"]().error == "RuntimeError: sees MIG-3"
         assert asked.gloo().error == "RuntimeError: sees all"
-    with probes.started(environment, "localhost", [gpu(0), gpu(0, "MIG-1"), gpu(0, "MIG-2")], limit) as asked:
+    with machine.started(environment, "localhost", [gpu(0), gpu(0, "MIG-1"), gpu(0, "MIG-2")], limit) as asked:
         assert asked.nccl is None
 
 
 def test_a_check_that_stumbles_is_a_warning_and_the_others_go_on(healthy: Machine) -> None:
     (healthy.root / "proc/meminfo").unlink()
-    stumbled = doctor._run_check(limits.memory, healthy)
+    stumbled = doctor._run_check(checks.memory, healthy)
     assert stumbled is not None
     assert stumbled.status == Status.WARN
     assert stumbled.found.startswith("memory could not be checked: FileNotFoundError")
@@ -468,7 +458,7 @@ def test_a_product_may_be_off_by_what_tf32_rounds_and_no_more(
 
 @pytest.mark.parametrize(("name", "own"), [("localhost", True), ("192.0.2.1", False)])  # the second is nobody's
 def test_a_name_is_held_against_the_addresses_of_this_machine(name: str, own: bool) -> None:
-    with probes.started(clean_environment(), name, (), seconds(60)) as asked:
+    with machine.started(clean_environment(), name, (), seconds(60)) as asked:
         assert asked.host().facts["own"] == own
 
 

@@ -15,12 +15,11 @@ import safetensors
 import torch
 from safetensors.torch import load_file
 
-from ddp_kit import tensor_reading
-from ddp_kit.checkpoint import division
+from ddp_kit.checkpoint import packing, weight_files
+from ddp_kit.checkpoint.format import name_of
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.errors import CheckpointError, DdpKitError, UsageError
-from ddp_kit.launcher.export_command import run
-from ddp_kit.manifest import name_of
+from ddp_kit.launcher.commands.export import run
 from ddp_kit.pieces import Piece
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -76,8 +75,8 @@ def export(*words: object) -> str:
 
 @pytest.mark.parametrize("kind", ["one writer", "four writers", "pieces of three ranks"])
 def test_the_file_has_the_weights(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(division, "BYTES_PER_WRITER", 1000)
-    monkeypatch.setattr(tensor_reading, "_CHUNK", 1000)
+    monkeypatch.setattr(packing, "BYTES_PER_WRITER", 1000)
+    monkeypatch.setattr(weight_files, "_CHUNK", 1000)
     path = save(tmp_path / "runs", models(kind))
     target = tmp_path / "model.safetensors"
     assert str(target) in export(path, target)
@@ -86,7 +85,7 @@ def test_the_file_has_the_weights(kind: str, tmp_path: Path, monkeypatch: pytest
 
 
 def test_it_is_the_same_file_whatever_the_placement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(division, "BYTES_PER_WRITER", 1000)
+    monkeypatch.setattr(packing, "BYTES_PER_WRITER", 1000)
     contents = set()
     for kind in ("one writer", "four writers", "pieces of three ranks"):
         target = tmp_path / f"{kind}.safetensors"
@@ -147,7 +146,7 @@ def test_a_changed_byte_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_it_takes_memory_for_a_chunk_not_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_reading, "_CHUNK", 1 << 18)
+    monkeypatch.setattr(weight_files, "_CHUNK", 1 << 18)
     weights = {str(number): torch.randn(8, 1 << 18) for number in range(4)}  # 32 MiB
     halves = [
         {name: Piece(each[:, begin : begin + (1 << 17)], (8, 1 << 18), (0, begin)) for name, each in weights.items()}
@@ -207,5 +206,5 @@ def test_the_command_does_it_without_torch(ddpkit: Command, tmp_path: Path) -> N
     done = ddpkit("export", path, "other.safetensors", cwd=tmp_path)
     assert done.returncode == 1
     assert "has 0 bytes instead of" in done.stderr
-    code = "import sys, ddp_kit.launcher.export_command; sys.exit('torch' in sys.modules)"
+    code = "import sys, ddp_kit.launcher.commands.export; sys.exit('torch' in sys.modules)"
     assert launching.run(sys.executable, "-c", code).returncode == 0

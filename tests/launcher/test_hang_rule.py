@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ddp_kit.heartbeat import Heartbeat, Phase
-from ddp_kit.launcher.agent.hang_rule import HangRule, NoProgress, all_wait_for_ranks, culprit, is_debugged
+from ddp_kit.launcher.agent.hangs import HangRule, NoProgress, all_wait_for_ranks, culprit, is_debugged
 from ddp_kit.launcher.agent.stacks import Frame, Stack
 
 TRAINS = Heartbeat(step=10, phase=Phase.BACKWARD, beats=60, steps=10, collectives=20, all_collectives=20)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.job import (
+    LOST_NODES,
     End,
     Go,
     Job,
@@ -17,9 +18,9 @@ from ddp_kit.launcher.job import (
     Pause,
     Report,
     State,
+    Steps,
     Stop,
 )
-from ddp_kit.launcher.restarts import LOST_NODES, Steps
 from ddp_kit.launcher.verdict import Failure, Outcome, judge
 
 

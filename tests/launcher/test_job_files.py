@@ -9,9 +9,9 @@ import pytest
 import yaml
 from launching import BIN, ROOT, free_port, seconds
 
-from ddp_kit.launcher import submit_command
 from ddp_kit.launcher.clusters import kubeflow
 from ddp_kit.launcher.clusters.request import AGAIN, COUNTED, Request
+from ddp_kit.launcher.commands import submit
 
 LAUNCH = ROOT / "launch"
 _IMAGE = "--image registry.example.com/me/train:1"
@@ -35,7 +35,7 @@ def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def job_file(*words: str) -> str:
     printed: list[str] = []
-    assert submit_command.run([*words[:2], "--dry-run", *words[2:]], print, printed.append) == 0
+    assert submit.run([*words[:2], "--dry-run", *words[2:]], print, printed.append) == 0
     return printed[0]
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.report.profiles import profiles_of
+from ddp_kit.launcher.commands.report import run as report
+from ddp_kit.launcher.report.findings import profiles_of
 from ddp_kit.launcher.report.run_history import read_runs
-from ddp_kit.launcher.report_command import run as report
 from ddp_kit.launcher.trace.memory_file import read_memory
-from ddp_kit.launcher.trace.trace_records import LineMemory, MemorySummary, Place
+from ddp_kit.launcher.trace.records import LineMemory, MemorySummary, Place
 
 from recorded_run import begin, write_record  # isort: skip
 

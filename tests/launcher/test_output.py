@@ -22,7 +22,7 @@ HOST = f"""
 import os, subprocess, sys
 from ddp_kit.launcher import output as module
 from ddp_kit.launcher.output import Output
-from ddp_kit.launcher.streams import Route, Streams
+from ddp_kit.launcher.output import Route, Streams
 
 def run(
     programs, route=lambda rank: Route(console=True), failed=(), direct=False, colour=False,

@@ -8,8 +8,7 @@ import pytest
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher import agent, plan, spec
 from ddp_kit.launcher.devices.cpus import Cpus
-from ddp_kit.launcher.devices.gpus import Gpu, GpuProcess
-from ddp_kit.launcher.devices.processes import Process
+from ddp_kit.launcher.devices.gpus import Gpu, GpuProcess, Process
 
 GIB = 1024**3
 TWO_CORES = Cpus({0: 0, 1: 1})

@@ -6,9 +6,9 @@ import pytest
 
 from ddp_kit.env import plan_request
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher import plan_command
+from ddp_kit.launcher.commands import plan
+from ddp_kit.launcher.commands.plan import run, size_of
 from ddp_kit.launcher.devices.gpus import Gpu
-from ddp_kit.launcher.plan_command import run, size_of
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_mistakes_are_named(words: list[str], message: str) -> None:
 
 def test_the_gpus_of_this_node_are_planned_for_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     here = tuple(Gpu(n, f"GPU-{n}", "GPU", memory_total=size, memory_used=0) for n, size in enumerate((90, 80, 70)))
-    monkeypatch.setattr(plan_command.gpus, "gpus", lambda: here)
+    monkeypatch.setattr(plan.gpus, "gpus", lambda: here)
     started = []
 
     class Started:
@@ -60,7 +60,7 @@ def test_the_gpus_of_this_node_are_planned_for_by_default(monkeypatch: pytest.Mo
         def wait(self) -> int:
             return -9
 
-    monkeypatch.setattr(plan_command, "Popen", Started)
+    monkeypatch.setattr(plan, "Popen", Started)
     script = tmp_path / "train.py"
     script.touch()
     assert run([str(script), "--gpus=7"], {"CUDA_VISIBLE_DEVICES": "0,1"}) == 128 + 9

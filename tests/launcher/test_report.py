@@ -14,14 +14,14 @@ from launching import run
 from recorded_run import START, begin, end, evaluation, row, sample, write_record
 
 from ddp_kit import __version__
-from ddp_kit.config import ProfileConfig
+from ddp_kit.config.settings import ProfileConfig
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher.cli import main
+from ddp_kit.launcher.commands.report import run as report
 from ddp_kit.launcher.report.charts import charts_of_run, comparing_charts
-from ddp_kit.launcher.report.differences import differences
 from ddp_kit.launcher.report.findings import findings, state
+from ddp_kit.launcher.report.page import differences
 from ddp_kit.launcher.report.run_history import RunHistory, read_runs
-from ddp_kit.launcher.report_command import run as report
 from ddp_kit.profile import Recorder
 
 GIB = 1 << 30
@@ -313,6 +313,6 @@ def test_the_traces_of_a_run_are_read(tmp_path: Path) -> None:
 
 def test_it_needs_no_torch() -> None:
     code = (
-        "import sys, ddp_kit.launcher.report_command; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+        "import sys, ddp_kit.launcher.commands.report; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     )
     assert run(sys.executable, "-c", code).returncode == 0

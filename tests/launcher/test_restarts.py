@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from ddp_kit.launcher.restarts import (
+from ddp_kit.launcher.job import (
     IDENTICAL_FAILURES,
     LOST_NODES,
     MAX_WAIT,

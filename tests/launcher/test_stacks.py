@@ -13,7 +13,7 @@ from ddp_kit.launcher.agent import stacks
 
 BUSY = """\
 import re, sys
-from ddp_kit.launcher.warm.observation import write_stacks_on_signal
+from ddp_kit.launcher.warm.worker import write_stacks_on_signal
 write_stacks_on_signal(sys.argv[1])
 def work():
     print("there", flush=True); re.match(r"(a+)+$", "a" * 40 + "b")

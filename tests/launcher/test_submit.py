@@ -9,8 +9,8 @@ import pytest
 from launching import run, seconds
 
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher import submit_command
 from ddp_kit.launcher.clusters.request import clock, seconds_of
+from ddp_kit.launcher.commands import submit
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def job_file(*words: str) -> str:
     printed: list[str] = []
-    assert submit_command.run([*words[:2], "--dry-run", *words[2:]], print, printed.append) == 0
+    assert submit.run([*words[:2], "--dry-run", *words[2:]], print, printed.append) == 0
     return printed[0]
 
 
@@ -86,7 +86,7 @@ def test_the_exit_codes_mean_the_same_to_slurm(code: int, retries: int, tmp_path
 )
 def test_mistakes_are_answered_with_what_to_type(words: list[str], part: str) -> None:
     with pytest.raises(UsageError) as refused:
-        submit_command.run(words, print, print)
+        submit.run(words, print, print)
     assert part in str(refused.value)
 
 
@@ -96,16 +96,16 @@ def test_a_script_that_is_not_copied_to_the_nodes_is_refused(engine: str, tmp_pa
     with pytest.raises(
         UsageError, match=rf"{engine} copies the working folder .*/train.py is no path.*\n.*type train.py"
     ):
-        submit_command.run(["--on", engine, "--nodes", "2", str(tmp_path / "train.py")], print, print)
+        submit.run(["--on", engine, "--nodes", "2", str(tmp_path / "train.py")], print, print)
     os.chdir("jobs")
     with pytest.raises(UsageError, match=r"copies the working folder .*\n.*cd \.\.$"):
-        submit_command.run(["--on", engine, "--nodes", "2", "../train.py"], print, print)
+        submit.run(["--on", engine, "--nodes", "2", "../train.py"], print, print)
 
 
 def test_a_missing_program_of_the_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UsageError, match="sbatch: not found.*\n.*--dry-run"):
-        submit_command.run(["--on", "slurm", "--nodes", "2", "train.py"], print, print)
+        submit.run(["--on", "slurm", "--nodes", "2", "train.py"], print, print)
 
 
 def test_hosts_may_stand_in_a_file(tmp_path: Path) -> None:

@@ -15,10 +15,9 @@ import pytest
 from launching import DDPKIT, seconds, started, wait_until
 from rich.console import Console
 
-from ddp_kit.launcher.devices.gpu_usage import GpuUsage
-from ddp_kit.launcher.readings import JobReading, RankReading, as_json, from_json, merged, straggler
-from ddp_kit.launcher.remote_readings import HostReadings
-from ddp_kit.launcher.top_command import render
+from ddp_kit.launcher.commands.top import render
+from ddp_kit.launcher.devices.gpus import GpuUsage
+from ddp_kit.launcher.readings import HostReadings, JobReading, RankReading, as_json, from_json, merged, straggler
 
 SCRIPT = """
 import sys, time, torch
@@ -87,8 +86,9 @@ def test_a_running_job_is_read_from_outside_and_a_slow_rank_is_named(
 
 # The command on a machine where no other test has a job.
 ALONE = """
-from ddp_kit.launcher import cli, top_command
-top_command.readings = lambda: ()
+from ddp_kit.launcher import cli
+from ddp_kit.launcher.commands import top
+top.readings = lambda: ()
 cli.entry()
 """
 

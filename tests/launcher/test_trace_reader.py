@@ -16,11 +16,11 @@ from torch.profiler import profile
 from torch.utils.data import Dataset
 
 from ddp_kit import Trainer, TrainerConfig
-from ddp_kit.config import ProfileConfig
+from ddp_kit.config.settings import ProfileConfig
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.trace.time_spans import common, gaps, merged
-from ddp_kit.launcher.trace.trace_reader import lines, read_trace
-from ddp_kit.launcher.trace.trace_records import MatrixProduct, Place, Synchronisation, TraceSummary
+from ddp_kit.launcher.trace.analysis import lines, read_trace
+from ddp_kit.launcher.trace.recording import common, gaps, merged
+from ddp_kit.launcher.trace.records import MatrixProduct, Place, Synchronisation, TraceSummary
 from ddp_kit.profile import Recorder
 
 
@@ -307,7 +307,7 @@ def test_the_time_of_a_gpu_is_divided_by_cause(tmp_path: Path) -> None:
     trace.host("user_annotation", "ProfilerStep#4", 0, 1000)
     trace.kernel("gemm", 10, 100, launched=5)
     trace.kernel("gemm", 105, 200, launched=20)  # launched long before: 5 us between kernels
-    trace.host("python_function", "ddp_kit/loader/device.py(44): on_device", 150, 250)
+    trace.host("python_function", "ddp_kit/data/device.py(44): on_device", 150, 250)
     trace.kernel("gemm", 270, 300, launched=260)  # 50 us wait for data, 20 us to launch
     trace.host("cuda_runtime", "cudaStreamSynchronize", 280, 310)
     trace.kernel("gemm", 350, 400, launched=340)  # 50 us because the host had waited
@@ -393,7 +393,7 @@ def test_synchronisations_of_a_gpu_are_counted_once_for_each_operator(tmp_path: 
 def test_a_synchronisation_of_ddpkit_is_told_from_the_user_s(tmp_path: Path) -> None:
     trace = Trace()
     trace.host("python_function", "train.py(42): main", 0, 500)
-    trace.host("python_function", "/venv/lib/python3.12/site-packages/ddp_kit/trainer/log_points.py(9): row", 10, 400)
+    trace.host("python_function", "/venv/lib/python3.12/site-packages/ddp_kit/trainer/logging.py(9): row", 10, 400)
     trace.host("python_function", "contextlib.py(79): inner", 20, 300)
     trace.host("cpu_op", "aten::item", 30, 200)
     trace.host("cuda_runtime", "cudaStreamSynchronize", 40, 100)

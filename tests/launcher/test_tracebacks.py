@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from launching import run
 
-from ddp_kit.launcher.tracebacks import WarningFilter, failed_at_start, is_interrupt, message_of, shortened, split
+from ddp_kit.launcher.verdict import WarningFilter, failed_at_start, is_interrupt, message_of, shortened, split
 
 PLAIN = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: no\n'
 

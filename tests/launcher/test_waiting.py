@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launching import DDPKIT, free_port, seconds, started
 
-from ddp_kit.launcher.agent.waiting import Commands, Reminder, waiting_for_nodes
+from ddp_kit.launcher.agent.inbox import Commands, Reminder, waiting_for_nodes
 from ddp_kit.launcher.job import Limits
 
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ddp_kit import TrainerConfig
-from ddp_kit.config import MemoryConfig, ParallelConfig
-from ddp_kit.parallel.candidates import Candidate, candidates, choose
-from ddp_kit.parallel.memory import ModelMemory, ParameterRow, PassMemory
-from ddp_kit.sizes import GIB
+from ddp_kit.config.settings import MemoryConfig, ParallelConfig
+from ddp_kit.errors import GIB
+from ddp_kit.parallel.memory import Candidate, ModelMemory, ParameterRow, PassMemory, candidates, choose
 
 NAMES = (
     'parallel="ddp"',

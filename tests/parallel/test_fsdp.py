@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ddp_kit import ConfigError
-from ddp_kit.config import ParallelConfig
+from ddp_kit.config.settings import ParallelConfig
+from ddp_kit.distributed.world import World
 from ddp_kit.parallel.fsdp import FsdpStrategy
-from ddp_kit.world import World
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ddp_kit import ConfigError, TrainerConfig
-from ddp_kit.config import ParallelConfig
+from ddp_kit.config.settings import ParallelConfig
+from ddp_kit.errors import GIB, size_text
 from ddp_kit.parallel.memory import (
     CONTEXT_BYTES,
     BlockMemory,
@@ -23,7 +24,6 @@ from ddp_kit.parallel.memory import (
     settings,
     tensor_size,
 )
-from ddp_kit.sizes import GIB, size_text
 
 ROWS = (  # float32 with AdamW: 8 bytes of state for each value, 4 for each parameter
     ParameterRow("embedding", (10, 6), 4, True, "", 8, 4),

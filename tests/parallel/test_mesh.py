@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from ddp_kit import ConfigError
-from ddp_kit.config import ParallelConfig
-from ddp_kit.parallel.mesh import Sizes, sizes_of
+from ddp_kit.config.settings import ParallelConfig
+from ddp_kit.parallel.strategy import Sizes, sizes_of
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from ddp_kit import ConfigError, LossError, TrainerConfig
-from ddp_kit.config import ParallelConfig
+from ddp_kit.config.settings import ParallelConfig
+from ddp_kit.distributed.world import World
 from ddp_kit.parallel import PassedOn
 from ddp_kit.parallel.pipeline import PipelineStrategy
-from ddp_kit.parallel.stage_links import Received
-from ddp_kit.parallel.stages import StageModel, chain_of, places_of_stages, sharded_parameters
-from ddp_kit.world import World
+from ddp_kit.parallel.stages import Received, StageModel, chain_of, places_of_stages, sharded_parameters
 
 
 class Block(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_kit.parallel.split_backward import backward_to_input
+from ddp_kit.parallel.stages import backward_to_input
 
 
 class Layer(nn.Module):

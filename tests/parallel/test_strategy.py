@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ddp_kit import ConfigError
-from ddp_kit.config import STRATEGIES, ParallelConfig
+from ddp_kit.config.settings import STRATEGIES, ParallelConfig
+from ddp_kit.distributed.world import World
 from ddp_kit.parallel import SingleRank, strategy_for
 from ddp_kit.parallel.ddp import DdpStrategy
-from ddp_kit.world import World
 
 
 def world(rank: int = 0, size: int = 1) -> World:

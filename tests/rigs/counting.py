@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ddp_kit.checkpoint.system import System
+from ddp_kit.checkpoint.process import System
 
 OPERATIONS = ("mkdir", "create", "write", "fsync", "rename", "exchange", "remove")
 MOST = 60

@@ -9,8 +9,6 @@ from hosts import Host, user_environment
 from kubelet import Kubelet
 from launching import seconds
 
-from ddp_kit.launcher import submit_command
-
 pytestmark = pytest.mark.slow
 
 Hosts = Callable[..., list[Host]]
@@ -26,7 +24,7 @@ def cluster(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
     def submit(*words: str, kind: str = "kubernetes", retries: int = 1) -> Kubelet:
         printed: list[str] = []
         flags = ["--on", kind, "--nodes", "2", "--image", "any", "--grace", str(GRACE), "--retries", str(retries)]
-        submit_command.run([*flags, "--dry-run", "--nproc-per-node", "1", *words], print, printed.append)
+        submit.run([*flags, "--dry-run", "--nproc-per-node", "1", *words], print, printed.append)
         return Kubelet(printed[0], hosts(2), tmp_path, user_environment())
 
     return submit

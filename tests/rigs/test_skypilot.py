@@ -9,7 +9,7 @@ from hosts import Host, user_environment
 from launching import seconds
 from managed_job import ManagedJob
 
-from ddp_kit.launcher import submit_command
+from ddp_kit.launcher.commands.submit import run as submit_job
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ def submit(
     def run(*words: str) -> ManagedJob:
         printed: list[str] = []
         flags = ["--on", "skypilot", "--nodes", "2", "--dry-run", "--nproc-per-node", "1"]
-        submit_command.run([*flags, *words], print, printed.append)
+        submit_job([*flags, *words], print, printed.append)
         job = ManagedJob(printed[0], nodes, tmp_path, env)
         job.start()
         return job

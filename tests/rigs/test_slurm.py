@@ -23,7 +23,7 @@ from hosts import ALONE
 from labels import unlabelled
 from launching import BIN, ROOT, free_port, seconds
 
-from ddp_kit.launcher import submit_command
+from ddp_kit.launcher.commands import submit
 
 SBATCH = ROOT / "launch" / "slurm" / "train.sbatch"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "setpriv", "unshare")
@@ -342,7 +342,7 @@ def test_exit_codes_decide_what_starts_again(slurm: Slurm, tmp_path: Path) -> No
     (tmp_path / "exits.py").write_text(cluster_training.EXITS)
     flags = ["--on", "slurm", "--nodes", "2", "--cpus", "1", "--retries", "1", "--dry-run"]
     printed: list[str] = []
-    submit_command.run(flags, print, printed.append)
+    submit.run(flags, print, printed.append)
     batch = tmp_path / "exits.sbatch"
     batch.write_text(printed[0])
     slurm.ask("sbatch", "--test-only", str(batch), "exits.py")

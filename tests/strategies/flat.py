@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_kit.parallel import Passes, Strategy
-from ddp_kit.parallel.replicas import broadcast
+from ddp_kit.parallel.strategy import broadcast
 
 
 class FlatAllReduce(Strategy):

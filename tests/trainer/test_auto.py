@@ -9,9 +9,9 @@ from loguru import logger
 from torch import nn
 
 from ddp_kit import ConfigError, TrainerConfig
+from ddp_kit.distributed.world import World
 from ddp_kit.trainer import planning
 from ddp_kit.trainer.planning import first_that_fits
-from ddp_kit.world import World
 
 MIB = 1 << 20
 RANKS = 4

@@ -12,10 +12,10 @@ from loguru import logger
 from torch.distributed import HashStore
 
 from ddp_kit import WorldError
+from ddp_kit.distributed import barrier
+from ddp_kit.distributed.world import World
 from ddp_kit.heartbeat import Phase
 from ddp_kit.progress import Heartbeat
-from ddp_kit.trainer import barrier
-from ddp_kit.world import World
 
 
 class Ranks:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_kit.trainer.buffers import buffers_exchanged
+from ddp_kit.trainer.snapshots import buffers_exchanged
 
 
 class Buffered(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ddp_kit import Callback, CheckpointError, LossError, ParallelConfig, Trainer, TrainerConfig
-from ddp_kit.manifest import checkpoints
+from ddp_kit.checkpoint.format import checkpoints
 
 
 def data() -> TensorDataset:

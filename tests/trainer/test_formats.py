@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddp_kit import EMA, CheckpointError, EarlyStopping, FitResult, Trainer, TrainerConfig
-from ddp_kit.checkpoint.loading import load
+from ddp_kit.checkpoint.format import name_of
+from ddp_kit.checkpoint.reader import load
 from ddp_kit.checkpoint.saver import Saver
-from ddp_kit.manifest import name_of
 
 FORMAT_1 = Path(__file__).with_name("format-1")
 """Saved by ddpkit 0.1.0 after step 7 of this run, within its second epoch."""

@@ -28,9 +28,9 @@ from ddp_kit import (
     Trainer,
     TrainerConfig,
 )
+from ddp_kit.checkpoint.format import checkpoints, left_branches, name_of
 from ddp_kit.checkpoint.lock import NAME
-from ddp_kit.checkpoint.system import System
-from ddp_kit.manifest import checkpoints, left_branches, name_of
+from ddp_kit.checkpoint.process import System
 
 
 def data() -> TensorDataset:

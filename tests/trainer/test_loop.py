@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from ddp_kit import BestModel, Callback, CSVLogger, LossError, Trainer, TrainerConfig
-from ddp_kit.manifest import checkpoints
+from ddp_kit.checkpoint.format import checkpoints
 
 
 def data(samples: int = 40) -> Tensor:

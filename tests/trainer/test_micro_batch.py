@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ddp_kit import ConfigError, LossError, MemoryConfig, Trainer, TrainerConfig
 from ddp_kit.log import logger
 from ddp_kit.trainer import planning
-from ddp_kit.trainer.micro_batch import with_hint
+from ddp_kit.trainer.searches import with_hint
 
 Loss = Callable[[nn.Module, Any], Tensor]
 

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from ddp_kit import Loss, Trainer, TrainerConfig, Update, peak_rates
-from ddp_kit.peak_rates import PeakRates
+from ddp_kit import Loss, Trainer, TrainerConfig, Update
+from ddp_kit.distributed.world import World
 from ddp_kit.precision import Precision
 from ddp_kit.records import FitResult
 from ddp_kit.torch_internals import compilations, is_fake
-from ddp_kit.trainer.model_flops import ModelFlops
+from ddp_kit.trainer import model_flops
+from ddp_kit.trainer.model_flops import ModelFlops, PeakRates
 from ddp_kit.trainer.step import OptimizerStep
-from ddp_kit.world import World
 
 WIDTH, SAMPLES = 8, 4
 PEAK = 1e12
@@ -31,7 +31,7 @@ PEAK = 1e12
 @pytest.fixture(autouse=True)
 def _a_table_with_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
     here = PeakRates("cpu", {"fp32": PEAK / 1e12, "bf16": 2 * PEAK / 1e12}, "this test")
-    monkeypatch.setattr(peak_rates, "TABLE", (*peak_rates.TABLE, here))
+    monkeypatch.setattr(model_flops, "TABLE", (*model_flops.TABLE, here))
 
 
 def squares(model: nn.Module, batch: Any) -> Tensor:
@@ -356,7 +356,7 @@ def test_where_flops_are_not_known_there_is_no_mfu(
 
 
 def test_a_device_that_is_not_in_the_table_has_no_mfu(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peak_rates, "TABLE", ())
+    monkeypatch.setattr(model_flops, "TABLE", ())
     _, result = fitted(nn.Linear(WIDTH, 1))
     assert [row.mfu for row in result.history] == [None] * 4
     assert line(said) == "mfu: not known: the peak rate of cpu is not known"
@@ -444,8 +444,8 @@ def test_the_rate_of_a_device_is_found_by_its_whole_name() -> None:
         "NVIDIA GeForce RTX 4090": 165.2e12,
     }
     for name, rate in found.items():
-        assert peak_rates.peak_rates(name)["bf16"] == rate
-    assert "bf16" not in peak_rates.peak_rates("Tesla T4")
+        assert model_flops.peak_rates(name)["bf16"] == rate
+    assert "bf16" not in model_flops.peak_rates("Tesla T4")
     for name in ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA A10G", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA L40"):
-        assert not peak_rates.peak_rates(name)
-    assert all(each.source for each in peak_rates.TABLE)
+        assert not model_flops.peak_rates(name)
+    assert all(each.source for each in model_flops.TABLE)

@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from ddp_kit import ConfigError
-from ddp_kit.trainer.rates import scale_learning_rate, warmed_up
+from ddp_kit.trainer.learning_rates import scale_learning_rate, warmed_up
 
 Make = Callable[[Optimizer], LRScheduler]
 

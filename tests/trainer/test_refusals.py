@@ -11,14 +11,14 @@ from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, OneCycleLR, Seq
 from torch.utils.data import TensorDataset
 
 from ddp_kit import Callback, ConfigError, Loss, LossError, Trainer, TrainerConfig
-from ddp_kit.config import ParallelConfig
+from ddp_kit.config.settings import ParallelConfig
+from ddp_kit.distributed.world import World
 from ddp_kit.metrics import exact_weight
 from ddp_kit.parallel.ddp import DdpStrategy
 from ddp_kit.parallel.strategy import scale_gradients
-from ddp_kit.trainer.fingerprint import bits, differing, rates, settings_of
-from ddp_kit.trainer.interval import WEIGHT, Interval
+from ddp_kit.trainer.consistency import bits, differing, rates, settings_of
+from ddp_kit.trainer.logging import WEIGHT, Interval
 from ddp_kit.trainer.step import _ratio
-from ddp_kit.world import World
 
 ALONE = World(0, 1, 0, 1, 0, torch.device("cpu"))
 

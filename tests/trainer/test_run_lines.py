@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddp_kit import LogRow, Trainer, TrainerConfig
-from ddp_kit.batch import BatchPlan
+from ddp_kit.data.sampler import BatchPlan
+from ddp_kit.distributed.world import World
 from ddp_kit.records import FitResult, StepTimes
-from ddp_kit.trainer.run_lines import announce, conclude, described_model, time_shares
-from ddp_kit.world import World
+from ddp_kit.trainer.run_record import announce, conclude, described_model, time_shares
 
 
 def test_a_run_says_what_it_trains_and_what_came_of_it(said: list[str]) -> None:

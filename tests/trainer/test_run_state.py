@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ddp_kit import EMA, Callback, DataError, Trainer, TrainerConfig
-from ddp_kit.checkpoint.loading import load
-from ddp_kit.manifest import checkpoints
+from ddp_kit.checkpoint.format import checkpoints
+from ddp_kit.checkpoint.reader import load
 
 AT = 3
 CALLS = ("evaluate", "save", "stop")

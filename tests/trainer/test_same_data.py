@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from ddp_kit import DataConfig, DataError
-from ddp_kit.trainer import agreement, same_data
-from ddp_kit.trainer.same_data import SampleComparison, digest_of_sample
-from ddp_kit.world import World
+from ddp_kit.distributed.world import World
+from ddp_kit.trainer import consistency
+from ddp_kit.trainer.consistency import SampleComparison, digest_of_sample
 
 Pair = namedtuple("Pair", "x y")
 
@@ -101,7 +101,7 @@ def test_ranks_that_differ_are_told_unless_their_samples_differ_from_themselves(
         flag = numbers in ([True], [False])
         return [numbers, numbers] if flag else [numbers, [number + 1 for number in numbers]]
 
-    monkeypatch.setattr(same_data, "gathered", gathered)
+    monkeypatch.setattr(consistency, "gathered", gathered)
     comparison = SampleComparison(world(), DataConfig(), 0)
     with pytest.raises(DataError, match="do not agree on sample 0 of train_data"):
         comparison.compare({"train_data": Fetched()})
@@ -116,7 +116,7 @@ def test_ranks_that_differ_are_told_unless_their_samples_differ_from_themselves(
 
 
 def test_a_dataset_that_takes_long_is_not_asked_for_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_data, "_MAX_SECONDS", 0.0)
+    monkeypatch.setattr(consistency, "_MAX_SECONDS", 0.0)
     data = Fetched()
     SampleComparison(world(), DataConfig(), 0).compare({"train_data": data})
     assert data.asked == [0]
@@ -136,11 +136,11 @@ def test_a_dataset_that_takes_long_is_not_asked_for_more_than_one(monkeypatch: p
 def test_ranks_that_differ_from_most_others_are_named_and_report_it(
     monkeypatch: pytest.MonkeyPatch, samples: tuple[int, ...], described: str, reporter: int | None, text: bool
 ) -> None:
-    monkeypatch.setattr(agreement, "gathered", lambda world, numbers, group: [[each] for each in samples])
+    monkeypatch.setattr(consistency, "gathered", lambda world, numbers, group: [[each] for each in samples])
     reporting = []
     for rank, own in enumerate(samples):
         with pytest.raises(DataError) as caught:
-            agreement.check_agreement(
+            consistency.check_agreement(
                 World(rank, len(samples), 0, 1, 0, torch.device("cpu")), {"it": str(own) if text else own}
             )
         assert text or caught.value.message == f"the ranks do not agree on it: {described}"
@@ -158,4 +158,4 @@ def test_ranks_that_differ_from_most_others_are_named_and_report_it(
     ],
 )
 def test_ranks_are_compared_with_the_value_of_the_majority(values: str, words: str) -> None:
-    assert agreement.which_differ(dict(enumerate(values))) == words
+    assert consistency.which_differ(dict(enumerate(values))) == words

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ddp_kit import Callback, Trainer, TrainerConfig
-from ddp_kit.checkpoint.loading import load
-from ddp_kit.manifest import checkpoints, name_of
+from ddp_kit.checkpoint.format import checkpoints, name_of
+from ddp_kit.checkpoint.reader import load
 
 STEPS = 6
 WIDE = 256  # large enough to be worth copying concurrently

@@ -8,7 +8,7 @@ import pytest
 from launching import seconds, wait_until
 from torch.distributed import HashStore
 
-from ddp_kit.trainer.step_consensus import Purpose, Request, StepConsensus
+from ddp_kit.distributed.consensus import Purpose, Request, StepConsensus
 
 RANKS = 4
 SAVE = Request(Purpose.SAVE, "every_seconds")

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ddp_kit import BestModel, Callback, CheckpointError, Trainer, TrainerConfig, load_model
-from ddp_kit.checkpoint.frozen import fingerprint
-from ddp_kit.launcher.export_command import run as export
-from ddp_kit.manifest import name_of
+from ddp_kit.checkpoint.format import name_of
+from ddp_kit.checkpoint.load_model import fingerprint
+from ddp_kit.launcher.commands.export import run as export
 from ddp_kit.pieces import Piece
 
 WIDTH = 128
@@ -167,7 +167,7 @@ def test_fingerprints_of_pieces_add_up(dtype: torch.dtype, monkeypatch: pytest.M
     """However a tensor is divided, and whatever part of it is looked at at once."""
     whole = torch.randn(6, 5, 4, generator=PATTERN).mul(50).to(dtype)
     expected = int(fingerprint(whole))
-    monkeypatch.setattr("ddp_kit.checkpoint.frozen._CHUNK", 7)
+    monkeypatch.setattr("ddp_kit.checkpoint.load_model._CHUNK", 7)
     flat = whole.reshape(-1)
     divided = [
         [Piece(whole[:4], (6, 5, 4), (0, 0, 0)), Piece(whole[4:], (6, 5, 4), (4, 0, 0))],

@@ -11,9 +11,9 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import TensorDataset
 
 from ddp_kit import EMA, Loss, Trainer, TrainerConfig
+from ddp_kit.distributed.world import World
 from ddp_kit.timing import StepClock
-from ddp_kit.trainer.interval import Interval
-from ddp_kit.world import World
+from ddp_kit.trainer.logging import Interval
 
 
 def mean(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -12,9 +12,8 @@ from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from ddp_kit.env import OUTPUT_LOG
 from ddp_kit.errors import LaunchError, UsageError
-from ddp_kit.launcher.output import Output
+from ddp_kit.launcher.output import Output, Route, Streams, private_files
 from ddp_kit.launcher.plan import Logs, Plan
-from ddp_kit.launcher.streams import Route, Streams, private_files
 
 
 def logs_specs(logs: Logs, folder: str) -> LogsSpecs:

@@ -1,30 +1,232 @@
-"""The agent, one per node: it executes the job's orders and reports the state of its workers."""
+"""Describe a failed worker from its exit code, final output, error file, heartbeat, and the kernel's counters."""
 
+import json
+import logging
 import os
 import socket
-from collections.abc import Callable
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
+from signal import SIGKILL, SIGTERM
 from typing import Any
 
 from torch.distributed import TCPStore
+from torch.distributed.elastic import events
+from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.timer import FileTimerServer
 
-from ddp_kit.env import NOTE_MARK
+from ddp_kit.env import (
+    FILE_TIMER,
+    FILE_TIMER_PATH,
+    NOTE_AT_START,
+    NOTE_MARK,
+    NOTE_PRINTED,
+    NOTE_PRINTED_HERE,
+    NOTE_SECONDARY,
+)
+from ddp_kit.exit_codes import ExitCode
+from ddp_kit.heartbeat import read_heartbeat
 from ddp_kit.launcher import verdict
-from ddp_kit.launcher.agent import file_timers
-from ddp_kit.launcher.agent.event_records import EventRecords
-from ddp_kit.launcher.agent.failures import failure_of, steps_of
-from ddp_kit.launcher.agent.inbox import Disconnected, Inbox, StartRound, StopSignal, WorkerSignal
-from ddp_kit.launcher.agent.listening import allow_connections, own_loopback
-from ddp_kit.launcher.agent.multi_node import MultiNodeLink
-from ddp_kit.launcher.agent.single_node import SingleNodeLink
+from ddp_kit.launcher.agent.hangs import Hung
+from ddp_kit.launcher.agent.inbox import (
+    Disconnected,
+    Inbox,
+    StartRound,
+    StopSignal,
+    WorkerSignal,
+    allow_connections,
+    own_loopback,
+)
+from ddp_kit.launcher.agent.nodes import MultiNodeLink, SingleNodeLink
 from ddp_kit.launcher.agent.workers import Workers, note_of
-from ddp_kit.launcher.job import End, Pause, RankAssignment, Report, State, Stop
+from ddp_kit.launcher.job import End, Pause, RankAssignment, Report, State, Steps, Stop
 from ddp_kit.launcher.plan import Plan
 from ddp_kit.launcher.verdict import Failure, Outcome
 from ddp_kit.launcher.warm.client import WarmServer
+from ddp_kit.masking import masked
+
+_SERVER_LOST = "the process that forks the workers was killed, and the workers with it"
+
+
+def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) -> Failure:
+    """The `Failure` of the worker with global rank `rank`."""
+    code = failure.exitcode
+    after, terminated = workers.end_of(failure.local_rank)
+    output, note = workers.final_output(failure.local_rank), note_of(failure)
+    extra = note.get("extraInfo") or {}
+    trace = output.trace or str(extra.get("py_callstack", "")).rstrip()
+    noted = str(note.get("message", "")).strip()
+    message = noted.partition("\n")[0] or verdict.message_of(trace)
+    trace = trace or (noted if "\n" in noted else "")
+    if workers.lost(failure.local_rank):
+        message = _SERVER_LOST
+    timed_out = verdict.is_timeout(noted or message)
+    hung = workers.hang_monitor.found
+    secondary = bool(extra.get(NOTE_SECONDARY)) or verdict.is_secondary(noted or message) or (timed_out and bool(hung))
+    if terminated and code == -SIGTERM and message and not secondary:
+        code = 1  # it was already ending with an exception of its own when SIGTERM arrived
+    out_of_memory = code == -SIGKILL and not terminated and workers.killed_for_memory()
+    found = Failure(
+        rank=rank,
+        local_rank=failure.local_rank,
+        pid=failure.pid,
+        exit_code=code,
+        after=after,
+        host=host,
+        message=masked(message, os.environ),  # masked here: other nodes do not know the secrets
+        trace=masked(trace, os.environ),
+        step=read_heartbeat(workers.error_files[failure.local_rank]).step,
+        hint=masked(verdict.hint(f"{output.tail}\n{trace}\n{message}", code, out_of_memory), os.environ),
+        at_start=bool(extra.get(NOTE_AT_START)) or verdict.failed_at_start(trace),
+        terminated=terminated,
+        secondary=secondary,
+        printed=bool(extra.get(NOTE_PRINTED)),
+        printed_here=bool(extra.get(NOTE_PRINTED_HERE)),
+        out_of_memory=out_of_memory,
+        others=workers.hang_monitor.others if timed_out and not hung else (),
+    )
+    return _hung(found, hung[failure.local_rank]) if failure.local_rank in hung else found
+
+
+def _hung(found: Failure, hung: Hung) -> Failure:
+    """The failure of a worker that the launcher killed because it hung."""
+    return replace(
+        found,
+        exit_code=ExitCode.HUNG,
+        hung=True,
+        message=masked(hung.message, os.environ),
+        trace=masked(hung.trace, os.environ),
+        others=tuple(masked(line, os.environ) for line in hung.others),
+        hint=hung.hint,
+        terminated=False,
+        secondary=hung.waits,
+    )
+
+
+def steps_of(error_files: Iterable[str]) -> Steps | None:
+    """The range of steps of these workers; None: none has begun a step."""
+    heartbeats = [read_heartbeat(error_file) for error_file in error_files]
+    found = [(each.began, each.step) for each in heartbeats if each.began is not None and each.step is not None]
+    return Steps(max(began for began, _ in found), max(reached for _, reached in found)) if found else None
+
+
+# --- Event records for --event-log-handler, with the names and fields of torch's agent --------------------------------
+
+
+class EventRecords:
+    """The records of one node. Source: `SimpleElasticAgent._construct_event` of torch 2.13."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._is_on = not isinstance(events.get_logging_handler(plan.event_log_handler), logging.NullHandler)
+        self._began = self._waits_since = time.monotonic()
+        self._workers: Workers | None = None
+
+    def wait_begins(self) -> None:
+        """The wait for the next round begins."""
+        self._waits_since = time.monotonic()
+
+    def round_began(self, workers: Workers) -> None:
+        """The node got its rank assignment and has started its workers."""
+        self._workers = workers
+        self._record("RENDEZVOUS", duration_ms=(time.monotonic() - self._waits_since) * 1000)
+        self._record("ASSIGN_WORKER_RANKS", duration_ms=0.0)  # they came with the assignment
+        for local_rank in workers.pids:
+            self._record("START", local_rank)
+
+    def timer(self, name: str, request: Any = None) -> None:
+        """An event of the server for the workers' timers."""
+        inner = {"watchdog_event": name}
+        if request is not None:
+            fields = ("worker_pid", "scope_id", "expiration_time", "signal")
+            inner |= {field: str(getattr(request, field)) for field in fields}
+        self._write(name, EventSource.AGENT, self._metadata("RUNNING") | {"metadata": json.dumps(inner)})
+
+    def job_ended(self, outcome: Outcome) -> None:
+        """Record how each worker of the last round ended, then the agent itself."""
+        if outcome.stopped_by and not outcome.lost:
+            self._record("FAILED", raw_error=f"stopped by signal {outcome.stopped_by}")
+            return
+        if self._workers is not None:
+            failures = {failure.local_rank: failure for failure in self._workers.failures().values()}
+            others = "SUCCEEDED" if outcome == Outcome() else "TERMINATED"
+            for local_rank in self._workers.pids:
+                self._record("FAILED" if local_rank in failures else others, local_rank, failures.get(local_rank))
+        self._record("SUCCEEDED")
+
+    def _record(
+        self, state: str, local_rank: int | None = None, failure: ProcessFailure | None = None, **more: float | str
+    ) -> None:
+        """Record a state of a worker, or of the agent if `local_rank` is None."""
+        if self._is_on:
+            source = EventSource.AGENT if local_rank is None else EventSource.WORKER
+            metadata = self._metadata(state, local_rank, failure) | more
+            self._write(f"torchelastic.worker.status.{state}", source, metadata)
+
+    def _write(self, name: str, source: EventSource, metadata: dict[str, Any]) -> None:
+        events.record(Event(name, source=source, metadata=metadata), self._plan.event_log_handler)
+
+    def _metadata(
+        self, state: str, local_rank: int | None = None, failure: ProcessFailure | None = None
+    ) -> dict[str, Any]:
+        plan, assignment = self._plan, self._workers.assignment if self._workers is not None else None
+        inner: dict[str, Any] = {
+            "group_world_size": assignment.group_world_size if assignment is not None else None,
+            "entry_point": Path(plan.command[0]).name,
+        }
+        found = {
+            "run_id": plan.rendezvous.run_id,
+            "global_rank": None,
+            "group_rank": assignment.group_rank if assignment is not None else None,
+            "worker_id": None,
+            "role": plan.role,
+            "hostname": socket.getfqdn(),
+            "state": state,
+            "total_run_time": int(time.monotonic() - self._began),
+            "rdzv_backend": plan.rendezvous.backend,
+            "raw_error": None if failure is None else json.dumps(failure.error_file_data),
+            "agent_restarts": assignment.restarts if assignment is not None else 0,
+            "duration_ms": None,
+        }
+        if local_rank is not None and assignment is not None and self._workers is not None:
+            found |= {
+                "global_rank": assignment.first_rank + local_rank,
+                "worker_id": str(self._workers.pids[local_rank]),
+            }
+            inner |= {
+                "local_rank": [local_rank],
+                "role_rank": [assignment.first_role_rank + local_rank],
+                "role_world_size": [assignment.role_world_size],
+                "exit_code": [failure and failure.exitcode],
+                "worker_pid": [failure and failure.pid],
+            }
+        return found | {"metadata": json.dumps(inner)}
+
+
+# --- Serve the workers' timers (torch.distributed.elastic.timer) if an environment variable asks for it ---------------
+
+
+_INTERVAL_SECONDS = 0.1  # as in torch's agent
+
+
+def serve(run_id: str, log_event: Callable[[str, Any], None]) -> FileTimerServer | None:
+    """Start the timer server of a round, which kills workers that time out. They find its path in their environment."""
+    if os.environ.get(FILE_TIMER) != "1":
+        return None
+    path = str(Path(tempfile.gettempdir(), f"watchdog_timer_{uuid.uuid4()}"))
+    path = os.environ.setdefault(FILE_TIMER_PATH, path)
+    server = FileTimerServer(path, run_id, max_interval=_INTERVAL_SECONDS, daemon=True, log_event=log_event)
+    server.start()
+    return server
+
+
+# --- The agent, one per node: it executes the job's orders and reports the state of its workers -----------------------
+
 
 _CONNECTIONS = 2  # per worker, to its store
 _POLL_SECONDS = 0.1  # on systems other than Linux, where nothing wakes the agent when a worker ends
@@ -121,7 +323,7 @@ class Agent:
         assignment = order.assignment
         self._store = self._serve(assignment)
         self._keep_logs(assignment)
-        self._timers = file_timers.serve(self._plan.rendezvous.run_id, self._events.timer)
+        self._timers = serve(self._plan.rendezvous.run_id, self._events.timer)
         self._workers = Workers(
             self._plan,
             assignment,

@@ -18,17 +18,14 @@ from ddp_kit.env import ERROR_FILE, RUN_FOLDER_PREFIX, VERDICT_FILE
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher import verdict
 from ddp_kit.launcher.agent import torch_agent, torch_versions
-from ddp_kit.launcher.agent.inbox import Inbox, StoppedError
-from ddp_kit.launcher.agent.listening import is_local
+from ddp_kit.launcher.agent.inbox import Commands, Inbox, StoppedError, is_local
 from ddp_kit.launcher.agent.logs import logs_specs
 from ddp_kit.launcher.agent.loop import Agent
-from ddp_kit.launcher.agent.multi_node import MultiNodeLink
-from ddp_kit.launcher.agent.single_node import SingleNodeLink
-from ddp_kit.launcher.agent.waiting import Commands
+from ddp_kit.launcher.agent.nodes import MultiNodeLink, SingleNodeLink
 from ddp_kit.launcher.job import Node
+from ddp_kit.launcher.output import open_log
 from ddp_kit.launcher.plan import Logs, Plan
 from ddp_kit.launcher.rendezvous import Rendezvous
-from ddp_kit.launcher.streams import open_log
 from ddp_kit.launcher.verdict import Outcome
 from ddp_kit.launcher.warm.client import WarmServer
 

@@ -15,8 +15,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.launcher.agent import torch_versions
 from ddp_kit.launcher.agent.workers import note_of
+from ddp_kit.launcher.output import private_files
 from ddp_kit.launcher.plan import Plan
-from ddp_kit.launcher.streams import private_files
 from ddp_kit.launcher.verdict import Failure, Outcome
 from ddp_kit.launcher.warm.client import WarmServer
 from ddp_kit.masking import masked

@@ -17,18 +17,17 @@ from ddp_kit.env import GRACE_FILE, RECORD_FOLDER, STACKS_FILE, attempt_id
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.heartbeat import Phase, read_heartbeat
-from ddp_kit.launcher import hints, tracebacks
+from ddp_kit.launcher import verdict
 from ddp_kit.launcher.agent import torch_versions
-from ddp_kit.launcher.agent.hang_monitor import HangMonitor
+from ddp_kit.launcher.agent.hangs import HangMonitor
 from ddp_kit.launcher.agent.inbox import Inbox, wait_readable
 from ddp_kit.launcher.agent.logs import RoundLogs
 from ddp_kit.launcher.agent.stacks import can_be_inspected, state
-from ddp_kit.launcher.cgroups import oom_kills
+from ddp_kit.launcher.devices.cpus import oom_kills
 from ddp_kit.launcher.job import RankAssignment
 from ddp_kit.launcher.output import FinalOutput
 from ddp_kit.launcher.plan import Plan
-from ddp_kit.launcher.record_keeper import RecordKeeper
-from ddp_kit.launcher.round_record import RoundFile, RoundRecord, WorkerRecord, host
+from ddp_kit.launcher.record import RecordKeeper, RoundFile, RoundRecord, WorkerRecord, host
 from ddp_kit.launcher.warm.client import Process, WarmServer
 
 _SIGNAL_CHECK_SECONDS = 0.05
@@ -269,7 +268,7 @@ class Workers:
         if not code:
             return False
         said = str(note_of(self._process_failure(local_rank, 0, code)).get("message", ""))
-        return hints.is_timeout(said or self._output.tail(local_rank))
+        return verdict.is_timeout(said or self._output.tail(local_rank))
 
     def _kill_if_hung(self, local_rank: int | None) -> None:
         if local_rank is None:
@@ -408,8 +407,8 @@ class Workers:
         has_cause = any(rank not in self._terminated for rank in failed)
         self._final_output = self._output.end(
             failed,
-            suppress_trace=lambda trace: has_cause or hints.is_secondary(trace) or tracebacks.is_interrupt(trace),
-            is_secondary=lambda trace: hints.is_secondary(trace) or tracebacks.is_interrupt(trace),
+            suppress_trace=lambda trace: has_cause or verdict.is_secondary(trace) or verdict.is_interrupt(trace),
+            is_secondary=lambda trace: verdict.is_secondary(trace) or verdict.is_interrupt(trace),
             seconds=_LAST_OUTPUT_SECONDS,
             interrupted=lambda: self._inbox.signals > 1,
         )

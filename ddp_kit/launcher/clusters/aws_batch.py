@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.clusters.job_place import PORT, JobPlace, check_rank, number
+from ddp_kit.launcher.clusters.request import PORT, JobPlace, check_rank, number
 
 _NAME = "AWS Batch"
 _NODES, _INDEX, _MAIN = "AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_MAIN_NODE_INDEX"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ddp_kit.env import LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, WORLD_SIZE
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.clusters.job_place import JobPlace, check_rank, number
+from ddp_kit.launcher.clusters.request import JobPlace, check_rank, number
 
 _NAME = "Azure Machine Learning"
 _RUN, _RANK, _NODES = "AZUREML_RUN_ID", "NODE_RANK", "AZUREML_NODE_COUNT"

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ddp_kit.launcher.clusters import jobset, kubeflow, kubernetes, ray, skypilot, slurm, ssh, ssh_session
+from ddp_kit.launcher.clusters import jobset, kubeflow, kubernetes, ray, skypilot, slurm, ssh
 from ddp_kit.launcher.clusters.request import Request
 
 
@@ -65,6 +65,6 @@ ENGINES = {
         frozenset({"hosts", "retries"}),
         ".sh",
         "install OpenSSH's client (the package openssh-client)",
-        run=lambda request, write: ssh_session.run(ssh.commands(request), request.retries, write),
+        run=lambda request, write: ssh.run(ssh.commands(request), request.retries, write),
     ),
 }

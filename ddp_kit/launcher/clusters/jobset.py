@@ -6,8 +6,7 @@ Its variables are those of the Indexed Job within it: kubernetes.py reads them.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddp_kit.launcher.clusters.kubernetes import JOBSET
-from ddp_kit.launcher.clusters.pods import job_spec, labels, manifest, node_count
+from ddp_kit.launcher.clusters.kubernetes import JOBSET, job_spec, labels, manifest, node_count
 from ddp_kit.launcher.clusters.request import Request
 
 _NAME = {

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddp_kit.env import MASTER_ADDR_DEFAULT, MASTER_PORT_DEFAULT, NODE_RANK_DEFAULT, NODES_DEFAULT
-from ddp_kit.launcher.clusters.job_place import JobPlace, check_rank, number
 from ddp_kit.launcher.clusters.jobset import job_set
-from ddp_kit.launcher.clusters.pods import labels, manifest, resources
-from ddp_kit.launcher.clusters.request import Request
+from ddp_kit.launcher.clusters.kubernetes import labels, manifest, resources
+from ddp_kit.launcher.clusters.request import JobPlace, Request, check_rank, number
 
 RUNTIME = "ddpkit"
 _API = "trainer.kubeflow.org/v1alpha1"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ddp_kit.env import MASTER_ADDR, MASTER_PORT
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.clusters.job_place import PORT, JobPlace, check_rank, number, optional_number
+from ddp_kit.launcher.clusters.request import PORT, JobPlace, check_rank, number, optional_number
 
 # Rank, size, and size on this node.
 _KINDS = {

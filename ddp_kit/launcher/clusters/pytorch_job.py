@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from ddp_kit.env import LOCAL_RANK, MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.clusters.job_place import JobPlace, number, optional_number
+from ddp_kit.launcher.clusters.request import JobPlace, number, optional_number
 
 _NAME = "a PyTorchJob"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")

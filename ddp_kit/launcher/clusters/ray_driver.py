@@ -20,9 +20,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher.clusters import remote_shell
-from ddp_kit.launcher.clusters.job_place import PORT
-from ddp_kit.launcher.clusters.request import AGAIN, COUNTED, SIGNALLED
+from ddp_kit.launcher.clusters import ssh
+from ddp_kit.launcher.clusters.request import AGAIN, COUNTED, PORT, SIGNALLED
 
 _REMINDER_SECONDS = 30.0
 _REPLACEMENT_SECONDS = 120  # for Ray to notice a loss, and to start an actor on another node
@@ -38,7 +37,7 @@ class Host:
 
     def run(self, launch: Sequence[str]) -> int:
         """Run the launcher; it is told to stop once this actor is gone."""
-        with subprocess.Popen(remote_shell.script(launch), stdin=subprocess.PIPE) as process:
+        with subprocess.Popen(ssh.script(launch), stdin=subprocess.PIPE) as process:
             return process.wait() % 256
 
 

@@ -5,17 +5,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from ddp_kit.launcher.clusters import (
-    aws_batch,
-    azure_ml,
-    kubeflow,
-    kubernetes,
-    mpi,
-    pytorch_job,
-    skypilot,
-    slurm,
-)
-from ddp_kit.launcher.clusters.job_place import JobPlace
+from ddp_kit.launcher.clusters import aws_batch, azure_ml, kubeflow, kubernetes, mpi, pytorch_job, skypilot, slurm
+from ddp_kit.launcher.clusters.request import JobPlace
 from ddp_kit.launcher.spec import LaunchSpec
 
 # What starts a process comes before what holds its nodes: mpirun within Slurm, SkyPilot and Kubeflow on Kubernetes.

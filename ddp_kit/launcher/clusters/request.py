@@ -1,11 +1,100 @@
-"""What `ddpkit submit` asks of an engine."""
+"""What a cluster's variables say about this node: its rank, and where the nodes of its job meet."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from ddp_kit.errors import UsageError
 from ddp_kit.exit_codes import ExitCode
+
+PORT = 29400
+"""Where the nodes meet, in environments where a node runs one job at a time. torch's default for c10d."""
+
+
+@dataclass(frozen=True)
+class JobPlace:
+    """The place of this node in a job of several nodes."""
+
+    environment: str
+    """Such as `Slurm`."""
+    nodes: int
+    node_rank: int
+    host: str
+    """A name or address of node 0, which hosts the rendezvous."""
+    port: int
+    run_id: str
+    """The same on all nodes; another job at this port is refused by it."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """The variable that each value comes from: `nodes`, `node rank`, `host` and others, for --dry-run."""
+    gpus: int | None = None
+    """How many GPUs the environment gives this node; None: it does not say."""
+    end_time: float | None = None
+    """When the environment ends the job, as `time.time`; None: it does not say."""
+    replacement: float | None = None
+    """Seconds in which the environment replaces a lost node; None: the launcher's default."""
+    waits_for: str = ""
+    """What to check while other nodes do not come."""
+
+
+def number(env: Mapping[str, str], name: str, environment: str, least: int = 0) -> int:
+    """The whole number in the variable `name`. Raises `UsageError` if it is not one, or below `least`."""
+    text = env.get(name, "")
+    if not text.isdecimal() or int(text) < least:
+        found = f"is {text!r}" if name in env else "is not set"
+        raise UsageError(
+            f"this looks like {environment}, but its variable {name} {found}",
+            "unset its variables to run on this machine alone (--nnodes 1 does so too), or type --nnodes, --node-rank, "
+            "--master-addr and --master-port",
+        )
+    return int(text)
+
+
+def optional_number(env: Mapping[str, str], name: str) -> int | None:
+    """The whole number in the variable `name`; None if it has none."""
+    text = env.get(name, "")
+    return int(text) if text.isdecimal() else None
+
+
+def check_rank(place: JobPlace) -> JobPlace:
+    """The place itself. Raises `UsageError` if its node rank and its number of nodes contradict each other."""
+    if place.node_rank < place.nodes:
+        return place
+    rank, nodes = place.sources["node rank"], place.sources["nodes"]
+    raise UsageError(
+        f"the variables of {place.environment} contradict each other: {rank} says node rank {place.node_rank}, "
+        f"{nodes} says {place.nodes} node{'s' * (place.nodes != 1)}",
+        f"correct or unset {rank} and {nodes}, or type --nnodes and --node-rank",
+    )
+
+
+def derived_port(text: str) -> int:
+    """A port for a job that shares its nodes with others, from its id; Linux hands out none of these by itself."""
+    digits = "".join(letter for letter in text if letter.isdecimal())
+    return 10_000 + int(digits or "0") % 20_000
+
+
+# --- The value of --hosts ---------------------------------------------------------------------------------------------
+
+
+def hosts_of(text: str | None) -> tuple[str, ...]:
+    """Names from `a,b`, or from a file with one per line. Raises `UsageError`."""
+    if text is None:
+        return ()
+    path = Path(text)
+    lines = path.read_text().splitlines() if path.is_file() else text.split(",")
+    hosts = tuple(name for line in lines if (name := line.partition("#")[0].strip()))
+    wrong = next((name for name in hosts if name.startswith("-") or len(name.split()) > 1), None)
+    if not hosts or wrong is not None:
+        raise UsageError(
+            f"--hosts {text} names no hosts" if wrong is None else f"--hosts: {wrong!r} is not a host",
+            "type --hosts gpu1,gpu2, or the name of a file with one host per line",
+        )
+    return hosts
+
+
+# --- What `ddpkit submit` asks of an engine ---------------------------------------------------------------------------
+
 
 AGAIN = (int(ExitCode.NODE_LOST), int(ExitCode.REQUEUE))
 """Exit codes after which the job is started again, however often: a node was lost, or the workers have saved."""

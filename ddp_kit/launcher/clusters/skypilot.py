@@ -9,8 +9,16 @@ from typing import Any
 
 import yaml
 
-from ddp_kit.launcher.clusters.job_place import PORT, JobPlace, check_rank, number, optional_number
-from ddp_kit.launcher.clusters.request import AGAIN, SIGNALLED, Request
+from ddp_kit.launcher.clusters.request import (
+    AGAIN,
+    PORT,
+    SIGNALLED,
+    JobPlace,
+    Request,
+    check_rank,
+    number,
+    optional_number,
+)
 
 _NAME = "SkyPilot"
 _NODES, _RANK, _ADDRESSES = "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"

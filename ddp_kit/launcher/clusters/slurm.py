@@ -9,8 +9,17 @@ from collections.abc import Mapping
 
 from ddp_kit.env import END_TIME, MASTER_ADDR
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.clusters.job_place import JobPlace, derived_port, number, optional_number
-from ddp_kit.launcher.clusters.request import AGAIN, COUNTED, SIGNALLED, Request, clock
+from ddp_kit.launcher.clusters.request import (
+    AGAIN,
+    COUNTED,
+    SIGNALLED,
+    JobPlace,
+    Request,
+    clock,
+    derived_port,
+    number,
+    optional_number,
+)
 
 _NAME = "Slurm"
 _JOB, _JOB_NODES = "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES"

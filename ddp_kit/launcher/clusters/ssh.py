@@ -1,10 +1,53 @@
-"""Plain hosts over ssh: one launcher per host, which stops when the connection ends."""
+"""A shell script that runs a launcher on another host, and stops it once its standard input ends.
+
+The input is a connection or a pipe of whoever started it: it ends with that process, however that ends, and with the
+connection.
+"""
 
 import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import IO, TextIO
 
-from ddp_kit.launcher.clusters import remote_shell
-from ddp_kit.launcher.clusters.job_place import derived_port
-from ddp_kit.launcher.clusters.request import Request
+from ddp_kit.exit_codes import ExitCode
+from ddp_kit.launcher.clusters.request import AGAIN, COUNTED, SIGNALLED, Request, derived_port
+
+# Descriptor 3 is the input: a command in the background would get /dev/null instead.
+_SCRIPT = """\
+exec 3<&0
+{start}{launch} </dev/null 3<&- &
+launcher=$!
+{{ cat; kill -TERM "$launcher"; }} <&3 >/dev/null 2>&1 &
+watcher=$!
+exec 3<&-
+wait "$launcher"
+code=$?
+kill "$watcher" 2>/dev/null
+exit "$code"
+"""
+
+
+def found_first(command: Sequence[str], programs: str) -> str:
+    """The words of a command for a shell, which looks for it in the folder `programs` first."""
+    return f'PATH={shlex.quote(programs)}:"$PATH" {shlex.join(command)}'
+
+
+def script(launch: Sequence[str], folder: str = "", programs: str = "") -> tuple[str, ...]:
+    """The command `sh -c ...` that runs `launch`; its exit code is the launcher's.
+
+    `folder`: where it runs; `programs`: a folder in which programs are looked for first. Empty: as they are.
+    """
+    start = f"cd {shlex.quote(folder)} || exit 2\n" if folder else ""
+    start += f'PATH={shlex.quote(programs)}:"$PATH"\n' if programs else ""
+    return "sh", "-c", _SCRIPT.format(start=start, launch=shlex.join(launch))
+
+
+# --- Plain hosts over ssh: one launcher per host, which stops when the connection ends --------------------------------
 
 
 def commands(request: Request) -> dict[str, tuple[str, ...]]:
@@ -18,7 +61,7 @@ def commands(request: Request) -> dict[str, tuple[str, ...]]:
         place = ("--nnodes", str(len(hosts)), "--node-rank", str(rank)) if len(hosts) > 1 else ()
         rendezvous = ("--master-addr", address, "--master-port", str(port)) if len(hosts) > 1 else ()
         launch = ("ddpkit", "launch", *place, *rendezvous, *gpus, *request.words)
-        remote = shlex.join(remote_shell.script(launch, str(request.folder), request.programs))
+        remote = shlex.join(script(launch, str(request.folder), request.programs))
         found[host] = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", host, remote)
     return found
 
@@ -27,3 +70,140 @@ def job_file(request: Request) -> str:
     """The commands as a shell script, for people: `ddpkit submit` runs them itself."""
     lines = (f"{shlex.join(command)} &" for command in commands(request).values())
     return f"#!/usr/bin/env bash\n# Made by: {request.command}\n" + "\n".join(lines) + "\nwait\n"
+
+
+# --- Run a job on several hosts over ssh: their output here, one exit code, and nothing left behind on them -----------
+
+
+_SSH_FAILED = 255  # ssh's own exit code
+_NOT_FOUND = 127  # the shell's
+_BETWEEN_TRIES = 5.0
+_LOOK_SECONDS = 0.05
+_OURS = "ddpkit: "
+_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+Write = Callable[[str], None]
+
+
+def run(commands: Mapping[str, Sequence[str]], retries: int, write: Write) -> int:
+    """Run the commands, by host, until the job ends; again where its exit code says so. Returns the exit code.
+
+    `retries`: how often it is started again where that is counted, as after a host that ssh does not reach.
+    """
+    while True:
+        session = _Session(commands, write)
+        code = session.run()
+        if session.stopped or session.missing:
+            return code
+        counted = bool(session.unreachable) or code in COUNTED or code >= SIGNALLED
+        if (counted and not retries) or (not counted and code not in AGAIN):
+            return code
+        retries -= counted
+        why = (
+            f"{', '.join(session.unreachable)} could not be reached" if session.unreachable else f"it ended with {code}"
+        )
+        write(f"{_OURS}starting the job again, as {why}\n")
+        time.sleep(_BETWEEN_TRIES if session.unreachable else 0)
+
+
+class _Session:
+    """One attempt on all hosts."""
+
+    def __init__(self, commands: Mapping[str, Sequence[str]], write: Write) -> None:
+        self._commands = commands
+        self._write = write
+        self._lock = threading.Lock()
+        self._said: dict[str, str] = {}
+        self._running: dict[str, subprocess.Popen[str]] = {}
+        self.stopped = False
+        """Whether a signal has ended it."""
+        self.unreachable: list[str] = []
+        self.missing: list[str] = []
+        """The hosts without ddpkit."""
+
+    def run(self) -> int:
+        """The exit code of the first host whose launcher failed, which is that of all."""
+        before = {number: signal.signal(number, self._stop) for number in _STOP}
+        try:
+            for host, command in self._commands.items():
+                # Its own session: Ctrl-C stops the launchers through us, so that their last lines arrive.
+                self._running[host] = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                    text=True, errors="backslashreplace", start_new_session=True,
+                )  # fmt: skip
+            readers = [
+                threading.Thread(target=self._copy, args=[host, source, target], daemon=True)
+                for host, process in self._running.items()
+                for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
+            ]
+            for reader in readers:
+                reader.start()
+            codes = self._wait()
+            for reader in readers:
+                reader.join()
+        finally:
+            self._end()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        self._explain(codes)
+        if self.unreachable:
+            return ExitCode.NODE_LOST
+        return next((code for code in codes.values() if code), 0)
+
+    def _wait(self) -> dict[str, int]:
+        """The exit codes by host, in the order in which they ended. Where ssh itself fails, all are stopped."""
+        codes: dict[str, int] = {}
+        while len(codes) < len(self._running):
+            for host, process in self._running.items():
+                if host not in codes and process.poll() is not None:
+                    codes[host] = process.returncode % 256
+                    if codes[host] in (_SSH_FAILED, _NOT_FOUND):
+                        self._close_inputs()
+            time.sleep(_LOOK_SECONDS)
+        return codes
+
+    def _copy(self, host: str, source: IO[str], target: TextIO) -> None:
+        """Copy a host's output, with its name before each line; what the launchers of all hosts say is printed once."""
+        for line in source:
+            if not line.startswith(_OURS):
+                text = f"{host}: {line}" if len(self._commands) > 1 else line
+            elif self._said.setdefault(line, host) == host:
+                text = line
+            else:
+                continue
+            with self._lock:
+                target.write(text)
+                target.flush()
+
+    def _explain(self, codes: Mapping[str, int]) -> None:
+        for host, code in codes.items():
+            if code == _NOT_FOUND:
+                self.missing.append(host)
+                self._write(
+                    f"{_OURS}error: there is no ddpkit on {host}\n  hint: install it in the same folder as here, or "
+                    "where PATH leads to it in `ssh {host} env`\n".replace("{host}", host)
+                )
+            elif code == _SSH_FAILED:
+                self.unreachable.append(host)
+                self._write(f"{_OURS}error: ssh could not reach {host}, or lost it\n  hint: try `ssh {host} true`\n")
+
+    def _stop(self, _number: int, _frame: object) -> None:
+        """The first signal tells the launchers to stop, which takes as long as a save; the second ends ssh."""
+        if self.stopped:
+            for process in self._running.values():
+                process.kill()
+        self.stopped = True
+        self._close_inputs()
+
+    def _close_inputs(self) -> None:
+        for process in self._running.values():
+            if process.stdin is not None:
+                with suppress(OSError, ValueError):
+                    process.stdin.close()
+
+    def _end(self) -> None:
+        self._close_inputs()
+        for process in self._running.values():
+            with suppress(ProcessLookupError):
+                process.kill()
+            process.wait()

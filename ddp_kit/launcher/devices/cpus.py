@@ -1,13 +1,75 @@
-"""The CPU cores that this process may use, and how several processes share them."""
+"""The limits of control groups for this process, in a container or in a scheduler's job.
+
+`root` is where /proc and /sys are. Source: the kernel's documentation of cgroup-v2 (memory.max, cpu.max), of the memory
+resource controller (memory.limit_in_bytes, memory.oom_control) and of the CFS bandwidth control (cpu.cfs_quota_us).
+"""
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import MappingProxyType
 
-from ddp_kit.launcher.cgroups import cpu_quota
+
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """Bytes; None: no limit."""
+    limit = _least(root, "memory", _memory_limit)
+    return None if limit is None else int(limit)
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """The CPU quota in cores; None: no limit."""
+    return _least(root, "cpu", _cpu_quota)
+
+
+def oom_kills(root: Path = Path("/")) -> int:
+    """Out-of-memory kills by the kernel: in this process's control group, else on the whole machine."""
+    groups = _groups(root, "memory")
+    counters = [group / name for group in groups for name in ("memory.events", "memory.oom_control")]
+    for counter in (*counters, root / "proc/vmstat"):
+        found = re.search(r"^oom_kill (\d+)$", _read(counter), re.MULTILINE)
+        if found:
+            return int(found[1])
+    return 0
+
+
+def _least(root: Path, controller: str, limit: Callable[[Path], float | None]) -> float | None:
+    found = [number for group in _groups(root, controller) if (number := limit(group)) is not None]
+    return min(found, default=None)
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of all control groups of this process, for cgroup v1 and v2."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / (controller if controllers else "")
+        group = PurePath(path.strip("/"))
+        # In a container the path may be that of the host: then only the mount itself exists.
+        yield from (mount / part for part in (group, *group.parents))
+
+
+def _memory_limit(group: Path) -> float | None:
+    word = _read(group / "memory.max") or _read(group / "memory.limit_in_bytes")
+    return int(word) if word.isdecimal() else None  # else `max`
+
+
+def _cpu_quota(group: Path) -> float | None:
+    words = _read(group / "cpu.max").split()
+    quota, period = words if len(words) == 2 else (_read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None  # else `max` or -1
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+# --- The CPU cores that this process may use, and how several processes share them ------------------------------------
 
 
 @dataclass(frozen=True)
@@ -42,10 +104,3 @@ def _core(cpu: int, root: Path) -> int:
     text = _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
     first = re.match(r"\d+", text)
     return int(first[0]) if first else cpu
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -1,15 +1,95 @@
-"""The GPUs of this machine, through NVML: no torch, no CUDA context."""
+"""Query NVML; every query may fail."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Any
 
+import psutil
 import pynvml
 
 from ddp_kit.env import VISIBLE_GPUS
-from ddp_kit.launcher.devices.nvml import bits, handles, query
-from ddp_kit.launcher.devices.processes import Process, process_info
-from ddp_kit.sizes import GIB
+from ddp_kit.errors import GIB
+from ddp_kit.masking import masked
+
+
+@contextmanager
+def handles() -> Iterator[tuple[tuple[int, Any], ...]]:
+    """Yield the number and handle of each GPU that responds; nothing if there is no driver."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield ()
+        return
+    try:
+        found = (
+            (index, query(pynvml.nvmlDeviceGetHandleByIndex, index))
+            for index in range(query(pynvml.nvmlDeviceGetCount) or 0)
+        )
+        yield tuple((index, handle) for index, handle in found if handle is not None)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def query(function: Callable[..., Any], *arguments: Any) -> Any:
+    """NVML's answer; None: not supported, for example on GPUs that share the host's memory or hide their processes."""
+    try:
+        return function(*arguments)
+    except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError):  # the second: the driver is too old for the query
+        return None
+
+
+def bits(words: Any) -> tuple[int, ...]:
+    """The numbers of the bits set in a list of 64-bit words; empty without a list."""
+    return tuple(64 * place + bit for place, word in enumerate(words or ()) for bit in range(64) if word >> bit & 1)
+
+
+# --- Processes of other users, as far as this process may see them ----------------------------------------------------
+
+
+_COMMAND_LENGTH = 100
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of this machine."""
+
+    pid: int
+    """0: a process in another container, whose process ids are not valid here."""
+    user: str = ""
+    command: str = ""
+    """Empty, like `user`, if this process may not see it."""
+
+    def __str__(self) -> str:
+        if not self.pid:
+            return "a process in another container"
+        if not self.user:
+            return f"pid {self.pid}, not visible here"
+        return f"pid {self.pid} of {self.user}" + (f": {self.command}" if self.command else "")
+
+
+def process_info(pid: int) -> Process:
+    """User and command of a process; never raises."""
+    user = command = ""
+    try:
+        process = psutil.Process(pid)
+        user = process.username()
+        argv = process.cmdline()
+        command = " ".join([PurePath(argv[0]).name, *argv[1:]]) if argv else process.name()
+    except psutil.Error:  # it has ended, or this process may not see it
+        pass
+    return Process(pid, user, _shown(command))
+
+
+def _shown(command: str) -> str:
+    """On one line, without secrets and control characters."""
+    line = "".join(letter if letter.isprintable() else " " for letter in masked(command)).strip()
+    return line if len(line) <= _COMMAND_LENGTH else f"{line[: _COMMAND_LENGTH - 3]}..."
+
+
+# --- The GPUs of this machine, through NVML: no torch, no CUDA context ------------------------------------------------
+
 
 _MASK_WORDS = 32  # room for the numbers of 2048 CPU cores
 _SHOWN_PROCESSES = 3
@@ -165,5 +245,124 @@ def _gpu(index: int, handle: Any) -> Gpu | None:
     )
 
 
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+# --- The load, memory, power and temperature of each GPU at this moment -----------------------------------------------
+
+
+@dataclass(frozen=True)
+class GpuUsage:
+    """One GPU; None: the driver does not report it."""
+
+    index: int
+    uuid: str
+    name: str
+    load: int | None = None
+    """Percent."""
+    memory_used: int | None = None
+    """Bytes."""
+    memory_total: int | None = None
+    power: float | None = None
+    """Watts."""
+    temperature: int | None = None
+    """Degrees Celsius."""
+    pids: tuple[int, ...] = ()
+    """The processes that use it."""
+
+
+def gpu_usage() -> tuple[GpuUsage, ...]:
+    """Query each GPU of this machine; empty without a driver."""
+    with gpu_usage_reader() as read:
+        return read()
+
+
+@contextmanager
+def gpu_usage_reader() -> Iterator[Callable[[], tuple[GpuUsage, ...]]]:
+    """Yield a function like `gpu_usage` for frequent calls: NVML stays initialised between them."""
+    with handles() as found:
+        yield lambda: tuple(_read(found))
+
+
+def _read(found: tuple[tuple[int, Any], ...]) -> Iterator[GpuUsage]:
+    for index, handle in found:
+        memory = query(pynvml.nvmlDeviceGetMemoryInfo, handle)
+        load = query(pynvml.nvmlDeviceGetUtilizationRates, handle)
+        power = query(pynvml.nvmlDeviceGetPowerUsage, handle)
+        users = query(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
+        yield GpuUsage(
+            index=index,
+            uuid=_text(query(pynvml.nvmlDeviceGetUUID, handle)),
+            name=_text(query(pynvml.nvmlDeviceGetName, handle)),
+            load=load.gpu if load else None,
+            memory_used=memory.used if memory else None,
+            memory_total=memory.total if memory else None,
+            power=None if power is None else power / 1000,
+            temperature=query(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+            pids=tuple(user.pid for user in users),
+        )
+
+
+def _text(value: str | bytes | None) -> str:
+    return value.decode() if isinstance(value, bytes) else value or ""
+
+
+# --- The connections between the GPUs of this machine, in the abbreviations of `nvidia-smi topo -m` -------------------
+
+
+MEANING = {
+    "NV": "this many NVLinks",
+    "PIX": "one PCIe switch",
+    "PXB": "several PCIe switches",
+    "PHB": "the CPU's PCIe host bridge",
+    "NODE": "host bridges of one NUMA node",
+    "SYS": "the connection between NUMA nodes",
+}
+_LEVELS = {
+    pynvml.NVML_TOPOLOGY_INTERNAL: "PIX",
+    pynvml.NVML_TOPOLOGY_SINGLE: "PIX",
+    pynvml.NVML_TOPOLOGY_MULTIPLE: "PXB",
+    pynvml.NVML_TOPOLOGY_HOSTBRIDGE: "PHB",
+    pynvml.NVML_TOPOLOGY_NODE: "NODE",
+    pynvml.NVML_TOPOLOGY_SYSTEM: "SYS",
+}
+_Address = tuple[int, int, int]
+_SWITCH: _Address = (-1, -1, -1)
+_TO_SWITCH = pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
+
+
+def links() -> Mapping[int, Mapping[int, str]]:
+    """GPU number -> other GPU's number -> `NV18`, `SYS` and so on; without pairs that NVML does not report.
+
+    NVLinks between two GPUs are added up, including those through NVSwitches.
+    """
+    with handles() as found:
+        cables = {index: _nvlinks(handle) for index, handle in found}
+        addresses = {index: _address(query(pynvml.nvmlDeviceGetPciInfo, handle)) for index, handle in found}
+        table: dict[int, dict[int, str]] = {index: {} for index, _ in found}
+        for one, handle in found:
+            for other, neighbour in found:
+                if one == other:
+                    continue
+                direct = cables[one].count(addresses[other])
+                switched = min(cables[one].count(_SWITCH), cables[other].count(_SWITCH))
+                level = query(pynvml.nvmlDeviceGetTopologyCommonAncestor, handle, neighbour)
+                kind = f"NV{direct + switched}" if direct + switched else _LEVELS.get(level)
+                if kind:
+                    table[one][other] = kind
+        return table
+
+
+def _nvlinks(handle: Any) -> list[_Address | None]:
+    """The other end of each NVLink of a GPU: the PCI address of a GPU, or a switch."""
+    ends: list[_Address | None] = []
+    for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+        active = query(pynvml.nvmlDeviceGetNvLinkState, handle, link)
+        if active is None:  # there is no such link
+            break
+        if active and query(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link) == _TO_SWITCH:
+            ends.append(_SWITCH)
+        elif active:
+            ends.append(_address(query(pynvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)))
+    return ends
+
+
+def _address(pci: Any) -> _Address | None:
+    return (pci.domain, pci.bus, pci.device) if pci else None

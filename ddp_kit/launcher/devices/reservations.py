@@ -17,8 +17,7 @@ from pathlib import Path
 import psutil
 
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher.devices.gpus import Gpu
-from ddp_kit.launcher.devices.processes import Process, process_info
+from ddp_kit.launcher.devices.gpus import Gpu, Process, process_info
 from ddp_kit.launcher.plan import Plan
 
 _GPU = "ddpkit-gpu"

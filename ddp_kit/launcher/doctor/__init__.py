@@ -1,8 +1,7 @@
 """`ddpkit doctor`: check whether this machine can train. Each check is a function `Machine -> CheckResult`.
 
-    machine.py        the input of the checks; driver.py queries the driver, probes.py runs test programs
-    limits.py  system_checks.py  gpu_checks.py  torch_checks.py      the checks
-    result.py         their results
+    machine.py     the input of the checks: what the driver says, and what test programs say
+    checks.py      the checks and their results
 
 Nothing here imports torch, because a broken torch must not break the doctor.
 """
@@ -19,39 +18,39 @@ from pathlib import Path
 
 from ddp_kit.env import NO_COLOR
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher.doctor import driver, gpu_checks, limits, probes, system_checks, torch_checks
-from ddp_kit.launcher.doctor.machine import Machine
-from ddp_kit.launcher.doctor.result import CheckResult, Status, fail, warn
-from ddp_kit.launcher.parser import Parser
+from ddp_kit.launcher.commands.options import Parser
+from ddp_kit.launcher.doctor import checks
+from ddp_kit.launcher.doctor.checks import CheckResult, Status, fail, warn
+from ddp_kit.launcher.doctor.machine import Machine, detect, started
 from ddp_kit.masking import masked
 
 Check = Callable[[Machine], CheckResult | None]
 """A check returns None if it does not apply to this machine."""
 
 CHECKS: tuple[Check, ...] = (
-    system_checks.python,
-    limits.memory,
-    limits.cpu,
-    limits.open_files,
-    limits.locked_memory,
-    limits.shared_memory,
-    system_checks.checkpoints,
-    system_checks.clock,
-    system_checks.loopback,
-    system_checks.ports,
-    system_checks.host_name,
-    gpu_checks.driver,
-    gpu_checks.visible_gpus,
-    gpu_checks.orphaned_processes,
-    gpu_checks.ecc,
+    checks.python,
+    checks.memory,
+    checks.cpu,
+    checks.open_files,
+    checks.locked_memory,
+    checks.shared_memory,
+    checks.checkpoints,
+    checks.clock,
+    checks.loopback,
+    checks.ports,
+    checks.host_name,
+    checks.driver,
+    checks.visible_gpus,
+    checks.orphaned_processes,
+    checks.ecc,
     # These wait for processes that import torch.
-    torch_checks.torch,
-    torch_checks.torch_and_driver,
-    torch_checks.torch_and_gpus,
-    torch_checks.nccl,
-    torch_checks.all_reduce,
-    torch_checks.all_reduce_of_gpus,
-    torch_checks.matrix_product,
+    checks.torch,
+    checks.torch_and_driver,
+    checks.torch_and_gpus,
+    checks.nccl,
+    checks.all_reduce,
+    checks.all_reduce_of_gpus,
+    checks.matrix_product,
 )
 
 _COLOURS = {Status.OK: 32, Status.WARN: 33, Status.FAIL: 31}
@@ -95,13 +94,13 @@ def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 def run_checks(env: Mapping[str, str], checkpoints: Path) -> Iterator[CheckResult]:
     """Yield each result as soon as it is known."""
-    nvidia = driver.detect()
+    nvidia = detect()
     try:
         tempfile.TemporaryFile().close()
     except OSError as error:  # jobs need them too
         yield fail("temporary files", f"cannot create a temporary file: {error}", "export TMPDIR=FOLDER")
         return
-    with probes.started(env, socket.gethostname(), nvidia.visible(env)) as running:
+    with started(env, socket.gethostname(), nvidia.visible(env)) as running:
         machine = Machine.current(env, checkpoints, nvidia, running)
         for check in CHECKS:
             result = _run_check(check, machine)

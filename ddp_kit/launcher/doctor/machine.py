@@ -1,18 +1,244 @@
-"""The input of the checks, in one record."""
+"""The NVIDIA driver as reported by NVML. Nothing here raises: a broken driver is a result."""
 
 import ctypes
+import json
 import os
 import resource
 import shutil
+import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
+from typing import IO, Any
 
-from ddp_kit.launcher.doctor.driver import Driver
-from ddp_kit.launcher.doctor.probes import Probes
+import pynvml
+
+from ddp_kit.env import VISIBLE_GPUS
+from ddp_kit.launcher.devices import gpus as devices
+from ddp_kit.launcher.devices.gpus import Gpu, query
+from ddp_kit.launcher.warm.cleanup import die_with_parent
+
+Version = tuple[int, int]
+
+_NO_ANSWER = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)  # the second: the driver is too old for the query
+
+
+@dataclass(frozen=True)
+class Card:
+    """Further properties of one GPU for the checks."""
+
+    gpu: Gpu
+    ecc_errors: int | None = None
+    """Uncorrected memory errors since its last reset; None: it does not count errors."""
+    capability: Version | None = None
+    """Its compute capability, such as (9, 0)."""
+    processes: tuple[int, ...] = ()
+    """The ids of the processes that use it, except those in other containers."""
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The driver and its GPUs."""
+
+    error: str = ""
+    """Why NVML does not work."""
+    absent: bool = False
+    """Whether there is no driver."""
+    version: str = "unknown"
+    cuda: Version | None = None
+    """The newest CUDA version that it supports."""
+    cards: tuple[Card, ...] = ()
+
+    def visible(self, env: Mapping[str, str]) -> tuple[Gpu, ...]:
+        """The GPUs that a process with this environment would see."""
+        return tuple(gpu for _, gpu in devices.visible(tuple(card.gpu for card in self.cards), env))
+
+
+def detect() -> Driver:
+    """Query NVML for everything the checks need."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        absent = error.value in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+        return Driver(error=str(error), absent=absent)
+    try:
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            pynvml.nvmlDeviceGetHandleByIndex(index)  # raises if a GPU has fallen off the bus
+        cuda = query(pynvml.nvmlSystemGetCudaDriverVersion)
+        return Driver(
+            version=str(query(pynvml.nvmlSystemGetDriverVersion) or "unknown"),
+            cuda=(cuda // 1000, cuda % 1000 // 10) if cuda else None,
+            cards=tuple(_card(gpu) for gpu in devices.gpus()),
+        )
+    except _NO_ANSWER as error:
+        return Driver(error=str(error))
+    finally:
+        query(pynvml.nvmlShutdown)
+
+
+def _card(gpu: Gpu) -> Card:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(gpu.index)
+    uncorrected, since_reset = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+    processes = query(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
+    return Card(
+        gpu,
+        ecc_errors=query(pynvml.nvmlDeviceGetTotalEccErrors, handle, uncorrected, since_reset),
+        capability=query(pynvml.nvmlDeviceGetCudaComputeCapability, handle),
+        processes=tuple(process.pid for process in processes if process.pid > 0),
+    )
+
+
+# --- Run probe.py in separate processes, because torch may be broken, and host names may take long to resolve ---------
+
+
+_LOOPBACK = "127.0.0.1"
+_PROBE = Path(__file__).parents[1] / "agent" / "probe.py"
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """The result of a probe."""
+
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+    """Why it failed: the last line of the process that failed first."""
+
+
+Probe = Callable[[], ProbeResult]
+"""Waits for a probe and returns its result."""
+
+
+@dataclass(frozen=True)
+class Probes:
+    """All probes; they run concurrently, because each has to import torch."""
+
+    host: Probe
+    torch: Probe
+    gloo: Probe
+    nccl: Probe | None
+    """None with fewer than two GPUs."""
+    products: Mapping[str, Probe]
+    """By the GPU's UUID."""
+
+
+@contextmanager
+def started(env: Mapping[str, str], host: str, gpus: Sequence[Gpu], limit_seconds: float = 60) -> Iterator[Probes]:
+    """Start all probes; kill those that still run at the end of the block."""
+    with ExitStack() as stack:
+
+        def start(*commands: Sequence[str], env: Mapping[str, str] = env, inherited: Sequence[int] = ()) -> Probe:
+            # Files, because a full pipe would block the process.
+            outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]
+            probe = _RunningProbe(commands, env, inherited, outputs, limit_seconds)
+            stack.callback(probe.end)
+            return probe.result
+
+        def reduce(backend: str, env: Mapping[str, str] = env) -> Probe:
+            try:
+                listening = socket.create_server((_LOOPBACK, 0))
+            except OSError as error:
+                return partial(ProbeResult, error=f"{_LOOPBACK} cannot be listened on: {error}")
+            with listening:
+                store, port = listening.fileno(), listening.getsockname()[1]
+                ranks = [("reduce", backend, rank, str(port), str(store)) for rank in ("0", "1")]
+                return start(*ranks, env=env, inherited=[store])
+
+        whole = [gpu.uuid for gpu in gpus if not gpu.uuid.startswith("MIG-")]  # NCCL needs one GPU per process
+        yield Probes(
+            host=start(("host", host)),
+            torch=start(("facts",)),
+            gloo=reduce("gloo"),
+            nccl=reduce("nccl", {**env, VISIBLE_GPUS: ",".join(whole[:2])}) if len(whole) > 1 else None,
+            products={gpu.uuid: start(("product",), env={**env, VISIBLE_GPUS: gpu.uuid}) for gpu in gpus},
+        )
+
+
+def torch_facts(env: Mapping[str, str], limit_seconds: float = 60) -> ProbeResult:
+    """torch's version and build options alone; see `facts` in probe.py."""
+    with tempfile.TemporaryFile() as output:
+        probe = _RunningProbe([("facts",)], env, (), [output], limit_seconds)
+        try:
+            return probe.result()
+        finally:
+            probe.end()
+
+
+class _RunningProbe:
+    """The processes of one probe."""
+
+    def __init__(
+        self,
+        commands: Sequence[Sequence[str]],
+        env: Mapping[str, str],
+        inherited: Sequence[int],
+        outputs: Sequence[IO[bytes]],
+        limit_seconds: float,
+    ) -> None:
+        self._limit, self._start = limit_seconds, time.monotonic()
+        self._outputs = outputs
+        self._processes: list[Popen[bytes]] = []
+        self._result: ProbeResult | None = None
+        try:
+            for arguments, output in zip(commands, outputs, strict=True):
+                self._processes.append(_start(arguments, env, inherited, output))
+        except OSError as error:  # too many processes, too little memory
+            self._result = ProbeResult(error=f"cannot start a process: {error}")
+
+    def result(self) -> ProbeResult:
+        """Wait for all processes, or for the first that fails."""
+        while self._result is None:
+            codes = [process.poll() for process in self._processes]
+            failed = next((place for place, code in enumerate(codes) if code), None)
+            if failed is not None:
+                self._result = ProbeResult(error=self._reason(failed))
+            elif None not in codes:
+                self._result = ProbeResult(facts=json.loads(self._lines(0)[-1]))
+            elif time.monotonic() - self._start > self._limit:
+                self._result = ProbeResult(error=f"no answer within {self._limit:g} s")
+            else:
+                time.sleep(0.02)  # there is no portable way to wait for any of several processes
+        return self._result
+
+    def end(self) -> None:
+        """Kill what still runs."""
+        for process in self._processes:
+            process.kill()
+            with suppress(TimeoutExpired):  # SIGKILL does not end a process in a driver that hangs
+                process.wait(timeout=1)
+
+    def _reason(self, place: int) -> str:
+        code = self._processes[place].returncode
+        if code < 0:
+            return f"killed by {signal.strsignal(-code) or f'signal {-code}'}"
+        return (self._lines(place) or [f"exit code {code}"])[-1]
+
+    def _lines(self, place: int) -> list[str]:
+        self._outputs[place].seek(0)
+        return [line for line in self._outputs[place].read().decode(errors="replace").splitlines() if line.strip()]
+
+
+def _start(
+    arguments: Sequence[str], env: Mapping[str, str], inherited: Sequence[int], output: IO[bytes]
+) -> Popen[bytes]:
+    return Popen(
+        [sys.executable, "-P", str(_PROBE), *arguments],
+        env=env,
+        pass_fds=inherited,
+        stdin=DEVNULL,
+        stdout=output,
+        stderr=STDOUT,
+        preexec_fn=partial(die_with_parent, os.getpid()) if sys.platform == "linux" else None,
+    )
+
+
+# --- The input of the checks, in one record ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_kit.errors import UsageError, kind_of
-from ddp_kit.launcher.trace.trace_records import LineMemory, MemorySummary, Place
+from ddp_kit.launcher.trace.records import LineMemory, MemorySummary, Place
 
 _FORMAT = 1
 _MOST_BYTES = 1 << 20

@@ -1,16 +1,10 @@
-"""The warm server: imports torch, starts a worker for each `Start`, and ends leftover processes of the job.
+"""Forward signals that a rank sends to its parent, as preemption handlers do: `os.kill(os.getppid(), SIGTERM)`.
 
-    import torch                     (not with --cold: it then only starts workers, watches them and cleans up)
-    loop:
-        Start         fork a worker, or execute it if a fork would differ from a new interpreter
-        Kill, Clear   kill a worker and the processes it started; end what the workers of a round left behind
-        a child ends  report it to the launcher
-        end of file   the launcher has ended: end all processes, remove its folder, exit
-
-It uses no tensor operations and no threads. Orphaned descendants become its children, so that it can end all of them.
-`client.WarmServer` starts it as a separate process; the launcher never imports it.
+The rank means the launcher, but its parent is the warm server, which blocks these signals. A signal to the whole job,
+as from `scancel`, is not forwarded: it reaches the launcher anyway, and a second one would make it kill the ranks.
 """
 
+import ctypes
 import gc
 import os
 import re
@@ -50,9 +44,58 @@ from ddp_kit.launcher.warm.messages import (
     Start,
     Started,
 )
-from ddp_kit.launcher.warm.parent_signals import ParentSignals
-from ddp_kit.launcher.warm.script_text import later_imports
+from ddp_kit.launcher.warm.script import later_imports
 from ddp_kit.masking import masked
+
+_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_SIGSET_BYTES = 128  # sizeof(sigset_t) of glibc and musl
+
+
+class ParentSignals:
+    """Forwards to the launcher the first of these signals that a descendant of this process sends."""
+
+    def __init__(self, launcher: int) -> None:
+        """`launcher`: its process id. The signals must be blocked."""
+        self._launcher = launcher
+        self._has_forwarded = False
+        signals = sum(1 << (number - 1) for number in _STOPPING).to_bytes(_SIGSET_BYTES, sys.byteorder)
+        self._descriptor: int = ctypes.CDLL(None).signalfd(-1, signals, os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def fileno(self) -> int:
+        """The descriptor for `select`: readable when a signal is pending. A forked worker closes it."""
+        return self._descriptor
+
+    def forward(self) -> None:
+        """Consume all pending signals. If several ranks send one, only the first is forwarded."""
+        while (found := signal.sigtimedwait(_STOPPING, 0)) is not None:
+            if not self._has_forwarded and _is_descendant(found.si_pid) and os.getppid() == self._launcher:
+                self._has_forwarded = True
+                os.kill(self._launcher, found.si_signo)
+
+
+def _is_descendant(pid: int) -> bool:
+    """Whether a process, possibly a zombie, is a descendant of this one."""
+    while pid > 1:
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it is gone
+            return False
+        if pid == os.getpid():
+            return True
+    return False
+
+
+# --- The warm server: imports torch, starts a worker for each `Start`, and ends leftover processes of the job ---------
+#     import torch                     (not with --cold: it then only starts workers, watches them and cleans up)
+#     loop:
+#         Start         fork a worker, or execute it if a fork would differ from a new interpreter
+#         Kill, Clear   kill a worker and the processes it started; end what the workers of a round left behind
+#         a child ends  report it to the launcher
+#         end of file   the launcher has ended: end all processes, remove its folder, exit
+#
+# It uses no tensor operations and no threads. Orphaned descendants become its children, so that it can end all of them.
+# `client.WarmServer` starts it as a separate process; the launcher never imports it.
+
 
 _PRELOADED = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel")
 # loguru's default handler checks whether stderr is a terminal, which has to happen in the worker.

@@ -1,0 +1,598 @@
+"""The files of a checkpoint: the manifest, and tensor files."""
+
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from io import BufferedReader, FileIO
+from itertools import product
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any, NamedTuple
+
+import xxhash
+
+from ddp_kit.errors import CheckpointError
+
+# --- The files of a checkpoint: their names, whether it is complete, and which checkpoint is the newest. Read-only ----
+#     <dir>/step-00000012/            renamed to this when all files are on disk
+#         manifest.json               the size and hash of each file
+#         model.safetensors           tensors, one file per part of the state; if several ranks write:
+#         model-00001-of-00002.safetensors, ...    one file per part and rank, and model.safetensors.index.json
+#         state.json                  everything else, of all parts
+#     <dir>/.writing-step-00000012-1f0c93aa/    incomplete; the next save removes it unless it is still being written
+#     <dir>/set-aside-20260102-030405-1f0c/     checkpoints of a branch that the run has left; never read
+#
+# docs/checkpoints.md describes the files for other programs.
+
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+STATE = "state.json"
+TENSORS = ".safetensors"
+INDEX = f"{TENSORS}.index.json"
+"""The suffix of the file that maps tensors to files if a part has several, as in Hugging Face's sharded models."""
+WRITING, REMOVED = ".writing-", ".removed-"
+"""Name prefixes of folders that are being written or removed, or were when the writer was killed."""
+ASIDE = "set-aside-"
+"""Name prefix of folders with the checkpoints of a branch that the run has left."""
+
+_NAME = re.compile(r"step-(\d{8,})")
+_TENSOR_FILE = re.compile(rf"(.+?)(-\d{{5}}-of-\d{{5}})?{re.escape(TENSORS)}")
+_PLAIN_NAME = re.compile(r"[\w-][\w.-]*", re.ASCII)
+_HASH = "sha256"  # the key of the manifest's hash of itself
+HASHES: Mapping[str, Callable[[], Any]] = {"xxh3": xxhash.xxh3_128, "sha256": hashlib.sha256}
+"""The hashes of files that can be read. New files get the first: SHA-256 takes ten times as long, about as long as
+writing the file. They detect damage, not attacks: whoever can change a file can also change its hash."""
+NEW_HASH = next(iter(HASHES))
+_FILE_HASH = re.compile(r"xxh3:[0-9a-f]{32}|sha256:[0-9a-f]{64}")
+_LONGEST_MANIFEST = 1 << 20  # enough for thousands of files
+LARGEST = 1 << 63
+"""Sizes of files and tensors are below this."""
+_BUFFER = 1 << 20
+_READERS = 4
+_NEWER = "newer format"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """The name, size and hash of a file, as it was written."""
+
+    name: str
+    bytes: int
+    hash: str
+    """The kind and the value, such as `xxh3:00c0ffee...`."""
+
+    def hasher(self) -> "Hasher":
+        """A hasher of the same kind."""
+        return Hasher(self.hash.partition(":")[0])
+
+
+class Hasher:
+    """Computes the hash of a file; `str` returns it in the form of `FileRecord.hash`."""
+
+    def __init__(self, kind: str = NEW_HASH) -> None:
+        self._kind = kind
+        self._hash = HASHES[kind]()
+
+    def update(self, content: bytes | memoryview) -> None:
+        """Add content."""
+        self._hash.update(content)
+
+    def __str__(self) -> str:
+        return f"{self._kind}:{self._hash.hexdigest()}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of a checkpoint's manifest.json."""
+
+    step: int
+    created: str
+    """When it was written, in UTC, as ISO 8601."""
+    best: bool
+    """Whether it was the best so far when it was saved; the newest such checkpoint is the best of all."""
+    versions: Mapping[str, str]
+    """The versions of ddpkit, torch and python."""
+    files: tuple[FileRecord, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The total size of all files except the manifest."""
+        return sum(file.bytes for file in self.files)
+
+    def text(self) -> str:
+        """The content of the file: JSON that includes its own hash."""
+        content = {"format": FORMAT, **asdict(self)}
+        return json.dumps({**content, _HASH: _hash_of(content)}, indent=2) + "\n"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint on disk, complete or not."""
+
+    path: Path
+    step: int
+    manifest: Manifest | None
+    """None if it cannot be read."""
+    problem: str | None
+    """What is wrong; None: no problem was found."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is complete and undamaged, as far as it was checked."""
+        return self.problem is None
+
+    @property
+    def newer(self) -> bool:
+        """Whether it is not damaged, but written by a later version of ddpkit."""
+        return self.problem is not None and self.problem.startswith(_NEWER)
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem or 'whole'}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The newest complete checkpoint, and the damaged ones that were skipped."""
+
+    found: Found | None
+    passed_over: tuple[Found, ...]
+    """Newer checkpoints that are damaged, newest first, each with its problem."""
+
+
+def name_of(step: int) -> str:
+    """The folder name of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def checkpoints(folder: Path, *, hashes: bool = False) -> tuple[Found, ...]:
+    """All checkpoints in `folder`, newest first; empty if the folder does not exist.
+
+    `hashes`: verify the hash of every file, which reads all of them; otherwise only sizes are checked.
+    Raises `CheckpointError` if the folder cannot be read.
+    """
+    found = (_found(path, step) for step, path in _steps(folder))
+    return tuple(verified(one) if hashes else one for one in found if one is not None)
+
+
+def newest_whole(folder: Path, *, hashes: bool = False) -> Choice:
+    """The newest complete checkpoint in `folder`. Arguments and errors are those of `checkpoints`."""
+    passed_over: list[Found] = []
+    for step, path in _steps(folder):
+        found = _found(path, step)
+        if found is not None and hashes:
+            found = verified(found)
+        if found is not None and found.whole:
+            return Choice(found, tuple(passed_over))
+        if found is not None:
+            passed_over.append(found)
+    return Choice(None, tuple(passed_over))
+
+
+def best(folder: Path) -> Found:
+    """The best checkpoint in `folder`: the newest one that was the best when it was saved. File sizes are checked.
+
+    Raises `CheckpointError` if there is none, or the folder cannot be read.
+    """
+    for found in checkpoints(folder):
+        if found.manifest is not None and found.manifest.best:
+            return found
+    raise CheckpointError(
+        f"no checkpoint in {folder} is marked as the best",
+        'set checkpoint={"keep_best": "loss"} (or a metric) in the run; `ddpkit checkpoints DIR` lists its checkpoints',
+    )
+
+
+def leftovers(folder: Path) -> tuple[Path, ...]:
+    """Folders that are being written or removed, or were when their writer was killed. Raises `CheckpointError`."""
+    return tuple(path for path in _entries(folder) if path.name.startswith((WRITING, REMOVED)))
+
+
+def left_branches(folder: Path) -> tuple[Path, ...]:
+    """Folders with the checkpoints of branches that the run has left. Raises `CheckpointError`."""
+    return tuple(path for path in _entries(folder) if path.name.startswith(ASIDE))
+
+
+def part_of(file: str) -> str | None:
+    """The part of the state whose tensors a file holds, such as `model`; None: the file holds no tensors."""
+    named = _TENSOR_FILE.fullmatch(file)
+    return None if named is None else named[1]
+
+
+def examine(path: Path) -> Found:
+    """The checkpoint at `path`; file sizes are checked. Raises `CheckpointError` if nothing is there."""
+    path = path.absolute()
+    name = _NAME.fullmatch(path.name)
+    found = _found(path, int(name[1]) if name else None)
+    if found is None:
+        raise CheckpointError(f"there is no checkpoint {path}", "`ddpkit checkpoints DIR` lists those in a folder")
+    return found
+
+
+def verified(found: Found) -> Found:
+    """The checkpoint after reading every byte; has a problem if a hash differs."""
+    if found.manifest is None or found.problem is not None:
+        return found
+    with ThreadPoolExecutor(_READERS) as pool:
+        problems = pool.map(lambda file: _wrong_hash(found.path / file.name, file), found.manifest.files)
+        return replace(found, problem=next(filter(None, problems), None))
+
+
+def open_file(path: Path) -> BufferedReader:
+    """Open a file of a checkpoint. Raises `OSError`, also for a link, pipe or device, which no save creates."""
+    try:
+        # Without O_NONBLOCK, opening a pipe that nobody writes to would block forever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "a link, not a file") from None
+        raise
+    if not S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return BufferedReader(FileIO(descriptor), _BUFFER)
+
+
+def read_state(found: Found) -> Any:
+    """The content of state.json. Raises `OSError`, and `ValueError` if it is missing or damaged."""
+    record = next((file for file in found.manifest.files if file.name == STATE), None) if found.manifest else None
+    if record is None:
+        raise ValueError(f"{STATE} is missing")
+    with open_file(found.path / STATE) as file:
+        content = file.read(record.bytes + 1)
+    hasher = record.hasher()
+    hasher.update(content)
+    if str(hasher) != record.hash:
+        raise ValueError(wrong_hash(STATE))
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{STATE} is not valid JSON, or nested too deeply") from None
+
+
+def is_size(value: Any) -> bool:
+    """Whether a value from a file can be a number of bytes or items."""
+    return type(value) is int and 0 <= value < LARGEST
+
+
+def _steps(folder: Path) -> list[tuple[int, Path]]:
+    named = ((_NAME.fullmatch(path.name), path) for path in _entries(folder))
+    return sorted(((int(name[1]), path) for name, path in named if name), reverse=True)
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except NotADirectoryError:
+        raise CheckpointError(f"{folder} is a file, not a folder of checkpoints", "pass the folder") from None
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoints in {folder} cannot be read: {error.strerror}", "check its owner and permissions: ls -ld"
+        ) from None
+
+
+def _found(path: Path, step: int | None) -> Found | None:
+    """The checkpoint at `path`; None if nothing is there. `step`: the step in the folder's name, if it has one."""
+    manifest, problem = None, None
+    try:
+        with open_file(path / MANIFEST) as file:
+            text = file.read(_LONGEST_MANIFEST + 1)
+    except FileNotFoundError:
+        if not path.exists():  # a concurrent save removed it
+            return None
+        problem = f"incomplete: {MANIFEST} is missing"
+        if step is None:
+            problem = f"not a checkpoint of ddpkit: it has no {MANIFEST}"
+    except NotADirectoryError:
+        problem = "not a checkpoint of ddpkit: a file"
+    except OSError as error:
+        problem = f"{MANIFEST} cannot be read: {error.strerror}"
+    else:
+        manifest, problem = _manifest(text)
+    if manifest is not None:
+        problem = _wrong(path, manifest)
+        if step is not None and manifest.step != step:
+            problem = f"{MANIFEST} is that of step {manifest.step}"
+        step = manifest.step
+    return Found(path, -1 if step is None else step, manifest, problem)
+
+
+def _manifest(text: bytes) -> tuple[Manifest | None, str | None]:
+    """The parsed manifest, or what is wrong with it."""
+    damaged = f"{MANIFEST} is damaged"
+    if len(text) > _LONGEST_MANIFEST:
+        return None, f"{MANIFEST} is too long: more than {_LONGEST_MANIFEST:,} bytes"
+    try:
+        content = json.loads(text)
+        number = content.get("format") if isinstance(content, dict) else None
+        if type(number) is not int:
+            return None, f"not a checkpoint of ddpkit: {MANIFEST} names no format"
+        if number > FORMAT:
+            return None, f"{_NEWER} {number}: this version of ddpkit reads up to {FORMAT}"
+        if content.pop(_HASH, None) != _hash_of(content):
+            return None, damaged
+        del content["format"]
+        files = tuple(FileRecord(**(_from_format_1(file) if number == 1 else file)) for file in content.pop("files"))
+        manifest = Manifest(**content, files=files)
+    except (ValueError, RecursionError, TypeError, KeyError):
+        return None, damaged
+    return (manifest, None) if _is_valid(manifest) else (None, damaged)
+
+
+def _from_format_1(file: dict[str, Any]) -> dict[str, Any]:
+    return {"name": file["name"], "bytes": file["bytes"], "hash": f"sha256:{file['sha256']}"}
+
+
+def _is_valid(manifest: Manifest) -> bool:
+    """Whether each value has the right type and range, and no file name leads out of the checkpoint's folder."""
+    names = [file.name for file in manifest.files]
+    return (
+        is_size(manifest.step)
+        and type(manifest.created) is str
+        and type(manifest.best) is bool
+        and isinstance(manifest.versions, dict)
+        and all(type(value) is str for value in manifest.versions.values())
+        and all(type(name) is str and _PLAIN_NAME.fullmatch(name) and name != MANIFEST for name in names)
+        and len({*names}) == len(names)
+        and all(is_size(file.bytes) for file in manifest.files)
+        and all(type(file.hash) is str and _FILE_HASH.fullmatch(file.hash) for file in manifest.files)
+    )
+
+
+def _hash_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _wrong(folder: Path, manifest: Manifest) -> str | None:
+    return next(filter(None, (_wrong_size(folder / file.name, file) for file in manifest.files)), None)
+
+
+def _wrong_size(path: Path, file: FileRecord) -> str | None:
+    try:
+        status = path.lstat()  # not stat: checkpoints contain no links
+    except FileNotFoundError:
+        return f"{file.name} is missing"
+    except OSError as error:
+        return f"{file.name} cannot be read: {error.strerror}"
+    if not S_ISREG(status.st_mode):
+        return f"{file.name} is not a file"
+    if status.st_size != file.bytes:
+        return f"{file.name} has {status.st_size:,} bytes instead of {file.bytes:,}"
+    return None
+
+
+def _wrong_hash(path: Path, file: FileRecord) -> str | None:
+    try:
+        with open_file(path) as opened:
+            hasher = file.hasher()
+            while content := opened.read(_BUFFER):
+                hasher.update(content)
+    except OSError as error:
+        return f"{file.name} cannot be read: {error.strerror}"
+    return None if str(hasher) == file.hash else wrong_hash(file.name)
+
+
+def wrong_hash(name: str) -> str:
+    """The message for a file whose content has changed since it was written."""
+    return f"{name} is damaged: its hash differs from the one in {MANIFEST}"
+
+
+# --- Headers of safetensors files, and the positions of sharded pieces in their whole tensors -------------------------
+# Source of the format: https://github.com/huggingface/safetensors, "Format": 8 bytes with the header's length, the
+# header as JSON, then the tensors without gaps. If a tensor is sharded over ranks, each rank's file holds a piece of
+# it: a box, or a range of its values in row-major order. The header's metadata has the offsets; see
+# docs/checkpoints.md.
+
+
+PIECES = "ddpkit.pieces"
+"""Metadata key of a file; its value is JSON: name -> shape of the whole tensor and offsets of the piece in it."""
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "U32": 4, "I32": 4, "U64": 8, "I64": 8,
+    "F8_E4M3": 1, "F8_E5M2": 1, "F16": 2, "BF16": 2, "F32": 4, "F64": 8,
+}  # fmt: skip
+"""Bytes per element of each dtype in safetensors 0.4.3 and later."""
+_ALIGNMENT = 64  # of the first tensor in a file; the others follow in descending order of element size
+_MAX_DIMENSIONS = 64  # torch's own limit
+_LENGTH_BYTES = 8  # of the header of a safetensors file, little-endian, at its beginning
+_MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
+
+Shape = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """A box in a tensor: a range of indices in each dimension."""
+
+    begin: Shape
+    end: Shape
+    """Exclusive, in each dimension."""
+
+    @property
+    def shape(self) -> Shape:
+        """The size in each dimension."""
+        return tuple(end - begin for begin, end in zip(self.begin, self.end, strict=True))
+
+    def intersection(self, other: "Box") -> "Box | None":
+        """The values in both boxes; None if there are none."""
+        begin, end = tuple(map(max, self.begin, other.begin)), tuple(map(min, self.end, other.end))
+        return Box(begin, end) if all(map(int.__lt__, begin, end)) else None
+
+
+def boxes_of(whole: Shape, shape: Shape, offsets: Shape, *, flat: bool) -> list[Box]:
+    """A piece of a tensor of shape `whole` as boxes, in the order in which the piece stores their values.
+
+    `shape`, `offsets`: of the piece. `flat`: whether it is a range of the tensor's values in row-major order; in n
+    dimensions that is up to 2n - 1 boxes. An empty piece has no boxes.
+    """
+    if flat:
+        return _range(offsets[0], offsets[0] + shape[0], whole)
+    return [Box(offsets, tuple(map(int.__add__, offsets, shape)))] if 0 not in shape else []
+
+
+def _range(begin: int, end: int, shape: Shape) -> list[Box]:
+    if begin >= end:
+        return []
+    if not shape:
+        return [Box((), ())]
+    inner = shape[1:]
+    row = math.prod(inner)
+    first, last = -(-begin // row), end // row  # whole rows
+    if first > last:
+        return _in_row(last, begin - last * row, end - last * row, inner)
+    whole = [Box((first, *(0 for _ in inner)), (last, *inner))] if first < last else []
+    before = _in_row(first - 1, begin - (first - 1) * row, row, inner)
+    return [*before, *whole, *_in_row(last, 0, end - last * row, inner)]
+
+
+def _in_row(number: int, begin: int, end: int, shape: Shape) -> list[Box]:
+    return [Box((number, *box.begin), (number + 1, *box.end)) for box in _range(begin, end, shape)]
+
+
+def split_box(box: Box, max_values: int) -> Iterator[Box]:
+    """Split a box into smaller ones of at most `max_values` values, each contiguous in the box's row-major order."""
+    shape = box.shape
+    if not shape:
+        yield box
+        return
+    split = next(each for each in range(len(shape)) if math.prod(shape[each + 1 :]) <= max_values)
+    step = max_values // math.prod(shape[split + 1 :])
+    begin, end = box.begin[split + 1 :], box.end[split + 1 :]
+    for outer in product(*map(range, box.begin[:split], box.end[:split])):
+        for at in range(box.begin[split], box.end[split], step):
+            to = min(at + step, box.end[split])
+            yield Box((*outer, at, *begin), (*(each + 1 for each in outer), to, *end))
+
+
+def overlap(boxes: Iterable[Box]) -> bool:
+    """Whether any two of the boxes intersect. No box may be empty."""
+    boxes = [*boxes]
+    if len(boxes) < 2 or not boxes[0].begin:
+        return len(boxes) > 1
+    starts = zip(*(box.begin for box in boxes), strict=True)
+    along, _ = max(enumerate(starts), key=lambda each: len({*each[1]}))
+    open_boxes: list[Box] = []  # those that may intersect the next one: few in usual shardings
+    for box in sorted(boxes, key=lambda box: box.begin[along]):
+        open_boxes = [each for each in open_boxes if each.end[along] > box.begin[along]]
+        if any(map(box.intersection, open_boxes)):
+            return True
+        open_boxes.append(box)
+    return False
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """A tensor in a file, or a piece of one."""
+
+    dtype: str
+    whole: Shape
+    """The shape of the whole tensor; the header has the shape of the piece."""
+    boxes: tuple[Box, ...]
+    """The values of the tensor that the file holds, in the order in which it stores them."""
+    bytes: int
+    """The size in the file."""
+    is_piece: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.whole)}"
+
+
+def tensor_table(path: Path) -> dict[str, TensorRecord]:
+    """The tensors of a safetensors file, in file order. Raises `OSError`, and `ValueError` for an invalid file."""
+    with open_file(path) as file:
+        return read_header(file, os.fstat(file.fileno()).st_size)[0]
+
+
+def read_header(file: BufferedReader, size: int) -> tuple[dict[str, TensorRecord], bytes]:
+    """Read a safetensors header: the tensors, and the raw bytes of the header. `size`: of the file, in bytes.
+
+    Raises `ValueError` if the header is invalid, or the tensors do not fill the file without gaps.
+    """
+    length = file.read(_LENGTH_BYTES)
+    header = int.from_bytes(length, "little")
+    if len(length) != _LENGTH_BYTES or header > min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
+        raise ValueError("not a safetensors file")
+    raw = file.read(header)
+    try:
+        table = json.loads(raw)
+    except RecursionError:
+        raise ValueError("not a safetensors file: its header is nested too deeply") from None
+    if len(raw) != header or not isinstance(table, dict):
+        raise ValueError("not a safetensors file")
+    pieces = _pieces(table.pop("__metadata__", None))
+    places = {name: _data_offsets(entry) for name, entry in table.items()}
+    tensors, end = {}, 0
+    for name in sorted(places, key=places.__getitem__):
+        record = _tensor_record(table[name], pieces.get(name))
+        if places[name] != (end, end + record.bytes):
+            raise ValueError(f"the tensor {name!r} has wrong data_offsets")
+        tensors[name] = record
+        end += record.bytes
+    if end != size - _LENGTH_BYTES - header:
+        raise ValueError("the size of the file does not match its header")
+    return tensors, length + raw
+
+
+def header(metadata: Mapping[str, str], tensors: Iterable[tuple[str, str, Iterable[int], int]]) -> bytes:
+    """The header of a file. `tensors`: name, dtype, shape and bytes of each tensor, in file order."""
+    table: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for name, dtype, shape, size in tensors:
+        table[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def _data_offsets(entry: Any) -> tuple[int, int]:
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_size, offsets)):
+        raise ValueError("a tensor has no valid data_offsets")
+    return offsets[0], offsets[1]
+
+
+def _pieces(metadata: Any) -> dict[str, Any]:
+    text = metadata.get(PIECES) if isinstance(metadata, dict) else None
+    if text is None:
+        return {}
+    pieces = json.loads(text) if isinstance(text, str) else None
+    if not isinstance(pieces, dict) or not all(isinstance(piece, dict) for piece in pieces.values()):
+        raise ValueError(f"the metadata {PIECES} is invalid")
+    return pieces
+
+
+def _tensor_record(entry: dict[str, Any], piece: dict[str, Any] | None) -> TensorRecord:
+    dtype, shape = entry.get("dtype"), checked_shape(entry.get("shape"))
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise ValueError("a tensor has an unknown dtype")
+    size = math.prod(shape) * ITEM_BYTES[dtype]
+    if piece is None:
+        return TensorRecord(dtype, shape, tuple(boxes_of(shape, shape, (0,) * len(shape), flat=False)), size)
+    whole, offsets = checked_shape(piece.get("shape")), checked_shape(piece.get("offsets"))
+    flat = piece.get("flat", False)
+    if type(flat) is not bool:
+        raise ValueError("`flat` of a piece is not a bool")
+    room = (math.prod(whole),) if flat else whole
+    if not len(room) == len(offsets) == len(shape) or any(map(_outside, offsets, shape, room)):
+        raise ValueError("a piece exceeds the bounds of its tensor")
+    return TensorRecord(dtype, whole, tuple(boxes_of(whole, shape, offsets, flat=flat)), size, is_piece=True)
+
+
+def _outside(offset: int, size: int, room: int) -> bool:
+    return offset + size > room
+
+
+def checked_shape(shape: Any) -> Shape:
+    """A shape read from a file. Raises `ValueError` if it is invalid."""
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS or not all(map(is_size, shape)):
+        raise ValueError("a shape is not a list of sizes")
+    if math.prod(max(size, 1) for size in shape) >= LARGEST:
+        raise ValueError("a shape is too large")
+    return tuple(shape)

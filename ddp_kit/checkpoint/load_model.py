@@ -1,0 +1,304 @@
+"""Fingerprints of frozen weights, which `checkpoint.trainable_only` leaves out of checkpoints.
+
+A fingerprint is the sum of a tensor's values, reinterpreted as integers, each times a factor that depends on its index
+in the whole tensor. The fingerprints of a tensor's pieces add up to that of the tensor, so the result is the same for
+every parallel strategy.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ddp_kit.checkpoint.format import INDEX, MANIFEST, TENSORS, Found, best, checkpoints, examine, open_file, read_state
+from ddp_kit.checkpoint.reader import cannot_load, load_entries
+from ddp_kit.checkpoint.weight_files import FROZEN, has_average, plain_name, stored_weights
+from ddp_kit.config.settings import absolute
+from ddp_kit.errors import CheckpointError, ConfigError, some
+from ddp_kit.log import logger
+from ddp_kit.pieces import Piece
+from ddp_kit.records import LoadedWeights
+from ddp_kit.torch_internals import is_fake, loaded_by_own_code
+
+_CHUNK = 1 << 20  # values at a time, because each needs several temporary 8-byte numbers
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FACTORS = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64))  # constants of SplitMix64
+
+
+@torch.no_grad()
+def fingerprint(value: Tensor | Piece) -> Tensor:
+    """The fingerprint of a tensor, or a piece's contribution to it: an int64 scalar on its device. Does not wait."""
+    piece = value if isinstance(value, Piece) else None
+    tensor = value.tensor if isinstance(value, Piece) else value
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    if not tensor.numel():
+        return total
+    offset, rows = _rows(tensor, piece)
+    numbers = tensor.contiguous().reshape(len(rows), -1)
+    size = numbers.shape[1]
+    step = max(1, _CHUNK // size)
+    for first in range(0, len(rows), step):
+        begins = rows[first : first + step].to(tensor.device)[:, None] + offset
+        for at in range(0, size, _CHUNK):
+            part = numbers[first : first + step, at : at + _CHUNK]
+            places = begins + torch.arange(at, at + part.shape[1], device=tensor.device)
+            total += (_factor(places) * (_integers(part) + 1)).sum()
+    return total
+
+
+def entry_of(value: Tensor | Piece, number: int) -> dict[str, Any]:
+    """The entry in a checkpoint for a weight that is left out. `number`: its fingerprint."""
+    tensor = value.tensor if isinstance(value, Piece) else value
+    shape = value.shape
+    return {FROZEN: f"{number % (1 << 64):016x}", "dtype": str(tensor.dtype).removeprefix("torch."), "shape": [*shape]}
+
+
+def is_entry(value: Any) -> bool:
+    """Whether a value in a saved model is the entry of a weight that was left out."""
+    return isinstance(value, dict) and FROZEN in value
+
+
+def frozen_weights_differ(names: Sequence[str]) -> CheckpointError:
+    """The error for a model whose frozen weights are not those that a checkpoint left out. `names`: of the weights."""
+    return CheckpointError(
+        "the checkpoint was saved without frozen weights (checkpoint.trainable_only), and the model does not have the "
+        f"frozen weights that its run started with: {some(names)} differ in value, dtype or shape, or are not frozen",
+        "initialise the model with the same frozen weights as that run, such as from the same pretrained model",
+    )
+
+
+def _rows(tensor: Tensor, piece: Piece | None) -> tuple[int, Tensor]:
+    """The index of the first value in the whole tensor, and the offsets from it of each contiguous run of values."""
+    one = torch.zeros(1, dtype=torch.int64)
+    if piece is None or not piece.offsets:
+        return 0, one
+    if piece.flat:
+        return piece.offsets[0], one
+    strides = [math.prod(piece.shape[each + 1 :]) for each in range(len(piece.shape))]
+    offset = sum(map(int.__mul__, piece.offsets, strides))
+    if tuple(tensor.shape[1:]) == piece.shape[1:]:  # sharded along the first dimension, so it is contiguous
+        return offset, one
+    begins = one
+    for size, stride in zip(tensor.shape[:-1], strides[:-1], strict=True):
+        begins = (begins[:, None] + torch.arange(size) * stride).reshape(-1)
+    return offset, begins
+
+
+def _factor(places: Tensor) -> Tensor:
+    """A pseudorandom odd number for each index."""
+    mixed = places * _FACTORS[0]
+    mixed = (mixed ^ (mixed >> 30)) * _FACTORS[1]
+    return (mixed ^ (mixed >> 27)) | 1
+
+
+def _integers(part: Tensor) -> Tensor:
+    if part.is_complex():
+        real = torch.view_as_real(part.resolve_conj()).contiguous()
+        both = real.view(_INTEGERS[real.itemsize]).to(torch.int64)
+        return both[..., 0] + 3 * both[..., 1]
+    return part.view(_INTEGERS[part.itemsize]).to(torch.int64)
+
+
+# --- Loads the weights of a run into a model, without a Trainer or process group. Nothing is unpickled ----------------
+
+
+_LONGEST_INDEX = 100 << 20
+_LONGEST_TEXT = 300
+
+
+class _Weights(NamedTuple):
+    path: Path
+    step: int | None
+    values: Mapping[str, Any]
+    left_out: Mapping[str, Any] = {}
+    """Name -> dtype, shape and fingerprint of each weight that `checkpoint.trainable_only` left out."""
+
+
+def load_model(
+    path: str | Path,
+    model: nn.Module,
+    *,
+    which: Literal["newest", "best"] = "newest",
+    ema: bool = False,
+    strict: bool = True,
+) -> LoadedWeights:
+    """Load the weights and buffers of a run into a model in place, and return which ones matched. Not a collective.
+
+    `path`: a run's checkpoint folder, one checkpoint, or a file written by `ddpkit export` (if it is sharded, its
+    `.safetensors.index.json`). The checkpoint may be from any parallel strategy and number of ranks.
+    `model`: an ordinary module with whole weights, on any device; loaded values are converted to its dtypes.
+    `which`: for a run's folder, load the newest complete checkpoint, or the best one by `checkpoint.keep_best`.
+    `ema`: load the weights averaged by the `EMA` callback, which evaluations used.
+    `strict`: raise an error unless names and shapes match. If False, the model keeps values that do not match, and the
+    result lists their names.
+    All bytes read from a checkpoint are verified against its hashes.
+    Raises `CheckpointError` if there is no checkpoint, if it is damaged, or if it does not match the model, which is
+    then unchanged; `ConfigError` for invalid arguments.
+    """
+    source = absolute(path)
+    if any(each.is_meta for each in model.state_dict().values() if isinstance(each, Tensor)):
+        raise ConfigError("the model is on the meta device, without memory", "call model.to_empty(device='cpu') first")
+    return _load_into(model, _read(source, which, ema), strict)
+
+
+def _read(source: Path, which: str, ema: bool) -> _Weights:
+    if which not in ("newest", "best"):
+        raise ConfigError(f"load_model got which={which!r}", 'use "newest" or "best"')
+    is_file = source.name.endswith((TENSORS, INDEX))
+    if which == "best" and (is_file or (source / MANIFEST).exists()):
+        raise ConfigError(f"which='best' needs a run's folder, but {source} is one checkpoint", "leave out which")
+    if is_file:
+        if ema:
+            raise ConfigError(
+                f"ema=True needs a checkpoint, but {source} is a file",
+                "pass the checkpoint, or a file that `ddpkit export --ema` wrote, without ema",
+            )
+        return _from_file(source)
+    if which == "best":
+        return _from_checkpoint(best(source), ema)
+    if (source / MANIFEST).exists():
+        return _from_checkpoint(examine(source), ema)
+    return _newest(source, ema)
+
+
+def _newest(folder: Path, ema: bool) -> _Weights:
+    first: CheckpointError | None = None
+    for found in checkpoints(folder):
+        try:
+            return _from_checkpoint(found, ema)
+        except CheckpointError as error:
+            if found.newer:
+                raise
+            first = first or error
+            logger.warning("checkpoint skipped: {}", error.message)
+    raise first or CheckpointError(f"there is no checkpoint in {folder}", "pass a run's checkpoint.dir, or a file")
+
+
+def _from_checkpoint(found: Found, ema: bool) -> _Weights:
+    if not found.whole:
+        raise cannot_load(found, str(found.problem))
+    try:
+        state = read_state(found)
+        averaged = has_average(state)
+        stored = stored_weights(state, ema=ema and averaged)
+    except OSError as error:
+        raise cannot_load(found, f"a file cannot be read: {error.strerror or error}") from None
+    except (ValueError, TypeError) as error:
+        raise cannot_load(found, str(error)) from None
+    if ema and not averaged:
+        raise ConfigError(f"{found.path} has no averaged weights", "leave out ema, or train with the callback EMA")
+    if averaged and not ema:
+        logger.info("{} also has averaged weights, which evaluations used: ema=True loads them", found.path)
+    return _Weights(found.path, found.step, load_entries(found, stored.entries), stored.left_out)
+
+
+# safetensors files ---------------------------------------------------------------------------------------------------
+
+
+def _from_file(path: Path) -> _Weights:
+    try:
+        files = [path] if path.name.endswith(TENSORS) else [path.parent / name for name in _shards(path)]
+        return _Weights(path, None, dict(pair for file in files for pair in _tensors(file)))
+    except OSError as error:
+        index = path.with_name(path.name.removesuffix(TENSORS) + INDEX)
+        hint = f"pass the index instead: {index}" if index.exists() else "check the path and its permissions"
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}", hint) from None
+    except (SafetensorError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} cannot be loaded: {str(error)[:_LONGEST_TEXT]}", "export it again with `ddpkit export`"
+        ) from None
+
+
+def _shards(index: Path) -> list[str]:
+    with open_file(index) as file:
+        content = json.loads(file.read(_LONGEST_INDEX))
+    table = content.get("weight_map") if isinstance(content, dict) else None
+    names = [*table.values()] if isinstance(table, dict) else []
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise ValueError("it has no weight_map that names files next to it")
+    return sorted({*names})
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    with safe_open(path, "pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
+        tied = opened.metadata() or {}
+    yield from ((plain_name(name), tensor) for name, tensor in tensors.items())
+    yield from (
+        (plain_name(other), tensors[name]) for other, name in tied.items() if name in tensors and other not in tensors
+    )
+
+
+# Into the model ------------------------------------------------------------------------------------------------------
+
+
+def _load_into(model: nn.Module, weights: _Weights, strict: bool, *, own_code: bool = True) -> LoadedWeights:
+    """`own_code`: whether code of modules may load buffers whose shapes differ."""
+    state = model.state_dict()  # its _metadata has the versions of the modules, which load_state_dict reads
+    names = {plain_name(name): name for name in state}  # it may be what torch.compile returned
+    with_vars, values = model.state_dict(keep_vars=True), weights.values  # keep_vars: tied weights are one object
+    own = {name: with_vars[names[name]] for name in names}
+    decides = loaded_by_own_code(model)
+    mismatched = {
+        name: (tuple(value.shape), tuple(own[name].shape))
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+        and isinstance(own.get(name), Tensor)
+        and not is_lazy(own[name])
+        and value.shape != own[name].shape
+    }
+    reshaped = {
+        name for name in mismatched if own_code and not isinstance(own[name], nn.Parameter) and decides(names[name])
+    }
+    for name in reshaped:
+        del mismatched[name]
+    loaded = [name for name in values if name in own and name not in mismatched]
+    tied = {id(own[name]) for name in loaded}
+    frozen = [name for name, entry in weights.left_out.items() if name in own and _is_same(own[name], entry)]
+    known = {*values, *frozen}
+    result = LoadedWeights(
+        weights.path,
+        weights.step,
+        tuple(loaded),
+        missing=tuple(name for name in own if name not in known and id(own[name]) not in tied),
+        unexpected=tuple(name for name in (*values, *weights.left_out) if name not in own),
+        mismatched=mismatched,
+    )
+    others = [name for name in weights.left_out if name in own and name not in frozen]
+    if others and strict:
+        raise frozen_weights_differ(others)
+    if not loaded or (strict and not result.matches):
+        raise CheckpointError(
+            f"the model {type(model).__name__} does not match: {result}",
+            "create the model as the run's script does, or use strict=False to load only what matches",
+        )
+    for name in own.keys() - {*loaded}:
+        del state[names[name]]
+    state.update((names[name], values[name]) for name in loaded)
+    try:
+        model.load_state_dict(state, strict=False)
+    except Exception as error:  # a module's own loading code may raise anything
+        if reshaped and not strict:
+            return _load_into(model, weights, strict, own_code=False)
+        raise CheckpointError(
+            f"{weights.path} cannot be loaded into {type(model).__name__}: {str(error)[:_LONGEST_TEXT]}",
+            "create the model as the run's script does",
+        ) from error
+    return result
+
+
+def _is_same(value: Any, entry: Any) -> bool:
+    """Whether a frozen weight of the model is the one that the checkpoint left out.
+
+    `entry`: its fingerprint in the checkpoint. Fake tensors, under `ddpkit plan`, have no values to compare.
+    """
+    return is_fake(value) or (isinstance(value, Tensor) and entry_of(value, int(fingerprint(value))) == entry)

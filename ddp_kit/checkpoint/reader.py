@@ -1,0 +1,315 @@
+"""Reads checkpoints."""
+
+import base64
+import binascii
+import math
+import re
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddp_kit.checkpoint.format import ITEM_BYTES, Found, checked_shape, checkpoints, examine, read_state
+from ddp_kit.checkpoint.packing import DEEPEST, DTYPE_OF, DTYPES, FACTORIES
+from ddp_kit.checkpoint.weight_files import Key, Place, TensorFiles, Whole, keys_in
+from ddp_kit.errors import CheckpointError
+from ddp_kit.pieces import Piece
+
+# --- The inverse of `packing.pack`: restores nested state from state.json and the tensor files, which are not trusted.
+# Types come from allow-lists, shapes must match the number of bytes, and bytes are used for at most one array. So a
+# malicious file cannot run code, read other memory, or allocate much more memory than the size of the files.
+
+
+Fetch = Callable[[str, str, bool], Tensor | Piece]
+"""(part, name, whether it was on a device other than the CPU) -> the tensor, or the piece of it that was read."""
+
+_TORCH_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+}
+_STORED_AS_BYTES = {
+    name: dtype
+    for name, dtype in _TORCH_DTYPES.items()
+    if dtype not in DTYPES and not name.startswith("q")  # quantized tensors consist of more than their bytes
+}
+_DEVICE = re.compile(r"[a-z]{1,20}(:[0-9]{1,4})?")
+# Numbers, strings, bytes and times, but never `O`, whose elements are pointers.
+_NUMPY_DTYPE = re.compile(r"[<>|=]?([biufc][0-9]{1,2}|[SUV][0-9]{1,9}|[mM]8(\[[0-9]{0,9}[A-Za-z]{1,2}\])?)")
+_MOST_NESTED_FIELDS = 10
+_MOST_FIELDS = 10_000
+_MOST_WITHOUT_BYTES = 1 << 16
+
+
+def unpack(text: Any, fetch: Fetch) -> Any:
+    """The state. `text`: the content of state.json. `fetch`: returns tensors. Raises `CheckpointError`."""
+    try:
+        return _Reader(fetch).value(text, 0)
+    except Exception as error:  # numpy and torch raise many kinds of errors for invalid values
+        raise CheckpointError(
+            f"the state cannot be read ({type(error).__name__}: {str(error)[:200]!r})",
+            "if a newer version of ddpkit wrote it (see its manifest.json), load it with that version",
+        ) from None
+
+
+class _Reader:
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+        self._arrays: set[tuple[str, str]] = set()
+
+    def value(self, text: Any, depth: int) -> Any:
+        if depth > DEEPEST:
+            raise ValueError(f"nested more than {DEEPEST} levels deep")
+        if isinstance(text, list):
+            return self._list(text, depth)
+        if not isinstance(text, dict):
+            return text
+        tag = next(iter(text), "")
+        if tag[:1] != "$":
+            return {key: self.value(one, depth + 1) for key, one in text.items()}
+        content = text[tag]
+        if tag in _FROM_TEXT:
+            return _FROM_TEXT[tag](content)
+        if tag in ("$tensor", "$array"):
+            part, name = content
+            return self._tensor(text, part, name) if tag == "$tensor" else self._array(text, part, name)
+        if tag == "$scalar":
+            return _scalar(text, content)
+        if tag in _FROM_LIST:
+            return _FROM_LIST[tag](self._list(content, depth))
+        if tag == "$deque":
+            return deque(self._list(content, depth), text["maxlen"])
+        return self._mapping(tag, text, [tuple(self._list(pair, depth)) for pair in content], depth)
+
+    def _list(self, content: Any, depth: int) -> list[Any]:
+        if not isinstance(content, list):
+            raise TypeError(f"expected a list, found a {type(content).__name__}")
+        return [self.value(one, depth + 1) for one in content]
+
+    def _mapping(self, tag: str, text: Any, pairs: Any, depth: int) -> Any:
+        if tag == "$dict":
+            return dict(pairs)
+        if tag == "$counter":
+            return Counter(dict(pairs))
+        if tag == "$default":
+            return defaultdict(None if text["factory"] is None else FACTORIES[text["factory"]], pairs)
+        if tag != "$ordered":
+            raise ValueError(f"unknown tag {tag}")
+        ordered = OrderedDict(pairs)
+        attributes = self.value(text.get("attributes", {}), depth + 1)
+        if any(hasattr(OrderedDict, name) for name in attributes):  # an attribute such as `keys` would replace a method
+            raise ValueError("an attribute of an OrderedDict would replace a method")
+        vars(ordered).update(attributes)
+        return ordered
+
+    def _tensor(self, text: Any, part: str, name: str) -> Tensor | Piece:
+        if "dtype" not in text:
+            return self._fetch(part, name, "device" in text)
+        stored = self._whole(part, name, "device" in text)
+        return stored.view(_STORED_AS_BYTES[text["dtype"]]).reshape(checked_shape(text["shape"]))
+
+    def _whole(self, part: str, name: str, on_device: bool) -> Tensor:
+        stored = self._fetch(part, name, on_device)
+        if isinstance(stored, Piece):
+            raise ValueError("a tensor stored as bytes is split into pieces")
+        return stored
+
+    def _array(self, text: Any, part: str, name: str) -> Any:
+        """The array, in a writable copy of its bytes. Raises `ValueError` if the bytes were used for another array."""
+        if (part, name) in self._arrays:
+            raise ValueError("two arrays refer to the same bytes")
+        self._arrays.add((part, name))
+        content = self._whole(part, name, False).reshape(-1).view(torch.uint8).numpy()
+        shape, dtype = checked_shape(text["shape"]), _numpy_dtype(text["dtype"])
+        count = math.prod(shape)
+        if count * dtype.itemsize != content.nbytes or (dtype.itemsize == 0 and count > _MOST_WITHOUT_BYTES):
+            raise ValueError("the size of an array does not match its shape")
+        return _checked_bools(np.ndarray(shape, dtype, bytearray(content)))
+
+
+def _scalar(text: Any, content: Any) -> Any:
+    dtype, memory = _numpy_dtype(text["dtype"]), _decoded(content)
+    if dtype.itemsize not in (0, len(memory)):  # itemsize is 0 for an empty string, which is stored with some bytes
+        raise ValueError("the size of a number does not match its dtype")
+    return _checked_bools(np.ndarray((), dtype, memory))[()]
+
+
+def _checked_bools(array: Any) -> Any:
+    """Raise `ValueError` if a bool is neither 0 nor 1: numpy would count wrongly, and write out of bounds."""
+    for name in array.dtype.names or ():
+        _checked_bools(array[name])
+    if array.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
+        raise ValueError("a bool that is neither 0 nor 1")
+    return array
+
+
+def _numpy_dtype(text: Any) -> np.dtype[Any]:
+    dtype = np.lib.format.descr_to_dtype(_description(text, 0))
+    if dtype.hasobject:
+        raise ValueError("a numpy dtype with Python objects")
+    return dtype
+
+
+def _description(text: Any, depth: int) -> Any:
+    """numpy's description of a dtype, with tuples in place of JSON's lists. Raises `ValueError` for other values."""
+    if isinstance(text, str) and _NUMPY_DTYPE.fullmatch(text):
+        return text
+    if not isinstance(text, list) or depth > _MOST_NESTED_FIELDS or len(text) > _MOST_FIELDS:
+        raise ValueError("an unsupported numpy dtype")
+    fields = []
+    for name, kind, *shape in text:
+        title = tuple(name) if isinstance(name, list) else (name,)
+        if not 1 <= len(title) <= 2 or not all(isinstance(each, str) for each in title):
+            raise ValueError("a field of a numpy dtype has no name")
+        field = (title if len(title) == 2 else name, _description(kind, depth + 1))
+        fields.append((*field, *(checked_shape(each) for each in shape)))
+    return fields
+
+
+def _torch_dtype(name: Any) -> torch.dtype:
+    return _TORCH_DTYPES[name]
+
+
+def _device(name: Any) -> torch.device:
+    if not isinstance(name, str) or not _DEVICE.fullmatch(name):
+        raise ValueError(f"not a device: {str(name)[:40]!r}")
+    return torch.device(name)
+
+
+def _decoded(content: Any) -> bytes:
+    try:
+        return base64.b64decode(content, validate=True)
+    except binascii.Error as error:
+        raise ValueError(str(error)) from None
+
+
+_FROM_LIST: Mapping[str, Callable[[Any], Any]] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
+_FROM_TEXT: Mapping[str, Callable[[Any], Any]] = {
+    "$int": lambda content: int(content, 16),
+    "$float": lambda content: struct.unpack(">d", bytes.fromhex(content))[0],
+    "$complex": lambda content: complex(*struct.unpack(">dd", bytes.fromhex(content))),
+    "$bytes": _decoded,
+    "$size": lambda content: torch.Size(checked_shape(content)),
+    "$dtype": _torch_dtype,
+    "$device": _device,
+}
+
+
+# --- Loads the state that was saved from a checkpoint on disk ---------------------------------------------------------
+
+
+Wanted = Callable[[str, str], Piece | None]
+"""(part, name) of a tensor -> a piece that defines the region to read (its values are ignored); None: all of it."""
+
+DeviceOf = Callable[[str, str], torch.device]
+"""(part, name) of a tensor -> the device to load it to."""
+
+
+def load(
+    path: Path | str, *, device: torch.device | str | DeviceOf = "cpu", wanted: Wanted | None = None
+) -> dict[str, Any]:
+    """Read a checkpoint, and return the state that was passed to `Saver.save`.
+
+    `path`: the checkpoint's folder. `device`: where to load tensors that were not in host memory when they were saved.
+    `wanted`: the region that this process needs of each tensor. The state then has a `Piece` with this region, and only
+    the region is held in memory; files without wanted regions are not read. A tensor whose shape differs from that of
+    the piece is read whole. None: all tensors are whole, and all files are read.
+    Each file is read once, in chunks, and its hash is computed from the same bytes that are returned.
+    Raises `CheckpointError` if there is no checkpoint, or it is damaged.
+    """
+    found = examine(Path(path))
+    if found.manifest is None or not found.whole:
+        raise cannot_load(found, str(found.problem))
+    try:
+        files = TensorFiles(found)
+        values, places = {}, {}
+        for key, whole in files.tensors.items():
+            piece = None if wanted is None else wanted(*key)
+            if piece is not None and piece.shape != whole.shape:
+                piece = None
+            values[key], places[key] = _memory(whole, piece)
+        files.read(places)
+        text = read_state(found)
+    except OSError as error:
+        raise cannot_load(found, f"a file cannot be read: {error.strerror or error}") from None
+    except (ValueError, RuntimeError) as error:  # RuntimeError: a shape that torch cannot represent
+        raise cannot_load(found, str(error)) from None
+    device_of = device if callable(device) else _always(torch.device(device))
+    state: dict[str, Any] = unpack(text, _Fetch(values, device_of))
+    return state
+
+
+def load_entries(found: Found, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of some entries of the checkpoint's state.json, with tensors in host memory.
+
+    Only files that are read are verified. Raises `CheckpointError` if they are damaged.
+    """
+    try:
+        files = TensorFiles(found)
+        values, places = {}, {}
+        for key in dict.fromkeys(keys_in(entries.values())):
+            values[key], places[key] = _memory(files.tensors[key], None)
+        files.read(places)
+    except OSError as error:
+        raise cannot_load(found, f"a file cannot be read: {error.strerror or error}") from None
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise cannot_load(found, str(error)) from None
+    read: dict[str, Any] = unpack(dict(entries), _Fetch(values, _always(torch.device("cpu"))))
+    return read
+
+
+def _memory(whole: Whole, piece: Piece | None) -> tuple[Tensor | Piece, list[Place]]:
+    """Memory for a tensor or a piece of it, and the places to read into that memory."""
+    shape = whole.shape if piece is None else tuple(piece.tensor.shape)
+    content = torch.empty(math.prod(shape) * ITEM_BYTES[whole.dtype], dtype=torch.uint8)
+    tensor = content.view(DTYPE_OF[whole.dtype]).view(shape)
+    if piece is None:
+        return tensor, whole.places(content.numpy(), shape, (0,) * len(shape))
+    return piece.with_tensor(tensor), whole.places(content.numpy(), shape, piece.offsets, flat=piece.flat)
+
+
+def from_newer_version(found: Found) -> CheckpointError:
+    """The error for a checkpoint that a later version of ddpkit has written."""
+    return CheckpointError(
+        f"the checkpoint {found.path} has a {found.problem}",
+        "use the version of ddpkit that wrote it, or a later one; or pass an older checkpoint or another folder",
+    )
+
+
+def _always(device: torch.device) -> DeviceOf:
+    return lambda _part, _name: device
+
+
+class _Fetch:
+    def __init__(self, values: Mapping[Key, Tensor | Piece], device_of: DeviceOf) -> None:
+        self._values = values
+        self._device_of = device_of
+        self._moved: dict[Key, Tensor | Piece] = {}
+
+    def __call__(self, part: str, name: str, on_device: bool) -> Tensor | Piece:
+        value = self._values[part, name]
+        if not on_device:
+            return value
+        if (part, name) not in self._moved:  # only once, so that tied tensors remain tied
+            device = self._device_of(part, name)
+            self._moved[part, name] = (
+                value.with_tensor(value.tensor.to(device)) if isinstance(value, Piece) else value.to(device)
+            )
+        return self._moved[part, name]
+
+
+def cannot_load(found: Found, problem: str) -> CheckpointError:
+    """The error for a checkpoint that cannot be loaded."""
+    if found.manifest is None and found.path.is_dir() and (inner := checkpoints(found.path)):
+        return CheckpointError(
+            f"{found.path} is a folder of checkpoints, not a checkpoint", f"use one of them, such as {inner[0].path}"
+        )
+    if found.newer:
+        return from_newer_version(found)
+    return CheckpointError(
+        f"the checkpoint {found.path} cannot be loaded: {problem}",
+        f"use another one; `ddpkit checkpoints {found.path.parent} --verify` shows which are undamaged",
+    )

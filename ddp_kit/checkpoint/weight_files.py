@@ -1,0 +1,267 @@
+"""Reads weights without torch."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from io import BufferedReader
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ddp_kit.checkpoint.format import (
+    ITEM_BYTES,
+    Box,
+    FileRecord,
+    Found,
+    Hasher,
+    Shape,
+    TensorRecord,
+    boxes_of,
+    open_file,
+    overlap,
+    part_of,
+    read_header,
+    split_box,
+    wrong_hash,
+)
+
+# --- Reads tensors, or parts of them, from the files of a checkpoint, and verifies hashes. Each byte is read only once.
+#     files = TensorFiles(found)                          reads the headers
+#     files.tensors["model", "weight"]                    dtype and shape of the whole tensor, also if it is sharded
+#     files.read({("model", "weight"): places(...)})      copies the requested parts into the caller's memory
+#
+# Files are read in chunks, so the additional memory does not depend on their size.
+
+
+_CHUNK = 8 << 20
+_READERS = 4
+
+Array = np.ndarray[Any, Any]
+Key = tuple[str, str]
+"""The name of a part of the state, and the name of a tensor in it."""
+
+
+class Place(NamedTuple):
+    """The destination of a box of a tensor."""
+
+    box: Box
+    memory: Array
+    """An array of the box's shape, with elements of the tensor's element size."""
+
+
+class Whole(NamedTuple):
+    """A complete tensor, in one file or in several."""
+
+    dtype: str
+    shape: Shape
+
+    @property
+    def bytes(self) -> int:
+        """The size of the tensor."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def places(self, memory: Array, shape: Shape, offsets: Shape, *, flat: bool = False) -> list[Place]:
+        """Where to copy the boxes of a piece. `memory`: a byte array of the piece's size; the rest as in `boxes_of`."""
+        values, found, at = memory.view(f"u{ITEM_BYTES[self.dtype]}"), [], 0
+        for box in boxes_of(self.shape, shape, offsets, flat=flat):
+            count = math.prod(box.shape)
+            found.append(Place(box, values[at : at + count].reshape(box.shape)))
+            at += count
+        return found
+
+
+class _File(NamedTuple):
+    record: FileRecord
+    part: str
+    tensors: Mapping[str, TensorRecord]
+    header: bytes
+
+
+class TensorFiles:
+    """The tensor files of a checkpoint. Creating it reads their headers.
+
+    Raises `OSError`, and `ValueError` if a file is damaged or the pieces of a tensor are incomplete.
+    """
+
+    def __init__(self, found: Found) -> None:
+        assert found.manifest is not None, "examined"
+        self._found = found
+        with ThreadPoolExecutor(_READERS) as pool:
+            self._files = [*filter(None, pool.map(self._examined, found.manifest.files))]
+        records: dict[Key, list[TensorRecord]] = {}
+        for file in self._files:
+            for name, record in file.tensors.items():
+                records.setdefault((file.part, name), []).append(record)
+        self.tensors = {key: _whole(key[1], each) for key, each in records.items()}
+
+    def _examined(self, record: FileRecord) -> _File | None:
+        part = part_of(record.name)
+        if part is None:
+            return None
+        with open_file(self._found.path / record.name) as file:
+            try:
+                return _File(record, part, *read_header(file, record.bytes))
+            except ValueError:  # not written by a Saver
+                raise ValueError(wrong_hash(record.name)) from None
+
+    def read(self, wanted: Mapping[Key, Sequence[Place]]) -> None:
+        """Copy the wanted boxes from all files that contain them, and verify the hashes of these files.
+
+        Raises `OSError`, and `ValueError` if a file is damaged; values that were copied are then invalid.
+        """
+        with ThreadPoolExecutor(_READERS) as pool:
+            for _ in pool.map(lambda file: self._read(file, wanted), filter(_needed(wanted), self._files)):
+                pass
+
+    def _read(self, file: _File, wanted: Mapping[Key, Sequence[Place]]) -> None:
+        hasher = file.record.hasher()
+        hasher.update(file.header)
+        with open_file(self._found.path / file.record.name) as opened:
+            opened.seek(len(file.header))
+            for name, record in file.tensors.items():
+                _copy(record, wanted.get((file.part, name), ()), opened, hasher)
+        if str(hasher) != file.record.hash:
+            raise ValueError(wrong_hash(file.record.name))
+
+
+def _needed(wanted: Mapping[Key, Sequence[Place]]) -> Any:
+    """A predicate: whether a file has to be read. A file without values is also read, to verify its hash."""
+
+    def needed(file: _File) -> bool:
+        own = [(wanted.get((file.part, name), ()), record.boxes) for name, record in file.tensors.items()]
+        found = any(box.intersection(place.box) for places, boxes in own for box in boxes for place in places)
+        return found or not any(boxes for _, boxes in own)
+
+    return needed
+
+
+def _copy(record: TensorRecord, places: Sequence[Place], file: BufferedReader, hasher: Hasher) -> None:
+    size = ITEM_BYTES[record.dtype]
+    for block in (each for box in record.boxes for each in split_box(box, _CHUNK // size)):
+        parts = [*_parts(block, places)]
+        direct = next((memory for memory, at in parts if at is None), None)
+        content = np.empty(math.prod(block.shape) * size, np.uint8) if direct is None else _bytes(direct)
+        if file.readinto(content.data) != content.nbytes:
+            raise ValueError("a file is shorter than its header says")
+        hasher.update(content.data)
+        if record.dtype == "BOOL" and content.max() > 1:  # undefined behaviour in torch and numpy
+            raise ValueError("a bool that is neither 0 nor 1")
+        for memory, at in parts:
+            if at is not None:
+                memory[...] = content.view(f"u{size}").reshape(block.shape)[at]
+
+
+def _parts(block: Box, places: Iterable[Place]) -> Iterator[tuple[Array, tuple[Any, ...] | None]]:
+    """Destination and index of each requested part of a block; index None: the whole block, into contiguous memory."""
+    for place in places:
+        common = block.intersection(place.box)
+        if common is not None:
+            memory = place.memory[_within(common, place.box)]
+            whole = common == block and memory.flags.c_contiguous
+            yield memory, None if whole else _within(common, block)
+
+
+def _within(inner: Box, outer: Box) -> tuple[Any, ...]:
+    starts = zip(inner.begin, inner.end, outer.begin, strict=True)
+    return (*(slice(begin - start, end - start) for begin, end, start in starts), ...)
+
+
+def _bytes(memory: Array) -> Array:
+    return memory.reshape(-1).view(np.uint8)
+
+
+def _whole(name: str, records: Sequence[TensorRecord]) -> Whole:
+    """The tensor that the pieces form. Raises `ValueError` unless they contain each of its values exactly once."""
+    first = records[0]
+    boxes = [box for each in records for box in each.boxes]
+    if len({(each.dtype, each.whole) for each in records}) > 1 or overlap(boxes):
+        raise ValueError(f"the tensor {name!r} is stored more than once")
+    if sum(math.prod(box.shape) for box in boxes) != math.prod(first.whole):
+        raise ValueError(f"the tensor {name!r} is incomplete")
+    return Whole(first.dtype, first.whole)
+
+
+# --- Which weights a checkpoint holds, by name, according to its state.json. Read-only, without torch -----------------
+
+
+FROZEN = "frozen"
+"""The key of the fingerprint in the entry of a weight that `checkpoint.trainable_only` left out."""
+_WRAPPED = "_orig_mod"  # what torch.compile(model) adds to names
+_TENSORS = ("$tensor", "$array")
+_AVERAGING = "EMA"  # the class of the callback
+
+
+class StoredWeights(NamedTuple):
+    """The weights and buffers in the `model` part of a checkpoint."""
+
+    entries: Mapping[str, Any]
+    """Name -> the entry in state.json; tied weights have the same entry."""
+    left_out: Mapping[str, Any]
+    """Name -> dtype, shape and fingerprint of each weight that `checkpoint.trainable_only` left out."""
+
+
+def plain_name(name: str) -> str:
+    """The name of a weight in a model without the wrappers of `torch.compile(model)`."""
+    return ".".join(part for part in name.split(".") if part != _WRAPPED) if _WRAPPED in name else name
+
+
+def stored_weights(state: Any, *, ema: bool = False) -> StoredWeights:
+    """The weights, from the content of state.json. Names are those of `plain_name`.
+
+    `ema`: with the averages of the `EMA` callback in place of the trained weights; requires `has_average`.
+    Raises `ValueError` if there are no weights.
+    """
+    model = dict(_pairs(state.get("model") if isinstance(state, dict) else None))
+    left_out = {name: entry for name, entry in model.items() if isinstance(entry, dict) and FROZEN in entry}
+    entries = {name: entry for name, entry in model.items() if name not in left_out}
+    if not entries:
+        raise ValueError("it has no model weights")
+    if ema:
+        average = _averages(state)[-1]  # evaluations use that of the last callback
+        # Tied weights have one name in the average and several in the model.
+        new = {key: average[name] for name, entry in entries.items() if name in average for key in keys_in([entry])}
+        entries = {
+            name: next((new[key] for key in keys_in([entry]) if key in new), entry) for name, entry in entries.items()
+        }
+    return StoredWeights(entries, left_out)
+
+
+def has_average(state: Any) -> bool:
+    """Whether the checkpoint has averaged weights, from an `EMA` callback. `state`: the content of state.json."""
+    return bool(_averages(state))
+
+
+def keys_in(entries: Iterable[Any]) -> Iterator[Key]:
+    """The keys of the tensors that entries of state.json refer to. Raises `ValueError` for invalid references."""
+    waiting = [*entries]
+    while waiting:
+        entry = waiting.pop()
+        if isinstance(entry, list):
+            waiting += entry
+        elif isinstance(entry, dict):
+            waiting += entry.values()
+            for tag in _TENSORS:
+                if tag in entry:
+                    yield _key(entry[tag])
+
+
+def _key(place: Any) -> Key:
+    if not isinstance(place, list) or len(place) != 2 or not all(isinstance(each, str) for each in place):
+        raise ValueError("an invalid reference to a tensor")
+    return place[0], place[1]
+
+
+def _averages(state: Any) -> list[dict[str, Any]]:
+    callbacks = state.get("callbacks") if isinstance(state, dict) else None
+    found = []
+    for each in callbacks if isinstance(callbacks, list) else ():
+        if isinstance(each, list) and len(each) == 2 and each[0] == _AVERAGING and isinstance(each[1], dict):
+            found.append(dict(_pairs(each[1].get("average"))))
+    return [average for average in found if average]
+
+
+def _pairs(model: Any) -> Iterator[tuple[str, Any]]:
+    """(name, entry) of a state_dict in the format described in docs/checkpoints.md."""
+    if isinstance(model, dict):
+        pairs: Any = model.get("$ordered") or model.get("$dict") or model.items()
+        yield from ((plain_name(name), value) for name, value in pairs if isinstance(name, str) and name[:1] != "$")

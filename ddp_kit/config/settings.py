@@ -1,0 +1,991 @@
+"""Settings of a training run: `TrainerConfig` and its parts, frozen and validated on creation.
+
+A single `ConfigError` lists every mistake, each with the field, the value found and the nearest valid value.
+"""
+
+import functools
+import inspect
+import json
+import sys
+import textwrap
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, Self, TypeVar, Unpack
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import SkipJsonSchema
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from ddp_kit import __version__
+from ddp_kit.env import rank_for_messages
+from ddp_kit.errors import ConfigError, kind_of, nearest
+from ddp_kit.uncaught import show_without_traceback
+
+if TYPE_CHECKING:
+    from ddp_kit.config.types import (
+        CheckpointSettings,
+        DataSettings,
+        MemorySettings,
+        ParallelSettings,
+        ProfileSettings,
+        TrainerSettings,
+    )
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-true", "fp8"]
+STRATEGIES = {
+    "ddp": "ddp_kit.parallel.ddp:DdpStrategy",
+    "zero1": "ddp_kit.parallel.zero1:Zero1Strategy",
+    "fsdp": "ddp_kit.parallel.fsdp:FsdpStrategy",
+    "tensor": "ddp_kit.parallel.fsdp:FsdpStrategy",
+    "pipeline": "ddp_kit.parallel.pipeline:PipelineStrategy",
+    "device_map": "ddp_kit.parallel.device_map:DeviceMapStrategy",
+}
+"""Name -> "module:class" of each strategy; the class is imported when it is used."""
+AUTO = "auto"
+"""The Trainer replaces this strategy with the first one that fits in memory; see `ddp_kit.parallel.memory`."""
+StrategyName = Literal["ddp", "zero1", "fsdp", "tensor", "pipeline", "device_map", "auto"]
+"""For type checkers and JSON schemas; a test compares it with STRATEGIES and AUTO."""
+Compression = Literal["bf16", "fp16", "powersgd"]
+
+
+def _not_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError("int_type", "expected a whole number, not true or false")
+    return value
+
+
+def _not_bool_as_fraction(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError("float_type", "expected a number, not true or false")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1)]
+Size = Annotated[int, BeforeValidator(_not_bool), Field(ge=-1)]
+Function = SkipJsonSchema[Callable[[Any], Any]]
+"""A setting that can only be set in Python; it is not saved, and not compared between ranks."""
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, BeforeValidator(_not_bool_as_fraction), Field(ge=0, le=1)]
+
+
+_SETTINGS = "\n\nSettings, with their defaults:\n"
+
+
+def _is_part(field: FieldInfo) -> bool:
+    return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+
+
+def _help_lines(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Name, default and description of each setting; names of nested settings have dots."""
+    for name, field in model.model_fields.items():
+        if _is_part(field):
+            yield from _help_lines(field.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+        else:
+            yield f"  {prefix}{name} = {field.default!r}"
+            yield textwrap.fill(field.description or "", 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+
+
+def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    """Omit the list of settings from the class's description: in a JSON schema each one has its own."""
+    schema["description"] = (model.__doc__ or "").partition(_SETTINGS)[0]
+
+
+class _Part(BaseModel):
+    """The base class of configurations: frozen, and all mistakes are reported in one `ConfigError`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=_describe)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        """Give the class a docstring and signature for `help()`: pydantic's signature shows validators as types."""
+        super().__pydantic_init_subclass__(**options)
+        defaults = {name: {} if _is_part(field) else field.default for name, field in cls.model_fields.items()}
+        cls.__signature__ = inspect.Signature(
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=each) for name, each in defaults.items()]
+        )
+        lines = "\n".join(_help_lines(cls))
+        cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}{_SETTINGS}{lines}\n"
+
+    # Type checkers see the `__init__` of each subclass instead, which has the accepted types of each setting.
+    if not TYPE_CHECKING:
+
+        def __init__(self, *unnamed: Any, **values: Any) -> None:
+            name = type(self).__name__
+            if unnamed:
+                show_without_traceback()
+                raise ConfigError(
+                    f"{name} got {kind_of(unnamed[0])} as a positional argument",
+                    f"pass each setting by name: {name}({_EXAMPLES[name]}); a dict as {name}(**settings)",
+                )
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                problems = tuple(_problems(type(self), error.errors()))
+                show_without_traceback()
+                raise _config_error(name, problems) from None
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            show_without_traceback()
+            raise ConfigError(
+                f"{name} of a {type(self).__name__} was set after its creation, but a configuration is immutable",
+                f"set it at creation: {type(self).__name__}({name}={value!r}, ...)",
+            )
+
+
+class DataConfig(_Part):
+    """How samples are loaded, batched and moved to the device."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Unpack[DataSettings]) -> None: ...
+
+    num_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        default=0, description='DataLoader workers per rank; "auto": this rank\'s share of the CPU cores, at most 8.'
+    )
+    pin_memory: bool | Literal["auto"] = Field(
+        default="auto",
+        description="Put batches in pinned (page-locked) host memory, so that copies to the GPU overlap with "
+        'computation; "auto": if there is a GPU.',
+    )
+    prefetch_batches: Annotated[int, Field(ge=0)] = Field(
+        default=2, description="Micro-batches copied to the device in advance (GPU only)."
+    )
+    timeout: PositiveFloat | None = Field(
+        default=None,
+        description="Seconds to wait for a batch from a DataLoader worker before the run fails. None: no limit.",
+    )
+    shuffle: bool = Field(default=True, description="A new order each epoch, a pure function of (seed, epoch).")
+    drop_last: bool = Field(
+        default=False, description="Skip an incomplete last global batch; False trains on it, exactly weighted."
+    )
+    compare_items: Annotated[int, Field(ge=0)] = Field(
+        default=8,
+        description="Number of samples that the ranks compare when a dataset is first used, to detect different data; "
+        "0: none.",
+    )
+    seed_samples: bool = Field(
+        default=False,
+        description="Seed each sample's random augmentation by (seed, epoch, sample): the same for any number of ranks "
+        "or workers, and after a resume.",
+    )
+    collate_fn: Function | None = Field(
+        default=None,
+        exclude=True,
+        description="Function that collates a list of samples into a batch; None: torch's default_collate. Cannot be "
+        "set in a configuration file.",
+    )
+    device_transform: Function | None = Field(
+        default=None,
+        exclude=True,
+        description="Function that transforms a training batch on the device; on a GPU it runs concurrently with the "
+        "previous step. Its random numbers depend on seed, epoch, step and rank. With seed_samples they depend on "
+        "(seed, epoch, sample), and it is called for each sample, as a batch of size 1.",
+    )
+    eval_device_transform: Function | None = Field(
+        default=None,
+        exclude=True,
+        description="Like device_transform, for batches of evaluation and prediction.",
+    )
+
+
+class CheckpointConfig(_Part):
+    """When and where the state of a run is saved; off if `dir` is None."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Unpack[CheckpointSettings]) -> None: ...
+
+    dir: Path | None = Field(default=None, description="Folder of the checkpoints; None: off.")
+    every_steps: Count | None = Field(default=None, description="Optimizer steps between saves.")
+    every_seconds: PositiveFloat | None = Field(
+        default=None, description="Seconds between saves, by the clock of rank 0."
+    )
+    keep_last: Count = Field(default=2, description="Number of complete checkpoints to keep.")
+    keep_best: str | None = Field(
+        default=None,
+        description='Name of a metric, or "loss": save after each evaluation that is the best so far, and keep the '
+        "best checkpoint in addition to the last ones.",
+    )
+    best_mode: Literal["min", "max"] = Field(
+        default="min", description="Whether lower or higher values of keep_best are better."
+    )
+    trainable_only: bool = Field(
+        default=False,
+        description="Save only buffers and the parameters that require gradients. On resume, frozen parameters come "
+        "from the script's model; it is an error if they differ from those at the start of the run.",
+    )
+    background: bool = Field(default=True, description="Write in a separate process while training continues.")
+    overlap: bool = Field(
+        default=False,
+        description="Copy weights and optimizer state during the next forward and backward pass, not before it. Only "
+        "for runs in which nothing but `optimizer.step()` writes to them. Other writes are an error if torch detects "
+        "them, which it cannot for `.data`, numpy views and custom kernels.",
+    )
+    resume: Literal["auto"] | Path | None = Field(
+        default="auto",
+        description='Checkpoint to resume from: a path; "auto": the newest complete one in `dir`, if any; None: none.',
+    )
+
+    @model_validator(mode="after")
+    def _overlap_needs_background(self) -> Self:
+        if self.overlap and not self.background:
+            raise ValueError("overlap = True needs background = True: otherwise training waits for the whole save")
+        return self
+
+    @model_validator(mode="after")
+    def _best_mode_needs_keep_best(self) -> Self:
+        if self.best_mode != "min" and self.keep_best is None:
+            raise ValueError(f"best_mode = {self.best_mode!r} needs keep_best, which is not set")
+        return self
+
+
+_IMPLIED: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
+    "pipeline": lambda values: values.get("pipeline", 1) != 1,
+    "tensor": lambda values: values.get("tensor", 1) != 1,
+    "fsdp": lambda values: values.get("shard", 1) != 1,
+    "zero1": lambda values: values.get("optimizer", "whole") == "sharded",
+    "device_map": lambda values: values.get("device_map") is not None,
+}
+"""Strategies that other settings imply; the first match counts."""
+
+
+class ParallelConfig(_Part):
+    """How the model is distributed over the ranks."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Unpack[ParallelSettings]) -> None: ...
+
+    strategy: str = Field(
+        default="ddp",
+        description="ddp: a whole replica on every rank; zero1: the same with the optimizer state sharded; fsdp: "
+        "weights, gradients and optimizer state sharded; auto: the first of these that fits in memory, with activation "
+        "checkpointing and tensor parallelism if needed. Alternatively, set the sizes below, whose product is the "
+        "number of ranks.",
+    )
+    replicate: Size = Field(
+        default=-1, description="Number of replicas of the whole model; -1: ranks divided by the other sizes."
+    )
+    shard: Size = Field(
+        default=1,
+        description="Ranks over which weights, gradients and optimizer state are sharded (FSDP2); in a pipeline, those "
+        "of the blocks.",
+    )
+    tensor: Count = Field(
+        default=1, description="Ranks over which each layer of `tensor_plan` is split (tensor parallelism)."
+    )
+    pipeline: Count = Field(default=1, description="Ranks over which the model's blocks are split (pipeline stages).")
+    stages: Literal["auto"] | tuple[str, ...] = Field(
+        default="auto",
+        description='Names of the modules at which stages begin; "auto": the repeated blocks, balanced by bytes.',
+    )
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"] = Field(
+        default="1f1b",
+        description="The order of a step's passes: gpipe: all forward, then all backward; 1f1b: backward as soon as "
+        "possible, which keeps fewer activations; interleaved: 1f1b with two stages per rank, with less idle time and "
+        "more communication; zbv: zero bubble, with two stages per rank in V order and backward passes that send the "
+        "gradient of the input before they compute those of the weights.",
+    )
+    optimizer: Literal["whole", "sharded"] = Field(
+        default="whole",
+        description="sharded: each rank holds and updates an equal share of the optimizer state (ZeRO-1).",
+    )
+    units: Literal["auto"] | tuple[str, ...] = Field(
+        default="auto",
+        description='FSDP: names of the modules whose weights are gathered together; "auto": the repeated blocks.',
+    )
+    tensor_plan: Literal["auto"] | dict[str, Literal["column", "row", "sequence"]] = Field(
+        default="auto",
+        description='How layers are split for `tensor`: names or patterns such as {"blocks.*.up": "column", '
+        '"blocks.*.down": "row"}; "auto": the plan that the model defines.',
+    )
+    reshard: Literal["auto"] | bool = Field(
+        default="auto",
+        description='FSDP: free gathered weights after the forward pass; "auto": yes, except those of the root module '
+        "and, in a pipeline, those of blocks that take at most an eighth of the memory.",
+    )
+    device_map: Literal["auto"] | dict[str, int] | None = Field(
+        default=None,
+        description="Devices for the layers of one model: module names, or ranges such as `blocks.0-11`, each with the "
+        'number of one of the rank\'s devices; "auto": repeated blocks, balanced by bytes; None: off.',
+    )
+    find_unused_parameters: bool = Field(
+        default=False,
+        description="For models that do not use every parameter in every step; costs a graph traversal per step.",
+    )
+    static_graph: bool = Field(
+        default=False,
+        description="Promise that every pass uses the same parameters: DDP does not search for unused ones.",
+    )
+    bucket_mb: PositiveFloat = Field(
+        default=25.0, description="Size of a gradient bucket in MiB; the gradients in a bucket are reduced together."
+    )
+    compression: Compression | None = Field(
+        default=None,
+        description="Compression of gradients for communication: bf16, fp16 (half the bytes) or powersgd (low rank); "
+        "None: off.",
+    )
+    share_gpus: bool = Field(
+        default=False,
+        description="Allow several ranks per GPU: collectives then go through host memory (gloo, not NCCL), which is "
+        "slow. For testing several ranks on fewer GPUs.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sizes_name_the_strategy(cls, values: Any) -> Any:
+        """Fill in the sizes that a strategy implies, or the strategy that the sizes imply."""
+        if not isinstance(values, Mapping):
+            return values
+        values = dict(values)
+        named = values.get("strategy")
+        implied = next((name for name, has in _IMPLIED.items() if has(values)), None)
+        if named is None and implied is not None:
+            values["strategy"] = implied
+        if values.get("strategy") == "fsdp":
+            values.setdefault("shard", -1 if values.get("replicate", 1) != -1 else 1)
+            values.setdefault("replicate", 1 if values["shard"] == -1 else -1)
+        if values.get("strategy") == "device_map" and values.get("device_map") is None:
+            values["device_map"] = "auto"
+        if named == "zero1":
+            values.setdefault("optimizer", "sharded")
+        return values
+
+    @model_validator(mode="after")
+    def _sizes_fit_together(self) -> Self:
+        if 0 in (self.replicate, self.shard):
+            raise ValueError("replicate and shard are numbers of ranks: 1 or more, or -1 for the remaining ranks")
+        if self.replicate == self.shard == -1:
+            raise ValueError("replicate = -1 and shard = -1: only one of them can be -1, the remaining ranks")
+        needed = next((name for name, has in _IMPLIED.items() if has(dict(self))), None)
+        if needed is not None and self.strategy != needed and not (needed == "tensor" and self.strategy == "fsdp"):
+            raise ValueError(f"strategy = {self.strategy!r} contradicts the other settings, which need {needed!r}")
+        if self.device_map is not None and self.strategy != "device_map":
+            raise ValueError(
+                f"device_map contradicts the other settings, which need {self.strategy!r}: leave one of them out"
+            )
+        return self
+
+    @field_validator("device_map", mode="before")
+    @classmethod
+    def _devices_of_modules(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        found = dict(_flattened(value))
+        if not found or any(type(index) is not int or index < 0 for index in found.values()):
+            raise ValueError('map module names to device numbers, counted from 0: {"embed": 0, "blocks.0-11": 1}')
+        return found
+
+    @field_validator("tensor_plan", mode="before")
+    @classmethod
+    def _plan_of_modules(cls, value: Any) -> Any:
+        return dict(_flattened(value)) if isinstance(value, Mapping) else value
+
+    @field_validator("strategy", mode="before", json_schema_input_type=StrategyName)
+    @classmethod
+    def _known_strategy(cls, strategy: Any) -> Any:
+        """Raise the error that a Literal would raise, so that it lists the allowed values and the nearest one."""
+        known = (*STRATEGIES, AUTO)
+        if not isinstance(strategy, str) or strategy not in known:
+            raise PydanticCustomError("literal_error", "unknown", {"expected": " or ".join(map(repr, known))})
+        return strategy
+
+
+class MemoryConfig(_Part):
+    """How to reduce device memory: activation checkpointing and compression, and offload to host memory."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Unpack[MemorySettings]) -> None: ...
+
+    checkpointing: Literal["blocks", "ops"] | Fraction | None = Field(
+        default=None,
+        description="Activation checkpointing; results are the same. blocks: the backward pass recomputes each "
+        "repeated block from its input; a number from 0 to 1: that fraction of the blocks; ops: keep the outputs of "
+        "attention and of every second matrix product of a block, and recompute the rest; None: off.",
+    )
+    offload_activations: bool = Field(
+        default=False,
+        description="Keep activations of 1 MiB or more in pinned host memory until the backward pass; results are the "
+        "same. On the CPU they are only copied.",
+    )
+    activation_bits: Literal[8] | None = Field(
+        default=None,
+        description="8: keep floating-point activations of 64 KiB or more as 8-bit integers. The loss is the same; "
+        "gradients are approximate. None: off.",
+    )
+    offload_optimizer: bool = Field(
+        default=False,
+        description="Keep the optimizer's state in host memory and run its step on the CPU, on pinned copies of the "
+        "weights and gradients that this rank updates.",
+    )
+    offload_parameters: bool = Field(
+        default=False,
+        description="With FSDP: keep sharded weights and gradients in pinned host memory between uses; the optimizer's "
+        "step then also runs on the CPU.",
+    )
+
+
+class ProfileConfig(_Part):
+    """Which optimizer steps torch.profiler records, on which ranks."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Unpack[ProfileSettings]) -> None: ...
+
+    steps: tuple[Count, Count] | None = Field(
+        default=None, description="The first and the last optimizer step to record, counted from 1; None: off."
+    )
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        default=(0,), description="The ranks that record; None: all."
+    )
+    dir: Path = Field(
+        default=Path("profile"),
+        description="Folder of the traces, of the largest allocations on GPUs, and of memory snapshots when a GPU runs "
+        "out of memory.",
+    )
+
+    @field_validator("steps")
+    @classmethod
+    def _in_order(cls, steps: tuple[int, int] | None) -> tuple[int, int] | None:
+        if steps is not None and steps[0] > steps[1]:
+            raise ValueError("the first step is greater than the last one")
+        return steps
+
+
+class TrainerConfig(_Part):
+    """Settings of a training run. All sizes are in samples.
+
+    Two of `global_batch_size`, `micro_batch_size` and `accumulation_steps` determine the third. If none is set, the
+    global batch is 32; if all three are, they must agree with the number of ranks.
+    """
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Unpack[TrainerSettings]) -> None: ...
+
+    epochs: Count | None = Field(default=None, description="Passes over the data; 1 if max_steps is not set either.")
+    max_steps: Count | None = Field(
+        default=None, description="Optimizer steps; if epochs is set too, the run ends at the earlier of the two."
+    )
+    max_seconds: PositiveFloat | None = Field(
+        default=None,
+        description="Seconds since the job's start after which the run saves and exits with code 75.",
+    )
+    global_batch_size: Count | None = Field(default=None, description="Samples per optimizer step over all ranks.")
+    micro_batch_size: Count | Literal["auto"] | None = Field(
+        default=None,
+        description='Samples per forward pass of one rank, at most; "auto": as many as fit in memory.',
+    )
+    accumulation_steps: Count | None = Field(
+        default=None, description="Forward and backward passes per optimizer step."
+    )
+    precision: Precision = Field(default="fp32", description="Numeric precision of the forward and backward passes.")
+    fp8_layers: Literal["auto"] | tuple[str, ...] = Field(
+        default="auto",
+        description='Linear layers that precision="fp8" computes in float8, by names or patterns such as '
+        '"blocks.*.up"; "auto": those of the repeated blocks that are large enough to become faster.',
+    )
+    bf16_buffers: tuple[str, ...] = Field(
+        default=(),
+        description='Buffers that precision="bf16-true" converts, by names or patterns such as "*.table". Others keep '
+        "their dtype, except those of torch's own modules, which follow the weights.",
+    )
+    bf16_inputs: bool = Field(
+        default=True,
+        description='Whether precision="bf16-true" converts the floating-point tensors of a batch.',
+    )
+    max_grad_norm: PositiveFloat | None = Field(
+        default=None, description="Clip the global gradient norm to this value; None: off."
+    )
+    max_grad_value: PositiveFloat | None = Field(
+        default=None, description="Clip each gradient value to this absolute value; None: off."
+    )
+    non_finite: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="If a loss or gradient is NaN or infinite: stop the run with an error, or skip the step.",
+    )
+    warmup_steps: Annotated[int, BeforeValidator(_not_bool), Field(ge=0)] = Field(
+        default=0,
+        description="Optimizer steps in which the learning rate rises linearly to the scheduler's initial rate.",
+    )
+    learning_rate_scaling: Literal["linear", "sqrt"] | None = Field(
+        default=None,
+        description="Multiply the learning rate by global_batch_size / reference_batch_size, or its square root.",
+    )
+    reference_batch_size: Count | None = Field(
+        default=None, description="The global batch size that the optimizer's learning rate was chosen for."
+    )
+    compile: Literal["model", "blocks"] | None = Field(
+        default=None, description="torch.compile: the whole model, or each of its repeated blocks; None: off."
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        default=0, description="Seed of the data order and all random states."
+    )
+    deterministic: bool = Field(
+        default=False, description="Use only algorithms with bitwise reproducible results; may be slower."
+    )
+    log_every: Count = Field(
+        default=10, description="Optimizer steps between log points, at which the host waits for the device."
+    )
+    mfu: bool = Field(
+        default=False,
+        description="Log the model FLOPs utilisation, on GPUs whose peak rate is known. After the first step the loss "
+        "function is called once more, with tensors that have shapes but no values.",
+    )
+    eval_every: Count | None = Field(
+        default=None, description="Optimizer steps between evaluations; None: after each epoch."
+    )
+    eval_every_epochs: Count | None = Field(
+        default=None, description="Epochs between evaluations, instead of eval_every."
+    )
+    sanity: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto: evaluate one batch before the first step, if the dataset has a length, so that a mistake in "
+        "the loss or the metrics is found at once.",
+    )
+    verify_ranks: Literal["weights", "all", "off"] = Field(
+        default="weights",
+        description="Compare over the ranks at log points: weights; all: weights and optimizer state. Each comparison "
+        "reads that memory once, without an additional collective. Learning rates are always compared.",
+    )
+    data: DataConfig = DataConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    memory: MemoryConfig = MemoryConfig()
+    profile: ProfileConfig = ProfileConfig()
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        if (self.learning_rate_scaling is None) != (self.reference_batch_size is None):
+            raise ValueError(
+                f"learning_rate_scaling = {self.learning_rate_scaling!r} and reference_batch_size = "
+                f"{self.reference_batch_size!r}: set both or neither"
+            )
+        if self.eval_every is not None and self.eval_every_epochs is not None:
+            raise ValueError(
+                f"eval_every = {self.eval_every} counts steps, eval_every_epochs = {self.eval_every_epochs} epochs: "
+                "set only one of the two"
+            )
+        if self.max_seconds is not None and self.checkpoint.dir is None:
+            raise ValueError(
+                f"max_seconds = {self.max_seconds:g} saves the run to resume it later, which needs checkpoints: "
+                'set checkpoint={"dir": "run"}'
+            )
+        if self.memory.offload_parameters and self.parallel.shard == 1:
+            raise ValueError(
+                "memory.offload_parameters needs sharded weights, and parallel.strategy is "
+                f"{self.parallel.strategy!r}: set parallel='fsdp', or use offload_optimizer instead"
+            )
+        for moved in ("offload_optimizer", "offload_parameters"):
+            if getattr(self.memory, moved) and self.parallel.pipeline > 1:
+                raise ValueError(
+                    f"memory.{moved} is not supported with parallel.pipeline = {self.parallel.pipeline}: leave one of "
+                    "them out"
+                )
+        if self.compile == "model" and self.parallel.pipeline > 1:
+            raise ValueError(
+                f"compile = 'model' compiles the whole model, and parallel.pipeline = {self.parallel.pipeline} runs a "
+                "part of it on each rank: use compile = 'blocks'"
+            )
+        if self.fp8_layers != "auto" and self.precision != "fp8":
+            raise ValueError(
+                f"fp8_layers = {self.fp8_layers!r} needs precision = 'fp8', but precision = {self.precision!r}: leave "
+                "out fp8_layers"
+            )
+        for name, default in (("bf16_buffers", ()), ("bf16_inputs", True)):
+            if getattr(self, name) != default and self.precision != "bf16-true":
+                raise ValueError(
+                    f"{name} = {getattr(self, name)!r} needs precision = 'bf16-true', but precision = "
+                    f"{self.precision!r}: leave out {name}"
+                )
+        if self.precision == "fp8" and self.parallel.tensor > 1:
+            raise ValueError(
+                f"precision = 'fp8' is not supported with parallel.tensor = {self.parallel.tensor}, which splits the "
+                "layers that fp8 converts: use precision = 'bf16', or parallel.shard"
+            )
+        if self.parallel.schedule == "zbv" and (self.compile is not None or self.memory.checkpointing is not None):
+            raise ValueError(
+                "parallel.schedule = 'zbv' splits each backward pass in two, which is impossible for compiled models "
+                "and would recompute checkpointed blocks once per weight: use '1f1b' or 'interleaved', or leave out "
+                "compile and memory.checkpointing"
+            )
+        if self.micro_batch_size == "auto" and self.accumulation_steps is not None:
+            raise ValueError(
+                f"accumulation_steps = {self.accumulation_steps} contradicts micro_batch_size = 'auto', which chooses "
+                "it: leave it out"
+            )
+        return self
+
+    @field_validator("data", "checkpoint", "parallel", "memory", "profile", mode="before")
+    @classmethod
+    def _empty_part(cls, value: Any) -> Any:
+        return {} if value is None else value  # a YAML file may have `data:` with nothing below it
+
+    @field_validator("verify_ranks", "sanity", mode="before")
+    @classmethod
+    def _off_in_yaml(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads `off` as false
+
+    @field_validator("parallel", mode="before", json_schema_input_type=ParallelConfig | StrategyName)
+    @classmethod
+    def _strategy_by_name(cls, value: Any) -> Any:
+        return {"strategy": value} if isinstance(value, str) else value
+
+    @property
+    def last_epoch(self) -> int | None:
+        """The number of epochs after which a run ends; None if only max_steps limits it."""
+        return 1 if self.epochs is None and self.max_steps is None else self.epochs
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Self:
+        """Create a configuration from a YAML, TOML or JSON file.
+
+        `overrides`: settings that take precedence over the file, with dots for nested ones: `{"data.shuffle": False}`.
+        Raises `ConfigError` if the file cannot be read or a setting is invalid.
+        """
+        values: dict[str, Any] = {}
+        _read_into(values, path)
+        for name, value in (overrides or {}).items():
+            _set_nested(values, name, value)
+        return cls(**values)
+
+    @classmethod
+    def from_command_line(cls, words: Sequence[str] | None = None, **defaults: "Unpack[TrainerSettings]") -> Self:
+        """Create a configuration from words such as `--config FILE` and `data.num_workers=4`, with values as in YAML.
+
+        `words`: the command line; None: `sys.argv[1:]`. A script with options of its own passes the remaining arguments
+        that `argparse.ArgumentParser.parse_known_args` returns. Settings take precedence over the file, and the file
+        over `defaults`.
+        Raises `ConfigError` for other words, for a file that cannot be read, and for invalid settings.
+        """
+        files, settings, problems = _parse_words(sys.argv[1:] if words is None else words)
+        if problems:
+            show_without_traceback()
+            raise _config_error("the command line", tuple(problems))
+        values: dict[str, Any] = dict(defaults)
+        for file in files:
+            _read_into(values, file)
+        for name, value in settings:
+            _set_nested(values, name, value)
+        return cls(**values)
+
+    def save(self, path: str | Path) -> None:
+        """Write all settings to a YAML file that `load` reads. Raises `OSError`."""
+        settings = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        absolute(path).write_text(f"# TrainerConfig of ddpkit {__version__}\n{settings}", encoding="utf-8")
+
+
+def absolute(path: str | Path) -> Path:
+    """The absolute path, with `~` expanded. Raises `ConfigError` if the home folder is unknown."""
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:
+        raise ConfigError(f"the folder {str(path)!r} cannot be found: {error}", "pass its absolute path") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    parsers: dict[str, Callable[[str], Any]] = {
+        ".yaml": yaml.safe_load,
+        ".yml": yaml.safe_load,
+        ".toml": tomllib.loads,
+        ".json": json.loads,
+    }
+    try:
+        parse = parsers[path.suffix.lower()]
+        values = parse(path.read_text(encoding="utf-8"))
+    except KeyError:
+        problem = f"the file extension {path.suffix!r} is not one of {', '.join(parsers)}"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    except (yaml.YAMLError, ValueError) as error:
+        problem = f"not valid {path.suffix.lstrip('.').upper()}: {error}"
+    else:
+        if values is None:
+            return {}
+        if isinstance(values, dict) and all(isinstance(name, str) for name in values):
+            return values
+        problem = f"expected a mapping of settings at the top level, found {kind_of(values)}"
+    show_without_traceback()
+    raise ConfigError(f"cannot read the configuration {path}: {problem}", "check the path and the file") from None
+
+
+def _set_nested(values: dict[str, Any], name: str, value: Any) -> None:
+    """Set the value of a dotted name such as `a.b` in nested dicts; a value that is itself a mapping is merged."""
+    if isinstance(value, Mapping):
+        for inner, inner_value in value.items():
+            _set_nested(values, f"{name}.{inner}", inner_value)
+        return
+    *parts, last = name.split(".")
+    for part in parts:
+        values[part] = _as_table(part, values.get(part))
+        values = values[part]
+    values[last] = value
+
+
+def _as_table(name: str, value: Any) -> dict[str, Any]:
+    """A dict of the settings of part `name`, in whichever form the user gave it; empty for other values."""
+    if name == "parallel" and isinstance(value, str):
+        return {"strategy": value}
+    if isinstance(value, BaseModel):
+        return value.model_dump(exclude_unset=True)
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def _read_into(values: dict[str, Any], path: str | Path) -> None:
+    for name, value in _read(absolute(path)).items():
+        _set_nested(values, name, value)
+
+
+def _parse_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, Any]], list[str]]:
+    """The files, the settings and the problems of a command line."""
+    files: list[str] = []
+    settings: list[tuple[str, Any]] = []
+    problems: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        name, given, text = word.partition("=")
+        if name == "--config":
+            file = text if given else next(rest, "")
+            files.append(file)
+            if not file:
+                problems.append("--config needs a file, such as --config run.yaml")
+        elif not given or not name or name.startswith("-"):
+            right = f"{name.lstrip('-')}={text}" if given and name.lstrip("-") else "data.num_workers=4"
+            problems.append(f"{word}: a setting is written as name=value; nearest: {right}")
+        else:
+            settings.append((name, _parsed(text)))
+    return files, settings, problems
+
+
+def _parsed(text: str) -> Any:
+    """The text parsed as YAML, except that dates remain text, and `None` is null."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return text if isinstance(value, date) else None if value == "None" else value
+
+
+def _flattened(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of each setting in nested dicts: the inverse of `_set_nested`."""
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flattened(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+# --- error messages ---------------------------------------------------------------------------------------------
+
+
+def _config_error(owner: str, problems: tuple[str, ...]) -> ConfigError:
+    them = "it" if len(problems) == 1 else "them"
+    return ConfigError(
+        f"{owner} has {_count(problems)}:", f"correct {them} and start again; nothing has run yet", problems
+    )
+
+
+def _count(problems: Sequence[str]) -> str:
+    return "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+
+
+def _problems(owner: type[BaseModel], errors: list[ErrorDetails]) -> Iterator[str]:
+    """One sentence for each mistake: the field, its value, what is allowed, and the nearest valid value."""
+    seen = set()
+    for error in errors:
+        inner = error.get("ctx", {}).get("error")
+        if isinstance(inner, ConfigError):  # raised by a nested part, which has listed its own problems
+            yield from (f"{error['loc'][0]}.{problem}" for problem in inner.problems)
+            continue
+        # Members of a union report one error each, under the same field: one sentence covers them.
+        path = _field_path(owner, error["loc"])
+        if path not in seen:
+            seen.add(path)
+            same = [other for other in errors if _field_path(owner, other["loc"]) == path]
+            yield _sentence(owner, path, same)
+
+
+def _field_path(owner: type[BaseModel], location: tuple[int | str, ...]) -> tuple[str, ...]:
+    """The part of pydantic's location that the user typed: field names, without the members of unions."""
+    path: list[str] = []
+    model: type[BaseModel] | None = owner
+    for step in map(str, location):
+        if model is None:
+            break
+        path.append(step)
+        field = model.model_fields.get(step)
+        kind = field.annotation if field else None
+        model = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    return tuple(path)
+
+
+def _sentence(owner: type[BaseModel], path: tuple[str, ...], errors: list[ErrorDetails]) -> str:
+    name, value = ".".join(path), errors[0]["input"]
+    raised = [error for error in errors if error["type"] == "value_error"]  # by our own validators
+    if not path:  # by a validator of several settings together
+        return str(raised[0]["ctx"]["error"])
+    if errors[0]["type"] == "extra_forbidden":
+        return f"{name} = {value!r}: there is no such setting; {_nearest_setting(path)}"
+    if raised:
+        return f"{name} = {value!r}: {raised[0]['ctx']['error']}"
+    if _is_part(_field(owner, path)):
+        return f"{name} = {_shown(value)}: this part has several settings; type {name}={_part_with(name, value)}"
+    allowed = list(dict.fromkeys(text for error in errors for text in _allowed(error)))
+    return f"{name} = {value!r}: allowed is {' or '.join(allowed)}; nearest: {_nearest_value(owner, path, errors)}"
+
+
+def _allowed(error: ErrorDetails) -> Iterator[str]:
+    context = error.get("ctx", {})
+    limits = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+    if error["type"] == "literal_error":
+        yield context["expected"].replace("'", '"')
+    elif error["type"].startswith(("int_", "float_", "bool_", "finite_")):
+        yield {"int": "a whole number", "bool": "true or false"}.get(error["type"].split("_")[0], "a number")
+    elif bounds := [f"{word} {context[key]}" for key, word in limits.items() if key in context]:
+        yield " and ".join(bounds)
+    elif error["type"] == "path_type":
+        yield "a path"
+    else:
+        yield error["msg"].removeprefix("Input should be ")
+
+
+# Other libraries' names of the precisions.
+_SYNONYMS = {
+    **dict.fromkeys(("float32", "32", "32-true", "no", "float", "full"), "fp32"),
+    **dict.fromkeys(("bfloat16", "bf16-mixed"), "bf16"),
+    **dict.fromkeys(("float16", "half", "16", "16-mixed", "fp16-mixed"), "fp16"),
+    "bfloat16-true": "bf16-true",
+    **dict.fromkeys(("float8", "transformer-engine"), "fp8"),
+}
+# A valid setting of each class, for messages.
+_EXAMPLES = {
+    "TrainerConfig": "epochs=3",
+    "DataConfig": "num_workers=4",
+    "CheckpointConfig": 'dir="run"',
+    "ParallelConfig": 'strategy="fsdp"',
+    "MemoryConfig": 'checkpointing="blocks"',
+    "ProfileConfig": "steps=(10, 12)",
+}
+_LONGEST_VALUE = 80
+
+
+def named_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """A decorator for methods: an unknown keyword argument is a `ConfigError` that says what to use instead."""
+    known = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*values: P.args, **named: P.kwargs) -> R:
+        if unknown := [name for name in named if name not in known]:
+            owner = function.__qualname__.removesuffix(".__init__")
+            show_without_traceback(rank_for_messages())
+            raise ConfigError(
+                f"{owner}(...) has {_count(unknown)}:",
+                f"its arguments are {', '.join(known[1:])}; pass settings to the Trainer as config=TrainerConfig(...)",
+                tuple(
+                    f"{name} = {_shown(named[name])}: there is no such argument; "
+                    f"{_nearest_argument(name, named[name], known[1:])}"
+                    for name in unknown
+                ),
+            )
+        return function(*values, **named)
+
+    return checked
+
+
+def _nearest_argument(name: str, value: object, known: list[str]) -> str:
+    """What to use instead of an unknown keyword argument. `known`: the arguments that exist."""
+    from ddp_kit.config.messages import equivalent  # only if a name is unknown
+
+    if name in TrainerConfig.model_fields:
+        return f"it is a setting: TrainerConfig({name}={_shown(value)})"
+    close = nearest(name, known) if equivalent(name) is None else None
+    return f"nearest: {close}" if close else _nearest_setting((name,))
+
+
+def _nearest_setting(path: tuple[str, ...]) -> str:
+    """What to use instead of an unknown setting: the most similar name, first by its full path, then in any part."""
+    from ddp_kit.config.messages import equivalent  # only if a name is unknown
+
+    if (known := equivalent(path[-1])) is not None:
+        return known
+    names = list(_setting_names(TrainerConfig))
+    typed = ".".join(path)
+    close = nearest(typed, names)
+    if close is None:
+        by_last = {name.rsplit(".", 1)[-1]: name for name in reversed(names)}
+        close = by_last.get(nearest(path[-1], list(by_last)) or "")
+    return f"nearest: {close}" if close else "help(ddp_kit.TrainerConfig) lists the settings"
+
+
+def _setting_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _setting_names(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else kind_of(value)
+
+
+def _part_with(name: str, value: object) -> str:
+    """What to type for a part whose value is not a mapping; uses the value if it was probably meant for a setting."""
+    if name == "parallel":
+        return '"fsdp"'
+    setting, _, example = _EXAMPLES[f"{name.capitalize()}Config"].partition("=")
+    likely = {
+        "checkpoint": isinstance(value, str | Path),
+        "data": isinstance(value, int) and not isinstance(value, bool),
+        "profile": isinstance(value, list | tuple | range) and len(value) == 2,
+    }
+    if likely.get(name):
+        example = f'"{value}"' if name == "checkpoint" else repr(value)
+    return f'{{"{setting}": {example}}}'
+
+
+def _nearest_value(owner: type[BaseModel], path: tuple[str, ...], errors: list[ErrorDetails]) -> str:
+    """A valid value, as close as possible to the invalid one."""
+    value = errors[0]["input"]
+    for error in errors:
+        context = error.get("ctx", {})
+        if error["type"] == "literal_error":
+            choices = [text.strip("'") for text in context["expected"].replace(" or ", ", ").split(", ")]
+            text = str(value).removeprefix("torch.")
+            close = choices[0] if value is True else _SYNONYMS.get(text.lower()) or nearest(text, choices)
+            if close in choices:
+                return repr(close)
+        if "ge" in context:
+            return str(context["ge"])
+        if "lt" in context:
+            return str(context["lt"] - 1)
+        if error["type"] == "int_from_float":
+            return str(max(1, round(value)))
+    field = _field(owner, path)
+    return repr(field.get_default()) if field.get_default() is not None else "None (off)"
+
+
+def _field(owner: type[BaseModel], path: tuple[str, ...]) -> Any:
+    *parts, last = path
+    for part in parts:
+        kind = owner.model_fields[part].annotation
+        assert isinstance(kind, type)
+        owner = kind
+    return owner.model_fields[last]

@@ -1,0 +1,22 @@
+"""Loads batches from a dataset, a stream or the user's own DataLoader, and moves them to the device."""
+
+from ddp_kit.data.collate import DeviceTransform
+from ddp_kit.data.device import on_device
+from ddp_kit.data.loading import build_loader
+from ddp_kit.data.source import Batching, Data, DatasetEpoch, batching, check_batch_size, open_data
+from ddp_kit.data.stream import ReaderState, Stream, build_stream
+
+__all__ = [
+    "Batching",
+    "Data",
+    "DatasetEpoch",
+    "DeviceTransform",
+    "ReaderState",
+    "Stream",
+    "batching",
+    "build_loader",
+    "build_stream",
+    "check_batch_size",
+    "on_device",
+    "open_data",
+]

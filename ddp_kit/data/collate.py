@@ -1,0 +1,239 @@
+"""Batches: samples become tensors, in a DataLoader worker or on the device."""
+
+import pickle
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from ddp_kit.distributed.world import mixed_seed, random_states_kept, seed_generators
+from ddp_kit.errors import DataError
+from ddp_kit.torch_internals import pytree
+
+# --- Applies the user's `data.device_transform` to batches on the device, with random states of its own ---------------
+
+
+class Keyed(NamedTuple):
+    """A batch with the keys of its samples, for transforms that are seeded per sample."""
+
+    keys: Sequence[tuple[int, Any]]
+    """(epoch, key in the dataset) of each sample."""
+    batch: Any
+
+
+class DeviceTransform:
+    """Transforms the batches of one epoch in order.
+
+    Batches are transformed ahead of their use, so transforms must not draw from the random states of training, which a
+    checkpoint stores. They are seeded from (seed, epoch, rank, number of the batch), or for each sample of a `Keyed`
+    batch, which is then transformed one by one, from (seed, epoch, key).
+    `number`: the index within the epoch of the next batch.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], seed: int, epoch: int, rank: int, number: int) -> None:
+        self._function = function
+        self._seeds = (seed, epoch, rank)
+        self._seed = seed
+        self._number = number
+
+    def __call__(self, batch: Any) -> Any:
+        number, self._number = self._number, self._number + 1
+        with random_states_kept():
+            if not isinstance(batch, Keyed):
+                seed_generators(mixed_seed(*self._seeds, number))
+                return self._function(batch)
+            samples = []
+            for place, key in enumerate(batch.keys):
+                seed_generators(mixed_seed(self._seed, *key))
+                samples.append(self._function(_sample(batch.batch, place)))
+            return _joined(samples)
+
+
+def _sample(batch: Any, place: int) -> Any:
+    """The sample at index `place` of a batch, as a batch of size 1."""
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf[place : place + 1] if leaf.dim() else leaf, batch)
+
+
+def _joined(samples: list[Any]) -> Any:
+    """Concatenate batches of size 1. Raises `DataError` if they are nested differently."""
+    leaves, forms = zip(*map(pytree.tree_flatten, samples), strict=True)
+    if len(set(map(repr, forms))) > 1:
+        raise DataError(
+            "data.device_transform returned differently nested batches for the samples of one batch",
+            "return the same structure for each sample, or turn data.seed_samples off",
+        )
+    return pytree.tree_unflatten([_whole(each) for each in zip(*leaves, strict=True)], forms[0])
+
+
+def _whole(parts: Sequence[Any]) -> Any:
+    first = parts[0]
+    return torch.cat([*parts]) if isinstance(first, Tensor) and first.dim() else first
+
+
+# --- torch's default collate function, and error messages for samples that it cannot collate --------------------------
+
+
+_SHOWN = 4  # differing samples in a message
+
+
+@dataclass(frozen=True)
+class Uncollated:
+    """Takes the place of a batch whose samples cannot be collated; a DataLoader worker sends it like a batch."""
+
+    said: str
+    """torch's error message."""
+    where: str
+    """The first part that differs between samples, such as `[0]` or `['image']`; empty for the sample itself."""
+    kinds: tuple[str, ...]
+    """The shape, length, keys or type of that part in each sample; empty if the samples do not differ."""
+
+
+def checked_collate(samples: Any) -> Any:
+    """Call `default_collate`; return an `Uncollated` for samples that it cannot collate (see `checked_batches`)."""
+    try:
+        return default_collate(samples)
+    except (TypeError, RuntimeError, LookupError, ValueError, AttributeError) as error:
+        where, kinds = _difference(samples)
+        if not kinds and "default_collate" not in str(error) and "default collate_fn" not in str(error):
+            raise  # not caused by the samples: out of memory, for example
+        return Uncollated(str(error), where, kinds)
+
+
+def identity_collate(batch: Any) -> Any:
+    """Collate function for batches that are already complete."""
+    return batch
+
+
+class CollateKeyed:
+    """Collates `(key, sample)` pairs to a `Keyed` batch."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, pairs: list[tuple[Any, Any]]) -> Any:
+        batch = self._collate([sample for _, sample in pairs])
+        return batch if type(batch) is Uncollated else Keyed([key for key, _ in pairs], batch)
+
+
+def data_error(found: Uncollated, keys: Sequence[Any] | None) -> DataError:
+    """The error for samples that cannot be collated. `keys`: the keys of the samples, if known."""
+    return DataError(*_message_and_hint(found, keys))
+
+
+def _message_and_hint(found: Uncollated, keys: Sequence[Any] | None) -> tuple[str, str]:
+    if not found.kinds:
+        return (
+            f"data: the samples cannot be collated into a batch: {found.said}",
+            "let __getitem__ return tensors, numpy arrays, numbers, strings, or tuples, lists and dicts of them; "
+            'or set data={"collate_fn": ...} to a function that makes the batch',
+        )
+    first = {kind: number for number, kind in reversed([*enumerate(found.kinds)])}
+    shown = ", ".join(
+        f"{kind} in {f'sample {keys[number]}' if keys else f'item {number} of the batch'}"
+        for kind, number in sorted(first.items(), key=lambda item: item[1])[:_SHOWN]
+    )
+    part = f" at {found.where}" if found.where else ""
+    return (
+        f"data: the samples of a batch differ{part}: {shown}{', ...' if len(first) > _SHOWN else ''}",
+        'set data={"collate_fn": ...} to a function that pads them to one size, for example with '
+        "torch.nn.utils.rnn.pad_sequence; or let __getitem__ return samples of one size",
+    )
+
+
+def _difference(samples: Sequence[Any]) -> tuple[str, tuple[str, ...]]:
+    """The first part in which samples differ, and its description in each sample; ("", ()) if they do not."""
+    by_part = [dict(_parts(sample)) for sample in samples]
+    for where in by_part[0]:
+        kinds = tuple(parts.get(where, "nothing") for parts in by_part)
+        if len(set(kinds)) > 1:
+            return where, kinds
+    return "", ()
+
+
+def _parts(sample: Any, where: str = "") -> Iterator[tuple[str, str]]:
+    """(path, description) of each part of a sample, outer ones first; descriptions must be equal in all samples."""
+    if hasattr(sample, "shape"):
+        yield where, f"shape {tuple(sample.shape)}"
+    elif isinstance(sample, Mapping):
+        yield where, f"keys {', '.join(map(repr, sample))}"
+        for name, value in sample.items():
+            yield from _parts(value, f"{where}[{name!r}]")
+    elif isinstance(sample, Sequence) and not isinstance(sample, str | bytes):
+        yield where, f"length {len(sample)}"
+        for number, value in enumerate(sample):
+            yield from _parts(value, f"{where}[{number}]")
+    else:
+        yield where, type(sample).__name__
+
+
+# --- Errors of DataLoader workers and of collation, which name the worker or the samples ------------------------------
+
+
+def checked_batches(loader: Iterable[Any]) -> Iterator[Any]:
+    """Yield the loader's batches. Raises `DataError` if a DataLoader worker fails or samples cannot be collated."""
+    batches = _started(loader)
+    for number in count():
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            raise _worker_error(error, batches) or error from None
+        if type(batch) is Uncollated:
+            raise data_error(batch, _keys(loader, number))
+        yield batch
+
+
+def _started(loader: Iterable[Any]) -> Iterator[Any]:
+    """The loader's iterator. Raises `DataError` if the dataset cannot be pickled for its DataLoader workers."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Got pickle error when attempting to start a worker")  # the error says it
+            return iter(loader)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        if not any(words in str(error) for words in ("pickle", "local object", "not found as")):
+            raise
+        raise DataError(
+            f"data: the dataset cannot be sent to DataLoader workers that spawn or forkserver starts: {error}",
+            "define its class, functions and collate_fn at the top level of a module (no lambda), and open files in "
+            '__getitem__, not in __init__; or start workers by fork: DataLoader(..., multiprocessing_context="fork")',
+        ) from None
+
+
+def _keys(loader: Any, number: int) -> list[Any] | None:
+    """The keys of the samples in batch `number`, drawn again from the batch sampler; None if unknown."""
+    batches = getattr(loader, "batch_sampler", None)
+    if batches is None:
+        return None
+    return next(islice(iter(getattr(batches, "batches", batches)), number, None), None)
+
+
+def _worker_error(error: RuntimeError, batches: Iterator[Any]) -> DataError | None:
+    """An error that names the DataLoader worker, which torch's own does not; None if no worker failed."""
+    workers, text = getattr(batches, "_workers", []), str(error)
+    found = None
+    if text.startswith("DataLoader timed out"):
+        tasks, due = getattr(batches, "_task_info", {}), getattr(batches, "_rcvd_idx", None)
+        late = tasks.get(due, (None,))[0]
+        found = DataError(
+            f"data: DataLoader worker {late} sent no batch within the timeout: {text}",
+            "find out what __getitem__ waits for, or raise data.timeout",
+        )
+    else:
+        for number, worker in enumerate(workers):
+            if not worker.is_alive() and worker.exitcode:
+                how = f"signal {-worker.exitcode}" if worker.exitcode < 0 else f"exit code {worker.exitcode}"
+                found = DataError(
+                    f"data: DataLoader worker {number} (pid {worker.pid}) of {len(workers)} ended with {how}",
+                    "signal 9 usually means out of host memory: use fewer data.num_workers or smaller samples"
+                    if worker.exitcode < 0
+                    else "its own error is above; data.num_workers=0 shows it with its traceback",
+                )
+    if found is not None:
+        found.only_this_rank = True
+    return found

@@ -1,0 +1,116 @@
+"""Moves batches, which may be any nested containers, to the device, overlapped with computation."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_kit.data.collate import checked_batches
+from ddp_kit.structures import each_leaf
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def on_device(
+    loader: Iterable[Any],
+    device: torch.device,
+    dtype: torch.dtype | None,
+    ahead: int,
+    transform: Callable[[Any], Any] | None = None,
+    fetched: Callable[[], None] = _nothing,
+    moved: Callable[[], None] = _nothing,
+    *,
+    check_first: Callable[[Any], None] = _nothing,
+) -> Iterator[Any]:
+    """Yield the loader's batches on `device`.
+
+    On a GPU, the dense host tensors of the next `ahead` batches are copied on a side stream, overlapped with
+    computation. Everything else in a batch is moved on the current stream when the batch is yielded.
+    `dtype`: convert floating-point tensors to it; None: do not convert. `transform`: applied to each batch after its
+    copy, on the same stream. `fetched()`: called when the loader has returned a batch. `moved()`: called when the batch
+    is on the device. `check_first`: called with the first batch as it was fetched.
+    Raises `DataError` if a DataLoader worker fails or samples cannot be collated.
+    """
+    batches = _with_first_checked(checked_batches(loader), check_first)
+    if device.type != "cuda" or ahead == 0:
+        move = partial(_moved, device=device, dtype=dtype)
+        stays = device.type == "cpu" and dtype is None
+        for batch in batches:
+            fetched()
+            arrived = batch if stays and _is_plain(batch) else each_leaf(move, batch)
+            arrived = arrived if transform is None else transform(arrived)
+            moved()
+            yield arrived
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    waiting: deque[tuple[Any, torch.cuda.Event]] = deque()
+    for batch in batches:
+        with torch.cuda.stream(stream):
+            copied = _ahead(batch, device, dtype)
+            waiting.append((copied if transform is None else transform(copied), stream.record_event()))
+        if len(waiting) > ahead:
+            fetched()
+            arrived = _arrived(*waiting.popleft(), device, dtype)
+            moved()
+            yield arrived
+    while waiting:
+        fetched()
+        arrived = _arrived(*waiting.popleft(), device, dtype)
+        moved()
+        yield arrived
+
+
+def _with_first_checked(batches: Iterator[Any], check: Callable[[Any], None]) -> Iterator[Any]:
+    for first in batches:
+        check(first)
+        yield first
+        break
+    yield from batches
+
+
+def _is_plain(batch: Any) -> bool:
+    """Whether a batch is a plain list or tuple of CPU tensors."""
+    return type(batch) in (list, tuple) and all(type(leaf) is Tensor and leaf.is_cpu for leaf in batch)
+
+
+def _ahead(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """Copy the dense host tensors of a batch on the side stream, and leave everything else.
+
+    Tensors on a GPU may still be being written by the current stream. It is unknown what an object's own `to` method
+    allocates, and torch cannot record the streams of sparse and nested tensors.
+    """
+    return each_leaf(lambda leaf: _moved(leaf, device, dtype) if _is_dense_on_host(leaf) else leaf, batch)
+
+
+def _is_dense_on_host(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_cpu and leaf.layout is torch.strided and not leaf.is_nested
+
+
+def _moved(leaf: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    if isinstance(leaf, Tensor):
+        # Asynchronous only from pinned memory.
+        there = leaf.to(device, non_blocking=True)
+        # Convert in a second call, on the device: in one call torch would convert on the host, into pageable memory.
+        return there.to(dtype) if dtype is not None and there.is_floating_point() else there
+    return leaf.to(device) if hasattr(leaf, "to") and not isinstance(leaf, type) else leaf
+
+
+def _arrived(batch: Any, event: torch.cuda.Event, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """The batch for use on the current stream, which waits for the copy.
+
+    `record_stream` keeps the memory from being reused while the current stream uses it.
+    """
+    current = torch.cuda.current_stream(device)
+    current.wait_event(event)
+
+    def finish(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.device == device and leaf.layout is torch.strided and not leaf.is_nested:
+            leaf.record_stream(current)
+        return _moved(leaf, device, dtype)
+
+    return each_leaf(finish, batch)

@@ -1,0 +1,418 @@
+"""DataLoaders that fetch exact batches."""
+
+import os
+import pickle
+import shutil
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
+
+from ddp_kit.config.settings import DataConfig
+from ddp_kit.data.collate import CollateKeyed, checked_collate, identity_collate
+from ddp_kit.data.source import DatasetEpoch
+from ddp_kit.distributed.world import (
+    RandomStates,
+    World,
+    mixed_seed,
+    random_states,
+    random_states_kept,
+    seed_generators,
+    set_random_states,
+)
+from ddp_kit.errors import ConfigError, some
+from ddp_kit.log import logger
+
+# --- Fetches a dataset's samples: a whole batch at once if that gives the same result, or each with its own seed ------
+
+
+class Batches(Protocol):
+    """Iterates over the keys of each batch of an epoch."""
+
+    seed: int
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next iteration."""
+
+    def __iter__(self) -> Iterator[list[Any]]: ...
+
+
+class WholeBatches(Dataset[Any]):
+    """A TensorDataset, or a Subset of one, that returns a whole batch at once.
+
+    The result equals that of `default_collate`: a list of tensors with memory of their own.
+    """
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+        self._subsets, self._tensors = _unwrapped(dataset)
+
+    def __getitems__(self, keys: list[int]) -> list[Tensor]:
+        indices = keys
+        try:
+            for subset in self._subsets:
+                chosen = subset.indices
+                indices = [chosen[index] for index in indices]
+            # Five times as fast as torch.tensor(indices).
+            index = torch.frombuffer(array("q", indices), dtype=torch.int64)
+            return [tensor.index_select(0, index) for tensor in self._tensors.tensors]
+        except (IndexError, OverflowError, RuntimeError, TypeError, ValueError):
+            # Negative or invalid indices: fetch each sample, which has torch's result or error.
+            return default_collate(fetch_samples(self.dataset, keys))  # type: ignore[no-any-return]
+
+
+class Samples(Dataset[Any]):
+    """A wrapper of a dataset whose errors name the sample."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, keys: list[Any]) -> list[Any]:
+        return fetch_samples(self.dataset, keys)
+
+
+def fetch_samples(dataset: Any, keys: list[Any]) -> list[Any]:
+    """Fetch samples as torch's DataLoader does, and add a note to an error that names the sample."""
+    subsets, inner = _unwrapped(dataset)
+    if callable(getattr(inner, "__getitems__", None)):
+        try:
+            return dataset.__getitems__(keys)  # type: ignore[no-any-return]
+        except Exception as error:
+            error.add_note(f"while reading samples {some([*map(str, keys)])} of {type(dataset).__name__}")
+            raise
+    samples: list[Any] = []
+    try:
+        for key in keys:
+            samples.append(dataset[key])
+    except Exception as error:
+        error.add_note(f"while reading {_sample(keys[len(samples)], subsets, inner)}")
+        raise
+    return samples
+
+
+def _sample(key: Any, subsets: list[Any], inner: Any) -> str:
+    """A description of a sample by its index; for a Subset, also by its index in the underlying dataset."""
+    where = f"sample {key} of {type(inner).__name__}" if not subsets else f"sample {key} of a Subset"
+    with suppress(Exception):  # such as a key that is out of range
+        for subset in subsets:
+            key = subset.indices[key]
+        where += f", which is sample {int(key)} of {type(inner).__name__}" if subsets else ""
+    return where
+
+
+def can_fetch_whole_batches(dataset: Dataset[Any]) -> bool:
+    """Whether `WholeBatches` gives the same result as fetching each sample, because no user code is involved."""
+    _, inner = _unwrapped(dataset)
+    return type(inner) is TensorDataset and all(map(_is_dense_on_cpu, inner.tensors))
+
+
+def _unwrapped(dataset: Any) -> tuple[list[Any], Any]:
+    """The nested Subsets of a dataset, outermost first, and the underlying dataset."""
+    subsets = []
+    while type(dataset) is Subset:
+        subsets.append(dataset)
+        dataset = dataset.dataset
+    return subsets, dataset
+
+
+def _is_dense_on_cpu(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
+
+
+class WholeBatchLoader:
+    """Yields batches fetched in this process, like a DataLoader without workers but faster. `pinned`: pin memory."""
+
+    def __init__(self, data: WholeBatches, batches: Iterable[list[int]], pinned: bool) -> None:
+        self._data = data
+        self._batches = batches
+        self._fetch: Callable[[list[int]], list[Tensor]] = self._pinned if pinned else data.__getitems__
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        return map(self._fetch, self._batches)
+
+    def _pinned(self, keys: list[int]) -> list[Tensor]:
+        return [tensor.pin_memory() for tensor in self._data.__getitems__(keys)]
+
+
+class SeededSamples(Dataset[Any]):
+    """A wrapper of a dataset that sets the random states for each sample, from (seed, epoch, key) only.
+
+    Its keys come from `WithEpoch`. In the training process, random states are restored afterwards. `keyed`: return
+    (key, sample) pairs. `dataset_epoch`: begins the epoch of the keys; None: do not call the dataset's `set_epoch`.
+    """
+
+    def __init__(
+        self, dataset: Any, seed: int, dataset_epoch: DatasetEpoch | None = None, *, keyed: bool = False
+    ) -> None:
+        self.dataset = dataset
+        self._seed = seed
+        self._dataset_epoch = dataset_epoch
+        self._keyed = keyed
+
+    def __getitems__(self, keys: list[tuple[int, Any]]) -> list[Any]:
+        if self._dataset_epoch is not None:
+            self._dataset_epoch.set(keys[0][0])
+        with random_states_kept() if get_worker_info() is None else nullcontext():
+            samples = [self._fetched(epoch, key) for epoch, key in keys]
+        return [*zip(keys, samples, strict=True)] if self._keyed else samples
+
+    def _fetched(self, epoch: int, key: Any) -> Any:
+        seed_generators(mixed_seed(self._seed, epoch, key))
+        return fetch_samples(self.dataset, [key])[0]
+
+
+class SeededBatches(Dataset[Any]):
+    """A wrapper of a dataset that sets the random states for each batch, from (seed, epoch, keys of the batch) only.
+
+    So a resumed run draws the same random numbers, no matter how far ahead batches are fetched. Its keys come from
+    `WithEpoch`. The states are not restored, because collate_fn may draw from them: use it in DataLoader workers or in
+    an `IsolatedLoader`. `dataset_epoch`: as for `SeededSamples`.
+    """
+
+    def __init__(self, dataset: Any, seed: int, dataset_epoch: DatasetEpoch | None = None) -> None:
+        self.dataset = dataset
+        self._seed = seed
+        self._dataset_epoch = dataset_epoch
+
+    def __getitems__(self, keys: list[tuple[int, Any]]) -> list[Any]:
+        if self._dataset_epoch is not None:
+            self._dataset_epoch.set(keys[0][0])
+        own = [key for _, key in keys]
+        seed_generators(mixed_seed(self._seed, keys[0][0], *own))
+        return fetch_samples(self.dataset, own)
+
+
+class IsolatedLoader:
+    """A wrapper of a loader without workers that restores the training process's random states after each batch."""
+
+    def __init__(self, loader: "DataLoader[Any]") -> None:
+        self._loader = loader
+        self.batch_sampler = loader.batch_sampler  # `checked_batches` reads it to name samples in errors
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._loader)
+        while True:
+            with random_states_kept():
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            yield batch
+
+
+class IsolatedRandomStates:
+    """A context with random states of its own, separate from those of training.
+
+    Each use continues from the states at the end of the previous one; the first starts from `seed`. In a DataLoader
+    worker there are no others to separate them from.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._in_worker = get_worker_info() is not None
+        self._states: RandomStates | None = None
+
+    def __enter__(self) -> None:
+        if not self._in_worker:
+            self._outside = random_states()
+        if self._states is None:
+            seed_generators(self._seed)
+        elif not self._in_worker:
+            set_random_states(self._states)
+
+    def __exit__(self, *_: object) -> None:
+        self._states = random_states()
+        if not self._in_worker:
+            set_random_states(self._outside)
+
+    @property
+    def states(self) -> RandomStates:
+        """The random states at the end of the last use."""
+        assert self._states is not None
+        return self._states
+
+
+class WithEpoch:
+    """Adds the epoch to each key of a batch, because persistent DataLoader workers have no other way to know it."""
+
+    def __init__(self, batches: Batches) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[list[tuple[int, Any]]]:
+        epoch = self.batches.epoch
+        return ([(epoch, key) for key in keys] for keys in self.batches)
+
+
+class ExposeUserDataset:
+    """A `worker_init_fn` for wrapped datasets that lets `get_worker_info()` return the user's own dataset.
+
+    `then`: the user's own worker_init_fn.
+    """
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self._then = then
+
+    def __call__(self, number: int) -> None:
+        info: Any = get_worker_info()
+        # The record forbids assignment. Fetching is not affected, because the worker has a reference to the wrapper.
+        object.__setattr__(info, "dataset", info.dataset.dataset)
+        if self._then is not None:
+            self._then(number)
+
+
+# --- Sends batches from DataLoader workers without shared memory, for containers with too little of it ----------------
+
+
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where torch's DataLoader workers put their batches
+_LEAST_SHARED_MEMORY = 128 << 20  # Docker's default is 64 MiB
+
+
+def sendable(collate: Callable[[Any], Any], workers: int) -> Callable[[Any], Any]:
+    """The collate function, wrapped to send batches without shared memory if there is too little of it."""
+    return _by_value(collate) if workers and _little_shared_memory() else collate
+
+
+@cache
+def _little_shared_memory() -> bool:
+    """Whether there is too little shared memory for DataLoader workers; logs a warning once."""
+    try:
+        free = shutil.disk_usage(_SHARED_MEMORY).free
+    except OSError:  # not Linux
+        return False
+    if free < _LEAST_SHARED_MEMORY:
+        logger.warning(
+            "{} has only {:.0f} MiB free: DataLoader workers send batches through pipes instead, which is slower; "
+            "start the container with --shm-size=8g or --ipc=host",
+            _SHARED_MEMORY,
+            free / 2**20,
+        )
+    return free < _LEAST_SHARED_MEMORY
+
+
+@dataclass(frozen=True)
+class _ByValue:
+    """A batch that a DataLoader worker sends as bytes; `finish` is applied to it in the receiving process.
+
+    torch's sharing strategy `file_system` would not help, because it uses /dev/shm as well.
+    """
+
+    content: Any
+    finish: Callable[[Any], Any] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (pickle.dumps(self.content), self.finish)
+
+
+def _rebuilt(content: bytes, finish: Callable[[Any], Any] | None) -> Any:
+    received = pickle.loads(content)  # noqa: S301  # from this process's own child, through a pipe
+    return finish(received) if finish is not None else received
+
+
+def _by_value(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wrap a collate function. torch's uses shared memory in DataLoader workers, so it runs in the receiver."""
+    return partial(_ByValue, finish=collate) if collate is checked_collate else partial(_send, collate)
+
+
+def _send(collate: Callable[[Any], Any], samples: Any) -> _ByValue:
+    return _ByValue(collate(samples))
+
+
+# --- Builds the DataLoader over a dataset -----------------------------------------------------------------------------
+
+
+def build_loader(
+    dataset: Dataset[Any],
+    batches: Iterable[list[Any]],
+    config: DataConfig,
+    world: World,
+    seed: int,
+    template: "DataLoader[Any] | None" = None,
+    *,
+    keyed: bool = False,
+    dataset_epoch: DatasetEpoch | None = None,
+) -> Iterable[Any]:
+    """A loader that yields the batches of `dataset` whose keys `batches` yields.
+
+    `template`: the user's own DataLoader, whose options are used. `seed`: of the DataLoader workers. But if `batches`
+    has a seed and an epoch (`Batches`), random states are set from these: for each sample with `config.seed_samples`,
+    else for each batch if workers or prefetching fetch it ahead of its use. `keyed`: with `config.seed_samples`, yield
+    `Keyed` batches. `dataset_epoch`: begins the dataset's epochs in DataLoader workers that live for several.
+    """
+    options = loader_options(config, world, seed, template)
+    workers, pinned = options["num_workers"], options["pin_memory"]
+    collate = chosen_collate(config, template)
+    own = dataset
+    # Whether this process fetches batches, and draws their random numbers, before the step that uses them.
+    ahead = world.device.type == "cuda" and config.prefetch_batches > 0
+    # Fetching whole batches draws no random numbers.
+    if collate is checked_collate and can_fetch_whole_batches(dataset) and not keyed:
+        whole = WholeBatches(dataset)
+        if not workers and (not pinned or world.device.type == "cuda"):
+            return WholeBatchLoader(whole, batches, pinned)
+        dataset, collate = whole, identity_collate
+    elif config.seed_samples:
+        seeded = cast(Batches, batches)
+        dataset, batches = SeededSamples(dataset, seeded.seed, dataset_epoch, keyed=keyed), WithEpoch(seeded)
+        collate = CollateKeyed(collate) if keyed else collate
+    elif (workers or ahead) and hasattr(batches, "epoch"):  # a plain list of batches has no epoch
+        seeded = cast(Batches, batches)
+        dataset, batches = SeededBatches(dataset, seeded.seed, dataset_epoch), WithEpoch(seeded)
+    else:
+        dataset = Samples(dataset)
+    if dataset is not own:
+        options["worker_init_fn"] = ExposeUserDataset(options.get("worker_init_fn"))
+    loader = DataLoader(dataset, batch_sampler=batches, collate_fn=sendable(collate, workers), **options)
+    return IsolatedLoader(loader) if type(dataset) is SeededBatches and not workers else loader
+
+
+def chosen_collate(config: DataConfig, template: "DataLoader[Any] | None") -> Callable[[Any], Any]:
+    """The user's collate function, or torch's default with better errors. Raises `ConfigError` if there are two."""
+    given = config.collate_fn
+    if template is not None and template.collate_fn is not default_collate:
+        if given is not None:
+            raise ConfigError("both the DataLoader and data.collate_fn set a collate function", "leave one of them out")
+        given = template.collate_fn
+    return given or checked_collate
+
+
+def loader_options(
+    config: DataConfig, world: World, seed: int, template: "DataLoader[Any] | None" = None
+) -> dict[str, Any]:
+    """Options for the DataLoader, apart from the dataset, the sampler and collate_fn; those of `template` if given."""
+    pinned = world.device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
+    # Seeds the DataLoader workers differently on every rank, without drawing from the global generator.
+    generator = torch.Generator().manual_seed(mixed_seed(seed, world.rank))
+    workers = _workers(config, world) if template is None else template.num_workers
+    timeout = config.timeout or 0 if workers else 0
+    if template is None:
+        return {
+            "num_workers": workers,
+            "pin_memory": pinned,
+            "timeout": timeout,
+            "generator": generator,
+        }
+    return {
+        "num_workers": workers,
+        "pin_memory": pinned or template.pin_memory,
+        "timeout": template.timeout or timeout,
+        "worker_init_fn": template.worker_init_fn,
+        "multiprocessing_context": template.multiprocessing_context,
+        "generator": template.generator or generator,
+        "prefetch_factor": template.prefetch_factor,
+        "persistent_workers": template.persistent_workers,
+    }
+
+
+def _workers(config: DataConfig, world: World) -> int:
+    if config.num_workers != "auto":
+        return config.num_workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(8, max(0, cores // world.local_world_size - 1))

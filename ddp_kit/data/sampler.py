@@ -1,0 +1,592 @@
+"""Global batches: their sizes, and which samples each rank takes in each step."""
+
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
+from random import Random, SystemRandom
+from typing import Any, cast, overload
+
+import torch
+from torch import Generator, Tensor
+from torch.utils.data import Sampler
+
+from ddp_kit.distributed.world import mixed_seed, random_states_kept, seed_generators
+from ddp_kit.errors import ConfigError, DataError
+
+# --- Divides the samples of an optimizer step among ranks and into micro-batches --------------------------------------
+# Pure arithmetic on positions. Nothing is rounded: a global batch that is not divisible by the number of ranks is split
+# unevenly, and every sample of a step is used exactly once, for any number of ranks.
+
+
+DEFAULT_GLOBAL_BATCH = 32
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The batch sizes of an optimizer step, in samples, and their division among ranks."""
+
+    global_batch: int
+    """Samples per optimizer step over all ranks."""
+    micro_batch: int
+    """The largest number of samples in a forward pass of one rank."""
+    accumulation: int
+    """Forward and backward passes per optimizer step, on the rank with the largest share."""
+    world_size: int
+    """The number of ranks that a global batch is divided among."""
+
+    def steps(self, samples: int, drop_last: bool = False) -> int:
+        """The number of optimizer steps in an epoch of `samples` samples. `drop_last`: only complete ones."""
+        return samples // self.global_batch if drop_last else -(-samples // self.global_batch)
+
+    def step_samples(self, step: int, samples: int) -> range:
+        """The positions of the samples of step `step`, counted from 0, in an epoch of `samples` samples."""
+        return range(step * self.global_batch, min((step + 1) * self.global_batch, samples))
+
+    def micro_batches(self, rank: int, samples: int) -> tuple[range, ...]:
+        """The micro-batches of `rank` in an optimizer step of `samples` samples, as positions within the step.
+
+        A full step has `accumulation` micro-batches per rank, or fewer if the rank has fewer samples; a shorter step
+        has as many as its samples need. A rank without samples has none.
+        """
+        own = split(samples, self.world_size, rank)
+        if not own:
+            return ()
+        needed = -(-len(own) // self.micro_batch)
+        passes = max(needed, min(self.accumulation, len(own))) if samples >= self.global_batch else needed
+        shares = (split(len(own), passes, number) for number in range(passes))
+        return tuple(range(own.start + share.start, own.start + share.stop) for share in shares)
+
+
+def split(total: int, parts: int, number: int) -> range:
+    """Range `number` of `total` positions that are split into `parts` ranges whose sizes differ by at most one."""
+    size, larger = divmod(total, parts)
+    start = number * size + min(number, larger)
+    return range(start, start + size + (number < larger))
+
+
+def plan_batches(
+    global_batch: int | None, micro_batch: int | None, accumulation: int | None, world_size: int
+) -> BatchPlan:
+    """Compute the batch sizes that are None from the others. The default global batch is 32.
+
+    Raises `ConfigError` if all three are given and contradict each other.
+    """
+    if global_batch is None:
+        global_batch = DEFAULT_GLOBAL_BATCH if micro_batch is None else micro_batch * (accumulation or 1) * world_size
+    share = _ceil(global_batch, world_size)
+    if micro_batch is None:
+        micro_batch = _ceil(share, accumulation or 1)
+    passes = _ceil(share, micro_batch)
+    if accumulation is None:
+        accumulation = passes
+    if accumulation != passes and micro_batch != _ceil(share, accumulation):
+        raise _disagreement(global_batch, micro_batch, accumulation, world_size)
+    return BatchPlan(global_batch, micro_batch, accumulation, world_size)
+
+
+def _ceil(total: int, parts: int) -> int:
+    return -(-total // parts)
+
+
+def _disagreement(global_batch: int, micro_batch: int, accumulation: int, world_size: int) -> ConfigError:
+    share = _ceil(global_batch, world_size)
+    product = micro_batch * accumulation * world_size
+    ways = (
+        f"micro_batch_size={_ceil(share, accumulation)} (keeps the other two)",
+        f"accumulation_steps={_ceil(share, micro_batch)} (keeps the other two)",
+        f"global_batch_size={product} (keeps the other two)",
+    )
+    return ConfigError(
+        f"the batch sizes do not agree: micro_batch_size {micro_batch} x accumulation_steps {accumulation} "
+        f"x {world_size} {'rank' if world_size == 1 else 'ranks'} = {product}, "
+        f"but global_batch_size is {global_batch}; the nearest settings that work:",
+        "change one of the three, or leave one out: it is then computed from the others",
+        ways,
+    )
+
+
+# --- Samplers: which samples this rank uses, and in which order, as a pure function of (seed, epoch, position) --------
+# Step k of an epoch has the same samples for any number of ranks. A user's own sampler is iterated on every rank with
+# the same random states, so that all ranks draw the same order, of which each takes its share.
+
+
+class ExactDistributedSampler(Sampler[Any]):
+    """torch's DistributedSampler without padding: each sample is on exactly one rank, in contiguous shares.
+
+    Iterating yields this rank's samples of an epoch; `order` returns those of all ranks. An epoch has as many samples
+    as `data` has after `set_epoch`.
+    `own`: the user's own sampler over all samples, which then determines the order. Raises `DataError` if it has no
+    length, or does not yield as many items as its length.
+    """
+
+    def __init__(
+        self,
+        data: Sized,
+        rank: int,
+        world_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        own: Iterable[Any] | None = None,
+    ) -> None:
+        if own is not None:
+            _length(own, "sampler")
+        self.own = own
+        self.rank = rank
+        self.seed = seed
+        self.epoch = 0
+        self._data = data
+        self._world_size = world_size
+        self._shuffle = shuffle
+        self._size: int | None = None  # of this epoch; None until it is needed
+        self._drawn: tuple[int, Sequence[Any]] | None = None  # the epoch, and the order that `own` yielded for it
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, and read its length anew."""
+        self.epoch, self._size = epoch, None
+
+    @property
+    def total_size(self) -> int:
+        """Samples of this epoch over all ranks."""
+        if self._size is None:
+            self._size = len(self._data) if self.own is None else len(self.order())
+        return self._size
+
+    def order(self) -> Sequence[Any]:
+        """The samples of this epoch over all ranks, in order."""
+        if self.own is not None:
+            if self._drawn is None or self._drawn[0] != self.epoch:
+                self._drawn = (self.epoch, _compact(_draw(self.own, self.seed, self.epoch, "sampler")))
+            return self._drawn[1]
+        if not self._shuffle:
+            return range(self.total_size)
+        generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
+        return _LazyInts(torch.randperm(self.total_size, generator=generator))
+
+    def fingerprint(self) -> str:
+        """A hash of the order in this epoch if it comes from the user's own sampler; "" otherwise."""
+        if self.own is None:
+            return ""
+        order = self.order()
+        return blake2b(order.tobytes() if isinstance(order, array) else repr(order).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._share())
+
+    def __iter__(self) -> Iterator[Any]:
+        share = self._share()
+        return iter(self.order()[share.start : share.stop])
+
+    def _share(self) -> range:
+        return split(self.total_size, self._world_size, self.rank)
+
+
+class _LazyInts(Sequence[int]):
+    """A sequence of the values of an int64 tensor: 8 bytes per value, while a list of ints takes 36."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __len__(self) -> int:
+        return len(self._tensor)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return cast("int | list[int]", self._tensor[index].tolist())
+
+
+class _Steps(Sampler[list[Any]]):
+    """A batch sampler of optimizer steps, whose number may differ between epochs.
+
+    `own`: the user's sampler or batch sampler, if any; `what` it is, for messages.
+    """
+
+    def __init__(self, own: Iterable[Any] | None, what: str, seed: int) -> None:
+        self._own, self._what = own, what
+        self.seed = seed
+        self.epoch = 0
+        """The epoch of the next iteration."""
+        self.first_step = 0
+        """The step of the epoch with which the next iteration starts."""
+        self.steps = 0
+        """Optimizer steps in this epoch."""
+        self._known: dict[int, int] = {}  # epoch -> steps
+
+    def steps_in(self, epochs: range) -> int:
+        """The number of optimizer steps in these epochs, of which the first is this one.
+
+        Later ones have as many as this one, unless the user's sampler has another length after its `set_epoch`.
+        """
+        if self._own is None or not _set_epochs(self._own):
+            return len(epochs) * self.steps
+        self._known[self.epoch] = self.steps
+        new = [epoch for epoch in epochs if epoch not in self._known]
+        if new:
+            lengths = lengths_in(self._own, self._what, self.seed, new, then=self.epoch)
+            self._known |= {each: self._steps_of(length, each) for each, length in zip(new, lengths, strict=True)}
+        return sum(map(self._known.__getitem__, epochs))
+
+    def _steps_of(self, length: int, epoch: int) -> int:
+        """The steps of an epoch with so many items. Raises `DataError` if there are none."""
+        steps = self._count(length)
+        if steps == 0:
+            where = f" in epoch {epoch + 1}" if epoch else ""
+            if length == 0:
+                raise DataError(
+                    f"the {self._what} has length 0{where}: there is no step",
+                    "let it have samples in every epoch of the run, or set max_steps so that the run ends before",
+                )
+            raise self._no_step(length, where)
+        return steps
+
+    def _count(self, length: int) -> int:
+        """The steps of an epoch with so many items."""
+        raise NotImplementedError
+
+    def _no_step(self, length: int, where: str) -> DataError:
+        """The error for an epoch that is shorter than a step. `where`: the epoch, or ""."""
+        raise NotImplementedError
+
+
+class TrainBatches(_Steps):
+    """A batch sampler that yields this rank's micro-batches of an epoch, starting at step `first_step`."""
+
+    division = ""
+
+    def __init__(self, sampler: ExactDistributedSampler, plan: BatchPlan, *, drop_last: bool) -> None:
+        super().__init__(sampler.own, "dataset" if sampler.own is None else "sampler", sampler.seed)
+        self._sampler = sampler
+        self._plan = plan
+        self._drop_last = drop_last
+        self._full = self._ranges(plan.global_batch)
+        self._full_passes = tuple(map(len, self._full))
+        self.set_position(sampler.epoch, 0)
+
+    def set_position(self, epoch: int, first_step: int) -> None:
+        """Set where the next iteration starts. Raises `DataError` if the epoch has no step."""
+        self._sampler.set_epoch(epoch)
+        self.epoch, self.first_step = epoch, first_step
+        self.steps = self._steps_of(self._sampler.total_size, epoch)
+        self._full_steps = self._sampler.total_size // self._plan.global_batch
+
+    def _count(self, length: int) -> int:
+        return self._plan.steps(length, self._drop_last)
+
+    def _no_step(self, length: int, where: str) -> DataError:
+        return DataError(
+            f"the {self._what} has {length} samples, fewer than the global batch of {self._plan.global_batch}: "
+            f"there is no complete step{where}",
+            "use a smaller global_batch_size, or data.drop_last=False",
+        )
+
+    def samples(self, step: int) -> int:
+        """Samples of optimizer step `step` over all ranks."""
+        if step < self._full_steps:
+            return self._plan.global_batch  # the usual case, without computation
+        return len(self._plan.step_samples(step, self._sampler.total_size))
+
+    def passes(self, step: int) -> tuple[int, ...]:
+        """The number of samples in each of this rank's passes in step `step`; empty if it has none."""
+        return self._full_passes if step < self._full_steps else tuple(map(len, self._ranges(self.samples(step))))
+
+    def most_passes(self, step: int) -> int:
+        """The largest number of passes on any rank in step `step`."""
+        return len(self._plan.micro_batches(0, self.samples(step)))
+
+    def spare(self) -> list[Any]:
+        """A batch of one sample, for a rank that has no batch of its own."""
+        return list(self._sampler.order()[:1])
+
+    def fingerprint(self) -> str:
+        """A hash of this epoch's order, as in `ExactDistributedSampler`."""
+        return self._sampler.fingerprint()
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self._from(self._sampler.order(), self.first_step)
+
+    def _from(self, order: Sequence[Any], first_step: int) -> Iterator[list[Any]]:
+        for step in range(first_step, self.steps):
+            start = step * self._plan.global_batch
+            for positions in self._full if step < self._full_steps else self._ranges(self.samples(step)):
+                yield list(order[start + positions.start : start + positions.stop])
+
+    def _ranges(self, samples: int) -> tuple[range, ...]:
+        return self._plan.micro_batches(self._sampler.rank, samples)
+
+
+class UserTrainBatches(_Steps):
+    """This rank's share of the batches of the user's own batch sampler; each batch is one micro-batch.
+
+    An optimizer step uses the next `accumulation` x `world_size` batches, of which each rank takes consecutive ones.
+    Raises `DataError` if the batch sampler has no length, or does not yield as many batches as its length.
+    """
+
+    def __init__(
+        self,
+        own: Iterable[Any],
+        rank: int,
+        world_size: int,
+        accumulation: int,
+        *,
+        drop_last: bool,
+        seed: int,
+        epoch: int = 0,
+    ) -> None:
+        super().__init__(own, "batch sampler", seed)
+        _length(own, "batch sampler")
+        self._rank, self._world_size = rank, world_size
+        self._drop_last = drop_last
+        self.per_step = accumulation * world_size
+        self.division = (
+            f"a step = {self.per_step} batches of the DataLoader's {type(own).__name__} = "
+            f"accumulation {accumulation} x {world_size}"
+        )
+        """The division of a step, for the log line at the start of a run; samples per step are not known in advance."""
+        self._drawn = self._draw(epoch)
+        self.set_position(epoch, 0)
+
+    def set_position(self, epoch: int, first_step: int) -> None:
+        """Set where the next iteration starts. Raises `DataError` if the epoch has no step."""
+        if self._drawn.epoch != epoch:
+            self._drawn = self._draw(epoch)
+        self.epoch, self.first_step = epoch, first_step
+        self.steps = self._steps_of(self._drawn.batches, epoch)
+
+    def _count(self, length: int) -> int:
+        return length // self.per_step if self._drop_last else -(-length // self.per_step)
+
+    def _no_step(self, length: int, where: str) -> DataError:
+        return DataError(
+            f"the batch sampler yields {length} batches, fewer than the {self.per_step} of one step: "
+            f"there is no complete step{where}",
+            "use fewer accumulation_steps, or data.drop_last=False",
+        )
+
+    def samples(self, step: int) -> int:
+        """Samples of optimizer step `step` over all ranks."""
+        return self._drawn.samples[step]
+
+    def passes(self, step: int) -> tuple[int, ...]:
+        """The number of samples in each of this rank's passes in step `step`; empty if it has none."""
+        return self._drawn.passes[step]
+
+    def most_passes(self, step: int) -> int:
+        """The largest number of passes on any rank in step `step`."""
+        batches = min(self.per_step, self._drawn.batches - step * self.per_step)
+        return len(split(batches, self._world_size, 0))
+
+    def spare(self) -> list[Any]:
+        """The first batch, for a rank that has no batch of its own."""
+        return list(self._drawn.first[0])
+
+    def fingerprint(self) -> str:
+        """A hash of the batches of all ranks in this epoch."""
+        return self._drawn.fingerprint
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        own = self._drawn.own
+        return (batch for step in range(self.first_step, self.steps) for batch in own[step])
+
+    def _draw(self, epoch: int) -> "_EpochBatches":
+        assert self._own is not None
+        batches = _drawn_batches(self._own, self.seed, epoch)
+        steps = [batches[start : start + self.per_step] for start in range(0, len(batches), self.per_step)]
+        shares = [split(len(step), self._world_size, self._rank) for step in steps]
+        own = [step[share.start : share.stop] for step, share in zip(steps, shares, strict=True)]
+        return _EpochBatches(
+            epoch,
+            len(batches),
+            own,
+            [sum(map(len, step)) for step in steps],
+            [tuple(map(len, step)) for step in own],
+            blake2b(repr(batches).encode()).hexdigest(),
+            batches[:1],
+        )
+
+
+@dataclass(frozen=True)
+class _EpochBatches:
+    """The batches that a batch sampler has yielded for an epoch, by optimizer step."""
+
+    epoch: int
+    batches: int
+    """The number of batches, over all ranks."""
+    own: list[list[list[Any]]]
+    """This rank's batches in each step."""
+    samples: list[int]
+    """The number of samples in each step, over all ranks."""
+    passes: list[tuple[int, ...]]
+    """The sizes of this rank's batches in each step."""
+    fingerprint: str
+    """A hash of the batches of all ranks."""
+    first: list[list[Any]]
+    """The first batch of all ranks, if there is one."""
+
+
+class EvalBatches(Sampler[list[Any]]):
+    """A batch sampler over this rank's share of a dataset, in order, in batches of at most `size`; without padding."""
+
+    def __init__(self, sampler: ExactDistributedSampler, size: int) -> None:
+        self._sampler = sampler
+        self._size = size
+        self.seed, self.epoch = sampler.seed, 0
+
+    def sizes(self) -> list[int]:
+        """Samples of each batch, for the dataset's present length."""
+        self._sampler.set_epoch(0)
+        total = len(self._sampler)
+        return [min(self._size, total - start) for start in range(0, total, self._size)]
+
+    def spare(self) -> list[Any]:
+        """A batch of one sample, for a rank that has no batch of its own."""
+        return list(self._sampler.order()[:1])
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        own = iter(self._sampler)
+        return (list(islice(own, size)) for size in self.sizes())
+
+
+class UserEvalBatches(Sampler[list[Any]]):
+    """This rank's share of the batches of the user's own batch sampler, for evaluation: each batch on one rank."""
+
+    def __init__(self, own: Iterable[Any], rank: int, world_size: int, *, seed: int) -> None:
+        self.seed, self.epoch = seed, 0
+        share = split(_length(own, "batch sampler"), world_size, rank)
+        everyone = _drawn_batches(own, seed, self.epoch)
+        self._batches, self._first = everyone[share.start : share.stop], everyone[:1]
+
+    def sizes(self) -> list[int]:
+        """Samples of each batch."""
+        return list(map(len, self._batches))
+
+    def spare(self) -> list[Any]:
+        """The first batch, for a rank that has no batch of its own."""
+        return list(self._first[0])
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return iter(self._batches)
+
+
+# --- the user's own samplers ------------------------------------------------------------------------------------
+
+
+def _length(own: Iterable[Any], what: str) -> int:
+    try:
+        return len(cast(Sized, own))
+    except TypeError:
+        raise DataError(
+            f"the DataLoader's {what} ({type(own).__name__}) has no length",
+            "add a __len__ that returns how many items it yields per epoch: it determines the number of steps",
+        ) from None
+
+
+def lengths_in(own: Iterable[Any], what: str, seed: int, epochs: Sequence[int], then: int = 0) -> list[int]:
+    """The lengths that the user's sampler says it has in these epochs, after its `set_epoch` if it has one.
+
+    `what`: "sampler" or "batch sampler", for messages. `then`: the epoch that the sampler is set to afterwards.
+    """
+    if not _set_epochs(own):
+        return [_length(own, what)] * len(epochs)
+    lengths = []
+    for epoch in (*epochs, then):
+        with _seeded(own, mixed_seed(seed, epoch)):
+            _set_epoch(own, epoch)
+            lengths.append(_length(own, what))
+    return lengths[:-1]
+
+
+def _set_epochs(own: Iterable[Any]) -> list[Callable[[int], object]]:
+    """The `set_epoch` of a sampler and of the samplers inside it."""
+    found = [getattr(part, "set_epoch", None) for part in _parts(own)]
+    return [each for each in found if callable(each)]
+
+
+def _set_epoch(own: Iterable[Any], epoch: int) -> None:
+    for set_epoch in _set_epochs(own):
+        set_epoch(epoch)
+
+
+def _draw(own: Iterable[Any], seed: int, epoch: int, what: str) -> list[Any]:
+    """The items that the user's sampler yields in `epoch`, drawn with the same seeds on every rank and in every run.
+
+    Random states are restored afterwards. `what`: "sampler" or "batch sampler", for messages.
+    """
+    with _seeded(own, mixed_seed(seed, epoch)):
+        _set_epoch(own, epoch)
+        length = _length(own, what)
+        drawn = list(own)
+        # A sampler that counts its epochs itself has the next one's length now, or has only now made this one's.
+        if len(drawn) == _length(own, what):
+            length = len(drawn)
+    if len(drawn) != length:
+        raise DataError(
+            f"the DataLoader's {what} ({type(own).__name__}) has length {length}, "
+            f"but yields {len(drawn)} items in epoch {epoch + 1}",
+            "let its __len__ return how many items it yields in every epoch: it determines the number of steps",
+        )
+    return drawn
+
+
+def _drawn_batches(own: Iterable[Any], seed: int, epoch: int) -> list[list[Any]]:
+    batches = [list(batch) for batch in _draw(own, seed, epoch, "batch sampler")]
+    if [] in batches:
+        raise DataError(
+            f"the DataLoader's batch sampler ({type(own).__name__}) yields an empty batch: number {batches.index([])}",
+            "skip empty batches, and do not count them in __len__",
+        )
+    return batches
+
+
+@contextmanager
+def _seeded(own: Iterable[Any], seed: int) -> Iterator[None]:
+    """Seed the global generators and the sampler's own ones; restore their states afterwards."""
+    with ExitStack() as stack:
+        stack.enter_context(random_states_kept())
+        seed_generators(seed)
+        for part in _parts(own):
+            for value in [*getattr(part, "__dict__", {}).values()]:
+                _seed_one(value, seed, stack)
+        yield
+
+
+def _seed_one(value: Any, seed: int, stack: ExitStack) -> None:
+    """Seed `value` if it is a random generator of torch, Python or numpy; `stack` will restore its state."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, Generator):
+        stack.callback(value.set_state, value.get_state())
+        value.manual_seed(seed)
+    elif isinstance(value, Random) and not isinstance(value, SystemRandom):
+        stack.callback(value.setstate, value.getstate())
+        value.seed(seed)
+    elif numpy is not None and isinstance(value, numpy.random.RandomState):
+        stack.callback(value.set_state, value.get_state())
+        value.seed(seed)
+    elif numpy is not None and isinstance(value, numpy.random.Generator):
+        source = value.bit_generator
+        stack.callback(setattr, source, "state", source.state)
+        source.state = type(source)(seed).state
+
+
+def _parts(own: Iterable[Any]) -> Iterator[Any]:
+    """A sampler and the samplers inside it; a batch sampler usually contains one."""
+    part: Any = own
+    for _ in range(5):  # a limit, in case a sampler contains itself
+        yield part
+        part = getattr(part, "sampler", None)
+        if part is None:
+            return
+
+
+def _compact(order: list[Any]) -> Sequence[Any]:
+    """The order as an array of 8-byte integers, if all keys are integers."""
+    try:
+        return array("q", order)
+    except (TypeError, OverflowError):
+        return order

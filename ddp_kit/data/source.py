@@ -1,0 +1,225 @@
+"""Checks the data that the user passes, and reads how their own DataLoader makes batches."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized, ValuesView
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+import torch.utils.data
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from ddp_kit.distributed.world import mixed_seed, random_states_kept, seed_generators
+from ddp_kit.errors import DataError, kind_of
+
+Data = Dataset[Any] | DataLoader[Any] | Sequence[Any]
+
+_WANTED = "pass a torch Dataset or IterableDataset, or a DataLoader over one"
+_SHOWN = 4  # keys in a message
+_MAX_NESTING = 5  # the largest depth of nested samplers and datasets
+
+
+def open_data(data: object, role: str) -> "tuple[Any, DataLoader[Any] | None]":
+    """The dataset, and the user's own DataLoader, if `data` is one.
+
+    `role`: such as "train_data", for messages. Raises `DataError` for data that cannot be divided among ranks.
+    """
+    loader = data if isinstance(data, DataLoader) else None
+    dataset = loader.dataset if loader is not None else data
+    if loader is not None and not loader.in_order and loader.num_workers > 1:
+        raise DataError(
+            f"{role} is a DataLoader with in_order=False, whose {loader.num_workers} workers may return batches in any "
+            "order: a batch would get the weight of another one, and a resumed run would repeat some and leave out "
+            "others",
+            "leave out in_order=False; if some samples take long, a higher prefetch_factor keeps other workers busy",
+        )
+    if isinstance(dataset, IterableDataset):
+        _check_stream(dataset, role)
+        return dataset, loader
+    if problem := _no_dataset(dataset):
+        raise DataError(f"{role} is {problem[0]}", problem[1])
+    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+        raise DataError(f"{role} is {kind_of(dataset)}, without __getitem__ or without __len__", _WANTED)
+    if len(dataset) == 0:
+        raise DataError(
+            f"{role} is empty: {type(dataset).__name__} has 0 samples",
+            "check the path or the filter that it was created with",
+        )
+    if loader is not None:
+        _check_loader(loader, role)
+    return dataset, loader
+
+
+class DatasetEpoch:
+    """Calls the `set_epoch` of a dataset and of the datasets inside it, such as of a Subset, once per epoch.
+
+    DataLoader workers have a copy of it, which those that live for several epochs use.
+    """
+
+    def __init__(self, dataset: object, seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._epoch: int | None = None
+
+    def set(self, epoch: int) -> None:
+        """Begin an epoch, with the same random numbers on every rank and in every run."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            with random_states_kept():
+                seed_generators(mixed_seed(self._seed, epoch))
+                set_epoch(self._dataset, epoch)
+
+
+def set_epoch(dataset: Any, epoch: int, nesting: int = 0) -> None:
+    """Call the `set_epoch` of a dataset and of the datasets inside it, where they have one."""
+    if nesting < _MAX_NESTING:
+        for each in _inside(dataset):
+            set_epoch(each, epoch, nesting + 1)
+    if callable(own := getattr(dataset, "set_epoch", None)):
+        own(epoch)
+
+
+def _inside(dataset: Any) -> list[Any]:
+    """The datasets inside a Subset, ConcatDataset, StackDataset, ChainDataset, or a wrapper like these."""
+    several = getattr(dataset, "datasets", None)
+    if isinstance(several, Mapping):
+        several = several.values()
+    found = [*several] if isinstance(several, list | tuple | ValuesView) else []
+    return [*found, getattr(dataset, "dataset", None)]
+
+
+def _no_dataset(data: Any) -> tuple[str, str] | None:
+    """What the data is and what to pass instead, if it is not a sequence of samples; None: it may be one."""
+    kind = kind_of(data)
+    if isinstance(data, type):
+        return kind, f"pass an instance: {data.__name__}(...)"
+    if isinstance(data, str | bytes | Path):
+        return f"{kind}, {str(data)!r}", "pass the dataset that reads it: a class with __getitem__ and __len__"
+    if isinstance(data, Iterator):
+        return (
+            f"{kind}, which can be read only once",
+            "pass what it iterates over, without iter(...); or an IterableDataset",
+        )
+    if hasattr(data, "iloc"):
+        return f"{kind}, which is indexed by column", "pass TensorDataset(torch.tensor(data.to_numpy())), or a Dataset"
+    if isinstance(data, Mapping) and 0 not in data:
+        names = [repr(name) for name in islice(data, _SHOWN)]
+        return f"{kind} with the keys {', '.join(names)}", (
+            "pass a dataset, whose samples have the numbers 0, 1, ...: one of its values, or TensorDataset(*values)"
+        )
+    arrays = type(data) is tuple and len(data) > 1 and all(hasattr(each, "shape") and each.shape for each in data)
+    if arrays and len({each.shape[0] for each in data}) == 1:
+        return f"a tuple of {len(data)} tensors", "pass torch.utils.data.TensorDataset(*tensors)"
+    return None
+
+
+def _check_stream(dataset: "IterableDataset[Any]", role: str) -> None:
+    pipes = getattr(torch.utils.data, "IterDataPipe", ())  # deprecated in torch
+    if isinstance(dataset, pipes):
+        raise DataError(
+            f"{role} is a DataPipe ({type(dataset).__name__}), which only torch's DataLoader can divide",
+            "pass an IterableDataset that divides itself by rank and DataLoader worker, or a dataset with __getitem__",
+        )
+    if any(isinstance(stage, DataLoader) for stage in getattr(dataset, "pipeline", ())):
+        raise DataError(
+            f"{role} is a {type(dataset).__name__} around a DataLoader, which yields whole batches",
+            "pass the dataset itself, or DataLoader(dataset.batched(16), batch_size=None) for batches of its own",
+        )
+
+
+def _check_loader(loader: "DataLoader[Any]", role: str) -> None:
+    """Raise `DataError` if the user's DataLoader does not yield all samples on every rank."""
+    batches: Any = loader.batch_sampler
+    if batches is None:
+        raise DataError(
+            f"{role} is a DataLoader with batch_size=None over {type(loader.dataset).__name__}: "
+            "each item of the dataset would be a whole batch",
+            "let __getitem__ return one sample and set a batch_size, or yield the batches from an IterableDataset",
+        )
+    for sampler in _samplers(batches):
+        if hasattr(sampler, "num_replicas") and not _divides_all(sampler, loader):
+            raise DataError(
+                f"{role} is a DataLoader with a {type(sampler).__name__}, which yields only this rank's samples",
+                "leave it out, or use a sampler over all samples: the Trainer divides them over the ranks itself",
+            )
+
+
+def _samplers(batches: Any) -> Iterator[Any]:
+    """A batch sampler and the samplers inside it."""
+    part = batches
+    for _ in range(_MAX_NESTING):
+        if part is None:
+            return
+        yield part
+        part = getattr(part, "sampler", None)
+
+
+def _divides_all(sampler: Any, loader: "DataLoader[Any]") -> bool:
+    """Whether it is torch's own DistributedSampler over the whole dataset, which the Trainer can replace."""
+    plain = type(sampler) is DistributedSampler and type(loader.batch_sampler) is BatchSampler
+    return plain and _length(sampler.dataset) == _length(loader.dataset)
+
+
+def _length(data: object) -> int:
+    return len(cast(Sized, data))
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How the user's own DataLoader makes batches."""
+
+    size: int | None
+    """Samples per batch; None if the user's own code makes the batches."""
+    shuffle: bool
+    drop_last: bool
+    sampler: Iterable[Any] | None = None
+    """The user's own sampler over all samples."""
+    batches: Iterable[Any] | None = None
+    """The user's own batch sampler."""
+
+
+def batching(loader: "DataLoader[Any] | None") -> Batching | None:
+    """How a DataLoader makes batches; None without one."""
+    if loader is None:
+        return None
+    if isinstance(loader.dataset, IterableDataset):
+        return Batching(loader.batch_size, shuffle=False, drop_last=loader.drop_last)
+    batches: Any = loader.batch_sampler
+    if type(batches) is not BatchSampler:
+        return Batching(None, shuffle=False, drop_last=False, batches=batches)
+    size, drop_last, sampler = batches.batch_size, batches.drop_last, batches.sampler
+    if isinstance(sampler, DistributedSampler):  # torch's own: others were refused
+        return Batching(size, sampler.shuffle, drop_last or sampler.drop_last)
+    if _is_default_order(sampler, loader.dataset):
+        return Batching(size, isinstance(sampler, RandomSampler), drop_last)
+    return Batching(size, shuffle=False, drop_last=drop_last, sampler=sampler)
+
+
+def _is_default_order(sampler: Any, dataset: object) -> bool:
+    """Whether the sampler is one that DataLoader(shuffle=...) creates: each sample once, in order or shuffled."""
+    known = type(sampler) in (SequentialSampler, RandomSampler) and not getattr(sampler, "replacement", False)
+    return known and len(sampler) == _length(dataset)
+
+
+def check_batch_size(own: Batching | None, micro_batch: int, asked: bool = False) -> None:
+    """Raise `DataError` if the user's DataLoader and the configuration have different batch sizes.
+
+    `asked`: whether the configuration sets global_batch_size or micro_batch_size.
+    """
+    if own is None:
+        return
+    if own.size is None and asked:
+        maker = "the DataLoader has batch_size=None, so the dataset" if own.batches is None else "the batch sampler"
+        raise DataError(
+            f"{maker} decides the batch size, but the configuration sets one too",
+            "leave out global_batch_size and micro_batch_size: each batch is one micro-batch of one rank, and "
+            "accumulation_steps is the number of micro-batches per rank and optimizer step",
+        )
+    if own.size is not None and own.size != micro_batch:
+        raise DataError(
+            f"the DataLoader has batch_size={own.size}, but the configuration makes micro-batches of "
+            f"{micro_batch} samples",
+            f"set micro_batch_size={own.size} in the TrainerConfig (samples per rank and pass, so the global batch "
+            f"grows with the number of ranks), or pass the dataset itself instead of a DataLoader",
+        )

@@ -1,0 +1,207 @@
+"""Batches from an IterableDataset. Each rank reads a stream; the dataset itself divides the data among ranks.
+
+W DataLoader workers take turns: batch j of a rank comes from worker j % W, so batch i of worker w is batch i*W + w of
+the rank. When a worker's stream ends, the others continue to take turns.
+
+If the dataset has `state_dict` and `load_state_dict`, its `state_dict` is called after each batch, in the process that
+reads it.
+"""
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from ddp_kit.config.settings import DataConfig
+from ddp_kit.data.collate import Uncollated, checked_batches, data_error, identity_collate
+from ddp_kit.data.loading import ExposeUserDataset, IsolatedRandomStates, chosen_collate, loader_options, sendable
+from ddp_kit.data.source import set_epoch
+from ddp_kit.distributed.world import RandomStates, World, mixed_seed, set_random_states
+from ddp_kit.errors import DataError
+
+_SKIPPED_TURN = 0
+"""The number of samples yielded by a worker that skips its first turn, because after a resume another one is first."""
+
+
+@dataclass(frozen=True)
+class ReaderState:
+    """The position of a process that reads a stream, after one of its batches."""
+
+    reader: int
+    """The index of the DataLoader worker; 0 without workers."""
+    number: int
+    """The index within the epoch of the next batch to read."""
+    random: RandomStates
+    """The random states after the batch."""
+    dataset: Any
+    """The dataset's `state_dict` after the batch."""
+
+
+class Stream:
+    """Iterating yields (number of samples, batch) for each batch of an epoch."""
+
+    def __init__(self, loader: "DataLoader[Any]", epoch: Tensor) -> None:
+        self._loader = loader
+        self._epoch = epoch
+        self.states = deque[ReaderState]()
+        """The states of the batches yielded so far, if the dataset has state; the caller removes those it has read."""
+
+    def set_position(self, epoch: int, states: Sequence[ReaderState] = ()) -> None:
+        """Set where the next iteration starts: in `epoch`, after the batches of `states`.
+
+        `states`: the last one of each reader, in the order in which their batches were yielded. The iteration calls the
+        dataset's `set_epoch`, if it has one, in each process that reads it.
+        """
+        self._epoch.fill_(epoch)
+        self.states.clear()
+        batches: Any = self._loader.dataset
+        batches.begin_at = (epoch, {state.reader: state for state in states}, states[-1].reader + 1) if states else None
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        for samples, batch, state in checked_batches(self._loader):
+            if samples == _SKIPPED_TURN:
+                continue
+            if type(batch) is Uncollated:
+                raise data_error(batch, None)
+            if state is not None:
+                self.states.append(state)
+            yield _count(batch) if samples is None else samples, batch
+
+
+def build_stream(
+    dataset: "IterableDataset[Any]",
+    sizes: Sequence[int],
+    config: DataConfig,
+    world: World,
+    seed: int,
+    template: "DataLoader[Any] | None" = None,
+    *,
+    record_states: bool = False,
+) -> Stream:
+    """The stream of batches of an IterableDataset, for this rank.
+
+    `sizes`: batch j of an epoch has `sizes[j % len(sizes)]` samples; the last batches may have fewer. `template`: the
+    user's own DataLoader, whose options are used; if its batch_size is None, the dataset yields whole batches, and
+    `sizes` is ignored. `record_states`: record a `ReaderState` with each batch if the dataset has state.
+    Raises `DataError` for `data.seed_samples`; iterating raises it for a batch of unknown size.
+    """
+    if config.seed_samples:
+        raise DataError(
+            f"data.seed_samples is set, but the samples of a {type(dataset).__name__} have no index to seed from",
+            "leave it out and seed in the dataset's __iter__, or use a dataset with __getitem__ and __len__",
+        )
+    options = loader_options(config, world, seed, template)
+    options["worker_init_fn"] = ExposeUserDataset(options.get("worker_init_fn"))
+    whole = template is not None and template.batch_size is None
+    collate = chosen_collate(config, template)
+    epoch = torch.zeros((), dtype=torch.int64)
+    if options["num_workers"]:
+        epoch.share_memory_()  # type: ignore[no-untyped-call]
+    batches = _Batches(
+        dataset,
+        None if whole else tuple(sizes),
+        sendable(collate, options["num_workers"]),
+        drop_last=template is not None and template.drop_last,
+        epoch=epoch,
+        seed=mixed_seed(seed, world.rank),
+        record_states=record_states,
+    )
+    return Stream(DataLoader(batches, batch_size=None, collate_fn=identity_collate, **options), epoch)
+
+
+class _Batches(IterableDataset[tuple[int | None, Any, ReaderState | None]]):
+    """Groups samples into batches in the process that reads them. `sizes`: None: the dataset yields whole batches."""
+
+    def __init__(
+        self,
+        dataset: "IterableDataset[Any]",
+        sizes: tuple[int, ...] | None,
+        collate: Callable[[Any], Any],
+        *,
+        drop_last: bool,
+        epoch: Tensor,
+        seed: int,
+        record_states: bool,
+    ) -> None:
+        self._seed = seed
+        self.dataset = dataset
+        has_state = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+        self._record_states = record_states and has_state
+        self.begin_at: tuple[int, dict[int, ReaderState], int] | None = None
+        """To resume within an epoch: the epoch, the state of each reader, and the reader whose turn it is."""
+        self._sizes = sizes
+        self._collate = collate
+        self._drop_last = drop_last
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[int | None, Any, ReaderState | None]]:
+        epoch, info = int(self._epoch), get_worker_info()
+        reader, turns = (0, 1) if info is None else (info.id, info.num_workers)
+        start = None
+        if self.begin_at is not None and self.begin_at[0] == epoch:
+            _, states, turn = self.begin_at
+            start = states.get(reader)
+            if reader < turn % turns:
+                yield _SKIPPED_TURN, None, None
+        # The seed depends on the epoch, so reading the same epoch again draws the same random numbers.
+        own = IsolatedRandomStates(mixed_seed(self._seed, epoch, reader))
+        dataset: Any = self.dataset
+        with own:
+            set_epoch(dataset, epoch)
+            if start is not None:
+                dataset.load_state_dict(start.dataset)
+            stream = iter(dataset)
+            if start is not None:
+                set_random_states(start.random)
+        for number in count(reader if start is None else start.number, turns):
+            size = 1 if self._sizes is None else self._sizes[number % len(self._sizes)]
+            with own:
+                samples: list[Any] = []
+                try:
+                    samples.extend(islice(stream, size))
+                except Exception as error:
+                    worker = "" if info is None else f", read by DataLoader worker {info.id}"
+                    name = type(dataset).__name__
+                    error.add_note(
+                        f"while reading item {len(samples)} of batch {number} of {name}{worker} (numbers start at 0)"
+                    )
+                    raise
+                if not samples or (self._drop_last and len(samples) < size):
+                    return
+                batch = self._collate(samples[0] if self._sizes is None else samples)
+                dataset_state = copy.deepcopy(dataset.state_dict()) if self._record_states else None
+            after = ReaderState(reader, number + turns, own.states, dataset_state) if self._record_states else None
+            yield None if self._sizes is None else len(samples), batch, after
+
+
+def _count(batch: Any) -> int:
+    """The number of samples in a whole batch from the dataset: the length of its first tensor. Raises `DataError`."""
+    tensor = next(_tensors(batch), None)
+    if tensor is None or tensor.dim() == 0:
+        found = "contains no tensor" if tensor is None else "begins with a scalar tensor"
+        raise DataError(
+            f"the DataLoader has batch_size=None, so the dataset yields whole batches, but one batch {found}: "
+            f"its number of samples is unknown",
+            "make the samples the first dimension of the first tensor of a batch, or set a batch_size",
+        )
+    return len(tensor)
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from _tensors(value)
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        for field in fields(batch):
+            yield from _tensors(getattr(batch, field.name, None))

@@ -1,0 +1,74 @@
+"""Batches with a maximum number of tokens instead of a fixed number of samples."""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import torch
+from torch.utils.data import Sampler
+
+from ddp_kit.distributed.world import mixed_seed
+from ddp_kit.errors import DataError
+
+
+class TokenBatchSampler(Sampler[list[int]]):
+    """A batch sampler that groups samples of similar length, with at most `tokens` tokens per padded batch.
+
+        loader = DataLoader(dataset, batch_sampler=TokenBatchSampler(lengths, tokens=4096), collate_fn=pad)
+        Trainer(...).fit(loader)    # each batch is one micro-batch of one rank
+
+    `lengths`: the number of tokens of each sample, in the dataset's order. `tokens`: the maximum of (samples in a
+    batch) x (length of its longest sample). `shuffle`: in each epoch, shuffle the batches and the samples of equal
+    length; the order is a pure function of (seed, epoch). All epochs have the same number of batches.
+    Batches have different numbers of tokens, so let the loss function return `Loss(sum, number of tokens)`.
+    Raises `DataError` if there are no samples, or one is longer than `tokens`.
+    """
+
+    def __init__(self, lengths: Sequence[int], tokens: int, *, shuffle: bool = True, seed: int = 0) -> None:
+        longest = max(range(len(lengths)), key=lengths.__getitem__, default=None)
+        if longest is None:
+            raise DataError("TokenBatchSampler got no lengths", "pass the number of tokens of each sample")
+        if lengths[longest] > tokens:
+            raise DataError(
+                f"sample {longest} has {lengths[longest]} tokens, more than the {tokens} of a batch",
+                f"truncate or leave out long samples, or set tokens to {lengths[longest]} or more",
+            )
+        self._by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
+        self._lengths = lengths
+        self._sizes = [*_sizes([lengths[index] for index in self._by_length], tokens)]
+        self._shuffle = shuffle
+        self._seed = seed
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch whose order the next iteration uses."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        """The number of batches in an epoch."""
+        return len(self._sizes)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        generator = torch.Generator().manual_seed(mixed_seed(self._seed, self._epoch))
+        order = self._by_length
+        if self._shuffle:
+            order = []
+            for _, group in groupby(self._by_length, key=self._lengths.__getitem__):
+                same = [*group]
+                order += [same[place] for place in torch.randperm(len(same), generator=generator)]
+        batches, start = [], 0
+        for size in self._sizes:
+            batches.append(order[start : start + size])
+            start += size
+        places = torch.randperm(len(batches), generator=generator) if self._shuffle else range(len(batches))
+        return (batches[place] for place in places)
+
+
+def _sizes(ascending: Sequence[int], tokens: int) -> Iterator[int]:
+    """The number of samples in each batch: as many as fit."""
+    size = 0
+    for length in ascending:
+        if length * (size + 1) > tokens:
+            yield size
+            size = 0
+        size += 1
+    yield size

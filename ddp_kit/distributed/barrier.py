@@ -1,0 +1,307 @@
+"""A monitored barrier before the Trainer's collectives, which reports which ranks are missing, and where they are.
+
+It uses the process group's store instead of a collective: if another rank is in a gradient reduction, the mismatched
+collectives would hang, crash, or silently return wrong numbers.
+
+    wait_for_all(world, "trainer.fit() after step 0"):
+        write to the store that this rank has arrived
+        until all ranks have arrived:
+            a missing rank's process has ended               -> WorldError
+            a missing rank has started later collectives     -> WorldError: it skipped this barrier
+            a few seconds have passed                        -> log which ranks are missing, and where they are
+            the barrier timeout has passed                   -> WorldError
+
+A thread in each process answers other ranks that ask where this rank is.
+"""
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.util import Finalize
+from typing import Any
+
+from ddp_kit import log
+from ddp_kit.distributed.world import World, join
+from ddp_kit.errors import WorldError
+from ddp_kit.log import logger
+from ddp_kit.progress import Heartbeat
+from ddp_kit.torch_internals import collectives_of_default_group, default_store
+
+TIMEOUT_SECONDS = 600.0
+"""The barrier timeout, the same as that of collectives: a missing rank may be busy with something that takes long."""
+ANSWER_SECONDS = 1.0
+"""The interval between two checks for questions from other ranks, and between two questions of a waiting rank."""
+SILENT_SECONDS = 5.0
+"""The time before the first log line about missing ranks, and before a rank past the barrier is an error."""
+REPEAT_SECONDS = 60.0
+"""The time between two log lines about missing ranks."""
+_LONGEST_PAUSE = 0.25  # between two polls for missing ranks
+_JOIN_SECONDS = 5.0  # for the answering thread
+_POLLS_PER_SECOND = 500  # the maximum of store polls, summed over all ranks
+
+_PREFIX = "ddp_kit/barrier"
+_HINT = (
+    "all ranks must call fit, steps, evaluate, predict, save, resume and stop at the same step, and leave a loop over "
+    "steps() at the same step: base such decisions on values that are equal on all ranks. Do not make these calls "
+    "under `if trainer.world.is_main:`; that is for printing and writing your own files"
+)
+
+
+@dataclass(frozen=True)
+class RankLocation:
+    """Where a rank is in its program."""
+
+    collectives: int
+    """The number of collectives that it has started in the default group."""
+    words: str
+    """A description, such as a call of the Trainer or a phase of a step."""
+
+    @staticmethod
+    def parse(text: str) -> "RankLocation":
+        collectives, _, words = text.partition(" ")
+        return RankLocation(int(collectives), words)
+
+    def __str__(self) -> str:
+        return f"{self.collectives} {self.words}"
+
+
+@dataclass
+class _Barriers:
+    """This process's state that all barriers share."""
+
+    group_store: Any
+    """The store of the current default process group."""
+    store: Any
+    """A separate connection to the same store."""
+    rank: int
+    passed: int = 0
+    """The number of barriers so far."""
+    collectives: list[int] = field(default_factory=list)
+    """The number of collectives that each rank had started at the last barrier."""
+    heartbeat: Heartbeat | None = None
+    """The heartbeat of the newest Trainer."""
+    owner: int = field(default_factory=os.getpid)
+    closed: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def where(self) -> str:
+        return self.heartbeat.where if self.heartbeat is not None else "the script"
+
+    def serve(self, store: Any, pause: float) -> None:
+        """Write where this rank is whenever another rank asks."""
+        asked = "0"
+        with suppress(RuntimeError, ValueError):  # the store has closed: the job is over
+            while not self.closed.wait(pause):
+                latest = str(store.add(f"{_PREFIX}/asked", 0))
+                if latest != asked:
+                    asked = latest
+                    store.set(
+                        f"{_PREFIX}/answer/{self.rank}",
+                        str(RankLocation(collectives_of_default_group(), self.where)),
+                    )
+
+    def end(self) -> None:
+        """Announce that this rank's process is ending."""
+        if os.getpid() != self.owner or self.closed.is_set():  # a forked child inherits the object, but not the thread
+            return
+        self.closed.set()
+        with suppress(RuntimeError, ValueError):  # the store may be closed already
+            self.store.set(f"{_PREFIX}/ended/{self.rank}", "")
+        # A thread that the interpreter stops inside torch's store would abort the process.
+        self.thread.join(_JOIN_SECONDS)
+
+    def start(self, store: Any, pause: float) -> None:
+        """Start the answering thread. `store`: a connection for it alone. `pause`: seconds between its polls."""
+        self.thread = threading.Thread(target=self.serve, args=[store, pause], name="barrier", daemon=True)
+        self.thread.start()
+        atexit.register(self.end)
+        Finalize(None, self.end, exitpriority=0)  # because multiprocessing children skip atexit handlers
+
+
+_current: list[_Barriers] = []  # at most one, for the current process group
+
+
+def _barriers(world: World) -> _Barriers:
+    group_store: Any = default_store()
+    if not _current or _current[0].group_store is not group_store:
+        for old in _current:
+            old.end()
+        _current[:] = [_Barriers(group_store, group_store.clone(), world.rank)]
+        _current[0].start(group_store.clone(), max(ANSWER_SECONDS, world.world_size / _POLLS_PER_SECOND))
+    return _current[0]
+
+
+def join_world(place: str, *, share_gpus: bool) -> World:
+    """Join the process group with `world.join`, and wait at a barrier until all ranks have.
+
+    If that takes long, ranks 0 and 1 log what they wait for. `place`: the call, for messages.
+    """
+    world = join(share_gpus=share_gpus, starting=partial(_warned_when_late, place))
+    log.start(world.rank, world.world_size)
+    wait_for_all(world, place)
+    return world
+
+
+@contextmanager
+def _warned_when_late(place: str, rank: int, world_size: int) -> Iterator[None]:
+    """Log a warning if creating the process group takes long; which ranks are missing is unknown without a store."""
+
+    def warn() -> None:
+        log.start(rank, world_size)
+        logger.warning(
+            "rank {} is at {} and waits: not all of the {} processes have reached it. Each of them must create the "
+            "Trainer; is that under a condition such as `if rank == 0`? After {:.0f} minutes this is an error",
+            rank,
+            place,
+            world_size,
+            TIMEOUT_SECONDS / 60,
+        )
+
+    timer = threading.Timer((rank + 1) * SILENT_SECONDS, warn)
+    timer.daemon = True
+    if rank <= 1:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def watch(world: World, heartbeat: Heartbeat) -> None:
+    """Let other ranks find out where this rank is, by its heartbeat, and when its process has ended."""
+    if world.world_size > 1:
+        _barriers(world).heartbeat = heartbeat
+
+
+def wait_for_all(world: World, place: str) -> None:
+    """Wait until all ranks are at the same place. Raises `WorldError` if a rank is elsewhere, or does not arrive."""
+    if world.world_size == 1:
+        return
+    barriers = _barriers(world)
+    keys = [f"{_PREFIX}/{barriers.passed}/{rank}" for rank in range(world.world_size)]
+    barriers.passed += 1
+    found = _arrive_and_wait(world, barriers, keys, place, TIMEOUT_SECONDS)
+    if len({each.words for each in found}) > 1:
+        raise WorldError(
+            "the ranks made different calls: "
+            + ", ".join(f"rank {rank} at {each.words}" for rank, each in enumerate(found)),
+            "let all ranks call the same methods of the Trainer in the same order",
+        )
+    barriers.collectives = [each.collectives for each in found]
+
+
+def all_arrive(world: World, place: str, name: str, seconds: float) -> bool:
+    """Whether all ranks arrive within `seconds` at a barrier that a rank may skip. `name`: a unique key for it."""
+    if world.world_size == 1:
+        return True
+    barriers = _barriers(world)
+    try:
+        _arrive_and_wait(
+            world, barriers, [f"{_PREFIX}/{name}/{rank}" for rank in range(world.world_size)], place, seconds
+        )
+    except WorldError:
+        return False
+    return True
+
+
+def _arrive_and_wait(
+    world: World, barriers: _Barriers, keys: Sequence[str], words: str, seconds: float
+) -> list[RankLocation]:
+    """Announce this rank's arrival and wait for the others; returns the ranks' locations. Raises `WorldError`."""
+    own = RankLocation(collectives_of_default_group(), words)
+    try:
+        barriers.store.set(keys[world.rank], str(own))
+        _Wait(world, barriers, keys, own, time.monotonic() + seconds).until_all_arrived()
+        return [RankLocation.parse(text.decode()) for text in barriers.store.multi_get(list(keys))]
+    except (RuntimeError, ValueError) as error:
+        raise _gone(world, words, error) from None
+
+
+class _Wait:
+    """One rank's wait for the others at a barrier."""
+
+    def __init__(
+        self, world: World, barriers: _Barriers, keys: Sequence[str], own: RankLocation, deadline: float
+    ) -> None:
+        self._world = world
+        self._barriers = barriers
+        self._store = barriers.store
+        self._keys = keys
+        self._own = own
+        self._deadline = deadline
+        self._missing: list[int] = []
+        self._next_question = self._next_line = time.monotonic() + SILENT_SECONDS
+        self._next_question -= 2 * ANSWER_SECONDS
+        self._past_since: dict[int, float] = {}
+
+    def until_all_arrived(self) -> None:
+        pause = 0.001
+        while not self._store.check(list(self._keys)):  # not store.wait, which logs lines of torch's if it fails
+            ended = [rank for rank in range(self._world.world_size) if self._store.check([_ended(rank)])]
+            self._missing = [rank for rank, key in enumerate(self._keys) if not self._store.check([key])]
+            self._refuse([rank for rank in self._missing if rank in ended], "its process has ended")
+            now = time.monotonic()
+            if now >= self._deadline:
+                self._refuse(self._missing, "did not arrive before the timeout")
+            if now >= self._next_question:
+                self._next_question = now + ANSWER_SECONDS
+                self._ask(now)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _ask(self, now: float) -> None:
+        locations = {rank: self._answer(rank) for rank in self._missing}
+        self._store.add(f"{_PREFIX}/asked", 1)
+        speaker = min(rank for rank in range(self._world.world_size) if rank not in self._missing)
+        due = self._next_line if None not in locations.values() else self._next_line + SILENT_SECONDS
+        if now >= due and self._world.rank == speaker:
+            self._next_line = now + REPEAT_SECONDS
+            shown = "; ".join(f"rank {rank} {_shown(location)}" for rank, location in locations.items())
+            logger.warning("rank {} is at {} and waits: {}", self._world.rank, self._own.words, shown)
+        for rank, location in locations.items():
+            # If the rank has arrived since, its answer is stale.
+            if location is None or not self._is_past(rank, location) or self._store.check([self._keys[rank]]):
+                self._past_since.pop(rank, None)
+            elif now - self._past_since.setdefault(rank, now) >= SILENT_SECONDS:
+                self._refuse([rank], f"it did not make this call, and is in {location.words}")
+
+    def _answer(self, rank: int) -> RankLocation | None:
+        key = f"{_PREFIX}/answer/{rank}"
+        return RankLocation.parse(self._store.get(key).decode()) if self._store.check([key]) else None
+
+    def _is_past(self, rank: int, location: RankLocation) -> bool:
+        """Whether a rank has skipped the barrier: all ranks must arrive between the same two collectives."""
+        before = self._barriers.collectives or [0] * self._world.world_size
+        return location.collectives - before[rank] > self._own.collectives - before[self._world.rank]
+
+    def _refuse(self, ranks: Sequence[int], why: str) -> None:
+        if not ranks:
+            return
+        error = WorldError(
+            f"rank {self._world.rank} is at {self._own.words}, and other ranks do not arrive: "
+            f"rank {', '.join(map(str, ranks))} ({why})",
+            _HINT,
+        )
+        if "ended" not in why:
+            error.only_this_rank = True  # other ranks do not raise it
+        raise error
+
+
+def _shown(location: RankLocation | None) -> str:
+    return "does not answer" if location is None else f"is in {location.words}"
+
+
+def _ended(rank: int) -> str:
+    return f"{_PREFIX}/ended/{rank}"
+
+
+def _gone(world: World, words: str, error: Exception) -> WorldError:
+    return WorldError(
+        f"rank {world.rank} is at {words}, and cannot reach the other ranks: the store does not answer ({error})",
+        f"the process that serves the store (rank 0 or the launcher) has probably ended: see its output. {_HINT}",
+    )

@@ -1,0 +1,311 @@
+"""This process's rank and device, and the process group of the job."""
+
+import atexit
+import json
+import random
+import sys
+import threading
+import time
+from array import array
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cache
+from hashlib import blake2b
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_kit.env import GPUS_PER_PROCESS, VISIBLE_GPUS, WorkerEnv, from_env, rank_for_messages
+from ddp_kit.errors import WorldError
+from ddp_kit.state_values import real_number
+from ddp_kit.uncaught import show_without_traceback
+
+_TIMEOUT = timedelta(minutes=10)  # the default of NCCL; that of gloo is 30
+_DRAIN_SECONDS = 0.05
+_DESTROY_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's ranks and devices. Ranks count from 0."""
+
+    rank: int
+    world_size: int
+    """The number of ranks."""
+    local_rank: int
+    """The rank among the processes of this node."""
+    local_world_size: int
+    """The number of ranks on this node."""
+    node_rank: int
+    device: torch.device
+    """The device of the model and the batches."""
+    gpus: tuple[torch.device, ...] = ()
+    """All GPUs of this process, with consecutive indices; the first is `device`. Empty: only `device`."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which logs and writes for all ranks."""
+        return self.rank == 0
+
+
+def join(
+    *, share_gpus: bool = False, starting: Callable[[int, int], AbstractContextManager[None]] | None = None
+) -> World:
+    """Read this process's ranks from its environment, choose its device, and initialise the process group.
+
+    The group uses NCCL for GPU tensors and gloo for CPU tensors. A group that the script has initialised is used as it
+    is; a single process needs none.
+    `share_gpus`: allow fewer GPUs than processes on a node. All collectives then use gloo, because NCCL refuses a GPU
+    that two ranks use.
+    `starting(rank, world_size)`: a context that is entered while a new group is initialised.
+    Raises `WorldError` if there is no GPU for this rank.
+    """
+    show_without_traceback(rank_for_messages())
+    place = from_env()
+    if dist.is_initialized() and place.world_size != dist.get_world_size():
+        device = _current_device()  # the script started its processes itself and has set their devices
+        place = replace(place, rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=device.index or 0)
+        gpus: tuple[torch.device, ...] = ()
+    else:
+        gpus = _gpus(place, share_gpus)
+        device = gpus[0] if gpus else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if place.world_size > 1 and not dist.is_initialized():
+        with starting(place.rank, place.world_size) if starting is not None else nullcontext():
+            _start_group(device, share_gpus, binds=len(gpus) <= 1)
+        show_without_traceback(place.rank)  # again: init_process_group installs an excepthook of its own
+    return World(
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
+        node_rank=place.node_rank,
+        device=device,
+        gpus=gpus,
+    )
+
+
+def mixed_seed(*numbers: int) -> int:
+    """A 32-bit hash of several numbers, for use as a seed; torch's CPU generator uses only 32 bits.
+
+    Not their sum, as in torch's DistributedSampler, where epoch 1 of seed 0 is the same as epoch 0 of seed 1.
+    """
+    return int.from_bytes(blake2b(repr(numbers).encode(), digest_size=4).digest())
+
+
+def seed_everything(seed: int, rank: int) -> None:
+    """Seed all random generators of this process, differently on each rank."""
+    own = mixed_seed(seed, rank)
+    torch.manual_seed(own)  # also seeds the GPUs
+    seed_generators(own)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the CPU generators of Python, torch and numpy. `seed`: 32 bits."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if "numpy" in sys.modules:  # otherwise nothing draws from it
+        import numpy as np
+
+        np.random.seed(seed)
+
+
+def seed_pass(world: World, *numbers: int) -> None:
+    """Seed the generators of this process and of its device with a hash of `numbers`. Does not wait for the device."""
+    seed = mixed_seed(*numbers)
+    seed_generators(seed)
+    if world.device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
+@dataclass(frozen=True)
+class RandomStates:
+    """The states of this process's random generators."""
+
+    python: Any
+    torch: Tensor
+    numpy: Any
+    """None if numpy is not imported: then nothing draws from it."""
+    device: Tensor | None
+    """The states of this process's GPUs, concatenated; None if not requested."""
+
+
+def random_states(world: World | None = None) -> RandomStates:
+    """The states of the CPU generators; with `world`, also those of its GPUs."""
+    numpy = sys.modules.get("numpy")
+    gpus = (world.gpus or (world.device,)) if world is not None and world.device.type == "cuda" else ()
+    return RandomStates(
+        random.getstate(),
+        torch.default_generator.get_state(),
+        None if numpy is None else numpy.random.get_state(),
+        torch.cat([torch.cuda.get_rng_state(gpu) for gpu in gpus]) if gpus else None,
+    )
+
+
+def set_random_states(states: RandomStates) -> None:
+    """Restore the generators' states."""
+    random.setstate(states.python)
+    torch.default_generator.set_state(states.torch)
+    if states.numpy is not None:
+        sys.modules["numpy"].random.set_state(states.numpy)
+    if states.device is not None:
+        first, size = torch.cuda.current_device(), len(torch.cuda.get_rng_state())
+        for index, state in enumerate(states.device.view(-1, size), first):
+            if index < torch.cuda.device_count():  # the process that saved it may have had more GPUs
+                torch.cuda.set_rng_state(state, index)
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """A context that restores the states of the CPU generators on exit."""
+    before = random_states()
+    try:
+        yield
+    finally:
+        set_random_states(before)
+
+
+@cache
+def host_group(world: World) -> dist.ProcessGroup | None:
+    """A gloo group for collectives on host memory, which do not wait for the device; None: the default group is one.
+
+    The first call is a collective.
+    """
+    return None if world.device.type == "cpu" else dist.new_group(backend="gloo", timeout=_TIMEOUT)
+
+
+def _current_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _gpus(place: WorkerEnv, share_gpus: bool) -> tuple[torch.device, ...]:
+    """The GPUs of this process; empty if torch sees none."""
+    if not torch.cuda.is_available():
+        return ()
+    there = torch.cuda.device_count()
+    if share_gpus:
+        return (torch.device("cuda", place.local_rank % there),)
+    each = place.gpus_per_process or (there if place.world_size == 1 else 1)
+    first = place.local_rank * each
+    if first + each <= there:
+        return tuple(torch.device("cuda", index) for index in range(first, first + each))
+    processes = f"{place.local_world_size} processes on this node, {there} visible to them"
+    if each == 1:
+        error = WorldError(
+            f"rank {place.rank} has no GPU: {processes}",
+            f"start at most one process per GPU: `ddpkit launch --gpus {there} ...`; to share GPUs, which is slow, set "
+            f"parallel={{\"share_gpus\": True}}; to train on the CPU, set {VISIBLE_GPUS}=''",
+        )
+    else:
+        error = WorldError(
+            f"rank {place.rank} needs {each} GPUs, which are not available: {processes}",
+            f"start at most {there // each} processes, or lower {GPUS_PER_PROCESS} (now {each})",
+        )
+    error.only_this_rank = place.local_rank == there // each  # the lowest such rank; higher ones have the same error
+    raise error
+
+
+def _start_group(device: torch.device, share_gpus: bool, *, binds: bool) -> None:
+    """Initialise the process group. `binds`: bind NCCL to this process's only GPU, which initialises it eagerly."""
+    # Must not depend on this node's number of GPUs: all nodes need the same backend.
+    nccl = device.type == "cuda" and dist.is_nccl_available() and not share_gpus
+    backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
+    dist.init_process_group(backend, timeout=_TIMEOUT, device_id=device if nccl and binds else None)
+    atexit.register(_stop_group)
+
+
+def _stop_group() -> None:
+    if not dist.is_initialized():
+        return
+    # gloo's threads release a collective's tensors shortly after it has returned, and need the GIL for that. A thread
+    # that finds the interpreter shutting down aborts the process, in 1 of 4 runs at 3 ranks (torch 2.13,
+    # pytorch/pytorch pull request 179291). Nothing signals when they are done, so give them a moment.
+    time.sleep(_DRAIN_SECONDS)
+    if getattr(sys, "last_value", None) is not None:
+        return  # this rank failed: other ranks may be in a collective, and NCCL's teardown would wait for them
+    destroying = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    destroying.start()
+    destroying.join(_DESTROY_SECONDS)
+
+
+# --- All-gathers of small values --------------------------------------------------------------------------------------
+
+
+def gathered(world: World, numbers: list[int], hosts: dist.ProcessGroup | None = None) -> list[list[int]]:
+    """All ranks' numbers, in rank order. A collective; waits for the device unless `hosts` is given.
+
+    `numbers`: equally many on each rank. `hosts`: a group for host memory, to use instead of the default group.
+    """
+    device = world.device if hosts is None else torch.device("cpu")
+    own = torch.tensor(numbers, dtype=torch.int64, device=device)
+    everyone = [own]
+    if world.world_size > 1:
+        everyone = [torch.empty_like(own) for _ in range(world.world_size)]
+        dist.all_gather(everyone, own, group=hosts)
+    return [one.tolist() for one in everyone]
+
+
+def gathered_bytes(own: bytes, world: World, hosts: dist.ProcessGroup | None = None) -> list[bytes]:
+    """All ranks' texts, in rank order; they may differ in length. `hosts`: as in `gathered`. A collective."""
+    if world.world_size == 1:
+        return [own]
+    lengths = [length for (length,) in gathered(world, [len(own)], hosts)]
+    device = world.device if hosts is None else torch.device("cpu")
+    mine = torch.zeros(max(lengths), dtype=torch.uint8)
+    mine[: len(own)] = torch.frombuffer(bytearray(own or b" "), dtype=torch.uint8)[: len(own)]
+    everyone = [torch.empty_like(mine, device=device) for _ in lengths]
+    dist.all_gather(everyone, mine.to(device), group=hosts)
+    return [text[:length].cpu().numpy().tobytes() for text, length in zip(everyone, lengths, strict=True)]
+
+
+# --- Converts the states of random generators to text and back, for checkpoints ---------------------------------------
+
+
+_MT19937_NUMBERS = 624
+
+
+def encoded(states: RandomStates) -> str:
+    """The states as text: a line of JSON, then one line of base64 per generator, which is fast to encode."""
+    version, numbers, gauss = states.python
+    blocks = {"python": array("I", numbers).tobytes(), "torch": states.torch.numpy().tobytes()}
+    numpy = states.numpy
+    if numpy is not None:
+        blocks["numpy"] = numpy[1].tobytes()
+    if states.device is not None:
+        blocks["device"] = states.device.numpy().tobytes()
+    first = {
+        "python": [version, gauss],
+        "numpy": None if numpy is None else [numpy[0], *map(float, numpy[2:])],
+        "lines": list(blocks),
+    }
+    return "\n".join([json.dumps(first), *(b64encode(block).decode() for block in blocks.values())])
+
+
+def decoded(text: str) -> RandomStates:
+    """The inverse of `encoded`. Raises `ValueError`, `KeyError` or `TypeError` for other text."""
+    line, *lines = text.split("\n")
+    first = json.loads(line)
+    blocks = {name: bytearray(b64decode(block)) for name, block in zip(first["lines"], lines, strict=True)}
+    version, gauss = first["python"]
+    numpy = first["numpy"]
+    if numpy is not None:
+        import numpy as np
+
+        key = np.frombuffer(blocks["numpy"], dtype=np.uint32)
+        if numpy[0] != "MT19937" or len(key) != _MT19937_NUMBERS or not 0 <= numpy[1] <= len(key):
+            raise ValueError("no state of numpy's generator")  # numpy would read out of bounds
+        numpy = (numpy[0], key, int(numpy[1]), int(numpy[2]), numpy[3])
+    if gauss is not None:
+        gauss = real_number(gauss, "the next number of Python's generator")  # Python accepts any object here
+    return RandomStates(
+        (version, tuple(array("I", bytes(blocks["python"]))), gauss),
+        torch.frombuffer(blocks["torch"], dtype=torch.uint8),
+        numpy,
+        torch.frombuffer(blocks["device"], dtype=torch.uint8) if "device" in blocks else None,
+    )

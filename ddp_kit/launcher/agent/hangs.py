@@ -1,0 +1,420 @@
+"""Hangs: the rule that recognises one, and the monitor that applies it."""
+
+import os
+import re
+import select
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_kit.env import GROUP_WORLD_SIZE, RANK, STACKS_FILE
+from ddp_kit.heartbeat import Heartbeat, Phase, read_heartbeat
+from ddp_kit.launcher.agent.stacks import Stack, read_stacks, state, wait_channel
+from ddp_kit.launcher.output import open_log
+from ddp_kit.launcher.verdict import rank_list
+from ddp_kit.launcher.warm.cleanup import is_stopped
+from ddp_kit.masking import masked
+
+# --- The rule that decides whether the ranks of this node hang. Pure: it uses neither files nor a clock ---------------
+# each check compares the heartbeats of all running ranks with those of the previous check:
+#     one has changed                       that rank is alive; the limit grows to twice its longest pause
+#     none has changed for the limit        a hang: once one rank is stuck, all others soon wait for it
+#
+# A rank outside of the Trainer may take any time, unless others wait for it in a collective, or all running ranks are
+# in native code that does not return, such as the last one after the others have ended.
+
+
+DEFAULT_SECONDS = 300.0
+"""The limit of a run without longer pauses."""
+_MAX_CHECK_SECONDS = 1.0
+_PAUSE_FACTOR = 2  # times the longest pause so far: a later evaluation may take longer, for example to compile again
+_FIRST_STEPS = 2
+_FIRST_COLLECTIVES = 10
+_STARTUP_FACTOR = 10  # times the limit, for the first steps or collectives
+_OTHER_NODES_FACTOR = 1.5  # times the limit: a node whose ranks only wait lets the node with the cause report first
+# Files of debuggers: a process that runs one waits for its user.
+_DEBUGGER = re.compile(r"(^|/)(i?pdb|bdb|pudb/\w+|debugpy/.*|pydevd\w*)\.py$")
+
+
+@dataclass(frozen=True)
+class NoProgress:
+    """No rank of this node has made progress."""
+
+    seconds: float
+    limit: float
+
+    @property
+    def past_other_nodes_limit(self) -> bool:
+        """Whether it has lasted so long that a node with the cause would have reported the hang by now."""
+        return self.seconds >= _OTHER_NODES_FACTOR * self.limit
+
+
+@dataclass
+class _Rank:
+    heartbeat: Heartbeat
+    idle: float = 0.0
+    in_native_code: float = 0.0
+    """Seconds without a sign that its main thread executes Python code."""
+    uncounted: float = 0.0
+    """Seconds since its collectives were last counted, which they are unless it holds the interpreter lock."""
+    collectives: int = 0
+    """Those of the default group, or of the last one if it has been destroyed."""
+
+
+class HangRule:
+    """The rule for one round on this node.
+
+    `floor`: the minimum limit in seconds. `any_script`: whether it also applies to scripts without a Trainer.
+    """
+
+    def __init__(self, floor: float, any_script: bool, now: float) -> None:
+        self._floor = floor
+        self._any_script = any_script
+        self._ranks: dict[int, _Rank] = {}
+        self._last_check = now
+        self._pause = 0.0  # the longest pause so far
+        self._stopped = 0.0  # how long a signal has kept any rank stopped
+
+    @property
+    def check_interval(self) -> float:
+        """Seconds between two checks."""
+        return min(_MAX_CHECK_SECONDS, self._floor / 4)
+
+    def next_check(self, now: float) -> float:
+        """Seconds until the next check."""
+        return max(0.0, self._last_check + self.check_interval - now)
+
+    def check(self, heartbeats: Mapping[int, Heartbeat], now: float, *, stopped: bool = False) -> NoProgress | None:
+        """Return how long no rank has made progress; None: less than the limit.
+
+        `heartbeats`: of the ranks that still run. `stopped`: whether a signal such as SIGSTOP has stopped any of them:
+        then the minimum limit applies. At most two intervals are counted per check, so that a suspended machine or
+        launcher is not taken for a hang.
+        """
+        passed = min(now - self._last_check, 2 * self.check_interval)
+        self._last_check = now
+        known = self._ranks
+        self._ranks = {rank: self._after(known.get(rank), found, passed) for rank, found in heartbeats.items()}
+        self._stopped = self._stopped + passed if stopped else 0.0
+        idle, limit = min(rank.idle for rank in self._ranks.values()), self.limit
+        if stopped:
+            idle, limit = min(idle, self._stopped), self._floor
+        elif not self._progress_expected():
+            return None
+        return NoProgress(idle, limit) if idle >= limit else None
+
+    def reset(self) -> None:
+        """Reset the idle times, after a pause with a legitimate reason."""
+        for rank in self._ranks.values():
+            rank.idle = rank.in_native_code = rank.uncounted = 0.0
+
+    @property
+    def limit(self) -> float:
+        """How many seconds without progress count as a hang at this point of the run."""
+        return max(self._floor * (1 if self._settled else _STARTUP_FACTOR), _PAUSE_FACTOR * self._pause)
+
+    @property
+    def _settled(self) -> bool:
+        """Whether the run is past its first steps and not saving, which may take long on a slow disk."""
+        every = [rank.heartbeat for rank in self._ranks.values()]
+        settled = all(map(self._has_settled, self._ranks.values()))
+        return settled and all(each.phase is not Phase.CHECKPOINT for each in every)
+
+    def _has_settled(self, rank: _Rank) -> bool:
+        if rank.heartbeat.step is None:
+            return self._any_script and rank.collectives >= _FIRST_COLLECTIVES
+        return rank.heartbeat.steps >= _FIRST_STEPS
+
+    def _after(self, known: _Rank | None, found: Heartbeat, passed: float) -> _Rank:
+        if known is None:
+            return _Rank(found, collectives=found.collectives)
+        after = _Rank(found, collectives=found.collectives or known.collectives)
+        if known.heartbeat.python_at == found.python_at:
+            after.in_native_code = known.in_native_code + passed
+        if known.heartbeat.counted_at == found.counted_at:
+            after.uncounted = known.uncounted + passed
+        if known.heartbeat == found:
+            after.idle = known.idle + passed
+        elif self._in_trainer(known.heartbeat):  # pauses of user code say nothing about how long the Trainer takes
+            self._pause = max(self._pause, known.idle)
+        return after
+
+    def _progress_expected(self) -> bool:
+        """Whether any rank should make progress.
+
+        It is in the Trainer, or in a collective that others did not reach, or all ranks are stuck in native code.
+        """
+        every = [rank.heartbeat for rank in self._ranks.values()]
+        apart = self._any_script and len({each.collectives for each in every}) > 1
+        return apart or any(map(self._in_trainer, every)) or all(map(self._is_in_native_code, self._ranks.values()))
+
+    def _is_in_native_code(self, rank: _Rank) -> bool:
+        """Whether its main thread has executed no Python code for the limit.
+
+        A script without collectives may do so, for example while it waits for another program, if it does not hold the
+        interpreter lock.
+        """
+        if not self._any_script or not rank.heartbeat.python_at or rank.in_native_code < self.limit:
+            return False
+        return bool(rank.collectives or rank.heartbeat.steps) or rank.uncounted >= self.limit
+
+    @staticmethod
+    def _in_trainer(heartbeat: Heartbeat) -> bool:
+        return not heartbeat.phase.in_user_code
+
+
+def culprit(heartbeats: Mapping[int, Heartbeat], stacks: Mapping[int, Stack]) -> int:
+    """The rank that the others wait for: a stopped one, else one outside a collective, else the furthest behind."""
+
+    def order(rank: int) -> tuple[bool, bool, int, int, int, int, int]:
+        stack, own = stacks.get(rank, Stack()), heartbeats[rank]
+        step = -1 if own.step is None else own.step
+        within = (own.phase - Phase.CALLBACKS) % len(Phase)  # a step's end is noted just before its callbacks
+        counts = own.collectives, step, own.all_collectives, within
+        return (not stack.stopped, bool(stack.waits_for_ranks), *counts, rank)
+
+    return min(heartbeats, key=order)
+
+
+def all_wait_for_ranks(stacks: Collection[Stack]) -> bool:
+    """Whether each of them only waits for other ranks, so that the cause is elsewhere."""
+    return bool(stacks) and all(stack.waits_for_ranks and not stack.stopped for stack in stacks)
+
+
+def may_take_long(heartbeat: Heartbeat) -> bool:
+    """Whether a rank is in the user's code, for which the others may have to wait."""
+    return heartbeat.phase.in_user_code or heartbeat.phase is Phase.CALLBACKS
+
+
+def is_debugged(stacks: Iterable[Stack]) -> bool:
+    """Whether a debugger runs in one of them."""
+    return any(_DEBUGGER.search(frame.file) for stack in stacks for frame in stack.frames)
+
+
+# --- Detect that this node's workers hang, from their heartbeat files, and report it with the stacks of all ranks -----
+
+
+_RAISE_LIMIT = "if it is just slow, raise the limit with --hang-timeout SECONDS, or set it to 0 for no limit"
+_NO_STACK = ", but its stack cannot be read: py-spy is not installed, or the kernel does not permit it"
+_NATIVE_SECONDS = 10.0
+_ENDING_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Hung:
+    """A worker that hangs."""
+
+    message: str
+    trace: str
+    """Its stack, in the form of a traceback."""
+    others: tuple[str, ...]
+    """What the other ranks of this node were doing, in lines of text."""
+    hint: str
+    waits: bool = False
+    """Whether it only waits for other ranks, so that the cause is elsewhere."""
+
+
+class HangMonitor:
+    """Monitors the workers of one round on this node.
+
+    `hang_timeout`: --hang-timeout in seconds; None: the default; 0: no limit. `interrupted`: whether to stop waiting.
+    """
+
+    def __init__(
+        self,
+        hang_timeout: float | None,
+        envs: Mapping[int, Mapping[str, str]],
+        error_files: Mapping[int, str],
+        interrupted: Callable[[], bool],
+    ) -> None:
+        self._ranks = {local_rank: int(env[RANK]) for local_rank, env in envs.items()}
+        self._several_nodes = any(env.get(GROUP_WORLD_SIZE, "1") != "1" for env in envs.values())
+        self._error_files = error_files
+        self._interrupted = interrupted
+        self._has_user_limit = hang_timeout is not None  # if not, doubtful cases are left to torch's own timeouts
+        self._left_to_other_nodes = False
+        floor = DEFAULT_SECONDS if hang_timeout is None else hang_timeout
+        self._rule = HangRule(floor, hang_timeout is not None, time.monotonic()) if floor else None
+        self.count_interval = (
+            self._rule.check_interval / 2 if self._rule is not None and hang_timeout is not None else 0.0
+        )
+        """Seconds between two counts of a worker's collectives, the heartbeat without a Trainer; 0: never."""
+        self.found: dict[int, Hung] = {}
+        """By local rank; at most one."""
+        self.others: tuple[str, ...] = ()
+        """What the running ranks were doing when a collective timed out on another rank, in lines of text."""
+        self.stacks: dict[int, str] = {}
+        """By global rank."""
+
+    def next_check(self) -> float | None:
+        """Seconds until the next call of `check`; None: never."""
+        return None if self._rule is None or self.found else self._rule.next_check(time.monotonic())
+
+    def check(self, pids: Mapping[int, int]) -> int | None:
+        """Return the local rank that hangs; None: none. `pids`: of the running workers, by local rank."""
+        if self._rule is None or self.next_check() != 0.0 or not pids:
+            return None
+        heartbeats, read_at = self._read_heartbeats(pids), time.monotonic_ns()
+        no_progress = self._rule.check(heartbeats, time.monotonic(), stopped=any(map(is_stopped, pids.values())))
+        self._left_to_other_nodes = self._left_to_other_nodes and no_progress is not None
+        if no_progress is None or (self._left_to_other_nodes and not no_progress.past_other_nodes_limit):
+            return None
+        if any(state(pid) == "t" for pid in pids.values()):  # traced by gdb or strace
+            self._rule.reset()
+            return None
+        stacks = self._read_stacks(pids, max(_NATIVE_SECONDS / 5, min(_NATIVE_SECONDS, no_progress.limit / 2)))
+        if self._interrupted() or any(map(_has_ended, pids.values())) or self._read_heartbeats(pids) != heartbeats:
+            return None
+        if is_debugged(stacks.values()):
+            self._rule.reset()
+            return None
+        waits = all_wait_for_ranks(stacks.values())
+        if waits and self._several_nodes and not (self._has_user_limit and no_progress.past_other_nodes_limit):
+            self._left_to_other_nodes = True
+            return None
+        local_rank = culprit(heartbeats, stacks)
+        if not self._has_user_limit and may_take_long(heartbeats[local_rank]) and not stacks[local_rank].stopped:
+            self._rule.reset()
+            return None
+        message = self._message(heartbeats, read_at, no_progress, waits)
+        self._record(local_rank, heartbeats, stacks, message, _RAISE_LIMIT, waits)
+        return local_rank
+
+    def after_timeout(self, pids: Mapping[int, int]) -> int | None:
+        """After a collective timed out, return the local rank that did not reach it; None: not known."""
+        heartbeats, stacks = self._read_heartbeats(pids), self._read_stacks(pids, _NATIVE_SECONDS)
+        seen = {rank: stack for rank, stack in stacks.items() if stack.frames or stack.stopped}  # others have ended
+        self.others = self._locations(seen, heartbeats, stacks)
+        self._write_stacks(stacks)
+        late = [rank for rank, stack in seen.items() if stack.stopped or not stack.waits_for_ranks]
+        if len(late) != 1 or _is_ending(pids[late[0]]):
+            return None
+        message = "it did not reach the collective that timed out on other ranks"
+        self._record(
+            late[0],
+            heartbeats,
+            stacks,
+            message,
+            "if it is just slow, raise the timeout: init_process_group(timeout=...)",
+        )
+        return late[0]
+
+    def check_sleeping(self, pids: Mapping[int, int]) -> int | None:
+        """Return a local rank in the kernel's uninterruptible sleep; None: none.
+
+        It reads no stack, because py-spy would block until the process wakes up.
+        """
+        found = next((rank for rank, pid in pids.items() if state(pid) == "D"), None)
+        if found is not None and found not in self.found:
+            where = wait_channel(pids[found])
+            self.found[found] = Hung(
+                message="in uninterruptible sleep (state D)" + (f", in the kernel function {where}" if where else ""),
+                trace="",
+                others=(),
+                hint="a disk, a network file system or a driver does not respond (`dmesg -T`); if that is expected, "
+                "raise TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT",
+            )
+        return found
+
+    def _read_stacks(self, pids: Mapping[int, int], native_seconds: float) -> dict[int, Stack]:
+        return read_stacks(pids, native_seconds, {rank: self._stacks_file(rank) for rank in pids}, self._interrupted)
+
+    def _stacks_file(self, local_rank: int) -> str:
+        path = self._error_files[local_rank]
+        return "" if path == os.devnull else str(Path(path).with_name(STACKS_FILE))
+
+    def _read_heartbeats(self, pids: Mapping[int, int]) -> dict[int, Heartbeat]:
+        return {local_rank: read_heartbeat(self._error_files[local_rank]) for local_rank in pids}
+
+    def _message(self, heartbeats: Mapping[int, Heartbeat], read_at: int, no_progress: NoProgress, waits: bool) -> str:
+        message = f"no progress for more than {no_progress.limit:.3g} s"
+        # A rank that holds the interpreter lock has stopped counting, and may have started more collectives since.
+        is_current = all(read_at - each.counted_at < no_progress.limit / 2 * 1e9 for each in heartbeats.values())
+        counts = sorted({each.collectives for each in heartbeats.values()}) if is_current else []
+        if waits and self._several_nodes:
+            return f"{message}; the cause may be on another node"
+        if waits:
+            ended = len(heartbeats) < len(self._ranks)
+            return f"{message}; {'others have ended' if ended else 'all ranks are waiting for each other'}"
+        if len(counts) > 1 and all(each.step is None for each in heartbeats.values()):
+            return f"{message}; it has started {counts[0]} collectives, other ranks {counts[-1]}"
+        return message
+
+    def _record(
+        self,
+        local_rank: int,
+        heartbeats: Mapping[int, Heartbeat],
+        stacks: Mapping[int, Stack],
+        message: str,
+        hint: str,
+        waits: bool = False,
+    ) -> None:
+        stack = stacks[local_rank]
+        how = " and stopped by a signal" if stack.stopped else " with the interpreter lock held" * stack.holds_lock
+        others = {rank: each for rank, each in stacks.items() if rank != local_rank}
+        self.others = self._locations(others, heartbeats, stacks)
+        self.found[local_rank] = Hung(
+            message=f"{message}; {stack.doing(heartbeats[local_rank].phase)}{how}{'' if stack.frames else _NO_STACK}",
+            trace=_trace(self._ranks[local_rank], stack),
+            others=self.others,
+            hint=hint,
+            waits=waits,
+        )
+        self._write_stacks(stacks)
+
+    def _locations(
+        self, which: Mapping[int, object], heartbeats: Mapping[int, Heartbeat], stacks: Mapping[int, Stack]
+    ) -> tuple[str, ...]:
+        """What the ranks are doing, with one line for all ranks at the same location."""
+        by_activity: dict[str, list[int]] = {}
+        for local_rank in which:
+            doing = stacks[local_rank].doing(heartbeats[local_rank].phase)
+            by_activity.setdefault(doing, []).append(self._ranks[local_rank])
+        return tuple(
+            f"{rank_list(ranks)} {'was' if len(ranks) == 1 else 'were'} {doing}" for doing, ranks in by_activity.items()
+        )
+
+    def remove_empty_files(self) -> None:
+        """Remove empty stack files: workers that write their own stacks create them when they start."""
+        for path in filter(None, map(self._stacks_file, self._ranks)):
+            with suppress(OSError):
+                if not os.stat(path).st_size:  # noqa: PTH116
+                    os.unlink(path)  # noqa: PTH108
+
+    def _write_stacks(self, stacks: Mapping[int, Stack]) -> None:
+        """Write the complete stacks next to the logs."""
+        for local_rank, stack in stacks.items():
+            text = self.stacks[self._ranks[local_rank]] = masked(stack.text, os.environ)
+            path = self._stacks_file(local_rank)
+            if text and path:
+                with suppress(OSError), os.fdopen(open_log(path), "w") as file:
+                    file.write(text)
+
+
+def _has_ended(pid: int) -> bool:
+    return state(pid) in ("", "Z", "X")
+
+
+def _is_ending(pid: int) -> bool:
+    """Whether it ends within a second, like a rank whose own collective has also timed out."""
+    try:
+        end = os.pidfd_open(pid)
+    except OSError:
+        return True
+    try:
+        poll = select.poll()  # the descriptor may be too high for `select`
+        poll.register(end, select.POLLIN)
+        return bool(poll.poll(_ENDING_SECONDS * 1000))
+    finally:
+        os.close(end)
+
+
+def _trace(rank: int, stack: Stack) -> str:
+    shown = stack if stack.loader is None else stack.loader
+    who = f"rank {rank} (pid {stack.pid})"
+    if stack.loader is not None:
+        who = f"a DataLoader worker (pid {shown.pid}) of {who}"
+    lines = shown.as_trace()
+    return f"Stack of {who}, most recent call last:\n{lines}" if lines else ""

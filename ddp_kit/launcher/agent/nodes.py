@@ -1,0 +1,494 @@
+"""The nodes of a job: how launchers agree on each change of its state."""
+
+import json
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, replace
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, TCPStore
+
+from ddp_kit.errors import LaunchError
+from ddp_kit.launcher.agent.inbox import (
+    Commands,
+    Disconnected,
+    Inbox,
+    Reminder,
+    StartRound,
+    StoppedError,
+    allow_connections,
+    is_local,
+    is_loopback,
+    listen,
+    own_loopback,
+    resolve,
+    waiting_for_host,
+    waiting_for_name,
+    waiting_for_nodes,
+)
+from ddp_kit.launcher.job import End, Go, Job, Limits, Node, Order, Pause, RankAssignment, Report, State, Steps, Stop
+from ddp_kit.launcher.rendezvous import Rendezvous, holder
+from ddp_kit.launcher.verdict import Failure, Outcome
+
+# --- The link to a single-node job, whose state machine runs in this process. It listens on loopback only -------------
+
+
+class SingleNodeLink:
+    """The counterpart of `multi_node.MultiNodeLink` for one node."""
+
+    def __init__(self, node: Node, limits: Limits, inbox: Inbox) -> None:
+        self._node, self.number = node, node.number
+        self._inbox = inbox
+        self._port = node.port
+        self._listening: socket.socket | None = None
+        self._job = Job(limits, time.monotonic())
+
+    @property
+    def next_check(self) -> float | None:
+        """Seconds until the next call of `check`; None: no round is due."""
+        return self._job.timeout(time.monotonic())
+
+    def join(self) -> None:
+        """Join the job."""
+        self._enqueue(self._job.joined(replace(self._node, port=self._listen()), time.monotonic()))
+
+    def report(self, report: Report) -> None:
+        """Report the state of the workers. LEFT and FAILING only matter to other nodes."""
+        if report.state in (State.LEFT, State.FAILING):
+            return
+        port = 0 if report.state is State.DONE else self._listen()
+        self._enqueue(self._job.reported(replace(report, port=port), time.monotonic()))
+
+    def check(self) -> None:
+        """Start the next round when it is due."""
+        if self.next_check == 0.0:
+            now = time.monotonic()
+            self._job.heartbeat(self.number, now)
+            self._enqueue(self._job.tick(now))
+
+    def take_listening(self) -> socket.socket | None:
+        """Return the socket for the workers' store of the next round."""
+        listening, self._listening = self._listening, None
+        return listening
+
+    def close(self) -> None:
+        """Close the socket."""
+        if self._listening is not None:
+            self._listening.close()
+
+    def _listen(self) -> int:
+        if self._listening is None:
+            self._listening = listen(self._node.address, self._port)
+        port: int = self._listening.getsockname()[1]
+        return port
+
+    def _enqueue(self, orders: list[Order]) -> None:
+        for order in orders:
+            self._inbox.put(StartRound(order.assignments[self.number], order.why) if isinstance(order, Go) else order)
+
+
+# --- Run the state machine `job.Job` for several nodes, in two threads on the node that hosts the rendezvous ----------
+
+
+# The store's keys.
+NODES = "ddpkit/nodes"
+EVENTS = "ddpkit/events"
+ORDERS = "ddpkit/orders"
+ORDER = "ddpkit/order/{number}"
+ASSIGNMENT = "ddpkit/assignment/{round}/{node}"
+BEAT = "ddpkit/beat/{node}"
+# In place of an assignment, for a node that the job has removed. A node that waits for a later round gets null.
+LOST = "lost"
+
+
+class Coordinator:
+    """Reads events and heartbeats, writes orders. `store`: a TCPStore whose timeout is longer than any job."""
+
+    def __init__(self, store: Any, limits: Limits, beat_seconds: float) -> None:
+        self._store = store
+        self._events, self._heartbeats = store.clone(), store.clone()  # one connection per thread
+        self._beat_seconds = beat_seconds
+        self._job = Job(limits, time.monotonic())
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._beats: dict[int, bytes] = {}
+        self._known = 0  # the highest number of any node that has joined, plus 1
+        self._orders = 0
+        self._latecomers: set[int] = set()  # nodes that joined after the end
+        self._informed: set[int] = set()  # nodes that know the outcome
+
+    def start(self) -> None:
+        """Start the threads."""
+        for work in (self._listen, self._watch):
+            threading.Thread(target=self._run_until_closed, args=[work], name="ddpkit-coordinator", daemon=True).start()
+
+    @property
+    def nodes_joined(self) -> int:
+        """How many nodes have joined and are not lost."""
+        with self._lock:
+            return len(self._job.alive)
+
+    def all_informed(self, host: int) -> bool:
+        """Whether all nodes other than `host` know the outcome."""
+        with self._lock:
+            return not set(self._job.alive) - self._informed - {host}
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._closed.set()
+
+    def _run_until_closed(self, work: Any) -> None:
+        with suppress(DistError, RuntimeError):  # the store closes with the host
+            work()
+
+    def _listen(self) -> None:
+        while not self._closed.is_set():
+            event = json.loads(self._events.queue_pop(EVENTS))
+            with self._lock:
+                self._publish(self._orders_after(event, time.monotonic()))
+
+    def _orders_after(self, event: dict[str, Any], now: float) -> list[Order]:
+        if "bye" in event:
+            self._informed.add(event["bye"])
+            early = not self._job.ended  # the launcher of the node failed
+            return self._job.reported(Report(event["bye"], -1, State.LEFT), now) if early else []
+        if "report" in event:
+            return self._job.reported(_read_report(event["report"]), now)
+        node = Node(**event["joined"])
+        self._known = max(self._known, node.number + 1)
+        if self._job.ended:
+            self._latecomers.add(node.number)
+        return self._job.joined(node, now)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self._beat_seconds / 2):
+            with self._lock:
+                alive = self._job.alive
+            beats = self._heartbeats.multi_get([BEAT.format(node=number) for number in alive]) if alive else []
+            now = time.monotonic()
+            with self._lock:
+                for number, beat in zip(alive, beats, strict=True):
+                    if self._beats.get(number) != beat:
+                        self._beats[number] = beat
+                        self._job.heartbeat(number, now)
+                self._publish(self._job.tick(now))
+
+    def _publish(self, orders: list[Order]) -> None:
+        """Write orders to the store. The caller holds the lock."""
+        for order in orders:
+            if isinstance(order, Go):
+                number = next(iter(order.assignments.values())).round
+                keys = [ASSIGNMENT.format(round=number, node=node) for node in range(self._known)]
+                self._store.multi_set(keys, [json.dumps(self._assigned(order, node)) for node in range(self._known)])
+                self._write({"go": number, "nodes": self._known, "why": order.why})
+            elif isinstance(order, Stop):
+                self._write({"stop": order.round, "may_save": order.may_save})
+            elif isinstance(order, Pause):
+                self._write({"pause": order.why})
+            elif isinstance(order, End):
+                lost = sorted(set(range(self._known)).difference(self._job.alive, self._latecomers))
+                self._write({"end": asdict(order.outcome), "lost": lost})
+
+    def _assigned(self, order: Go, node: int) -> Any:
+        if node in order.assignments:
+            return asdict(order.assignments[node])
+        return None if node in self._job.alive else LOST
+
+    def _write(self, order: dict[str, Any]) -> None:
+        self._store.set(ORDER.format(number=self._orders), json.dumps(order))
+        self._orders = self._store.add(ORDERS, 1)
+
+
+def read_outcome(fields: dict[str, Any]) -> Outcome:
+    """An outcome from its JSON form."""
+    return Outcome(**_read(fields))
+
+
+def _read_report(fields: dict[str, Any]) -> Report:
+    steps = Steps(**fields["steps"]) if fields["steps"] else None
+    return Report(**{**_read(fields), "state": State[fields["state"]], "steps": steps})
+
+
+def _read(fields: dict[str, Any]) -> dict[str, Any]:
+    """Restore the types that JSON does not have."""
+    failures = tuple(Failure(**{**failure, "others": tuple(failure["others"])}) for failure in fields["failures"])
+    return {**fields, "failures": failures, "ended_well": tuple(fields["ended_well"])}
+
+
+# --- The link of a node to a multi-node job: messages over the TCPStore of the node that hosts the rendezvous ---------
+#     node                                         host of the rendezvous (`coordinator.py`)
+#     adds itself, pushes "joined"           -->   pops events, feeds them to `job.Job`
+#     waits for the next order               <--   sets an assignment for each node, then one order for all
+#     increments its heartbeat               -->   reads all heartbeats, by its own monotonic clock
+#     pushes reports                         -->   ...
+#
+# All messages are JSON. The number of store operations per node and round does not depend on the number of nodes. The
+# agent's loop never waits for the network: one thread sends, another receives.
+
+
+_JOB = "ddpkit/job"
+_REMOVED = "the job removed this node: its heartbeat stopped, or another node joined with the same node rank"
+_NO_TIMEOUT = timedelta(days=7)  # long, because torch writes to the terminal when a wait times out
+_HANDSHAKE = timedelta(seconds=30)
+_BEATS_PER_TIMEOUT = 6
+_CONNECTIONS = 3  # per node, while it joins
+_RETRY_SECONDS = 0.2
+_CLOSE_SECONDS = 30.0
+
+
+class MultiNodeLink:
+    """The link of one node to a job of several nodes."""
+
+    def __init__(
+        self,
+        node: Node,
+        rendezvous: Rendezvous,
+        inbox: Inbox,
+        print_message: Callable[[str], None],
+        shutdown_timeout: float,
+        commands: Commands,
+    ) -> None:
+        """`shutdown_timeout`: seconds that other nodes may take to stop workers. `commands`: to type on other nodes.
+
+        Raises `LaunchError` if the endpoint cannot be opened or reached, `StoppedError` if a stop signal arrives.
+        """
+        self._limits, self._inbox, self._print_message = rendezvous.limits, inbox, print_message
+        self._host, self._port, self._place = rendezvous.host, rendezvous.port or 0, rendezvous.place
+        self._commands = commands
+        self._reminder = Reminder(time.monotonic(), at_once=commands.lack_endpoint)
+        self._has_started = False  # whether any round has begun
+        self.next_check: float | None = rendezvous.limits.heartbeat_timeout / _BEATS_PER_TIMEOUT
+        self._beat_seconds = self.next_check
+        self._coordinator: Coordinator | None = None
+        self._close_timeout = shutdown_timeout + _CLOSE_SECONDS
+        try:
+            # A TCPStore; torch's type stubs lack half of its methods.
+            self._store = self._connect(rendezvous.run_id, rendezvous.is_host)
+            self._node = self._register(node, rendezvous.run_id)
+        except (DistError, OSError) as error:
+            raise LaunchError(
+                f"the host of the rendezvous, {self._host}:{self._port}, was lost while this node joined: {error}",
+                "start this node again once the host is running",
+            ) from None
+        self.number = self._node.number
+        self._outgoing: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._last_contact = time.monotonic()
+        self._is_over = False
+        self._sender = threading.Thread(target=self._run, args=[self._send], name="ddpkit-send", daemon=True)
+
+    # Connecting --------------------------------------------------------------------------------------------------
+
+    def _register(self, node: Node, run_id: str) -> Node:
+        """Get a node number, and a port for the workers' store."""
+        self._orders = self._store.clone()  # a separate connection, because it blocks most of the time
+        number = self._store.add(NODES, 1) - 1
+        address = node.address if self._coordinator else self._own_address(node)
+        serves_control = self._coordinator is not None and node.rank is not None
+        self._listening = None if serves_control else listen(address, 0)
+        port = self._port if self._listening is None else self._listening.getsockname()[1]
+        if self._coordinator is not None:
+            self._coordinator.start()
+            self._store.set(_JOB, run_id)  # other nodes wait for this key, so that the host gets number 0
+        return replace(node, number=number, address=address, port=port)
+
+    def _connect(self, run_id: str, is_host: bool | None) -> Any:
+        if self._port == 0:
+            raise LaunchError(
+                "port 0 cannot be used with several nodes",
+                "set the same port on all of them: --rdzv-endpoint HOST:PORT",
+            )
+        if is_host or (is_host is None and is_local(self._host)):
+            try:
+                return self._serve()
+            except LaunchError:
+                if is_host:
+                    raise  # no other node can host it
+        store: Any = self._reach()
+        try:
+            found = store.get(_JOB).decode()
+        except DistError:
+            found = ""
+        if found != run_id:
+            taken = f"belongs to job {found!r}" if found else "was not started by ddpkit"
+            raise LaunchError(
+                f"the rendezvous at {self._host}:{self._port} {taken}, but this node's job is {run_id!r}"
+                f"{self._holder()}",
+                "use the same --rdzv-id on all nodes of a job, and a different port for each job",
+            )
+        store.set_timeout(_NO_TIMEOUT)
+        return store
+
+    def _serve(self) -> TCPStore:
+        listening = listen(self._host, self._port)
+        allow_connections(_CONNECTIONS * self._limits.max_nodes)
+        store = TCPStore(
+            own_loopback(self._host),
+            self._port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+            timeout=_NO_TIMEOUT,
+        )
+        self._coordinator = Coordinator(store, self._limits, self._beat_seconds)
+        return store
+
+    def _reach(self) -> TCPStore:
+        """Connect as soon as a process listens at the endpoint."""
+        started = time.monotonic()
+        while True:
+            try:
+                with socket.create_connection((self._host, self._port), timeout=_HANDSHAKE.total_seconds()):
+                    break
+            except socket.gaierror as error:
+                if self._place is None or time.monotonic() - started > self._limits.join_timeout:
+                    resolve(self._host)  # raises a LaunchError that says what is wrong
+                elif self._reminder.due(time.monotonic()):
+                    self._print_message(
+                        waiting_for_name(self._host, error.strerror or str(error), self._limits, self._place)
+                    )
+            except OSError as error:
+                why, waited = error.strerror or str(error), time.monotonic() - started
+                if waited > self._limits.join_timeout:
+                    raise LaunchError(
+                        f"no process answers at {self._host}:{self._port} after {waited:.0f} s: {why}",
+                        "start ddpkit on the host of the rendezvous, and check that this node can reach its port",
+                    ) from None
+                if self._reminder.due(time.monotonic()):
+                    self._print_message(
+                        waiting_for_host(f"{self._host}:{self._port}", why, self._commands, self._place)
+                    )
+            self._inbox.wait(_RETRY_SECONDS)
+            stopped = self._inbox.take_signal()
+            if stopped is not None:
+                raise StoppedError(stopped.number)
+        try:
+            return TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=_HANDSHAKE)
+        except (DistError, RuntimeError, ValueError):
+            raise LaunchError(
+                f"the process that listens at {self._host}:{self._port} is not a rendezvous{self._holder()}",
+                "end that process, or set another port: --rdzv-endpoint HOST:PORT or --master-port PORT",
+            ) from None
+
+    def _holder(self) -> str:
+        return f"; the port is held{who}" if is_local(self._host) and (who := holder(self._port)) else ""
+
+    def _own_address(self, node: Node) -> str:
+        """--local-addr, or else the local address of the connection to the rendezvous."""
+        if node.address != self._host:
+            return node.address
+        with socket.create_connection((self._host, self._port), timeout=_HANDSHAKE.total_seconds()) as probe:
+            address: str = probe.getsockname()[0]
+        return "127.0.0.1" if is_loopback(address) else address
+
+    # The agent's side --------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Send the join request."""
+        self._sender.start()
+
+    def report(self, report: Report) -> None:
+        """Report the state of this node's workers, or that it leaves."""
+        if self._listening is None:
+            self._listening = listen(self._node.address, 0)
+        port = self._listening.getsockname()[1]
+        report = replace(report, port=port)
+        self._outgoing.put({"report": asdict(report) | {"state": report.state.name}})
+
+    def take_listening(self) -> socket.socket | None:
+        """The socket for the workers' store of the next round; None: they use the store of the rendezvous."""
+        listening, self._listening = self._listening, None
+        return listening
+
+    def check(self) -> None:
+        """Print what this node waits for; put `Disconnected` into the inbox if the host no longer answers."""
+        if not self._has_started and not self._is_over and self._reminder.due(time.monotonic()):
+            self._print_message(self._waiting())
+        if not self._is_over and time.monotonic() - self._last_contact > self._limits.heartbeat_timeout:
+            self._disconnect()
+
+    def _waiting(self) -> str:
+        if self._coordinator is not None:
+            here = self._coordinator.nodes_joined
+            return waiting_for_nodes(here, self._limits, (self._host, self._port), self._commands, self._place)
+        return f"joined the job at {self._host}:{self._port}; waiting for the other nodes"
+
+    def close(self) -> None:
+        """Leave; the host waits until every other node knows the outcome."""
+        self._is_over = True
+        self._outgoing.put({"bye": self.number})
+        self._outgoing.put(None)
+        if self._sender.is_alive():
+            self._sender.join(self._limits.heartbeat_timeout)
+        if self._coordinator is not None:
+            deadline = time.monotonic() + self._close_timeout
+            while not self._coordinator.all_informed(self.number) and time.monotonic() < deadline:
+                self._inbox.wait(self._beat_seconds)
+                while self._inbox.take() is not None:
+                    pass
+                if self._inbox.signals > 1:
+                    break
+            self._coordinator.close()
+        if self._listening is not None:
+            self._listening.close()
+
+    # The threads -------------------------------------------------------------------------------------------------
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except (DistError, RuntimeError):
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            why = f"the host of the rendezvous, {self._host}:{self._port}, is gone or cannot be reached"
+            self._inbox.put(Disconnected(why))
+
+    def _send(self) -> None:
+        beat = BEAT.format(node=self.number)
+        self._store.add(beat, 1)
+        first_order = self._store.add(ORDERS, 0)
+        self._store.queue_push(EVENTS, json.dumps({"joined": asdict(self._node)}))
+        listener = threading.Thread(
+            target=self._run, args=[lambda: self._listen(first_order)], name="ddpkit-listen", daemon=True
+        )
+        listener.start()
+        while True:
+            self._last_contact = time.monotonic()
+            try:
+                event = self._outgoing.get(timeout=self._beat_seconds)
+            except queue.Empty:
+                self._store.add(beat, 1)
+                continue
+            if event is None:
+                return
+            self._store.queue_push(EVENTS, json.dumps(event))
+
+    def _listen(self, number: int) -> None:
+        while True:
+            order = json.loads(self._orders.get(ORDER.format(number=number)))
+            number += 1
+            self._has_started = self._has_started or "go" in order
+            if "end" in order:
+                self._is_over = True
+                removed = self.number in order["lost"]
+                self._inbox.put(Disconnected(_REMOVED) if removed else End(read_outcome(order["end"])))
+                return
+            if "stop" in order:
+                self._inbox.put(Stop(order["stop"], order["may_save"]))
+            elif "pause" in order:
+                self._inbox.put(Pause(order["pause"]))
+            elif self.number in range(order["nodes"]):
+                assignment = json.loads(self._orders.get(ASSIGNMENT.format(round=order["go"], node=self.number)))
+                if assignment == LOST:
+                    self._is_over = True
+                    self._inbox.put(Disconnected(_REMOVED))
+                    return
+                if assignment is not None:
+                    self._inbox.put(StartRound(RankAssignment(**assignment), order["why"]))

@@ -1,0 +1,196 @@
+"""`ddpkit checkpoints`: list the checkpoints in a folder, verify them, compare two of them."""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ddp_kit.checkpoint.format import (
+    STATE,
+    Found,
+    checkpoints,
+    left_branches,
+    leftovers,
+    part_of,
+    read_state,
+    tensor_table,
+    verified,
+)
+from ddp_kit.errors import CheckpointError, UsageError
+from ddp_kit.exit_codes import ExitCode
+from ddp_kit.launcher.commands.options import Parser
+
+_EPILOG = f"""\
+exit codes:
+  {ExitCode.OK:<2d} all checkpoints are whole
+  {ExitCode.BROKEN:<2d} at least one is damaged
+"""
+_BEST = "whole, the best when it was saved"
+_SHOWN = 60  # characters of a value
+_MISSING = object()
+
+
+def parser() -> Parser:
+    """The flags of `ddpkit checkpoints`."""
+    flags = Parser(
+        prog="ddpkit checkpoints",
+        description="List the checkpoints in a folder, verify them, or compare two of them.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    flags.add_argument("dir", metavar="DIR", type=Path, help="the folder with the checkpoints")
+    flags.add_argument("--verify", action="store_true", help="read every byte and compare hashes, not only sizes")
+    flags.add_argument(
+        "--diff",
+        nargs=2,
+        metavar="STEP",
+        type=int,
+        help="print the differences between two steps: names, shapes and types of tensors, and all other values",
+    )
+    return flags
+
+
+def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
+    """List the checkpoints of a folder, or the differences between two of them, and return the exit code."""
+    args = parser().parse_args(argv)
+    try:
+        found = checkpoints(args.dir)
+        left, branches = leftovers(args.dir), left_branches(args.dir)
+    except CheckpointError as error:
+        raise UsageError(error.message, error.hint) from None
+    if not found and not left and not branches:
+        raise UsageError(
+            f"there are no checkpoints in {args.dir}", "name the folder that contains the step-... folders"
+        )
+    if args.diff:
+        found = tuple(_of_step(step, found) for step in args.diff)
+    if args.verify:
+        found = tuple(map(verified, found))
+    if args.diff and all(one.whole for one in found):
+        print_text("\n".join(_differences(*found)))
+        return ExitCode.OK
+    print_text("\n".join(_table(found)))
+    for path in left:
+        print_text(f"{path.name}: incomplete; the next save removes it, unless a process is still writing it")
+    for path in branches:
+        print_text(f"{path.name}: an abandoned branch, which no save removes; `ddpkit checkpoints {path}` lists it")
+    return ExitCode.OK if all(one.whole for one in found) else ExitCode.BROKEN
+
+
+def _of_step(step: int, found: Sequence[Found]) -> Found:
+    for one in found:
+        if one.step == step:
+            return one
+    steps = ", ".join(str(one.step) for one in found)
+    raise UsageError(f"there is no checkpoint of step {step}", f"the folder has checkpoints of steps {steps}")
+
+
+# The table -----------------------------------------------------------------------------------------------------------
+
+
+def _table(found: Sequence[Found]) -> Iterator[str]:
+    rows = [["step", "age", "size", "files", "state"], *map(_row, found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    best = next((row for row in rows if row[-1] == _BEST), None)
+    if best is not None:
+        best[-1] = "whole, the best"
+    yield from ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _row(found: Found) -> list[str]:
+    manifest = found.manifest
+    if manifest is None:
+        return [str(found.step), "?", "?", "?", str(found.problem)]
+    whole = _BEST if manifest.best else "whole"
+    return [
+        str(manifest.step),
+        _age(manifest.created),
+        _size(manifest.bytes),
+        str(len(manifest.files)),
+        found.problem or whole,
+    ]
+
+
+def _age(created: str) -> str:
+    try:
+        seconds = max(0, int((datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds()))
+    except (ValueError, TypeError):
+        return "?"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds // length} {unit}"
+    return f"{seconds} s"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB" if count < 1000 else f"{count:,.0f} GiB"
+
+
+# What differs --------------------------------------------------------------------------------------------------------
+
+
+def _differences(old: Found, new: Found) -> Iterator[str]:
+    lines = [*_changed(_tensors(old), _tensors(new)), *_changed(_values(old), _values(new))]
+    yield f"step {old.step} -> step {new.step}: {len(lines) or 'no'} difference{'' if len(lines) == 1 else 's'}"
+    yield from lines
+    yield "(tensors are compared by name, type and shape, not by value)"
+
+
+def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    for name in dict.fromkeys((*old, *new)):
+        before, after = old.get(name, _MISSING), new.get(name, _MISSING)
+        if before is _MISSING:
+            yield f"+ {name}: {_shown(after)}"
+        elif after is _MISSING:
+            yield f"- {name}: {_shown(before)}"
+        elif before != after:
+            yield f"  {name}: {_shown(before)} -> {_shown(after)}"
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def _tensors(found: Found) -> dict[str, str]:
+    """`model: layer.weight` -> its type and shape."""
+    tensors: dict[str, str] = {}
+    for file in found.manifest.files if found.manifest else ():
+        if (part := part_of(file.name)) is not None:
+            try:
+                table = tensor_table(found.path / file.name)
+            except (OSError, ValueError) as error:
+                raise UsageError(f"{found.path / file.name} cannot be read: {error}", "try --verify") from None
+            tensors |= {f"{part}: {name}": str(record) for name, record in table.items()}
+    return tensors
+
+
+def _values(found: Found) -> dict[str, Any]:
+    """`optimizer.param_groups[0].lr` -> its value, without references to tensors."""
+    try:
+        content = read_state(found)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{found.path / STATE} cannot be read: {error}", "try --verify") from None
+    return dict(_leaves("", content))
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and "$tensor" in value:
+        return
+    if isinstance(value, dict) and value and "$" not in {key[:1] for key in value}:
+        for key, one in value.items():
+            yield from _leaves(f"{path}.{key}" if path else key, one)
+    elif isinstance(value, dict) and ("$ordered" in value or "$dict" in value):
+        for key, one in next(iter(value.values())):
+            yield from _leaves(f"{path}[{json.dumps(key)}]", one)
+    elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
+        for number, one in enumerate(value):
+            yield from _leaves(f"{path}[{number}]", one)
+    else:
+        yield path, value

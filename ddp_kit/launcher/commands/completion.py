@@ -1,0 +1,64 @@
+"""`ddpkit --print-completion`: the completion script for a shell, made with the package shtab."""
+
+import argparse
+from collections.abc import Callable, Sequence
+
+from ddp_kit.errors import UsageError
+from ddp_kit.exit_codes import ExitCode
+from ddp_kit.launcher import doctor, spec
+from ddp_kit.launcher.commands import checkpoints, devices, env, export, plan, report, schema, submit, top
+from ddp_kit.launcher.commands.options import Parser
+
+_EPILOG = """\
+examples:
+  ddpkit --print-completion bash > ~/.local/share/bash-completion/completions/ddpkit
+  ddpkit --print-completion zsh > "${fpath[1]}/_ddpkit"
+  ddpkit --print-completion fish > ~/.config/fish/completions/ddpkit.fish
+"""
+_FOLDERS, _FILES = {"dir", "log_dir"}, {"script", "training_script", "source", "target", "hosts"}
+"""The arguments that name folders and files."""
+
+
+def run(argv: Sequence[str], torchrun: argparse.ArgumentParser, print_text: Callable[[str], None]) -> int:
+    """Print the completion script for one shell. Raises `UsageError`."""
+    try:
+        import shtab
+    except ImportError:
+        hint = "type: pip install 'ddpkit[completion]'"
+        raise UsageError("--print-completion needs the package shtab, which is not installed", hint) from None
+    flags = Parser(prog="ddpkit", epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--print-completion", metavar="SHELL", choices=shtab.SUPPORTED_SHELLS)
+    shell = flags.parse_args(argv).print_completion
+    print_text(shtab.complete(_combined_parser(torchrun, shtab.FILE, shtab.DIRECTORY), shell))
+    return ExitCode.OK
+
+
+def _combined_parser(torchrun: argparse.ArgumentParser, file: object, folder: object) -> argparse.ArgumentParser:
+    """One parser for all commands. `file` and `folder`: shtab's completers for them."""
+    combined = argparse.ArgumentParser(
+        prog="ddpkit", description="Run PyTorch training on several GPUs or nodes with one command."
+    )
+    combined.add_argument("--version", action="store_true", help="print the version")
+    combined.add_argument("--print-completion", metavar="SHELL", help="print the completion script for a shell")
+    commands = combined.add_subparsers()
+    parsers = {
+        "launch": spec.parser(torchrun),
+        "devices": devices.parser(),
+        "top": top.parser(),
+        "submit": submit.parser(),
+        "plan": plan.parser(),
+        "checkpoints": checkpoints.parser(),
+        "export": export.parser(),
+        "report": report.parser(),
+        "doctor": doctor.parser(),
+        "env": env.parser(),
+        "schema": schema.parser(),
+    }
+    for name, parser in parsers.items():
+        for action in parser.actions:
+            dashed = [flag for flag in action.option_strings if "_" not in flag]
+            action.option_strings = dashed or action.option_strings  # torchrun has each flag in both spellings
+            if action.dest in _FOLDERS | _FILES:
+                vars(action)["complete"] = folder if action.dest in _FOLDERS else file
+        commands.add_parser(name, parents=[parser], add_help=False, help=(parser.description or "").partition(".")[0])
+    return combined

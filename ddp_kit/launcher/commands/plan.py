@@ -1,0 +1,87 @@
+"""`ddpkit plan`: estimate the memory that a training script needs on each device, without a GPU."""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from subprocess import Popen
+
+from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS
+from ddp_kit.errors import UsageError
+from ddp_kit.exit_codes import ExitCode
+from ddp_kit.launcher.commands.options import Parser
+from ddp_kit.launcher.devices import gpus
+from ddp_kit.launcher.warm.cleanup import die_with_parent
+
+_SCRIPT_RUNNER = "ddp_kit.trainer.plan_script"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
+_POWERS = "BKMGT"
+_EPILOG = """\
+example:
+  ddpkit plan --gpus 8 --memory 80GiB train.py --lr 0.1
+
+The script runs in one process up to trainer.fit(...). No memory is allocated for parameters, and nothing is trained.
+Weights, gradients and optimizer state are exact. Activations and the rest are estimates, not verified on a GPU.
+"""
+
+
+def parser() -> Parser:
+    """The flags of `ddpkit plan`."""
+    flags = Parser(
+        prog="ddpkit plan",
+        description="Estimate, before a run, the memory that it needs on each device: whether it fits, and what to "
+        "change if not. Needs no GPU.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    flags.add_argument("--gpus", metavar="N", type=int, help="total number of devices (default: the GPUs of this node)")
+    flags.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="memory of each device: 80GiB, 80GB or a number of bytes (default: that of this node's GPUs)",
+    )
+    flags.add_argument("script", metavar="SCRIPT", help="the training script")
+    flags.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="the script's arguments")
+    return flags
+
+
+def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Run the script up to its memory plan, and return its exit code."""
+    args = parser().parse_args(argv)
+    here = [gpu for _, gpu in gpus.visible(gpus.gpus(), env)] if args.gpus is None or args.memory is None else []
+    ranks = len(here) if args.gpus is None else args.gpus
+    memory = min((gpu.memory_total for gpu in here), default=0) if args.memory is None else size_of(args.memory)
+    if ranks < 1:
+        raise UsageError(
+            f"--gpus {args.gpus} is less than 1" if args.gpus is not None else "this machine has no GPU",
+            "type the number of devices to plan for, such as --gpus 8",
+        )
+    if not memory:
+        raise UsageError(
+            "this machine has no GPU that reports its memory", "type the memory per device, such as --memory 80GiB"
+        )
+    if not Path(args.script).is_file():
+        raise UsageError(f"there is no file {args.script}", "name the training script")
+    process = Popen(
+        [sys.executable, "-m", _SCRIPT_RUNNER, args.script, *args.arguments],
+        env={**env, PLAN_RANKS: str(ranks), PLAN_MEMORY: str(memory)},
+        preexec_fn=partial(die_with_parent, os.getpid()) if sys.platform == "linux" else None,
+    )
+    code = process.wait()
+    return code if code >= 0 else ExitCode.of_signal(-code)
+
+
+def size_of(text: str) -> int:
+    """Bytes of a size such as 80GiB, 80GB or 85899345920. Raises `UsageError`."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise UsageError(f"--memory {text} is not a size", "type it as 80GiB, 80GB or a number of bytes")
+    number, unit = found.groups()
+    unit = (unit or "B").upper()
+    size = int(float(number) * (1024 if "I" in unit else 1000) ** _POWERS.index(unit[0]))
+    if size < 1:
+        raise UsageError(f"--memory {text} is less than one byte", "type it as 80GiB, 80GB or a number of bytes")
+    return size

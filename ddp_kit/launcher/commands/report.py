@@ -1,0 +1,78 @@
+"""`ddpkit report`: an HTML report about runs, from the records in their folders."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from textwrap import indent
+
+from ddp_kit.errors import UsageError
+from ddp_kit.launcher.commands.options import Parser
+from ddp_kit.launcher.report.charts import write_pictures
+from ddp_kit.launcher.report.findings import Profile, findings, profiles_of, state
+from ddp_kit.launcher.report.page import MARK, page
+from ddp_kit.launcher.report.run_history import RunHistory, read_runs
+
+_EPILOG = """\
+examples:
+  ddpkit report runs/1                  writes report.html
+  ddpkit report runs/1 runs/2           both runs in each chart, and the settings that differ
+  ddpkit report runs/1 --images plots   the charts as SVG files as well
+"""
+
+
+def parser() -> Parser:
+    """The flags of `ddpkit report`."""
+    flags = Parser(
+        prog="ddpkit report",
+        description="Write an HTML report about one or more runs: loss, speed, ranks, memory, restarts, configuration, "
+        "advice. The page needs neither a network nor a server. A run may still be training.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    flags.add_argument(
+        "runs", metavar="RUN", nargs="+", type=Path, help="a checkpoint folder (checkpoint.dir), or a --log-dir folder"
+    )
+    flags.add_argument(
+        "--out", metavar="FILE", type=Path, default=Path("report.html"), help="the file to write (default: report.html)"
+    )
+    flags.add_argument(
+        "--images", metavar="FOLDER", type=Path, help="also write the charts there as SVG files; needs matplotlib"
+    )
+    return flags
+
+
+def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
+    """Write the page, print_text what stands out, and return the exit code. Raises `UsageError`."""
+    args = parser().parse_args(argv)
+    runs = read_runs(args.runs)
+    try:
+        _check(args.out)
+        profiles = {each.name: profiles_of(each) for each in runs}
+        args.out.write_text(page(runs, profiles), encoding="utf-8")
+        pictures = [] if args.images is None else write_pictures(runs, args.images)
+    except OSError as error:
+        where = error.filename or args.out
+        raise UsageError(f"{where} cannot be written: {error.strerror}", "give another path") from None
+    for each in runs:
+        _print_findings(each, profiles[each.name], print_text)
+    size = args.out.stat().st_size / 1000
+    print_text(f"{args.out}: {size:,.0f} kB" + (f"; {len(pictures)} charts in {args.images}" if pictures else ""))
+    return 0
+
+
+def _print_findings(run: RunHistory, profiles: Sequence[Profile], print_text: Callable[[str], None]) -> None:
+    print_text(f"{run.name}: {state(run)}")
+    for finding in findings(run):
+        print_text(indent(finding.text, "  "))
+    for profile in profiles:
+        print_text(f"  {profile.title}:")
+        for line in profile.lines:
+            print_text(indent(line, "    "))
+
+
+def _check(out: Path) -> None:
+    """Raise `UsageError` rather than replace a file that is no report."""
+    if out.is_dir():
+        raise UsageError(f"--out {out} is a folder", f"type --out {out / 'report.html'}")
+    if out.exists() and MARK not in out.read_text(encoding="utf-8", errors="replace")[:1000]:
+        raise UsageError(f"--out {out} exists and is not a ddpkit report", "give the name of a new file")

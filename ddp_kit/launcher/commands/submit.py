@@ -1,0 +1,221 @@
+"""`ddpkit submit`: hand a job to the engine of a cluster."""
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from ddp_kit.errors import UsageError, nearest
+from ddp_kit.launcher.clusters.engines import ENGINES, Engine
+from ddp_kit.launcher.clusters.request import Request, hosts_of, seconds_of
+from ddp_kit.launcher.commands.options import Parser
+
+_EXAMPLES = """\
+what follows the flags is given to `ddpkit launch` on every node: its flags, the script, the script's arguments
+
+examples:
+  ddpkit submit --on slurm --nodes 4 --gpus 8 --time 24h --requeue train.py --lr 0.1
+  ddpkit submit --on slurm --nodes 2 --gpus 8 --array 0-9 sweep.py
+  ddpkit submit --on kubernetes --nodes 4 --gpus 8 --image registry.example.com/me/train:1 train.py
+  ddpkit submit --on ssh --hosts gpu1,gpu2 --gpus 8 train.py
+  ddpkit submit --on slurm --nodes 4 --gpus 8 --dry-run train.py    print the job file, submit nothing
+
+exit codes of the job, on every engine:
+  75, 4            started again, however often: the workers saved, or a node was lost
+  3, 124, 129-255  started again, at most --retries times: not started, hung, or ended by a signal
+  others           the end: ddpkit has restarted the workers as --max-restarts says
+"""
+_COPY_THE_FOLDER = ("skypilot", "ray")
+_NAME_LENGTH = 40  # Kubernetes appends to it, and has 63 letters for all
+_DNS_LABEL = rf"[a-z](?:[a-z0-9-]{{0,{_NAME_LENGTH - 2}}}[a-z0-9])?"
+
+
+def run(words: Sequence[str], write: Callable[[str], None], print_text: Callable[[str], None]) -> int:
+    """Print the job file, or hand it to the engine. `write`: to standard error. Raises `UsageError`."""
+    known = parser()
+    own, launch = _split(words, known)
+    flags = vars(known.parse_args(own))
+    flags["gpu_type"], flags["gpus"] = flags["gpus"] or (None, None)
+    name = flags.pop("on")
+    if name is None:
+        raise UsageError("no engine is named", f"type --on and one of: {', '.join(ENGINES)}")
+    if name not in ENGINES:
+        close = nearest(name, list(ENGINES))
+        raise UsageError(
+            f"there is no engine {name!r}; the engines are: {', '.join(ENGINES)}", f"type --on {close or 'slurm'}"
+        )
+    engine, dry_run = ENGINES[name], flags.pop("dry_run")
+    _check_flags(name, engine, flags, known)
+    request = _request(flags, launch, words)
+    _check(name, engine, request)
+    text = engine.job_file(request)
+    if dry_run:
+        print_text(text.rstrip("\n"))
+        return 0
+    return _submit(name, engine, request, text, write)
+
+
+def parser() -> Parser:
+    """The flags of `ddpkit submit`."""
+    flags = Parser(
+        prog="ddpkit submit",
+        usage="ddpkit submit --on ENGINE --nodes N [flags] [flags of launch] script.py [arguments of the script]",
+        description="Run a script on several nodes, by the engine of a cluster. Prints nothing but what the engine "
+        "says; --dry-run prints the job file.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    flags.add_argument("--on", metavar="ENGINE", help=f"one of: {', '.join(ENGINES)}")
+    flags.add_argument("--nodes", metavar="N", type=_count, help="the number of nodes; with --hosts: as many as hosts")
+    flags.add_argument("--gpus", metavar="[TYPE:]G", type=_gpus, help="GPUs of each node: 8 or H100:8; default: none")
+    flags.add_argument("--cpus", metavar="C", type=_count, help="CPU cores of each node; default: 8 per GPU")
+    flags.add_argument("--time", metavar="TIME", help="the time limit: 90m, 12h, 2d or 1-12:00:00")
+    flags.add_argument("--name", metavar="NAME", help="of the job; default: the script's")
+    flags.add_argument("--image", metavar="IMAGE", help="the container image; ddpkit has to be in it")
+    flags.add_argument("--queue", "--partition", metavar="NAME", dest="queue", help="the queue, or Slurm's partition")
+    flags.add_argument("--hosts", metavar="A,B|FILE", help="for ssh: hosts, or a file with one per line")
+    flags.add_argument("--array", metavar="0-9", help="for Slurm: a job array")
+    flags.add_argument("--requeue", action="store_true", help="for Slurm: queue the job again after a preemption")
+    flags.add_argument("--retries", metavar="N", type=_number, help="see the exit codes below; default: 3")
+    flags.add_argument(
+        "--grace", metavar="SECONDS", type=_count, help="from SIGTERM to SIGKILL when the job is stopped; default: 120"
+    )
+    flags.add_argument("--dry-run", action="store_true", help="print the job file, and submit nothing")
+    return flags
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def _gpus(text: str) -> tuple[str | None, int]:
+    """The type, if there is one, and the number."""
+    kind, colon, number = text.rpartition(":")
+    if not number.isdecimal() or int(number) < 1 or (colon and not kind):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of GPUs nor TYPE:NUMBER")
+    return kind or None, int(number)
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return int(text)
+
+
+def _split(words: Sequence[str], known: Parser) -> tuple[list[str], list[str]]:
+    """Our own words, and those for `ddpkit launch`, which begin with the first that is no flag of ours."""
+    actions = {flag: action for action in known.actions for flag in action.option_strings}
+    position = 0
+    while position < len(words) and (action := actions.get(words[position].partition("=")[0])) is not None:
+        position += 1 if "=" in words[position] or action.nargs == 0 else 2
+    rest = list(words[position:])
+    before_script = rest[: next((n for n, word in enumerate(rest) if word.endswith(".py") or word == "-m"), len(rest))]
+    for word in before_script:
+        if word.partition("=")[0] in actions.keys() - {"--gpus", "--dry-run"}:
+            raise UsageError(
+                f"{word} is a flag of `ddpkit submit`, but follows {rest[0]}, a flag of `ddpkit launch`",
+                f"type it before {rest[0]}",
+            )
+    if rest and rest[0].partition("=")[0] == "--nnodes":
+        raise UsageError("--nnodes is said by --nodes here", "type --nodes N")
+    return list(words[:position]), rest
+
+
+def _check_flags(name: str, engine: Engine, flags: dict[str, Any], known: Parser) -> None:
+    """Raise `UsageError` for a flag that the engine has no answer to."""
+    spelled = {action.dest: action.option_strings[0] for action in known.actions if action.option_strings}
+    spelled["gpu_type"] = "a type in --gpus"
+    for flag in flags.keys() - engine.flags - {"nodes", "gpus", "name"}:
+        if flags[flag]:
+            takes = ", ".join(sorted(spelled[each] for each in engine.flags))
+            raise UsageError(f"{spelled[flag]} means nothing to {name}", f"leave it out; {name} takes {takes}")
+
+
+def _request(flags: dict[str, Any], launch: Sequence[str], words: Sequence[str]) -> Request:
+    hosts = hosts_of(flags.pop("hosts"))
+    nodes = flags.pop("nodes") or len(hosts)
+    if not nodes:
+        raise UsageError("the number of nodes is not given", "type --nodes N")
+    if hosts and nodes > len(hosts):
+        raise UsageError(f"--nodes {nodes}, but --hosts names {len(hosts)}", f"type --nodes {len(hosts)}, or add hosts")
+    time, name = flags.pop("time"), flags.pop("name")
+    given = {flag: value for flag, value in flags.items() if value is not None}
+    return Request(
+        nodes=nodes,
+        words=tuple(launch),
+        name=name or _job_name(launch),
+        command=shlex.join(["ddpkit", "submit", *(word for word in words if word != "--dry-run")]),
+        seconds=None if time is None else seconds_of(time),
+        hosts=hosts[:nodes],
+        folder=PurePosixPath(Path.cwd()),
+        programs=str(Path(sys.executable).parent),
+        **given,
+    )
+
+
+def _job_name(launch: Sequence[str]) -> str:
+    """The script's name in lower-case letters, digits and dashes."""
+    module = [after.rpartition(".")[2] for word, after in pairwise(launch) if word == "-m"]
+    words = [PurePosixPath(word).stem for word in launch if word.endswith(".py")] or module
+    stem = words[0] if words else "train"
+    name = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in stem.lower()).strip("-")
+    name = name if name[:1].isalpha() else f"train-{name}"  # as Kubernetes wants it
+    return name[:_NAME_LENGTH].strip("-")
+
+
+def _check(name: str, engine: Engine, request: Request) -> None:
+    """Raise `UsageError` for what is missing."""
+    if not request.words and engine.script_needed:
+        raise UsageError("there is no script to run", "type it last, with its arguments")
+    script = next((word for word in request.words if word.endswith(".py")), None)
+    if script is not None and request.image is None and not Path(script).exists():  # else it is in the image
+        path = Path(script)
+        close = nearest(path.stem, [each.stem for each in path.parent.glob("*.py")])
+        raise UsageError(
+            f"there is no script {script!r} in {Path.cwd()}",
+            f"did you mean {path.with_stem(close)}?" if close else "check the path",
+        )
+    if script is not None and name in _COPY_THE_FOLDER:
+        path = Path(os.path.relpath(script))
+        if ".." in path.parts or Path(script).is_absolute():
+            raise UsageError(
+                f"{name} copies the working folder to the nodes, and {script} is no path in it",
+                f"cd {Path(script).parent}" if ".." in path.parts else f"type {path}",
+            )
+    if engine.image_needed and not re.fullmatch(_DNS_LABEL, request.name):
+        raise UsageError(
+            f"--name {request.name} cannot be the name of a job in Kubernetes, which has at most {_NAME_LENGTH} "
+            "lower-case letters, digits and dashes",
+            f"type --name {_job_name([f'{request.name}.py'])}",
+        )
+    if engine.image_needed and request.image is None:
+        raise UsageError(f"{name} runs a job in a container, and --image is not given", "type --image IMAGE")
+    if name == "skypilot" and request.gpus is not None and request.gpu_type is None:
+        raise UsageError("SkyPilot looks for GPUs by their type", f"type --gpus H100:{request.gpus}, or another type")
+    if name == "ssh" and not request.hosts:
+        raise UsageError("ssh needs the names of the hosts", "type --hosts gpu1,gpu2, or a file with one per line")
+
+
+def _submit(name: str, engine: Engine, request: Request, text: str, write: Callable[[str], None]) -> int:
+    program = engine.submission(request, "")[0]
+    if shutil.which(program) is None:
+        raise UsageError(
+            f"{program}: not found, so nothing can be submitted to {name} here",
+            f"{engine.install}; or type --dry-run to print the job file",
+        )
+    if engine.run is not None:
+        return engine.run(request, write)
+    with tempfile.TemporaryDirectory(prefix="ddpkit-submit-") as folder:
+        path = Path(folder) / f"{request.name}{engine.suffix}"
+        path.write_text(text)
+        return subprocess.run(engine.submission(request, str(path)), check=False).returncode

@@ -1,0 +1,244 @@
+"""`ddpkit top`: what the jobs on this machine are doing, read without their cooperation."""
+
+import argparse
+import json
+import os
+import select
+import sys
+import termios
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.segment import SegmentLines
+from rich.table import Table
+from rich.text import Text
+
+from ddp_kit.errors import GIB, LaunchError, UsageError
+from ddp_kit.exit_codes import ExitCode
+from ddp_kit.launcher.clusters.request import hosts_of
+from ddp_kit.launcher.commands.options import Parser
+from ddp_kit.launcher.devices.gpus import GpuUsage
+from ddp_kit.launcher.readings import HostReadings, JobReading, RankReading, as_json, readings, readings_of
+
+_EPILOG = """\
+columns:
+  phase     what the rank is doing: data, transfer, forward or backward pass, optimizer, ...
+  s/step    seconds per optimizer step, a moving average
+  data      the share of time spent waiting for data, as of the last log point
+  ranks     the share of time spent waiting for other ranks and the network, likewise
+  MFU       model FLOPs utilisation of the job, as of the last log point; with TrainerConfig(mfu=True)
+  waits for the rank that this one mostly waits for, among the ranks shown
+  age       seconds since the heartbeat last changed
+
+Below a job's title is the latest advice from its Trainer: what is slow, and what to do about it.
+
+keys: q or Ctrl-C to quit, arrow keys to scroll
+
+examples:
+  ddpkit top                  all jobs of this user on this machine, once a second
+  ddpkit top --once --json    the current state, for other programs
+  ddpkit top --hosts gpu1,gpu2
+                              the jobs on these hosts, with all ranks of a job in one table
+"""
+
+
+def parser() -> Parser:
+    """The flags of `ddpkit top`."""
+    flags = Parser(
+        prog="ddpkit top",
+        description="Show what each rank of your jobs on this machine is doing. It only reads the ranks' heartbeat "
+        "files, so it does not slow them down.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    flags.add_argument("--once", action="store_true", help="print the current state once and exit")
+    flags.add_argument("--json", action="store_true", help="print JSON (with --once)")
+    flags.add_argument(
+        "--hosts", metavar="A,B|FILE", help="show the jobs on these hosts, over ssh: names, or a file with one per line"
+    )
+    flags.add_argument(
+        "--interval", type=float, metavar="SECONDS", help="seconds between updates (default: 1, or 5 with --hosts)"
+    )
+    return flags
+
+
+def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
+    """Show the jobs until a key ends it, or once."""
+    args = parser().parse_args(argv)
+    if args.json and not args.once:
+        raise UsageError("--json needs --once", "type: ddpkit top --once --json")
+    hosts = hosts_of(args.hosts)
+    interval: float = (5.0 if hosts else 1.0) if args.interval is None else args.interval
+    if not 0.1 <= interval <= 3600:
+        raise UsageError(f"--interval {interval:g} is not a number of seconds from 0.1 to 3600", "for example: 2")
+    if not hosts and not os.path.isdir("/proc/self/fd"):  # noqa: PTH112
+        raise UsageError("ddpkit top finds jobs in /proc, which this system does not have", "use it on Linux")
+
+    def read() -> HostReadings:
+        return readings_of(hosts) if hosts else HostReadings(readings())
+
+    if args.json:
+        found = read()
+        if found.problems:
+            raise LaunchError("; ".join(found.problems), "`ssh HOST ddpkit top --once` shows more")
+        print_text(json.dumps(as_json(found.jobs), indent=1))
+    elif args.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        Console(soft_wrap=True).print(render(read(), Console().width))
+    else:
+        _watch(interval, read)
+    return ExitCode.OK
+
+
+def _watch(interval: float, read: Callable[[], HostReadings]) -> None:
+    console, above = Console(), 0
+    with _keys() as key, Live(console=console, screen=True, auto_refresh=False) as live:
+        pressed = ""
+        while pressed not in ("q", "Q", "\x03"):
+            above = max(0, above + {"\x1b[B": 1, "\x1b[A": -1, "j": 1, "k": -1}.get(pressed, 0))
+            lines = console.render_lines(render(read(), console.width), pad=False)
+            above = min(above, max(0, len(lines) - console.height + 1))
+            live.update(SegmentLines(lines[above:], new_lines=True), refresh=True)
+            pressed = key(interval)
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Yield a function that returns the key pressed within so many seconds, or an empty string."""
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    try:
+        now = termios.tcgetattr(descriptor)
+        now[3] &= ~(termios.ICANON | termios.ECHO | termios.ISIG)  # Ctrl-C is read as a key, not sent as a signal
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, now)
+
+        def key(seconds: float) -> str:
+            ready, _, _ = select.select([descriptor], [], [], seconds)
+            if not ready:
+                return ""
+            return os.read(descriptor, 8).decode(errors="replace") or "q"  # an empty read: the terminal is gone
+
+        yield key
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+# The picture ---------------------------------------------------------------------------------------------------------
+
+
+def render(found: HostReadings, width: int) -> RenderableType:
+    """The jobs as tables with as many columns as fit `width`."""
+    problems = [Text(line, style="bold") for line in found.problems]
+    if not found.jobs:
+        return Group(*problems, Text("you have no running jobs on this machine; `ddpkit launch train.py` starts one"))
+    return Group(*problems, *(part for job in found.jobs for part in _parts(job, width)))
+
+
+def _parts(job: JobReading, width: int) -> Iterator[RenderableType]:
+    yield _title(job, width)
+    if advice := next((rank.advice for rank in job.ranks if rank.advice), ""):
+        yield Text(f"advice: {advice}", style="yellow")
+    yield _table(job, width)
+    yield Text("")
+
+
+def _title(job: JobReading, width: int) -> Text:
+    """The script, and as many facts about its job as fit."""
+    read = len({each.host for each in job.ranks})
+    nodes = f" on node {job.node_rank} of {job.nodes}" if job.nodes > 1 else ""
+    if read > 1:
+        nodes = f" on {job.nodes} nodes" if read == job.nodes else f" on {read} of {job.nodes} nodes"
+    parts = [f"{job.world_size} {'rank' if job.world_size == 1 else 'ranks'}{nodes}", f"for {_duration(job.seconds)}"]
+    if job.restarts:
+        parts.append(f"{job.restarts} {'restart' if job.restarts == 1 else 'restarts'}")
+    parts.append(f"launcher {job.launcher}")
+    name = PurePath(job.script).name
+    while len(parts) > 1 and len(f"{name}  {', '.join(parts)}") > width:
+        parts.pop()
+    return Text.assemble((name, "bold"), f"  {', '.join(parts)}", no_wrap=True, overflow="ellipsis")
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    width: int
+    """The minimum width: that of most values, so that columns do not move between updates."""
+    value: Callable[[RankReading], str]
+    priority: int
+    """On a narrow terminal, columns with higher numbers are left out first."""
+
+
+_COLUMNS = (
+    _Column("rank", 4, lambda each: str(each.rank), 0),
+    _Column("host", 8, lambda each: each.host, 5),
+    _Column("pid", 7, lambda each: str(each.pid), 5),
+    _Column("phase", 13, lambda each: each.phase.removeprefix("the "), 0),
+    _Column("step", 6, lambda each: "-" if each.step is None else str(each.step), 0),
+    _Column("s/step", 6, lambda each: _seconds(each.seconds_per_step), 2),
+    _Column("data", 4, lambda each: _share(each.data), 3),
+    _Column("ranks", 5, lambda each: _share(each.communication), 3),
+    _Column("MFU", 4, lambda each: _share(each.mfu), 3),
+    _Column("waits for", 9, lambda each: "" if each.waits_for is None else f"rank {each.waits_for}", 1),
+    _Column("age", 7, lambda each: "" if each.age is None else f"{each.age:,.1f} s", 4),
+    _Column("memory", 9, lambda each: _bytes(each.memory), 6),
+    _Column("GPU", 4, lambda each: _each(each.gpus, lambda gpu: str(gpu.index)), 4),
+    _Column("load", 5, lambda each: _each(each.gpus, lambda gpu: _known(gpu.load, " %")), 4),
+    _Column("GPU memory", 16, lambda each: _each(each.gpus, _gpu_memory), 6),
+    _Column("power", 6, lambda each: _each(each.gpus, lambda gpu: _known(gpu.power, " W")), 7),
+    _Column("temp", 5, lambda each: _each(each.gpus, lambda gpu: _known(gpu.temperature, " °C")), 7),
+)
+_OF_GPUS = ("GPU", "load", "GPU memory", "power", "temp")
+
+
+def _table(job: JobReading, width: int) -> Table:
+    left_out = set() if any(rank.gpus for rank in job.ranks) else {*_OF_GPUS}
+    left_out |= set() if any(rank.mfu is not None for rank in job.ranks) else {"MFU"}
+    left_out |= {"host"} if len({rank.host for rank in job.ranks}) == 1 else set()
+    columns = [each for each in _COLUMNS if each.title not in left_out]
+    widths = {each: max(each.width, *(len(each.value(rank)) for rank in job.ranks)) for each in columns}
+    while len(columns) > 1 and sum(widths[each] + 2 for each in columns) - 2 > width:
+        columns.remove(max(reversed(columns), key=lambda each: each.priority))
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for each in columns:
+        left = each.title in ("host", "phase", "waits for", "GPU memory")
+        table.add_column(each.title, justify="left" if left else "right", no_wrap=True, min_width=widths[each])
+    waited_for = {each.waits_for for each in job.ranks}
+    for rank in job.ranks:
+        style = "dim" if rank.phase == "ended" else "bold" if rank.rank in waited_for else ""
+        table.add_row(*(each.value(rank) for each in columns), style=style)
+    return table
+
+
+def _each(gpus: Sequence[GpuUsage], value: Callable[[GpuUsage], str]) -> str:
+    return ",".join(map(value, gpus))
+
+
+def _gpu_memory(gpu: GpuUsage) -> str:
+    if gpu.memory_used is None or not gpu.memory_total:
+        return "?"
+    return f"{gpu.memory_used / GIB:.1f} of {gpu.memory_total / GIB:.0f} GiB"
+
+
+def _known(value: float | None, unit: str) -> str:
+    return "?" if value is None else f"{value:.0f}{unit}"
+
+
+def _bytes(value: int | None) -> str:
+    return "" if value is None else f"{value / GIB:.2f} GiB"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}"
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"

@@ -1,0 +1,524 @@
+"""The checks of `ddpkit doctor`."""
+
+import os
+import pwd
+import shlex
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from ddp_kit.env import VISIBLE_GPUS
+from ddp_kit.errors import GIB, size_text
+from ddp_kit.launcher.devices import cpus
+from ddp_kit.launcher.doctor.machine import Machine, Version
+from ddp_kit.launcher.rendezvous import holder
+from ddp_kit.masking import masked
+
+# --- The result of a check --------------------------------------------------------------------------------------------
+
+
+class Status(StrEnum):
+    """The severity of a result."""
+
+    OK = "ok"
+    WARN = "warn"
+    """Training works, but may fail later or be slow."""
+    FAIL = "fail"
+    """Training does not work, or not as intended."""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The result of one check."""
+
+    name: str
+    status: Status
+    found: str
+    fix: str = ""
+    """The command that fixes it; empty: nothing to fix."""
+
+
+def ok(name: str, found: str) -> CheckResult:
+    """A check that passed."""
+    return CheckResult(name, Status.OK, found)
+
+
+def warn(name: str, found: str, fix: str) -> CheckResult:
+    """A possible problem."""
+    return CheckResult(name, Status.WARN, found, fix)
+
+
+def fail(name: str, found: str, fix: str) -> CheckResult:
+    """A check that failed."""
+    return CheckResult(name, Status.FAIL, found, fix)
+
+
+# --- Checks of the system's limits for a process: memory, cores, open files, shared memory ----------------------------
+
+
+_MIN_MEMORY = 2 * GIB
+_MIN_SHARED_MEMORY = GIB
+_MIN_OPEN_FILES = 4096
+_PROPOSED_OPEN_FILES = 65536
+_MIN_LOCKED_MEMORY = 8 * 1024**2  # the kernel's own default
+
+
+def memory(machine: Machine) -> CheckResult:
+    """The memory of the machine, and the limit of the control groups."""
+    total = _machine_memory(machine)
+    limit = cpus.memory_limit(machine.root)
+    may_use = min(total, limit if limit is not None else total)
+    found = f"memory: {size_text(total)}"
+    if may_use < total:
+        found = f"memory: {size_text(may_use)} of the machine's {size_text(total)}, by the limit of its cgroup"
+    if may_use < _MIN_MEMORY:
+        fix = "docker run --memory=16g ...  # Slurm: --mem=16G; Kubernetes: resources.limits.memory"
+        return warn("memory", f"{found}: torch alone takes about 0.5 GiB per process", fix)
+    return ok("memory", found)
+
+
+def cpu(machine: Machine) -> CheckResult:
+    """The cores of the machine, and the limits by affinity and by the quota of control groups."""
+    quota = cpus.cpu_quota(machine.root)
+    may_use = min(machine.usable_cores, quota if quota is not None else machine.usable_cores)
+    found = f"CPU cores: {machine.cores}"
+    if quota is not None and may_use == quota < machine.cores:
+        found = f"CPU cores: a quota of {quota:g} of the machine's {machine.cores}; programs still see {machine.cores}"
+    elif may_use < machine.cores:
+        found = f"CPU cores: {machine.usable_cores} of the machine's {machine.cores} may be used"
+    if may_use < 1:
+        fix = "docker run --cpus=4 ...  # Slurm: --cpus-per-task=4; Kubernetes: resources.limits.cpu"
+        return warn("cpu", found, fix)
+    return ok("cpu", found)
+
+
+def open_files(machine: Machine) -> CheckResult:
+    """The limit of open files: DataLoader workers need one per tensor in transit, and each connection needs one."""
+    soft, hard = machine.open_files
+    if soft < 0 or soft >= _MIN_OPEN_FILES:
+        return ok("open files", f"open files: {'no limit' if soft < 0 else f'{soft:,}'}")
+    may_have = _PROPOSED_OPEN_FILES if hard < 0 else min(hard, _PROPOSED_OPEN_FILES)
+    fix = f"ulimit -n {may_have}"
+    if may_have < _MIN_OPEN_FILES:
+        fix = f"docker run --ulimit nofile={_PROPOSED_OPEN_FILES} ...  # else: `nofile` in /etc/security/limits.conf"
+    return warn("open files", f"open files: {soft:,}; DataLoader workers may need more", fix)
+
+
+def locked_memory(machine: Machine) -> CheckResult:
+    """The limit of locked memory, which also applies to InfiniBand's buffers."""
+    soft, _ = machine.locked_memory
+    if soft < 0:
+        return ok("locked memory", "locked memory: no limit")
+    infiniband = machine.root / "sys/class/infiniband"
+    needs_all = infiniband.is_dir() and any(infiniband.iterdir())
+    if needs_all or soft < _MIN_LOCKED_MEMORY:
+        why = "InfiniBand needs it to be unlimited" if needs_all else "pinned buffers may need more"
+        fix = "ulimit -l unlimited  # docker run --ulimit memlock=-1 ..."
+        return warn("locked memory", f"locked memory: {size_text(soft)}; {why}", fix)
+    return ok("locked memory", f"locked memory: {size_text(soft)}, enough without InfiniBand")
+
+
+def shared_memory(machine: Machine) -> CheckResult:
+    """The size of the shared memory, used by DataLoader workers and by NCCL between GPUs without peer access."""
+    shm = machine.root / "dev/shm"
+    larger = "docker run --shm-size=8g ...  # or --ipc=host; else: sudo mount -o remount,size=8G /dev/shm"
+    if not shm.is_dir():
+        return fail("shared memory", f"{shm} does not exist", "sudo mount -t tmpfs -o size=8G,mode=1777 tmpfs /dev/shm")
+    if not os.access(shm, os.W_OK | os.X_OK):
+        return fail("shared memory", f"{shm} cannot be written to", f"sudo chmod 1777 {shm}")
+    total, free = machine.space(shm)
+    if total < _MIN_SHARED_MEMORY:
+        return warn(
+            "shared memory", f"shared memory: {size_text(total)} in {shm}; DataLoader workers need more", larger
+        )
+    if free < _MIN_SHARED_MEMORY:
+        found = f"shared memory: {size_text(free)} of {size_text(total)} in {shm} are free"
+        return warn("shared memory", found, f"ls -lS {shm}  # then remove unused files")
+    return ok("shared memory", f"shared memory: {size_text(total)} in {shm}")
+
+
+def _machine_memory(machine: Machine) -> int:
+    for line in (machine.root / "proc/meminfo").read_text().splitlines():
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError("/proc/meminfo has no line MemTotal")
+
+
+# --- Checks of Python, the clock, the network and the checkpoint folder -----------------------------------------------
+
+
+_OLDEST_PYTHON = (3, 11)
+_ANOTHER_FOLDER = "ddpkit doctor --dir DIR  # use another folder"
+_MIN_FREE_DISK = 5 * GIB
+_TORCH_PORTS = (29400, 29500)
+_LOOPBACK = "127.0.0.1"
+_TIMEOUT_SECONDS = 5
+
+
+def python(machine: Machine) -> CheckResult:
+    """The interpreter's version."""
+    found = f"Python {'.'.join(map(str, machine.python))}"
+    if machine.python < _OLDEST_PYTHON:
+        oldest = ".".join(map(str, _OLDEST_PYTHON))
+        return fail("python", f"{found} is older than {oldest}", f"python{oldest} -m venv .venv")
+    return ok("python", found)
+
+
+def clock(machine: Machine) -> CheckResult:
+    """Whether the clock is synchronised: certificates and logs of several nodes depend on it."""
+    if machine.clock_synchronised is None:
+        return ok("clock", "clock: unknown whether it is synchronised")
+    if not machine.clock_synchronised:
+        return warn("clock", "clock: not synchronised", "sudo timedatectl set-ntp true")
+    return ok("clock", "clock: synchronised")
+
+
+def host_name(machine: Machine) -> CheckResult:
+    """Whether the host name resolves to this machine: gloo and other nodes use it."""
+    name, result = machine.host, machine.probes.host()
+    fix = f'echo "127.0.1.1 {name}" >> /etc/hosts'
+    if result.error:
+        return warn("host name", f"host name {name!r} does not resolve: {result.error}", fix)
+    addresses = ", ".join(result.facts["addresses"])
+    if not result.facts["own"]:
+        found = f"host name {name!r} resolves to {addresses}, which is not this machine"
+        return warn("host name", found, f"getent hosts {name}  # then correct it in /etc/hosts or in the DNS")
+    return ok("host name", f"host name {name!r} resolves to {addresses}")
+
+
+def loopback(_machine: Machine) -> CheckResult:
+    """Whether processes of this machine can connect to each other over TCP."""
+    try:
+        with socket.create_server((_LOOPBACK, 0)) as server:
+            server.settimeout(_TIMEOUT_SECONDS)
+            with socket.create_connection(server.getsockname(), _TIMEOUT_SECONDS):
+                server.accept()[0].close()
+    except OSError as error:
+        return fail("loopback", f"{_LOOPBACK} does not work: {error}", "sudo ip link set lo up")
+    return ok("loopback", f"loopback: {_LOOPBACK} works")
+
+
+def ports(_machine: Machine, wanted: Sequence[int] = _TORCH_PORTS) -> CheckResult:
+    """Whether torch's default ports are free, which the nodes of a job use to meet."""
+    taken = [port for port in wanted if not _is_free(port)]
+    if taken:
+        found = "; ".join(f"port {port} is in use{holder(port)}" for port in taken)
+        return warn("ports", found, f"ddpkit launch --master-port {max(wanted) + 1} ...  # or end that process")
+    return ok("ports", f"ports {' and '.join(map(str, wanted))} are free")
+
+
+def checkpoints(machine: Machine) -> CheckResult:
+    """Whether the checkpoint folder is writable, and its free space."""
+    folder = machine.checkpoints
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+        _, free = machine.space(folder)
+    except OSError as error:
+        fix = _ANOTHER_FOLDER
+        if isinstance(error, PermissionError) or not folder.exists():
+            fix = f"{'sudo chown $USER' if folder.exists() else 'mkdir -p'} {shlex.quote(str(folder))}"
+        return fail("checkpoint folder", f"checkpoint folder {folder} cannot be written to: {error.strerror}", fix)
+    found = f"checkpoint folder {folder}: {size_text(free)} free"
+    if free < _MIN_FREE_DISK:
+        return warn("checkpoint folder", found, f"{_ANOTHER_FOLDER}; or free some space")
+    return ok("checkpoint folder", found)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that has just been closed is free
+        try:
+            tried.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+# --- Checks of GPUs without torch. On a machine without GPUs, one line says so and the other checks do not apply ------
+
+
+_NVIDIA = "0x10de"
+_DISPLAY_CLASS = "0x03"  # in PCI's list of classes; sound and bridges are other ones
+_INIT_PID = 1
+
+
+def driver(machine: Machine) -> CheckResult:
+    """The NVIDIA driver and its GPUs, or that there are none."""
+    found = machine.driver
+    if found.cards:
+        cuda = ".".join(map(str, found.cuda or ())) or "unknown"
+        count = len(found.cards)
+        names = ", ".join(dict.fromkeys(card.gpu.name for card in found.cards))
+        summary = f"{count} GPU{'s' if count > 1 else ''}: {names}; driver {found.version}, up to CUDA {cuda}"
+        return ok("driver", summary)
+    evidence = _evidence_of_gpu(machine)
+    if not evidence and found.error and not found.absent:
+        evidence = "NVML is installed"
+    if not evidence:
+        return ok("driver", "no NVIDIA GPU: training runs on the CPU")
+    why = found.error or "it reports no GPU"
+    return fail("driver", f"{evidence}, but NVIDIA's driver does not work: {why}", _driver_fix(machine))
+
+
+def visible_gpus(machine: Machine) -> CheckResult | None:
+    """Which GPUs CUDA_VISIBLE_DEVICES shows."""
+    cards, mask = machine.driver.cards, machine.env.get(VISIBLE_GPUS)
+    if not cards:
+        return None
+    if mask is None:
+        return ok("visible GPUs", f"{VISIBLE_GPUS} is not set: all {len(cards)} visible")
+    fix = f"unset {VISIBLE_GPUS}"
+    asked = [word.strip() for word in mask.split(",")]
+    if asked in ([""], ["-1"]):
+        return warn("visible GPUs", f"{VISIBLE_GPUS}={mask!r} hides all GPUs: training runs on the CPU", fix)
+    # One by one: CUDA shows the GPUs before an unknown one, and none at all if one is listed twice.
+    seen = list(takewhile(bool, (machine.driver.visible({VISIBLE_GPUS: word}) for word in asked)))
+    setting = f"{VISIBLE_GPUS}={mask}"
+    if len(set(seen)) < len(seen):
+        return fail("visible GPUs", f"{setting} lists a GPU twice: CUDA then shows none", fix)
+    if len(seen) < len(asked):
+        found = f"{setting}: there is no GPU {asked[len(seen)]!r}, and CUDA stops reading there: {len(seen)} visible"
+        return fail("visible GPUs", found, fix)
+    if any(gpu.uuid.startswith("MIG-") for (gpu,) in seen):
+        return ok("visible GPUs", f"{setting}: {len(seen)} MIG device{'s' if len(seen) > 1 else ''} visible")
+    return ok("visible GPUs", f"{setting}: {len(seen)} of {len(cards)} visible")
+
+
+def orphaned_processes(machine: Machine) -> CheckResult | None:
+    """Orphaned processes that use a GPU."""
+    if not machine.driver.cards:
+        return None
+    proc = machine.root / "proc"
+    lines, kills = [], []
+    for index, pid in sorted({(card.gpu.index, pid) for card in machine.driver.cards for pid in card.processes}):
+        if not (proc / str(pid)).exists():
+            lines.append(f"GPU {index}: pid {pid}, which is not in {proc}")
+        elif _is_orphan(proc, pid):
+            command = masked(" ".join(_words(proc, pid))) or _text(proc / str(pid) / "comm")
+            lines.append(f"GPU {index}: pid {pid} of {_user(proc, pid)}, {command}")
+            kills.append(str(pid))
+    if not lines:
+        return ok("GPU processes", "no orphaned process uses a GPU")
+    fix = "nvidia-smi  # on the host, because they may run outside this container"
+    if kills:
+        fix = f"kill {' '.join(dict.fromkeys(kills))}  # if they are not needed"
+    return warn("GPU processes", f"orphaned processes use a GPU: {'; '.join(lines)}", fix)
+
+
+def ecc(machine: Machine) -> CheckResult | None:
+    """Uncorrected memory errors of the GPUs."""
+    cards = machine.driver.cards
+    if not cards:
+        return None
+    errors = {card.gpu.index: card.ecc_errors for card in cards if card.ecc_errors}
+    if errors:
+        found = "; ".join(f"GPU {index}: {number} uncorrected memory errors" for index, number in errors.items())
+        reset = "; ".join(f"sudo nvidia-smi --gpu-reset -i {index}" for index in errors)
+        return fail("ECC", found, f"{reset}  # if they come back, replace the GPU")
+    if all(card.ecc_errors is None for card in cards):
+        return ok("ECC", "these GPUs do not count memory errors (ECC)")
+    return ok("ECC", "no uncorrected memory errors (ECC)")
+
+
+def _evidence_of_gpu(machine: Machine) -> str:
+    """Evidence of a GPU that the driver does not report; empty: none."""
+    node = next(iter(sorted((machine.root / "dev").glob("nvidia[0-9]*"))), None)
+    if node is not None:
+        return f"there is {node}"
+    for device in sorted((machine.root / "sys/bus/pci/devices").glob("*")):
+        if _text(device / "vendor") == _NVIDIA and _text(device / "class").startswith(_DISPLAY_CLASS):
+            return f"there is an NVIDIA card at {device.name} on the PCI bus"
+    return ""
+
+
+def _driver_fix(machine: Machine) -> str:
+    error = machine.driver.error.lower()
+    if "mismatch" in error or "lost" in error or "restart" in error:
+        return "sudo reboot"
+    if (machine.root / "proc/driver/nvidia/version").exists():  # the kernel module is loaded: the libraries are missing
+        return "docker run --gpus all ...  # outside a container: reinstall NVIDIA's driver"
+    return "sudo modprobe nvidia  # if there is no such module, install NVIDIA's driver"
+
+
+def _is_orphan(proc: Path, pid: int) -> bool:
+    """Whether its parent is init. In a container, process 1 may be a launcher, whose children are not orphans."""
+    after_name = _text(proc / str(pid) / "stat").rpartition(")")[2].split()
+    return after_name[1:2] == [str(_INIT_PID)] and not any("python" in word for word in _words(proc, _INIT_PID)[:1])
+
+
+def _user(proc: Path, pid: int) -> str:
+    number = (proc / str(pid)).stat().st_uid
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
+
+
+def _words(proc: Path, pid: int) -> list[str]:
+    return [word for word in _text(proc / str(pid) / "cmdline").split("\0") if word]
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+# --- Checks of torch: its build, NCCL, and small computations ---------------------------------------------------------
+
+
+_PIP = f"{sys.executable} -m pip install"
+# CUDA version that the driver must support -> PyTorch's package index for it; newest first.
+_PACKAGES = (((13, 0), "cu130"), ((12, 8), "cu128"), ((12, 0), "cu126"))
+
+
+def torch(machine: Machine) -> CheckResult:
+    """Whether torch can be imported."""
+    result = machine.probes.torch()
+    if result.error == "ModuleNotFoundError: No module named 'torch'":
+        return fail("torch", "torch is not installed", f"{_PIP} torch")
+    if result.error:
+        return fail("torch", f"torch cannot be imported: {result.error}", f"{_PIP} --force-reinstall torch")
+    built = f"CUDA {result.facts['cuda']}" if result.facts["cuda"] else "CPU only"
+    return ok("torch", f"torch {result.facts['version']} ({built})")
+
+
+def torch_and_driver(machine: Machine) -> CheckResult | None:
+    """Whether torch was built for GPUs, and for a CUDA version that the driver supports."""
+    facts, seen = _facts(machine), machine.driver.visible(machine.env)
+    if facts is None or not seen:
+        return None
+    built, supported = facts["cuda"], machine.driver.cuda
+    fix = _reinstall(_package(supported))
+    if built is None:
+        return fail("torch and driver", f"torch {facts['version']} was built without CUDA and cannot use a GPU", fix)
+    if supported is None:
+        return ok("torch and driver", "the driver does not report which CUDA version it supports")
+    found = f"torch was built for CUDA {built}, and the driver supports up to {supported[0]}.{supported[1]}"
+    if int(built.split(".")[0]) > supported[0]:
+        return fail("torch and driver", found, f"{fix}  # or update NVIDIA's driver")
+    return ok("torch and driver", found)
+
+
+def torch_and_gpus(machine: Machine) -> CheckResult | None:
+    """Whether torch was built for the GPUs' architectures."""
+    facts = _facts(machine)
+    seen = {gpu.uuid for gpu in machine.driver.visible(machine.env)}
+    needed = {card.capability: card.gpu.name for card in machine.driver.cards if card.gpu.uuid in seen}
+    needed.pop(None, None)
+    if facts is None or not facts["architectures"] or not needed:
+        return None
+    built_for = facts["architectures"]
+    for capability, name in needed.items():
+        if capability and not _runs_on(built_for, capability):
+            found = f"torch was built for {' '.join(built_for)}, not for {name} ({_architecture(capability)})"
+            too_old = all(_number(word) > _joined(capability) for word in built_for)
+            package = _PACKAGES[-1][1] if too_old else _package(machine.driver.cuda)
+            return fail("torch and GPUs", found, _reinstall(package))
+    return ok("torch and GPUs", f"torch has code for {', '.join(_architecture(found) for found in needed if found)}")
+
+
+def nccl(machine: Machine) -> CheckResult | None:
+    """Whether torch was built with NCCL, which GPUs use to exchange gradients."""
+    facts, seen = _facts(machine), machine.driver.visible(machine.env)
+    if facts is None or not facts["cuda"] or not seen:
+        return None
+    if facts["nccl"]:
+        return ok("NCCL", f"NCCL {facts['nccl']}")
+    if len(seen) == 1:
+        return ok("NCCL", "torch was built without NCCL, which a single GPU does not need")
+    return fail(
+        "NCCL", "torch was built without NCCL: GPUs cannot train together", _reinstall(_package(machine.driver.cuda))
+    )
+
+
+def all_reduce(machine: Machine) -> CheckResult | None:
+    """An all-reduce of two processes on the CPU."""
+    if _facts(machine) is None:
+        return None
+    result = machine.probes.gloo()
+    if result.error:
+        fix = "GLOO_SOCKET_IFNAME=lo ddpkit doctor  # if that helps, set it to the interface to use"
+        return fail("all-reduce", f"all-reduce of 2 processes with gloo failed: {result.error}", fix)
+    return ok("all-reduce", "all-reduce of 2 processes with gloo works")
+
+
+def all_reduce_of_gpus(machine: Machine) -> CheckResult | None:
+    """An all-reduce of two GPUs with NCCL."""
+    facts = _facts(machine)
+    if machine.probes.nccl is None or facts is None or not facts["nccl"]:
+        return None
+    result = machine.probes.nccl()
+    if result.error:
+        fix = "NCCL_P2P_DISABLE=1 ddpkit doctor  # if that helps, disable ACS or the IOMMU in the BIOS"
+        return fail("all-reduce of GPUs", f"all-reduce of 2 GPUs with NCCL failed: {result.error}", fix)
+    return ok("all-reduce of GPUs", "all-reduce of 2 GPUs with NCCL works")
+
+
+def matrix_product(machine: Machine) -> CheckResult | None:
+    """Whether a matrix product on each GPU has the same result as on the CPU."""
+    facts, seen = _facts(machine), machine.driver.visible(machine.env)
+    if facts is None or not facts["cuda"] or not seen:
+        return None
+    errors = {gpu: error for gpu in seen if (error := machine.probes.products[gpu.uuid]().error)}
+    if not errors:
+        return ok("matrix product", f"a matrix product is correct on {len(seen)} GPU{'s' if len(seen) > 1 else ''}")
+    found = "; ".join(f"GPU {gpu.index}: {error}" for gpu, error in errors.items())
+    if all("out of memory" in error for error in errors.values()):
+        return warn(
+            "matrix product",
+            f"no memory is left for a matrix product: {found}",
+            "ddpkit doctor  # once the GPU is free",
+        )
+    if any("802" in error for error in errors.values()):  # cudaErrorSystemNotReady
+        fix = "sudo systemctl start nvidia-fabricmanager"
+    else:
+        fix = "; ".join(f"sudo nvidia-smi --gpu-reset -i {gpu.index}" for gpu in errors)
+    return fail("matrix product", f"a matrix product fails: {found}", fix)
+
+
+def _facts(machine: Machine) -> Mapping[str, Any] | None:
+    result = machine.probes.torch()
+    return None if result.error else result.facts
+
+
+def _package(supported: Version | None) -> str:
+    return next((name for oldest, name in _PACKAGES if supported is not None and supported >= oldest), _PACKAGES[0][1])
+
+
+def _reinstall(package: str) -> str:
+    return f"{_PIP} --force-reinstall torch --index-url https://download.pytorch.org/whl/{package}"
+
+
+def _runs_on(built_for: Sequence[str], capability: Version) -> bool:
+    """Whether a build runs on a GPU: sm_ code on the same major version, compute_ code (PTX) on all later ones.
+
+    Source: NVIDIA's CUDA C++ Programming Guide, "Binary compatibility" and "PTX compatibility".
+    """
+    return any(
+        _number(word) <= _joined(capability) and (word.startswith("compute_") or _number(word) // 10 == capability[0])
+        for word in built_for
+    )
+
+
+def _number(architecture: str) -> int:
+    """90 of `sm_90a`."""
+    return int("".join(letter for letter in architecture if letter.isdecimal()))
+
+
+def _joined(capability: Version) -> int:
+    return 10 * capability[0] + capability[1]
+
+
+def _architecture(capability: Version) -> str:
+    return f"sm_{_joined(capability)}"

@@ -1,0 +1,190 @@
+"""The record of a run, which the agent writes."""
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+from ddp_kit.env import RECORD_ATTEMPTS, RECORD_NOTE, ROUND_FILE
+from ddp_kit.launcher.devices.gpus import GpuUsage, gpu_usage_reader
+from ddp_kit.launcher.output import open_log
+
+# --- The record of the round that a launcher is running, and how `ddpkit top` finds it --------------------------------
+# The launcher keeps the file open while its workers run, and `ddpkit top` looks for it among the open files of the
+# user's processes. A killed launcher therefore leaves no stale entry.
+
+
+@dataclass(frozen=True)
+class WorkerRecord:
+    """One worker of a round."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    error_file: str
+    """The path of its error file, next to which its heartbeat is; empty: none."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs; empty: the script chooses."""
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One round of a job on one node."""
+
+    run_id: str
+    script: str
+    host: str
+    node_rank: int
+    nodes: int
+    world_size: int
+    restarts: int
+    began: float
+    """As `time.time`."""
+    workers: tuple[WorkerRecord, ...]
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Parse a record. Raises `ValueError`, `TypeError` or `KeyError` if `text` is not one."""
+        found = json.loads(text)
+        workers = tuple(WorkerRecord(**{**each, "gpus": tuple(each["gpus"])}) for each in found.pop("workers"))
+        return cls(**found, workers=workers)
+
+
+class RoundFile:
+    """The file of a round: written and kept open until `close`, which removes it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / ROUND_FILE
+        self._descriptor: int | None = None
+
+    def write(self, record: RoundRecord) -> None:
+        """Write the record, if possible: on a full disk, `ddpkit top` does not show the job."""
+        with suppress(OSError):
+            self._descriptor = open_log(str(self._path))
+            os.write(self._descriptor, json.dumps(asdict(record)).encode())
+
+    def close(self) -> None:
+        """Remove the file, so that the folder has the same files as with torchrun."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+        self._path.unlink(missing_ok=True)
+
+
+def host() -> str:
+    """The name of this machine."""
+    return socket.gethostname()
+
+
+def records() -> Iterator[tuple[int, RoundRecord]]:
+    """Yield the rounds that this user's launchers are running on this machine, each with the launcher's process id."""
+    for process in sorted(Path("/proc").glob("[0-9]*"), key=lambda each: int(each.name)):
+        with suppress(OSError):  # it has ended, or belongs to another user
+            if process.stat().st_uid == os.geteuid():
+                yield from ((int(process.name), record) for record in _records_of(process))
+
+
+def _records_of(process: Path) -> Iterator[RoundRecord]:
+    for descriptor in os.scandir(process / "fd"):
+        with suppress(OSError, ValueError, TypeError, KeyError):  # just closed, or not completely written yet
+            if os.readlink(descriptor.path).endswith(f"/{ROUND_FILE}"):  # noqa: PTH115
+                yield RoundRecord.read(Path(descriptor.path).read_text())
+
+
+# --- What a launcher adds to the record of a run: samples of its machine once a second, and how each attempt ended ----
+# The workers say where the record is, in a file of the attempt's folder. Format: docs/run-record.md.
+
+
+_SECONDS = 1.0
+
+
+class RecordKeeper:
+    """Samples this machine in a thread of the launcher from `start` to `stop`, while an attempt runs."""
+
+    def __init__(self, attempt_folder: Path, kept: Path | None, node: int) -> None:
+        """`kept`: where the record goes if the Trainer has no folder; None: there is none then."""
+        self._note = attempt_folder / RECORD_NOTE
+        self._kept = kept
+        self._node = node
+        self._folder: Path | None = None  # of the record, once a Trainer has begun one
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="ddpkit-record", daemon=True)
+
+    def start(self) -> None:
+        """Before the workers start."""
+        with suppress(OSError):
+            self._note.touch(mode=0o600)
+            self._note.write_text("" if self._kept is None else str(self._kept))
+        self._thread.start()
+
+    def stop(self) -> None:
+        """After they have ended. Removes the note."""
+        self._ending.set()
+        self._thread.join()
+        self._find()
+        self._note.unlink(missing_ok=True)
+
+    def end(self, attempt: str, verdict: Mapping[str, Any], stacks: Mapping[int, str]) -> None:
+        """Add how the attempt ended, after `stop`."""
+        if self._folder is not None:
+            facts = {"node": self._node, "exit_code": verdict["exit_code"], "text": verdict["text"]}
+            line = {"event": "end", "attempt": attempt, "time": time.time(), **facts, "verdict": verdict}
+            _add(self._folder / RECORD_ATTEMPTS, line | {"stacks": stacks})
+
+    def _find(self) -> None:
+        """Look for the record: the folder is there once its Trainer has begun to train."""
+        with suppress(OSError):
+            text = self._note.read_text()
+            if text and Path(text).is_dir():
+                self._folder = Path(text)
+
+    def _sample(self) -> None:
+        while self._folder is None:
+            if self._ending.wait(_SECONDS):
+                return
+            self._find()
+        path = self._folder / f"samples-{self._node}.jsonl"
+        psutil.cpu_percent()  # which the next call measures from
+        with gpu_usage_reader() as gauges:
+            while not self._ending.wait(_SECONDS):
+                _add(path, _sample_of(gauges()))
+
+
+def _sample_of(gauges: Iterable[GpuUsage]) -> dict[str, Any]:
+    memory = psutil.virtual_memory()
+    return {
+        "time": time.time(),
+        "cpu": psutil.cpu_percent() / 100,
+        "memory": memory.total - memory.available,
+        "memory_total": memory.total,
+        "gpus": [_gpu(each) for each in gauges],
+    }
+
+
+def _gpu(gauge: GpuUsage) -> dict[str, Any]:
+    return {
+        "index": gauge.index,
+        "load": None if gauge.load is None else gauge.load / 100,
+        "memory": gauge.memory_used,
+        "memory_total": gauge.memory_total,
+        "power": gauge.power,
+        "temperature": gauge.temperature,
+    }
+
+
+def _add(path: Path, line: Mapping[str, Any]) -> None:
+    """Append a line; nothing where the disk is full or the folder is gone: a record must not end a job."""
+    with suppress(OSError, ValueError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(descriptor, f"{json.dumps(line)}\n".encode())
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,168 @@
+"""Nested containers of tensors, and the repeated blocks of a model."""
+
+from collections import Counter, UserDict
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from copy import copy
+from dataclasses import fields, is_dataclass
+from itertools import accumulate
+from math import inf
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from ddp_kit.errors import ConfigError, size_text
+
+# --- Batches are nested containers: of tuples, lists, mappings and dataclasses ----------------------------------------
+
+
+T = TypeVar("T")
+
+
+def with_copied_containers(batch: T) -> T:
+    """The batch with the same leaves in copied containers, because loss functions may modify dicts and lists."""
+    copied: T = each_leaf(_own, batch)
+    return copied
+
+
+def _own(leaf: Any) -> Any:
+    if not isinstance(leaf, UserDict):
+        return leaf
+    copied = copy(leaf)  # it has a `to` method, as Hugging Face's BatchEncoding has
+    copied.data = with_copied_containers(leaf.data)
+    return copied
+
+
+def each_leaf(function: Callable[[Any], Any], batch: Any) -> Any:
+    """Apply `function` to each leaf of nested containers. Objects with a `to` method are leaves.
+
+    User-defined mappings and dataclasses are copied and filled, so that their constructors do not run again.
+    """
+    if isinstance(batch, Tensor | str | bytes) or hasattr(batch, "to"):
+        return function(batch)
+    if type(batch) is list or type(batch) is tuple:  # nearly all batches
+        return type(batch)([each_leaf(function, value) for value in batch])
+    if isinstance(batch, MutableMapping) and type(batch) is not dict:
+        clone = copy(batch)
+        for name, value in batch.items():
+            clone[name] = each_leaf(function, value)
+        return clone
+    if isinstance(batch, Mapping):
+        return {name: each_leaf(function, value) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_make"):  # a named tuple
+        return batch._make(each_leaf(function, value) for value in batch)
+    if isinstance(batch, list | tuple):
+        return type(batch)(each_leaf(function, value) for value in batch)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        filled = copy(batch)
+        for name in (field.name for field in fields(batch) if hasattr(batch, field.name)):
+            object.__setattr__(filled, name, each_leaf(function, getattr(batch, name)))  # frozen ones too
+        return filled
+    return function(batch)
+
+
+# --- The repeated blocks of a model, such as the layers of a transformer: the units of compilation and sharding -------
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Name -> module of the model's repeated blocks, in registration order; empty if there are none.
+
+    A block is a child of a ModuleList or Sequential, has children of its own, and has siblings of the same class. Of
+    nested blocks only the outermost count, except that a ModuleList or Sequential that contains blocks is not a block.
+    """
+    found: dict[str, nn.Module] = {}
+    for prefix, parent in model.named_modules():
+        if isinstance(parent, nn.ModuleList | nn.Sequential):
+            kinds = Counter(type(child) for child in parent)
+            for number, child in parent.named_children():
+                if kinds[type(child)] > 1 and any(child.children()):
+                    found[f"{prefix}.{number}" if prefix else number] = child
+    blocks = {
+        name: block
+        for name, block in found.items()
+        if not (isinstance(block, nn.ModuleList | nn.Sequential) and _has_below(name, found))
+    }
+    return {name: block for name, block in blocks.items() if not any(name.startswith(f"{other}.") for other in blocks)}
+
+
+def _has_below(name: str, found: dict[str, nn.Module]) -> bool:
+    return any(other.startswith(f"{name}.") for other in found)
+
+
+def work_of(module: nn.Module, *, recurse: bool = True) -> float:
+    """An estimate of a module's computation: multiplications per position of its input.
+
+    Each weight counts as one multiplication, except those of embeddings, which are lookups. `recurse`: include
+    submodules.
+    """
+    parts = module.modules() if recurse else [module]
+    multiplying = (part for part in parts if not isinstance(part, nn.Embedding | nn.EmbeddingBag))
+    return float(sum(each.numel() for part in multiplying for each in part.parameters(recurse=False)))
+
+
+# --- Splits a chain of blocks into consecutive stages, one per device, with an exact algorithm. Does not import torch.
+
+
+def split_chain(costs: Sequence[float], sizes: Sequence[float], capacities: Sequence[float]) -> tuple[range, ...]:
+    """Divide blocks into one stage per device so that the largest stage cost is minimal.
+
+    `costs`: of each block, not negative, in any unit. `sizes`: bytes of each block. `capacities`: bytes that each
+    device can hold, in the order of the stages; `math.inf` for no limit. Ties are broken by the smallest sum of squared
+    stage costs. Returns the blocks of each stage; no stage is empty.
+    A dynamic program over (stages, blocks), O(n^2 k) for n blocks and k devices.
+    Raises `ConfigError` if there are fewer blocks than devices, or if no split fits.
+    """
+    if not 0 < len(capacities) <= len(costs):
+        raise ConfigError(
+            f"{len(costs)} blocks cannot be divided among {len(capacities)} devices",
+            f"use at least 1 and at most {len(costs)} devices",
+        )
+    cost_to, size_to = [0.0, *accumulate(costs)], [0.0, *accumulate(sizes)]
+
+    def cost(begin: int, end: int) -> float:
+        return cost_to[end] - cost_to[begin]
+
+    def fits(stage: int, begin: int, end: int) -> bool:
+        return size_to[end] - size_to[begin] <= capacities[stage]
+
+    def stage_cost(stage: int, begin: int, end: int) -> float:
+        return cost(begin, end) if fits(stage, begin, end) else inf
+
+    largest, _ = _best(len(costs), len(capacities), stage_cost, max)
+    if largest == inf:
+        raise _does_not_fit(sizes, capacities)
+
+    def squared(stage: int, begin: int, end: int) -> float:
+        own = stage_cost(stage, begin, end)
+        return own * own if own <= largest else inf
+
+    _, ends = _best(len(costs), len(capacities), squared, lambda before, own: before + own)
+    return tuple(range(begin, end) for begin, end in zip((0, *ends), ends, strict=False))
+
+
+def _best(
+    blocks: int, stages: int, cost: Callable[[int, int, int], float], combine: Callable[[float, float], float]
+) -> tuple[float, list[int]]:
+    """The smallest combined cost of all stages, and the end of each. `cost` gets a stage's index, begin and end."""
+    best = [cost(0, 0, end) if end else inf for end in range(blocks + 1)]
+    begins: list[list[int]] = [[0] * (blocks + 1)]
+    for stage in range(1, stages):
+        found, begin_of = [inf] * (blocks + 1), [0] * (blocks + 1)
+        for end in range(stage + 1, blocks + 1):
+            for begin in range(stage, end):
+                if best[begin] < inf and (value := combine(best[begin], cost(stage, begin, end))) < found[end]:
+                    found[end], begin_of[end] = value, begin
+        best = found
+        begins.append(begin_of)
+    ends = [blocks]
+    for begin_of in reversed(begins[1:]):
+        ends.append(begin_of[ends[-1]])
+    return best[blocks], ends[::-1]
+
+
+def _does_not_fit(sizes: Sequence[float], capacities: Sequence[float]) -> ConfigError:
+    shown = ", ".join(size_text(each, 2) for each in capacities)
+    return ConfigError(
+        f"the model needs {size_text(sum(sizes), 2)} in {len(sizes)} blocks, the largest of "
+        f"{size_text(max(sizes), 2)}, and no split into consecutive stages fits devices of {shown}",
+        "use more devices or a smaller model",
+    )

@@ -1,0 +1,405 @@
+"""Learning rates: scaling, warm-up, and when schedulers are stepped."""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
+from torch.utils.data import IterableDataset
+
+from ddp_kit.callbacks.callback import Callback
+from ddp_kit.config.settings import TrainerConfig
+from ddp_kit.data import Data, DatasetEpoch, batching, open_data
+from ddp_kit.data.sampler import lengths_in, plan_batches
+from ddp_kit.env import from_env
+from ddp_kit.errors import ConfigError
+from ddp_kit.log import logger
+from ddp_kit.parallel.strategy import sizes_of
+from ddp_kit.state_values import real_number, whole_number
+from ddp_kit.torch_internals import inner_schedulers, milestones
+from ddp_kit.trainer.feed import loader_batch_size
+from ddp_kit.trainer.parts import SchedulerInterval
+
+# --- Drives torch's ReduceLROnPlateau, which lowers the learning rate when a metric stops improving -------------------
+
+
+_COUNTS = ("num_bad_epochs", "cooldown_counter", "last_epoch")
+
+
+class Plateau(Callback):
+    """Steps a ReduceLROnPlateau at each evaluation. The Trainer adds this callback for such a scheduler.
+
+    `metric`: "loss" or the name of one of the Trainer's metrics. `mode`: the mode that the scheduler must have; None:
+    any. `after_step`: evaluations before this optimizer step, which ends the warm-up, do not step the scheduler.
+    Raises `ConfigError` if the scheduler's mode is not `mode`.
+    """
+
+    def __init__(self, scheduler: ReduceLROnPlateau, metric: str, mode: str | None, after_step: int = 0) -> None:
+        if mode not in (None, scheduler.mode):
+            raise ConfigError(
+                f"the scheduler has mode={scheduler.mode!r}, but checkpoint.best_mode is {mode!r} for {metric!r}",
+                f"create the scheduler with mode={mode!r}",
+            )
+        self.metrics_needed = (metric,)
+        self._scheduler = scheduler
+        self._metric = metric
+        self._after_step = after_step
+
+    def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """Step the scheduler."""
+        if trainer.step >= self._after_step:
+            self._scheduler.step(metrics[self._metric])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's best value and counts. The learning rates are in the optimizer's state."""
+        return {"best": float(self._scheduler.best)} | {name: getattr(self._scheduler, name) for name in _COUNTS}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the scheduler's best value and counts."""
+        self._scheduler.best = real_number(state["best"], "the best value")
+        for name in _COUNTS:
+            setattr(self._scheduler, name, whole_number(state[name], name))
+
+
+# --- Learning rates: scaling with the batch size, warm-up, schedulers that count steps or epochs ----------------------
+
+
+_ZERO = 1e-2
+"""A rate has practically reached zero if it is this share of the highest rate before."""
+
+
+def scale_learning_rate(
+    optimizer: Optimizer,
+    rule: Literal["linear", "sqrt"],
+    global_batch: int,
+    reference: int,
+    scheduler: object = None,
+) -> None:
+    """Multiply the learning rate of every parameter group by global_batch / reference, or by its square root.
+
+    `linear`: Goyal et al. 2017, "Accurate, Large Minibatch SGD" (arXiv:1706.02677). `sqrt`: Krizhevsky 2014, "One
+    weird trick for parallelizing convolutional neural networks" (arXiv:1404.5997), and for adaptive optimizers
+    Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (arXiv:2205.10287), who also
+    scale betas and epsilon; here only the rate is scaled.
+
+    `global_batch`, `reference`: in samples. `scheduler`: the Trainer's argument. A function `optimizer -> LRScheduler`
+    is called later and starts from the scaled rates; its own settings, such as OneCycleLR's max_lr, are not scaled.
+    Raises `ConfigError` for a scheduler instance, because it was created with the unscaled rates.
+    """
+    if isinstance(scheduler, LRScheduler):
+        raise ConfigError(
+            f"learning_rate_scaling is {rule!r}, but the {type(scheduler).__name__} was created with the unscaled "
+            "learning rates",
+            "pass a function instead, which is called after the scaling: "
+            f"scheduler=lambda optimizer: {type(scheduler).__name__}(optimizer, ...)",
+        )
+    ratio = global_batch / reference
+    factor = ratio if rule == "linear" else math.sqrt(ratio)
+    for group in optimizer.param_groups:
+        for name in ("lr", "initial_lr"):  # schedulers made with last_epoch start from initial_lr
+            if name in group:
+                _put(group, name, group[name] * factor)
+
+
+def warmed_up(
+    optimizer: Optimizer, scheduler: LRScheduler | None, steps: int, every: SchedulerInterval = "step"
+) -> LRScheduler | None:
+    """A scheduler with a linear warm-up of `steps` steps to the current rates, followed by `scheduler`.
+
+    Step k, counted from 0, uses (k + 1) / (steps + 1) of the full rate, so no step has a rate of 0, and the first step
+    with the full rate is step `steps`. `scheduler`: None: the rate is constant after the warm-up. `every`: after what
+    `scheduler` is stepped; an `EveryEpoch` for epochs. If `steps` is 0 and it is stepped after each step, returns
+    `scheduler`.
+    """
+    if scheduler is not None and every == "epoch":
+        return EveryEpoch(optimizer, scheduler, steps)
+    return scheduler if steps == 0 else WarmUp(optimizer, scheduler, steps)
+
+
+class WarmUp(LRScheduler):
+    """Increases the rates linearly for `steps` steps, then steps `scheduler`.
+
+    step < steps:   rate = (step + 1) / (steps + 1) * the scheduler's initial rate
+    step == steps:  rate = the scheduler's initial rate, bitwise identical
+    afterwards:     scheduler.step()
+
+    torch's SequentialLR with a LinearLR is not equivalent: it rises to the optimizer's rate instead of the scheduler's,
+    and re-initialises the scheduler. That fails for nested ones (SequentialLR, ChainedScheduler), starts
+    MultiplicativeLR below the full rate, and restarts a scheduler that has already been stepped.
+    """
+
+    def __init__(self, optimizer: Optimizer, scheduler: LRScheduler | None, steps: int) -> None:
+        self.scheduler = scheduler
+        self.steps = steps
+        self._full = [_copy(group["lr"]) for group in optimizer.param_groups]
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The learning rates of the current step of the warm-up."""
+        if self.last_epoch < self.steps:
+            return [rate * ((self.last_epoch + 1) / (self.steps + 1)) for rate in self._full]
+        if self.last_epoch == self.steps:
+            return [_copy(rate) for rate in self._full]
+        return [_copy(group["lr"]) for group in self.optimizer.param_groups]  # no scheduler: keep the rates
+
+    def step(self, epoch: int | None = None) -> None:
+        """Step the warm-up, or the scheduler after it."""
+        if self.scheduler is None or self.last_epoch < self.steps:
+            super().step(epoch)
+            return
+        self.last_epoch += 1
+        self.scheduler.step()
+        self._last_lr = self.scheduler.get_last_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the warm-up and of the scheduler."""
+        own = {name: value for name, value in vars(self).items() if name not in ("optimizer", "scheduler")}
+        return own | {"scheduler": None if self.scheduler is None else self.scheduler.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        vars(self).update({name: value for name, value in state_dict.items() if name != "scheduler"})
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state_dict["scheduler"])
+
+
+class EveryEpoch(WarmUp):
+    """Increases the rates linearly for `steps` steps, then steps `scheduler` at the end of each epoch.
+
+    step < steps:   rate = (step + 1) / (steps + 1) * the scheduler's initial rate
+    step == steps:  rate = the scheduler's initial rate, bitwise identical
+    end of an epoch with at least one step after the warm-up:     scheduler.step()
+    """
+
+    scheduler: LRScheduler
+
+    def step(self, epoch: int | None = None) -> None:
+        """Step the warm-up."""
+        if self.last_epoch < self.steps:
+            super().step(epoch)
+        else:
+            self.last_epoch += 1
+
+    def end_epoch(self) -> None:
+        """Step the scheduler, unless the epoch lies within the warm-up."""
+        if self.last_epoch > self.steps or self.steps == 0:
+            self.scheduler.step()
+            self._last_lr = self.scheduler.get_last_lr()
+
+
+@contextmanager
+def explained_ticks(scheduler: LRScheduler, step: int) -> Iterator[None]:
+    """A context that converts a scheduler's ValueError, which it raises after its last step, to `ConfigError`."""
+    try:
+        yield
+    except ValueError as error:
+        kind = type(scheduler.scheduler if isinstance(scheduler, EveryEpoch) else scheduler).__name__
+        raise ConfigError(
+            f"step() of the {kind} failed after optimizer step {step}: {error}",
+            "create it for as many steps as the run has",
+        ) from error
+
+
+class DecayWatch:
+    """Warns if a scheduler ends, or has reduced its rate to almost zero, in the first of several epochs.
+
+    Such a scheduler was probably made for one step per epoch. Schedulers that are stepped at the end of epochs, and
+    those that are periodic by design, are not watched. Reads only rates that are on the host.
+    `schedulers`: by the name of the update, "" for the only one.
+    """
+
+    def __init__(self, schedulers: dict[str, LRScheduler]) -> None:
+        periodic = EveryEpoch, CyclicLR, CosineAnnealingWarmRestarts
+        self._watched = {
+            name: each for name, each in schedulers.items() if not any(isinstance(one, periodic) for one in _all(each))
+        }
+        self._highest = {name: max(_rates(each), default=0.0) for name, each in self._watched.items()}
+
+    def check(self, step: int, epochs: int) -> None:
+        """Warn once about each scheduler. `step`: the optimizer step, in the first epoch. `epochs`: of the run."""
+        for name, scheduler in list(self._watched.items()):
+            rate = max(_rates(scheduler), default=math.inf)
+            highest = self._highest[name] = max(self._highest[name], rate)
+            kind = type(_all(scheduler)[-1]).__name__ + (f" of update {name!r}" if name else "")
+            if rate < highest * _ZERO:
+                what = f"has reduced the learning rate from {highest:g} to {rate:g}"
+            elif _has_ended(_all(scheduler)[-1]):
+                what = "has reached its end"
+            else:
+                continue
+            del self._watched[name]
+            logger.warning(
+                "the {} {} after {} steps, in the first of {} epochs: it is stepped after each optimizer step; if it "
+                'counts epochs, set scheduler_every="epoch"',
+                kind,
+                what,
+                step,
+                epochs,
+            )
+
+
+def _rates(scheduler: LRScheduler) -> list[float]:
+    rates = [group["lr"] for group in scheduler.optimizer.param_groups]
+    return [float(rate) for rate in rates if not isinstance(rate, Tensor) or rate.is_cpu]
+
+
+def _all(scheduler: LRScheduler) -> list[LRScheduler]:
+    """The scheduler, and the one that follows its warm-up."""
+    within = scheduler.scheduler if isinstance(scheduler, WarmUp) else None
+    return [scheduler] if within is None else [scheduler, within]
+
+
+def _has_ended(scheduler: LRScheduler) -> bool:
+    """Whether a decaying scheduler has been stepped to its end."""
+    if isinstance(scheduler, MultiStepLR):
+        return scheduler.last_epoch >= max(scheduler.milestones, default=math.inf)
+    if isinstance(scheduler, CosineAnnealingLR):
+        return scheduler.last_epoch >= scheduler.T_max
+    return isinstance(scheduler, PolynomialLR) and scheduler.last_epoch >= scheduler.total_iters
+
+
+def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int, epochs: int | None) -> None:
+    """Raise `ConfigError` if the scheduler cannot be stepped until the end: OneCycleLR raises after its total_steps.
+
+    `total`: the optimizer steps of the run; None: unknown. `done`: optimizer steps done. `epochs`: epochs that the run
+    will still end, without those within the warm-up; None: unknown.
+    """
+    if isinstance(scheduler, EveryEpoch):
+        left = _ticks_left(scheduler.scheduler)
+        if epochs is not None and left < epochs:
+            raise ConfigError(
+                f"the scheduler allows {left:g} more steps, but the run ends {epochs} more epochs, with a step at the "
+                "end of each",
+                f"create it for all of them: total_steps={max(0, scheduler.scheduler.last_epoch) + epochs}",
+            )
+        return
+    if scheduler is None or total is None:
+        return
+    left = _ticks_left(scheduler)
+    warmup = scheduler.steps if isinstance(scheduler, WarmUp) else 0
+    if left < total - done:
+        by_epochs = epochs is not None and epochs > 1 and left - warmup <= epochs
+        raise ConfigError(
+            f"the scheduler allows {left:g} more steps, but the run has {total - done} more optimizer steps",
+            "create it for all steps: total_steps=ddp_kit.scheduler_steps(config, train_data), which is "
+            f"{total - warmup} here"
+            + (f", {total} steps without the warm-up" if warmup else "")
+            + ('; or, if it counts epochs, set scheduler_every="epoch"' if by_epochs else ""),
+        )
+
+
+def check_new_length(scheduler: LRScheduler | None, total: int, before: int, done: int, epoch: int) -> None:
+    """Warn if the length of a run changes when an epoch begins, for which its scheduler was not created.
+
+    Raises `ConfigError` if the scheduler cannot be stepped until the end. `total`, `before`: the optimizer steps of the
+    run with and without the change. `done`: optimizer steps done.
+    """
+    counts_epochs = isinstance(scheduler, EveryEpoch)
+    if scheduler is None or counts_epochs or (isinstance(scheduler, WarmUp) and scheduler.scheduler is None):
+        return
+    changed = f"epoch {epoch + 1} has another length than the one before, so the run has {total} steps, not {before}"
+    advice = "set max_steps instead of epochs, and create the scheduler for as many steps"
+    if _ticks_left(scheduler) < total - done:
+        raise ConfigError(f"{changed}; the scheduler allows {_ticks_left(scheduler):g} more steps", advice)
+    logger.warning("{}, for which its scheduler may have been created; {}", changed, advice)
+
+
+def _ticks_left(scheduler: LRScheduler) -> float:
+    """How often a scheduler can still be stepped; infinity for most. In torch 2.10 to 2.15, only OneCycleLR ends."""
+    if isinstance(scheduler, WarmUp):
+        within = math.inf if scheduler.scheduler is None else _ticks_left(scheduler.scheduler)
+        return max(0, scheduler.steps - scheduler.last_epoch) + within
+    if isinstance(scheduler, OneCycleLR):
+        return scheduler.total_steps - max(0, scheduler.last_epoch)  # last_epoch may be -1 inside a SequentialLR
+    if isinstance(scheduler, ChainedScheduler):
+        return min(map(_ticks_left, inner_schedulers(scheduler)))
+    if isinstance(scheduler, SequentialLR):
+        # Each scheduler except the last is replaced at its milestone; those before the current one are finished.
+        stones = [*milestones(scheduler), math.inf]
+        present = bisect_right(milestones(scheduler), scheduler.last_epoch)
+        begun, ends = float(scheduler.last_epoch), math.inf
+        for inner, stone in zip(inner_schedulers(scheduler)[present:], stones[present:], strict=True):
+            ends = min(ends, begun + _ticks_left(inner) if begun + _ticks_left(inner) < stone - 1 else math.inf)
+            begun = stone
+        return ends - scheduler.last_epoch
+    return math.inf
+
+
+def _copy(rate: "float | Tensor") -> "float | Tensor":
+    return rate.clone() if isinstance(rate, Tensor) else rate
+
+
+def _put(group: dict[str, Any], name: str, rate: "float | Tensor") -> None:
+    """Set a rate; a tensor is updated in place, because other objects may hold it."""
+    if isinstance(group[name], Tensor):
+        group[name].copy_(rate)
+    else:
+        group[name] = rate
+
+
+# --- The number of scheduler steps in a run, for creating a scheduler before the Trainer ------------------------------
+
+
+def scheduler_steps(config: TrainerConfig, train_data: Data) -> int:
+    """The number of times that a run steps its scheduler: its optimizer steps after `config.warmup_steps`.
+
+    A scheduler with `scheduler_every="epoch"` is stepped once per epoch instead.
+
+        scheduler=lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=scheduler_steps(config, train_data))
+
+    `train_data`: as for `Trainer.fit`. The result depends on the number of ranks of this job. A sampler whose length
+    changes with `set_epoch` is asked for that of every epoch; a dataset is counted with its present length. Raises
+    `ConfigError` for a stream without `max_steps`, and if the run has no step after the warm-up.
+    """
+    epochs = config.last_epoch
+    total = config.max_steps
+    if epochs is not None:
+        by_epochs = _steps_in(range(epochs), config, train_data)
+        total = by_epochs if total is None else min(total, by_epochs)
+    assert total is not None, "without max_steps, a run has epochs"
+    if total <= config.warmup_steps:
+        raise ConfigError(
+            f"the run has {total} optimizer steps, and warmup_steps={config.warmup_steps} takes all of them",
+            f"set warmup_steps below {total}, or train longer",
+        )
+    return total - config.warmup_steps
+
+
+def _steps_in(epochs: range, config: TrainerConfig, train_data: Data) -> int:
+    dataset, template = open_data(train_data, "train_data")
+    if isinstance(dataset, IterableDataset):
+        raise ConfigError(
+            f"the number of steps in an epoch of a {type(dataset).__name__} is not known before its end",
+            "set max_steps in the TrainerConfig",
+        )
+    own = batching(template)
+    ranks = sizes_of(config.parallel, from_env().world_size).data
+    drop_last = config.data.drop_last or bool(own and own.drop_last)
+    if own is not None and own.batches is not None:
+        passes = config.accumulation_steps or 1
+        plan = plan_batches(passes * ranks, None, passes, ranks)  # of batches instead of samples
+        lengths = lengths_in(own.batches, "batch sampler", config.seed, epochs)
+        return sum(plan.steps(length, drop_last) for length in lengths)
+    given = None if config.micro_batch_size == "auto" else config.micro_batch_size
+    size = loader_batch_size(train_data, config) or given
+    plan = plan_batches(config.global_batch_size, size, config.accumulation_steps, ranks)
+    if own is not None and own.sampler is not None:
+        lengths = lengths_in(own.sampler, "sampler", config.seed, epochs)
+        return sum(plan.steps(length, drop_last) for length in lengths)
+    DatasetEpoch(dataset, config.seed).set(epochs.start)
+    return len(epochs) * plan.steps(len(dataset), drop_last)

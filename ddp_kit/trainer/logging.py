@@ -1,0 +1,586 @@
+"""Log points: what is measured between them, the rows that result, and advice."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import isfinite
+from statistics import fmean, median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_kit.config.settings import TrainerConfig
+from ddp_kit.distributed.world import World, gathered
+from ddp_kit.errors import LossError
+from ddp_kit.log import logger
+from ddp_kit.metrics import Loss, bad_weight, exact_weight
+from ddp_kit.records import LogRow, StepTimes
+from ddp_kit.timing import COLUMNS, StepClock, by_rank, table_of
+from ddp_kit.torch_internals import compilations
+from ddp_kit.trainer import consistency
+from ddp_kit.trainer.consistency import Difference, first_difference
+from ddp_kit.trainer.parts import LoggedValues, Parts, as_table, over_all_ranks
+
+# --- Advice about the slowest part of a step: at most one line per interval, and none if nothing stands out -----------
+
+
+# There is advice about a phase if it takes more than this share of a step.
+DATA_SHARE = 0.10
+TRANSFER_SHARE = 0.10
+COMMUNICATION_SHARE = 0.30
+OPTIMIZER_SHARE = 0.25
+# There is advice about a rank if its `StepTimes.own` is more than this factor above the median of the others.
+SLOW_RANK = 1.2
+# Neither is worth advice below this time per step: getting a batch from a DataLoader worker, or an all-reduce between
+# processes, takes about as long.
+LEAST_SECONDS = 0.001
+
+
+# There is advice about host-device synchronisation if the GPU ran out of work in this share of the steps.
+IDLE_SHARE = 0.9
+# That costs about a millisecond per step, so it does not matter in steps longer than this.
+SHORT_STEP_SECONDS = 0.1
+# There is advice about recompilation if torch.compile recompiled in this many intervals after the first. Two are
+# normal: the smaller batch at the end of an epoch and the first evaluation need graphs of their own.
+COMPILED_AGAIN = 3
+
+WATCHED_SECONDS = 1.0
+"""The training time that is averaged before there is advice; shorter averages are too noisy."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The measurements of one interval."""
+
+    step: int
+    """Its last optimizer step."""
+    steps: int
+    """Its number of optimizer steps."""
+    times: Sequence[StepTimes]
+    """The times of each rank."""
+    graphs: int = 0
+    """The number of graphs that torch.compile has compiled so far in this process."""
+    idle: float = 0.0
+    """The share of its steps in which the GPU ran out of work: see `StepClock.idle`."""
+
+
+class Adviser:
+    """Gives advice after an interval, at most once of each kind. The first interval is ignored as warm-up.
+
+    `num_workers`: `data.num_workers`. `compressed`: whether gradients are compressed. `fused`: whether the optimizer is
+    fused. `waits`: whether the configuration makes the host wait for the device in each step.
+    """
+
+    def __init__(self, num_workers: int | str, *, compressed: bool, fused: bool, waits: bool = False) -> None:
+        self._say = partial(advice, num_workers=num_workers, compressed=compressed, fused=fused)
+        self._waits = waits
+        self._sums: list[list[float]] | None = None
+        self._steps = 0
+        self._idle = 0.0  # steps in which the GPU ran out of work
+        self._graphs = 0
+        self._compiled_at: list[int] = []
+        self._said: set[str] = set()
+
+    def watch(self, interval: Watched) -> str | None:
+        """The line of advice after an interval; None: nothing stands out."""
+        compiled, self._graphs = interval.graphs > self._graphs, interval.graphs
+        if self._sums is None:
+            self._sums = [[0.0] * len(each.figures) for each in interval.times]
+            return None
+        if compiled:  # compiling takes seconds on some ranks, so the times of this interval are not representative
+            self._compiled_at.append(interval.step)
+            return self._once(_about_compilation(self._compiled_at, self._graphs))
+        return self._of_times(self._sums, interval)
+
+    def _of_times(self, sums: list[list[float]], interval: Watched) -> str | None:
+        for total, each in zip(sums, interval.times, strict=True):
+            total[:] = [so_far + interval.steps * seconds for so_far, seconds in zip(total, each.figures, strict=True)]
+        self._steps += interval.steps
+        self._idle += interval.steps * interval.idle
+        if sum(sums[0]) < WATCHED_SECONDS:
+            return None
+        means = [StepTimes(*(each / self._steps for each in total)) for total in sums]
+        idle = self._idle / self._steps
+        self._sums, self._steps, self._idle = [[0.0] * len(total) for total in sums], 0, 0.0
+        return self._once(self._say(means) or (None if self._waits else _about_waits(means, idle)))
+
+    def _once(self, line: str | None) -> str | None:
+        kind = line.split()[0] if line is not None else ""
+        if kind in self._said:
+            return None
+        self._said.add(kind)
+        return line
+
+
+def advice(
+    times: Sequence[StepTimes], num_workers: int | str, *, compressed: bool = False, fused: bool = False
+) -> str | None:
+    """One line about the largest problem; None: nothing stands out.
+
+    `times`: of each rank. The other arguments are as in `Adviser`.
+    """
+    rank, factor = slowest_rank(times)
+    # Checked first, because on the other ranks waiting for a slow rank counts as communication.
+    if factor > SLOW_RANK and times[rank].own * (1 - 1 / factor) > LEAST_SECONDS:
+        return _about_rank(times, rank, factor)
+    total = fmean(each.total for each in times)
+    found = []
+    for phase, limit, remedy in _remedies(num_workers, compressed, fused):
+        seconds = fmean(getattr(each, phase) for each in times)
+        if seconds > limit * total and seconds > LEAST_SECONDS and remedy:
+            found.append((seconds, f"{phase} {seconds / total:.0%}: {remedy}"))
+    return max(found)[1] if found else None
+
+
+def slowest_rank(times: Sequence[StepTimes]) -> tuple[int, float]:
+    """The rank with the largest `StepTimes.own`, and that time divided by the median of the other ranks'."""
+    own = [each.own for each in times]
+    rank = own.index(max(own))
+    others = own[:rank] + own[rank + 1 :]
+    usual = median(others) if others else own[rank]
+    return rank, own[rank] / usual if usual else 1.0
+
+
+def _about_rank(times: Sequence[StepTimes], rank: int, factor: float) -> str:
+    others = [each for number, each in enumerate(times) if number != rank]
+    excess = {
+        phase: seconds - median(getattr(each, phase) for each in others)
+        for phase, seconds in asdict(times[rank]).items()
+    }
+    phase = max(excess, key=lambda name: excess[name])
+    remedy = {
+        "data": "see how fast it reads its samples, and whether they are larger than the others'",
+        "transfer": "see what else uses its host's memory and its GPU",
+        "other": "see what its callbacks do",
+    }.get(phase, "see what else runs on its device and its cores (ddpkit devices)")
+    named = "callbacks and logging" if phase == "other" else phase
+    return f"rank {rank} takes {factor:.1f}x the median time of the others, mostly in {named}: {remedy}"
+
+
+def _about_compilation(steps: Sequence[int], graphs: int) -> str | None:
+    if len(steps) < COMPILED_AGAIN:
+        return None
+    ends = f"{', '.join(map(str, steps[:-1]))} and {steps[-1]}"
+    return (
+        f"torch.compile recompiled in the intervals that ended at steps {ends} ({graphs} graphs so far): pad "
+        "batches to a few lengths, and keep Python values that change out of the forward pass; TORCH_LOGS=recompiles "
+        "in the environment prints each reason"
+    )
+
+
+def _about_waits(times: Sequence[StepTimes], idle: float) -> str | None:
+    if idle < IDLE_SHARE or fmean(each.total for each in times) > SHORT_STEP_SECONDS:
+        return None
+    return (
+        f"host-device synchronisation, or steps too small: the GPU ran out of work in {idle:.0%} of the steps. "
+        '.item(), .cpu() and printing a tensor make the host wait; profile={"steps": [10, 12]} records where it does'
+    )
+
+
+def _remedies(num_workers: int | str, compressed: bool, fused: bool) -> tuple[tuple[str, float, str], ...]:
+    exchange_less = "larger micro-batches or more accumulation_steps"
+    return (
+        ("data", DATA_SHARE, f"raise data.num_workers (now {num_workers}) or use data.device_transform"),
+        ("transfer", TRANSFER_SHARE, "use smaller dtypes, such as uint8 images, and convert on the device"),
+        ("communication", COMMUNICATION_SHARE, exchange_less + ("" if compressed else ", or parallel.compression")),
+        ("optimizer", OPTIMIZER_SHARE, "" if fused else "pass fused=True to the optimizer"),
+    )
+
+
+# --- Losses and times between two log points, reduced by one collective and checked for NaN once per interval ---------
+
+
+_LOSS, WEIGHT = 0, 1  # the columns of an interval's [n, 2] tensors
+_FOLD = 256
+"""The number of loss tensors that are kept before they are stacked: on a GPU each occupies at least 512 bytes."""
+
+
+class Interval:
+    """The losses since the last log point. Adding one launches no kernel and does not wait for the device.
+
+    `first_step`: the number of its first optimizer step. `logged`: the values that user code logs.
+    """
+
+    def __init__(self, world: World, first_step: int, logged: LoggedValues | None = None) -> None:
+        self.world = world
+        self._logged = LoggedValues(world.device) if logged is None else logged
+        self._first_step = first_step
+        self._sums: list[Tensor] = []
+        self._weights: list[Tensor | float] = []
+        self._step_of: list[int] = []  # the step of each loss
+        self._folded: list[Tensor] = []  # stacked (sum, weight) pairs, each [n, 2]
+        self._before_step = 0
+        self._plain = True
+        self._norm: Tensor | None = None
+        self.started = time.perf_counter()
+        self.steps = 0
+        self.samples = 0
+
+    @property
+    def step(self) -> int:
+        """The number of the current optimizer step."""
+        return self._first_step + self.steps
+
+    def add(self, value: Tensor | Loss, samples: int) -> None:
+        """Record the loss of one pass: a mean over `samples` samples, or a `Loss`."""
+        if isinstance(value, Loss):
+            self._plain = False
+            self._sums.append(value.loss.detach())
+            self._weights.append(value.weight)
+        else:
+            self._sums.append(value.detach())
+            self._weights.append(samples)
+        self._step_of.append(self.step)
+
+    def note_norm(self, norm: Tensor) -> None:
+        """Record the global norm of the step's gradient, before clipping."""
+        self._norm = norm
+
+    def drop_step(self) -> None:
+        """Discard the losses of the current step."""
+        for noted in (self._step_of, self._weights, self._sums):
+            del noted[len(noted) - (len(self._sums) - self._before_step) :]
+        self._logged.drop_step()
+
+    def end_step(self, samples: int) -> None:
+        """Record that a step is done. `samples`: its samples over all ranks."""
+        self.steps += 1
+        self.samples += samples
+        if len(self._sums) >= _FOLD:
+            self._fold()
+        self._before_step = len(self._sums)
+        self._logged.end_step()
+
+    def close(self, clock: StepClock, facts: Tensor | None = None) -> "Reading":
+        """Start the reduction over all ranks and the copy to the host. A collective; does not wait for the device.
+
+        `facts`: float64 [n] on the device, with the same n on each rank; gathered from all ranks.
+        """
+        self._fold()
+        world = self.world
+        seconds = time.perf_counter() - self.started
+        times = table_of(clock.read(seconds / self.steps), world.rank, world.world_size, world.device).flatten()
+        pairs = torch.cat(self._folded) if self._folded else torch.zeros(0, 2, device=world.device)
+        norm = torch.zeros((), device=world.device) if self._norm is None else self._norm
+        own = norm.detach().double() / world.world_size  # equal on all ranks, so their sum is the norm
+        means = self._logged.take()
+        anything = torch.full((1,), float(bool(means)), dtype=torch.float64, device=world.device)
+        seen = [pairs.sum(dim=0).double(), own.reshape(1), anything, times, _peaks(world)]
+        if facts is not None:
+            every = facts.new_zeros(world.world_size, len(facts))
+            every[world.rank] = facts
+            seen.append(every.flatten())
+        table = torch.cat(seen)
+        if world.world_size > 1:
+            dist.all_reduce(table)
+        logged = as_table(means, world.device)
+        return Reading(self, seconds, table, pairs, self._step_of, [*means], logged)
+
+    def first_non_finite(self, column: int = _LOSS) -> tuple[int, int] | None:
+        """Like `Reading.first_non_finite`, for the steps so far. Waits for the device. A collective."""
+        self._fold()
+        pairs = torch.cat(self._folded) if self._folded else torch.zeros(0, 2)
+        return _first_non_finite(self.world, pairs[:, column], self._step_of)
+
+    def _fold(self) -> None:
+        if not self._sums:
+            return
+        sums = torch.stack([each.reshape(()) for each in self._sums]).double()
+        if any(isinstance(weight, Tensor) for weight in self._weights):
+            weights = torch.stack([_on_device(exact_weight(weight), sums.device) for weight in self._weights])
+        else:
+            weights = torch.tensor(self._weights, dtype=torch.float64).to(sums.device, non_blocking=True)
+        self._folded.append(torch.stack((sums * weights if self._plain else sums, weights), dim=1))
+        self._sums, self._weights, self._before_step = [], [], 0
+
+
+def _peaks(world: World) -> Tensor:
+    """Peak bytes allocated on this rank's GPU, as float64 [world_size] with zeros for other ranks; empty on a CPU."""
+    peaks = [0.0] * (world.world_size if world.device.type == "cuda" else 0)
+    if peaks:
+        peaks[world.rank] = float(torch.cuda.max_memory_allocated(world.device))
+    return torch.tensor(peaks, dtype=torch.float64).to(world.device, non_blocking=True)
+
+
+def _on_device(weight: Tensor | float, device: torch.device) -> Tensor:
+    """The weight as a float64 scalar on the device. `torch.full` does not make the host wait, unlike a copy."""
+    if isinstance(weight, Tensor) and weight.device == device:
+        return weight.detach().double().sum()
+    number = float(weight.detach().double().sum()) if isinstance(weight, Tensor) else weight
+    return torch.full((), number, dtype=torch.float64, device=device)
+
+
+@dataclass(frozen=True)
+class Values:
+    """An interval's values over all ranks."""
+
+    loss: float
+    """The weighted sum of the losses."""
+    weight: float
+    """The sum of their weights."""
+    norm: float
+    """The gradient norm at the last step that measured it; 0 if none did."""
+    logged: dict[str, float]
+    """The means of the values that user code logged."""
+    times: tuple[StepTimes, ...]
+    """The times of each rank."""
+    memory: tuple[int, ...]
+    """As in `LogRow.rank_memory`."""
+    facts: tuple[tuple[float, ...], ...]
+    """The facts of each rank; empty if none were given."""
+
+
+class Reading:
+    """An interval's sums over all ranks, on their way to the host: on a GPU, they are copied while later steps run."""
+
+    def __init__(
+        self,
+        interval: Interval,
+        seconds: float,
+        table: Tensor,
+        own_pairs: Tensor,
+        step_of: list[int],
+        names: list[str],
+        logged: Tensor,
+    ) -> None:
+        self.steps = interval.steps
+        self.samples = interval.samples
+        self.seconds = seconds
+        self._own_pairs = own_pairs
+        self._step_of = step_of
+        self._world = interval.world
+        self._arrived: torch.cuda.Event | None = None
+        self._table, self._names, self._logged = table, names, logged
+        if table.is_cuda:
+            self._table, self._logged = _to_pinned(table), _to_pinned(logged)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def values(self) -> "Values":
+        """The values. Waits for the copy to the host. A collective on host memory if any rank has logged values."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        loss, weight, norm, anything, *rest = self._table.tolist()
+        logged = over_all_ranks(self._world, self._names, self._logged.tolist()) if anything else {}
+        ranks = self._world.world_size
+        times, rest = rest[: ranks * COLUMNS], rest[ranks * COLUMNS :]
+        peaks = ranks if self._world.device.type == "cuda" else 0
+        memory, facts = rest[:peaks], rest[peaks:]
+        size = len(facts) // ranks
+        return Values(
+            loss,
+            weight,
+            norm,
+            logged,
+            by_rank(times),
+            tuple(map(int, memory)),
+            tuple(tuple(facts[n * size : (n + 1) * size]) for n in range(ranks)),
+        )
+
+    def first_non_finite(self, column: int = _LOSS) -> tuple[int, int] | None:
+        """The first optimizer step with a non-finite loss (or weight), and the lowest such rank; None: there is none.
+
+        A collective.
+        """
+        return _first_non_finite(self._world, self._own_pairs[:, column], self._step_of)
+
+
+def _to_pinned(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory, which is complete when the device has reached it."""
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copied.copy_(tensor, non_blocking=True)
+
+
+def _first_non_finite(world: World, own: Tensor, step_of: list[int]) -> tuple[int, int] | None:
+    bad = (~torch.isfinite(own)).nonzero().flatten().tolist()
+    never = torch.iinfo(torch.int64).max
+    steps = [step for (step,) in gathered(world, [step_of[bad[0]] if bad else never])]
+    return (min(steps), steps.index(min(steps))) if min(steps) < never else None
+
+
+# --- Log points: turn an interval's figures into a row, and end the run if a loss is not finite -----------------------
+
+
+_HINT = (
+    "lower the learning rate, clip the gradients (max_grad_norm), look at that step's inputs, "
+    'or leave such steps out with non_finite="skip"'
+)
+
+
+@dataclass(frozen=True)
+class _Point:
+    """The state at a log point."""
+
+    step: int
+    epoch: int
+    learning_rates: tuple[float, ...]
+    reading: Reading
+    graphs: int
+    """What torch.compile has compiled so far."""
+    idle: float
+    """See `StepClock.idle`."""
+
+
+class LogPoints:
+    """The current interval, and the rows of earlier ones.
+
+    On a GPU a row is read one log point late: the copy to the host is done by then, so the host does not wait.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        clock: StepClock,
+        advise: Callable[[str], None] = lambda _: None,
+        utilisation: Callable[[float], float | None] = lambda _: None,
+    ) -> None:
+        """`advise`: called with each line of advice. `utilisation`: the MFU at a rate of samples per second."""
+        self._utilisation = utilisation
+        self._parts = parts
+        self._advise = advise
+        self._clock = clock
+        self.advised: list[str] = []
+        """The advice given so far."""
+        self._rates: list[Tensor | float] = []
+        """The learning rates of the current step."""
+        self._late: list[_Point] = []
+        self._reads_late = parts.world.device.type == "cuda"
+        self._adviser = Adviser(
+            self._parts.config.data.num_workers,
+            compressed=parts.config.parallel.compression is not None,
+            fused=any(group.get("fused") for group in parts.optimizer.param_groups),
+            waits=_waits(parts.config),
+        )
+        self.begin(first_step=1)
+
+    def begin(self, first_step: int) -> None:
+        """Start a new interval at this optimizer step."""
+        self.interval = Interval(self._parts.world, first_step, self._parts.logged)
+
+    def note_rates(self) -> None:
+        """Note the learning rates of the step that begins: its scheduler changes them before the log point."""
+        rates = (group.get("lr", float("nan")) for group in self._parts.optimizer.param_groups)
+        self._rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
+
+    def close(self, step: int, epoch: int, *, last: bool) -> list[LogRow]:
+        """End the interval after this step. Returns the rows that are ready. A collective.
+
+        Raises `LossError` on all ranks if a loss or the gradient was not finite.
+        """
+        rates = tuple(map(float, self._rates))
+        facts = consistency.row(self._parts) if self._parts.world.world_size > 1 else None
+        reading = self.interval.close(self._clock, facts)
+        self._late.append(_Point(step, epoch, rates, reading, compilations(), self._clock.idle))
+        self.begin(step + 1)
+        ready = self._late[:-1] if self._reads_late and not last else self._late
+        self._late = self._late[len(ready) :]
+        return [self._row(point) for point in ready]
+
+    def rest(self) -> list[LogRow]:
+        """The rows that are not read yet, at the end of a run that was stopped right after a log point."""
+        late, self._late = self._late, []
+        return [self._row(point) for point in late]
+
+    def _row(self, point: _Point) -> LogRow:
+        reading, values = point.reading, point.reading.values()
+        self._check(point, values)
+        self._compare(point.step, values)
+        line = self._adviser.watch(Watched(point.step, reading.steps, values.times, point.graphs, point.idle))
+        if line is not None:
+            logger.info("advice: {}", line)
+            self._parts.heartbeat.advise(line)
+            self.advised.append(line)
+            self._advise(line)
+        slowest, factor = slowest_rank(values.times)
+        own = values.times[self._parts.world.rank]
+        samples_per_second = reading.samples / reading.seconds
+        mfu = self._utilisation(samples_per_second)
+        if own.total:
+            self._parts.heartbeat.shares(own.data / own.total, own.communication / own.total, mfu or 0.0)
+        return LogRow(
+            step=point.step,
+            epoch=point.epoch,
+            loss=values.loss / values.weight if values.weight else float("nan"),
+            learning_rate=point.learning_rates[0],
+            learning_rates=point.learning_rates,
+            values=values.logged,
+            grad_norm=values.norm,
+            samples_per_second=samples_per_second,
+            step_seconds=reading.seconds / reading.steps,
+            times=own,
+            slowest_rank=slowest,
+            slowest_factor=factor,
+            rank_seconds=tuple(each.own for each in values.times),
+            rank_memory=values.memory,
+            mfu=mfu,
+        )
+
+    def refuse_non_finite(self) -> None:
+        """Before a save, raise the `LossError` that the next log point would raise. A collective."""
+        if self._parts.config.non_finite == "skip":
+            return
+        for point in self._late:
+            self._check(point, point.reading.values())
+        self._refuse_weight(self.interval.first_non_finite(WEIGHT))
+        self._refuse(self.interval.first_non_finite())
+
+    def refuse_weights(self, step: int, weights: Sequence[Tensor]) -> None:
+        """Raise a `LossError` if `weights`, as of after `step`, are not finite. Waits for the device."""
+        if self._parts.config.non_finite == "skip" or not weights:
+            return
+        # Sums propagate NaN and infinity, and take an eighth of the time of a maximum.
+        if not torch.isfinite(torch.stack([each.sum(dtype=torch.float32) for each in weights])).all():
+            raise LossError(f"the weights are not finite after step {step}, but the losses are", _HINT, step)
+
+    def _check(self, point: _Point, values: Values) -> None:
+        """Raise `LossError` for non-finite figures. All ranks have the same figures, so all raise or none does."""
+        if not isfinite(values.weight):
+            self._refuse_weight(point.reading.first_non_finite(WEIGHT))
+        if self._parts.config.non_finite == "skip" or (isfinite(values.loss) and isfinite(values.norm)):
+            return
+        self._refuse(point.reading.first_non_finite())
+        if not isfinite(values.norm) and not self._parts.precision.scales:
+            raise LossError(f"the gradient is not finite at step {point.step}, but the losses are", _HINT, point.step)
+
+    def _compare(self, step: int, values: Values) -> None:
+        """Raise `DataError` if ranks differ. All ranks have the same figures, so all raise or none does."""
+        parts = self._parts
+        what = consistency.differing(values.facts, parts.strategy)
+        if what is None:
+            return
+        found = (
+            first_difference(parts.world, {what: consistency.settings_of(parts.optimizer)})
+            or first_difference(parts.world, consistency.facts_of_weights(parts), parts.strategy.replicas)
+            or first_difference(parts.world, consistency.facts_of_optimizer(parts), parts.strategy.optimizer_replicas)
+        )
+        found = found or Difference(what)
+        raise found.error(
+            parts.world,
+            f"after step {step} the ranks do not agree on {found.description}",
+            "callbacks, schedulers and your own code must change weights and optimizers equally on all ranks; "
+            'verify_ranks="off" turns the comparison of weights off',
+        )
+
+    def _refuse_weight(self, found: tuple[int, int] | None) -> None:
+        if found is not None:
+            raise bad_weight(*found)
+
+    def _refuse(self, found: tuple[int, int] | None) -> None:
+        if found is not None:
+            step, rank = found
+            what = f"the loss is not finite (NaN or infinite) from step {step} on, first on rank {rank}"
+            raise LossError(what, _HINT, step)
+
+
+def _waits(config: TrainerConfig) -> bool:
+    """Whether settings may make the host wait for the device in each step."""
+    memory = config.memory
+    return (
+        config.non_finite == "skip"
+        or config.precision == "fp16"
+        or config.parallel.share_gpus
+        or memory.offload_optimizer
+        or memory.offload_parameters
+    )

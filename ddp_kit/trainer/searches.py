@@ -1,0 +1,328 @@
+"""Searches: the largest micro-batch that fits in memory, and the learning rate."""
+
+import gc
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_kit.data.sampler import BatchPlan
+from ddp_kit.distributed.world import gathered, host_group
+from ddp_kit.errors import ConfigError, DataError, LossError
+from ddp_kit.log import logger
+from ddp_kit.metrics import Loss, checked
+from ddp_kit.profile import save_memory_snapshot
+from ddp_kit.records import LearningRateSearch
+from ddp_kit.timing import StepClock
+from ddp_kit.trainer.feed import Feed, Share
+from ddp_kit.trainer.logging import Interval
+from ddp_kit.trainer.parts import Parts
+from ddp_kit.trainer.planning import what_fits
+from ddp_kit.trainer.snapshots import RunSnapshot, StepSnapshot
+from ddp_kit.trainer.step import OptimizerStep, StepPasses
+
+# --- The search for the largest micro-batch that fits in memory, and recovery if a later step runs out of memory ------
+
+
+_OUT_OF_MEMORY_MESSAGES = (
+    "can't allocate memory",  # torch's CPU allocator
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's error if a convolution's workspace does not fit
+    "out of memory",
+)
+_BACKWARD_TWICE_HINT = (
+    "the Trainer calls backward() on the loss: leave it out of the loss function; and call .detach() on tensors that "
+    "are kept from one step to the next, such as the state of an RNN"
+)
+_FITS, _TOO_SMALL, _TOO_LARGE = range(3)  # in order of severity
+
+
+class OutOfMemory(Exception):  # noqa: N818  # never shown: the loop catches it
+    """A step ran out of memory on some rank, and was rolled back on all ranks."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        super().__init__(error)
+        self.error = error
+        """This rank's error; None if another rank ran out of memory."""
+
+    def error_to_raise(self, parts: Parts) -> BaseException:
+        """The error to raise if there is no smaller micro-batch; other ranks get one that is not printed."""
+        if self.error is not None:
+            return with_hint(self.error, parts)
+        silent = LossError("another rank is out of memory with a micro-batch of 1", "see the error of that rank")
+        silent.reported_elsewhere = True
+        return silent
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that memory was exhausted, so that a smaller micro-batch may help."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_MESSAGES)
+
+
+def with_hint(error: BaseException, parts: Parts) -> BaseException:
+    """Add a hint to an error that has a known remedy; for out of memory, also the path of a memory snapshot."""
+    if "backward through the graph a second time" in str(error):
+        error.add_note(f"hint: {_BACKWARD_TWICE_HINT}")
+    if not is_out_of_memory(error):
+        return error
+    config = parts.config
+    path = save_memory_snapshot(config.profile.dir, parts.world.rank)
+    recompute = "" if config.memory.checkpointing else 'set memory={"checkpointing": "blocks"} in the TrainerConfig, '
+    if config.micro_batch_size == "auto":
+        hint = f"there is no smaller micro-batch: {recompute}use a lower precision, or an optimizer with less state"
+    else:
+        also = ', or memory={"checkpointing": "blocks"}' if recompute else ""
+        hint = (
+            f'set micro_batch_size="auto" in the TrainerConfig, or a smaller number{also}; the global batch stays as '
+            "it is"
+        )
+    with suppress(Exception):  # planning may fail too, for example for lack of host memory
+        if placement := what_fits(parts):
+            hint = f"{hint}; {placement}"
+    error.add_note(f"hint: {hint}" + (f"\nmemory snapshot: {path} (open it at pytorch.org/memory_viz)" if path else ""))
+    return error
+
+
+# --- before the first step ----------------------------------------------------------------------------------------
+
+
+def largest_micro_batch(parts: Parts, batches_of: Callable[[int], list[Any]], plan: BatchPlan) -> int:
+    """The largest micro-batch for which a step fits in memory on every rank. A collective.
+
+    Tries 1, 2, 4, ... samples up to a rank's whole share of the global batch. A trial runs two passes with an optimizer
+    step between them, which allocates the optimizer state; then the state of the run is restored.
+    `batches_of(n)`: returns a batch of n samples on the device, and as many more as training prefetches. Raises the
+    out-of-memory error if even one sample does not fit.
+    """
+    share = -(-plan.global_batch // plan.world_size)
+    before, found, failed = RunSnapshot(parts), 0, None
+    for size in [*(2**power for power in range(share.bit_length()) if 2**power < share), share]:
+        outcome, error = _tried(parts, batches_of, size, last=size == share)
+        _release_cached_memory()
+        before.restore()
+        worst = max(outcome for (outcome,) in gathered(parts.world, [outcome]))
+        if worst == _TOO_LARGE:
+            failed = OutOfMemory(error)
+            break
+        if worst == _FITS:
+            found = size
+    if not found and failed is not None:
+        raise failed.error_to_raise(parts) from None
+    found = found or share  # BatchNorm needs more samples than any size has: training raises the error
+    logger.info("micro_batch_size='auto' chose {} samples (the limit is {})", found, share)
+    return found
+
+
+def _tried(
+    parts: Parts, batches_of: Callable[[int], list[Any]], size: int, *, last: bool
+) -> tuple[int, BaseException | None]:
+    """The outcome of a trial, and its out-of-memory error if there was one.
+
+    `last`: the micro-batch is the rank's whole share, so training does not accumulate gradients.
+    """
+    outcome, kept = _FITS, None
+    modes = {module: module.training for module in parts.model.modules()}
+    parts.model.train()
+    try:
+        batch, *_ahead = batches_of(size)
+        _pass(parts, batch)
+        for parameter in parts.strategy.parameters:
+            if parameter.grad is not None:
+                parameter.grad.zero_()  # the step should only allocate state, without non-finite values
+        parts.device_optimizer.step()
+        if last:
+            _clear_gradients(parts.model)
+        _pass(parts, batch)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        outcome, kept = _TOO_LARGE, error.with_traceback(None)  # traceback frames keep tensors alive
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        outcome = _TOO_SMALL  # for BatchNorm
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    _clear_gradients(parts.model)
+    return outcome, kept
+
+
+def _pass(parts: Parts, batch: Any) -> None:
+    with parts.precision.forward(), parts.activations.forward_context(), parts.logged.batch(0):
+        value = checked(parts.loss_fn(parts.model, batch), "the loss function")
+    total = value.loss if isinstance(value, Loss) else value
+    if total.requires_grad:  # otherwise the first step of training raises the error
+        total.sum().backward()  # type: ignore[no-untyped-call]
+
+
+def _clear_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def _release_cached_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+
+
+# --- in the middle of training --------------------------------------------------------------------------------------
+
+
+class RecoverableStep(OptimizerStep):
+    """An optimizer step that is abandoned on all ranks if one of them runs out of memory.
+
+    run the passes
+    if out of memory: join the step's remaining collectives, with zeros       # the other ranks wait in them
+    all-reduce one flag between hosts: did any rank run out?                  # does not wait for the device
+    if so: restore buffers and random states; all ranks raise OutOfMemory
+    """
+
+    def release(self) -> None:
+        """Discard the strategy's buffers, which an interrupted reduction leaves in an unknown state."""
+        self._strategy.release()
+        _release_cached_memory()
+
+    def _run_passes(self, passes: StepPasses) -> None:
+        before, failed = StepSnapshot(self._parts), None
+        try:
+            super()._run_passes(passes)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = error.with_traceback(None)  # traceback frames keep tensors alive
+        if failed is not None:
+            self.clear()
+            _release_cached_memory()
+            self._join_remaining_collectives(passes)
+        if self._any_rank(failed is not None):
+            before.restore()
+            passes.drop()
+            self.clear()
+            raise OutOfMemory(failed)
+
+    def _join_remaining_collectives(self, passes: StepPasses) -> None:
+        """Take part in the step's remaining collectives, in the same order as the other ranks."""
+        if self._parts.world.world_size == 1:
+            return
+        if not self._losses.agreed:
+            self._losses.agree()
+        if self._losses.weighted and not passes.weighed:
+            passes.add_up_weights()
+            passes.weight()
+        self._strategy.finish_failed_passes()
+
+    def _any_rank(self, failed: bool) -> bool:
+        if self._parts.world.world_size == 1:
+            return failed
+        flag = torch.tensor(int(failed))
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=host_group(self._parts.world))
+        return bool(flag)
+
+
+def new_step(parts: Parts, clock: StepClock) -> OptimizerStep:
+    """The object that does the optimizer steps; a `RecoverableStep` if the strategy can recover from failed ones."""
+    return RecoverableStep(parts, clock) if parts.strategy.recoverable else OptimizerStep(parts, clock)
+
+
+# --- The learning-rate range test, which finds the rate at which the loss falls fastest -------------------------------
+
+
+_SMOOTHING = 0.9  # of the exponential moving average of the losses, which is bias-corrected
+_DIVERGED = 4.0  # the loss has diverged if it is this many times the best smoothed loss
+
+
+@dataclass
+class _Curve:
+    """The rates tried so far, and their smoothed losses."""
+
+    rates: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    mean: float = 0.0
+
+    def add(self, rate: float, loss: float) -> bool:
+        """Record a step. Returns False if the loss has diverged."""
+        if not math.isfinite(loss):
+            return False
+        self.mean = _SMOOTHING * self.mean + (1 - _SMOOTHING) * loss
+        self.rates.append(rate)
+        self.losses.append(self.mean / (1 - _SMOOTHING ** (len(self.losses) + 1)))
+        return self.losses[-1] <= _DIVERGED * min(self.losses) or self.losses[-1] <= 0
+
+
+def rates_between(start: float, end: float, steps: int) -> list[float]:
+    """The learning rates to try, spaced geometrically. Raises `ConfigError`."""
+    if not 0 < start < end or steps < 2:
+        raise ConfigError(
+            f"find_learning_rate got start={start}, end={end}, steps={steps}",
+            "use 0 < start < end and at least 2 steps",
+        )
+    return [start * (end / start) ** (number / (steps - 1)) for number in range(steps)]
+
+
+def find(parts: Parts, step: OptimizerStep, feed: Feed, clock: StepClock, rates: Sequence[float]) -> LearningRateSearch:
+    """Train one step with each of the ascending `rates` until the loss diverges, then restore the state. A collective.
+
+    Source: Smith 2015, "Cyclical Learning Rates for Training Neural Networks" (arXiv:1506.01186). Parameter groups keep
+    the ratios of their rates. The suggestion is the rate at which the smoothed loss, as a function of the logarithm of
+    the rate, falls most steeply, before its minimum.
+    """
+    before, skipped = RunSnapshot(parts), step.skipped
+    own = [float(group["lr"]) for group in parts.optimizer.param_groups]
+    curve = _Curve()
+    try:
+        for rate, share in zip(rates, _shares(feed), strict=False):
+            for group, at_first in zip(parts.optimizer.param_groups, own, strict=True):
+                group["lr"] = rate * (at_first / own[0] if own[0] else 1.0)
+            interval = Interval(parts.world, 1)
+            clock.start()
+            with step.without_scheduler(), parts.logged.set_aside():
+                step.run(share, feed.batch, interval, measure_norm=False)
+            interval.end_step(share.samples)
+            values = interval.close(clock).values()
+            if not curve.add(rate, values.loss / values.weight if values.weight else math.nan):
+                break
+    finally:
+        before.restore()
+        step.skipped = skipped
+    return LearningRateSearch(tuple(curve.rates), tuple(curve.losses), _steepest(curve))
+
+
+def _shares(feed: Feed) -> Iterator[Share]:
+    """The steps of one epoch after another, without end."""
+    epoch = 0
+    while True:
+        feed.begin(epoch, 0)
+        share = feed.next()
+        if share is None:
+            raise DataError("train_data has too few samples for a single step", "check how many samples it has")
+        while share is not None:
+            yield share
+            share = feed.next()
+        epoch += 1
+
+
+def _steepest(curve: _Curve) -> float | None:
+    """The rate at which the loss falls most steeply; None if it never falls.
+
+    Slopes are measured over a tenth of the curve on either side.
+    """
+    losses, rates = curve.losses, curve.rates
+    lowest = losses.index(min(losses)) if losses else 0
+    reach = max(1, len(losses) // 10)
+    falls = {
+        (losses[number - reach] - losses[number + reach])
+        / math.log(rates[number + reach] / rates[number - reach]): rate
+        for number, rate in enumerate(rates)
+        if reach <= number <= lowest - reach
+    }
+    return falls[max(falls)] if falls and max(falls) > 0 else None

@@ -1,0 +1,212 @@
+"""Copies of a model's buffers, for restoring them."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddp_kit.distributed.world import random_states, set_random_states
+from ddp_kit.parallel import Strategy
+from ddp_kit.parallel.strategy import stored
+from ddp_kit.pieces import Piece, whole_shape
+from ddp_kit.torch_internals import pytree
+from ddp_kit.trainer.parts import Parts
+
+
+class BufferCopies:
+    """A copy of a model's buffers. They are looked up by name, because a module may replace a buffer's tensor."""
+
+    def __init__(self, model: nn.Module, copied: Callable[[Tensor], Tensor] = Tensor.clone) -> None:
+        self._kept = [
+            (module, name, buffer, None if buffer is None else copied(stored(buffer.detach())))
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the buffers' tensors and their values."""
+        for module, name, buffer, before in self._kept:
+            if buffer is not None and before is not None:
+                stored(buffer).copy_(before)
+            module._buffers[name] = buffer
+
+    @torch.no_grad()
+    def restore_where(self, left_out: Tensor) -> None:
+        """Restore the values if `left_out`, a boolean scalar on the device, is true. Does not wait for the device."""
+        for module, name, _, before in self._kept:
+            buffer = module._buffers[name]
+            if buffer is not None and before is not None:
+                current = stored(buffer)
+                current.copy_(torch.where(left_out.to(current.device), before, current))
+
+
+@contextmanager
+def buffers_exchanged(model: nn.Module) -> Iterator[None]:
+    """Around a forward pass that must not change the model's buffers: it uses copies of them.
+
+    The buffers are exchanged, not written to: autograd may have saved them for a backward pass that comes later.
+    """
+    before = [(module, dict(module._buffers)) for module in model.modules()]
+    copies: dict[int, Tensor] = {}  # a buffer may have several names
+    for module, buffers in before:
+        for name, buffer in buffers.items():
+            if buffer is not None:
+                module._buffers[name] = copies.setdefault(id(buffer), _copied(buffer))
+    try:
+        yield
+    finally:
+        for module, buffers in before:
+            module._buffers.update(buffers)
+
+
+def _copied(buffer: Tensor) -> Tensor:
+    """A copy that takes no more memory than the buffer."""
+    copied = stored(buffer.detach()).clone()
+    return copied if copied.shape == buffer.shape else copied.expand(buffer.shape)
+
+
+# --- Loads optimizer state with its dtypes; torch's own `load_state_dict` casts it to the dtype of the parameters -----
+
+
+def load_optimizer_state(
+    optimizer: Optimizer, saved: dict[str, Any], *, keep_types: bool = True, keep_devices: bool = True
+) -> None:
+    """Load `saved`, the `state_dict()` of an optimizer with the same parameters.
+
+    `keep_types`, `keep_devices`: tensors keep the dtype and device that they have in `saved`, because an optimizer may
+    hold float32 copies of bfloat16 weights, or scalars on the CPU. Otherwise torch uses those of the parameter.
+    State tensors with the shape of their parameter also get its strides.
+    Raises `ValueError`, and whatever the optimizer raises.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    states = [*zip(parameters, (saved["state"].get(number) for number in numbers), strict=True)]
+    if any(group.get("fused") for group in (*optimizer.param_groups, *saved["param_groups"])):
+        _check_fused(states)
+    optimizer.load_state_dict(saved)
+    for parameter, there in states if keep_types else ():
+        now: Any = optimizer.state.get(parameter)
+        for name, value in there.items() if isinstance(now, dict) and isinstance(there, dict) else ():
+            if isinstance(value, Tensor) and isinstance(now.get(name), Tensor) and now[name].shape == value.shape:
+                now[name] = value if keep_devices else value.to(now[name].device)
+    _lay_out_as_parameters(optimizer)
+
+
+def in_pieces(state: Mapping[int, Any], optimizer: Optimizer, strategy: Strategy) -> dict[int, Any]:
+    """The optimizer state with each tensor that has the shape of a sharded parameter as a `Piece`."""
+
+    def piece(parameter: nn.Parameter, value: Any) -> Any:
+        place = strategy.piece_of(parameter)
+        if place is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
+            return value
+        return place.with_tensor(value)
+
+    return _mapped(state, optimizer, piece)
+
+
+def of_pieces(state: Mapping[int, Any], optimizer: Optimizer, strategy: Strategy) -> dict[int, Any]:
+    """The inverse of `in_pieces`: this rank's shards of the saved tensors, which may be whole or pieces.
+
+    Raises `ValueError` for pieces of another shape or position.
+    """
+
+    def local(parameter: nn.Parameter, value: Any) -> Any:
+        place = strategy.piece_of(parameter)
+        if place is None or not isinstance(value, Tensor | Piece) or whole_shape(value) != place.shape:
+            return value
+        return place.of(value).clone()
+
+    return _mapped(state, optimizer, local)
+
+
+def _mapped(
+    state: Mapping[int, Any], optimizer: Optimizer, change: Callable[[nn.Parameter, Any], Any]
+) -> dict[int, Any]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        number: {name: change(parameters[number], value) for name, value in kept.items()}
+        if isinstance(kept, dict)
+        else kept
+        for number, kept in state.items()
+    }
+
+
+def _check_fused(states: Sequence[tuple[nn.Parameter, Any]]) -> None:
+    """Raise `ValueError` for states of another shape: fused kernels would read past the end of smaller ones."""
+    for parameter, state in states:
+        for name, value in state.items() if isinstance(state, dict) else ():
+            shape = torch.Size() if name == "step" else parameter.shape
+            if isinstance(value, Tensor) and value.shape != shape:
+                raise ValueError(f"{name} of a fused optimizer has the shape {tuple(value.shape)}, not {tuple(shape)}")
+
+
+def _lay_out_as_parameters(optimizer: Optimizer) -> None:
+    """Give states the strides of their parameters: files do not store strides, and fused kernels assume them equal."""
+    for parameter, kept in optimizer.state.items():
+        for name, value in kept.items() if isinstance(kept, dict) else ():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                kept[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+
+
+# --- Snapshots of a run's state, for rolling back steps ---------------------------------------------------------------
+
+
+class StepSnapshot:
+    """A snapshot of what the passes of a step change, apart from gradients: buffers and random states."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._buffers = BufferCopies(parts.model, Tensor.clone)
+        self._random = random_states(parts.world)
+
+    def restore(self) -> None:
+        """Restore buffers and random states."""
+        self._buffers.restore()
+        set_random_states(self._random)
+
+
+@contextmanager
+def without_trace(parts: Parts) -> Iterator[None]:
+    """The context of a forward pass that leaves buffers and random states as they were."""
+    random = random_states(parts.world)
+    try:
+        with buffers_exchanged(parts.model):
+            yield
+    finally:
+        set_random_states(random)
+
+
+class RunSnapshot:
+    """A snapshot of what optimizer steps change: weights, buffers, optimizer, scheduler, scaler, random states.
+
+    It is in host memory, so that it does not reduce the device memory for trial steps.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._weights = [(each, _on_host(each)) for each in parts.strategy.local_parameters()]
+        self._buffers = BufferCopies(parts.model, _on_host)
+        self._optimizer = pytree.tree_map(_on_host, parts.optimizer.state_dict())
+        self._scheduler = {} if parts.scheduler is None else copy.deepcopy(parts.scheduler.state_dict())
+        self._scaler = parts.precision.state()
+        self._random = random_states(parts.world)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the state; weights and buffers are restored in place."""
+        for each, before in self._weights:
+            each.copy_(before)
+        self._buffers.restore()
+        load_optimizer_state(self._parts.optimizer, copy.deepcopy(self._optimizer), keep_devices=False)
+        if self._parts.scheduler is not None:
+            self._parts.scheduler.load_state_dict(copy.deepcopy(self._scheduler))
+        self._parts.precision.set_state(self._scaler)
+        set_random_states(self._random)
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

@@ -1,0 +1,118 @@
+"""Samples that do not fit together: one error that names what differs, wherever the batch was to be made."""
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from ddp_kit.config.settings import DataConfig
+from ddp_kit.data import build_loader, loading, on_device
+from ddp_kit.distributed.world import World
+from ddp_kit.errors import DataError
+
+CPU = torch.device("cpu")
+ALONE = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, device=CPU)
+
+
+class Samples(Dataset[Any]):
+    def __init__(self, *samples: Any) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        if isinstance(self.samples[index], Exception):
+            raise self.samples[index]
+        return self.samples[index]
+
+
+def train(*samples: Any, workers: int = 0, seed_samples: bool = False) -> None:
+    class Backwards(list[list[int]]):
+        seed, epoch = 0, 0
+
+    data = Samples(*samples)
+    batches = Backwards([[0], [*range(len(samples) - 1, 0, -1)]])
+    config = DataConfig(num_workers=workers, seed_samples=seed_samples)
+    loader = build_loader(data, batches, config, ALONE, seed=0)
+    list(on_device(loader, CPU, None, ahead=0))
+
+
+MISTAKES = {
+    "shapes": (
+        [torch.zeros(2)] * 3 + [torch.zeros(3)],
+        r"differ: shape \(3,\) in sample 3, shape \(2,\)(?m: in sample 2$)",
+    ),
+    "larger ones later": ([torch.zeros(3)] * 3 + [torch.zeros(2)], r"differ: shape \(2,\) in sample 3"),
+    "a part": ([(torch.zeros(1), 1)] * 2 + [(torch.zeros(2), 1)], r"differ at \[0\]: shape \(2,\) in sample 2"),
+    "a part by name": (
+        [{"x": {"y": np.zeros(1)}}] * 2 + [{"x": {"y": np.zeros(2)}}],
+        r"differ at \['x'\]\['y'\]: shape \(2,\)",
+    ),
+    "lengths": ([[1, 2]] * 2 + [[1, 2, 3]], "differ: length 3 in sample 2, length 2 in sample 1"),
+    "names": ([{"a": 1}] * 2 + [{"b": 1}], "differ: keys 'b' in sample 2, keys 'a' in sample 1"),
+    "kinds": ([torch.zeros(2)] * 2 + [None], "differ: NoneType in sample 2|differ: .*NoneType"),
+    "a kind that torch does not know": ([1] + [object()] * 3, "cannot be collated into a batch: default_collate.*"),
+}
+
+
+@pytest.mark.parametrize(("samples", "said"), MISTAKES.values(), ids=MISTAKES)
+def test_samples_that_do_not_fit_together_are_named(samples: list[Any], said: str) -> None:
+    with pytest.raises(DataError, match=said) as caught:
+        train(*samples)
+    assert "collate_fn" in caught.value.hint
+
+
+@pytest.mark.parametrize("mistake", ["shapes", "larger ones later", "a kind that torch does not know"])
+def test_they_are_named_from_loader_processes_too(mistake: str) -> None:
+    samples, said = MISTAKES[mistake]
+    with pytest.raises(DataError, match=said):
+        train(*samples, workers=1)
+
+
+def test_seeded_samples_are_named_by_their_own_numbers() -> None:
+    with pytest.raises(DataError, match=r"shape \(2,\) in sample 2, shape \(1,\) (?m:in sample 1$)"):
+        train(torch.zeros(1), torch.zeros(1), torch.zeros(2), seed_samples=True)
+
+
+def test_not_every_shape_is_listed() -> None:
+    with pytest.raises(DataError, match=r"shape \(6,\) in sample 6, .*, shape \(3,\) in sample 3, \.\.\.\n"):
+        train(*(torch.zeros(size) for size in range(7)))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_without_shared_memory_too(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_little_shared_memory", lambda: True)
+    with pytest.raises(DataError, match=r"shape \(2,\) in sample 2"):
+        train(torch.zeros(1), torch.zeros(1), torch.zeros(2), workers=workers)
+
+
+@pytest.mark.parametrize(
+    ("error", "workers"),
+    [(RuntimeError("stack expects me"), 0), (TypeError("own"), 0), (FileNotFoundError("gone"), 0)],
+)
+def test_exceptions_of_the_dataset_stay_what_they_are(error: Exception, workers: int) -> None:
+    with pytest.raises(type(error), match=str(error)):
+        train(1, error, workers=workers)
+
+
+def failing_collate(samples: list[Any]) -> Any:
+    raise RuntimeError("stack expects each tensor to be equal size, I say")
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])  # its end takes torch five seconds
+def test_exceptions_of_the_user_s_own_collate_function_stay_what_they_are(workers: int) -> None:
+    data = Samples(torch.zeros(1), torch.zeros(2))
+    own = DataLoader(data, batch_size=2, collate_fn=failing_collate, num_workers=workers)
+    with pytest.raises(RuntimeError, match="equal size, I say"):
+        list(on_device(build_loader(data, [[0, 1]], DataConfig(), ALONE, 0, own), CPU, None, ahead=0))
+
+
+def test_what_comes_instead_of_a_batch_can_be_sent() -> None:
+    from ddp_kit.data.collate import checked_collate
+
+    found = checked_collate([torch.zeros(1), torch.zeros(2)])
+    assert pickle.loads(pickle.dumps(found)) == found
