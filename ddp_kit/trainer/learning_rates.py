@@ -229,9 +229,16 @@ class DecayWatch:
             name: each for name, each in schedulers.items() if not any(isinstance(one, periodic) for one in _all(each))
         }
         self._highest = {name: max(_rates(each), default=0.0) for name, each in self._watched.items()}
+        self._epochs = 0
 
-    def check(self, step: int, epochs: int) -> None:
-        """Warn once about each scheduler. `step`: the optimizer step, in the first epoch. `epochs`: of the run."""
+    def begin(self, epochs: int | None) -> None:
+        """Begin a loop that ends this number of epochs; None: unknown."""
+        self._epochs = epochs or 0
+
+    def after_step(self, step: int, epoch: int) -> None:
+        """Warn once about each scheduler, in the first epoch of several."""
+        if epoch or self._epochs < 2:
+            return
         for name, scheduler in list(self._watched.items()):
             rate = max(_rates(scheduler), default=math.inf)
             highest = self._highest[name] = max(self._highest[name], rate)
@@ -249,7 +256,7 @@ class DecayWatch:
                 kind,
                 what,
                 step,
-                epochs,
+                self._epochs,
             )
 
 

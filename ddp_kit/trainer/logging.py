@@ -16,7 +16,7 @@ from ddp_kit.distributed.world import World, gathered
 from ddp_kit.errors import LossError
 from ddp_kit.log import logger
 from ddp_kit.metrics import Loss, bad_weight, exact_weight
-from ddp_kit.records import LogRow, StepTimes
+from ddp_kit.records import LogRow, Step, StepTimes
 from ddp_kit.timing import COLUMNS, StepClock, by_rank, table_of
 from ddp_kit.torch_internals import compilations
 from ddp_kit.trainer import consistency
@@ -584,3 +584,50 @@ def _waits(config: TrainerConfig) -> bool:
         or memory.offload_optimizer
         or memory.offload_parameters
     )
+
+
+# --- When rows are made ---------------------------------------------------------------------------------------------
+
+
+class LogSchedule:
+    """Closes an interval every `log_every` steps and at the end."""
+
+    def __init__(self, points: LogPoints, every: int, call_callbacks: Callable[..., None]) -> None:
+        """`call_callbacks`: called with the event `on_log` and its row."""
+        self._points = points
+        self._every = every
+        self._call_callbacks = call_callbacks
+        self._step_ended = 0.0
+        self.rows: list[LogRow] = []
+        """The rows of this call of `fit` or `steps`."""
+
+    def begin(self, first_step: int) -> None:
+        """Reset at the start of a call of `fit` or `steps`."""
+        self._points.begin(first_step)
+        self.rows = []
+
+    def after_step(self, step: Step, *, last: bool) -> LogRow | None:
+        """The row that is ready after this step; None: there is none. `last`: whether no step follows."""
+        self._points.interval.end_step(step.samples)
+        rows: list[LogRow] = []
+        if last or step.number % self._every == 0:
+            rows = self._points.close(step.number, step.epoch, last=last)
+            self._note(rows)
+        self._step_ended = time.perf_counter()
+        return rows[-1] if rows else None
+
+    def exclude_time_since_step(self) -> None:
+        """Do not count the time since the last step as training."""
+        self._points.interval.started += time.perf_counter() - self._step_ended
+
+    def end(self, step: int, epoch: int) -> None:
+        """Add the remaining rows after the last step."""
+        if self._points.interval.steps:  # the run was stopped between two log points
+            self._note(self._points.close(step, epoch, last=True))
+        else:
+            self._note(self._points.rest())
+
+    def _note(self, rows: Sequence[LogRow]) -> None:
+        for row in rows:
+            self.rows.append(row)
+            self._call_callbacks("on_log", row)

@@ -485,3 +485,47 @@ def _bytes(tensor: Tensor) -> int:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+# --- The measured peak ----------------------------------------------------------------------------------------------
+
+
+_STEPS_TO_PEAK = 3
+"""Steps until memory has peaked: the optimizer allocates its state in the first, DDP rebuilds buckets in the second."""
+
+
+class PeakMemory:
+    """Logs the measured peak of GPU memory once, after the first steps, next to the plan if there is one."""
+
+    def __init__(self, world: World, counted: int | None) -> None:
+        """`counted`: bytes of weights, gradients and optimizer state; None: unknown."""
+        self._world = world
+        self._counted = counted
+        self._steps = 0
+        self._predicted: MemoryPlan | None = None
+
+    def compare_with(self, plan: MemoryPlan) -> None:
+        """Compare the peak of the next steps with this plan."""
+        self._predicted, self._steps = plan, 0
+
+    @property
+    def planned(self) -> int | None:
+        """Planned bytes per device; None: there is no plan."""
+        return None if self._predicted is None else self._predicted.total
+
+    def after_step(self) -> None:
+        if self._world.device.type != "cuda" or self._steps == _STEPS_TO_PEAK:
+            return
+        self._steps += 1
+        if self._steps < _STEPS_TO_PEAK:
+            return
+        peak = torch.cuda.max_memory_allocated(self._world.device)
+        if self._predicted is not None:
+            predicted = self._predicted.total - self._predicted.fixed  # which torch's allocator does not count
+            logger.info("memory: planned {}, measured peak {}", size_text(predicted), size_text(peak))
+        elif self._counted is not None:
+            logger.info(
+                "memory: {} calculated for weights, gradients and optimizer state, measured peak {} with activations",
+                size_text(self._counted),
+                size_text(peak),
+            )

@@ -182,6 +182,8 @@ class RunState:
     def __init__(self) -> None:
         self.stopping = False
         """Whether the run ends after the current step."""
+        self.stop_agreed = False
+        """Whether all ranks are known to have called `stop` in the current loop."""
         self.seeded = False
         """Whether the run's random states have been set."""
         self._loop: object = None  # identifies the current loop; earlier ones may not continue
@@ -205,7 +207,7 @@ class RunState:
 
     def begin_loop(self) -> object:
         """Start a new loop, which becomes the current one. Returns its identity."""
-        self._loop = object()
+        self._loop, self.stop_agreed = object(), False
         return self._loop
 
     def check_current(self, loop: object) -> None:

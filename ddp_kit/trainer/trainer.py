@@ -1,5 +1,6 @@
 """The training loop."""
 
+import gc
 import math
 import sys
 import time
@@ -48,7 +49,6 @@ from ddp_kit.trainer.consistency import (
     facts_of_weights,
 )
 from ddp_kit.trainer.evaluation import Evaluator, FitEvaluations, evaluation_due
-from ddp_kit.trainer.events import Events, Subscriber
 from ddp_kit.trainer.feed import Feed, FeedBuilder, Share, loader_batch_size
 from ddp_kit.trainer.learning_rates import (
     DecayWatch,
@@ -59,10 +59,11 @@ from ddp_kit.trainer.learning_rates import (
     scale_learning_rate,
     warmed_up,
 )
-from ddp_kit.trainer.logging import LogPoints
+from ddp_kit.trainer.logging import LogPoints, LogSchedule
 from ddp_kit.trainer.model_flops import ModelFlops
 from ddp_kit.trainer.parts import Logged, LoggedValues, LossFunction, MetricFunction, Parts, SchedulerInterval
 from ddp_kit.trainer.planning import (
+    PeakMemory,
     PlanPrinted,
     config_to_plan,
     described,
@@ -96,22 +97,10 @@ from ddp_kit.trainer.setup import (
     scheduler_for,
     use_deterministic_algorithms,
 )
-from ddp_kit.trainer.step import OptimizerStep
-from ddp_kit.trainer.subscribers import (
-    CheckpointSchedule,
-    ClockStart,
-    FlopCounting,
-    GarbageCollection,
-    HeartbeatMarks,
-    LogSchedule,
-    PeakMemory,
-    PreemptionWatch,
-    ProfilerSteps,
-    StopBarrier,
-    UserCallbacks,
-)
+from ddp_kit.trainer.step import ClosureStep, OptimizerStep
 from ddp_kit.trainer.updates import (
     JointOptimizer,
+    JointStep,
     Update,
     checked_updates,
     joint_scheduler,
@@ -265,10 +254,10 @@ class Trainer:
         )
         self._preemption = Preemption(self.world, self.config, self._checkpoints, self._position)
         self._sample_comparison = SampleComparison(self.world, settings.data, settings.seed)
-        self._stop_barrier = StopBarrier(self._state, self._is_complete, partial(self._wait_for_all, "stop()"))
+        self._profiler = Recorder(self.config.profile, self.world.rank)
+        self._garbage = DeferredGarbageCollection()
         self._peak_memory = PeakMemory(self.world, counted)
-        self._log_schedule = LogSchedule(self._log_points, settings.log_every, self._is_finished, self._call_callbacks)
-        self._events = Events(self._subscribers())
+        self._log_schedule = LogSchedule(self._log_points, settings.log_every, self._call_callbacks)
         barrier.watch(self.world, self._heartbeat)
         self._checkpoints.resume()
         self._heartbeat.stand(self.step)
@@ -567,67 +556,107 @@ class Trainer:
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def _steps(self, train_data: Data, feed: Feed, evaluations: FitEvaluations | None) -> Loop:
-        self._prepare(feed, ticks=True)
-        loop = self._state.begin_loop()
-        epochs = self._position.epochs_left(self.config, self.total_steps, feed.steps)
-        self._run_record.begin(self.step, self.total_steps, self._peak_memory.planned)
-        with self._events.loop():
+        loop = self._begin_loop(feed)
+        with self._loop_contexts():
             self._repeat_interrupted_evaluation(evaluations)
             while not self._is_finished():
                 share = self._begin_epoch(feed)
                 while share is not None and not self._is_finished():
-                    number = self.step + 1
-                    self._events.before_step(number)
-                    logged = number % self.config.log_every == 0 or number == self.total_steps
-                    batch = self._flops.watched(feed.batch, share)
-                    self._log_points.note_rates()
-                    try:
-                        self._optimizer_step.run(share, batch, self._log_points.interval, measure_norm=logged)
-                    except OutOfMemory as failed:
-                        feed, share = self._halve_micro_batch(failed, train_data)  # retry the same step
-                        continue
-                    except (RuntimeError, MemoryError) as error:
-                        with_hint(error, self._parts)
-                        raise
-                    samples, epoch = share.samples, self.epoch
-                    self._heartbeat.mark(Phase.DATA)
-                    share = feed.next()
-                    self._clock.mark(DATA)
-                    self._position.advance(samples, feed.steps, feed.place, ends_epoch=share is None)
-                    if epochs is not None and epochs > 1 and epoch == 0:
-                        self._decay_watch.check(number, epochs)
-                    if share is None:
-                        self._optimizer_step.end_epoch(number)
-                    step = Step(number, epoch, samples, share is None, None)
-                    self._events.after_update(step)
+                    self._profiler.before_step(self.step + 1)
+                    self._clock.start()
+                    feed, done = self._run_step(feed, share, train_data)  # repeats a step that runs out of memory
+                    share = self._next_share(feed)  # while the device is busy with the step
+                    step = self._advance(feed, done.samples, ends_epoch=share is None)
+                    self._profiler.after_step(step.number)
+                    self._call_callbacks("on_step")
+                    self._wait_at_a_stop()
+                    self._garbage.collect_if_due()
+                    self._count_flops()
+                    row = self._log_schedule.after_step(step, last=self._is_finished())
+                    self._peak_memory.after_step()
                     self._heartbeat.mark(Phase.BETWEEN_STEPS)
-                    yield step if self._log_schedule.row is None else replace(step, log=self._log_schedule.row)
+                    yield step if row is None else replace(step, log=row)
                     self._state.check_current(loop)
-                    self._events.after_step(step)
-            self._stop_barrier.check()  # a callback of a log point or evaluation may have called stop
+                    self._log_schedule.exclude_time_since_step()  # evaluations and the user's code are not training
+                    self._heartbeat.mark(Phase.CHECKPOINT)
+                    self._checkpoints.after_step()
+                    self._preemption.after_step(self._is_finished())
+            self._wait_at_a_stop()  # a callback of a log point or evaluation may have called stop
             self._log_schedule.end(self.step, self.epoch)
             with self._heartbeat.during(Phase.CHECKPOINT):
                 self._checkpoints.finish()
 
-    def _subscribers(self) -> list[Subscriber]:
-        """The subscribers, in the order in which they receive events; see the table in subscribers.py."""
-        return [
-            HeartbeatMarks(self._heartbeat, self._position),
-            ProfilerSteps(Recorder(self.config.profile, self.world.rank)),
-            ClockStart(self._clock),
-            UserCallbacks(self._call_callbacks),
-            self._stop_barrier,
-            GarbageCollection(),
-            *self._flop_counting(),
-            self._log_schedule,
-            self._peak_memory,
-            CheckpointSchedule(self._checkpoints),
-            PreemptionWatch(self._preemption, self._is_finished),
-        ]
+    def _begin_loop(self, feed: Feed) -> object:
+        """Prepare a loop over steps; returns its identity."""
+        self._prepare(feed, ticks=True)
+        self._decay_watch.begin(self._position.epochs_left(self.config, self.total_steps, feed.steps))
+        self._run_record.begin(self.step, self.total_steps, self._peak_memory.planned)
+        return self._state.begin_loop()
 
-    def _flop_counting(self) -> Iterator[Subscriber]:
-        if self._parts.config.mfu:
-            yield FlopCounting(self._flops, self._parts, self._log_points, self._optimizer_step)
+    @contextmanager
+    def _loop_contexts(self) -> Iterator[None]:
+        """The contexts in which steps are done: each ends what it has started, however the loop is left."""
+        with (
+            self._heartbeat.follow(self.step),
+            self._heartbeat.during(Phase.DATA),
+            self._profiler,
+            self._garbage.deferred(),
+            self._checkpoints.in_loop(),
+            self._preemption,
+        ):
+            self._preemption.begin()
+            yield
+
+    def _run_step(self, feed: Feed, share: Share, train_data: Data) -> tuple[Feed, Share]:
+        """Run an optimizer step. If it runs out of memory, repeat it with half the micro-batch.
+
+        Returns the feed and the share of the step that succeeded.
+        """
+        number = self.step + 1
+        logged = number % self.config.log_every == 0 or number == self.total_steps
+        while True:
+            self._log_points.note_rates()
+            batch = self._flops.watched(feed.batch, share)
+            try:
+                self._optimizer_step.run(share, batch, self._log_points.interval, measure_norm=logged)
+            except OutOfMemory as failed:
+                feed, share = self._halve_micro_batch(failed, train_data)
+            except (RuntimeError, MemoryError) as error:
+                with_hint(error, self._parts)
+                raise
+            else:
+                return feed, share
+
+    def _next_share(self, feed: Feed) -> Share | None:
+        self._heartbeat.mark(Phase.DATA)
+        share = feed.next()
+        self._clock.mark(DATA)
+        return share
+
+    def _advance(self, feed: Feed, samples: int, *, ends_epoch: bool) -> Step:
+        """Note that a step is done; at the end of an epoch, step the schedulers that count epochs."""
+        number, epoch = self.step + 1, self.epoch
+        self._position.advance(samples, feed.steps, feed.place, ends_epoch=ends_epoch)
+        self._decay_watch.after_step(number, epoch)
+        if ends_epoch:
+            self._optimizer_step.end_epoch(number)
+        self._heartbeat.step(number)
+        self._heartbeat.mark(Phase.CALLBACKS)
+        return Step(number, epoch, samples, ends_epoch, None)
+
+    def _wait_at_a_stop(self) -> None:
+        """At a stop, wait once per loop until all ranks have called it, before the collectives that end a run."""
+        if self._state.stopping and not self._state.stop_agreed:
+            self._state.stop_agreed = True
+            if not self._is_complete():
+                self._wait_for_all("stop()")
+
+    def _count_flops(self) -> None:
+        """Count the FLOPs of the model, once, if they are asked for and a batch was seen."""
+        if self._flops.ready:
+            began = time.perf_counter()
+            self._flops.count(self._parts, once_per_step=not isinstance(self._optimizer_step, JointStep | ClosureStep))
+            self._log_points.interval.started += time.perf_counter() - began  # this is not training
 
     def _begin_epoch(self, feed: Feed) -> Share | None:
         """Start or continue an epoch, and return its next step's share."""
@@ -685,8 +714,8 @@ class Trainer:
         if self.config.micro_batch_size == "auto":
             self._position.micro_batches[str(self.world.world_size)] = micro_batch
 
-    def _halve_micro_batch(self, failed: OutOfMemory, train_data: Data) -> tuple[Feed, Share | None]:
-        """Halve the micro-batch after a step ran out of memory. Returns the new feed, and the step's share to retry.
+    def _halve_micro_batch(self, failed: OutOfMemory, train_data: Data) -> tuple[Feed, Share]:
+        """Halve the micro-batch after a step ran out of memory. Returns the new feed, and the step's share to repeat.
 
         A collective. Raises the out-of-memory error if the micro-batch is already 1.
         """
@@ -699,7 +728,9 @@ class Trainer:
         self._parts.strategy.setup(self.model)
         self._set_batch_plan(self.batch_plan.global_batch, -(-micro_batch // 2))
         feed = self._feeds.train_feed(train_data, self.step, self.epoch)
-        return feed, self._begin_epoch(feed)
+        share = self._begin_epoch(feed)
+        assert share is not None, "the epoch had this step"
+        return feed, share
 
     def _prepare(self, feed: Feed, *, ticks: bool = False) -> None:
         """Checks and setup before the first step of a call. `ticks`: whether the schedulers will be stepped."""
@@ -756,3 +787,41 @@ class Trainer:
             consistency.check_agreement(self.world, facts_of_optimizer(self._parts), strategy.optimizer_replicas)
             consistency.check_agreement(self.world, facts_of_progress(self._parts))
         self._sample_comparison.compare(data)
+
+
+class DeferredGarbageCollection:
+    """Collects garbage about once a second, between steps, instead of automatically within one."""
+
+    _SECONDS = 1.0
+
+    def __init__(self) -> None:
+        self._on = False
+        self._last = 0.0
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """A context without automatic collection.
+
+        Objects that exist when it is entered are exempted (`gc.freeze`), so a collection does not traverse them.
+        """
+        if not gc.isenabled():
+            yield
+            return
+        self._on, self._last = True, time.perf_counter()
+        gc.disable()
+        freezes = gc.get_freeze_count() == 0  # otherwise gc.unfreeze would undo what the warm server or the user froze
+        if freezes:
+            gc.freeze()
+        try:
+            yield
+        finally:
+            self._on = False
+            if freezes:
+                gc.unfreeze()
+            gc.enable()
+
+    def collect_if_due(self) -> None:
+        """Collect if the last collection was a second ago."""
+        if self._on and time.perf_counter() - self._last > self._SECONDS:
+            gc.collect()
+            self._last = time.perf_counter()

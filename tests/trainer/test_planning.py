@@ -14,11 +14,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from ddp_kit import ConfigError, Loss, Trainer, TrainerConfig
 from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS
 from ddp_kit.parallel.memory import MemoryPlan, ModelMemory
-from ddp_kit.records import Step
 from ddp_kit.torch_internals import FakeTensors, LiveBytes, is_fake
 from ddp_kit.trainer import planning
-from ddp_kit.trainer.planning import PlanPrinted
-from ddp_kit.trainer.subscribers import PeakMemory
+from ddp_kit.trainer.planning import PeakMemory, PlanPrinted
 
 WIDTH = 32
 
@@ -259,7 +257,7 @@ def test_the_peak_is_logged_once_after_the_first_steps(
         if planned is not None:
             peak.compare_with(planned)
         for number in range(1, 10):
-            peak.after_update(Step(number, 0, 1, False, None))
+            peak.after_step()
             assert bool(found) == bool(expected and number >= 3)
     logger.remove(handler)
     assert len(found) == len(said)
