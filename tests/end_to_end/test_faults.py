@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -229,21 +230,21 @@ def test_nothing_is_left_of_ranks_that_take_long_to_end(
 
 
 @pytest.mark.parametrize("fault", [the_launcher_is_killed, a_rank_is_killed])
-def test_batches_shared_by_name_are_not_left(
-    script: Script, ready: Path, tmp_path: Path, fault: Callable[..., None]
-) -> None:
+def test_batches_shared_by_name_are_not_left(script: Script, ready: Path, fault: Callable[..., None]) -> None:
     """Their names are known to torch_shm_manager alone, which would remove them two seconds later."""
     job = JobProcesses()
+    temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # a short path: the manager's socket is in it
     by_name = "import os, torch.multiprocessing\ntorch.multiprocessing.set_sharing_strategy('file_system')\n"
     main = script(by_name + STUBBORN)
     words = ["--shutdown-timeout", 0, "--nproc-per-node", 2, main, ready]
-    with started(*words, job=job, TMPDIR=str(tmp_path)) as launcher:
+    with started(*words, job=job, TMPDIR=str(temporary)) as launcher:
         rank = int(wait_for(ready, 2)[0])
-        assert list(tmp_path.glob("torch-shm-dir-*"))
+        assert list(temporary.glob("torch-shm-dir-*"))
         there = job.alive()
         fault(launcher, rank)
         job.wait_until_gone(there)
-    assert not list(tmp_path.glob("torch-shm-dir-*"))
+    assert not list(temporary.glob("torch-shm-dir-*"))
+    shutil.rmtree(temporary)
     assert not [path for pid in there for path in Path("/dev/shm").glob(f"torch_{pid}_*")]
 
 
