@@ -28,7 +28,7 @@ from ddp_kit.env import plan_request, rank_for_messages
 from ddp_kit.errors import ConfigError
 from ddp_kit.heartbeat import Phase
 from ddp_kit.metrics import MetricObject
-from ddp_kit.parallel import Parallelize, strategy_for
+from ddp_kit.parallel import Parallelize, Strategy, strategy_for
 from ddp_kit.parallel.activations import Activations
 from ddp_kit.parallel.memory import MemoryPlan, ModelMemory
 from ddp_kit.parallel.offload import OffloadedOptimizer
@@ -164,6 +164,7 @@ class Trainer:
         if isinstance(model, nn.Module):
             model = without_wrappers(model, compiled=self._plan_request is None)
         checked_model(model)
+        self.model = model
         every = None if scheduler_every == "step" else scheduler_every
         self._updates = checked_updates(model, updates, (optimizer, loss_fn, scheduler, every), self.config)
         self._metrics: dict[str, MetricFunction | MetricObject] = checked_metrics(metrics or {})
@@ -171,39 +172,8 @@ class Trainer:
         if self.config.deterministic:
             use_deterministic_algorithms()
         self.world = barrier.join_world("Trainer(...)", share_gpus=self.config.parallel.share_gpus)
-        settings = self.config if self._plan_request is None else config_to_plan(self.config)
-        micro_batch = None if settings.micro_batch_size == "auto" else settings.micro_batch_size
-        settings = first_that_fits(settings, model, self.world)
-        automatic = settings.micro_batch_size == "auto"
-        strategy = strategy_for(settings.parallel, self.world, recoverable=automatic, parallelize=parallelize)
-        data_ranks = strategy.data_ranks
-        if self._plan_request is not None:
-            data_ranks = sizes_of(self.config.parallel, self._plan_request.ranks).data
-        self.batch_plan = plan_batches(settings.global_batch_size, micro_batch, settings.accumulation_steps, data_ranks)
-        strategy.check(model)
-        consistency.check_agreement(
-            self.world, facts_of_model(model) | {"the setting parallel": repr(settings.parallel)}
-        )
-        precision = Precision(
-            settings.precision,
-            self.world.device,
-            sharded=strategy.shards,
-            gathered=strategy.divides_weights,
-            fp8_layers=settings.fp8_layers,
-            bf16_buffers=settings.bf16_buffers,
-            bf16_inputs=settings.bf16_inputs,
-        )
-        self.model = model
-        self._model_described = described_model(model)
-        self._flops = ModelFlops(model, settings, self.world, precision)
-        precision.prepare(model)
-        if settings.compile is not None:
-            compile_in_place(model, settings.compile)
-        activations = Activations(model, settings.memory, compiled=settings.compile is not None)
-        refuse_model(model, strategy)
-        if settings.memory.offload_parameters:
-            strategy.offload_parameters()
-        strategy.setup(model)
+        settings, strategy = self._choose_placement(model, parallelize)
+        precision, activations = self._place_model(model, settings, strategy)
         logged = LoggedValues(self.world.device)
         if self._updates:
             optimizer = JointOptimizer({update.name: update.optimizer for update in self._updates})
@@ -213,11 +183,7 @@ class Trainer:
         if settings.memory.offload_optimizer or settings.memory.offload_parameters:
             device_optimizer = OffloadedOptimizer(self.optimizer, in_place=strategy.parameters_on_host)
         schedulers = self._schedulers(settings, scheduler, scheduler_every)
-        self._decay_watch = DecayWatch(schedulers)
         self.scheduler = joint_scheduler(schedulers) if self._updates else schedulers.get("")
-        self._scheduler_intervals = [(schedulers.get(each.name), each.every) for each in self._updates] or [
-            (self.scheduler, 1)
-        ]
         self._parts = Parts(
             model,
             strategy,
@@ -232,35 +198,85 @@ class Trainer:
             logged,
         )
         counted = refuse_start(self._parts)
-        self._clock = step_clock(self.world.device)
-        self._feeds = FeedBuilder(self._parts, self.batch_plan, self._clock)
-        if self._updates:
-            self._optimizer_step: OptimizerStep = joint_step(self._parts, self._clock, self._updates, schedulers)
-        else:
-            self._optimizer_step = optimizer_step_for(self._parts, self._clock)
-        self._run_record = RunRecord(self.config, self.world, self._model_described)
-        self._log_points = LogPoints(self._parts, self._clock, self._run_record.advise, self._flops.utilisation)
+        self._prepare_loop(settings, schedulers, counted)
+        barrier.watch(self.world, self._heartbeat)
+        self._checkpoints.resume()
+        self._heartbeat.stand(self.step)
+
+    def _choose_placement(self, model: nn.Module, parallelize: Parallelize | None) -> tuple[TrainerConfig, Strategy]:
+        """The settings, with "auto" resolved, and the strategy; also sets the batch plan. A collective."""
+        settings = self.config if self._plan_request is None else config_to_plan(self.config)
+        micro_batch = None if settings.micro_batch_size == "auto" else settings.micro_batch_size
+        settings = first_that_fits(settings, model, self.world)
+        automatic = settings.micro_batch_size == "auto"
+        strategy = strategy_for(settings.parallel, self.world, recoverable=automatic, parallelize=parallelize)
+        data_ranks = strategy.data_ranks
+        if self._plan_request is not None:
+            data_ranks = sizes_of(self.config.parallel, self._plan_request.ranks).data
+        self.batch_plan = plan_batches(settings.global_batch_size, micro_batch, settings.accumulation_steps, data_ranks)
+        strategy.check(model)
+        facts = facts_of_model(model) | {"the setting parallel": repr(settings.parallel)}
+        consistency.check_agreement(self.world, facts)
+        return settings, strategy
+
+    def _place_model(
+        self, model: nn.Module, settings: TrainerConfig, strategy: Strategy
+    ) -> tuple[Precision, Activations]:
+        """Convert the model to its precision, compile it, and spread it over the ranks. A collective."""
+        precision = Precision(
+            settings.precision,
+            self.world.device,
+            sharded=strategy.shards,
+            gathered=strategy.divides_weights,
+            fp8_layers=settings.fp8_layers,
+            bf16_buffers=settings.bf16_buffers,
+            bf16_inputs=settings.bf16_inputs,
+        )
+        self._model_described = described_model(model)
+        self._flops = ModelFlops(model, settings, self.world, precision)
+        precision.prepare(model)
+        if settings.compile is not None:
+            compile_in_place(model, settings.compile)
+        activations = Activations(model, settings.memory, compiled=settings.compile is not None)
+        refuse_model(model, strategy)
+        if settings.memory.offload_parameters:
+            strategy.offload_parameters()
+        strategy.setup(model)
+        return precision, activations
+
+    def _prepare_loop(self, settings: TrainerConfig, schedulers: dict[str, LRScheduler], counted: int | None) -> None:
+        """Create what the loop calls. `counted`: bytes of weights, gradients and optimizer state, if known."""
+        parts = self._parts
         self._position = Position()
         self._state = RunState()
+        self._heartbeat = parts.heartbeat
         self._total_steps = settings.max_steps
         self._max_steps = math.inf if settings.max_steps is None else settings.max_steps
         self._max_epochs = math.inf if settings.last_epoch is None else settings.last_epoch
-        self._heartbeat = self._parts.heartbeat
+        self._clock = step_clock(self.world.device)
+        self._feeds = FeedBuilder(parts, self.batch_plan, self._clock)
+        if self._updates:
+            self._optimizer_step: OptimizerStep = joint_step(parts, self._clock, self._updates, schedulers)
+        else:
+            self._optimizer_step = optimizer_step_for(parts, self._clock)
+        self._decay_watch = DecayWatch(schedulers)
+        self._scheduler_intervals = [(schedulers.get(each.name), each.every) for each in self._updates] or [
+            (self.scheduler, 1)
+        ]
+        self._run_record = RunRecord(self.config, self.world, self._model_described)
+        self._log_points = LogPoints(parts, self._clock, self._run_record.advise, self._flops.utilisation)
+        self._log_schedule = LogSchedule(self._log_points, settings.log_every, self._call_callbacks)
         self._checkpoints = Checkpoints(
-            self._parts, self._position, self._optimizer_step, self._callbacks, self._log_points, self._state
+            parts, self._position, self._optimizer_step, self._callbacks, self._log_points, self._state
         )
         self._evaluator = Evaluator(
-            self._parts, self._metrics, self._checkpoints, self._position, self._state, self._call_callbacks
+            parts, self._metrics, self._checkpoints, self._position, self._state, self._call_callbacks
         )
         self._preemption = Preemption(self.world, self.config, self._checkpoints, self._position)
         self._sample_comparison = SampleComparison(self.world, settings.data, settings.seed)
         self._profiler = Recorder(self.config.profile, self.world.rank)
         self._garbage = DeferredGarbageCollection()
         self._peak_memory = PeakMemory(self.world, counted)
-        self._log_schedule = LogSchedule(self._log_points, settings.log_every, self._call_callbacks)
-        barrier.watch(self.world, self._heartbeat)
-        self._checkpoints.resume()
-        self._heartbeat.stand(self.step)
 
     @property
     def step(self) -> int:

@@ -229,7 +229,7 @@ APART = f"""
 import torch
 from torch import nn
 from ddp_kit import Callback, Trainer, TrainerConfig
-from ddp_kit.trainer import barrier
+from ddp_kit.distributed import barrier
 
 class Stop(Callback):
     def on_step(self, trainer):
@@ -314,7 +314,7 @@ import torch
 from pathlib import Path
 from loguru import logger
 from ddp_kit import Trainer
-from ddp_kit.trainer import barrier
+from ddp_kit.distributed import barrier
 
 barrier.SILENT_SECONDS = 0.01
 said = Path("said")
@@ -354,10 +354,10 @@ LEFT_OUT = """
 import torch
 from torch import nn
 from ddp_kit import Callback, Trainer, TrainerConfig
-from ddp_kit.parallel import unit_order
+from ddp_kit.parallel import fsdp
 
 strategy, who, since = sys.argv[1], sys.argv[2], int(sys.argv[3])
-unit_order.SILENT_SECONDS, unit_order.TIMEOUT_SECONDS = map(float, sys.argv[4:])
+fsdp.SILENT_SECONDS, fsdp.TIMEOUT_SECONDS = map(float, sys.argv[4:])
 rank, passes = int(os.environ["RANK"]), 0
 
 class Net(nn.Module):

@@ -22,10 +22,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from ddp_kit import Trainer, TrainerConfig
-from ddp_kit.parallel import fsdp_units
+from ddp_kit.parallel import fsdp
 
 parallel, keeps_whole = json.loads(sys.argv[1]), sys.argv[2] == "whole"
-fsdp_units.whole_gradients_fit = lambda gradients, memory: keeps_whole
+fsdp.whole_gradients_fit = lambda gradients, memory: keeps_whole
 
 class Sent(TorchDispatchMode):
     def __init__(self):
@@ -212,9 +212,9 @@ import json
 import torch
 from torch import nn
 from ddp_kit import Trainer, TrainerConfig
-from ddp_kit.parallel import fsdp_units
+from ddp_kit.parallel import fsdp
 
-fsdp_units.whole_gradients_fit = lambda gradients, memory: False
+fsdp.whole_gradients_fit = lambda gradients, memory: False
 parallel, case = json.loads(sys.argv[1]), sys.argv[2]
 
 class Block(nn.Module):
