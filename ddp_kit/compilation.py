@@ -31,10 +31,10 @@ def compile_in_place(model: nn.Module, what: str) -> None:
 
 
 def without_wrappers(model: nn.Module, *, compiled: bool = True) -> nn.Module:
-    """The plain model, with the plain names of weights, of one that `torch.compile(model)` has wrapped.
+    """Remove the wrappers that `torch.compile` has put around a model or its submodules, and return the plain model.
 
-    The model inside of the wrapper is compiled in place with the same settings; so are submodules, whose wrappers they
-    replace. `compiled`: if False, nothing is compiled. Other models are returned as they are.
+    Weights then have their plain names. The modules inside the wrappers are compiled in place with the same settings.
+    `compiled`: if False, nothing is compiled. Models without wrappers are returned as they are.
     """
     for name, module in reversed([*model.named_modules(remove_duplicate=False)]):
         plain = compiled_module(module)

@@ -36,8 +36,8 @@ PYTHON = "PYTHON_EXEC"  # the workers' interpreter, instead of the launcher's
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 GPU_ORDER = "CUDA_DEVICE_ORDER"
-# --gpus-per-process: the number of visible GPUs of each process, 1 if unset. Local rank r uses those from r times this
-# number on. Under torchrun, users set it themselves.
+# --gpus-per-process: the number of GPUs of each process, 1 if unset. Local rank r uses the visible GPUs that start at
+# index r times this number. Under torchrun, users set it themselves.
 GPUS_PER_PROCESS = "DDPKIT_GPUS_PER_PROCESS"
 THREADS = "OMP_NUM_THREADS"
 BLAS_THREADS = "OPENBLAS_NUM_THREADS"  # of NumPy's BLAS, instead of OMP_NUM_THREADS
@@ -45,14 +45,14 @@ CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 ALLOCATOR = "PYTORCH_ALLOC_CONF"  # of torch's CUDA allocator; its older names:
 ALLOCATOR_OLDER = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 NO_COLOR = "NO_COLOR"  # see https://no-color.org
-# torchrun's variables for the defaults of flags: --nproc-per-node, --master-port,
+# torchrun's variables for the defaults of flags.
 PROCESSES_DEFAULT = "PET_NPROC_PER_NODE"
-NODES_DEFAULT = "PET_NNODES"  # --nnodes,
+NODES_DEFAULT = "PET_NNODES"
 NODE_RANK_DEFAULT = "PET_NODE_RANK"
 MASTER_ADDR_DEFAULT = "PET_MASTER_ADDR"
 MASTER_PORT_DEFAULT = "PET_MASTER_PORT"
-FLAG_DEFAULT = "PET_{name}"  # any flag's
-GRACE_DEFAULT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # --shutdown-timeout,
+FLAG_DEFAULT = "PET_{name}"  # of any flag
+GRACE_DEFAULT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # --shutdown-timeout
 LINE_PREFIX_DEFAULT = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"  # --log-line-prefix-template
 # Set by the manifests of `ddpkit submit`: the seconds that the cluster leaves the launcher from SIGTERM to SIGKILL.
 GRACE = "DDPKIT_GRACE_SECONDS"
@@ -62,7 +62,7 @@ UNINTERRUPTIBLE_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"  # second
 FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"  # 1: serve the workers' timers (torch.distributed.elastic.timer)
 FILE_TIMER_PATH = "TORCHELASTIC_TIMER_FILE"
 
-# From `ddpkit plan` to the Trainer of the script, which plans and does not train: the number of ranks, bytes of each.
+# Set by `ddpkit plan`, so that the script's Trainer plans instead of training: number of ranks, bytes of each device.
 PLAN_RANKS = "DDPKIT_PLAN_RANKS"
 PLAN_MEMORY = "DDPKIT_PLAN_MEMORY"
 # 1: precision="fp8" computes its float8 products in float32, on any device; for tests.
@@ -98,14 +98,14 @@ STACKS_FILE = "stacks.txt"  # the stack of a rank when a hang was detected
 STACKS_SIGNAL = getattr(signal, "SIGRTMAX", 3) - 3
 VERDICT_FILE = "verdict.json"
 GRACE_FILE = "shutdown-timeout"  # in an attempt's folder: the seconds of --shutdown-timeout
-ROUND_FILE = "ddpkit-round.json"  # in an attempt's folder while it runs: see launcher/round_record.py
+ROUND_FILE = "ddpkit-round.json"  # in an attempt's folder while it runs: see launcher/record.py
 # The record of a run: see docs/run-record.md. RECORD_NOTE, in an attempt's folder, names the folder of the record.
 RECORD_FOLDER = "record"
 RECORD_ATTEMPTS, RECORD_ROWS = "attempts.jsonl", "rows.jsonl"
 RECORD_NOTE = "ddpkit-record"
 ERROR_SHOWN_FILE = "error-shown"  # in an attempt's folder: one of its ranks has printed the error that ends it
 
-# Keys in the `extraInfo` of an error file that ddpkit wrote, and not the script.
+# Keys in the `extraInfo` of an error file that was written by ddpkit, not by the script.
 NOTE_MARK = "ddpkit"
 NOTE_AT_START = "at_start"
 NOTE_SECONDARY = "secondary"  # the root cause is on another rank
@@ -128,7 +128,7 @@ class WorkerEnv:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What `ddpkit plan` asks of the Trainer in the script."""
+    """Parameters that `ddpkit plan` passes to the Trainer in the script."""
 
     ranks: int
     memory: int
@@ -186,7 +186,7 @@ def from_env(env: Mapping[str, str] | None = None) -> WorkerEnv:
 def job_start_time() -> float | None:
     """When the launcher started this job's first workers on this node, as `time.time`; None without a launcher.
 
-    It is the age of the oldest attempt folder, so that restarts do not change it.
+    It is the modification time of the oldest attempt folder, which restarts do not change.
     """
     folder = attempt_folder()
     if folder is None:

@@ -56,7 +56,7 @@ def convert_linear_layers(model: nn.Module, layers: str | Sequence[str], device:
     float8.convert_to_float8_training(
         model,
         module_filter_fn=lambda module, _name: module in chosen,
-        # The gradient of a weight is a product over all rows of a batch. Pad them: their number may be any.
+        # The gradient of a weight is a product over all rows of a batch. Pad them, because their number is arbitrary.
         config=float8.Float8LinearConfig(emulate=emulated, pad_inner_dim=True),
     )
     logger.info("fp8: {} of {} linear layers{}", len(chosen), len(linear), "".join(f"; {each}" for each in left))

@@ -90,7 +90,7 @@ def _flags(gpus: int | str | None, processes: int | None) -> list[str]:
     return [] if gpus is None else ["--gpus", str(gpus)]
 
 
-# Pickling the call ----------------------------------------------------------------------------------------------------
+# --- Pickling the call ------------------------------------------------------------------------------------------------
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -131,7 +131,7 @@ def _pickled(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
 
 
 def _captured(function: Callable[..., Any], args: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """(name, value) of what is pickled with a function: arguments, closure variables, and the globals that it uses."""
+    """Yield (name, value) of all that is pickled with a function: arguments, closure variables, and used globals."""
     yield from ((f"argument {position}", value) for position, value in enumerate(args, 1))
     if isinstance(function, FunctionType):
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -141,7 +141,7 @@ def _captured(function: Callable[..., Any], args: Sequence[Any]) -> Iterator[tup
 
 
 def _globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """The globals that a function and the functions of its module that it calls use; these functions come last."""
+    """Yield the globals used by a function and by functions of its module that it calls; these functions come last."""
     found: dict[str, FunctionType] = {}
     waiting, seen = [function], set[str]()
     while waiting:
@@ -173,12 +173,12 @@ def modules_of(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-# The launcher ---------------------------------------------------------------------------------------------------------
+# --- The launcher -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Surroundings:
-    """What a launcher inherits when it starts and cannot change later."""
+    """State that a launcher inherits when it starts and cannot change later."""
 
     folder: str
     variables: Mapping[str, str]
@@ -307,7 +307,7 @@ def _is_interactive() -> bool:
     return hasattr(sys, "ps1") or "ipykernel" in sys.modules
 
 
-# The outcome ----------------------------------------------------------------------------------------------------------
+# --- The outcome ------------------------------------------------------------------------------------------------------
 
 
 class _TracebackOfRankError(Exception):

@@ -12,7 +12,7 @@ from ddp_kit.env import ERROR_FILE, HEARTBEAT_FILE
 
 
 class Phase(IntEnum):
-    """What a worker is doing."""
+    """The current activity of a worker."""
 
     OUTSIDE = 0
     """Outside of the Trainer."""
@@ -74,11 +74,11 @@ class HeartbeatField(IntEnum):
     DATA_SHARE = 9
     """The share of the time that went to waiting for data, in thousandths, as of the last log point."""
     COMMUNICATION_SHARE = 10
-    """The same for waiting for other ranks and the network."""
+    """The share of the time that went to waiting for other ranks and the network, in thousandths."""
     MFU = 11
     """Model FLOPs utilisation, in thousandths, as of the last log point; 0: not known."""
     COUNTED_AT = 12
-    """When the collectives were last counted, in nanoseconds of CLOCK_MONOTONIC: only while other threads can run."""
+    """When collectives were last counted, in nanoseconds of CLOCK_MONOTONIC: only while other threads can run."""
     PYTHON_AT = 13
     """When the main thread was last known to execute Python code, by the same clock; 0: not observed."""
 
@@ -109,7 +109,7 @@ class Heartbeat:
     communication_share: float = 0.0
     mfu: float = 0.0
     """Model FLOPs utilisation, 0 to 1; 0: not known."""
-    counted_at: int = field(default=0, compare=False)  # neither of these two times is progress
+    counted_at: int = field(default=0, compare=False)  # a change of one of these two times is not progress
     """When the collectives were last counted, in nanoseconds of CLOCK_MONOTONIC; 0: never."""
     python_at: int = field(default=0, compare=False)
     """When the main thread was last known to execute Python code; 0: not observed."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _FORMAT = "<green>{time:HH:mm:ss}</green> <level>{level: <7}</level> {message}"
 _USERS_FORMAT = inspect.signature(logger.add).parameters["format"].default  # LOGURU_FORMAT, or loguru's default
 _INDENT, _NARROW = len("12:34:56 INFO    "), 60
-"""Columns before a message. On terminals with fewer columns than `_NARROW`, only the first line is indented so far."""
+"""Columns before a message. On terminals narrower than `_NARROW` columns, only the first line is indented this far."""
 _NO_BREAK = "\u00a0"
 _DEFAULT_HANDLER = 0  # the id of loguru's own handler, which exists until the user configures loguru
 

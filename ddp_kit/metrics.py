@@ -1,4 +1,4 @@
-"""Weighted means that are exact over all ranks: accumulated as (sum, weight) and reduced once."""
+"""Losses and metrics over all ranks: exact weighted means, and metric objects such as those of torchmetrics."""
 
 import math
 import warnings
@@ -12,6 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_kit.errors import LossError, kind_of
+
+# --- Weighted means ---------------------------------------------------------------------------------------------------
+# Exact over all ranks: accumulated as (sum, weight) and reduced once.
+
 
 _WEIGHT_HINT = "pass a number of at least 0, such as the number of tokens or samples in the sum"
 
@@ -63,7 +67,7 @@ def exact_weight(weight: Tensor | float) -> Tensor | float:
 
 
 def bad_weight(step: int, rank: int | None = None) -> LossError:
-    """The error for an invalid weight on a device, which is only detected later. `rank`: the first with one."""
+    """The error for an invalid weight on a device, which is only detected later. `rank`: the first rank with one."""
     where = "" if rank is None else f", first on rank {rank}"
     return LossError(f"the weight of a Loss is negative, NaN or infinite at step {step}{where}", _WEIGHT_HINT, step)
 
@@ -121,7 +125,8 @@ def _hint_for(value: object) -> str:
     return wanted
 
 
-# --- Metric objects, such as torchmetrics', which hold their own state and reduce it over the ranks themselves --------
+# --- Metric objects ---------------------------------------------------------------------------------------------------
+# They hold their own state and reduce it over the ranks themselves.
 
 
 _DTYPES = (
@@ -197,9 +202,9 @@ def _numbers(name: str, found: Any) -> Iterator[tuple[str, float]]:
         )
 
 
-# --- list states on ranks without samples -----------------------------------------------------------------------
-# torchmetrics (1.9) gathers a 1-D float32 tensor in place of an empty list. If other ranks' tensors have another dtype
-# or more dimensions, gloo aborts the process and NCCL returns wrong numbers.
+# --- Empty list states ------------------------------------------------------------------------------------------------
+# On a rank without samples, torchmetrics (1.9) gathers a 1-D float32 tensor in place of an empty list. If other ranks'
+# tensors have another dtype or more dimensions, gloo aborts the process and NCCL returns wrong numbers.
 
 
 def _fill_empty_states(metric: Any, device: torch.device) -> None:

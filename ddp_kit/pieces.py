@@ -15,9 +15,9 @@ class Piece:
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
     offsets: tuple[int, ...]
-    """Where the box begins in each dimension; for a range, the index of its first value among all values."""
+    """The start of the box in each dimension; for a range, the index of its first value among all values."""
     flat: bool = False
-    """Whether it is a range."""
+    """Whether the piece is a range."""
     owned: bool = True
     """Whether this rank writes the piece to checkpoints; of several ranks that hold the same piece, only one does."""
 

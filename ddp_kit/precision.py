@@ -28,8 +28,8 @@ from ddp_kit.structures import each_leaf
 from ddp_kit.torch_internals import scale_on_device
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-_EXACT = 256  # bfloat16 has all whole numbers up to this one, and further up every second, fourth, ...
-# Their statistics must have the dtype of the weights, in subclasses, too.
+_EXACT = 256  # bfloat16 represents all whole numbers up to this one, and above it every second, fourth, ...
+# Norms whose statistics must have the dtype of the weights, also in subclasses.
 _NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
@@ -65,8 +65,8 @@ class Precision:
         self._kept_buffers: tuple[str, ...] = ()
         self._warned_about_batch = False
         self._autocast_dtype = _AUTOCAST.get(name)
-        # The backward pass comes last to casts that an earlier forward pass, such as one under no_grad, has cached:
-        # after FSDP has reduced the gradients of their module.
+        # With FSDP, the backward pass would reach a cast that an earlier forward pass (such as one under no_grad) has
+        # cached only after the gradients of its module were reduced.
         self._caches_casts = not gathered and _cached_casts_have_gradients()
         self.scales = name == "fp16"
         """Whether the loss is scaled, so that steps with non-finite gradients are expected, and skipped."""
@@ -97,7 +97,7 @@ class Precision:
     def kept_buffers(self, model: nn.Module) -> dict[str, Tensor]:
         """The floating-point buffers that `prepare` does not convert, by name.
 
-        Raises `ConfigError` if `bf16_buffers` names none of the model's.
+        Raises `ConfigError` if a pattern in `bf16_buffers` matches no buffer of the model.
         """
         found = dict(model.named_buffers(remove_duplicate=False))
         if self.weights_dtype is None:
@@ -119,7 +119,7 @@ class Precision:
     def check_batch(self, batch: object) -> None:
         """Log a warning if the conversion changes whole numbers in a batch, such as positions; the first time only.
 
-        `batch`: before it is moved to the device. Reads tensors on the host alone, so that nothing waits for a GPU.
+        `batch`: before it is moved to the device. Reads only tensors on the host, so that nothing waits for a GPU.
         """
         if self.batch_dtype is not None and not self._warned_about_batch:
             each_leaf(self._check_leaf, batch)
@@ -127,7 +127,7 @@ class Precision:
     def _check_leaf(self, leaf: object) -> None:
         if self._warned_about_batch or not _is_wider_on_host(leaf):
             return
-        least, largest = (float(each) for each in leaf.aminmax())  # without temporary tensors: nearly all end here
+        least, largest = (float(each) for each in leaf.aminmax())  # without temporary tensors; enough for most batches
         if max(-least, largest) <= _EXACT:
             return
         whole = leaf[(leaf == leaf.trunc()) & leaf.isfinite()]
@@ -223,7 +223,7 @@ def _follows_weights(module: nn.Module) -> bool:
 
 
 def _is_wider_on_host(leaf: object) -> TypeGuard[Tensor]:
-    """Whether it is a tensor on the host with values that bfloat16 may not have."""
+    """Whether it is a tensor on the host with values that bfloat16 may not be able to represent."""
     return (
         isinstance(leaf, Tensor)
         and leaf.is_cpu

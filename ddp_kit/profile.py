@@ -1,6 +1,4 @@
-"""Records chosen steps: a trace by torch.profiler, and the largest allocations on a GPU; a snapshot if it runs out of
-memory.
-"""
+"""Profiles chosen steps: a trace by torch.profiler, and the largest GPU allocations; also out-of-memory snapshots."""
 
 import json
 import os
@@ -25,14 +23,14 @@ from ddp_kit.torch_internals import memory_snapshot, profiler_runs, record_alloc
 
 _FORMAT = 1
 _MOST_ALLOCATIONS = 1_000_000
-"""Of the recorded steps; each takes up to some KiB of host memory. Of more, the earliest are dropped."""
+"""Maximum number of recorded events, each of up to some KiB of host memory; of more, the earliest are dropped."""
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parent)
 
 
 class Recorder:
     """Records the steps `profile.steps` on the ranks `profile.ranks`.
 
-    with recorder:                   # writes what there is if the run ends before the last step to record
+    with recorder:                   # writes what has been recorded if the run ends before the last step to record
         recorder.before_step(number); ...; recorder.after_step(number)
 
     Raises `ConfigError` if `profile.dir` cannot be written to. Later failures are logged as warnings, and training
@@ -59,7 +57,7 @@ class Recorder:
         self.close()
 
     def before_step(self, number: int) -> None:
-        """Start recording if step `number`, counted from 1, is to be recorded; a resumed run may start in between."""
+        """Start recording at the first step to record; a resumed run may begin after it. `number`: counted from 1."""
         if self._armed and self._first <= number <= self._last:
             self._armed = False
             self._begin(number)
@@ -107,7 +105,7 @@ class Recorder:
                 logger.warning("profile: no memory is recorded: the script records its memory history itself")
                 return
             record_allocations(_MOST_ALLOCATIONS)
-        except (RuntimeError, AttributeError, TypeError) as error:  # another allocator; torch's private functions
+        except (RuntimeError, AttributeError, TypeError) as error:  # another allocator, or changed private functions
             logger.warning("profile: memory cannot be recorded: {}", error)
             return
         self._memory = True
@@ -136,7 +134,7 @@ class Recorder:
         logger.info("profile: {} (`ddpkit report` shows it)", path)
 
     def _begin(self, number: int) -> None:
-        if profiler_runs():  # a second one would end the first
+        if profiler_runs():  # a second profiler would end the first
             logger.warning("profile: step {} is not recorded: another torch profiler is running", number)
             return
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
@@ -144,7 +142,7 @@ class Recorder:
         running = profile(activities=activities, record_shapes=True, with_stack=True)
         try:
             with warnings.catch_warnings():
-                # torch 2.10 to 2.12 warn of several cycles at every start; there is one.
+                # torch 2.10 to 2.12 warn about several cycles at every start, although there is only one.
                 warnings.filterwarnings("ignore", "Warning: Profiler clears events at the end of each cycle")
                 running.start()
         except RuntimeError as error:
@@ -152,7 +150,7 @@ class Recorder:
             return
         self._running, self._begun = running, number
         self._record_memory()
-        with suppress(RuntimeError):  # torch cannot tell after its newer switches were set
+        with suppress(RuntimeError):  # torch raises it if its newer TF32 switches were set
             running.add_metadata("float32_matmul_precision", torch.get_float32_matmul_precision())
 
 
@@ -175,7 +173,7 @@ def save_memory_snapshot(folder: Path, rank: int) -> Path | None:
 
 
 def _from_here(file: str) -> str:
-    """The path relative to the current folder, if it is below it."""
+    """The path, relative to the current folder if it is inside it."""
     return os.path.relpath(file) if file and Path(file).is_relative_to(Path.cwd()) else file
 
 
@@ -199,9 +197,10 @@ def _check_folder(folder: Path, *, speaks: bool) -> None:
         raise found from None
 
 
-# --- What took the memory of a GPU at its peak, by source line, from a snapshot of torch's allocator ------------------
-# `torch.cuda.memory._snapshot` documents the structure of a snapshot in its docstring. Sizes are those that were
-# requested, as in `torch.cuda.memory_stats()["requested_bytes.all.peak"]`; the allocator rounds them up.
+# --- Memory peak ------------------------------------------------------------------------------------------------------
+# Allocations at the memory peak of a GPU, by source line, from a snapshot of torch's allocator. The docstring of
+# `torch.cuda.memory._snapshot` documents the structure of a snapshot. Sizes are those that were requested, as in
+# `torch.cuda.memory_stats()["requested_bytes.all.peak"]`; the allocator rounds them up.
 
 
 _MOST_LINES = 20
@@ -209,7 +208,7 @@ _MOST_LINES = 20
 
 @dataclass(frozen=True)
 class LineMemory:
-    """What one line of Python had allocated at the peak."""
+    """Memory that one line of Python had allocated at the peak."""
 
     file: str
     """"" for allocations without Python code on the stack, such as those of the backward pass."""
@@ -217,7 +216,7 @@ class LineMemory:
     function: str
     bytes: int
     count: int
-    """Tensors."""
+    """Number of tensors."""
 
 
 @dataclass(frozen=True)
@@ -226,15 +225,15 @@ class MemoryPeak:
 
     bytes: int
     earlier: int
-    """Bytes of it that were allocated before the recording began, such as weights."""
+    """Bytes that were allocated before the recording began, such as weights; included in `bytes`."""
     lines: tuple[LineMemory, ...]
     """The lines with the most bytes, at most 20."""
 
 
 def memory_peak(snapshot: Mapping[str, Any], libraries: Sequence[Path]) -> MemoryPeak | None:
-    """The peak of the GPU with the highest one; None where no allocation was recorded.
+    """The peak of the GPU with the highest peak; None if no allocation was recorded.
 
-    `libraries`: folders whose code is passed over: an allocation counts for the line that called it from elsewhere.
+    `libraries`: folders whose frames are skipped: an allocation counts for the innermost line outside of them.
     """
     devices = [_Device(number, events, snapshot) for number, events in enumerate(snapshot["device_traces"]) if events]
     if not devices:
@@ -252,16 +251,16 @@ def memory_peak(snapshot: Mapping[str, Any], libraries: Sequence[Path]) -> Memor
 
 
 class _Device:
-    """The allocations of one GPU while they were recorded.
+    """The recorded allocations of one GPU.
 
-    What was allocated before is known by its end only: it was freed without having been allocated, or is still there.
+    Earlier allocations are known only from a free without a recorded allocation, or because they exist at the end.
     """
 
     def __init__(self, number: int, events: Sequence[Mapping[str, Any]], snapshot: Mapping[str, Any]) -> None:
         self._events = events
         alive: dict[int, int] = {}
         now = change_at_peak = freed_earlier = 0
-        self._peak_at = 0  # events before the peak
+        self._peak_at = 0  # number of events up to the peak
         for index, event in enumerate(events, 1):
             if event["action"] == "alloc":
                 now += event["size"] - alive.get(event["addr"], 0)
@@ -276,7 +275,7 @@ class _Device:
         self.peak = freed_earlier + left_earlier + change_at_peak
 
     def alive_at_peak(self) -> Iterable[tuple[int, Sequence[Mapping[str, Any]]]]:
-        """Size and stack of each recorded allocation that was there at the peak."""
+        """Size and stack of each recorded allocation that was alive at the peak."""
         alive: dict[int, tuple[int, Sequence[Mapping[str, Any]]]] = {}
         for event in self._events[: self._peak_at]:
             if event["action"] == "alloc":
@@ -287,7 +286,7 @@ class _Device:
 
 
 def _allocated(device: int, snapshot: Mapping[str, Any]) -> Iterable[tuple[int, int]]:
-    """Address and size of each tensor's memory at the end."""
+    """Address and size of each block of memory that is allocated at the end of the recording."""
     for segment in snapshot["segments"]:
         for block in segment["blocks"] if segment.get("device", 0) == device else ():
             if block["state"] == "active_allocated":
@@ -295,7 +294,7 @@ def _allocated(device: int, snapshot: Mapping[str, Any]) -> Iterable[tuple[int, 
 
 
 def _place(frames: Sequence[Mapping[str, Any]], libraries: tuple[str, ...]) -> tuple[str, int, str]:
-    """File, line and function of the innermost frame of other code."""
+    """File, line and function of the innermost frame outside of libraries."""
     for frame in frames:  # the innermost first
         file = frame["filename"]
         if file.endswith(".py") and not file.startswith(libraries) and not _is_of_python(file):
@@ -304,7 +303,7 @@ def _place(frames: Sequence[Mapping[str, Any]], libraries: tuple[str, ...]) -> t
 
 
 def _is_of_python(file: str) -> bool:
-    """Whether it is of the standard library, or what torch.compile has written."""
+    """Whether a file belongs to the standard library or was generated by torch.compile."""
     return (file.startswith(f"{_STANDARD_LIBRARY}/") and "-packages/" not in file) or "/torchinductor_" in file
 
 

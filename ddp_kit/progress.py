@@ -26,13 +26,13 @@ class _TimeLeft(TimeRemainingColumn):
         return Text.assemble(shown, (" left", shown.style)) if shown.plain else shown
 
 
-_running: list[Progress] = []  # the bar of the run, in whose place evaluations show theirs
+_running: list[Progress] = []  # the progress bar of the run; evaluations show theirs in its place
 
 
 class ProgressReport:
-    """Shows steps as they are done; nothing where `shown` is False. A context manager.
+    """Shows the steps of a run as they complete; nothing if `shown` is False. A context manager.
 
-    `total`: optimizer steps of the whole run; None where only the data will tell. `done`: those done before.
+    `total`: optimizer steps of the whole run; None: not known in advance. `done`: steps that are already completed.
     """
 
     def __init__(self, total: int | None, shown: bool, done: int = 0) -> None:
@@ -56,7 +56,7 @@ class ProgressReport:
             self._bar.stop()
 
     def step(self, done: int, total: int | None) -> None:
-        """After each step; the bar redraws itself a few times a second, whatever the number of steps."""
+        """Update the bar after a step; it redraws itself a few times a second, regardless of the number of steps."""
         self._total = total
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=total)
@@ -73,7 +73,7 @@ class ProgressReport:
 
 
 def _fitting(values: str, room: int) -> str:
-    """The first of the values, which two spaces separate, that fit into so many columns."""
+    """The first values, separated by two spaces, that fit into `room` columns."""
     shown = ""
     for value in values.split("  "):
         longer = f"{shown}  {value}" if shown else value
@@ -84,7 +84,7 @@ def _fitting(values: str, room: int) -> str:
 
 
 def with_bar(batches: Iterable[T], title: str, count: Callable[[], int] | None, shown: bool) -> Iterable[T]:
-    """The same batches, counted by a progress bar on a terminal. `count`: how many there are; None: not known."""
+    """The same batches, counted by a progress bar on a terminal. `count`: returns their number; None: not known."""
     return _with_bar(batches, title, count) if shown and sys.stderr.isatty() else batches
 
 
@@ -92,7 +92,7 @@ def _with_bar(batches: Iterable[T], title: str, count: Callable[[], int] | None)
     bar = _running[-1] if _running else _bar()
     if not _running:
         bar.start()
-    # One line at any time: what other ranks print would be overwritten by a display that goes up to redraw itself.
+    # Only one line at a time: a display of several lines moves up to redraw itself, and overwrites other ranks' output.
     hidden = [each.id for each in bar.tasks if each.visible]
     for each in hidden:
         bar.update(each, visible=False)
@@ -123,11 +123,11 @@ _STEP, _PHASE, _BEATS, _STEPS, _BEGAN, _CHANGED_AT, _STEP_NANOSECONDS = map(
 )
 _SIZE = len(HeartbeatField) + ADVICE_WORDS
 _AVERAGED = 8
-"""A step counts for one part in so many of the moving average of the time of a step."""
+"""A new step has the weight 1 / `_AVERAGED` in the moving average of the time per step."""
 
 
 class Heartbeat:
-    """What this process is doing, where the launcher sees it at any time; in memory, without a system call."""
+    """The heartbeat of this process, in memory that the launcher may read at any time. Updates need no system call."""
 
     def __init__(self) -> None:
         memory = heartbeat_memory()
@@ -137,7 +137,7 @@ class Heartbeat:
 
     @property
     def where(self) -> str:
-        """What this process is doing, in words."""
+        """The current phase and step, in words."""
         return f"{Phase(self._memory[_PHASE]).description}, after step {max(0, self._memory[_STEP] - 1)}"
 
     def mark(self, phase: Phase) -> None:
@@ -152,7 +152,7 @@ class Heartbeat:
         self._memory[_STEP] = step + 1
 
     def step(self, step: int) -> None:
-        """An optimizer step is done."""
+        """Record a completed optimizer step."""
         self._memory[_STEP] = step + 1
         self._memory[_STEPS] += 1
         now = monotonic_ns()
@@ -162,13 +162,13 @@ class Heartbeat:
         self._stepped_at = now
 
     def shares(self, data: float, communication: float, mfu: float = 0.0) -> None:
-        """Set the shares of the time that went to waiting for data and for other ranks, and the MFU; 0: not known."""
+        """Set the shares of the time spent waiting for data and for other ranks, and the MFU (0 to 1); 0: not known."""
         self._memory[HeartbeatField.DATA_SHARE] = round(1000 * data)
         self._memory[HeartbeatField.COMMUNICATION_SHARE] = round(1000 * communication)
         self._memory[HeartbeatField.MFU] = round(1000 * mfu)
 
     def advise(self, line: str) -> None:
-        """Set the last line of advice; one that is too long is cut."""
+        """Set the last line of advice; a line that is too long is truncated."""
         content = line.encode()[: 8 * ADVICE_WORDS].ljust(8 * ADVICE_WORDS, b"\0")
         self._memory[len(HeartbeatField) : _SIZE] = memoryview(content).cast("q")
 
@@ -189,7 +189,7 @@ class Heartbeat:
 
     @contextmanager
     def follow(self, step: int) -> Iterator[None]:
-        """While steps are done: note the one they begin after, and at a loss that is not finite, the last good one."""
+        """A context for training: records the initial step, and after a `LossError` the last step before the error."""
         self.stand(step)
         self._stepped_at = 0
         if not self._memory[_BEGAN]:
@@ -203,14 +203,14 @@ class Heartbeat:
 
 
 def _bar() -> Progress:
-    whole = Column(no_wrap=True)  # on a narrow terminal the bar alone gets shorter
+    whole = Column(no_wrap=True)  # on a narrow terminal, only the bar gets shorter
     return Progress(
         MofNCompleteColumn(table_column=whole),
         BarColumn(bar_width=_BAR_COLUMNS),
         _TimeLeft(table_column=whole),
         TextColumn("{task.description}"),
         console=Console(stderr=True, soft_wrap=True),
-        # What the script prints appears above the bar, in one piece; where its output goes elsewhere it is left alone.
+        # The script's output appears above the bar in one piece. Output to a file or pipe is not redirected.
         redirect_stdout=sys.stdout.isatty(),
         redirect_stderr=True,
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from ddp_kit.errors import size_text
 
 _MIN_SHOWN_WAIT = 0.05
-"""The share of a step's time from which on waiting for other ranks is shown."""
+"""The minimum share of a step's time at which waiting for other ranks is shown."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LogRow:
     values: dict[str, float] = field(default_factory=dict)
     """The values passed to `trainer.log`, averaged over the interval and all ranks."""
     learning_rates: tuple[float, ...] = ()
-    """The learning rate of each parameter group in that step."""
+    """The learning rate of each parameter group in the row's last step."""
     rank_seconds: tuple[float, ...] = ()
     """`StepTimes.own` of each rank: seconds per optimizer step without waiting for other ranks."""
     rank_memory: tuple[int, ...] = ()

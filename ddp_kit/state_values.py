@@ -31,7 +31,7 @@ def flag(value: Any, name: str) -> bool:
 
 
 def check_same_kind(value: Any, own: Any, name: str) -> None:
-    """Raise `ValueError` unless `value` is of the same kind as `own`, the value that it replaces: a number, a list, ...
+    """Raise `ValueError` unless `value` is of the same kind (number, list, ...) as `own`, the value that it replaces.
 
     If `own` is None, any value is accepted; None is accepted in place of a bool or a string.
     """

@@ -1,4 +1,4 @@
-"""Nested containers of tensors, and the repeated blocks of a model."""
+"""Nested containers of tensors, the repeated blocks of a model, and their division into consecutive stages."""
 
 from collections import Counter, UserDict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ddp_kit.errors import ConfigError, size_text
 
-# --- Batches are nested containers: of tuples, lists, mappings and dataclasses ----------------------------------------
+# --- Nested containers ------------------------------------------------------------------------------------------------
 
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ def each_leaf(function: Callable[[Any], Any], batch: Any) -> Any:
     return function(batch)
 
 
-# --- The repeated blocks of a model, such as the layers of a transformer: the units of compilation and sharding -------
+# --- Repeated blocks --------------------------------------------------------------------------------------------------
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -99,15 +99,16 @@ def work_of(module: nn.Module, *, recurse: bool = True) -> float:
     return float(sum(each.numel() for part in multiplying for each in part.parameters(recurse=False)))
 
 
-# --- Splits a chain of blocks into consecutive stages, one per device, with an exact algorithm. Does not import torch.
+# --- Split of a chain of blocks ---------------------------------------------------------------------------------------
+# Divides blocks into consecutive stages, one per device, with an exact algorithm.
 
 
 def split_chain(costs: Sequence[float], sizes: Sequence[float], capacities: Sequence[float]) -> tuple[range, ...]:
     """Divide blocks into one stage per device so that the largest stage cost is minimal.
 
-    `costs`: of each block, not negative, in any unit. `sizes`: bytes of each block. `capacities`: bytes that each
-    device can hold, in the order of the stages; `math.inf` for no limit. Ties are broken by the smallest sum of squared
-    stage costs. Returns the blocks of each stage; no stage is empty.
+    `costs`: the cost of each block, not negative, in any unit. `sizes`: bytes of each block. `capacities`: bytes that
+    each device can hold, in the order of the stages; `math.inf` for no limit. Ties are broken by the smallest sum of
+    squared stage costs. Returns the blocks of each stage; no stage is empty.
     A dynamic program over (stages, blocks), O(n^2 k) for n blocks and k devices.
     Raises `ConfigError` if there are fewer blocks than devices, or if no split fits.
     """

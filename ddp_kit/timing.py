@@ -15,7 +15,7 @@ from ddp_kit.records import StepTimes
 from ddp_kit.torch_internals import call_after_backward
 
 DATA, TRANSFER, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER = range(6)
-_EXPOSED = 6  # the communication that follows the backward pass, of the steps in which it is watched
+_EXPOSED = 6  # communication after the gradients are computed, in the steps that are watched
 _PHASES = 7
 
 _SECONDS_BETWEEN_WATCHED = 0.003  # watching costs some 12 microseconds: at most 0.4 % of the time
@@ -25,7 +25,7 @@ COLUMNS = len(fields(StepTimes))
 
 
 class StepClock:
-    """Says which phase the time since the last mark belongs to. This one is for a CPU; see `step_clock`.
+    """Attributes the time between marks to phases. This class uses the host's time, for a CPU; see `step_clock`.
 
     clock.start()                          # a step begins; the time before belongs to no phase
     batch = next(batches); clock.mark(DATA)
@@ -39,8 +39,8 @@ class StepClock:
     def __init__(self) -> None:
         self._last = self._watched_at = 0.0
         self.idle = 0.0
-        """Of the last reading, the share of the steps in which a GPU ran out of work: as the step began, or at the end
-        of a forward pass, it had finished all that was queued, as it does where the host waits for it in each step."""
+        """Share of the steps of the last reading in which a GPU ran out of work: when the step began or a forward pass
+        ended, it had finished everything that was queued, as it does if the host waits for it in each step."""
         self._begin_interval()
 
     def _begin_interval(self) -> None:
@@ -48,27 +48,27 @@ class StepClock:
         self._steps = self._watched = 0
 
     def start(self) -> None:
-        """An optimizer step begins."""
+        """Begin an optimizer step."""
         self._steps += 1
         self._last = perf_counter()
 
     def skip(self) -> None:
-        """The time until now belongs to no phase: what is marked before the next step begins counts from here on."""
+        """Attribute the time since the last mark to no phase."""
         self._last = perf_counter()
 
     def mark(self, phase: int) -> None:
-        """The time since the last mark of this step was spent in `phase`."""
+        """Attribute the time since the last mark of this step to `phase`."""
         now = perf_counter()
         self._sums[phase] += now - self._last
         self._last = now
 
     def watch(self, loss: Tensor) -> int:
-        """Find out when the gradients of `loss` are computed; returns the phase to mark after its `backward()`.
+        """Measure when the gradients of `loss` are computed; returns the phase to mark after its `backward()`.
 
-        DDP waits for its reductions in a callback at the end of the backward pass. Such
-        callbacks run in the order in which they were queued, so one that is queued as the pass begins runs just
-        before, on the stream of the caller. DDP's own timers say the same, but reading them makes the host wait for
-        the device. Short steps are not all watched: those that are stand for the others.
+        DDP waits for its reductions in a callback at the end of the backward pass. Such callbacks run in the order in
+        which they were queued, so one that is queued when the pass begins runs just before that one, on the caller's
+        stream. DDP's own timers measure the same, but reading them makes the host wait for the device. If steps are
+        short, only a sample of them is watched.
         """
         now = perf_counter()
         if now - self._watched_at < _SECONDS_BETWEEN_WATCHED or not loss.requires_grad:
@@ -100,7 +100,7 @@ class StepClock:
 
 
 class Event(Protocol):
-    """What the clock needs of torch.cuda.Event."""
+    """The methods of torch.cuda.Event that the clock uses."""
 
     def record(self) -> None:
         """Record the event on the device."""
@@ -113,7 +113,7 @@ class Event(Protocol):
 
 
 class DeviceClock(StepClock):
-    """A clock on the device's own time, which runs behind the host's; it never makes the host wait.
+    """Measures phases with events on the device, which runs behind the host. Does not make the host wait.
 
     `new_event`: makes an event that is recorded on the stream that the computation uses. `has_finished`: whether that
     stream has nothing left to do.
@@ -138,7 +138,7 @@ class DeviceClock(StepClock):
         self._open = None
         if self._made - len(self._free) < _MOST_WAITING:
             self._open = []
-            self.mark(DATA)  # its phase is not read: it only begins the next one
+            self.mark(DATA)  # the phase is not read: this event is only the beginning of the first phase
 
     def skip(self) -> None:
         self._collect()
@@ -170,7 +170,7 @@ class DeviceClock(StepClock):
         return super().read(step_seconds)
 
     def _collect(self) -> None:
-        """Add up the steps that the device has finished, and take their events back."""
+        """Add up the steps that the device has finished, and reuse their events."""
         if self._open:
             self._waiting.append(self._open)
             self._open = None
@@ -199,22 +199,23 @@ class _CudaEvent:
 
 
 def step_clock(device: torch.device) -> StepClock:
-    """The clock that suits `device`."""
+    """The clock for `device`."""
     if device.type != "cuda":
         return StepClock()
     return DeviceClock(partial(_CudaEvent, device), lambda: torch.cuda.current_stream(device).query())
 
 
-# --- all ranks' times in one all-reduce -----------------------------------------------------------------------------
+# --- Times of all ranks -----------------------------------------------------------------------------------------------
+# They are exchanged in one all-reduce.
 
 
 def table_of(times: StepTimes, rank: int, world_size: int, device: torch.device) -> Tensor:
-    """A float64 tensor of shape [world_size, 7], zero but for this rank's row: its sum over the ranks has all rows."""
+    """A float64 tensor of shape [world_size, 7], zero except for this rank's row: the sum over ranks has all rows."""
     rows = [0.0] * (world_size * COLUMNS)
     rows[rank * COLUMNS : (rank + 1) * COLUMNS] = times.figures
     return torch.tensor(rows, dtype=torch.float64).view(world_size, COLUMNS).to(device, non_blocking=True)
 
 
 def by_rank(numbers: Sequence[float]) -> tuple[StepTimes, ...]:
-    """The ranks' times, from all numbers of the summed table in their order."""
+    """The times of each rank, from the numbers of the summed table in row-major order."""
     return tuple(StepTimes(*numbers[first : first + COLUMNS]) for first in range(0, len(numbers), COLUMNS))

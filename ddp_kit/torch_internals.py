@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = ["pytree"]
 
-# --- process groups -------------------------------------------------------------------------------------------------
+# --- Process groups ---------------------------------------------------------------------------------------------------
 
 
 def default_store() -> dist.Store:
@@ -49,6 +49,9 @@ def collectives_of_all_groups() -> int:
     return total
 
 
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+
 def compilations() -> int:
     """The number of graphs that torch.compile has compiled in this process, including recompilations."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
@@ -56,31 +59,34 @@ def compilations() -> int:
 
 
 def compile_module(module: nn.Module) -> None:
-    """`module.compile()`, also for modules whose `forward` is torch's own code, such as Sequential."""
+    """Call `module.compile()`, also for modules whose `forward` is torch's own code, such as Sequential."""
     with _with_outer_frame(module):
         module.compile()
 
 
 def compile_like(wrapper: Any, module: nn.Module) -> None:
-    """Compile a module in place with the settings of the wrapper that `torch.compile(module, ...)` has returned."""
+    """Compile a module in place with the settings of `wrapper`, which `torch.compile(module, ...)` has returned."""
     with _with_outer_frame(module):
         module._compiled_call_impl = wrapper.dynamo_ctx(module._call_impl)  # as in `module.compile()`
 
 
 def compiled_module(module: nn.Module) -> nn.Module | None:
-    """The module inside of what `torch.compile(module)` has returned; None: it is no such wrapper."""
-    # By its name, because its class is in torch._dynamo, which takes a second to import.
+    """The module inside the wrapper that `torch.compile` has returned; None: `module` is not such a wrapper."""
+    # Recognised by its class name, because the class is in torch._dynamo, which takes a second to import.
     return dict(module.named_children()).get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
 
 
 def _with_outer_frame(module: nn.Module) -> AbstractContextManager[object]:
-    """Dynamo skips torch's own frames if they are the outermost ones; `wrap_top_frame` adds an outer frame."""
+    """A context in which Dynamo also compiles torch's own code, which it skips if it is the outermost frame."""
     from torch._dynamo import config  # imported only if needed, because it takes a second
 
     context: AbstractContextManager[object] = config.patch(
         wrap_top_frame=type(module).forward.__module__.startswith("torch.")
     )
     return context
+
+
+# --- Collectives ------------------------------------------------------------------------------------------------------
 
 
 def _begun(group: Any) -> int:
@@ -93,22 +99,22 @@ def broadcast_coalesced(tensors: list[Tensor], bytes_at_once: int) -> None:
 
 
 def memory_of(tensor: Any) -> Tensor:
-    """The tensor itself in which a DTensor keeps its part, to exchange its `data`; any other tensor itself.
+    """The local tensor of a DTensor, as the object whose `data` can be exchanged; any other tensor itself.
 
-    In torch 2.13, `to_local` makes a new tensor around the same memory if the DTensor is a parameter.
+    In torch 2.13, `to_local` instead returns a new tensor with the same memory if the DTensor is a parameter.
     """
     found: Tensor = getattr(tensor, "_local_tensor", tensor)
     return found
 
 
 def gather_ranges(whole: Tensor, own: Tensor) -> None:
-    """All-gather into the 1-D tensor `whole`: the ranks' `own` tensors in rank order. A collective."""
+    """All-gather the ranks' `own` tensors, in rank order, into the 1-D tensor `whole`. A collective."""
     # torch 2.13 renamed the function and deprecated the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(whole, own)
 
 
-# --- many tensors in one kernel -------------------------------------------------------------------------------------
+# --- Multi-tensor kernels ---------------------------------------------------------------------------------------------
 
 
 def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
@@ -122,11 +128,11 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def interpolate_all(tensors: list[Tensor], ends: list[Tensor], weight: float) -> None:
-    """Linear interpolation in place: tensor + weight * (end - tensor)."""
+    """Interpolate linearly, in place: tensor + weight * (end - tensor)."""
     torch._foreach_lerp_(tensors, ends, weight)
 
 
-# --- autograd, autocast, profiler, schedulers -----------------------------------------------------------------------
+# --- Autograd, autocast, profiler, schedulers -------------------------------------------------------------------------
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
@@ -150,11 +156,12 @@ def inner_schedulers(scheduler: LRScheduler) -> list[LRScheduler]:
 
 
 def milestones(scheduler: LRScheduler) -> list[int]:
-    """The ticks at which a SequentialLR switches to its next scheduler."""
+    """The numbers of `step()` calls after which a SequentialLR switches to its next scheduler."""
     return list(scheduler._milestones)  # type: ignore[attr-defined]
 
 
-# --- DDP, used without calling its wrapper: see parallel/ddp.py ----------------------------------------------------
+# --- DDP --------------------------------------------------------------------------------------------------------------
+# Used without calling its wrapper: see parallel/ddp.py.
 
 
 class DdpReducer:
@@ -172,7 +179,7 @@ class DdpReducer:
             self._wrapper._set_ddp_runtime_logging_sample_rate(2**31 - 1)
 
     def reduced(self, loss: Tensor) -> Tensor:
-        """The same loss, whose backward pass reduces the gradients."""
+        """The same loss, but its backward pass also reduces the gradients."""
         self._wrapper._pre_forward()
         found: Tensor = self._wrapper._post_forward(loss)
         return found
@@ -199,7 +206,7 @@ class DdpReducer:
     def settled_order(self) -> list[Tensor] | None:
         """The parameters in the order in which they are reduced; None before the buckets are rebuilt.
 
-        DDP's logging data has it only after the next forward pass, which is too late for a checkpoint of the first
+        DDP's logging data contains the order only after the next forward pass, too late for a checkpoint of the first
         step.
         """
         if not getattr(self._wrapper, "_has_rebuilt_buckets", False):
@@ -207,7 +214,7 @@ class DdpReducer:
         return [parameter for bucket in self._zeros() for parameter in bucket.parameters()]
 
     def reduce_zeros(self, begun: int) -> None:
-        """Start the reductions of all buckets except the first `begun`, with zeros."""
+        """Start the reductions of all buckets except the first `begun`, with gradients of zero."""
         for bucket in self._zeros()[begun:]:
             self._wrapper.reducer._run_comm_hook(bucket)
 
@@ -215,11 +222,12 @@ class DdpReducer:
         return list(self._wrapper.reducer._get_zeros_like_grad_buckets())
 
 
-# --- the allocator of GPUs (read in torch 2.13 alone) -----------------------------------------------------------------
+# --- GPU allocator ----------------------------------------------------------------------------------------------------
+# Written against the source of torch 2.13 only.
 
 
 def record_allocations(most: int) -> None:
-    """Record the last so many allocations and frees of GPU memory, with Python stacks. 0: stop, and discard them."""
+    """Record the last `most` allocations and frees of GPU memory, with Python stacks. 0: stop, and discard them."""
     record = torch.cuda.memory._record_memory_history
     if most:
         record("all", context="alloc", stacks="python", max_entries=most)
@@ -228,11 +236,11 @@ def record_allocations(most: int) -> None:
 
 
 def memory_snapshot() -> dict[str, Any]:
-    """The state of the allocator, and what was recorded. Structure: the docstring of the function called here."""
+    """The state of the allocator, and the recorded history. `torch.cuda.memory._snapshot` documents its structure."""
     return torch.cuda.memory._snapshot()  # type: ignore[no-any-return]
 
 
-# --- tensors --------------------------------------------------------------------------------------------------------
+# --- Tensors ----------------------------------------------------------------------------------------------------------
 
 
 def version_of(tensor: Tensor) -> int:
@@ -240,14 +248,14 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-# --- modules --------------------------------------------------------------------------------------------------------
+# --- Modules ----------------------------------------------------------------------------------------------------------
 
 
 def loaded_by_own_code(model: nn.Module) -> Callable[[str], bool]:
-    """A function that says whether code of a module itself decides how a name of a state_dict is loaded.
+    """A predicate: whether a module's own code decides how a name of a state_dict is loaded.
 
-    Such code may accept other shapes and names: a `_load_from_state_dict` or a hook before loading, of a module that
-    contains the name, or the model's `load_state_dict`. That of torch's norms does not.
+    Such code may accept other shapes and names: the `_load_from_state_dict` or a load pre-hook of a module that
+    contains the name, or the model's `load_state_dict`. The code of torch's norms does not.
     """
     usual = {_loader_of(kind) for kind in (nn.Module, nn.BatchNorm1d, nn.InstanceNorm1d)}
     own = [
@@ -264,7 +272,8 @@ def _loader_of(kind: type[nn.Module]) -> object:
     return kind._load_from_state_dict
 
 
-# --- fake tensors, for memory plans and FLOPs (tested with torch 2.13 only) -------------------------------------------
+# --- Fake tensors -----------------------------------------------------------------------------------------------------
+# For memory plans and FLOPs. Tested with torch 2.13 only.
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -289,7 +298,7 @@ class FakeTensors:
             return nn.Parameter(self._empty(like, like.dtype), requires_grad=like.requires_grad)
 
     def like(self, tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor or parameter without memory; `dtype`: of floating-point ones."""
+        """A fake tensor or parameter like `tensor`. `dtype`: used only if `tensor` is floating-point."""
         floats = dtype if tensor.is_floating_point() else None
         with self._mode, torch.no_grad():
             made = torch.empty_strided(
@@ -300,7 +309,7 @@ class FakeTensors:
         return made
 
     def computing(self) -> AbstractContextManager[object]:
-        """A context in which no operation computes anything: real tensors, too, are taken by their shapes alone."""
+        """A context in which operations compute no values, also those on real tensors: only shapes and dtypes."""
         return self._mode
 
     def _empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -308,7 +317,7 @@ class FakeTensors:
             return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=like.device)
 
     def _prepare(self, like: Tensor) -> None:
-        """Run the operations once whose results `Module.to` will swap, so that its own come from the mode's cache.
+        """Run once the operations whose results `Module.to` will swap, so that it gets them from the mode's cache.
 
         `Module.to` uses `swap_tensors`, which refuses tensors that have weak references. The mode keeps a weak
         reference to the first result of each operation, but not to results from its cache.
@@ -324,6 +333,9 @@ class FakeTensors:
 def is_fake(tensor: object) -> bool:
     """Whether it is a fake tensor."""
     return getattr(tensor, "fake_mode", None) is not None
+
+
+# --- FLOPs and live memory --------------------------------------------------------------------------------------------
 
 
 class NotCountedError(Exception):
@@ -346,7 +358,7 @@ _NO_PRODUCTS = {
 
 @cache
 def _has_no_products(operation: Any) -> bool:
-    """Whether all variants of an operation are cheap. torch does not mark each of them, such as those in place."""
+    """Whether an operation is cheap. One tagged variant is enough: torch does not tag each, such as in-place ones."""
     name = operation.__name__.rstrip("_")
     variants = getattr(torch.ops.aten, name, operation)
     return name in _NO_PRODUCTS or any(
@@ -363,9 +375,9 @@ def _convolution_backward(
     *settings: Any,
     out_val: object = None,  # noqa: ARG001
 ) -> int:
-    """FLOPs of a convolution's backward pass: those of the forward pass for each of the two gradients that is wanted.
+    """FLOPs of a convolution's backward pass: those of the forward pass, for each of the two gradients if requested.
 
-    torch's own formula multiplies those of the weight's gradient by the number of groups.
+    torch's own formula multiplies the FLOPs of the weight's gradient by the number of groups.
     """
     *_, transposed, _output_padding, _groups, wanted = settings
     places = (given if transposed else gradient).shape[2:]
@@ -373,7 +385,7 @@ def _convolution_backward(
 
 
 class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the FLOPs of the products and convolutions within, by the formulas of torch.utils.flop_counter.
+    """Counts FLOPs of matrix products and convolutions in this context, by the formulas of torch.utils.flop_counter.
 
     Operations that recompute activations during the backward pass do not count. Raises `NotCountedError` at the first
     operation that has no formula and may need one: a custom operation, or one that takes a matrix of `weights`
@@ -382,16 +394,16 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        from torch.utils.flop_counter import flop_registry  # which few runs need
+        from torch.utils.flop_counter import flop_registry  # imported here, because few runs need it
 
         self._formulas = {**flop_registry, torch.ops.aten.convolution_backward: _convolution_backward}
         self._weights = WeakIdKeyDictionary()
         for each in weights:
             self._weights[each.untyped_storage()] = True
         self.flops: Counter[torch.dtype] = Counter()
-        """By the type of the factors."""
+        """FLOPs by dtype of the first factor."""
         self.goes_backward = False
-        """Set it when the backward pass begins: then gradients are enabled only while activations are recomputed."""
+        """To be set when the backward pass begins: gradients are then enabled only while activations are recomputed."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -408,14 +420,14 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _without_formula(self, func: Any, args: Any, kwargs: Any) -> Any:
         space = getattr(func, "namespace", "")
-        if space == "prim":  # what a tensor is asked, such as its device; an exception would end the process
+        if space == "prim":  # a query, such as a tensor's device; an exception would end the process
             return func(*args, **kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         weights = [each for each in tensors if each.layout == torch.strided and each.untyped_storage() in self._weights]
         if tensors and space not in ("aten", "prims"):
             raise NotCountedError(str(func))
         with self:
-            found = func.decompose(*args, **kwargs)  # in inference mode, operations arrive whole
+            found = func.decompose(*args, **kwargs)  # in inference mode, composite operations arrive undecomposed
         if found is not NotImplemented:
             return found
         if any(each.ndim > 1 for each in weights) and not _has_no_products(func.overloadpacket):

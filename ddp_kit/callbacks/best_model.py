@@ -78,7 +78,7 @@ class BestModel(Callback):
         self._after_resume(trainer)
 
     def on_step(self, trainer: Any) -> None:
-        """Like `on_fit_start`, which a loop over steps() does not call."""
+        """Do the same as `on_fit_start`, which a loop over steps() does not call."""
         self._after_resume(trainer)
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
@@ -134,7 +134,7 @@ class BestModel(Callback):
         self.step, self._load, self._state, self._resumed = None, None, {}, False
 
     def _after_resume(self, trainer: Any) -> None:
-        """Once after a checkpoint was loaded, rewrite the file with the checkpoint's best weights."""
+        """Rewrite the file with the best weights of a loaded checkpoint, once after each load."""
         self._use_keep_best(trainer)
         if not self._resumed:
             return

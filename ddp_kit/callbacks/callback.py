@@ -1,4 +1,4 @@
-"""The events of a training run, and the base class of callbacks."""
+"""The base class of callbacks, with the events of a training run, and the best value of a metric."""
 
 import math
 from collections.abc import Iterable
@@ -57,11 +57,11 @@ class Callback:
         """Called after the last step, unless the run was interrupted."""
 
 
-# --- The best value of a metric over a run's evaluations --------------------------------------------------------------
+# --- Best value of a metric -------------------------------------------------------------------------------------------
 
 
 def check_metric(owner: str, metric: str, metrics: Iterable[str]) -> None:
-    """Raise `ConfigError` if `metric` is not among the `metrics` of an evaluation. `owner`: who monitors it."""
+    """Raise `ConfigError` if `metric` is not among the `metrics` of an evaluation. `owner`: what monitors it."""
     names = list(metrics)
     if metric not in names:
         likely = nearest(metric, names)
@@ -74,7 +74,7 @@ def check_metric(owner: str, metric: str, metrics: Iterable[str]) -> None:
 class BestValue:
     """The best value so far of one metric.
 
-    `owner`: who monitors it, for messages. `min_delta`: an improvement must be larger than this, in the metric's unit.
+    `owner`: what monitors it, for messages. `min_delta`: an improvement must be larger than this, in the metric's unit.
     """
 
     def __init__(self, owner: str, metric: str, mode: Literal["min", "max"], min_delta: float = 0.0) -> None:
@@ -105,7 +105,7 @@ class BestValue:
         return {"metric": self.metric, "mode": self.mode, "best": self.best}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Load the best value. If it is of another metric or mode, warn and return False."""
+        """Load the best value. If it is that of another metric or mode, log a warning and return False."""
         saved, own = (state["metric"], state["mode"]), (self.metric, self.mode)
         if saved != own:
             logger.warning(

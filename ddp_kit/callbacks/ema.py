@@ -120,7 +120,7 @@ class EMA(Callback):
         ]
 
     def _take_weights(self, trainer: Any) -> None:
-        """Take the weights that this rank holds; drop the averages of those that it no longer holds."""
+        """Refer to the weights that this rank holds; drop the averages of those that it no longer holds."""
         held = trainer.model_state()
         self._places = [held[name] if isinstance(held[name], Piece) else None for name in self._names]
         self._parameters = [_tensor(held[name]) for name in self._names]
@@ -138,11 +138,11 @@ class EMA(Callback):
         ]
 
     def _use_loaded(self, trainer: Any) -> None:
-        """Once after a checkpoint was loaded, make its average that of the trainer's model."""
+        """Continue with the average of a loaded checkpoint, once after each load."""
         if not self._loaded:
             return
         self._begin(trainer)
-        self._may_move = True  # a pipeline finds out in its first pass which ranks need which weights
+        self._may_move = True  # a pipeline determines in its first pass which ranks need which weights
         loaded, self._loaded = self._loaded, {}
         differ = sorted(set(loaded) ^ set(self._names)) or [
             name

@@ -49,7 +49,7 @@ class MLflowLogger(RunLogger):
         mlflow.log_metrics(values, step=step, run_id=run.run_id)
 
     def finish(self, run: Any) -> None:
-        """End the run, if it is ours."""
+        """End the run, if this logger started it."""
         import mlflow
 
         if self._is_ours:

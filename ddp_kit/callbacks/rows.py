@@ -1,4 +1,4 @@
-"""The base classes of loggers, which write a row of names and values per log point and evaluation."""
+"""The base classes of loggers, which write one row of names and values per log point and evaluation."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
@@ -28,7 +28,7 @@ class RowLogger(Callback):
     _resumed = False  # whether a checkpoint was loaded and rows of later steps are still to be removed
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Note that rows after the checkpoint's step must be removed: the run repeats these steps."""
+        """Record that rows after the checkpoint's step must be removed, because the run repeats these steps."""
         self._resumed = True
 
     def take_back(self, step: int) -> None:
@@ -39,7 +39,7 @@ class RowLogger(Callback):
         self._take_back_once(trainer, trainer.step)
 
     def on_step(self, trainer: Any) -> None:
-        """Like `on_fit_start`, which a loop over steps() does not call."""
+        """Do the same as `on_fit_start`, which a loop over steps() does not call."""
         self._take_back_once(trainer, trainer.step - 1)
 
     def on_log(self, trainer: Any, row: LogRow) -> None:
@@ -69,7 +69,7 @@ class RunLogger(RowLogger):
     """
 
     id_field = "id"
-    """The attribute of a run, and the argument that starts one, with its identifier."""
+    """The name of a run's identifier, both as its attribute and as an argument for starting it."""
 
     def __init__(self) -> None:
         self._run: Any = None
@@ -201,9 +201,9 @@ def drop_torn_row(path: Path) -> None:
 
 
 def columns(row: LogRow) -> Iterator[tuple[str, Any]]:
-    """(name, value) of a row's columns: its fields, the rate of each parameter group if there are several, and the
-    logged values. Fields with a value per rank are left out: a run may have thousands of ranks.
-    So is `mfu` if it is not known.
+    """(name, value) of a row's columns: fields, learning rates of several parameter groups, and logged values.
+
+    Fields with a value per rank are left out, because a run may have thousands of ranks; so is `mfu` if unknown.
     """
     fields = dict(vars(row))  # dataclasses.asdict takes five times as long
     for name in ("rank_seconds", "rank_memory"):

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: the manifest, and tensor files."""
+"""The files of a checkpoint: their names, the manifest, and the headers of tensor files. Does not import torch."""
 
 import errno
 import hashlib
@@ -19,7 +19,9 @@ import xxhash
 
 from ddp_kit.errors import CheckpointError
 
-# --- The files of a checkpoint: their names, whether it is complete, and which checkpoint is the newest. Read-only ----
+# --- Folders and manifests --------------------------------------------------------------------------------------------
+# Whether a checkpoint is complete, and which one is the newest. Read-only.
+#
 #     <dir>/step-00000012/            renamed to this when all files are on disk
 #         manifest.json               the size and hash of each file
 #         model.safetensors           tensors, one file per part of the state; if several ranks write:
@@ -47,13 +49,13 @@ _TENSOR_FILE = re.compile(rf"(.+?)(-\d{{5}}-of-\d{{5}})?{re.escape(TENSORS)}")
 _PLAIN_NAME = re.compile(r"[\w-][\w.-]*", re.ASCII)
 _HASH = "sha256"  # the key of the manifest's hash of itself
 HASHES: Mapping[str, Callable[[], Any]] = {"xxh3": xxhash.xxh3_128, "sha256": hashlib.sha256}
-"""The hashes of files that can be read. New files get the first: SHA-256 takes ten times as long, about as long as
+"""Hash functions by name, for reading files. New files use the first: SHA-256 takes ten times as long, about as long as
 writing the file. They detect damage, not attacks: whoever can change a file can also change its hash."""
 NEW_HASH = next(iter(HASHES))
 _FILE_HASH = re.compile(r"xxh3:[0-9a-f]{32}|sha256:[0-9a-f]{64}")
 _LONGEST_MANIFEST = 1 << 20  # enough for thousands of files
 LARGEST = 1 << 63
-"""Sizes of files and tensors are below this."""
+"""Exclusive upper bound for the sizes of files and tensors."""
 _BUFFER = 1 << 20
 _READERS = 4
 _NEWER = "newer format"
@@ -385,11 +387,11 @@ def wrong_hash(name: str) -> str:
     return f"{name} is damaged: its hash differs from the one in {MANIFEST}"
 
 
-# --- Headers of safetensors files, and the positions of sharded pieces in their whole tensors -------------------------
+# --- Headers of tensor files ------------------------------------------------------------------------------------------
 # Source of the format: https://github.com/huggingface/safetensors, "Format": 8 bytes with the header's length, the
 # header as JSON, then the tensors without gaps. If a tensor is sharded over ranks, each rank's file holds a piece of
-# it: a box, or a range of its values in row-major order. The header's metadata has the offsets; see
-# docs/checkpoints.md.
+# it: a box, or a range of its values in row-major order. The header's metadata has the offsets of the piece in the
+# whole tensor; see docs/checkpoints.md.
 
 
 PIECES = "ddpkit.pieces"
@@ -426,7 +428,7 @@ class Box(NamedTuple):
 
 
 def boxes_of(whole: Shape, shape: Shape, offsets: Shape, *, flat: bool) -> list[Box]:
-    """A piece of a tensor of shape `whole` as boxes, in the order in which the piece stores their values.
+    """The boxes that form a piece of a tensor of shape `whole`, in the order in which the piece stores their values.
 
     `shape`, `offsets`: of the piece. `flat`: whether it is a range of the tensor's values in row-major order; in n
     dimensions that is up to 2n - 1 boxes. An empty piece has no boxes.
@@ -510,7 +512,7 @@ def tensor_table(path: Path) -> dict[str, TensorRecord]:
 
 
 def read_header(file: BufferedReader, size: int) -> tuple[dict[str, TensorRecord], bytes]:
-    """Read a safetensors header: the tensors, and the raw bytes of the header. `size`: of the file, in bytes.
+    """Read a safetensors header; return the tensors and the header's raw bytes. `size`: of the file, in bytes.
 
     Raises `ValueError` if the header is invalid, or the tensors do not fill the file without gaps.
     """

@@ -1,9 +1,4 @@
-"""Fingerprints of frozen weights, which `checkpoint.trainable_only` leaves out of checkpoints.
-
-A fingerprint is the sum of a tensor's values, reinterpreted as integers, each times a factor that depends on its index
-in the whole tensor. The fingerprints of a tensor's pieces add up to that of the tensor, so the result is the same for
-every parallel strategy.
-"""
+"""Loads the weights of a run into a model, without a Trainer or process group, and fingerprints frozen weights."""
 
 import json
 import math
@@ -26,6 +21,12 @@ from ddp_kit.pieces import Piece
 from ddp_kit.records import LoadedWeights
 from ddp_kit.torch_internals import is_fake, loaded_by_own_code
 
+# --- Fingerprints -----------------------------------------------------------------------------------------------------
+# They identify frozen weights, which `checkpoint.trainable_only` leaves out of checkpoints. A fingerprint is the sum of
+# a tensor's values, reinterpreted as integers, each times a factor that depends on its index in the whole tensor. The
+# fingerprints of a tensor's pieces add up to that of the tensor, so the result is the same for every parallel strategy.
+
+
 _CHUNK = 1 << 20  # values at a time, because each needs several temporary 8-byte numbers
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTORS = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64))  # constants of SplitMix64
@@ -33,7 +34,7 @@ _FACTORS = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64))  # c
 
 @torch.no_grad()
 def fingerprint(value: Tensor | Piece) -> Tensor:
-    """The fingerprint of a tensor, or a piece's contribution to it: an int64 scalar on its device. Does not wait."""
+    """Fingerprint of a tensor, or a piece's contribution to it: an int64 scalar on its device. Does not wait for it."""
     piece = value if isinstance(value, Piece) else None
     tensor = value.tensor if isinstance(value, Piece) else value
     tensor = tensor.detach()
@@ -68,7 +69,7 @@ def is_entry(value: Any) -> bool:
 
 
 def frozen_weights_differ(names: Sequence[str]) -> CheckpointError:
-    """The error for a model whose frozen weights are not those that a checkpoint left out. `names`: of the weights."""
+    """The error for a model whose frozen weights differ from those that a checkpoint left out. `names`: which ones."""
     return CheckpointError(
         "the checkpoint was saved without frozen weights (checkpoint.trainable_only), and the model does not have the "
         f"frozen weights that its run started with: {some(names)} differ in value, dtype or shape, or are not frozen",
@@ -108,7 +109,8 @@ def _integers(part: Tensor) -> Tensor:
     return part.view(_INTEGERS[part.itemsize]).to(torch.int64)
 
 
-# --- Loads the weights of a run into a model, without a Trainer or process group. Nothing is unpickled ----------------
+# --- load_model -------------------------------------------------------------------------------------------------------
+# Nothing is unpickled.
 
 
 _LONGEST_INDEX = 100 << 20
@@ -201,7 +203,7 @@ def _from_checkpoint(found: Found, ema: bool) -> _Weights:
     return _Weights(found.path, found.step, load_entries(found, stored.entries), stored.left_out)
 
 
-# safetensors files ---------------------------------------------------------------------------------------------------
+# --- safetensors files ------------------------------------------------------------------------------------------------
 
 
 def _from_file(path: Path) -> _Weights:
@@ -238,11 +240,11 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     )
 
 
-# Into the model ------------------------------------------------------------------------------------------------------
+# --- Into the model ---------------------------------------------------------------------------------------------------
 
 
 def _load_into(model: nn.Module, weights: _Weights, strict: bool, *, own_code: bool = True) -> LoadedWeights:
-    """`own_code`: whether code of modules may load buffers whose shapes differ."""
+    """Load the weights that match. `own_code`: whether code of modules may load buffers whose shapes differ."""
     state = model.state_dict()  # its _metadata has the versions of the modules, which load_state_dict reads
     names = {plain_name(name): name for name in state}  # it may be what torch.compile returned
     with_vars, values = model.state_dict(keep_vars=True), weights.values  # keep_vars: tied weights are one object

@@ -1,4 +1,4 @@
-"""A lock on a checkpoint folder, so that only one run writes to it at a time. The kernel releases it with its process.
+"""A lock on a checkpoint folder: only one run writes to it at a time. The kernel releases it when the process ends.
 
     <dir>/.lock       locked with flock; contains its current or last holder: host, process, job, and since when
 

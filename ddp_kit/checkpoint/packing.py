@@ -1,4 +1,4 @@
-"""The layout of safetensors files in a buffer that holds all of them: the offset of each tensor."""
+"""Packs nested state into named tensors and JSON, and assigns the tensors to writers, files and offsets."""
 
 import base64
 import hashlib
@@ -20,6 +20,10 @@ from ddp_kit.checkpoint.format import PIECES, TENSORS, header
 from ddp_kit.checkpoint.process import Region
 from ddp_kit.errors import CheckpointError
 from ddp_kit.pieces import Piece
+
+# --- File layout ------------------------------------------------------------------------------------------------------
+# The safetensors files of a writer are in one buffer, one after another.
+
 
 # The dtypes that safetensors supports since 0.4.3; others are stored as bytes.
 DTYPES = {
@@ -106,7 +110,9 @@ def _piece_metadata(piece: Piece) -> dict[str, object]:
     return {"shape": piece.shape, "offsets": piece.offsets} | ({"flat": True} if piece.flat else {})
 
 
-# --- Packs nested state into named tensors, and JSON for everything else; `unpacking` restores it bit-exact -----------
+# --- Packing ----------------------------------------------------------------------------------------------------------
+# Nested state becomes named tensors, and JSON for everything else; `reader.unpack` restores it bit-exact.
+#
 #     {"model": {"weight": Tensor}, "scheduler": {"betas": (0.9, nan)}}    becomes
 #     model.safetensors: "weight"
 #     state.json: {"model": {"weight": {"$tensor": ["model", "weight"]}},
@@ -410,7 +416,8 @@ def _unstorable(part: str, error: _UnstorableError) -> CheckpointError:
     return CheckpointError(f"{place} is a {kind}, which a checkpoint cannot store", hint)
 
 
-# --- Which tensors each writer saves, and their offsets; reused while names, dtypes and shapes remain the same --------
+# --- Division among writers -------------------------------------------------------------------------------------------
+# A division is reused by later saves while names, dtypes and shapes remain the same.
 
 
 BYTES_PER_WRITER = 16 << 20

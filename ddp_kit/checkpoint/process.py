@@ -1,4 +1,4 @@
-"""The process that writes checkpoints."""
+"""Writes checkpoints from host memory to disk, usually in a separate process. Does not import torch or numpy."""
 
 import ctypes
 import errno
@@ -39,7 +39,8 @@ from ddp_kit.checkpoint.format import (
 )
 from ddp_kit.errors import CheckpointError
 
-# --- The file operations of a save, as methods that tests can make fail, or replace to kill the process there ---------
+# --- File operations --------------------------------------------------------------------------------------------------
+# These are methods, so that tests can make one of them fail, or kill the process at that point.
 
 
 _CURRENT_FOLDER = -100  # AT_FDCWD
@@ -89,7 +90,8 @@ class System:
         return status.f_bavail * status.f_frsize
 
 
-# --- Writes host memory to files, and hashes them ---------------------------------------------------------------------
+# --- Files ------------------------------------------------------------------------------------------------------------
+# Host memory is written and hashed concurrently.
 
 
 _CHUNK = 64 << 20
@@ -124,7 +126,7 @@ class Job:
     writers: int = 1
     """The number of writers."""
     total: int = 0
-    """Bytes that all writers write together; 0: those of this writer."""
+    """Bytes that all writers write together; 0: the same as `size`."""
     tensors: str = ""
     """A hash of names, dtypes and shapes of the tensors that are divided among the writers."""
 
@@ -202,12 +204,14 @@ def fsync_folder(folder: Path, system: System) -> None:
         os.close(descriptor)
 
 
-# --- One checkpoint written by several processes, each of which writes its share into the same unfinished folder ------
+# --- Several writers --------------------------------------------------------------------------------------------------
+# Each process writes its share of one checkpoint into the same unfinished folder.
+#
 #     writer 1, 2, ...      lock .writer-N; write the files of its share; rename its record to .writer-N.json
 #     writer 0              write its own share; wait for the records of all other writers; complete the checkpoint
 #
-# They communicate only through the folder: they may be on different nodes, and may outlive their job. If a writer holds
-# no lock and has left no record, it has died or was never started, and the checkpoint is abandoned.
+# They communicate only through the folder, because they may be on different nodes and may outlive their job. A writer
+# that holds no lock and has left no record has died or was never started; the checkpoint is then abandoned.
 
 
 _SHARE_POLL_SECONDS = 0.01
@@ -304,7 +308,7 @@ def _allowed(abandoned: Callable[[], bool]) -> float:
 
 
 def _names(unfinished: Path) -> set[str]:
-    """The names in the folder. Listed, not tested one by one, because NFS caches negative lookups for a minute."""
+    """Names in the folder. Lists them instead of testing each, because NFS caches negative lookups for a minute."""
     return {path.name for path in _entries(unfinished)}
 
 
@@ -357,15 +361,15 @@ def _missing(job: Job, writer: int, what: str) -> CheckpointError:
     )
 
 
-# --- Writes a checkpoint from host memory to disk. Does not use torch, which the writer process does not import -------
-#     create .writing-step-K-<token>       and remove what killed writers have left
+# --- A whole checkpoint -----------------------------------------------------------------------------------------------
+#     create .writing-step-K-<token>       and remove the leftovers of killed writers
 #     write and fsync each file            if there are several writers, each writes its share: see above
 #     write and fsync the manifest
 #     fsync the folder, rename it to step-K, fsync its parent          from here on it is the newest checkpoint
 #     rename checkpoints that are not kept to .removed-..., then remove them
 #
-# If the process is killed at any moment, either the old or the new checkpoint is complete; the next save removes the
-# folder with a leading dot that is left.
+# If the process is killed at any moment, either the old or the new checkpoint is complete, and the next save removes
+# the remaining folder, whose name begins with a dot.
 
 
 _POLL_SECONDS = 0.02
@@ -458,14 +462,15 @@ def cannot_write(error: OSError, folder: Path) -> CheckpointError:
     )
 
 
-# Writing -------------------------------------------------------------------------------------------------------------
+# --- Final rename -----------------------------------------------------------------------------------------------------
 
 
 def _put_in_place(unfinished: Path, place: Path, system: System) -> None:
     if not place.exists():
         system.rename(unfinished, place)
         return
-    # The run has gone back and saves a step again. Exchange the folders, so that one of them is always in place.
+    # The run has resumed from an earlier step and saves this one again. Exchange the folders, so that one of them is
+    # always in place.
     try:
         system.exchange(unfinished, place)
         before = unfinished
@@ -476,7 +481,7 @@ def _put_in_place(unfinished: Path, place: Path, system: System) -> None:
     system.remove(before)
 
 
-# Retention -----------------------------------------------------------------------------------------------------------
+# --- Retention --------------------------------------------------------------------------------------------------------
 
 
 def _prune(job: Job, folder: Path, system: System) -> None:
@@ -500,7 +505,7 @@ def _kept(there: Iterable[Found], keep_last: int) -> set[int]:
 
 
 def _is_ours(found: Found) -> bool:
-    """Whether it is known to be a checkpoint of a format that this version knows, complete or damaged."""
+    """Whether it is a checkpoint, complete or damaged, in a format that this version can read."""
     return found.manifest is not None
 
 
@@ -508,12 +513,12 @@ def _removed(path: Path) -> Path:
     return path.with_name(f"{REMOVED}{path.name}-{secrets.token_hex(4)}")
 
 
-# Leftovers -----------------------------------------------------------------------------------------------------------
+# --- Folder lock and leftovers ----------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[bool | None]:
-    """A context that tries to lock the folder. Yields whether no other process writes there; None: unknown."""
+    """Try to lock the folder in this context. Yields whether this process is the only writer; None: unknown."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -557,7 +562,7 @@ def _last_written(path: Path) -> float:
     return float("inf")
 
 
-# Errors --------------------------------------------------------------------------------------------------------------
+# --- Errors -----------------------------------------------------------------------------------------------------------
 
 
 def _check_space(job: Job, folder: Path, system: System) -> None:
@@ -589,10 +594,12 @@ def _explained(job: Job, folder: Path, system: System) -> Iterator[None]:
         raise cannot_write(error, folder) from None
 
 
-# --- The process that writes checkpoints. It starts in about 50 ms, because it does not import torch or numpy ---------
-# loop:
-#     a packet with a number and a `Job`:     write the checkpoint from shared memory; answer with the number and the
-#     error a stop packet, end of file, or the training process has ended:    exit
+# --- Writer process ---------------------------------------------------------------------------------------------------
+# It starts in about 50 ms, because it does not import torch or numpy. Its loop waits for one of:
+#
+#     a packet with a number and a `Job`                          write the checkpoint from shared memory, then answer
+#                                                                 with the number and the error
+#     a stop packet, end of file, end of the training process     exit
 
 
 STOP = b"\n"

@@ -1,4 +1,4 @@
-"""Reads checkpoints."""
+"""Reads checkpoints: verifies the files, and restores the state that was saved. Files are not trusted."""
 
 import base64
 import binascii
@@ -20,7 +20,8 @@ from ddp_kit.checkpoint.weight_files import Key, Place, TensorFiles, Whole, keys
 from ddp_kit.errors import CheckpointError
 from ddp_kit.pieces import Piece
 
-# --- The inverse of `packing.pack`: restores nested state from state.json and the tensor files, which are not trusted.
+# --- Unpacking --------------------------------------------------------------------------------------------------------
+# The inverse of `packing.pack`: restores nested state from state.json and the tensor files, which are not trusted.
 # Types come from allow-lists, shapes must match the number of bytes, and bytes are used for at most one array. So a
 # malicious file cannot run code, read other memory, or allocate much more memory than the size of the files.
 
@@ -45,7 +46,7 @@ _MOST_WITHOUT_BYTES = 1 << 16
 
 
 def unpack(text: Any, fetch: Fetch) -> Any:
-    """The state. `text`: the content of state.json. `fetch`: returns tensors. Raises `CheckpointError`."""
+    """Restore the state. `text`: the content of state.json. `fetch`: returns tensors. Raises `CheckpointError`."""
     try:
         return _Reader(fetch).value(text, 0)
     except Exception as error:  # numpy and torch raise many kinds of errors for invalid values
@@ -198,7 +199,7 @@ _FROM_TEXT: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-# --- Loads the state that was saved from a checkpoint on disk ---------------------------------------------------------
+# --- Loading ----------------------------------------------------------------------------------------------------------
 
 
 Wanted = Callable[[str, str], Piece | None]

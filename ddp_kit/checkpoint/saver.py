@@ -1,4 +1,4 @@
-"""Host memory shared by the training process and the writer process; each save reuses its pages."""
+"""`Saver` copies a state to host memory, from which another process writes it to disk while training continues."""
 
 import json
 import mmap
@@ -31,6 +31,10 @@ from ddp_kit.checkpoint.process import LONGEST_PACKET, STOP, Job, Region, cannot
 from ddp_kit.env import CHECKPOINT_WRITER
 from ddp_kit.errors import CheckpointError
 from ddp_kit.torch_internals import version_of
+
+# --- Shared memory ----------------------------------------------------------------------------------------------------
+# Host memory shared by the training process and the writer process; each save reuses its pages.
+
 
 _PAGE = mmap.PAGESIZE
 _ROOM_TO_GROW = 1 << 20  # for buffers, headers and a slightly longer state.json next time
@@ -139,7 +143,8 @@ def _fault_in(memory: Tensor) -> None:
             return
 
 
-# --- Copies many tensors in about the time of a single copy of their total size ---------------------------------------
+# --- Copies of tensors ------------------------------------------------------------------------------------------------
+# Many tensors are copied in about the time of a single copy of their total size.
 
 
 _PIECE = 4 << 20
@@ -210,10 +215,10 @@ def _pieces(moves: _Piece) -> list[_Piece]:
 
 
 def _move_all(moves: _Piece, owners: Sequence[Pair]) -> None:
-    """Do the moves in up to as many threads as torch uses; each thread takes the next piece.
+    """Copy in up to as many threads as torch uses; each thread takes the next piece.
 
     Faster than torch's copies, which wait for the slowest of their threads at every tensor.
-    `owners`: the tensors, which each thread keeps alive, because a signal handler may raise in this one at any line.
+    `owners`: the tensors, which each thread keeps alive: a signal handler may raise in the calling thread at any line.
     """
     alone = sum(size for _, _, size in moves) <= _PIECE * _PIECES_PER_THREAD
     pieces = [moves] if alone else _pieces(moves)
@@ -241,7 +246,7 @@ def _move(left: Iterator[_Piece], owners: Sequence[Pair]) -> None:
     del owners
 
 
-# --- The training process's handle to the process that writes checkpoints ---------------------------------------------
+# --- Handle to the writer process -------------------------------------------------------------------------------------
 
 
 # Runs without site.py, because .pth files may import anything; the folders of the packages it needs are arguments.
@@ -380,7 +385,7 @@ def _end(process: "subprocess.Popen[bytes]", jobs: socket.socket, stderr: IO[byt
     stderr.close()
 
 
-# --- Saves a state: copies it to host memory, from where a separate process writes it to disk while training continues.
+# --- Saver ------------------------------------------------------------------------------------------------------------
 
 
 _VERSIONS = {"ddpkit": __version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -442,8 +447,8 @@ class Saver:
         as the best so far.
 
         If there are several writers, all of them call this. `token`: equal on all writers, and different in each save.
-        `replicated`: which tensors are identical on all writers, so that they can be divided among them. Of the states
-        of writers other than 0, only replicated tensors and pieces are used.
+        `replicated`: which tensors are identical on all writers, so that they can be divided among them. Writers other
+        than 0 save only replicated tensors and pieces.
 
         `overlap`: return while a thread is still copying replicated tensors; call `finish_copy` before they change.
         """

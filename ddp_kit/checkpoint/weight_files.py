@@ -1,4 +1,4 @@
-"""Reads weights without torch."""
+"""Reads the tensors of a checkpoint, and the names of its weights, with numpy instead of torch."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,7 +25,9 @@ from ddp_kit.checkpoint.format import (
     wrong_hash,
 )
 
-# --- Reads tensors, or parts of them, from the files of a checkpoint, and verifies hashes. Each byte is read only once.
+# --- Tensor files -----------------------------------------------------------------------------------------------------
+# Tensors, or parts of them, are read and their hashes verified in one pass: each byte is read only once.
+#
 #     files = TensorFiles(found)                          reads the headers
 #     files.tensors["model", "weight"]                    dtype and shape of the whole tensor, also if it is sharded
 #     files.read({("model", "weight"): places(...)})      copies the requested parts into the caller's memory
@@ -61,7 +63,7 @@ class Whole(NamedTuple):
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def places(self, memory: Array, shape: Shape, offsets: Shape, *, flat: bool = False) -> list[Place]:
-        """Where to copy the boxes of a piece. `memory`: a byte array of the piece's size; the rest as in `boxes_of`."""
+        """Destinations of a piece's boxes. `memory`: a byte array of the piece's size; the rest as in `boxes_of`."""
         values, found, at = memory.view(f"u{ITEM_BYTES[self.dtype]}"), [], 0
         for box in boxes_of(self.shape, shape, offsets, flat=flat):
             count = math.prod(box.shape)
@@ -181,7 +183,8 @@ def _whole(name: str, records: Sequence[TensorRecord]) -> Whole:
     return Whole(first.dtype, first.whole)
 
 
-# --- Which weights a checkpoint holds, by name, according to its state.json. Read-only, without torch -----------------
+# --- Weights by name --------------------------------------------------------------------------------------------------
+# Which weights a checkpoint holds, according to its state.json.
 
 
 FROZEN = "frozen"

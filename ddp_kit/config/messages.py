@@ -1,4 +1,4 @@
-"""What replaces the arguments of other frameworks, for messages about unknown names. Loaded when a name is unknown.
+"""Equivalents of other frameworks' arguments, for messages about unknown names. Imported only if a name is unknown.
 
 The names are those of transformers 4 and 5 (TrainingArguments, Trainer), Lightning 1 and 2 (Trainer, ModelCheckpoint)
 and Accelerate 1 (Accelerator, DataLoaderConfiguration), except those that ddpkit's own settings have too.
@@ -57,7 +57,7 @@ _UNSUPPORTED = "not supported, and there is no equivalent"
 
 
 def _table(texts: Mapping[str, str]) -> dict[str, str]:
-    """Text by name, of names by text."""
+    """Text by name, from names by text."""
     return {name: text for text, names in texts.items() for name in names.split()}
 
 

@@ -791,7 +791,7 @@ def _flattened(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str
             yield f"{prefix}{name}", value
 
 
-# --- error messages ---------------------------------------------------------------------------------------------
+# --- Error messages ---------------------------------------------------------------------------------------------------
 
 
 def _config_error(owner: str, problems: tuple[str, ...]) -> ConfigError:

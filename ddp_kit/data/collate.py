@@ -1,4 +1,4 @@
-"""Batches: samples become tensors, in a DataLoader worker or on the device."""
+"""Collation of samples to batches, transforms on the device, and errors that name the samples."""
 
 import pickle
 import warnings
@@ -15,7 +15,7 @@ from ddp_kit.distributed.world import mixed_seed, random_states_kept, seed_gener
 from ddp_kit.errors import DataError
 from ddp_kit.torch_internals import pytree
 
-# --- Applies the user's `data.device_transform` to batches on the device, with random states of its own ---------------
+# --- Transforms on the device -----------------------------------------------------------------------------------------
 
 
 class Keyed(NamedTuple):
@@ -27,7 +27,7 @@ class Keyed(NamedTuple):
 
 
 class DeviceTransform:
-    """Transforms the batches of one epoch in order.
+    """Applies the user's `data.device_transform` to the batches of one epoch, in order.
 
     Batches are transformed ahead of their use, so transforms must not draw from the random states of training, which a
     checkpoint stores. They are seeded from (seed, epoch, rank, number of the batch), or for each sample of a `Keyed`
@@ -75,7 +75,7 @@ def _whole(parts: Sequence[Any]) -> Any:
     return torch.cat([*parts]) if isinstance(first, Tensor) and first.dim() else first
 
 
-# --- torch's default collate function, and error messages for samples that it cannot collate --------------------------
+# --- Collation --------------------------------------------------------------------------------------------------------
 
 
 _SHOWN = 4  # differing samples in a message
@@ -86,7 +86,7 @@ class Uncollated:
     """Takes the place of a batch whose samples cannot be collated; a DataLoader worker sends it like a batch."""
 
     said: str
-    """torch's error message."""
+    """The error message of torch."""
     where: str
     """The first part that differs between samples, such as `[0]` or `['image']`; empty for the sample itself."""
     kinds: tuple[str, ...]
@@ -171,7 +171,7 @@ def _parts(sample: Any, where: str = "") -> Iterator[tuple[str, str]]:
         yield where, type(sample).__name__
 
 
-# --- Errors of DataLoader workers and of collation, which name the worker or the samples ------------------------------
+# --- DataLoader errors ------------------------------------------------------------------------------------------------
 
 
 def checked_batches(loader: Iterable[Any]) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""DataLoaders that fetch exact batches."""
+"""DataLoaders over the exact batches of this rank, and the dataset wrappers that they use."""
 
 import os
 import pickle
@@ -30,7 +30,7 @@ from ddp_kit.distributed.world import (
 from ddp_kit.errors import ConfigError, some
 from ddp_kit.log import logger
 
-# --- Fetches a dataset's samples: a whole batch at once if that gives the same result, or each with its own seed ------
+# --- Fetching samples -------------------------------------------------------------------------------------------------
 
 
 class Batches(Protocol):
@@ -211,8 +211,8 @@ class IsolatedLoader:
 class IsolatedRandomStates:
     """A context with random states of its own, separate from those of training.
 
-    Each use continues from the states at the end of the previous one; the first starts from `seed`. In a DataLoader
-    worker there are no others to separate them from.
+    Each use continues from the states at the end of the previous one; the first starts from `seed`. A DataLoader worker
+    has no random states of training, so nothing is restored there.
     """
 
     def __init__(self, seed: int) -> None:
@@ -241,7 +241,7 @@ class IsolatedRandomStates:
 
 
 class WithEpoch:
-    """Adds the epoch to each key of a batch, because persistent DataLoader workers have no other way to know it."""
+    """Adds the epoch to each key of a batch, because persistent DataLoader workers cannot know it otherwise."""
 
     def __init__(self, batches: Batches) -> None:
         self.batches = batches
@@ -268,7 +268,7 @@ class ExposeUserDataset:
             self._then(number)
 
 
-# --- Sends batches from DataLoader workers without shared memory, for containers with too little of it ----------------
+# --- Transfer without shared memory -----------------------------------------------------------------------------------
 
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where torch's DataLoader workers put their batches
@@ -276,7 +276,7 @@ _LEAST_SHARED_MEMORY = 128 << 20  # Docker's default is 64 MiB
 
 
 def sendable(collate: Callable[[Any], Any], workers: int) -> Callable[[Any], Any]:
-    """The collate function, wrapped to send batches without shared memory if there is too little of it."""
+    """The collate function, wrapped to send batches without shared memory if there is too little, as in containers."""
     return _by_value(collate) if workers and _little_shared_memory() else collate
 
 
@@ -325,7 +325,7 @@ def _send(collate: Callable[[Any], Any], samples: Any) -> _ByValue:
     return _ByValue(collate(samples))
 
 
-# --- Builds the DataLoader over a dataset -----------------------------------------------------------------------------
+# --- DataLoader -------------------------------------------------------------------------------------------------------
 
 
 def build_loader(
@@ -339,12 +339,12 @@ def build_loader(
     keyed: bool = False,
     dataset_epoch: DatasetEpoch | None = None,
 ) -> Iterable[Any]:
-    """A loader that yields the batches of `dataset` whose keys `batches` yields.
+    """Create a loader that yields the batches of `dataset` whose keys `batches` yields.
 
-    `template`: the user's own DataLoader, whose options are used. `seed`: of the DataLoader workers. But if `batches`
-    has a seed and an epoch (`Batches`), random states are set from these: for each sample with `config.seed_samples`,
-    else for each batch if workers or prefetching fetch it ahead of its use. `keyed`: with `config.seed_samples`, yield
-    `Keyed` batches. `dataset_epoch`: begins the dataset's epochs in DataLoader workers that live for several.
+    `template`: the user's own DataLoader, whose options are used. `seed`: seeds the DataLoader workers. If `batches`
+    has a seed and an epoch (`Batches`), random states are set from these instead: for each sample with
+    `config.seed_samples`, else for each batch if workers or prefetching fetch it ahead of its use. `keyed`: with
+    `config.seed_samples`, yield `Keyed` batches. `dataset_epoch`: begins the dataset's epochs in persistent workers.
     """
     options = loader_options(config, world, seed, template)
     workers, pinned = options["num_workers"], options["pin_memory"]
@@ -386,7 +386,7 @@ def chosen_collate(config: DataConfig, template: "DataLoader[Any] | None") -> Ca
 def loader_options(
     config: DataConfig, world: World, seed: int, template: "DataLoader[Any] | None" = None
 ) -> dict[str, Any]:
-    """Options for the DataLoader, apart from the dataset, the sampler and collate_fn; those of `template` if given."""
+    """Options for the DataLoader except dataset, sampler and collate_fn; those of `template` if given."""
     pinned = world.device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
     # Seeds the DataLoader workers differently on every rank, without drawing from the global generator.
     generator = torch.Generator().manual_seed(mixed_seed(seed, world.rank))

@@ -17,9 +17,10 @@ from torch.utils.data import Sampler
 from ddp_kit.distributed.world import mixed_seed, random_states_kept, seed_generators
 from ddp_kit.errors import ConfigError, DataError
 
-# --- Divides the samples of an optimizer step among ranks and into micro-batches --------------------------------------
-# Pure arithmetic on positions. Nothing is rounded: a global batch that is not divisible by the number of ranks is split
-# unevenly, and every sample of a step is used exactly once, for any number of ranks.
+# --- Batch plan -------------------------------------------------------------------------------------------------------
+# The division of an optimizer step's samples among ranks and into micro-batches: pure arithmetic on positions. Nothing
+# is rounded: a global batch that is not divisible by the number of ranks is split unevenly, and every sample of a step
+# is used exactly once, for any number of ranks.
 
 
 DEFAULT_GLOBAL_BATCH = 32
@@ -109,9 +110,10 @@ def _disagreement(global_batch: int, micro_batch: int, accumulation: int, world_
     )
 
 
-# --- Samplers: which samples this rank uses, and in which order, as a pure function of (seed, epoch, position) --------
-# Step k of an epoch has the same samples for any number of ranks. A user's own sampler is iterated on every rank with
-# the same random states, so that all ranks draw the same order, of which each takes its share.
+# --- Samplers ---------------------------------------------------------------------------------------------------------
+# The samples of this rank, and their order, are a pure function of (seed, epoch, position). Step k of an epoch has the
+# same samples for any number of ranks. A user's own sampler is iterated on every rank with the same random states, so
+# that all ranks draw the same order and each takes its share.
 
 
 class ExactDistributedSampler(Sampler[Any]):
@@ -205,7 +207,7 @@ class _LazyInts(Sequence[int]):
 class _Steps(Sampler[list[Any]]):
     """A batch sampler of optimizer steps, whose number may differ between epochs.
 
-    `own`: the user's sampler or batch sampler, if any; `what` it is, for messages.
+    `own`: the user's sampler or batch sampler, if any. `what`: its description for messages.
     """
 
     def __init__(self, own: Iterable[Any] | None, what: str, seed: int) -> None:
@@ -220,9 +222,9 @@ class _Steps(Sampler[list[Any]]):
         self._known: dict[int, int] = {}  # epoch -> steps
 
     def steps_in(self, epochs: range) -> int:
-        """The number of optimizer steps in these epochs, of which the first is this one.
+        """The number of optimizer steps in these epochs, of which the first is the current one.
 
-        Later ones have as many as this one, unless the user's sampler has another length after its `set_epoch`.
+        Later epochs have as many, unless the user's sampler has another length after its `set_epoch`.
         """
         if self._own is None or not _set_epochs(self._own):
             return len(epochs) * self.steps
@@ -234,7 +236,7 @@ class _Steps(Sampler[list[Any]]):
         return sum(map(self._known.__getitem__, epochs))
 
     def _steps_of(self, length: int, epoch: int) -> int:
-        """The steps of an epoch with so many items. Raises `DataError` if there are none."""
+        """The number of steps in an epoch of `length` items. Raises `DataError` if there are none."""
         steps = self._count(length)
         if steps == 0:
             where = f" in epoch {epoch + 1}" if epoch else ""
@@ -247,7 +249,7 @@ class _Steps(Sampler[list[Any]]):
         return steps
 
     def _count(self, length: int) -> int:
-        """The steps of an epoch with so many items."""
+        """The number of steps in an epoch of `length` items."""
         raise NotImplementedError
 
     def _no_step(self, length: int, where: str) -> DataError:
@@ -474,7 +476,7 @@ class UserEvalBatches(Sampler[list[Any]]):
         return iter(self._batches)
 
 
-# --- the user's own samplers ------------------------------------------------------------------------------------
+# --- User-defined samplers --------------------------------------------------------------------------------------------
 
 
 def _length(own: Iterable[Any], what: str) -> int:
@@ -488,7 +490,7 @@ def _length(own: Iterable[Any], what: str) -> int:
 
 
 def lengths_in(own: Iterable[Any], what: str, seed: int, epochs: Sequence[int], then: int = 0) -> list[int]:
-    """The lengths that the user's sampler says it has in these epochs, after its `set_epoch` if it has one.
+    """The lengths of the user's sampler in these epochs, after its `set_epoch` if it has one.
 
     `what`: "sampler" or "batch sampler", for messages. `then`: the epoch that the sampler is set to afterwards.
     """
@@ -503,7 +505,7 @@ def lengths_in(own: Iterable[Any], what: str, seed: int, epochs: Sequence[int], 
 
 
 def _set_epochs(own: Iterable[Any]) -> list[Callable[[int], object]]:
-    """The `set_epoch` of a sampler and of the samplers inside it."""
+    """The `set_epoch` methods of a sampler and of the samplers inside it."""
     found = [getattr(part, "set_epoch", None) for part in _parts(own)]
     return [each for each in found if callable(each)]
 
@@ -522,7 +524,7 @@ def _draw(own: Iterable[Any], seed: int, epoch: int, what: str) -> list[Any]:
         _set_epoch(own, epoch)
         length = _length(own, what)
         drawn = list(own)
-        # A sampler that counts its epochs itself has the next one's length now, or has only now made this one's.
+        # A sampler that counts epochs itself may now report the next epoch's length, or only now know this epoch's.
         if len(drawn) == _length(own, what):
             length = len(drawn)
     if len(drawn) != length:

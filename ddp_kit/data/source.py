@@ -1,4 +1,4 @@
-"""Checks the data that the user passes, and reads how their own DataLoader makes batches."""
+"""Checks of the data that the user passes, and the batching options of the user's own DataLoader."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized, ValuesView
 from dataclasses import dataclass
@@ -52,9 +52,9 @@ def open_data(data: object, role: str) -> "tuple[Any, DataLoader[Any] | None]":
 
 
 class DatasetEpoch:
-    """Calls the `set_epoch` of a dataset and of the datasets inside it, such as of a Subset, once per epoch.
+    """Calls the `set_epoch` of a dataset and of the datasets inside it, such as those of a Subset, once per epoch.
 
-    DataLoader workers have a copy of it, which those that live for several epochs use.
+    Persistent DataLoader workers use their own copy.
     """
 
     def __init__(self, dataset: object, seed: int) -> None:
@@ -72,7 +72,7 @@ class DatasetEpoch:
 
 
 def set_epoch(dataset: Any, epoch: int, nesting: int = 0) -> None:
-    """Call the `set_epoch` of a dataset and of the datasets inside it, where they have one."""
+    """Call the `set_epoch` of a dataset and of the datasets inside it, if they have one."""
     if nesting < _MAX_NESTING:
         for each in _inside(dataset):
             set_epoch(each, epoch, nesting + 1)
@@ -90,7 +90,7 @@ def _inside(dataset: Any) -> list[Any]:
 
 
 def _no_dataset(data: Any) -> tuple[str, str] | None:
-    """What the data is and what to pass instead, if it is not a sequence of samples; None: it may be one."""
+    """A description of data that is not a sequence of samples, and what to pass instead; None: it may be one."""
     kind = kind_of(data)
     if isinstance(data, type):
         return kind, f"pass an instance: {data.__name__}(...)"
@@ -156,7 +156,7 @@ def _samplers(batches: Any) -> Iterator[Any]:
 
 
 def _divides_all(sampler: Any, loader: "DataLoader[Any]") -> bool:
-    """Whether it is torch's own DistributedSampler over the whole dataset, which the Trainer can replace."""
+    """Whether a sampler is torch's DistributedSampler over the whole dataset, which the Trainer can replace."""
     plain = type(sampler) is DistributedSampler and type(loader.batch_sampler) is BatchSampler
     return plain and _length(sampler.dataset) == _length(loader.dataset)
 
@@ -167,7 +167,7 @@ def _length(data: object) -> int:
 
 @dataclass(frozen=True)
 class Batching:
-    """How the user's own DataLoader makes batches."""
+    """The batching options of the user's own DataLoader."""
 
     size: int | None
     """Samples per batch; None if the user's own code makes the batches."""
@@ -180,7 +180,7 @@ class Batching:
 
 
 def batching(loader: "DataLoader[Any] | None") -> Batching | None:
-    """How a DataLoader makes batches; None without one."""
+    """The batching options of a DataLoader; None without one."""
     if loader is None:
         return None
     if isinstance(loader.dataset, IterableDataset):
@@ -189,7 +189,7 @@ def batching(loader: "DataLoader[Any] | None") -> Batching | None:
     if type(batches) is not BatchSampler:
         return Batching(None, shuffle=False, drop_last=False, batches=batches)
     size, drop_last, sampler = batches.batch_size, batches.drop_last, batches.sampler
-    if isinstance(sampler, DistributedSampler):  # torch's own: others were refused
+    if isinstance(sampler, DistributedSampler):  # torch's own: `open_data` rejects others
         return Batching(size, sampler.shuffle, drop_last or sampler.drop_last)
     if _is_default_order(sampler, loader.dataset):
         return Batching(size, isinstance(sampler, RandomSampler), drop_last)

@@ -26,7 +26,7 @@ from ddp_kit.distributed.world import RandomStates, World, mixed_seed, set_rando
 from ddp_kit.errors import DataError
 
 _SKIPPED_TURN = 0
-"""The number of samples yielded by a worker that skips its first turn, because after a resume another one is first."""
+"""The number of samples that a worker yields to skip its first turn, if another worker is first after a resume."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ReaderState:
 
 
 class Stream:
-    """Iterating yields (number of samples, batch) for each batch of an epoch."""
+    """An iterable over (number of samples, batch) for each batch of an epoch."""
 
     def __init__(self, loader: "DataLoader[Any]", epoch: Tensor) -> None:
         self._loader = loader
@@ -84,7 +84,7 @@ def build_stream(
     *,
     record_states: bool = False,
 ) -> Stream:
-    """The stream of batches of an IterableDataset, for this rank.
+    """Create this rank's stream of batches from an IterableDataset.
 
     `sizes`: batch j of an epoch has `sizes[j % len(sizes)]` samples; the last batches may have fewer. `template`: the
     user's own DataLoader, whose options are used; if its batch_size is None, the dataset yields whole batches, and

@@ -1,4 +1,4 @@
-"""A monitored barrier before the Trainer's collectives, which reports which ranks are missing, and where they are.
+"""A monitored barrier before the Trainer's collectives, which reports the missing ranks and where they are.
 
 It uses the process group's store instead of a collective: if another rank is in a gradient reduction, the mismatched
 collectives would hang, crash, or silently return wrong numbers.
@@ -33,7 +33,7 @@ from ddp_kit.progress import Heartbeat
 from ddp_kit.torch_internals import collectives_of_default_group, default_store
 
 TIMEOUT_SECONDS = 600.0
-"""The barrier timeout, the same as that of collectives: a missing rank may be busy with something that takes long."""
+"""The barrier timeout, the same as that of collectives, because a missing rank may be busy."""
 ANSWER_SECONDS = 1.0
 """The interval between two checks for questions from other ranks, and between two questions of a waiting rank."""
 SILENT_SECONDS = 5.0
@@ -137,9 +137,9 @@ def _barriers(world: World) -> _Barriers:
 
 
 def join_world(place: str, *, share_gpus: bool) -> World:
-    """Join the process group with `world.join`, and wait at a barrier until all ranks have.
+    """Join the process group with `world.join`, and wait at a barrier until all ranks have joined.
 
-    If that takes long, ranks 0 and 1 log what they wait for. `place`: the call, for messages.
+    If that takes long, ranks 0 and 1 log a warning. `place`: the call, for messages.
     """
     world = join(share_gpus=share_gpus, starting=partial(_warned_when_late, place))
     log.start(world.rank, world.world_size)
@@ -173,7 +173,7 @@ def _warned_when_late(place: str, rank: int, world_size: int) -> Iterator[None]:
 
 
 def watch(world: World, heartbeat: Heartbeat) -> None:
-    """Let other ranks find out where this rank is, by its heartbeat, and when its process has ended."""
+    """Tell other ranks on request where this rank is, from its heartbeat, and when its process has ended."""
     if world.world_size > 1:
         _barriers(world).heartbeat = heartbeat
 

@@ -1,4 +1,4 @@
-"""This process's rank and device, and the process group of the job."""
+"""This process's rank, device, process group and random generators, and all-gathers of small values."""
 
 import atexit
 import json
@@ -79,7 +79,7 @@ def join(
     if place.world_size > 1 and not dist.is_initialized():
         with starting(place.rank, place.world_size) if starting is not None else nullcontext():
             _start_group(device, share_gpus, binds=len(gpus) <= 1)
-        show_without_traceback(place.rank)  # again: init_process_group installs an excepthook of its own
+        show_without_traceback(place.rank)  # again, because init_process_group installs an excepthook
     return World(
         rank=place.rank,
         world_size=place.world_size,
@@ -240,7 +240,7 @@ def _stop_group() -> None:
 def gathered(world: World, numbers: list[int], hosts: dist.ProcessGroup | None = None) -> list[list[int]]:
     """All ranks' numbers, in rank order. A collective; waits for the device unless `hosts` is given.
 
-    `numbers`: equally many on each rank. `hosts`: a group for host memory, to use instead of the default group.
+    `numbers`: must have the same length on each rank. `hosts`: a group for host memory, instead of the default group.
     """
     device = world.device if hosts is None else torch.device("cpu")
     own = torch.tensor(numbers, dtype=torch.int64, device=device)
@@ -252,7 +252,7 @@ def gathered(world: World, numbers: list[int], hosts: dist.ProcessGroup | None =
 
 
 def gathered_bytes(own: bytes, world: World, hosts: dist.ProcessGroup | None = None) -> list[bytes]:
-    """All ranks' texts, in rank order; they may differ in length. `hosts`: as in `gathered`. A collective."""
+    """All ranks' bytes, in rank order; lengths may differ. `hosts`: as in `gathered`. A collective."""
     if world.world_size == 1:
         return [own]
     lengths = [length for (length,) in gathered(world, [len(own)], hosts)]
@@ -264,14 +264,14 @@ def gathered_bytes(own: bytes, world: World, hosts: dist.ProcessGroup | None = N
     return [text[:length].cpu().numpy().tobytes() for text, length in zip(everyone, lengths, strict=True)]
 
 
-# --- Converts the states of random generators to text and back, for checkpoints ---------------------------------------
+# --- Serialization of random states -----------------------------------------------------------------------------------
 
 
 _MT19937_NUMBERS = 624
 
 
 def encoded(states: RandomStates) -> str:
-    """The states as text: a line of JSON, then one line of base64 per generator, which is fast to encode."""
+    """Random states as text: a line of JSON, then one line of base64 per generator, which is fast to encode."""
     version, numbers, gauss = states.python
     blocks = {"python": array("I", numbers).tobytes(), "torch": states.torch.numpy().tobytes()}
     numpy = states.numpy

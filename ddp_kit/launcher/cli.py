@@ -327,7 +327,7 @@ class _StoppedError(BaseException):
     """A signal arrived before the job was running."""
 
     latest: "_StoppedError | None" = None
-    """The latest one, kept because torch ignores any exception that is raised while it imports NumPy."""
+    """The latest instance, kept because torch ignores any exception that is raised while it imports NumPy."""
 
     def __init__(self, by: signal.Signals) -> None:
         super().__init__(by)

@@ -43,7 +43,7 @@ _RANKS = (RANK, LOCAL_RANK, ROLE_RANK)
 
 
 def describe(plan: Plan, env: Mapping[str, str], host: str, defaults: Mapping[str, Any]) -> str:
-    """The whole text, with secrets masked.
+    """Return the whole text, with secrets masked.
 
     `env`: the launcher's environment. `host`: this machine's name. `defaults`: the default settings of the installed
     torchrun.
@@ -59,7 +59,7 @@ def describe(plan: Plan, env: Mapping[str, str], host: str, defaults: Mapping[st
     )
 
 
-# What runs ---------------------------------------------------------------------------------------------------------
+# --- What runs --------------------------------------------------------------------------------------------------------
 
 
 def _processes(plan: Plan, env: Mapping[str, str], host: str) -> list[list[str]]:
@@ -186,7 +186,7 @@ def _memory(plan: Plan, env: Mapping[str, str]) -> list[list[str]]:
     return [["memory", f"to estimate it: `{command}`" + ("" if known else " (80 GiB is an example: no GPU here)")]]
 
 
-# The environment ---------------------------------------------------------------------------------------------------
+# --- Environment ------------------------------------------------------------------------------------------------------
 
 
 def _environment(plan: Plan, env: Mapping[str, str]) -> list[str]:
@@ -262,7 +262,7 @@ def _origin(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
     return origin | dict(plan.origin)
 
 
-# torchrun ----------------------------------------------------------------------------------------------------------
+# --- torchrun command -------------------------------------------------------------------------------------------------
 
 
 def _torchrun(plan: Plan, env: Mapping[str, str], defaults: Mapping[str, Any]) -> str:
@@ -298,7 +298,7 @@ def _taken_for_flags(arguments: Sequence[str], names: Mapping[str, Any]) -> bool
 
 
 def _differences(plan: Plan, defaults: Mapping[str, Any]) -> str:
-    """How the behaviour of the torchrun command line differs."""
+    """Describe how the behaviour of the torchrun command differs."""
     ours = {"shutdown_timeout": GRACE_SECONDS}
     given = {name for name, value in plan.torchrun.items() if value not in (None, "", ours.get(name))}
     but = ["which does not bind processes to cores"] if any(worker.cpus for worker in plan.workers) else []
@@ -306,7 +306,7 @@ def _differences(plan: Plan, defaults: Mapping[str, Any]) -> str:
     return "".join(f", {text}" for text in but)
 
 
-# Layout ------------------------------------------------------------------------------------------------------------
+# --- Layout -----------------------------------------------------------------------------------------------------------
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

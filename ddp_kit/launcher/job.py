@@ -1,9 +1,4 @@
-"""Which failures are followed by a restart, and when: the counts behind `--max-restarts`. Pure, without a clock.
-
-A failure without progress counts against the limit. After a first crash, or if something else killed a worker, the
-restart is immediate; after further crashes it is delayed by 1, 2, 4 ... 60 s. The same error at the same step is
-retried only once. Lost nodes have a limit of their own.
-"""
+"""The state machine of a job and its restart policy (`--max-restarts`). Pure: without I/O and without a clock."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,6 +6,12 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from ddp_kit.launcher.verdict import Failure, Outcome, asks_for_another_run, first_failure, normalised
+
+# --- Restart policy ---------------------------------------------------------------------------------------------------
+# A failure without progress counts against --max-restarts. After a first crash, or if something outside the job killed
+# a worker, the restart is immediate; after further crashes it is delayed by 1, 2, 4 ... 60 s. The same error at the
+# same step is retried only once. Lost nodes have a separate limit.
+
 
 IDENTICAL_FAILURES = 5
 """The job ends after this many consecutive restarts with the same failure and no progress."""
@@ -32,7 +33,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Restart:
-    """The job restarts its workers."""
+    """Decision to restart the workers."""
 
     description: str
     """The count, for the message: `restart 1 of 3`."""
@@ -42,14 +43,14 @@ class Restart:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """The job ends."""
+    """Decision to end the job."""
 
     note: str
     """Why the job does not restart, if --max-restarts alone does not explain it; may be empty."""
 
 
 class Restarts:
-    """The counts of one job.
+    """Restart counters of one job, and the decision after each failure.
 
     A round made progress if it started from a later step than the last round with progress, and reached a new step. A
     run that starts from step 0 each time never makes progress.
@@ -59,7 +60,7 @@ class Restarts:
         """`max_restarts`: how many consecutive failures without progress are followed by a restart."""
         self._max_restarts = max_restarts
         self.count = 0
-        """All restarts after failures."""
+        """Number of restarts after failures so far."""
         self._began = self._reached = 0  # first step of the latest round with progress; last step of any round
         self._since = 0  # the step of the latest progress
         self._failures = 0  # since the latest progress
@@ -69,7 +70,7 @@ class Restarts:
         self._errors: set[tuple[int, str, int]] = set()  # all errors at a known step
 
     def round_ended(self, steps: Steps | None, seconds: float) -> None:
-        """Note that a round ended after `seconds`. `steps`: None if its workers recorded none."""
+        """Record that a round ended after `seconds`. `steps`: None if its workers recorded none."""
         if steps is None:
             if seconds >= PROGRESS_SECONDS:
                 self._losses = 0
@@ -81,7 +82,7 @@ class Restarts:
         self._reached = max(self._reached, steps.reached)
 
     def node_lost(self) -> str:
-        """Note that a node was lost. Return why the job ends; empty: it continues."""
+        """Record that a node was lost. Return why the job ends; empty: it continues."""
         self._losses += 1
         return f"nodes were lost {self._losses} times in a row without progress" * (self._losses > LOST_NODES)
 
@@ -106,7 +107,7 @@ class Restarts:
         return Restart(self._description(), self._wait())
 
     def _count_alike(self, first: Failure) -> int:
-        """Count consecutive occurrences of this failure; killed workers and long rounds are no crash loop."""
+        """Count consecutive occurrences of this failure; killed workers and long rounds are not a crash loop."""
         kind = (first.rank, first.exit_code, _kind_of_error(first))
         lasted = first.step is None and first.after >= PROGRESS_SECONDS
         if lasted or first.from_outside:
@@ -140,7 +141,7 @@ def _kind_of_error(first: Failure) -> str:
     return "" if first.printed else first.message
 
 
-# --- The state machine of a job on all its nodes, without I/O and without a clock -------------------------------------
+# --- State machine ----------------------------------------------------------------------------------------------------
 #     gathering   enough nodes have joined                    -> running
 #                 too few within the join timeout             -> ended
 #     running     a failure, a lost node or a new node        -> stopping
@@ -155,8 +156,8 @@ def _kind_of_error(first: Failure) -> str:
 #                 a node joins                                -> running
 #                 none does within the replacement timeout    -> ended
 #
-# Its inputs are the reports of the nodes, its outputs the orders for them. Times are in seconds, by the monotonic clock
-# of the process that runs it; the clocks of other nodes do not matter.
+# Inputs are the reports of the nodes, outputs the orders to them. Times are in seconds on the monotonic clock of the
+# process that runs the state machine; the clocks of other nodes do not matter.
 
 
 HOST = 0
@@ -165,10 +166,10 @@ HOST = 0
 
 @dataclass(frozen=True)
 class Node:
-    """The launcher of one node, as it joins the job."""
+    """A node, as its launcher describes it when it joins the job."""
 
     number: int
-    """Numbered in the order of arrival."""
+    """Position in the order of arrival, from 0."""
     host: str
     processes: int
     role: str = "default"
@@ -177,13 +178,13 @@ class Node:
     nnodes: str = "1"
     """--nnodes, which must be the same on all nodes."""
     address: str = ""
-    """Its address for other nodes."""
+    """Address at which other nodes reach it."""
     port: int = 0
-    """The port that it already listens on for the workers' store of the next round."""
+    """Port on which it already listens for the workers' store of the next round."""
 
     @property
     def name(self) -> str:
-        """The host, with its address: hosts may share a name."""
+        """Host name, with the address if it differs: hosts may share a name."""
         return f"{self.host} ({self.address})" if self.address not in ("", self.host) else self.host
 
 
@@ -201,12 +202,12 @@ class RankAssignment:
     first_role_rank: int
     role_world_size: int
     master_addr: str
-    """The node with group rank 0, which serves the workers' store of this round."""
+    """Address of the node with group rank 0, which serves the workers' store of this round."""
     master_port: int
 
 
 class State(Enum):
-    """The state of a node's workers of a round."""
+    """State of the workers of one node in a round."""
 
     DONE = auto()
     """All exited with code 0."""
@@ -215,14 +216,14 @@ class State(Enum):
     FAILED = auto()
     """At least one failed; the others have been stopped."""
     STOPPED = auto()
-    """They were stopped as ordered."""
+    """All were stopped as ordered."""
     LEFT = auto()
     """The node leaves the job because its launcher received a stop signal."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """A report of one node."""
+    """Report of one node about its workers."""
 
     node: int
     round: int
@@ -253,19 +254,19 @@ class Stop:
 
     round: int
     may_save: bool = False
-    """Whether the reason is a node that joined or leaves: no worker has failed, and they may save."""
+    """Whether workers may save first: a node joined or leaves, and no worker has failed."""
 
 
 @dataclass(frozen=True)
 class Pause:
-    """The next round starts later; nodes only print why."""
+    """Announce that the next round starts later; nodes only print why."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class End:
-    """The job is over."""
+    """Announce the end of the job."""
 
     outcome: Outcome
 
@@ -281,13 +282,13 @@ class Limits:
     max_nodes: int = 1
     max_restarts: int = 0
     join_timeout: float = 600.0
-    """For `min_nodes` to join."""
+    """Time for `min_nodes` nodes to join."""
     last_call_timeout: float = 30.0
-    """For more nodes to join, once `min_nodes` have."""
+    """Time for more nodes to join, once `min_nodes` have."""
     heartbeat_timeout: float = 3.0
-    """Without a heartbeat for this long, a node counts as lost."""
+    """A node without a heartbeat for this long counts as lost."""
     replacement_timeout: float = 12.0
-    """For a replacement to join, if too few nodes are left."""
+    """Time for a replacement to join, if too few nodes are left."""
 
 
 class _Phase(Enum):
@@ -302,7 +303,7 @@ class _Phase(Enum):
 
 @dataclass
 class _Round:
-    """The round that runs or is being stopped."""
+    """The round that is running or being stopped."""
 
     number: int = -1
     members: frozenset[int] = frozenset()
@@ -317,11 +318,11 @@ class _Round:
     lost: list[str] = field(default_factory=list)
     failing: bool = False
     for_new_node: bool = False
-    """Whether the job stops it to admit a new node; failures are then a consequence."""
+    """Whether it is being stopped to admit a new node; failures are then a consequence."""
 
 
 class Job:
-    """The state machine. Methods return the orders that follow from an event, in their order."""
+    """State machine of one job. Each event is a method call, which returns the resulting orders in sequence."""
 
     def __init__(self, limits: Limits, now: float) -> None:
         self._limits = limits
@@ -350,11 +351,11 @@ class Job:
         return tuple(self._nodes)
 
     def timeout(self, now: float) -> float | None:
-        """Seconds until `tick` starts the next round; None: no round waits for a time."""
+        """Seconds until `tick` starts the next round; None: no round is scheduled."""
         return max(0.0, self._due - now) if self._phase is _Phase.BACKOFF else None
 
     def joined(self, node: Node, now: float) -> list[Order]:
-        """A node joins. A node that joins after the end gets the outcome."""
+        """Handle a node that joins; after the end of the job, it gets the outcome."""
         self._now = now
         if self._phase is _Phase.ENDED:
             return [End(self._outcome)]
@@ -382,12 +383,12 @@ class Job:
         return ""
 
     def heartbeat(self, number: int, now: float) -> None:
-        """A node sent a heartbeat."""
+        """Handle a heartbeat from a node."""
         if number in self._last_heartbeat:
             self._last_heartbeat[number] = now
 
     def reported(self, report: Report, now: float) -> list[Order]:
-        """A node reports the state of its workers. Reports on an earlier round are ignored."""
+        """Handle a report. Reports about an earlier round are ignored."""
         self._now = now
         if report.node not in self._nodes:
             return []
@@ -411,7 +412,7 @@ class Job:
         return self._advance()
 
     def tick(self, now: float) -> list[Order]:
-        """Time has passed."""
+        """Handle the passage of time: missing heartbeats, timeouts and the end of a delay."""
         self._now = now
         for number, latest in list(self._last_heartbeat.items()):
             if now - latest > self._limits.heartbeat_timeout:
@@ -444,7 +445,7 @@ class Job:
         return []
 
     def _advance(self) -> list[Order]:
-        """The orders that follow from the current state."""
+        """Return the orders that follow from the current state."""
         if self._phase is _Phase.RUNNING:
             present = len(self._round.present)
             has_room = present < min(len(self._nodes), self._limits.max_nodes)
@@ -467,7 +468,7 @@ class Job:
         return []
 
     def _after_stopping(self) -> list[Order] | None:
-        """Continue or end, once every present member has stopped; None: some have not."""
+        """Continue or end the job, once every present member has stopped; None: some have not."""
         round_ = self._round
         if len(round_.down) < len(round_.present):
             return None
@@ -568,7 +569,7 @@ class Job:
 
 
 def _combined(steps: Sequence[Steps]) -> Steps | None:
-    """The steps of a round, from the reports of its nodes. All ranks start at the same step, if they get that far."""
+    """Combine the steps that the nodes reported. All ranks that get that far start at the same step."""
     if not steps:
         return None
     return Steps(max(each.began for each in steps), max(each.reached for each in steps))

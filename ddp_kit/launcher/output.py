@@ -1,4 +1,4 @@
-"""The descriptors that workers write to: files, pipes, or pseudo-terminals if the launcher runs in a terminal."""
+"""Output of the workers of one node: the descriptors they write to, the console with a label per rank, log files."""
 
 import fcntl
 import os
@@ -15,6 +15,10 @@ from pathlib import Path
 
 from ddp_kit.launcher import verdict
 
+# --- Descriptors ------------------------------------------------------------------------------------------------------
+# Workers write to files, pipes, or pseudo-terminals if the launcher runs in a terminal.
+
+
 _PIPE_BYTES = 1 << 20
 _SET_PIPE_SIZE = 1031  # Linux's F_SETPIPE_SZ
 _WINDOW_SIZE = bytes(8)  # struct winsize
@@ -22,7 +26,7 @@ _WINDOW_SIZE = bytes(8)  # struct winsize
 
 @dataclass(frozen=True)
 class Route:
-    """Where stdout or stderr of a rank goes."""
+    """Destination of stdout or stderr of a rank."""
 
     console: bool
     """Whether it is shown."""
@@ -34,7 +38,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Streams:
-    """Where a worker's output goes."""
+    """Destinations of the output of a worker."""
 
     local_rank: int
     rank: int
@@ -78,7 +82,9 @@ def open_terminal_or_pipe(console: int) -> tuple[int, int]:
     return ours, theirs
 
 
-# --- The ranks' output: whole lines prefixed with the rank, copies in files, and the traceback of a failure -----------
+# --- Console output ---------------------------------------------------------------------------------------------------
+# Complete lines labelled with the rank, copies in files, and the traceback of a failure.
+#
 #     rank's stdout, stderr --pipe (or terminal)--> one thread --> console, in colour; a file per rank
 #                                                      |
 #                                                      +-- holds a traceback back for a moment: if it is the
@@ -94,10 +100,10 @@ _MAX_HELD_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 15
 _PARTIAL_SECONDS = 0.05  # until an unfinished line, such as a progress bar, is shown
 _FIRST_OUTPUT_SECONDS = 0.05  # to wait at the first output for other ranks, because labels depend on them
-# Until a traceback of a rank that still runs is shown. It may be ending: taking down a CUDA context or threads takes
-# seconds. A rank that continues to write is not.
+# Time until a traceback of a rank that is still running is shown. The rank may be ending, because destroying a CUDA
+# context or joining threads takes seconds; a rank that continues to write is not ending.
 _HELD_SECONDS = 0.7  # if the rank writes something after this time
-_SILENT_SECONDS = 5.0  # if it does not
+_SILENT_SECONDS = 5.0  # if it writes nothing
 _JOIN_SECONDS = 0.1
 _MARKS = (b"Traceback (most recent call last)", b"Fatal Python error: ", b"terminate called ")
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
@@ -173,7 +179,7 @@ class Output:
         self._continued: set[int] = set()  # local ranks with more output after the latest traceback that was shown
         self._failed: set[int] = set()
         self._consoles = _Consoles()
-        # Descriptor -> the one that shows its output: both streams share the unfinished line if they share a place.
+        # Descriptor -> the one that shows its output: streams with the same target share the unfinished line.
         self._shown_on = {1: 1, 2: 1 if is_same_file(1, 2) else 2}
         self._deadline = float("inf")
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -181,7 +187,7 @@ class Output:
         for worker in workers:
             self._descriptors[worker.local_rank] = self._open(worker, direct)
 
-    # Before the start --------------------------------------------------------------------------------------------
+    # Set-up -----------------------------------------------------------------------------------------------------------
 
     def _open(self, worker: Streams, direct: bool) -> tuple[int, int]:
         """The descriptors for the worker's stdout and stderr."""
@@ -225,7 +231,7 @@ class Output:
         self._descriptors.clear()
         self._thread.start()
 
-    # While it runs -----------------------------------------------------------------------------------------------
+    # Reader thread ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         poll = select.poll()
@@ -258,7 +264,7 @@ class Output:
         return min(left, _PARTIAL_SECONDS if waits else 3600.0)
 
     def _receive(self, source: _Source, data: bytes) -> bool:
-        """Pass the data on; False if neither a console nor a file accepts it any more."""
+        """Pass the data on. Return False if neither a console nor a file accepts it any more."""
         self._latest[source.local_rank] = time.monotonic()
         source.tail = (source.tail + data)[-_TAIL_BYTES:]
         if source.copy >= 0:
@@ -351,10 +357,10 @@ class Output:
         self._ended.append(source)
         os.close(source.descriptor)
 
-    # The end -----------------------------------------------------------------------------------------------------
+    # End of the round -------------------------------------------------------------------------------------------------
 
     def failed(self, local_rank: int) -> None:
-        """Note that a worker failed: a traceback that is held back stays so until `end`."""
+        """Record that a worker failed: a traceback that is held back then stays so until `end`."""
         self._failed.add(local_rank)
 
     def tail(self, local_rank: int) -> str:
@@ -445,7 +451,7 @@ def _end_of_file(path: str) -> str:
 
 
 def _read(descriptor: int) -> bytes:
-    """The available data; empty at the end."""
+    """Return the available data; empty: end of file."""
     try:
         return os.read(descriptor, _READ_BYTES)
     except OSError:  # a terminal whose last writer closed it
@@ -453,7 +459,7 @@ def _read(descriptor: int) -> bytes:
 
 
 def _write(descriptor: int, text: bytes) -> None:
-    """Write all of it, also to a non-blocking descriptor."""
+    """Write the whole text, also to a non-blocking descriptor."""
     view = memoryview(text)
     while view:
         try:

@@ -51,7 +51,7 @@ from ddp_kit.launcher.warm.messages import Program
 GRACE_SECONDS = 25
 """From SIGTERM to SIGKILL. Kubernetes kills the launcher after 30 s; the rest is for the verdict and the cleanup."""
 _FOR_THE_VERDICT = 5
-"""Seconds kept for the verdict, of the grace period that the cluster gives the launcher after SIGTERM."""
+"""Seconds reserved for the verdict within the grace period that the cluster gives the launcher after SIGTERM."""
 _MAX_PROCESSES = 1 << 22  # PID_MAX_LIMIT
 _RUN_PATH = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
@@ -68,7 +68,7 @@ class WorkerResources:
 
 @dataclass(frozen=True)
 class Logs:
-    """Where the workers' output goes; the fields are torchrun's flags."""
+    """Destinations of the workers' output; the fields are torchrun's flags."""
 
     log_dir: str | None
     redirects: str
@@ -108,7 +108,7 @@ class Plan:
     env: Mapping[str, str]
     """The variables that the launcher adds to the workers' environment besides torchrun's."""
     origin: Mapping[str, str]
-    """Where the value of each variable in `env` comes from, such as `--gpus 2`."""
+    """The source of each value in `env`, such as `--gpus 2`."""
     role: str
     rendezvous: Rendezvous
     signals_to_handle: tuple[str, ...]
@@ -116,7 +116,7 @@ class Plan:
     shutdown_timeout: int
     """Seconds from SIGTERM to SIGKILL."""
     hang_timeout: float | None
-    """Seconds; 0: no limit; None: `agent.hang_rule.DEFAULT_SECONDS`."""
+    """Seconds; 0: no limit; None: `agent.hangs.DEFAULT_SECONDS`."""
     uninterruptible_state_timeout: float
     """Seconds that a worker may spend in the kernel's uninterruptible sleep; 0: no limit."""
     virtual_local_rank: bool
@@ -187,7 +187,7 @@ def make(
     *,
     defaults: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
-    """Decide how many processes run on which GPUs and cores, where they meet, and all other settings.
+    """Decide how many processes run on which GPUs and cores, and all other settings, including the rendezvous.
 
     `run_id`: the default for --rdzv-id. `cpus`: those that the launcher may use. `held`: GPU UUID -> the other launch
     that reserved it. `defaults`: variables for the workers that do not depend on the command line.

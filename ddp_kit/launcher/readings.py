@@ -1,4 +1,4 @@
-"""What the jobs on this machine are doing now, read without their cooperation: heartbeats, memory, GPUs."""
+"""Current state of the jobs on this machine or on other hosts, read from outside: heartbeats, memory, GPUs."""
 
 import json
 import subprocess
@@ -17,8 +17,11 @@ from ddp_kit.launcher.clusters import ssh
 from ddp_kit.launcher.devices.gpus import GpuUsage, gpu_usage
 from ddp_kit.launcher.record import RoundRecord, WorkerRecord, records
 
+# --- Jobs on this machine ---------------------------------------------------------------------------------------------
+
+
 _MIN_DIFFERENCE = 0.1
-"""How much less, as a share of the time, the straggler must wait for other ranks than all of them."""
+"""The straggler must wait for other ranks less than every other rank does, by more than this share of the time."""
 _STALLED_SECONDS = 5.0
 """Once all ranks have been unchanged for this long, the straggler is the one with the fewest steps and beats."""
 
@@ -39,7 +42,7 @@ class RankReading:
     data: float | None = None
     """The share of time spent waiting for data, as of the last log point; None: no Trainer."""
     communication: float | None = None
-    """The same for other ranks and the network."""
+    """The share of time spent waiting for other ranks and the network, likewise."""
     age: float | None = None
     """Seconds since the heartbeat last changed."""
     waits_for: int | None = None
@@ -48,7 +51,7 @@ class RankReading:
     """Bytes of the process's resident memory."""
     gpus: tuple[GpuUsage, ...] = ()
     beats: int = 0
-    """Actions of its Trainer so far."""
+    """Number of actions of its Trainer so far."""
     host: str = ""
     advice: str = ""
     """The last line of its Trainer's advice; "": there was none."""
@@ -68,9 +71,9 @@ class JobReading:
     world_size: int
     restarts: int
     seconds: float
-    """Since this round began."""
+    """Seconds since this round began."""
     launcher: int
-    """Process id."""
+    """Process id of the launcher."""
     ranks: tuple[RankReading, ...]
 
 
@@ -118,7 +121,7 @@ def _job(launcher: int, record: RoundRecord, cards: Sequence[GpuUsage]) -> JobRe
 
 
 def _waiting(ranks: Sequence[RankReading]) -> tuple[RankReading, ...]:
-    """The ranks, with `waits_for` filled in."""
+    """Fill in `waits_for` of the ranks."""
     behind = straggler(ranks)
     return tuple(replace(each, waits_for=behind if each.rank != behind else None) for each in ranks)
 
@@ -184,7 +187,8 @@ def as_json(jobs: Sequence[JobReading]) -> list[dict[str, Any]]:
     return [asdict(job) for job in jobs]
 
 
-# --- What the jobs on several hosts are doing: runs `ddpkit top` on each of them, over ssh ----------------------------
+# --- Jobs on several hosts --------------------------------------------------------------------------------------------
+# Runs `ddpkit top` on each host, over ssh.
 
 
 _SECONDS = 30.0
@@ -208,7 +212,7 @@ def readings_of(hosts: Sequence[str]) -> HostReadings:
 
 
 def _read(host: str) -> tuple[JobReading, ...] | str:
-    """The readings of a host, or why there are none."""
+    """Return the readings of a host, or why there are none."""
     remote = ssh.found_first(("ddpkit", "top", "--once", "--json"), str(Path(sys.executable).parent))
     command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", host, remote]
     try:

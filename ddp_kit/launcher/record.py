@@ -1,4 +1,4 @@
-"""The record of a run, which the agent writes."""
+"""Files that the launcher writes about a run: the current round, for `ddpkit top`, and its part of the run record."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from ddp_kit.env import RECORD_ATTEMPTS, RECORD_NOTE, ROUND_FILE
 from ddp_kit.launcher.devices.gpus import GpuUsage, gpu_usage_reader
 from ddp_kit.launcher.output import open_log
 
-# --- The record of the round that a launcher is running, and how `ddpkit top` finds it --------------------------------
+# --- Current round ----------------------------------------------------------------------------------------------------
 # The launcher keeps the file open while its workers run, and `ddpkit top` looks for it among the open files of the
 # user's processes. A killed launcher therefore leaves no stale entry.
 
@@ -32,7 +32,7 @@ class WorkerRecord:
     error_file: str
     """The path of its error file, next to which its heartbeat is; empty: none."""
     gpus: tuple[str, ...] = ()
-    """UUIDs; empty: the script chooses."""
+    """UUIDs of its GPUs; empty: the script chooses."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class RoundRecord:
     world_size: int
     restarts: int
     began: float
-    """As `time.time`."""
+    """Start time, as from `time.time`."""
     workers: tuple[WorkerRecord, ...]
 
     @classmethod
@@ -99,7 +99,8 @@ def _records_of(process: Path) -> Iterator[RoundRecord]:
                 yield RoundRecord.read(Path(descriptor.path).read_text())
 
 
-# --- What a launcher adds to the record of a run: samples of its machine once a second, and how each attempt ended ----
+# --- Run record -------------------------------------------------------------------------------------------------------
+# The launcher adds samples of its machine once a second, and how each attempt ended.
 # The workers say where the record is, in a file of the attempt's folder. Format: docs/run-record.md.
 
 
@@ -110,7 +111,7 @@ class RecordKeeper:
     """Samples this machine in a thread of the launcher from `start` to `stop`, while an attempt runs."""
 
     def __init__(self, attempt_folder: Path, kept: Path | None, node: int) -> None:
-        """`kept`: where the record goes if the Trainer has no folder; None: there is none then."""
+        """`kept`: where the record goes if the Trainer has no folder; None: there is no record then."""
         self._note = attempt_folder / RECORD_NOTE
         self._kept = kept
         self._node = node
@@ -119,21 +120,21 @@ class RecordKeeper:
         self._thread = threading.Thread(target=self._sample, name="ddpkit-record", daemon=True)
 
     def start(self) -> None:
-        """Before the workers start."""
+        """Write the note for the workers and start sampling, before the workers start."""
         with suppress(OSError):
             self._note.touch(mode=0o600)
             self._note.write_text("" if self._kept is None else str(self._kept))
         self._thread.start()
 
     def stop(self) -> None:
-        """After they have ended. Removes the note."""
+        """Stop sampling and remove the note, after the workers have ended."""
         self._ending.set()
         self._thread.join()
         self._find()
         self._note.unlink(missing_ok=True)
 
     def end(self, attempt: str, verdict: Mapping[str, Any], stacks: Mapping[int, str]) -> None:
-        """Add how the attempt ended, after `stop`."""
+        """Add to the record how the attempt ended. Call it after `stop`."""
         if self._folder is not None:
             facts = {"node": self._node, "exit_code": verdict["exit_code"], "text": verdict["text"]}
             line = {"event": "end", "attempt": attempt, "time": time.time(), **facts, "verdict": verdict}
@@ -152,7 +153,7 @@ class RecordKeeper:
                 return
             self._find()
         path = self._folder / f"samples-{self._node}.jsonl"
-        psutil.cpu_percent()  # which the next call measures from
+        psutil.cpu_percent()  # the next call measures from here
         with gpu_usage_reader() as gauges:
             while not self._ending.wait(_SECONDS):
                 _add(path, _sample_of(gauges()))
@@ -181,7 +182,7 @@ def _gpu(gauge: GpuUsage) -> dict[str, Any]:
 
 
 def _add(path: Path, line: Mapping[str, Any]) -> None:
-    """Append a line; nothing where the disk is full or the folder is gone: a record must not end a job."""
+    """Append a line. Errors, as on a full disk or without the folder, are ignored: a record must not end a job."""
     with suppress(OSError, ValueError):
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:

@@ -1,4 +1,4 @@
-"""Find the process that listens on a port."""
+"""Rendezvous settings of a job, read from torchrun's flags: the endpoint, the node that hosts it, and the limits."""
 
 import math
 from collections.abc import Mapping
@@ -14,9 +14,11 @@ from ddp_kit.launcher.clusters.request import JobPlace
 from ddp_kit.launcher.job import Limits
 from ddp_kit.masking import masked
 
+# --- Process on a port ------------------------------------------------------------------------------------------------
+
 
 def holder(port: int) -> str:
-    """` by pid N (its command)`, to follow "in use"; empty if this process may not see it."""
+    """Describe the process that listens on a port, as in ` by pid N (its command)`; empty if it is not visible."""
     with suppress(psutil.Error, OSError):
         for found in psutil.net_connections("tcp"):
             if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN and found.pid:
@@ -25,19 +27,20 @@ def holder(port: int) -> str:
     return ""
 
 
-# --- Interpret the flags about nodes and the rendezvous: the endpoint, the node that hosts it, and the job's limits ---
+# --- Rendezvous settings ----------------------------------------------------------------------------------------------
 
 
 C10D_PORT = 29400  # torch's default for this rendezvous
-STATIC_PORT = 29500  # and for the static one
+STATIC_PORT = 29500  # torch's default for the static one
 _LOOPBACK = "127.0.0.1"
 _STATIC_TIMEOUT = 900.0
 _TIMEOUTS = ("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout")
 _KEEP_ALIVE = ("keep_alive_interval", "keep_alive_max_attempt")
 _REPLACEMENT = "replacement_timeout"  # ddpkit's own
 _CONF_NUMBERS = ("timeout", *_TIMEOUTS, *_KEEP_ALIVE, _REPLACEMENT)
-# What torchrun refuses: settings that have to be numbers, and those of them that have to be greater than 0. It never
-# reads the others. Source: torch 2.13, dynamic_rendezvous.py, c10d_rendezvous_backend.py, static_tcp_rendezvous.py.
+# Settings that torchrun rejects if they are not numbers, and those that it rejects if they are not greater than 0. It
+# never reads the others. Source (torch 2.13): dynamic_rendezvous.py, c10d_rendezvous_backend.py and
+# static_tcp_rendezvous.py.
 _NUMBERS_OF = {"c10d": (*_TIMEOUTS, *_KEEP_ALIVE, _REPLACEMENT), "static": ("timeout", _REPLACEMENT)}
 _POSITIVE = (*_TIMEOUTS, _REPLACEMENT)
 _MAY_BE_ZERO = (_REPLACEMENT,)
@@ -49,7 +52,7 @@ _NO = ("0", "false", "f", "no", "n")
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The rendezvous of a job: how its nodes meet."""
+    """Rendezvous settings of a job."""
 
     backend: str
     served_by_ddpkit: bool
@@ -159,7 +162,7 @@ def overridden_flags(torchrun: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def ignored_settings(torchrun: Mapping[str, Any]) -> tuple[str, ...]:
-    """A notice for each number in --rdzv-conf that torchrun takes but that means nothing."""
+    """A notice for each number in --rdzv-conf that torchrun accepts but that has no effect."""
     conf = _conf(torchrun["rdzv_conf"]) if torchrun["rdzv_backend"] in _NUMBERS_OF else {}
     return tuple(
         f"--rdzv-conf {name}={conf[name]} is not a number greater than 0, and is ignored"
@@ -201,7 +204,7 @@ def _host_and_port(endpoint: str) -> tuple[str, int | None]:
 
 
 def _conf(text: str) -> dict[str, str]:
-    """Parse --rdzv-conf. Quotes, which a shell has not removed, do not belong to names and values."""
+    """Parse --rdzv-conf. Quotes that no shell has removed are stripped from names and values."""
     pairs = [each.partition("=") for each in text.split(",")] if text.strip() else []
     for name, _, value in pairs:
         if not (name.strip() and value.strip()):
@@ -217,7 +220,7 @@ def _is_host(conf: Mapping[str, str]) -> bool | None:
 
 
 def _limits(torchrun: Mapping[str, Any], conf: Mapping[str, str], place: JobPlace | None) -> Limits:
-    """How many nodes and restarts, and how long to wait; --rdzv-conf has torch's names."""
+    """Read the limits on nodes and restarts, and the timeouts; --rdzv-conf has torch's names."""
     found = _numbers(conf, torchrun["rdzv_backend"])
     named = "keep_alive_interval" in found or "keep_alive_max_attempt" in found
     min_nodes, max_nodes = _nnodes(str(torchrun["nnodes"]))
@@ -259,7 +262,7 @@ def _nnodes(nnodes: str) -> tuple[int, int]:
 
 
 def _numbers(conf: Mapping[str, str], backend: str) -> dict[str, float]:
-    """The numbers in --rdzv-conf. Raises `UsageError` for what torchrun refuses; `ignored_settings` names the rest."""
+    """The numbers in --rdzv-conf. Raises `UsageError` for what torchrun rejects; `ignored_settings` names the rest."""
     found = {}
     for name in filter(conf.__contains__, _CONF_NUMBERS):
         number = _number(conf[name])

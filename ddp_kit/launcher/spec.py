@@ -81,7 +81,7 @@ class LaunchSpec:
     typed: frozenset[str] = frozenset()
     """The names in `torchrun` of the flags that were typed."""
     given: frozenset[str] = frozenset()
-    """The same, including those that PET_ variables set."""
+    """The same, with the flags that PET_ variables set."""
     place: JobPlace | None = None
     """This node's place in the job, from the cluster's variables; None: no cluster, or the flags give it completely."""
 

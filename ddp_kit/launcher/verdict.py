@@ -10,7 +10,8 @@ from typing import Any
 
 from ddp_kit.exit_codes import ExitCode
 
-# --- Tracebacks in a process's output: find the one at its end, and leave out the C++ stacks of torch's warnings ------
+# --- Tracebacks -------------------------------------------------------------------------------------------------------
+# Find the traceback at the end of a process's output, and leave out the C++ stacks of torch's warnings.
 
 
 _MARK = "Traceback (most recent call last)"
@@ -32,13 +33,13 @@ _AT_START = re.compile(r"(ImportError|ModuleNotFoundError|SyntaxError|Indentatio
 _INTERRUPT = re.compile(r"^KeyboardInterrupt$", re.MULTILINE)
 _MAX_LINES = 60
 _CPP_WARNING = re.compile(rb"(\[rank\d+\]:)?\[W\d{4} [^\]]*\.cpp:\d+\] ")
-# TCPStore.cpp warns of an error before it raises it. Where the host of the rendezvous is lost, every rank of the other
-# nodes would print fifteen lines of that above the line that says so.
+# TCPStore.cpp warns about an error before it raises it. If the host of the rendezvous is lost, every rank of the other
+# nodes would print fifteen lines of warnings above the line that reports the loss.
 _RAISED_TOO = re.compile(rb"(\[rank\d+\]:)?\[W\d{4} [^\]]*TCPStore\.cpp:\d+\] \[c10d\] (send|recv)\w+ failed on ")
 
 
 def split(text: str) -> tuple[str, str]:
-    """The last traceback in `text`, with chained ones and without torch's rank prefixes; and the rest of the text."""
+    """Split `text` into its last traceback, with chained ones and without torch's rank prefixes, and the rest."""
     lines = text.splitlines(keepends=True)
     plain = [_RANK.sub("", _ANSI.sub("", line)) for line in lines]
     starts = [number for number, line in enumerate(plain) if _MARK in line or _FATAL.match(line)]
@@ -52,7 +53,7 @@ def split(text: str) -> tuple[str, str]:
 
 
 def shortened(trace: str) -> str:
-    """The beginning and the end of a very long traceback."""
+    """Leave out the middle of a very long traceback."""
     lines = trace.splitlines()
     if len(lines) > _MAX_LINES:
         lines = [*lines[: _MAX_LINES // 3], "  ...", *lines[-2 * _MAX_LINES // 3 :]]
@@ -75,7 +76,7 @@ def is_interrupt(trace: str) -> bool:
 
 
 def failed_at_start(trace: str) -> bool:
-    """Whether an import at the top level of the script, or of a module it imports, failed: a restart cannot help."""
+    """Whether a top-level import of the script, or of a module it imports, failed: a restart cannot help."""
     frames = re.findall(r'^  File ".*", line \d+, in (.*)$', trace, re.MULTILINE)
     return bool(frames and _AT_START.match(message_of(trace))) and all(frame == "<module>" for frame in frames)
 
@@ -102,13 +103,13 @@ def _end(plain: list[str], start: int) -> int:
 
 
 class WarningFilter:
-    """Leaves out of a stream the C++ stacks of torch's warnings, and the warnings of errors that it raises too."""
+    """Filter for the C++ stacks of torch's warnings, and for warnings about errors that torch also raises."""
 
     def __init__(self) -> None:
         self._after_warning = self._in_stack = False
 
     def kept(self, lines: bytes) -> bytes:
-        """The lines to show. `lines`: whole ones, which follow those of the call before."""
+        """Return the lines to show. `lines`: complete lines that follow those of the previous call."""
         if not self._after_warning and not self._in_stack and b".cpp:" not in lines:
             return lines
         return b"".join(line for line in lines.splitlines(keepends=True) if self._is_kept(line))
@@ -122,7 +123,8 @@ class WarningFilter:
         return not self._in_stack and not _RAISED_TOO.match(line)
 
 
-# --- Hints for common failures: a table of patterns in a failed worker's output, each with advice ---------------------
+# --- Hints for common failures ----------------------------------------------------------------------------------------
+# A table of patterns in the output of a failed worker, each with advice.
 # The first match is used, so specific patterns come before general ones.
 
 
@@ -288,9 +290,9 @@ _WARNING = re.compile(r"^(?:\[rank\d+\]:)?\[W.*\n?", re.MULTILINE)
 
 
 def hint(text: str, exit_code: int, out_of_memory: bool = False) -> str:
-    """What to do about a failure; empty if no pattern matches.
+    """Advice about a failure; empty if the cause is not known.
 
-    `text`: the end of the worker's output, or its traceback. `exit_code`: negative: minus the signal that killed it.
+    `text`: the end of the worker's output, or its traceback. `exit_code`: if negative, minus the signal that killed it.
     `out_of_memory`: whether the kernel killed a process of this job for lack of memory.
     """
     if out_of_memory and (exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) or "DataLoader worker" in text):
@@ -331,7 +333,7 @@ def _fill_in(advice: str, found: dict[str, str]) -> str:
     return re.sub(r"\{(\w+)\}", lambda match: names.get(match[1], match[0]), advice)
 
 
-# --- How a job ended: which rank failed first, why, and what to do about it -------------------------------------------
+# --- How a job ended --------------------------------------------------------------------------------------------------
 
 
 _MAX_GROUPS = 3
@@ -350,17 +352,17 @@ class Failure:
     local_rank: int
     pid: int
     exit_code: int
-    """Negative: minus the number of the signal that killed it."""
+    """If negative, minus the number of the signal that killed it."""
     after: float
     """Seconds since this round's workers were started, by the clock of their node."""
     host: str = ""
-    """Its node; empty if the job has only one."""
+    """Host name of its node; empty if the job has only one node."""
     message: str = ""
     """Its exception in one line; empty: unknown."""
     printed: bool = False
     """Whether a rank of its node has already printed the whole message."""
     printed_here: bool = False
-    """Whether it was this rank that printed it."""
+    """Whether this rank printed it."""
     trace: str = ""
     """Its traceback; empty: unknown."""
     step: int | None = None
@@ -445,14 +447,14 @@ class Verdict:
 
 
 def first_failure(failures: tuple[Failure, ...]) -> Failure:
-    """The earliest failure, with secondary failures last; if several have its error, the rank that printed it."""
+    """The earliest failure, with secondary ones last; if several ranks have the same error, the one that printed it."""
     first = min(failures, key=lambda failure: (_secondary_level(failure), failure.after))
     same = [each for each in failures if each.printed_here and each.message == first.message and not each.secondary]
     return min(same, key=lambda failure: failure.after, default=first)
 
 
 def _secondary_level(failure: Failure) -> int:
-    """How likely a failure is just a consequence of another one; 0: a root cause."""
+    """Likelihood that a failure is only a consequence of another one; 0: a root cause."""
     if failure.stopped:
         return 4
     if failure.secondary:
@@ -473,7 +475,7 @@ def asks_for_another_run(outcome: Outcome) -> bool:
 
 
 def judge(outcome: Outcome, shown: Collection[int] = ()) -> Verdict:
-    """The exit code of the worker that failed first, and the last lines for the user.
+    """Return the exit code, which is that of the worker that failed first, and the last lines for the user.
 
     `shown`: the ranks whose traceback is already the last output on this console.
     """
@@ -502,7 +504,7 @@ def judge(outcome: Outcome, shown: Collection[int] = ()) -> Verdict:
 
 
 def record(outcome: Outcome) -> dict[str, Any]:
-    """The outcome and the verdict for programs, to be written as JSON."""
+    """The outcome and the verdict as a dict for JSON."""
     verdict = judge(outcome)
     first = first_failure(outcome.failures) if outcome.failures else None
     return {

@@ -1,17 +1,17 @@
-"""How one model is spread over the ranks: one file per strategy.
+"""Distributes one model over the ranks, with one file per strategy.
 
-    strategy.py      the interface: everything that the trainer and the checkpoints know of a strategy; one rank alone;
-                     how the ranks are divided: replicate x shard x tensor x pipeline
+    strategy.py      the interface that the trainer and the checkpoints use, the strategy for a single rank, and the
+                     division of the ranks: replicate x shard x tensor x pipeline
     ddp.py           torch's DistributedDataParallel
-    zero1.py         the same, with the optimizer state divided over the ranks
-    fsdp.py          torch's FSDP2: weights, gradients and optimizer state sharded; with tensor.py, layers are split too
+    zero1.py         DDP with the optimizer state divided over the ranks
+    fsdp.py          torch's FSDP2: weights, gradients and optimizer state sharded; tensor.py also splits layers
     device_map.py    the layers of one model on several devices of each rank
-    pipeline.py      the blocks of one model in stages, each on a rank: stages.py cuts it and sends between stages;
-                     tensor.py splits the blocks of a stage, fsdp.py shards them
-    memory.py        bytes per device, by arithmetic; what `parallel="auto"` tries
+    pipeline.py      the blocks of one model in stages on different ranks; stages.py divides the model and communicates
+                     between stages, tensor.py splits the blocks of a stage, fsdp.py shards them
+    memory.py        memory estimates per device, and the placements that `parallel="auto"` tries
     offload.py       the optimizer on the host
-    activations.py   what the forward pass keeps for the backward pass
-    shards.py        tensors of which each rank holds a part, for several strategies
+    activations.py   activation checkpointing, offload and compression
+    shards.py        parts of sharded tensors, for several strategies
 
 A new strategy is a subclass of `Strategy` in a file of its own, and one line in `ddp_kit.config.settings.STRATEGIES`.
 """
@@ -26,18 +26,17 @@ __all__ = ["Parallelize", "PassedOn", "Passes", "SingleRank", "Strategy", "strat
 
 _SINGLE = "ddp_kit.parallel.strategy:SingleRank"
 _OF_ONE_RANK = {"device_map": "ddp_kit.parallel.device_map:SingleRankDeviceMap"}
-"""Strategies that one rank has a use for."""
+"""Classes for a single rank, for strategies that have one of their own."""
 
 
 def strategy_for(
     config: ParallelConfig, world: World, *, recoverable: bool, parallelize: Parallelize | None = None
 ) -> Strategy:
-    """The strategy that the configuration names; where there is one rank, `SingleRank` or what it is with a device map.
+    """Create the strategy that the configuration names; for one rank, `SingleRank` or its variant with a device map.
 
-    Raises `ConfigError` where the sizes do not fit the number of ranks.
-
-    `parallelize`: the user's own function that spreads the model, in place of the strategy's.
-    `recoverable`: steps have to survive that a rank runs out of memory, see `Strategy.finish_failed_passes`.
+    `recoverable`: steps can be repeated after a rank ran out of memory, see `Strategy.finish_failed_passes`.
+    `parallelize`: the user's own function that distributes the model, in place of the strategy's.
+    Raises `ConfigError` if the sizes do not match the number of ranks.
     """
     sizes_of(config, world.world_size)
     alone = world.world_size == 1

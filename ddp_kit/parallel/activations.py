@@ -1,14 +1,14 @@
-"""Reduces the memory of activations, which the forward pass saves for the backward pass: `MemoryConfig`.
+"""Reduces the memory of activations, which the forward pass saves for the backward pass (`MemoryConfig`).
 
-    checkpointing          blocks do not keep them; the backward pass calls the block's forward once more
-    offload_activations    they are copied to the host, and back when the backward pass needs them
-    activation_bits        they are kept as 8-bit integers
+    checkpointing          blocks do not save activations; the backward pass calls the block's forward again
+    offload_activations    activations are copied to the host, and back when the backward pass needs them
+    activation_bits        activations are saved as 8-bit integers
 
-All of it acts in the forward pass of a training step alone, within `Activations.forward_context`.
+This affects only the forward pass of a training step, within `Activations.forward_context`.
 
 torch has no public call that recomputes a module in place: a wrapper module changes the names in `state_dict`, hooks
-cannot repeat a forward, and an attribute set for good would go with every copy of the model. So each block has another
-`forward` for the duration of that context, and afterwards its own again.
+cannot repeat a forward, and a permanent attribute would be part of every copy of the model. So the `forward` of each
+block is replaced within that context only.
 """
 
 from collections import deque
@@ -37,13 +37,13 @@ Forward = Callable[..., Any]
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 OFFLOADED_BYTES = 1 << 20
-"""Smaller activations stay on the device: there are many, and each copy costs a call."""
+"""The minimum size of offloaded activations: there are many smaller ones, and each copy costs a call."""
 COMPRESSED_BYTES = 1 << 16
-"""Smaller activations are not compressed, such as the statistics of normalization layers."""
+"""The minimum size of compressed activations; smaller ones are, for example, statistics of norm layers."""
 
 
 class Activations:
-    """What is done about the activations of one model. Raises `ConfigError` where it has no repeated blocks.
+    """Applies the memory settings to one model. Raises `ConfigError` for checkpointing without repeated blocks.
 
     with forward_context():
         loss = loss_fn(model, batch)
@@ -54,7 +54,7 @@ class Activations:
         """`compiled`: the forward passes run under torch.compile."""
         self._model, self._config = model, config
         blocks = _recomputed(model, config)
-        self._called: set[nn.Module] = set()  # of the blocks, in this forward pass
+        self._called: set[nn.Module] = set()  # the blocks called in this forward pass
         self._forwards = [
             (block, _recomputing(block, config.checkpointing == "ops", None if compiled else self._called))
             for block in blocks
@@ -62,9 +62,9 @@ class Activations:
         self._changes_saved = config.offload_activations or config.activation_bits is not None
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Around the forward pass of a training step; its backward pass may come later."""
+        """A context for the forward pass of a training step; the backward pass may run outside of it."""
         self._called.clear()
-        # A generator costs a few microseconds per pass, which a model of that size would notice.
+        # A generator costs a few microseconds per pass, which matter for small models.
         return self._changed() if self._forwards or self._changes_saved else nullcontext()
 
     @contextmanager
@@ -79,11 +79,11 @@ class Activations:
             yield
 
 
-# --- recomputed blocks ------------------------------------------------------------------------------------------------
+# --- Recomputed blocks ------------------------------------------------------------------------------------------------
 
 
 def _recomputed(model: nn.Module, config: MemoryConfig) -> list[nn.Module]:
-    """The blocks that are recomputed; with a fraction, evenly spread."""
+    """The blocks that are recomputed; for a fraction, they are evenly spaced."""
     asked = config.checkpointing
     if asked is None or asked == 0:
         return []
@@ -105,7 +105,7 @@ def _recomputed(model: nn.Module, config: MemoryConfig) -> list[nn.Module]:
 
 @contextmanager
 def _replaced_forward(block: nn.Module, forward: Forward) -> Iterator[None]:
-    own = vars(block).get("forward")  # a user's own replacement
+    own = vars(block).get("forward")  # the user may have replaced it too
     block.forward = forward
     try:
         yield
@@ -117,15 +117,15 @@ def _replaced_forward(block: nn.Module, forward: Forward) -> Iterator[None]:
 
 
 def _recomputing(block: nn.Module, by_operation: bool, called: set[nn.Module] | None) -> Forward:
-    """The block's forward, whose intermediate results are recomputed in the backward pass.
+    """A forward of the block whose intermediate results are recomputed in the backward pass.
 
-    `called`: the blocks that this forward pass has called; None: it runs under torch.compile.
+    `called`: the blocks that this forward pass has called; None: the model runs under torch.compile.
     """
     own: Forward = block.forward
-    compiled = called is None  # which repeats no call, only operations: nothing else has to be as it was
+    compiled = called is None  # torch.compile repeats operations, not the call: no other state must be restored
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        # All by position: torch finds there the devices whose random states it restores, and the tensors to offload.
+        # Pass all arguments by position: torch searches them for devices of random states and tensors to offload.
         names, count = tuple(kwargs), len(args)
 
         def call(*values: Any) -> Any:
@@ -133,8 +133,8 @@ def _recomputing(block: nn.Module, by_operation: bool, called: set[nn.Module] | 
 
         if compiled and not by_operation:
             return checkpoint(call, *args, *kwargs.values(), use_reentrant=False)
-        # In a second call within one pass autocast has cast the weights already, and in its recomputation it casts
-        # them again, which torch's selective checkpointing takes for another computation.
+        # In a second call within one pass, autocast has cached the casts of the weights, but recomputation casts them
+        # again, which torch's selective checkpointing rejects as a different computation.
         selective = by_operation and (called is None or block not in called)
         if called is not None:
             called.add(block)
@@ -147,13 +147,13 @@ def _recomputing(block: nn.Module, by_operation: bool, called: set[nn.Module] | 
 def _contexts(
     block: nn.Module | None, by_operation: bool
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Of one call of a block: the contexts of its forward, and of its recomputation."""
+    """The contexts of the forward and of the recomputation of one call of a block."""
     first: AbstractContextManager[Any] = nullcontext()
     again: AbstractContextManager[Any] = nullcontext()
     if by_operation:
         first, again = create_selective_checkpoint_contexts(_every_second_product())  # type: ignore[no-untyped-call]
         if hasattr(first, "respect_saved_tensors_hooks"):
-            # torch 2.14 asks whether hooks, as those of offload, get what is kept here; earlier versions keep it.
+            # torch 2.14 can pass what is saved here to hooks, such as those of offload; earlier versions never do.
             first.respect_saved_tensors_hooks = False
     if block is None:
         return first, again
@@ -168,10 +168,10 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 
 class _CallState:
-    """What a block's forward changes besides its output: a recomputation begins with the same, and changes nothing.
+    """The state that a block's forward changes: recomputation starts from the same state, and leaves it unchanged.
 
-    Buffers, such as BatchNorm's statistics and the vectors of spectral_norm, and random states: of those torch itself
-    restores its own, but not Python's and numpy's.
+    It consists of buffers, such as BatchNorm's statistics and the vectors of spectral_norm, and of random states: torch
+    restores its own, but not those of Python and numpy.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -181,11 +181,11 @@ class _CallState:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Around the forward. Buffers that it does not change are not kept."""
+        """A context for the forward that records the buffers that it changes."""
         before = _buffers(self._block)
         copies, versions = _copied(before), [_versions(buffers) for _, buffers in before]
         yield
-        # By module: the kernels that write BatchNorm's statistics count no version, its number of batches does.
+        # By module: the kernels that write BatchNorm's statistics count no versions, but num_batches_tracked does.
         self._before = [
             copy
             for copy, version, (_, buffers) in zip(copies, versions, _buffers(self._block), strict=True)
@@ -194,9 +194,9 @@ class _CallState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Around the recomputation, which stops as soon as the backward pass has what it needs.
+        """A context for the recomputation, which stops as soon as the backward pass has what it needs.
 
-        Buffers are exchanged, not written to: autograd would find that what it has saved elsewhere was changed.
+        Buffers are replaced, not written to in place, because autograd may have saved them elsewhere.
         """
         changed = {module for module, _ in self._before}
         current = [(module, buffers) for module, buffers in _buffers(self._block) if module in changed]
@@ -210,7 +210,7 @@ class _CallState:
 
 
 _Buffers = tuple[nn.Module, dict[str, Tensor]]
-"""A module with its own buffers by name."""
+"""A module, and its own buffers by name."""
 
 
 def _buffers(block: nn.Module) -> list[_Buffers]:
@@ -231,7 +231,7 @@ def _set_buffers(found: list[_Buffers]) -> None:
             setattr(module, name, each)
 
 
-# --- recomputed operations --------------------------------------------------------------------------------------------
+# --- Recomputed operations --------------------------------------------------------------------------------------------
 
 _PRODUCTS = {
     f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution")
@@ -240,11 +240,11 @@ _ATTENTION = "scaled_dot_product"
 
 
 def _every_second_product() -> Callable[..., CheckpointPolicy]:
-    """The policy of one call of a block: keep attention and every second matrix product, recompute all else.
+    """A policy for one call of a block: save attention and every second matrix product, recompute everything else.
 
-    The choice of TorchTitan's selective checkpointing, which is found to cost little time for the memory.
+    Source: TorchTitan's selective checkpointing, which saves memory at little cost in time.
     """
-    counts = {False: 0, True: 0}  # by whether it is the recomputation
+    counts = {False: 0, True: 0}  # by `is_recompute`
 
     def policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
         name, keep = str(operation), False
@@ -252,21 +252,20 @@ def _every_second_product() -> Callable[..., CheckpointPolicy]:
             counts[context.is_recompute] += 1
             keep = counts[context.is_recompute] % 2 == 1
         elif _ATTENTION in name:
-            # With dropout it draws random numbers, which the recomputation has to draw as well: the next dropout
-            # would have another mask.
+            # With dropout, the recomputation must draw the same random numbers, or the next dropout has another mask.
             keep = not any(isinstance(value, float) and value > 0 for value in args[3:6])
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy
 
 
-# --- saved tensors ----------------------------------------------------------------------------------------------------
+# --- Saved tensors ----------------------------------------------------------------------------------------------------
 
 
 class SavedTensors:
-    """Keeps what autograd saves in a forward pass as 8-bit integers, on the host, or both.
+    """Stores the tensors that autograd saves in a forward pass as 8-bit integers, on the host, or both.
 
-    Weights and buffers stay as they are: they take no memory of their own.
+    Weights and buffers are left unchanged, because saving them takes no memory.
     """
 
     def __init__(self, model: nn.Module, config: MemoryConfig) -> None:
@@ -277,7 +276,7 @@ class SavedTensors:
         self._recent: deque[tuple[Tensor, int, _Stored]] = deque(maxlen=4)
 
     def pack(self, tensor: Tensor) -> "_Unchanged | _Stored":
-        """What is kept instead of a tensor."""
+        """The stored form of a tensor."""
         compresses = self._compresses and tensor.is_floating_point() and tensor.nbytes >= COMPRESSED_BYTES
         offloads = self._offloads and tensor.nbytes >= OFFLOADED_BYTES
         if not (compresses or offloads) or not self._is_activation(tensor):
@@ -290,11 +289,11 @@ class SavedTensors:
         return stored
 
     def unpack(self, kept: "_Unchanged | _Stored") -> Tensor:
-        """The tensor again, as exact as it was kept."""
+        """The tensor, with the precision of its stored form."""
         return kept.tensor()
 
     def forget_recent(self) -> None:
-        """The forward pass is over."""
+        """Release references at the end of the forward pass."""
         self._recent.clear()
 
     def _is_activation(self, tensor: Tensor) -> bool:
@@ -308,7 +307,7 @@ class _Unchanged:
         self._tensor, self._version = tensor.detach(), version_of(tensor)
 
     def tensor(self) -> Tensor:
-        if version_of(self._tensor) != self._version:  # autograd itself does not look where there are hooks
+        if version_of(self._tensor) != self._version:  # with hooks, autograd does not check it
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{self._tensor.type()} {list(self._tensor.shape)}"
@@ -329,7 +328,7 @@ class _Stored:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """A copy, with the same strides. The host does not wait: the device copies, computes and copies back in order."""
+    """A host copy with the same strides. The host does not wait: the device's stream orders both copies."""
     copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
     return copy.copy_(tensor, non_blocking=True)
 
@@ -353,24 +352,24 @@ _VIEWS_AND_CASTS = {
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Whether it is a view of a parameter that learns, also in another type, which autocast makes of it."""
+    """Whether a tensor is a view of a trained parameter, or its cast to another dtype by autocast."""
     function = tensor.grad_fn
     while function is not None and function.name() in _VIEWS_AND_CASTS:
         function = function.next_functions[0][0]
     return isinstance(getattr(function, "variable", None), nn.Parameter)
 
 
-# --- eight bits -------------------------------------------------------------------------------------------------------
+# --- 8-bit compression ------------------------------------------------------------------------------------------------
 
 _VALUES_PER_STEP = 256
 
 
 def compressed(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """A floating-point tensor as int8, and the step of each 256 values in a row: their largest magnitude / 127.
+    """Quantize a tensor to int8, with one step per 256 consecutive values: their maximum magnitude / 127.
 
-    Each value is off by at most one step, and by half a step where that does not make it zero. Zeros stay zeros and
-    other values do not become zero, so that what ReLU and dropout left out stays the same. Values that are not finite
-    make all 256 not finite.
+    Values are rounded to the nearest step, except that nonzero values are never rounded to zero, so that the zeros of
+    ReLU and dropout stay the same: the error is at most half a step, or one step for such values. A value that is not
+    finite makes all 256 not finite.
     """
     values = tensor.reshape(-1)
     values = values.to(torch.promote_types(values.dtype, torch.float32))
@@ -381,5 +380,5 @@ def compressed(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decompressed(whole: Tensor, steps: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The tensor that `compressed` was given, approximately."""
+    """The approximate inverse of `compressed`."""
     return (whole * steps).view(-1)[: shape.numel()].view(shape).to(dtype)

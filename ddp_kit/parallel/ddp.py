@@ -1,8 +1,8 @@
 """A whole replica on every rank; torch's DistributedDataParallel (DDP) averages the gradients.
 
-The wrapper is never called. DDP prepares its reduction in the wrapper's forward pass; `DdpReducer` does that for the
-loss, so a loss function may call the model any number of times, or use parts of it. A backward pass from any other
-tensor adds to the gradients of its own rank, which is how gradients accumulate without a reduction.
+The wrapper's forward, in which DDP prepares its reduction, is never called. `DdpReducer` prepares it for the loss, so a
+loss function may call the model any number of times, or use parts of it. A backward pass from any other tensor adds to
+the gradients of its own rank; gradients accumulate in this way without a reduction.
 """
 
 import re
@@ -22,29 +22,29 @@ from ddp_kit.errors import ConfigError, LossError, some
 from ddp_kit.parallel.strategy import Passes, Strategy, broadcast
 from ddp_kit.torch_internals import DdpReducer
 
-_POWERSGD_FROM_STEP = 1000  # before it gradients travel whole, as the authors advise (Vogels et al. 2019)
+_POWERSGD_FROM_STEP = 1000  # gradients are not compressed before, as advised by Vogels et al. 2019
 
 
 class DdpStrategy(Strategy):
-    """torch's DistributedDataParallel, with losses of any kind and ranks without samples."""
+    """torch's DistributedDataParallel, with any loss function, and with ranks without samples."""
 
     def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
         super().__init__(world, config, recoverable=recoverable)
         self._wrapper: DdpReducer | None = None
-        self._begun: list[torch.futures.Future[Any]] = []  # this step's reductions, where recoverable
+        self._begun: list[torch.futures.Future[Any]] = []  # this step's reductions, if recoverable
         self._complete = False  # every parameter has received a gradient
-        self._order: list[int] | None = None  # in which parameters are reduced, once it is settled
-        # Of a static graph:
+        self._order: list[int] | None = None  # of the parameters in reductions, once it is fixed
+        # For a static graph:
         self._learns_graph = config.static_graph
         self._rehearses_after = 0  # steps done before a resume, until the first step after it
-        self._unused: frozenset[nn.Parameter] = frozenset()  # by every pass
+        self._unused: frozenset[nn.Parameter] = frozenset()  # parameters that no pass uses
         self._updates: list[Self] = []  # see `divided`
 
     @property
     def divisor(self) -> int:
         return self.world.world_size
 
-    # --- set up ---------------------------------------------------------------------------------------------------
+    # --- Setup --------------------------------------------------------------------------------------------------------
 
     def check_recoverable(self) -> None:
         super().check_recoverable()
@@ -61,7 +61,7 @@ class DdpStrategy(Strategy):
         self._wrap()
 
     def divided(self, parameters: Sequence[Sequence[nn.Parameter]]) -> list[Self]:
-        """Each reduces with a DistributedDataParallel of its own, around its parameters alone."""
+        """One strategy per update, each with a DistributedDataParallel around its own parameters."""
         self.release()
         self._updates = [self._of_update(each) for each in parameters]
         for update in self._updates:
@@ -76,8 +76,8 @@ class DdpStrategy(Strategy):
         config = self.config
         wrapper = DistributedDataParallel(
             self.model if self._trains is None else nn.ParameterList(self._trains),
-            init_sync=False,  # which does not take every kind of buffer
-            # Gradients are views into the buckets: no copy into them, and one gradient's worth of memory less.
+            init_sync=False,  # DDP's own broadcast does not support all kinds of buffers
+            # Gradients are views into the buckets, which saves a copy and the memory of one set of gradients.
             gradient_as_bucket_view=True,
             bucket_cap_mb=config.bucket_mb,
             find_unused_parameters=config.find_unused_parameters,
@@ -121,7 +121,7 @@ class DdpStrategy(Strategy):
         assert self._wrapper is not None, "set up before"
         return self._wrapper
 
-    # --- an optimizer step ----------------------------------------------------------------------------------------
+    # --- Optimizer step -----------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         self._begun = []
@@ -141,13 +141,13 @@ class DdpStrategy(Strategy):
             self._backward(self._zero_loss(), passes, reduces=True)
 
     def finish_failed_passes(self) -> None:
-        # What DDP calls for a rank that has run out of data (its `join`) does all buckets or none.
+        # DDP's own function for a rank without data (see its `join`) reduces all buckets or none.
         self._ddp.reduce_zeros(begun=len(self._begun))
         for future in self._begun:
             future.wait()
 
     def check_gradients(self) -> None:
-        """Check after the first step: DDP raises in the second step or never, with numbers instead of names."""
+        """Raise `LossError` after the first step; DDP raises in the second step or never, without parameter names."""
         if self._complete or self.config.find_unused_parameters or self.config.static_graph:
             return
         missing = [name for name, parameter in self._named() if parameter.grad is None]
@@ -156,9 +156,9 @@ class DdpStrategy(Strategy):
         self._complete = True
 
     def end_step(self) -> None:
-        """Here, and not in the next pass as DDP does: after the last step there is none.
+        """Finish the reduction here instead of in the next pass, as DDP does: after the last step there is none.
 
-        Where parameters were left out, their gradients, and those in the same bucket, are each rank's own.
+        The gradients of unused parameters, and of others in the same bucket, are not reduced.
         """
         try:
             self._ddp.finish_iteration()
@@ -170,25 +170,25 @@ class DdpStrategy(Strategy):
             raise _unused([names[int(number)] for number in " ".join(numbers).split()]) from error
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
-        """What this strategy trains, with names."""
+        """The parameters that this strategy trains, with their names."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         return [(names[id(parameter)], parameter) for parameter in self.parameters]
 
     def forward_context(self) -> AbstractContextManager[object]:
-        """Where torch.compile cuts graphs at DDP's buckets, so that reductions overlap with the backward pass."""
+        """A context in which torch.compile splits graphs at DDP's buckets, so that reductions overlap with backward."""
         return self._ddp.forward_context()
 
     def _backward(self, loss: Tensor, passes: Passes, *, reduces: bool) -> None:
-        """`reduces`: for the last time in this step."""
+        """Run a backward pass. `reduces`: it is the last of this step that reduces gradients."""
         if reduces:
             passes.before_reduction(loss)
         self.backward(loss)
         passes.after_backward()
 
-    # --- the order of reductions ----------------------------------------------------------------------------------
+    # --- Reduction order ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The order in which parameters are reduced; None where that is not settled, or never changes."""
+        """The order in which parameters are reduced; None if it is not fixed yet, or never changes."""
         if self._updates:
             return {"updates": [each.state_dict() for each in self._updates]}
         changes = not self.config.static_graph and not self.config.find_unused_parameters
@@ -198,7 +198,10 @@ class DdpStrategy(Strategy):
         return {"reduction_order": self._order}
 
     def load_state_dict(self, state: dict[str, Any], steps: int) -> None:
-        """From three ranks on the order decides how sums are rounded, and DDP settles it by its first backward pass."""
+        """Restore the reduction order, which DDP fixes in its first backward pass.
+
+        With three or more ranks it affects how sums are rounded.
+        """
         for update, saved in zip(self._updates, state.get("updates", []), strict=False):
             update.load_state_dict(saved, steps)
         order = state.get("reduction_order")
@@ -218,14 +221,14 @@ class DdpStrategy(Strategy):
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    # --- a rank without samples -----------------------------------------------------------------------------------
+    # --- Ranks without samples ----------------------------------------------------------------------------------------
 
     def _zero_loss(self, order: Sequence[int] | None = None) -> Tensor:
-        """A loss of zero whose backward pass takes part in DDP's reduction with zeros, in this order of parameters.
+        """A zero loss whose backward pass contributes zeros to DDP's reduction, with parameters in the order `order`.
 
-        DDP needs every rank in every reduction. A batch used for nothing would do as well, but costs a pass, and moves
-        BatchNorm's statistics; and a stream that is empty has none. On this rank gradients stay undefined, so that a
-        parameter that no rank's samples used has none in the end, rather than zeros.
+        DDP needs every rank in every reduction. A batch with zero weight would cost a pass, change BatchNorm's
+        statistics, and does not exist for an empty stream. On this rank gradients stay undefined, so that a parameter
+        that no rank's samples used has no gradient in the end, instead of zeros.
         """
         sparse = {
             module.weight  # DDP reduces its gradient as a sparse one
@@ -234,8 +237,8 @@ class DdpStrategy(Strategy):
         }
         parameters = list(self.parameters)
         if order is not None:
-            parameters = [parameters[number] for number in reversed(order)]  # computed last is differentiated first
-        device = self.world.device  # parameters may be on several
+            parameters = [parameters[number] for number in reversed(order)]  # the last one is differentiated first
+        device = self.world.device  # parameters may be on several devices
         zero = torch.zeros((), device=device)
         ends = [
             (_sparse_zero(each) if each in sparse else _zero(each)).to(device)
@@ -244,19 +247,19 @@ class DdpStrategy(Strategy):
         ]
         return self._ddp.reduced(sum(ends, zero))
 
-    # --- static graphs --------------------------------------------------------------------------------------------
+    # --- Static graphs ------------------------------------------------------------------------------------------------
 
     def _learn_graph(self, passes: Passes) -> None:
-        """The first step with a static graph: every pass is reduced over the ranks, as often on each of them.
+        """Run the first step with a static graph: every pass is reduced, equally often on each rank.
 
-        DDP learns the graph from the backward passes up to its first reduction, so these have to be one. What was
-        reduced before is the same on all ranks in the next pass, and their mean is itself.
+        DDP learns the graph from the backward passes up to its first reduction, so there must be only one of them.
+        Gradients that were reduced in an earlier pass are equal on all ranks, so their mean does not change them.
         """
         self._learns_graph = False
-        self._wrap()  # no backward pass before the next one counts
+        self._wrap()  # so that DDP has seen no earlier backward pass
         done = 0
         while done == 0 or done < passes.most:
-            # A rank without samples begins with zeros for all parameters, which settles what DDP expects of it.
+            # A rank without samples starts with zeros for all parameters, so DDP learns to expect all of them.
             own = done < passes.count
             loss = self._ddp.reduced(passes.forward(done)) if own else self._zero_loss()
             done += 1
@@ -265,10 +268,10 @@ class DdpStrategy(Strategy):
                 self._note_unused()
 
     def _rehearse(self, passes: Passes) -> None:
-        """With a static graph, DDP learns from the first reduction what takes part, and from the second in which order.
+        """Let DDP learn a static graph again after a resume, from passes whose gradients are discarded.
 
-        A run that resumes learns it again, from passes whose gradients are thrown away: its steps are then reduced as
-        those of a run that was never interrupted.
+        DDP learns from the first reduction which parameters take part, and from the second their order. The following
+        steps are then reduced as in an uninterrupted run.
         """
         self._wrap()
         with passes.rehearsal() as forward:
@@ -279,7 +282,8 @@ class DdpStrategy(Strategy):
                     self._note_unused()
                 self._clear()
                 self.end_step()
-                # The first step reduced each of its passes: see `_learn_graph`. With one, so did the first two steps.
+                # The uninterrupted run had a second reduction if the first step had several passes, which are each
+                # reduced (see `_learn_graph`), or if it did a second step.
                 again = self._learns_graph and (passes.most > 1 or self._rehearses_after > 1)
                 self._learns_graph, self._rehearses_after = False, int(again)
 
@@ -288,7 +292,7 @@ class DdpStrategy(Strategy):
 
 
 class _Zero(torch.autograd.Function):
-    """Zero, whose backward pass reaches a parameter and leaves its gradient undefined."""
+    """A zero whose backward pass reaches a parameter, and leaves its gradient undefined."""
 
     @staticmethod
     def forward(_ctx: Any, parameter: Tensor) -> Tensor:
@@ -305,13 +309,13 @@ def _zero(parameter: nn.Parameter) -> Tensor:
 
 
 def _sparse_zero(parameter: nn.Parameter) -> Tensor:
-    """Zero, with a sparse gradient: DDP takes no undefined one where it expects such."""
+    """A zero with a sparse gradient: DDP does not accept an undefined gradient in place of a sparse one."""
     first = torch.zeros(1, dtype=torch.int64, device=parameter.device)
     return nn.functional.embedding(first, parameter, sparse=True).sum() * 0.0
 
 
 def _unused(names: Sequence[str]) -> LossError:
-    """These parameters got no gradient, and DDP waits for theirs."""
+    """The error for parameters without a gradient, which DDP waits for."""
     return LossError(
         f"{some(names) or 'some parameters'} got no gradient in a step, but DDP waits for one from each",
         "use them in the loss, or freeze them (requires_grad=False); if they are used only in some steps, "

@@ -1,11 +1,11 @@
-"""The layers of one model on several devices of each rank.
+"""Places the layers of one model on several devices of each rank.
 
-    each module's weights and buffers -> the device that the map names
-    before a module that has a device: tensors among its inputs move there, where they are elsewhere
-    after the model: tensors of its output move to where those of its input were
+    each module's weights and buffers are moved to its device in the map
+    before a module that has a device: tensors in its inputs are moved there
+    after the model: tensors in its output are moved to the device of its input
 
 With several ranks, each has a replica on devices of its own, and DDP averages the gradients. The devices of a rank work
-one after the other: a map makes a larger model fit, and no step faster.
+one after the other: a map makes a larger model fit, but no step faster.
 """
 
 import math
@@ -29,15 +29,15 @@ from ddp_kit.structures import repeated_blocks, split_chain, work_of
 from ddp_kit.torch_internals import pytree
 
 _RANGE = re.compile(r"(\d+)-(\d+)")
-_STATES_PER_WEIGHT = 2  # of the optimizer, as Adam's; it is made after the model is placed
+_STATES_PER_WEIGHT = 2  # assumes Adam, because the optimizer is created after the model is placed
 
 
 class _DeviceMapped(Strategy):
-    """Places a model by its map; how gradients are reduced is left to the class after it."""
+    """A mixin that places a model by its device map; the other base class reduces gradients."""
 
     def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
         super().__init__(world, config, recoverable=recoverable)
-        self._map: dict[str, int] | None = None  # of module names; None before "auto" has chosen
+        self._map: dict[str, int] | None = None  # module name -> device index; None until "auto" has chosen
         self._hooks: list[RemovableHandle] = []
 
     def check(self, model: nn.Module) -> None:
@@ -50,7 +50,7 @@ class _DeviceMapped(Strategy):
             indices_of(model, self._map)
 
     def place(self, model: nn.Module) -> None:
-        """A collective where the map is "auto"."""
+        """Move the modules to their devices, and install the hooks. A collective if the map is "auto"."""
         if self._map is None:
             self._map = automatic_map(model, _capacities(model, self.world))
             logger.info("device_map: {}", shown(self._map))
@@ -79,16 +79,16 @@ class DeviceMapStrategy(_DeviceMapped, DdpStrategy):
     """Several ranks with several devices each. DDP's buckets each hold gradients of one device."""
 
 
-# --- devices ----------------------------------------------------------------------------------------------------------
+# --- Devices ----------------------------------------------------------------------------------------------------------
 
 
 def device_at(index: int, world: World) -> torch.device:
-    """The device for an index in a map: the rank's own GPU with that index.
+    """The device for an index in a map: this rank's GPU with that index.
 
-    Without GPUs each number is the CPU: a run there shows that a map is complete, and that training, reductions and
-    checkpoints are bitwise those of the model without a map. It cannot show that tensors move wherever they have to,
-    for torch has one CPU device only.
-    Raises `ConfigError` where there is no such GPU.
+    Without GPUs, each index is the CPU. A run there shows that a map is complete, and that training, reductions and
+    checkpoints are bitwise identical to those without a map. It cannot show that tensors are moved where necessary,
+    because torch has only one CPU device.
+    Raises `ConfigError` if there is no such GPU.
     """
     if world.device.type == "cpu" and not world.gpus:
         return world.device
@@ -108,22 +108,22 @@ def _listed(devices: tuple[torch.device, ...]) -> str:
 
 
 def _capacities(model: nn.Module, world: World) -> list[float]:
-    """Bytes that each device has for the model, at least, over all ranks. A collective."""
+    """Bytes that each device has for the model: the minimum over all ranks. A collective."""
     if world.device.type == "cpu":
         return [math.inf]
     gpus = world.gpus or (world.device,)
     own = {gpu: sum(each.nbytes for each in _tensors(model) if each.device == gpu) for gpu in gpus}
     free = torch.tensor([torch.cuda.mem_get_info(gpu)[0] + own[gpu] for gpu in gpus], device=world.device)
     if world.world_size > 1:
-        dist.all_reduce(free, dist.ReduceOp.MIN)  # all ranks have to choose the same map
+        dist.all_reduce(free, dist.ReduceOp.MIN)  # all ranks must choose the same map
     return [float(each) for each in free.tolist()]
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
+# --- Module names -----------------------------------------------------------------------------------------------------
 
 
 def expanded(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int]:
-    """The map with each range replaced by the names it stands for. Raises `ConfigError` for names that are unknown."""
+    """The map with each range replaced by module names. Raises `ConfigError` for unknown or repeated names."""
     modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
     known, found, entries = set(modules), dict[str, int](), dict[str, str]()
     for key, index in device_map.items():
@@ -144,7 +144,7 @@ def expanded(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int]:
 
 
 def _names(key: str) -> Iterator[str]:
-    """The names that a key with ranges stands for, such as `blocks.0-11`."""
+    """The module names for a key with ranges, such as `blocks.0-11`."""
     choices: list[Any] = []
     for part in key.split("."):
         ends = _RANGE.fullmatch(part)
@@ -161,7 +161,7 @@ def _names(key: str) -> Iterator[str]:
 
 
 def indices_of(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int]:
-    """The device of each module that has weights or buffers of its own; the longest name that covers it decides.
+    """The device of each module that has its own weights or buffers, from the longest matching name in the map.
 
     Raises `ConfigError` for modules that no name covers, and for tensors that would be on two devices.
     """
@@ -206,7 +206,7 @@ def _index_of(name: str, device_map: Mapping[str, int]) -> int | None:
 
 
 def _topmost(name: str, device_map: Mapping[str, int]) -> str:
-    """The module that `name` is in, as far up as no part of it is in the map."""
+    """The outermost module around `name` that contains no module in the map."""
     while name and (parent := name.rpartition(".")[0]):
         if any(key.startswith(f"{parent}.") for key in device_map):
             break
@@ -215,7 +215,7 @@ def _topmost(name: str, device_map: Mapping[str, int]) -> str:
 
 
 def shown(device_map: Mapping[str, int]) -> str:
-    """A map as it is written in a configuration, with ranges."""
+    """The map as written in a configuration, with ranges."""
     parts: list[tuple[str, int]] = []
     for (parent, index, is_block), group in groupby(device_map.items(), _kind):
         names = [name.rpartition(".")[2] for name, _ in group]
@@ -229,17 +229,17 @@ def _kind(entry: tuple[str, int]) -> tuple[str, int, bool]:
     return parent + dot, entry[1], last.isdecimal()
 
 
-# --- "auto" -----------------------------------------------------------------------------------------------------------
+# --- Automatic map ----------------------------------------------------------------------------------------------------
 
 
 def automatic_map(model: nn.Module, capacities: list[float]) -> dict[str, int]:
-    """The map that spreads the model over the devices so that the one with the most work has as little as possible.
+    """The map that minimizes the largest amount of work on any device.
 
-    `capacities`: bytes of each device. The model is taken as a chain in the order in which its modules are registered:
-    its repeated blocks, and what lies between them. What holds a tied tensor stays with the first that holds it. Bytes
-    are those of weights, gradients and an optimizer's state like Adam's; activations are not known before a batch is,
-    and neither is time: `work_of` stands for it.
-    Raises `ConfigError` where the model does not fit, or has no repeated blocks.
+    `capacities`: bytes of each device. The model is treated as a chain of its repeated blocks and the modules between
+    them, in the order of registration. Modules that share a tied tensor stay together. The bytes of weights, gradients
+    and Adam's optimizer state are counted; activations are unknown before the first batch. Work is `work_of`, because
+    time is unknown too.
+    Raises `ConfigError` if the model does not fit, or has no repeated blocks.
     """
     if len(capacities) == 1:
         return {"": 0}
@@ -258,11 +258,11 @@ def automatic_map(model: nn.Module, capacities: list[float]) -> dict[str, int]:
 
 
 def _chain(model: nn.Module, units: tuple[str, ...]) -> tuple[list[list[str]], list[float], list[float]]:
-    """The links of the chain, each as the names of its modules; their bytes, and their work."""
+    """The links of the chain, as lists of module names; the bytes and the work of each link."""
     links: list[list[str]] = []
     sizes: list[float] = []
     work: list[float] = []
-    link_of: dict[int, int] = {}  # by tensor
+    link_of: dict[int, int] = {}  # by the id of a tensor
     for name, module in _pieces(model, "", units):
         tensors = [*_tensors(module)] if name in units or not _holds(name, units) else _own_tensors(module)
         known = [link_of[id(each)] for each in tensors if id(each) in link_of]
@@ -281,7 +281,7 @@ def _chain(model: nn.Module, units: tuple[str, ...]) -> tuple[list[list[str]], l
 
 
 def _pieces(module: nn.Module, name: str, units: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
-    """The blocks, what lies between them, and modules around them that have tensors of their own."""
+    """The blocks, the modules between them, and modules around them that have tensors of their own."""
     if not _holds(name, units):
         if name in units or any(True for _ in _tensors(module)):
             yield name, module
@@ -309,21 +309,21 @@ def _bytes_in_training(tensor: Tensor) -> int:
     return tensor.nbytes * (2 + _STATES_PER_WEIGHT if tensor.requires_grad else 1)
 
 
-# --- placement --------------------------------------------------------------------------------------------------------
+# --- Placement --------------------------------------------------------------------------------------------------------
 
 
 def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
-    """As `module.to(device)`, without its children: parameters stay the same objects."""
+    """Move a module's own tensors, like `module.to(device)` without children. Parameters stay the same objects."""
     own = nn.Module()
     own._parameters, own._buffers = module._parameters, module._buffers
     own.to(device)
 
 
 def hooked_modules(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int]:
-    """The modules whose inputs move, with their devices: those in the map, and the largest that are on one device."""
+    """The modules whose inputs are moved, with their devices: those in the map, and the largest on one device."""
     indices = {**indices_of(model, device_map), **device_map}
     found: dict[str, int] = {}
-    inside: dict[str, set[int]] = {}  # the devices of a module and all that is in it
+    inside: dict[str, set[int]] = {}  # the devices of a module and its submodules
     for name, index in indices.items():
         inside.setdefault(name, set()).add(index)
         while name:
@@ -331,9 +331,9 @@ def hooked_modules(model: nn.Module, device_map: Mapping[str, int]) -> dict[str,
             inside.setdefault(name, set()).add(index)
 
     def walk(name: str, module: nn.Module, within: bool) -> None:
-        """`within`: in a module on one device, whose inputs move already."""
+        """Visit a module. `within`: it is inside a module on one device, whose inputs are moved already."""
         there = inside.get(name, set())
-        whole = len(there) == 1 and not isinstance(module, nn.ModuleList | nn.ModuleDict)  # which are never called
+        whole = len(there) == 1 and not isinstance(module, nn.ModuleList | nn.ModuleDict)  # never called
         if name in device_map or (whole and not within):
             found[name] = indices[name] if name in indices else min(there)
         for child_name, child in module.named_children():
@@ -344,7 +344,7 @@ def hooked_modules(model: nn.Module, device_map: Mapping[str, int]) -> dict[str,
 
 
 class _InputsMove:
-    """A hook before a module's forward: tensors among its inputs move to its device."""
+    """A forward pre-hook that moves the tensors in a module's inputs to its device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -354,9 +354,9 @@ class _InputsMove:
 
 
 class _OutputMoves:
-    """Hooks around the model's forward: tensors of its output move to the device of the first tensor of its input.
+    """Forward hooks that move the tensors in the model's output to the device of the first tensor in its input.
 
-    `default`: for a model that gets no tensor.
+    `default`: the device for a model that gets no tensor.
     """
 
     def __init__(self, default: torch.device) -> None:
@@ -375,7 +375,7 @@ def _all_on(device: torch.device, values: Any) -> bool:
 
 
 def _moved(values: Any, device: torch.device) -> Any:
-    # To a GPU the copy is in order with what runs there; the host would read what is not yet in its memory.
+    # Copies to a GPU are ordered by its stream, but the host could read its memory before a copy to it is complete.
     waits = device.type == "cpu"
     return pytree.tree_map(
         lambda leaf: leaf.to(device, non_blocking=not waits) if isinstance(leaf, Tensor) else leaf, values

@@ -1,4 +1,7 @@
-"""The modules that FSDP2 shards, each gathered as a whole: what fsdp.py and pipeline.py share."""
+"""Sharding of weights, gradients and optimizer state over ranks, by torch's FSDP2 (`fully_shard`).
+
+A unit is a module that FSDP shards, and whose weights it gathers together.
+"""
 
 import fnmatch
 import time
@@ -39,12 +42,13 @@ T = TypeVar("T")
 
 
 def shard_unit(name: str, unit: nn.Module, mesh: DeviceMesh, hint: str, **settings: Any) -> FSDPModule:
-    """Shard a module over `shard`, and replicate it over `replicate` if that has several ranks. `mesh`: has both.
+    """Shard a module over `shard`, and replicate it over `replicate` if that has several ranks.
 
-    `settings`: of `fully_shard`. Raises `ConfigError` with this hint. Call `check_dtypes` first.
+    `mesh`: has both dimensions. `settings`: passed to `fully_shard`. Raises `ConfigError` with `hint`. Call
+    `check_dtypes` first.
     """
     own = _own_parameters(unit, settings.get("ignored_params") or ())
-    for each in own.values():  # FSDP takes no other layout, such as channels_last
+    for each in own.values():  # FSDP does not support other layouts, such as channels_last
         if not is_dtensor(each):
             each.data = each.data.contiguous()
     over = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
@@ -57,16 +61,16 @@ def shard_unit(name: str, unit: nn.Module, mesh: DeviceMesh, hint: str, **settin
 
 
 def _own_parameters(unit: Any, ignored: Collection[nn.Parameter] = ()) -> dict[str, nn.Parameter]:
-    """The parameters that a unit gathers: without those of units inside of it."""
+    """The parameters that a unit gathers, without those of units inside it."""
     nested: list[Any] = [each for each in unit.modules() if each is not unit and isinstance(each, FSDPModule)]
     inside = {parameter for each in nested for parameter in each.parameters()}
     return {name: each for name, each in unit.named_parameters() if each not in inside and each not in ignored}
 
 
 def check_dtypes(name: str, unit: Any, hint: str, ignored: Collection[nn.Parameter] = ()) -> None:
-    """Raise `ConfigError` where FSDP would raise an `AssertionError` in the first forward pass.
+    """Raise `ConfigError` for trained parameters of several dtypes, for which FSDP fails in the first forward pass.
 
-    `hint`: what to do instead of a conversion, with "{}" for the names of the modules that have the rarer dtype.
+    `hint`: an alternative to conversion, with "{}" for the names of the modules that have the rarer dtype.
     """
     by_dtype: dict[torch.dtype, list[str]] = {}
     for each, parameter in _own_parameters(unit, ignored).items():
@@ -84,14 +88,18 @@ def check_dtypes(name: str, unit: Any, hint: str, ignored: Collection[nn.Paramet
 
 
 class FsdpUnits:
-    """Units whose gradients are reduced to sums; an optimizer step may have several backward passes."""
+    """Units whose gradients are summed over the ranks, for steps with several backward passes."""
 
     def __init__(
         self, units: Iterable[FSDPModule], *, whole_gradients: bool, replicated: bool, gathered: bool = False
     ) -> None:
-        """`whole_gradients`: gradients stay whole until the last pass, and are reduced once per step. `replicated`:
-        without that, shards add up, and are reduced over the replicas once. `gathered`: weights stay gathered from the
-        first forward pass of a step to its last backward pass."""
+        """Set the units up.
+
+        `whole_gradients`: accumulate whole gradients, and reduce them in the last pass of a step. `replicated`: there
+        are several replicas; without `whole_gradients`, sharded gradients are accumulated, and reduced over the
+        replicas once per step. `gathered`: keep weights gathered from the first forward pass of a step to its last
+        backward pass.
+        """
         self._units = [*units]
         self._whole_gradients = whole_gradients
         self._replicated = replicated
@@ -104,11 +112,11 @@ class FsdpUnits:
 
     @property
     def add_up(self) -> bool:
-        """Whether shards add up, and only the last backward pass of a step reduces them over the replicas."""
+        """Whether sharded gradients accumulate, and only the last backward pass of a step reduces over the replicas."""
         return self._replicated and not self._whole_gradients
 
     def before_backward(self, *, last: bool) -> None:
-        """To be called before each backward pass. `last`: of the step."""
+        """Prepare the units for a backward pass. `last`: it is the last one of the step."""
         for unit in self._units:
             if self._whole_gradients:
                 unit.set_requires_gradient_sync(last, recurse=False)
@@ -118,8 +126,10 @@ class FsdpUnits:
                 unit.set_reshard_after_backward(last, recurse=False)
 
     def reduce_too(self, units: Iterable[FSDPModule]) -> None:
-        """To be called before the last backward pass, which does not run these units: reduce what earlier ones have
-        added up. Gradients of 0 make torch do so."""
+        """Make the last backward pass, which does not run these units, reduce what earlier passes accumulated in them.
+
+        Zero gradients make torch do so.
+        """
         for unit in units if self.add_up else ():
             unit.unshard()
             for parameter in _own_parameters(unit).values():
@@ -127,13 +137,13 @@ class FsdpUnits:
                     parameter.grad = torch.zeros_like(parameter)
 
     def reshard(self) -> None:
-        """Free gathered weights: only a backward pass does so for what the root has gathered."""
+        """Free gathered weights. FSDP frees those of the root only in a backward pass."""
         for unit in self._units:
             unit.reshard()
 
 
 def fit_whole_on_all_ranks(parameters: Iterable[nn.Parameter], world: World) -> bool:
-    """The same on all ranks: it decides which collectives run."""
+    """Whether whole gradients of these parameters fit on every rank; the same result on all ranks. A collective."""
     size = sum(each.numel() * each.element_size() for each in parameters)
     if world.device.type == "cuda":
         memory = torch.cuda.get_device_properties(world.device).total_memory
@@ -147,7 +157,7 @@ def fit_whole_on_all_ranks(parameters: Iterable[nn.Parameter], world: World) -> 
 
 
 def equal_batches(batches: Iterable[tuple[int, T]], spare: Callable[[], T], world: World) -> Iterator[tuple[int, T]]:
-    """As many batches on each rank: those of a rank that has fewer are followed by batches of 0 samples."""
+    """Yield equally many (samples, batch) on each rank: ranks with fewer add batches of 0 samples. A collective."""
     arriving, kept = iter(batches), None
     while True:
         own = next(arriving, None)
@@ -163,25 +173,25 @@ def equal_batches(batches: Iterable[tuple[int, T]], spare: Callable[[], T], worl
             yield own
 
 
-# --- Compares between the ranks in which order they run the units of FSDP, where that may differ ----------------------
-# Each unit gathers its weights from all ranks. Where a rank leaves one out that others run, their collectives no longer
-# belong together: they hang, or gather the weights of another unit without an error (pytorch#148334).
+# --- Order of units ---------------------------------------------------------------------------------------------------
+# Each unit gathers its weights from all ranks. If a rank skips a unit that others run, their collectives no longer
+# match: they hang, or silently gather the weights of another unit (pytorch#148334).
 #
 #     before each unit of a pass, and at the end of the model's forward pass:
-#         the same unit as in the pass before                  -> go on; nothing is sent
-#         another one, or the first pass                       -> wait in the process group's store for all ranks
-#             a rank is at another unit                        -> LossError
-#             the others do not come: they ran what was left out, and wait in its collective    -> LossError
+#         the same unit as in the previous pass         -> continue, without communication
+#         another unit, or the first pass               -> wait for all ranks, in the process group's store
+#             a rank is at another unit                 -> LossError
+#             the timeout has passed, because other ranks wait in the collective of a skipped unit    -> LossError
 
 
 SILENT_SECONDS = 5.0
-"""The wait for other ranks before a line says so."""
+"""The time that a rank waits for others before it logs a warning."""
 TIMEOUT_SECONDS = 120.0
-"""The wait for other ranks before it is an error. They may only be late, and come to the same place."""
-_FIRST_TIMEOUT_SECONDS = 600.0  # as long as a collective's: in a first pass a rank may be compiling
+"""The timeout for other ranks, which may only be late."""
+_FIRST_TIMEOUT_SECONDS = 600.0  # the timeout of collectives, because a rank may be compiling in the first pass
 _LONGEST_PAUSE = 0.25
 _PREFIX = "ddp_kit/units"
-_numbers = count()  # of the models that this process trains
+_numbers = count()  # numbers the models that this process trains
 _END = "the end of the pass"
 _HINT = (
     "let all ranks run the same modules: decide what is left out by numbers that are the same on all of them, or "
@@ -190,17 +200,17 @@ _HINT = (
 
 
 class UnitOrder:
-    """The order in which passes run the units. `units`: the modules by name, "" for the model itself."""
+    """Checks that all ranks run the units in the same order. `units`: the modules by name; "": the model itself."""
 
     def __init__(self, world: World, units: Mapping[str, nn.Module]) -> None:
         self._world = world
-        self._store: Any = None  # a connection of its own
+        self._store: Any = None  # a separate connection
         self._prefix = f"{_PREFIX}/{next(_numbers)}"
-        self._orders: dict[str, list[str]] = {}  # of the latest pass of each kind
-        self._expected: list[str] | None = None  # None: outside of a pass, as in recomputation
+        self._orders: dict[str, list[str]] = {}  # the order in the last pass of each kind
+        self._expected: list[str] | None = None  # None: outside of a forward pass, as in recomputation
         self._kind = ""
         self._seen: list[str] = []
-        self._at = 0  # in `_expected`
+        self._at = 0  # the position in `_expected`
         self._passes = self._compared = 0
         for name, unit in units.items():
             unit.register_forward_pre_hook(partial(self._before, name or "the model's begin"), prepend=True)
@@ -209,11 +219,9 @@ class UnitOrder:
 
     @contextmanager
     def in_pass(self, kind: str) -> Iterator[list[str]]:
-        """The context of one forward pass; yields the list to which the names of its units are added as they run.
+        """The context of one forward pass. Yields a list to which the names of units are appended as they run.
 
-        `kind`: passes of one kind usually have the same order.
-
-        Raises `LossError` where ranks differ.
+        `kind`: a name for passes that usually have the same order. Raises `LossError` if the ranks differ.
         """
         self._kind, self._expected, self._seen, self._at = kind, self._orders.get(kind, []), [], 0
         self._passes += 1
@@ -239,7 +247,7 @@ class UnitOrder:
             self._at = expected.index(name, self._at) + 1
 
     def _compare(self, place: str) -> None:
-        """Wait until all ranks are at the same place."""
+        """Wait until all ranks are at the same place. Raises `LossError` if a rank is elsewhere, or does not arrive."""
         if self._store is None:
             self._store = default_store().clone()  # type: ignore[attr-defined]
         store, rank = self._store, self._world.rank
@@ -252,7 +260,7 @@ class UnitOrder:
         store.delete_key(before)  # all ranks have read it
 
     def _check(self, keys: list[str], own: str) -> list[int]:
-        """The ranks that are not here yet. Raises `LossError` where one is elsewhere."""
+        """The ranks that have not arrived yet. Raises `LossError` if one is elsewhere."""
         there = {rank: self._store.get(key).decode() for rank, key in enumerate(keys) if self._store.check([key])}
         if set(there.values()) != {own}:
             shown = ", ".join(f"rank {rank} is at {words}" for rank, words in there.items())
@@ -283,14 +291,14 @@ class UnitOrder:
         return f"rank {self._world.rank} is at {own}, {before}; rank {others} did not reach the same unit of FSDP"
 
 
-# --- Weights, gradients and optimizer state sharded over ranks, by torch's FSDP2 (`fully_shard`), with tensor parallel.
+# --- FSDP strategy ----------------------------------------------------------------------------------------------------
 # Every forward and backward pass gathers the weights of one unit after the other, and each backward pass reduces its
-# gradients: so all ranks run the same number of passes. Gradients are sums over the ranks; the trainer scales them by
-# the true weight of the global batch.
+# gradients, so all ranks must run the same number of passes. Gradients are sums over the ranks; the trainer scales them
+# by the true weight of the global batch.
 
 
 class FsdpStrategy(Strategy):
-    """FSDP2 over `shard` ranks, in `replicate` groups (HSDP where there are several), of layers split over `tensor`."""
+    """FSDP2 over `shard` ranks in `replicate` groups (HSDP if there are several), with layers split over `tensor`."""
 
     equal_passes = True
     shards = True
@@ -310,7 +318,7 @@ class FsdpStrategy(Strategy):
         self._parallelize: Parallelize | None = None
         self._offload: OffloadPolicy = OffloadPolicy()
 
-    # --- which ranks share what -----------------------------------------------------------------------------------
+    # --- Data-parallel layout -----------------------------------------------------------------------------------------
 
     @property
     def data_ranks(self) -> int:
@@ -329,7 +337,7 @@ class FsdpStrategy(Strategy):
         apart = self.sizes.shard * self.sizes.tensor
         return tuple(range(first, self.world.world_size, apart) for first in range(apart))
 
-    # --- set up ---------------------------------------------------------------------------------------------------
+    # --- Setup --------------------------------------------------------------------------------------------------------
 
     def check(self, model: nn.Module) -> None:
         super().check(model)
@@ -393,7 +401,7 @@ class FsdpStrategy(Strategy):
         ]  # over the ranks of a tensor group
 
     def _spread(self, model: nn.Module) -> None:
-        """Unit by unit: no rank ever holds the whole model on its device."""
+        """Move and shard the model unit by unit, so that no rank ever holds all of it on its device."""
         units: dict[str, nn.Module] = {**self._chosen_units(model), "": model}
         plan = tensor_plan(model, self.config) if self.sizes.tensor > 1 else {}
         for name, unit in units.items():
@@ -419,7 +427,7 @@ class FsdpStrategy(Strategy):
         return isinstance(self._offload, CPUOffloadPolicy) and bool(self._sharded)
 
     def _check_spread(self, model: nn.Module) -> None:
-        """Raise `ConfigError` for parameters whose gradients would not be reduced over the ranks, or cannot be."""
+        """Raise `ConfigError` for parameters whose gradients are not, or cannot be, reduced over the ranks."""
         needed = {name for name in ("replicate", "shard") if getattr(self.sizes, name) > 1}
         apart = [
             name
@@ -437,7 +445,7 @@ class FsdpStrategy(Strategy):
                 check_dtypes(name, module, "call fully_shard on {} first in the function")
 
     def _chosen_units(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The modules whose weights are gathered together, inner ones first; the rest belongs to the root."""
+        """The units by name, inner ones first; the remaining parameters belong to the root."""
         modules = dict(model.named_modules())
         modules.pop("")
         if self.config.units == "auto":
@@ -456,7 +464,7 @@ class FsdpStrategy(Strategy):
         return dict(sorted(chosen.items(), key=lambda one: -one[0].count(".")))
 
     def _place(self, unit: Any) -> None:
-        """What of a unit is not sharded yet goes to the device, as rank 0 has it."""
+        """Move a unit's buffers, and parameters that are not sharded yet, to the device, with rank 0's values."""
         device = self.world.device
         whole = [each for each in unit.parameters() if not isinstance(each, DTensor)]
         for parameter in whole:
@@ -478,7 +486,7 @@ class FsdpStrategy(Strategy):
     def local_parameters(self) -> list[Tensor]:
         return [self._shards.of.get(each, each).detach() for each in self.model.parameters()]
 
-    # --- an optimizer step ----------------------------------------------------------------------------------------
+    # --- Optimizer step -----------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         self.sync_buffers()
@@ -515,24 +523,24 @@ class FsdpStrategy(Strategy):
                 "use them in the loss, or freeze them (requires_grad=False) before creating the Trainer",
             )
 
-    # --- gradients ------------------------------------------------------------------------------------------------
+    # --- Gradients ----------------------------------------------------------------------------------------------------
 
     @property
     def updated(self) -> list[nn.Parameter]:
         return self._held
 
     def grad_norm(self) -> Tensor:
-        """Local sums of squares, added up over the ranks that hold different parts."""
+        """The 2-norm, from local sums of squares that are summed over the ranks that hold different parts."""
         split = set(map(id, self._split))
         rest = [each for each in self._held if id(each) not in split]
         squares = torch.stack([_norm(each, self.world.device).square() for each in (rest, self._split)])
         if self.sizes.shard > 1:
             dist.all_reduce(squares, group=self._mesh.get_group("shard"))
-        if self.sizes.tensor > 1:  # what is not split is the same on all ranks of the group
+        if self.sizes.tensor > 1:  # the others are the same on all ranks of the group
             dist.all_reduce(squares[1], group=self._mesh.get_group("tensor"))
         return squares.sum().sqrt()
 
-    # --- evaluation and prediction ----------------------------------------------------------------------------------
+    # --- Evaluation and prediction ------------------------------------------------------------------------------------
 
     def evaluation(self, batches: Iterable[tuple[int, T]], spare: Callable[[], T]) -> Iterator[tuple[int, T]]:
         try:
@@ -540,10 +548,10 @@ class FsdpStrategy(Strategy):
                 with self._order.in_pass("evaluation pass"):
                     yield each
         finally:
-            # The next pass would use what is gathered, even if callbacks, such as EMA, have changed the weights since.
+            # The next pass would use the gathered weights even if callbacks, such as EMA, have changed the shards.
             self._units.reshard()
 
-    # --- state ------------------------------------------------------------------------------------------------------
+    # --- State --------------------------------------------------------------------------------------------------------
 
     def model_state(self) -> dict[str, Any]:
         state = self.model.state_dict(keep_vars=True)
@@ -577,7 +585,7 @@ class FsdpStrategy(Strategy):
         return None if piece is None else self._written(piece, split=any(each is parameter for each in self._split))
 
     def _written(self, piece: Piece, *, split: bool) -> Piece:
-        """Of the ranks that hold the same piece, the first writes it."""
+        """The piece, owned by the first of the ranks that hold the same one."""
         return replace(piece, owned=self._replica == 0 and (split or self._tensor == 0))
 
 
@@ -587,7 +595,7 @@ def _norm(parameters: list[nn.Parameter], device: torch.device) -> Tensor:
 
 
 def _check_shared(model: nn.Module, units: dict[str, nn.Module]) -> None:
-    """Raise `ConfigError` where a parameter is in two units: each would gather and reduce it for itself."""
+    """Raise `ConfigError` if a parameter is in two units, which would each gather and reduce it."""
     owners: dict[nn.Parameter, str] = {}
     for name, unit in units.items():
         for parameter in unit.parameters():
@@ -611,7 +619,7 @@ def _check_shared(model: nn.Module, units: dict[str, nn.Module]) -> None:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """What FSDP says when weights are used outside of the forward pass that gathers them."""
+    """A context that raises `LossError` for FSDP's errors about weights used outside of the model's forward pass."""
     try:
         yield
     except RuntimeError as error:

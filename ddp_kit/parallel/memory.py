@@ -1,13 +1,13 @@
-"""Bytes per device before anything is allocated: pure arithmetic over what is known of a model and a placement.
+"""Memory estimates: bytes per device before anything is allocated, and the placements that `parallel="auto"` tries.
 
-    weights, gradients, optimizer state    exact: they follow from shapes, types and the sizes of the placement; for
-                                           `tensor` where the plan of the layers is known, for `pipeline` where it was
-                                           found out which stages use which weights; otherwise estimates
-    activations, temporaries               measured in a pass without data, see trainer/planning.py: an estimate
+    weights, gradients, optimizer state    exact: computed from shapes, dtypes and the sizes of the placement; but
+                                           estimates for `tensor` without a plan of the layers, and for `pipeline` if
+                                           it is unknown which stages use which weights
+    activations, temporaries               estimates, measured in a pass without data (trainer/planning.py)
     communication, fixed                   estimates
 
-The sum counts activations or the optimizer's temporary copies, whichever is more: they do not exist at the same time.
-Estimates were not verified on a GPU. Activations are not divided by `tensor`.
+The total includes activations or the optimizer's temporary copies, whichever is larger, because they do not exist at
+the same time. Estimates were not verified on a GPU. Activations are not divided by `tensor`.
 """
 
 import math
@@ -22,8 +22,8 @@ from ddp_kit.parallel.strategy import Sizes, sizes_of, whole_gradients_fit
 
 MIB = 1024**2
 CONTEXT_BYTES = GIB // 2
-"""What CUDA's context takes of a device, about; NCCL's buffers take as much again."""
-_WORTH_IT = 0.98  # of the bytes of a cheaper setting, at most
+"""Approximate memory of the CUDA context; NCCL's buffers take the same amount again."""
+_WORTH_IT = 0.98  # the maximum fraction of a cheaper setting's bytes
 
 
 @dataclass(frozen=True)
@@ -36,22 +36,22 @@ class ParameterRow:
     """Bytes of one value."""
     trained: bool
     unit: str = ""
-    """The block that it is in; "": in none, or in several."""
+    """The block that contains it; "": none or several."""
     state_per_value: int = 0
-    """Bytes of optimizer state for each value."""
+    """Bytes of optimizer state per value."""
     state_besides: int = 0
-    """Bytes of optimizer state that do not grow with the parameter, such as a step count."""
+    """Bytes of optimizer state of constant size, such as a step count."""
     split: int | None = None
-    """The dimension that tensor parallel divides; None: it stays whole."""
+    """The dimension that tensor parallelism splits; None: it stays whole."""
 
     @property
     def numel(self) -> int:
-        """Values."""
+        """The number of values."""
         return math.prod(self.shape)
 
     @property
     def held(self) -> int:
-        """Bytes of its weights, gradients and optimizer state."""
+        """Bytes of the parameter, its gradient and its optimizer state."""
         return self.numel * (self.itemsize * (1 + self.trained) + self.state_per_value) + self.state_besides
 
 
@@ -60,9 +60,9 @@ class BlockMemory:
     """Bytes of one repeated block in one pass."""
 
     kept: int
-    """For the backward pass."""
+    """Bytes saved for the backward pass."""
     input: int
-    """Which is all that is kept of it with activation checkpointing, about."""
+    """Bytes of the block's input, which is about all that activation checkpointing keeps."""
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,17 @@ class PassMemory:
     """Bytes of one forward and backward pass of one micro-batch, without weights and gradients."""
 
     batch: int
-    """The micro-batch itself, and those that are prefetched."""
+    """The micro-batch and prefetched ones."""
     kept: int
-    """Activations when the forward pass ends."""
+    """Activations at the end of the forward pass."""
     peak: int
-    """The most at any time, activations included."""
+    """The maximum at any time, including activations."""
     blocks: tuple[BlockMemory, ...] = ()
     casts: int = 0
-    """Copies of the blocks' weights in another type, which autocast keeps until the forward pass ends."""
+    """Copies of the blocks' weights in another dtype, which autocast keeps until the end of the forward pass."""
 
     def with_less(self, *, checkpointing: float, offload: bool) -> "PassMemory":
-        """What is expected with that fraction of the blocks recomputed, or activations kept in host memory."""
+        """An estimate with a fraction of the blocks recomputed (`checkpointing`), or activations on the host."""
         kept, temporary = self.kept, self.peak - self.kept
         if not self.blocks or not (checkpointing or offload):
             return self
@@ -88,70 +88,69 @@ class PassMemory:
         recomputed = round(checkpointing * len(self.blocks))
         left = [block.input if n < recomputed else block.kept for n, block in enumerate(self.blocks)]
         kept += sum(left) - sum(block.kept for block in self.blocks)
-        if offload:  # one block is computed while the next one travels
+        if offload:  # one block is computed while the next one is copied
             kept += 2 * max(left) - sum(left) if len(left) > 1 else 0
-        if recomputed:  # one block is there again in its backward pass; the casts, at the end of the forward pass
+        if recomputed:  # one block exists again in its backward pass; casts exist at the end of the forward pass
             temporary = max(temporary + largest, self.casts)
         return replace(self, kept=kept, peak=kept + temporary, blocks=())
 
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """What a plan is made from: a model, its optimizer, and one pass."""
+    """The input of a memory plan: a model, its optimizer, and one pass."""
 
     rows: tuple[ParameterRow, ...]
     buffers: int
-    """Bytes."""
+    """Bytes of buffers."""
     passed: PassMemory
     copies_weights: bool
-    """Whether `optimizer.step()` needs one more copy of the weights, as torch's foreach optimizers do."""
+    """Whether `optimizer.step()` allocates a copy of the weights, as torch's foreach optimizers do."""
     accumulates: bool
     """Whether an optimizer step has several passes."""
     stages: tuple[frozenset[str], ...] = ()
-    """The names of the parameters on each rank of the configured pipeline; empty where they are not known."""
+    """The names of the parameters on each rank of the configured pipeline; empty if unknown."""
     problems: tuple[str, ...] = ()
-    """What could not be found out, and counts as nothing."""
+    """What is unknown and counted as 0 bytes."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on the device with the most of them, by what they are for; see `ddp_kit.parallel.memory`."""
+    """Bytes on the device that needs the most, by purpose; see `ddp_kit.parallel.memory`."""
 
     weights: int
-    """And buffers."""
+    """Weights and buffers."""
     gradients: int
     optimizer_state: int
     activations: int
-    """Kept for the backward pass, batches included. An estimate."""
+    """Activations saved for the backward pass, and batches. An estimate."""
     temporaries: int
-    """Of the forward and backward pass, besides. An estimate."""
+    """Other tensors of the forward and backward pass. An estimate."""
     optimizer_temporaries: int
-    """Copies within `optimizer.step()`, when there are no activations."""
+    """Temporary copies in `optimizer.step()`, at which time there are no activations."""
     communication: int
-    """Gathered weights and buffers of reductions. An estimate."""
+    """Gathered weights, and buffers of reductions. An estimate."""
     fixed: int
-    """The CUDA context, and NCCL. An estimate."""
+    """The CUDA context and NCCL. An estimate."""
     problems: tuple[str, ...] = ()
-    """What could not be found out, and counts as nothing."""
+    """What is unknown and counted as 0 bytes."""
     host: int = 0
-    """Bytes in host memory for each rank, of which the device has none: offloaded optimizer state, weights and
-    gradients."""
+    """Bytes of host memory per rank: optimizer state, weights and gradients that are offloaded."""
     certain: bool = True
     """Whether weights, gradients and optimizer state are exact."""
 
     @property
     def exact(self) -> int:
-        """Weights, gradients and optimizer state: what follows from arithmetic alone, where `certain`."""
+        """Bytes of weights, gradients and optimizer state; exact if `certain`."""
         return self.weights + self.gradients + self.optimizer_state
 
     @property
     def total(self) -> int:
-        """The largest sum at any time."""
+        """The peak: the largest sum at any time."""
         step = max(self.activations + self.temporaries, self.optimizer_temporaries)
         return self.exact + step + self.communication + self.fixed
 
     def __str__(self) -> str:
-        """A table."""
+        """A table of the plan."""
         most = max(self.activations + self.temporaries, self.optimizer_temporaries)
         step = "" if most == self.optimizer_temporaries else "not counted: less than activations"
         passes = "" if most > self.optimizer_temporaries else "not counted: less than the optimizer's copies"
@@ -183,17 +182,17 @@ def plan_memory(
     offload_optimizer: bool = False,
     offload_parameters: bool = False,
 ) -> MemoryPlan:
-    """The bytes of the device with the most of them. `device_memory`: bytes; it decides what FSDP keeps whole.
+    """Compute the bytes on the device that needs the most.
 
-    `checkpointing`: the fraction of the blocks that are recomputed. `offload`: activations travel to host memory.
-    `offload_optimizer`, `offload_parameters`: as in the configuration.
-
-    Raises `ConfigError` where the sizes of `parallel` do not fit the number of ranks.
+    `device_memory`: bytes of a device, which determine what FSDP keeps whole. `checkpointing`: the fraction of the
+    blocks that are recomputed. `offload`: offload activations to host memory. `offload_optimizer`,
+    `offload_parameters`: as in the configuration.
+    Raises `ConfigError` if the sizes of `parallel` do not match the number of ranks.
     """
     sizes = sizes_of(parallel, ranks)
     staged, splits = _stage(model, sizes.pipeline), _known_splits(model.rows)
     rows = [_split(row, sizes.tensor, known=splits) for row in staged]
-    # A pipeline shards its blocks alone.
+    # A pipeline shards only its blocks.
     local = [_shard(row, sizes.shard) if row.unit or sizes.pipeline == 1 else row for row in rows]
     weights = sum(row.numel * row.itemsize for row in local)
     gradients, whole = (sum(row.numel * row.itemsize for row in each if row.trained) for each in (local, rows))
@@ -232,7 +231,7 @@ def plan_memory(
 
 @dataclass(frozen=True)
 class _OnDevice:
-    """Bytes."""
+    """Bytes on the device."""
 
     weights: int
     gradients: int
@@ -241,11 +240,11 @@ class _OnDevice:
 
 
 def _stage(model: ModelMemory, stages: int) -> list[ParameterRow]:
-    """The parameters of the largest pipeline stage; where the stages are not known, an equal number of blocks, and the
-    largest of what is in none.
+    """The parameters of the largest pipeline stage.
 
-    With one forward, one backward (1F1B) the first stage keeps the activations of as many micro-batches as there are
-    stages, each of a part of the layers: as much as one device would for one micro-batch.
+    If the stages are unknown: an equal number of blocks, and the largest parameter outside of the blocks.
+    With 1F1B, the first stage keeps the activations of as many micro-batches as there are stages, each for its share of
+    the layers: about as much as one device without a pipeline keeps for one micro-batch.
     """
     rows = model.rows
     if stages == 1:
@@ -264,8 +263,10 @@ def _known_splits(rows: Sequence[ParameterRow]) -> bool:
 
 
 def _split(row: ParameterRow, tensor: int, *, known: bool) -> ParameterRow:
-    """A rank's part of a parameter with tensor parallel. `known`: whether a plan says which are divided; otherwise
-    matrices are."""
+    """A rank's part of a parameter with tensor parallelism.
+
+    `known`: whether a plan says which parameters are split; otherwise matrices are.
+    """
     dimension = row.split if known else 0 if len(row.shape) == 2 else None
     if tensor == 1 or dimension is None:
         return row
@@ -275,21 +276,23 @@ def _split(row: ParameterRow, tensor: int, *, known: bool) -> ParameterRow:
 
 
 def tensor_size(rows: Sequence[ParameterRow], most: int) -> int:
-    """Over how many ranks the layers of the tensor plan can be split: the largest divisor of `most` that divides all of
-    their widths; 1 without a plan."""
+    """The number of ranks that the layers of the tensor plan can be split over; 1 without a plan.
+
+    It is the largest divisor of `most` that divides the widths of all these layers.
+    """
     widths = [row.shape[row.split] for row in rows if row.split is not None]
     return math.gcd(most, *widths) if widths else 1
 
 
 def _shard(row: ParameterRow, shard: int) -> ParameterRow:
-    """The first rank's shard: FSDP2 divides the first dimension, and the first ranks have the larger parts."""
+    """The first rank's shard, which is the largest: FSDP2 divides the first dimension as torch.chunk does."""
     if shard == 1 or not row.shape:
         return row
     return replace(row, shape=(-(-row.shape[0] // shard), *row.shape[1:]))
 
 
 def _flat_state(rows: Sequence[ParameterRow], ranks: int) -> tuple[int, int]:
-    """With ZeRO-1: the largest rank's optimizer state, and what pads the weights so that all ranges are equal."""
+    """With ZeRO-1: bytes of optimizer state on the rank with the most, and of the padding that makes ranges equal."""
     state, padding = [0] * ranks, 0
     for itemsize in dict.fromkeys(row.itemsize for row in rows if row.trained):
         flat = [row for row in rows if row.trained and row.itemsize == itemsize]
@@ -312,35 +315,35 @@ def _fit_whole(rows: Sequence[ParameterRow], device_memory: int | None) -> bool:
 def _communication(
     rows: Sequence[ParameterRow], parallel: ParallelConfig, sizes: Sizes, gradients: int, *, gathered: bool
 ) -> int:
-    """DDP's buckets are the memory of the gradients; FSDP gathers one unit while it uses another.
+    """Bytes for communication. DDP's buckets share memory with gradients; FSDP gathers a unit while it uses another.
 
-    `gathered`: unless `reshard` says otherwise, all units stay gathered.
+    `gathered`: whether all units stay gathered with `reshard="auto"`.
     """
     if sizes.shard == 1:
         half = int(parallel.bucket_mb * MIB) if parallel.compression in ("bf16", "fp16") else 0
-        return gradients if parallel.compression == "powersgd" else half  # PowerSGD keeps what it has left out
+        return gradients if parallel.compression == "powersgd" else half  # PowerSGD keeps its compression errors
     weights, trained = {"": 0}, {"": 0}
     for row in rows:
         size = row.numel * row.itemsize
         weights[row.unit] = weights.get(row.unit, 0) + size
         trained[row.unit] = trained.get(row.unit, 0) + size * row.trained
     root, blocks = weights.pop(""), sorted(weights.values())
-    if sizes.pipeline > 1:  # what is in no block is not sharded
+    if sizes.pipeline > 1:  # weights outside of the blocks are not sharded
         root, trained[""] = 0, 0
     stay = gathered if parallel.reshard == "auto" else not parallel.reshard
     held = root + (sum(blocks) if stay else sum(blocks[-2:]))
-    return held + 2 * max(trained.values())  # whole gradients of one unit, and what is sent of them
+    return held + 2 * max(trained.values())  # whole gradients of one unit, and the send buffer
 
 
-# What to change ------------------------------------------------------------------------------------------------------
+# --- Advice -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A change of the configuration, and what it leads to."""
+    """A change of the configuration, and the memory plan with it."""
 
     text: str
-    """As it is written in a script."""
+    """The configuration as written in a script."""
     plan: MemoryPlan
     fits: bool
     note: str = ""
@@ -350,7 +353,7 @@ class Setting:
 
 
 def settings(model: ModelMemory, ranks: int, device_memory: int, ranks_per_node: int = 8) -> Iterator[Setting]:
-    """Placements in the order of what they cost in time, with their bytes; those that differ from one another."""
+    """Yield placements, those that cost the least time first, each with its memory plan."""
     fused = replace(model, copies_weights=False)
     ddp, zero1, fsdp = (ParallelConfig(strategy=name) for name in ("ddp", "zero1", "fsdp"))
     in_node = math.gcd(ranks, ranks_per_node)
@@ -409,7 +412,7 @@ def settings(model: ModelMemory, ranks: int, device_memory: int, ranks_per_node:
 
 
 def in_half(model: ModelMemory) -> ModelMemory:
-    """The same with weights of two bytes. Activations stay as they are measured, which is the most that they can be."""
+    """The same model with weights of two bytes. Activations stay as measured, which is an upper bound."""
     rows = tuple(
         replace(row, itemsize=2, state_per_value=row.state_per_value // 2) if row.itemsize == 4 else row
         for row in model.rows
@@ -420,7 +423,7 @@ def in_half(model: ModelMemory) -> ModelMemory:
 def advice(
     model: ModelMemory, current: MemoryPlan, ranks: int, device_memory: int, ranks_per_node: int = 8
 ) -> tuple[Setting, ...]:
-    """The settings that fit, cheapest first, and need less than the current plan; each with its bytes."""
+    """The settings that fit and need less memory than the current plan, cheapest first."""
     found: list[Setting] = []
     least = float(current.total)
     for setting in settings(model, ranks, device_memory, ranks_per_node):
@@ -433,7 +436,7 @@ def advice(
 def report(
     model: ModelMemory, plan: MemoryPlan, ranks: int, device_memory: int, ranks_per_node: int = 8, title: str = ""
 ) -> str:
-    """The table, whether it fits, and what to change where it does not. Plain text."""
+    """A text with the table of the plan, whether it fits, and if not, what to change."""
     devices = "on 1 device:" if ranks == 1 else f"on each of {ranks} devices:"
     lines = [f"{title}; {devices}" if title else devices, str(plan)]
     lines += [f"  not known: {problem}" for problem in plan.problems]
@@ -455,7 +458,7 @@ def report(
 
 
 def refuse(plan: MemoryPlan, device_memory: int, more: str = "") -> None:
-    """Raise `ConfigError` where weights, gradients and optimizer state alone do not fit: no estimate decides this."""
+    """Raise `ConfigError` if weights, gradients and optimizer state alone do not fit; estimates are not used."""
     if plan.exact <= device_memory:
         return
     parts = {"weights": plan.weights, "gradients": plan.gradients, "optimizer state": plan.optimizer_state}
@@ -466,11 +469,12 @@ def refuse(plan: MemoryPlan, device_memory: int, more: str = "") -> None:
     )
 
 
-# --- The placements that `parallel="auto"` tries, in the order of what they cost in time. Pure arithmetic -------------
+# --- Automatic placement ----------------------------------------------------------------------------------------------
+# `parallel="auto"` tries placements, those that cost the least time first.
 #     counted       weights, gradients and optimizer state, and the weights and gradients that FSDP gathers
-#     not counted   activations, which nobody knows before the first batch: a part of the memory is left to them
+#     not counted   activations, which are unknown before the first batch: a part of the memory is reserved for them
 #
-# So a candidate fits if what is counted fits in the rest of the memory. `ddpkit plan` and `Trainer.plan` have a batch,
+# A candidate fits if the counted bytes fit in the rest of the memory. `ddpkit plan` and `Trainer.plan` have a batch,
 # and count activations too.
 
 
@@ -482,30 +486,30 @@ STEPS: tuple[tuple[StrategyName, dict[str, Any]], ...] = (
     ("fsdp", {"checkpointing": "blocks", "offload_optimizer": True}),
     ("tensor", {"checkpointing": "blocks"}),
 )
-"""The strategy, and changes to `memory`. What the user has set stays."""
+"""(strategy, changes to `memory`); settings of the user are kept."""
 
 COUNTED_SHARE = 0.7
-"""Of the memory, what weights, gradients and optimizer state may take; the rest is for activations."""
+"""The fraction of the memory for weights, gradients and optimizer state; the rest is for activations."""
 COUNTED_SHARE_RECOMPUTED = 0.85
-"""The same where all blocks are recomputed: they keep little more than their inputs."""
+"""The same if all blocks are recomputed: they keep little more than their inputs."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement, and the memory that it needs on the rank with the most."""
+    """A placement, and the memory that it needs on the rank that needs the most."""
 
     text: str
-    """As it is written in a script."""
+    """The configuration as written in a script."""
     parallel: ParallelConfig
     memory: MemoryConfig
     needed: int
-    """Bytes of what is counted."""
+    """Bytes of weights, gradients, optimizer state and communication."""
     available: int
-    """Bytes that may be taken by it."""
+    """Bytes that these may take."""
 
     @property
     def fits(self) -> bool:
-        """Whether it fits, as far as arithmetic can say."""
+        """Whether the needed bytes are available."""
         return self.needed <= self.available
 
     def __str__(self) -> str:
@@ -520,9 +524,9 @@ def candidates(
     device_memory: int,
     ranks_per_node: int,
 ) -> Iterator[Candidate]:
-    """The placements for these settings in order, each once. `parallel`, `memory`: their other settings stay.
+    """Yield the placements to try for these settings, in order, each once.
 
-    `device_memory`: bytes of the smallest device.
+    `parallel`, `memory`: the other settings in them are kept. `device_memory`: bytes of the smallest device.
     """
     has_blocks = any(row.unit for row in model.rows)
     tensor = tensor_size(model.rows, math.gcd(ranks, ranks_per_node))
@@ -543,7 +547,7 @@ def candidates(
 
 
 def choose(tried: Iterable[Candidate]) -> tuple[Candidate | None, list[Candidate]]:
-    """The first that fits, and those before it; None and all of them if none fits."""
+    """The first candidate that fits, and those before it; None and all candidates if none fits."""
     refused: list[Candidate] = []
     for each in tried:
         if each.fits:
@@ -560,7 +564,7 @@ def candidate_for(
     device_memory: int,
     changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> Candidate:
-    """What a placement needs. `changes`: what the text says of `memory`."""
+    """The candidate for a placement. `changes`: the settings of `memory` to show in its text."""
     plan = plan_memory(
         model,
         parallel,
@@ -575,7 +579,7 @@ def candidate_for(
 
 
 def _placed(parallel: ParallelConfig, strategy: StrategyName, ranks: int, tensor: int) -> ParallelConfig:
-    """The settings of `parallel`, such as those of reductions, with a strategy and its sizes."""
+    """The configuration `parallel` with another strategy and its sizes."""
     if strategy == "tensor":
         sizes = ParallelConfig(shard=ranks // tensor, tensor=tensor)
     else:

@@ -1,8 +1,7 @@
-"""The optimizer on the host: its state, and the copies of the weights that it updates, are in host memory.
+"""An optimizer on the host: its state, and the copies of the weights that it updates, are in host memory.
 
-Gradients are reduced, scaled and clipped where the passes leave them. Each step begins with a copy of the weights, so
-the model's own are the ones that count, whoever has written to them. Source of the idea: Ren et al. 2021,
-arXiv 2101.06840.
+Gradients are reduced, scaled and clipped on the device. Each step starts with a copy of the model's weights to the
+host, so changes that other code made to them take effect. Source: Ren et al. 2021, arXiv 2101.06840.
 """
 
 from collections.abc import Callable
@@ -16,16 +15,16 @@ from ddp_kit.parallel.shards import settings_of
 
 
 class OffloadedOptimizer(Optimizer):
-    """Holds what this rank updates on its device, and lets another optimizer update copies of it on the host.
+    """Holds the parameters that this rank updates, and lets another optimizer update copies of them on the host.
 
     step():
         copy weights and gradients to the host, and wait for these copies, once
         step the optimizer on the host
-        copy the weights back                                       # nothing waits for that
+        copy the weights back, without waiting
 
-    `optimizer`: the user's; its parameters are replaced by their copies on the host.
+    `optimizer`: the user's own, whose parameters are replaced with the copies.
     `in_place`: its parameters are in host memory already, and nothing is copied.
-    Raises `ConfigError` for an optimizer that cannot step on the CPU.
+    Raises `ConfigError` for an optimizer that does not support the CPU.
     """
 
     def __init__(self, optimizer: Optimizer, *, in_place: bool = False) -> None:
@@ -41,11 +40,11 @@ class OffloadedOptimizer(Optimizer):
             if each in optimizer.state:
                 optimizer.state[copy.weight] = optimizer.state.pop(each)
         if optimizer.state:
-            optimizer.load_state_dict(optimizer.state_dict())  # torch moves the state to where the parameters are
+            optimizer.load_state_dict(optimizer.state_dict())  # moves the state to the devices of the parameters
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update. Parameters without a gradient are left out."""
+        """Update the weights. Parameters without a gradient are skipped."""
         assert closure is None, "gradients are complete before the step"
         for each, copy in self._copies.items():
             copy.fetch(each)
@@ -57,14 +56,14 @@ class OffloadedOptimizer(Optimizer):
 
 
 class _HostCopy:
-    """One parameter's copy, and that of its gradient; page-locked where the parameter is on a GPU."""
+    """Host copies of a parameter and its gradient; in pinned memory if the parameter is on a GPU."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.weight = nn.Parameter(_on_host(parameter).copy_(parameter.detach()))
         self._gradient = _on_host(parameter)
 
     def fetch(self, parameter: nn.Parameter) -> None:
-        """Begin to copy weights and gradient to the host."""
+        """Start to copy the weights and the gradient to the host."""
         gradient = parameter.grad
         if gradient is None:
             return
@@ -75,7 +74,7 @@ class _HostCopy:
             self.weight.grad = self._gradient.copy_(gradient, non_blocking=True)
 
     def send_back(self, parameter: nn.Parameter) -> None:
-        """Begin to copy the updated weights to the device."""
+        """Start to copy the updated weights to the device."""
         if self.weight.grad is not None:
             parameter.copy_(self.weight, non_blocking=True)
             self.weight.grad = None
@@ -86,13 +85,13 @@ def _on_host(like: nn.Parameter) -> Tensor:
 
 
 def check_steps_on_cpu(optimizer: Optimizer) -> None:
-    """Raise `ConfigError` for an optimizer that only steps on a GPU; it is tried with a small tensor."""
+    """Raise `ConfigError` for an optimizer that does not support the CPU; tried with a small tensor."""
     kind, group = type(optimizer), optimizer.param_groups[0]
     like = next(iter(group["params"]), torch.empty(0))
     parameter = nn.Parameter(torch.ones(2, 2, dtype=like.dtype))
     try:
         trial = kind([parameter], **settings_of(kind, group, kernels=True))
-    except (TypeError, ValueError):  # cannot be made again from its settings
+    except (TypeError, ValueError):  # the optimizer cannot be created from its settings, so it is not checked
         return
     except RuntimeError as error:
         raise _only_on_gpu(optimizer, error) from None

@@ -1,8 +1,8 @@
-"""Pipeline: the blocks of a model divided into consecutive stages, each on a rank of its own.
+"""Pipeline parallelism: the blocks of a model divided into consecutive stages on different ranks.
 
 Every rank of a pipeline reads the same samples and runs the user's own loss function and forward pass, in which the
-blocks of other stages are left out: stages.py. The passes of an optimizer step are the micro-batches that
-torch.distributed.pipelining's schedules put in order: stages.py.
+blocks of other stages are replaced by placeholders (stages.py). The passes of an optimizer step are the micro-batches
+that a schedule of torch.distributed.pipelining orders.
 """
 
 import copy
@@ -61,14 +61,14 @@ _BATCH_NORMS = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNo
 
 
 class _StageRoot(nn.Module):
-    """The root FSDP module of a stage. With one root, FSDP gathers a block while the block before computes."""
+    """The root FSDP module of a stage. With one root, FSDP gathers a block while the previous block computes."""
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns or, of an error, only `PassedOn`: FSDP has to see that the forward pass has ended."""
+        """Run `call`, and return its result or its `PassedOn`: FSDP must see that the forward pass has returned."""
         try:
             return call()
         except PassedOn as passed:
@@ -78,25 +78,26 @@ class _StageRoot(nn.Module):
 class PipelineStrategy(Strategy):
     """`pipeline` stages of blocks that are split over `tensor` ranks and sharded over `shard`, in `replicate` groups.
 
-        the first pass of a run, alone: which weights outside of the blocks does each stage need? the rest is freed
-        the other passes, and all passes of later steps, as the schedule orders them
-        gradients: added up over the ranks that hold the same weights
+        run the first pass of a run alone; free the weights outside of the blocks that this stage did not use
+        run the other passes, and all passes of later steps, in the order of the schedule
+        sum gradients over the ranks that hold the same weights
 
     All ranks of the same `replicate` and `shard` train on the same samples. FSDP shards the blocks, and reduces their
-    gradients. Weights outside of the blocks, and those that several blocks share, are not sharded: which stages use
-    them shows only in the first pass.
+    gradients. Weights outside of the blocks, and those that several blocks share, are not sharded, because the stages
+    that use them are known only after the first pass.
 
     Requirements: the model has blocks in one ModuleList or Sequential and calls them in order; each block gets the
-    output of the one before, or the first item of that tuple, as its first argument; the loss function calls the model
-    once. Code outside of the blocks runs on every stage that reaches it, code before the first block on all of them, so
-    it should be cheap, as embeddings are. Weights outside of the blocks may be used by several stages, and tied; frozen
-    ones are kept on all of them. A rank keeps NaN, which takes no memory, in place of other weights.
+    output of the previous one, or the first item of that tuple, as its first argument; the loss function calls the
+    model once. Code outside of the blocks runs on every stage that reaches it, code before the first block on all of
+    them, so it should be cheap, as embeddings are. Weights outside of the blocks may be used by several stages, and
+    tied; frozen ones are kept on all stages. Weights that a rank does not hold are NaN there, and take no memory.
 
     Random numbers: code outside of the blocks draws the same ones on each stage that runs it, whatever the order of the
     schedule. Blocks of different stages draw different ones.
 
     Not supported, and not detected: an attribute that a block sets for the loss function to read, such as the auxiliary
-    loss of a mixture of experts; an optimizer that computes statistics over all weights, which are those of one rank.
+    loss of a mixture of experts; an optimizer that computes statistics over all weights, because it sees only those of
+    one rank.
     """
 
     shards = True
@@ -108,43 +109,43 @@ class PipelineStrategy(Strategy):
         self._place, self._replica, self._shard, self._tensor = self.sizes.coordinates(world.rank)
         self.equal_passes = self.sizes.shard > 1
         self.replaces_parameters = self.sizes.shard > 1 or self.sizes.tensor > 1
-        self._places = places_of_stages(config)  # of all stages
-        self._stages = [stage for stage, place in enumerate(self._places) if place == self._place]  # of this rank
+        self._places = places_of_stages(config)  # the place of each stage
+        self._stages = [stage for stage, place in enumerate(self._places) if place == self._place]  # this rank's stages
         self._chain: Chain
         self._models: dict[int, StageModel] = {}
-        self._roots: dict[int, Any] = {}  # of stages that FSDP shards
-        self._units: dict[int, FsdpUnits] = {}  # their blocks
+        self._roots: dict[int, Any] = {}  # by stage, if FSDP shards the blocks
+        self._units: dict[int, FsdpUnits] = {}  # the sharded blocks of each stage
         self._mesh: DeviceMesh
         self._shards = Shards({}, {})
-        self._whole: dict[Tensor, nn.Parameter] = {}  # the optimizer's parameter -> the model's
-        self._sharded: set[nn.Parameter] = set()  # over the ranks of `shard`
-        self._split: set[nn.Parameter] = set()  # over the ranks of `tensor`
+        self._whole: dict[Tensor, nn.Parameter] = {}  # the optimizer's parameter -> the model's parameter
+        self._sharded: set[nn.Parameter] = set()  # parameters sharded over `shard`
+        self._split: set[nn.Parameter] = set()  # parameters split over `tensor`
         self._links: dict[int, Links] = {}
         self._optimizer: Optimizer | None = None
         self._holders: dict[nn.Parameter, tuple[int, ...]] = {}
-        """The places in the pipeline that hold a parameter; the first of them writes it to checkpoints."""
-        self._outer: list[nn.Parameter] = []  # trained weights of which the first pass shows who needs them
-        self._known: set[nn.Parameter] = set()  # those of which that is known, from the first pass or a checkpoint
-        self._owners: dict[str, int] = {}  # by the name of a buffer that passes change: the place whose value counts
-        self._block_buffers: dict[str, int] = {}  # by the name of a buffer in a block: the place that runs the block
-        self._constant: dict[str, tuple[Tensor, int]] = {}  # buffers that no pass may change, with their versions
-        self._group: Any = None  # of this pipeline
-        self._replica_group: Any = None  # of the ranks that hold one whole model together
+        """The places in the pipeline that hold each parameter; the first of them writes it to checkpoints."""
+        self._outer: list[nn.Parameter] = []  # trained weights whose users the first pass finds
+        self._known: set[nn.Parameter] = set()  # those whose users are known
+        self._owners: dict[str, int] = {}  # buffer that passes change -> the place with the valid value
+        self._block_buffers: dict[str, int] = {}  # buffer in a block -> the place of the block
+        self._constant: dict[str, tuple[Tensor, int]] = {}  # buffers that no pass may change: (buffer, version)
+        self._group: Any = None  # the ranks of this pipeline
+        self._replica_group: Any = None  # the ranks that together hold one whole model
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._learned = False
         self._schedules: dict[int, tuple[list[Stage], Any]] = {}
         self._passes: Passes | None = None
-        self._backwards_left: dict[int, int] = {}  # by stage
-        self._running = 0  # the stage that runs forward
+        self._backwards_left: dict[int, int] = {}  # backward passes left in this step, by stage
+        self._running = 0  # the stage of the current forward pass
         self._step_seed = 0
-        self._pass_seed: tuple[int, ...] = ()  # of the pass that runs forward
-        self._calls_alone = 0  # since the last optimizer step
+        self._pass_seed: tuple[int, ...] = ()  # of the current forward pass
+        self._calls_alone = 0  # forward passes outside of optimizer steps, since the last step
         self._came: Received | None = None
-        self._needed: set[Tensor] = set()  # weights
-        self._changed: set[str] = set()  # buffers
+        self._needed: set[Tensor] = set()  # weights that the first pass used
+        self._changed: set[str] = set()  # buffers that the first pass changed
         self._without_gradient: list[str] = []
 
-    # --- which ranks share what -----------------------------------------------------------------------------------
+    # --- Data-parallel layout -----------------------------------------------------------------------------------------
 
     @property
     def data_ranks(self) -> int:
@@ -176,11 +177,11 @@ class PipelineStrategy(Strategy):
         return self._place == self._places[-1]
 
     def _ranks(self, places: Iterable[int], tensor: int) -> list[int]:
-        """The ranks at these places that hold the same weights, where these are not sharded."""
+        """The ranks at these places that hold the same unsharded weights."""
         data = range(self.sizes.replicate), range(self.sizes.shard)
         return [self.sizes.rank(place, *data_rank, tensor) for place in places for data_rank in product(*data)]
 
-    # --- set up ---------------------------------------------------------------------------------------------------
+    # --- Setup --------------------------------------------------------------------------------------------------------
 
     def check(self, model: nn.Module) -> None:
         super().check(model)
@@ -262,7 +263,7 @@ class PipelineStrategy(Strategy):
         self._connect()
 
     def _spread(self, model: nn.Module) -> None:
-        """Block by block: no rank ever holds the whole model on its device."""
+        """Move and divide the model block by block, so that no rank ever holds all of it on its device."""
         chain, sizes = self._chain, self.sizes
         blocks, own = chain.blocks(model), {number for stage in self._stages for number in chain.stages[stage]}
         plan = tensor_plan(model, self.config) if sizes.tensor > 1 else {}
@@ -300,7 +301,7 @@ class PipelineStrategy(Strategy):
 
     @torch.no_grad()
     def _put_on_device(self, parameters: Sequence[nn.Parameter], holders: dict[nn.Parameter, tuple[int, ...]]) -> None:
-        """To the device, as rank 0 has them; what belongs to other stages is freed."""
+        """Copy rank 0's values to the devices, and free the parameters that other places hold."""
         for each in parameters:
             each.data = each.data.to(self.world.device)
         broadcast([each.detach() for each in parameters])
@@ -341,15 +342,15 @@ class PipelineStrategy(Strategy):
         self._forget_state()
 
     def _held(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What the optimizer holds of a parameter of the model."""
+        """The optimizer's parameter for a parameter of the model."""
         return self._shards.of.get(parameter, parameter)
 
     def _model_parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Of the parameters that an optimizer holds, those of the model."""
+        """The model's parameters for those that an optimizer holds."""
         return [self._whole.get(each, each) for group in optimizer.param_groups for each in group["params"]]
 
     def _forget_state(self) -> None:
-        """Drop the optimizer state of other stages' weights."""
+        """Drop the optimizer state of weights that this rank does not hold."""
         for parameter, stages in self._holders.items():
             if self._optimizer is not None and self._place not in stages:
                 self._optimizer.state.pop(self._held(parameter), None)
@@ -360,7 +361,7 @@ class PipelineStrategy(Strategy):
             for each, stages in self._holders.items()
         ]
 
-    # --- an optimizer step ----------------------------------------------------------------------------------------
+    # --- Optimizer step -----------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         self.sync_buffers()
@@ -394,7 +395,7 @@ class PipelineStrategy(Strategy):
         self._reduce(has_passes=passes.count > 0)
 
     def _run_alone(self, passes: Passes) -> None:
-        """The first pass of a run: the ranks agree on the kind of loss after its forward pass."""
+        """Run the first pass of a run; after its forward pass the ranks agree on the kind of loss."""
         before = {name: (each, version_of(each)) for name, each in self.model.named_buffers()}
         stages = self._new_stages()
         for stage in stages:
@@ -402,7 +403,7 @@ class PipelineStrategy(Strategy):
                 move(stage.get_fwd_recv_ops(0))
             except StageFailedError:
                 self._links[stage.stage_index].announce_failure()
-                passes.without_loss()  # raises: the rank that has failed says so
+                passes.without_loss()  # raises, because the failed rank reports its error
                 raise
             self._needed |= leaves_of(stage.forward_one_chunk(0))
             move(stage.get_fwd_send_ops(0))
@@ -412,7 +413,7 @@ class PipelineStrategy(Strategy):
                 self._changed.add(name)
         if not self._is_last:
             passes.without_loss()
-        self._learn()  # before the backward pass, in which ranks with a single pass begin to add up weights
+        self._learn()  # before the backward pass: with a single pass, it starts the sum of the loss weights
         for stage in reversed(stages):
             move(stage.get_bwd_recv_ops(0))
             stage.backward_one_chunk(0)
@@ -443,7 +444,7 @@ class PipelineStrategy(Strategy):
         self._reshard()
 
     def _reshard(self) -> None:
-        """Free gathered weights, also of stages without a backward pass: they would outlive a change of the weights."""
+        """Free gathered weights, also of stages without a backward pass: they are stale once the weights change."""
         for units in self._units.values():
             units.reshard()
 
@@ -475,10 +476,10 @@ class PipelineStrategy(Strategy):
         try:
             value = self._run_stage(self._running, function, batch, self._came)
         except LossError:
-            if not self._learned:  # the ranks agree on errors of the first pass: none may wait for another
+            if not self._learned:  # in the first pass the ranks agree on errors, so the next stage must not wait
                 self._links[self._running].announce_failure()
             raise
-        if not self._learned:  # the other ranks wait for what this one finds wrong with its first loss
+        if not self._learned:  # the ranks agree on errors of the first loss, so check it before
             leaves = leaves_of(getattr(value, "loss", value))
             self._check_foreign(each for each in self.parameters if each in leaves)
         return value
@@ -490,24 +491,24 @@ class PipelineStrategy(Strategy):
         call = partial(self._models[stage].call, function, batch, came, before_blocks)
         try:
             found = self._roots[stage](call) if stage in self._roots else call()
-        finally:  # stages draw different numbers of times, which must not change what is drawn for data
+        finally:  # stages draw different amounts, which must not affect the random numbers of data
             set_random_states(states)
         if isinstance(found, PassedOn):
             raise found
         return found
 
     def _call_alone(self, function: Callable[[nn.Module, T], Any], batch: T) -> Any:
-        """Outside of optimizer steps: through this rank's stages, one after another."""
+        """Run a forward pass outside of an optimizer step, through this rank's stages one after another."""
         came: Received | None = None
         self._calls_alone += 1
-        self._pass_seed = self._step_seed, -self._calls_alone  # not a new number: an evaluation changes no later step
+        self._pass_seed = self._step_seed, -self._calls_alone  # drawing a new seed here would change later steps
         for stage in self._stages:
             links = self._links[stage]
             if stage > 0 and came is None:
                 came = links.arriving()
                 move([links.operation(dist.irecv, came.tensor.detach(), -1)])
             try:
-                own = batch if stage == self._stages[-1] else copy.deepcopy(batch)  # functions may take batches apart
+                own = batch if stage == self._stages[-1] else copy.deepcopy(batch)  # the function may modify it
                 return self._run_stage(stage, function, own, came)
             except PassedOn as passed:
                 sent = PassedOn(passed.tensor.detach(), passed.items)
@@ -520,10 +521,10 @@ class PipelineStrategy(Strategy):
             links.settle()
         raise sent
 
-    # --- which weights outside of the blocks each stage needs -----------------------------------------------------
+    # --- Users of weights outside of the blocks -----------------------------------------------------------------------
 
     def _learn(self) -> None:
-        """After the first pass: who needs which weights outside of the blocks, and who changes which buffers."""
+        """Find which places use each weight outside of the blocks, and which change each buffer. A collective."""
         buffers = [name for name, _ in self.model.named_buffers()]
         own = [each in self._needed for each in self._outer] + [name in self._changed for name in buffers]
         table = torch.zeros(self.sizes.pipeline, len(own), dtype=torch.int32)
@@ -536,7 +537,7 @@ class PipelineStrategy(Strategy):
                 self._hold(parameter, stages or (0,))
         changed = zip(buffers, users[len(self._outer) :], strict=True)
         self._owners = {name: stages[0] for name, stages in changed if stages}
-        alone = self._block_buffers if self.data_ranks == 1 else {}  # no other rank has a value of its own
+        alone = self._block_buffers if self.data_ranks == 1 else {}  # no other rank's value could differ
         self._constant = {
             name: (each, version_of(each))
             for name, each in self.model.named_buffers()
@@ -547,18 +548,18 @@ class PipelineStrategy(Strategy):
             self._make_group(stages)
 
     def _hold(self, parameter: nn.Parameter, places: tuple[int, ...]) -> None:
-        """From now on, a weight outside of the blocks is held there."""
+        """Hold a weight outside of the blocks only at these places from now on."""
         self._holders[parameter] = places
         self._known.add(parameter)
         if self._place not in places:
             _free(parameter)
             _free(self._held(parameter))
 
-    # --- gradients ------------------------------------------------------------------------------------------------
+    # --- Gradients ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _reduce(self, *, has_passes: bool) -> None:
-        """Add up gradients over the ranks that hold the same weights."""
+        """Sum gradients over the ranks that hold the same weights. A collective."""
         self._check_foreign(each for each in self.parameters if each.grad is not None)
         names = self.held_names()
         self._without_gradient = []
@@ -571,9 +572,9 @@ class PipelineStrategy(Strategy):
                     held.grad = torch.zeros_like(held)
                 else:
                     held.grad = reduced_part(each.grad, each)
-                if each not in self._sharded:  # else FSDP has reduced it
+                if each not in self._sharded:  # FSDP has reduced the others
                     by_group.setdefault(self._holders[each], []).append(held)
-        for stages in sorted(by_group):  # in one order on all ranks, whose groups overlap
+        for stages in sorted(by_group):  # the same order on all ranks, because groups overlap
             if (group := self._groups[stages]) is not None:
                 for bucket in self._buckets(by_group[stages]):
                     flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
@@ -584,7 +585,7 @@ class PipelineStrategy(Strategy):
                         gradient.copy_(part.view_as(gradient))
 
     def _buckets(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor]]:
-        """Gradients of one type that together have `bucket_mb`."""
+        """Gradients in buckets of one dtype and about `bucket_mb`."""
         for dtype in dict.fromkeys(each.dtype for each in parameters):
             bucket: list[Tensor] = []
             for each in parameters:
@@ -597,7 +598,7 @@ class PipelineStrategy(Strategy):
                 yield bucket
 
     def _check_foreign(self, used: Iterable[nn.Parameter]) -> None:
-        """Raise `LossError` for weights that this stage has used and does not hold."""
+        """Raise `LossError` for weights that this rank has used but does not hold."""
         names = self.held_names()
         foreign = [names[id(each)] for each in used if self._place not in self._holders[each]]
         if foreign:
@@ -630,7 +631,7 @@ class PipelineStrategy(Strategy):
         return [self._held(each) for each in self.parameters]
 
     def grad_norm(self) -> Tensor:
-        """Sums of squares, added up over the ranks of a replica; each value counts once, however many hold it."""
+        """The 2-norm over the ranks of a replica; each value counts once, however many ranks hold it."""
         own = [
             gradient
             for each in self.parameters
@@ -642,24 +643,24 @@ class PipelineStrategy(Strategy):
         return square.sqrt()
 
     def _is_first_holder(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank is the first one of its replica that holds this part of it."""
+        """Whether this rank is the first of its replica that holds this part of the parameter."""
         return (
             self._holders[parameter][0] == self._place
             and (self._shard == 0 or parameter in self._sharded)
             and (self._tensor == 0 or parameter in self._split)
         )
 
-    # --- evaluation and prediction --------------------------------------------------------------------------------
+    # --- Evaluation and prediction ------------------------------------------------------------------------------------
 
     def evaluation(self, batches: Iterable[tuple[int, T]], spare: Callable[[], T]) -> Iterator[tuple[int, T]]:
-        # A collective, by which it shows that an evaluation cannot be broken off on one rank alone.
+        # Run a collective, because a rank may end an evaluation alone only if it counts none (trainer/evaluation.py).
         dist.all_reduce(torch.zeros((), device=self.world.device), group=self._replica_group)
         try:
             yield from equal_batches(batches, spare, self.world) if self.equal_passes else batches
         finally:
             self._reshard()
 
-    # --- state ------------------------------------------------------------------------------------------------------
+    # --- State --------------------------------------------------------------------------------------------------------
 
     def model_state(self) -> dict[str, Any]:
         state = self.model.state_dict(keep_vars=True)
@@ -676,18 +677,18 @@ class PipelineStrategy(Strategy):
         return state
 
     def _buffer_place(self, name: str) -> int | None:
-        """The place whose value of a buffer counts; None: the values of all places are equal."""
+        """The place that has the valid value of a buffer; None: all places have the same value."""
         return self._owners.get(name, self._block_buffers.get(name))
 
     def _piece(self, parameter: nn.Parameter) -> Piece:
-        """The part of a parameter that this rank holds; elsewhere nothing of it, of the same type."""
+        """The part of a parameter that this rank holds; an empty piece of the same dtype if it holds none."""
         part = piece_of_dtensor(parameter)
         if part is None or self._place not in self._holders[parameter]:
             return self._tensor_piece(local_part(parameter).detach(), parameter.shape, self._holders[parameter])
         return replace(part, owned=self._replica == 0 and self._is_first_holder(parameter))
 
     def _tensor_piece(self, value: Tensor, shape: Sequence[int], places: tuple[int, ...]) -> Piece:
-        """A whole tensor, on the places that hold it; elsewhere nothing of it, of the same type."""
+        """A whole tensor on the places that hold it; an empty piece of the same dtype on others."""
         if self._place not in places:
             value = value.new_empty((0, *shape[1:]) if len(shape) else ())
         owned = self._place == places[0] and (self._replica, self._shard, self._tensor) == (0, 0, 0)
@@ -719,7 +720,7 @@ class PipelineStrategy(Strategy):
         self.model.load_state_dict(others, strict=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Who needs which weights outside of the blocks, and the division that this belongs to."""
+        """The places that use each weight outside of the blocks, and the division into stages that they apply to."""
         if not self._learned:
             return {}
         names = self.held_names()
@@ -778,9 +779,12 @@ class PipelineStrategy(Strategy):
 
 
 def _schedule_for(name: str, passes: int, places: int) -> tuple[Any, bool]:
-    """torch's class, and whether it takes a list of stages. 1F1B wants a pass for each stage, and its interleaved form
-    the same number in each round; for other numbers, all forward passes come before all backward passes. That is also
-    what GPipe does, but in torch 2.10 not for fewer passes than stages (pytorch#171462): breadth first takes any."""
+    """The class of torch's schedule, and whether it takes a list of stages.
+
+    1F1B needs at least as many passes as stages, and interleaved 1F1B the same number of passes in each round. For
+    other numbers, all forward passes run before all backward passes, as in GPipe. `ScheduleLoopedBFS` is used for
+    that, because in torch 2.10 `ScheduleGPipe` fails with fewer passes than stages (pytorch#171462).
+    """
     if name == "zbv":
         return ScheduleZBVZeroBubble, True
     if name == "interleaved":
@@ -795,7 +799,7 @@ def _the_loss_itself(output: Tensor, _target: Tensor) -> Tensor:
 
 
 def _form(value: Any, held: Tensor, parameter: Tensor) -> dict[str, Any]:
-    """What other ranks have to know of an optimizer's state of a parameter. `held`: this rank's part of it."""
+    """What other ranks need to know of an optimizer state value. `held`: this rank's part of `parameter`."""
     if not isinstance(value, Tensor):
         return {"value": value}
     dtype = str(value.dtype).removeprefix("torch.")
@@ -805,7 +809,7 @@ def _form(value: Any, held: Tensor, parameter: Tensor) -> dict[str, Any]:
 
 @torch.no_grad()
 def _free(parameter: nn.Parameter) -> None:
-    """Free its memory; it keeps its shape and reads as NaN everywhere, so that accidental use shows."""
+    """Free a parameter's memory. It keeps its shape, and all values are NaN, so that accidental use is detected."""
     part = memory_of(parameter)
     kind = torch.nan if part.is_floating_point() else 0
     part.data = torch.full((), kind, dtype=part.dtype, device=part.device).expand(part.shape)

@@ -1,4 +1,4 @@
-"""Shards of tensors: how they are divided, and gathered."""
+"""Parts of sharded tensors: DTensors, and optimizers that update only a part of each parameter."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -14,16 +14,16 @@ from ddp_kit.distributed.world import random_states, set_random_states
 from ddp_kit.errors import ConfigError, some
 from ddp_kit.pieces import Piece
 
-# --- The part of a DTensor that one rank holds, as fully_shard and tensor parallel divide it --------------------------
+# --- DTensors ---------------------------------------------------------------------------------------------------------
 
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:
-    """For values whose type says nothing of it, such as parameters."""
+    """Whether a value is a DTensor, for values whose static type does not tell, such as parameters."""
     return isinstance(value, DTensor)
 
 
 def is_divided(value: Any, dimension: str) -> bool:
-    """Whether the ranks along this dimension of the mesh hold different parts of it."""
+    """Whether a value is a DTensor of which the ranks along this mesh dimension hold different parts."""
     if not isinstance(value, DTensor):
         return False
     names = value.device_mesh.mesh_dim_names or ()
@@ -32,14 +32,16 @@ def is_divided(value: Any, dimension: str) -> bool:
 
 @torch.no_grad()
 def local_part(value: Any) -> Tensor:
-    """What this rank holds of a DTensor, in its memory; any other tensor itself."""
+    """This rank's part of a DTensor, sharing its memory; any other tensor itself."""
     found: Tensor = value.to_local() if isinstance(value, DTensor) else value
     return found
 
 
 def reduced_part(gradient: Any, parameter: Any) -> Tensor:
-    """This rank's part of a gradient; where tensor parallel has left sums to be taken, these are taken. A collective
-    of the ranks that share the DTensor."""
+    """This rank's part of a gradient, after the reduction that tensor parallelism may have left to do.
+
+    A collective of the ranks that share the DTensor.
+    """
     if is_dtensor(gradient) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
     return local_part(gradient)
@@ -50,7 +52,7 @@ def piece_of_dtensor(value: Any) -> Piece | None:
     if not isinstance(value, DTensor):
         return None
     mesh, offsets, sizes = value.device_mesh, [0] * value.ndim, list(value.shape)
-    # Tensor parallel has divided the tensor first, and FSDP has then divided what each rank had: as torch.chunk does.
+    # Tensor parallelism divided the tensor first, and FSDP then divided each rank's part, both as torch.chunk does.
     for number in reversed(range(mesh.ndim)):
         dimension = getattr(value.placements[number], "dim", None)
         if dimension is not None:
@@ -63,19 +65,19 @@ def piece_of_dtensor(value: Any) -> Piece | None:
     return Piece(local, tuple(value.shape), tuple(offsets))
 
 
-# --- Sharded optimizers: replaces the model's parameters in an optimizer with this rank's shards of them --------------
-# A shard is a plain parameter that shares memory with the model's parameter, so the optimizer's kernels run on plain
-# tensors. That is exact for elementwise optimizers, which update each value independently; `check_elementwise` refuses
-# others.
+# --- Sharded optimizers -----------------------------------------------------------------------------------------------
+# An optimizer gets this rank's shards in place of the model's parameters. A shard is a plain parameter that shares
+# memory with the model's parameter, so the optimizer's kernels run on plain tensors. That is exact for elementwise
+# optimizers, which update each value independently; `check_elementwise` rejects others.
 
 
-# Of the trial in `check_elementwise`:
+# For the trial in `check_elementwise`:
 _VALUES, _SHAPES = 24, ((4, 6), (24,), (2, 3, 2, 2))
 _RATES = ("lr", "initial_lr")  # groups that differ only in these are tried once
 _STEPS = 12
 _RATE = 1e-2  # the lowest learning rate: at 0, as at the start of a warm-up, nothing would change
 _SCALES = (1.0, 1e3, 1e6)  # of the gradients: an optimizer may clip them at any norm
-_KERNELS = ("fused", "foreach", "capturable")  # settings that choose a kernel, which some devices do not have
+_KERNELS = ("fused", "foreach", "capturable")  # settings that choose a kernel, which some devices do not support
 
 
 class Shards:
@@ -87,7 +89,7 @@ class Shards:
         }
         """The model's parameter -> the optimizer's parameter."""
         self.pieces = {id(self.of[whole]): piece for whole, piece in pieces.items()}
-        """By the id of the optimizer's parameter."""
+        """Pieces by the id of the optimizer's parameter."""
         self.names = {id(self.of[whole]): name for whole, name in names.items() if whole in self.of}
         self.trained = [(whole, shard) for whole, shard in self.of.items() if whole.requires_grad]
 
@@ -105,7 +107,7 @@ class Shards:
             group["params"] = [self.of.get(each, each) for each in group["params"]]
 
     def _part_of_state(self, optimizer: Optimizer, whole: nn.Parameter) -> dict[str, Any]:
-        """The shard's part of tensors with a value for each of the parameter's; scalars as they are."""
+        """This rank's part of state tensors that have the shape of the parameter; scalars unchanged."""
 
         piece, part = self.pieces[id(self.of[whole])], {}
         for name, value in optimizer.state[whole].items():
@@ -156,7 +158,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
 
 
 def _problem_of(optimizer: Optimizer) -> str | None:
-    """Why it cannot be sharded. Users write optimizers too, so a trial may raise anything."""
+    """The reason why an optimizer cannot be sharded, or None. A trial may raise any error in the user's own code."""
     try:
         whole = _trial(optimizer, None)
     except Exception as error:
@@ -206,8 +208,10 @@ def _trial_settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trial(optimizer: Optimizer, part: slice | None) -> list[Tensor]:
-    """The values of small tensors at the start and after each step, a row for each tensor. `part`: only that part of
-    each tensor, as a vector."""
+    """The values of small tensors at the start and after each step, with one row per tensor.
+
+    `part`: use only this part of each tensor, as a vector.
+    """
     kind: Any = type(optimizer)
     settings: dict[str, dict[str, Any]] = {}
     for group in map(_trial_settings, optimizer.param_groups):

@@ -1,4 +1,4 @@
-"""Pipeline stages: how a model is divided, what passes between stages, and how they run."""
+"""Pipeline stages: how a model is divided into them, how they communicate, and how they run."""
 
 import copy
 from collections import Counter
@@ -20,10 +20,12 @@ from ddp_kit.errors import ConfigError, LossError, nearest, some
 from ddp_kit.parallel.strategy import PassedOn
 from ddp_kit.structures import repeated_blocks, split_chain, work_of
 
-# --- A backward pass in two parts, for zero-bubble schedules (arXiv 2401.10241): first the gradient of what a stage has
-# received, for which the stage before waits, then the gradients of its weights.
-# torch.distributed.pipelining has this in private functions, which differ between versions and fail where layers of a
-# stage share weights ("backward through the graph a second time", torch 2.10 and 2.13). Here are only public functions.
+# --- Split backward pass ----------------------------------------------------------------------------------------------
+# For zero-bubble schedules (arXiv 2401.10241): first the gradient of a stage's input, which the previous stage waits
+# for, then the gradients of its weights.
+# torch.distributed.pipelining has this in private functions, which differ between versions and fail if layers of a
+# stage share weights ("backward through the graph a second time", torch 2.10 and 2.13). This code uses only public
+# functions.
 
 
 Gradients = tuple[Tensor | None, ...]
@@ -31,21 +33,21 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass(eq=False)
 class _Group:
-    """Nodes between output and input from which the same leaves get gradients, and these leaves."""
+    """Nodes between a stage's output and input that share leaves, and these leaves."""
 
     nodes: list[Node] = field(default_factory=list)
     leaves: dict[Tensor, None] = field(default_factory=dict)
 
 
 def backward_to_input(output: Tensor, gradient: Tensor | None, received: Tensor | None) -> Callable[[], None]:
-    """Set `received.grad`; the function that is returned adds the gradients of all other leaves to theirs.
+    """Set `received.grad`, and return a function that accumulates the gradients of all other leaves.
 
-    `gradient`: of `output`; None: it is a scalar loss. `received`: None, or one that requires no gradient, on a stage
-    before which nothing is trained: then all is left to the second part.
-    Each weight's gradient is computed once. Where weights are shared by several layers of a stage, what is between
-    these is computed twice.
+    `gradient`: of `output`; None: `output` is a scalar loss. `received`: the stage's input. If it is None or requires
+    no gradient, because nothing before this stage is trained, the returned function runs the whole backward pass.
+    Each weight's gradient is computed once. If several layers of a stage share weights, the backward pass between these
+    layers is computed twice.
     """
-    if output.grad_fn is None:  # it is what was received
+    if output.grad_fn is None:  # the output is the input
         torch.autograd.backward(output, gradient)
         return lambda: None
     path = {} if received is None or not received.requires_grad else _path(output.grad_fn, received)
@@ -63,8 +65,8 @@ def backward_to_input(output: Tensor, gradient: Tensor | None, received: Tensor 
 
 
 def _note(reached: dict[Node, Gradients], node: Node, gradients: Gradients) -> None:
-    # Copies: the gradient of a broadcast weight can be a view of these. The next pass adds to it in place, while the
-    # stage before may still wait for the same memory.
+    # Copy, because the gradient of a broadcast weight can be a view of these: the next pass would add to it in place
+    # while the same memory is still being sent to the previous stage.
     reached[node] = tuple(None if each is None else each.clone() for each in gradients)
 
 
@@ -76,7 +78,7 @@ def _backward_to_leaves(groups: list[_Group], reached: dict[Node, Gradients]) ->
                 if gradient is not None:
                     edges.append(GradientEdge(node, number))
                     gradients.append(gradient)
-        # A node may get gradients from another one of its group, which are part of what has reached it already.
+        # A node may get gradients from another node of its group, which `reached` includes already.
         hooks = [
             node.register_prehook(lambda _gradients, whole=reached[node]: whole)
             for node in group.nodes
@@ -84,18 +86,20 @@ def _backward_to_leaves(groups: list[_Group], reached: dict[Node, Gradients]) ->
         ]
         try:
             if edges:
-                # Kept, for another group may need what is between these nodes.
+                # Retain the graph, because another group may need the nodes between these.
                 torch.autograd.backward(edges, gradients, retain_graph=True, inputs=[*group.leaves])
         finally:
             for hook in hooks:
                 hook.remove()
-    groups.clear()  # which frees the graph
+    groups.clear()  # frees the graph
     reached.clear()
 
 
 def _path(root: Node, received: Tensor) -> dict[Node, None]:
-    """The nodes from which a backward pass reaches `received`, in the same order in every run: gradients are added in
-    this order."""
+    """The nodes from which a backward pass reaches `received`.
+
+    They have the same order in every run, because gradients are added in this order.
+    """
     before: dict[Node, list[Node]] = {root: []}
     ahead, path = [root], dict[Node, None]()
     back = list[Node]()
@@ -118,7 +122,7 @@ def _path(root: Node, received: Tensor) -> dict[Node, None]:
 
 
 def _groups(path: dict[Node, None]) -> list[_Group]:
-    """What is to be computed in the second part; nodes that share a leaf are in one group."""
+    """The groups of the second part; nodes that share a leaf are in the same group."""
     of_leaf: dict[Tensor, _Group] = {}
     for node in path:
         group = _Group([node], _leaves_beside(node, path))
@@ -130,7 +134,7 @@ def _groups(path: dict[Node, None]) -> list[_Group]:
 
 
 def _leaves_beside(node: Node, path: dict[Node, None]) -> dict[Tensor, None]:
-    """The leaves that get gradients from a node of the path other than along it."""
+    """The leaves that get gradients from a node of the path through nodes outside of the path."""
     seen, leaves = set[Node](), dict[Tensor, None]()
     ahead = [node]
     while ahead:
@@ -143,7 +147,7 @@ def _leaves_beside(node: Node, path: dict[Node, None]) -> dict[Tensor, None]:
     return leaves
 
 
-# --- Communication between the stages of a pipeline: activations forward, gradients backward --------------------------
+# --- Communication between stages -------------------------------------------------------------------------------------
 
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
@@ -272,7 +276,7 @@ class Stage(PipelineStage):
         for kept in (self._received, self._outputs, self._gradients, self._weight_backward):
             kept.clear()
 
-    # --- forward --------------------------------------------------------------------------------------------------
+    # --- Forward ------------------------------------------------------------------------------------------------------
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The receive of a pass's activation."""
@@ -304,7 +308,7 @@ class Stage(PipelineStage):
         tensor = prev_stage_outputs.detach().requires_grad_(prev_stage_outputs.requires_grad)
         self._received[mb_index] = Received(tensor, self._previous._outputs[mb_index][1])
 
-    # --- backward -------------------------------------------------------------------------------------------------
+    # --- Backward -----------------------------------------------------------------------------------------------------
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """The receive of the gradient of the sent activation, if that requires one."""
@@ -372,19 +376,19 @@ def move(operations: list[dist.P2POp]) -> None:
         work.wait()
 
 
-# --- The stages of a pipeline: how a model is cut, and how its own forward pass runs on one of them -------------------
+# --- Division of a model into stages ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The blocks that are called one after another, each with the output of the one before as its first argument."""
+    """The blocks of a model, called in order, each with the output of the previous one as its first argument."""
 
     prefix: str
-    """The name of the ModuleList or Sequential that they are in; "" for the model itself."""
+    """The name of the ModuleList or Sequential that contains them; "" for the model itself."""
     keys: tuple[str, ...]
-    """Their names in it."""
+    """The names of the blocks within it."""
     stages: tuple[range, ...]
-    """The numbers of the blocks of each stage."""
+    """The indices of the blocks of each stage."""
 
     @property
     def names(self) -> list[str]:
@@ -398,7 +402,7 @@ class Chain:
 
 
 def chain_of(model: nn.Module, config: ParallelConfig) -> Chain:
-    """How the model is cut into stages. Raises `ConfigError` where it cannot be."""
+    """Divide the model's blocks into stages. Raises `ConfigError` if that is not possible."""
     stages = config.pipeline * stages_per_rank(config)
     if config.stages != "auto":
         return _named_chain(model, config.stages, stages)
@@ -427,7 +431,7 @@ def chain_of(model: nn.Module, config: ParallelConfig) -> Chain:
 
 
 def stages_per_rank(config: ParallelConfig) -> int:
-    """Several where the schedule interleaves them: a rank then has one from each part of the model."""
+    """The number of stages on each rank; interleaved schedules have several, from different parts of the model."""
     if config.schedule == "zbv":
         return 2
     if config.schedule != "interleaved":
@@ -436,7 +440,7 @@ def stages_per_rank(config: ParallelConfig) -> int:
 
 
 def places_of_stages(config: ParallelConfig) -> tuple[int, ...]:
-    """Of each stage, its place among the ranks of a pipeline: in turn, or there and back as a V for "zbv"."""
+    """The place of each stage among the ranks of a pipeline: round-robin, or forth and back (V-shaped) for "zbv"."""
     places = tuple(range(config.pipeline))
     return (*places, *reversed(places)) if config.schedule == "zbv" else places * stages_per_rank(config)
 
@@ -478,12 +482,14 @@ def _named_chain(model: nn.Module, names: Sequence[str], stages: int) -> Chain:
 
 
 class _StandIn(nn.Module):
-    """Takes the place of a block during a forward pass, and shows the block's own weights and attributes: whoever
-    walks over the model's weights finds all of them, by their names."""
+    """A placeholder for a block during a forward pass.
+
+    It has the block's weights and attributes, so that code that iterates over the model's weights finds all of them.
+    """
 
     def __init__(self, block: nn.Module, run: Callable[..., Any]) -> None:
         super().__init__()
-        self.__dict__["_block"] = block  # not registered: it is not a child
+        self.__dict__["_block"] = block  # not registered as a child
         self.__dict__["_run"] = run
         del self.__dict__["training"]
         for members in ("_parameters", "_buffers", "_modules"):
@@ -497,12 +503,12 @@ class _StandIn(nn.Module):
 
 
 class StageModel:
-    """The user's model, of whose blocks only those of one stage run.
+    """The user's model, in which only the blocks of one stage run.
 
-    everything outside of the blocks runs, on every stage: masks and positions are computed from the real batch
-    blocks of earlier stages         return NaN of the right shape, which nothing may use,
-                                     and the last of them what the stage before has sent
-    the first block of the next one  raises `PassedOn` with its first argument, which is what is sent
+    code outside of the blocks         runs on every stage: masks and positions are computed from the real batch
+    blocks of earlier stages           return NaN of the right shape, which nothing may use;
+                                       the last of them returns the activation that the previous stage sent
+    first block of the next stage      raises `PassedOn` with its first argument, which is then sent
     """
 
     def __init__(self, model: nn.Module, chain: Chain, stage: int) -> None:
@@ -516,8 +522,8 @@ class StageModel:
             for number, (key, block) in enumerate(self._blocks.items())
         }
         self._active = False
-        self._next = 0  # number of the block that is to be called next
-        self._items = -1  # of the output of the last block that was called
+        self._next = 0  # the index of the block to be called next
+        self._items = -1  # `Received.items` of the last block's output
         self._received: Tensor | None = None
         self._received_items = -1
         self._before_blocks: Callable[[], None]
@@ -529,9 +535,10 @@ class StageModel:
         came: Received | None = None,
         before_blocks: Callable[[], None] = lambda: None,
     ) -> Any:
-        """What `function(model, batch)` returns on the last stage; the others raise `PassedOn`.
+        """Call `function(model, batch)`. Returns its value on the last stage; other stages raise `PassedOn`.
 
-        `came`: from the stage before; None on the first. `before_blocks`: called before the first block of this stage.
+        `came`: the activation from the previous stage; None on the first. `before_blocks`: called before the first
+        block of this stage.
         """
         self._before_blocks = before_blocks
         self._next, self._items = 0, -1
@@ -559,7 +566,7 @@ class StageModel:
 
     def _standing_in(self, number: int, block: nn.Module) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not self._active:  # in a backward pass: what an activation checkpoint computes once more
+            if not self._active:  # activation checkpointing recomputes the block in the backward pass
                 return block(*args, **kwargs)
             self._check(number, args)
             if number == self._own.stop:
@@ -598,7 +605,7 @@ class StageModel:
             )
 
     def _returned(self, *, is_sent: bool) -> Any:
-        """What a block of an earlier stage returns: NaN shows where it is used, and raises where it is trained."""
+        """The output of an earlier stage's block: NaN, so that use is visible; a backward pass through it raises."""
         assert self._received is not None, "only the first stage receives nothing"
         whole = self._received
         if not is_sent:
@@ -619,14 +626,16 @@ def _refuse(_gradient: Tensor) -> None:
     )
 
 
-# --- which stages hold which weights ----------------------------------------------------------------------------------
+# --- Placement of weights ---------------------------------------------------------------------------------------------
 
 
 def holders_before_first_pass(
     model: nn.Module, chain: Chain, places: Sequence[int]
 ) -> tuple[dict[nn.Parameter, tuple[int, ...]], list[nn.Parameter]]:
-    """The places in the pipeline that hold each parameter; and the trained ones that all places hold until the first
-    pass has shown which of them need each. `places`: of each stage."""
+    """The places in the pipeline that hold each parameter, and the trained parameters whose users are not known yet.
+
+    All places hold the latter until the first pass has shown which of them use each. `places`: the place of each stage.
+    """
     blocks = chain.blocks(model)
     inside: dict[nn.Parameter, set[int]] = {}
     for stage, numbers in enumerate(chain.stages):
@@ -644,8 +653,10 @@ def _outside(model: nn.Module, blocks: Sequence[nn.Module]) -> set[nn.Parameter]
 
 
 def sharded_parameters(model: nn.Module, chain: Chain) -> dict[nn.Parameter, str]:
-    """What FSDP shards, with the names of the blocks: the parameters that one block alone has. Those outside of the
-    blocks stay whole, since the first pass alone shows who needs them; and those without a dimension."""
+    """The parameters that FSDP shards, each with the name of its block: those that only one block has.
+
+    Parameters outside of the blocks stay whole, because their users are known only after the first pass, as do scalars.
+    """
     blocks = chain.blocks(model)
     uses = Counter(each for block in blocks for each in {*block.parameters()})
     apart = _outside(model, blocks)
@@ -660,8 +671,10 @@ def sharded_parameters(model: nn.Module, chain: Chain) -> dict[nn.Parameter, str
 def holders_after_first_pass(
     model: nn.Module, config: ParallelConfig, function: Callable[[nn.Module, Any], Any], batch: Any
 ) -> dict[nn.Parameter, tuple[int, ...]]:
-    """The places in the pipeline that hold each parameter while it trains. All stages run in this process, one after
-    another. Raises `ConfigError` where the model cannot be cut, and `LossError` where a stage cannot run."""
+    """The places in the pipeline that hold each parameter during training, found by running all stages in this process.
+
+    Raises `ConfigError` if the model cannot be divided, and `LossError` if a stage cannot run.
+    """
     chain = chain_of(model, config)
     places = places_of_stages(config)
     held, outer = holders_before_first_pass(model, chain, places)

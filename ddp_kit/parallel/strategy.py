@@ -1,4 +1,4 @@
-"""How the ranks are divided: replicate x shard x tensor x pipeline. Pure arithmetic."""
+"""The interface of a strategy, what several strategies share, and the strategy for a single rank."""
 
 import math
 from abc import ABC, abstractmethod
@@ -19,13 +19,16 @@ from ddp_kit.errors import ConfigError
 from ddp_kit.pieces import Piece
 from ddp_kit.torch_internals import broadcast_coalesced, multiply_all
 
-_WHOLE_GRADIENTS_SHARE = 8  # of a device's memory, whole gradients take one part at most
+_WHOLE_GRADIENTS_SHARE = 8  # whole gradients take at most 1/8 of a device's memory
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the four dimensions; ranks are numbered with `tensor` as the fastest, then shard, replicate and
-    pipeline: ranks of one tensor group are neighbours, mostly on one node."""
+    """The sizes of the mesh dimensions: replicate x shard x tensor x pipeline.
+
+    `tensor` varies fastest with the rank, then shard, replicate and pipeline, so that the ranks of a tensor group are
+    adjacent and usually on one node.
+    """
 
     replicate: int
     shard: int
@@ -34,11 +37,11 @@ class Sizes:
 
     @property
     def data(self) -> int:
-        """Into how many parts a global batch is divided."""
+        """The number of parts that a global batch is divided into."""
         return self.replicate * self.shard
 
     def coordinates(self, rank: int) -> tuple[int, int, int, int]:
-        """Where a rank is: in pipeline, replicate, shard and tensor."""
+        """The coordinates of a rank in pipeline, replicate, shard and tensor."""
         rank, tensor = divmod(rank, self.tensor)
         rank, shard = divmod(rank, self.shard)
         pipeline, replicate = divmod(rank, self.replicate)
@@ -50,7 +53,7 @@ class Sizes:
 
 
 def sizes_of(config: ParallelConfig, world_size: int) -> Sizes:
-    """The sizes that a configuration means for so many ranks. Raises `ConfigError` where they do not fit."""
+    """The sizes for `world_size` ranks. Raises `ConfigError` if the configuration does not match that number."""
     fixed = {"tensor": config.tensor, "pipeline": config.pipeline}
     free = next((name for name in ("replicate", "shard") if getattr(config, name) == -1), None)
     fixed |= {name: getattr(config, name) for name in ("replicate", "shard") if name != free}
@@ -71,16 +74,18 @@ def sizes_of(config: ParallelConfig, world_size: int) -> Sizes:
 
 
 def whole_gradients_fit(gradients: int, memory: int) -> bool:
-    """Whether FSDP keeps whole gradients while they accumulate, so that it reduces once per step rather than once per
-    pass. `gradients`, `memory`: bytes, of the whole model and of one device."""
+    """Whether FSDP accumulates whole gradients, and reduces them once per step instead of once per pass.
+
+    `gradients`, `memory`: bytes, of the whole model and of one device.
+    """
     return gradients * _WHOLE_GRADIENTS_SHARE <= memory
 
 
-# --- Shared by strategies that keep a whole model on every rank -------------------------------------------------------
+# --- Broadcast --------------------------------------------------------------------------------------------------------
 
 
 _BROADCAST_BYTES = 250 * 1024 * 1024
-# Types that gloo and NCCL support. Others are sent as integers of the same size.
+# Dtypes that gloo and NCCL support. Others are sent as a supported dtype of the same size.
 _SENT = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.int8}
 _SAME_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
@@ -101,26 +106,26 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
             sent.append(copy.view(_SAME_SIZE[min(copy.element_size(), 8)]))
             received.append((memory, copy))
     if sent:
-        # As DistributedDataParallel sends them: many in one piece.
+        # Many tensors per message, as in DistributedDataParallel.
         broadcast_coalesced(sent, _BROADCAST_BYTES)
     for memory, copy in received:
         memory.copy_(copy.view(memory.shape))
 
 
 def stored(tensor: Tensor) -> Tensor:
-    """The part of a tensor that is in memory: an expanded one repeats the first index of a dimension."""
+    """A view of each value in memory once: index 0 of dimensions that are expanded."""
     for dimension, stride in enumerate(tensor.stride() if tensor.layout == torch.strided else ()):
         if stride == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)
     return tensor
 
 
-# --- The interface of a strategy: all that the trainer and the checkpoints know about how a model is distributed ------
+# --- Strategy ---------------------------------------------------------------------------------------------------------
 
 
 T = TypeVar("T")
 
-# Wrappers of a model by their names, which need not be imported to find them, and what to do instead.
+# Names of model wrappers, so that they need not be imported, and what to do instead.
 _USE_ITS_MODULE = "pass the model itself, which is its .module: the Trainer spreads it over the ranks"
 _WRAPPERS = {
     "DistributedDataParallel": _USE_ITS_MODULE,
@@ -134,60 +139,66 @@ Parallelize = Callable[[nn.Module, DeviceMesh], None]
 
 
 class PassedOn(BaseException):
-    """Ends a call of the user's function on a rank where the model does not end: the next stage continues with
-    `tensor`. No `Exception`, so that no code of the model takes it for an error."""
+    """Ends a call of the user's function at the end of a pipeline stage; the next stage continues with `tensor`.
+
+    Not an `Exception`, so that the model's own code does not handle it as an error.
+    """
 
     def __init__(self, tensor: Tensor, items: int) -> None:
         super().__init__()
         self.tensor = tensor
         self.items = items
-        """Of the tuple that the last block returned; -1: it returned the tensor itself."""
+        """The length of the tuple that the last block returned; -1: it returned the tensor itself."""
 
 
 class Passes(Protocol):
-    """This rank's forward passes of an optimizer step, as a strategy runs them."""
+    """This rank's forward passes in an optimizer step, which a strategy runs."""
 
     count: int
-    """0: this rank has no samples in the step. Where passes are equal, those with zero weight count too."""
+    """The number of passes, including those of zero weight if passes are equal; 0: no samples in this step."""
 
     @property
     def most(self) -> int:
-        """Those of the rank that has the most in the first step; known once the first pass was run forward."""
+        """The largest number of passes on any rank in the first step; known after the first forward pass."""
 
     def forward(self, number: int) -> Tensor:
         """The loss of pass `number`, a scalar. Passes begin in order, and each is called `calls_per_pass` times.
 
-        Raises `PassedOn` on a rank where the model does not end.
+        Raises `PassedOn` on pipeline stages other than the last.
         """
 
     def without_loss(self) -> None:
-        """To be called on a rank that has passes but no losses, after its first pass of the first step: it takes part
-        in what the ranks agree on. A collective."""
+        """Take part in the agreement about the first loss, on a rank that has passes but no losses. A collective.
+
+        Called after this rank's first pass of the first step.
+        """
 
     def rehearsal(self) -> AbstractContextManager[Callable[[], Tensor]]:
-        """Gives a function that returns the loss of pass 0 as often as it is called. What these passes change in
-        buffers and random states is undone at the end, and `forward(0)` gets the same batch."""
+        """A context with a function that returns the loss of pass 0, any number of times.
+
+        Buffers and random states are restored at the end, and `forward(0)` gets the same batch.
+        """
 
     def before_reduction(self, loss: Tensor) -> None:
-        """To be called once per step, by all ranks, just before the last backward pass whose gradients are reduced."""
+        """Called once per step, on all ranks, just before the last backward pass whose gradients are reduced."""
 
     def after_backward(self) -> None:
-        """To be called after each backward pass."""
+        """Called after each backward pass."""
 
 
 class Strategy(ABC):
-    """How one model is spread over the ranks.
+    """Distributes one model over the ranks.
 
     strategy.check(model); strategy.setup(model); strategy.setup_optimizer(optimizer)      # on all ranks
     for each optimizer step:
         strategy.begin_step()
-        strategy.run_passes(passes)                      # afterwards the gradients are those of all ranks
+        strategy.run_passes(passes)                      # leaves gradients reduced over all ranks
         strategy.check_gradients()
         strategy.scale_gradients(...), grad_norm(), clip_grad_norm(...), clip_grad_value(...)
         optimizer.step()
-        strategy.end_step()                              # gradients are None
+        strategy.end_step()                              # gradients are None here
 
-    Methods are collectives unless they say otherwise: all ranks call them in the same order.
+    Methods are collectives unless documented otherwise: all ranks call them in the same order.
     """
 
     def __init__(self, world: World, config: ParallelConfig, *, recoverable: bool = False) -> None:
@@ -195,31 +206,31 @@ class Strategy(ABC):
         self.config = config
         self.recoverable = recoverable
         self.model: nn.Module
-        """The user's own module, which loss functions get."""
+        """The user's own module, which is passed to loss functions."""
         self.parameters: tuple[nn.Parameter, ...] = ()
-        """Those that require a gradient."""
-        self._trains: list[nn.Parameter] | None = None  # of several updates per step: what this one's gradients go to
+        """The parameters that require a gradient."""
+        self._trains: list[nn.Parameter] | None = None  # with several updates per step: the parameters of this one
 
-    # --- which ranks share samples --------------------------------------------------------------------------------
+    # --- Data-parallel layout -----------------------------------------------------------------------------------------
 
     @property
     def data_ranks(self) -> int:
-        """Into how many parts a global batch is divided."""
+        """The number of parts that a global batch is divided into."""
         return self.world.world_size
 
     @property
     def data_rank(self) -> int:
-        """Which of these parts this rank trains on. Ranks that share one model share a part."""
+        """The part that this rank trains on. Ranks that share one model share a part."""
         return self.world.rank
 
     @property
     def replicas(self) -> tuple[Sequence[int], ...]:
-        """The ranks in groups: those of one group hold the same weights."""
+        """Groups of ranks that hold the same weights."""
         return (range(self.world.world_size),)
 
     @property
     def optimizer_replicas(self) -> tuple[Sequence[int], ...]:
-        """The ranks in groups: those of one group hold the same optimizer state."""
+        """Groups of ranks that hold the same optimizer state."""
         return self.replicas
 
     @property
@@ -229,28 +240,30 @@ class Strategy(ABC):
 
     @property
     def contributes(self) -> bool:
-        """Whether this rank's losses, weights, metrics and predictions count: of ranks that share samples, one's do."""
+        """Whether this rank's losses, weights, metrics and predictions count: one of the ranks that share samples."""
         return True
 
     @property
     def calls_per_pass(self) -> int:
-        """How often the strategy calls the loss function for a batch: once for each part of the model on this rank."""
+        """Calls of the loss function per batch: one for each part of the model on this rank."""
         return 1
 
     equal_passes: bool = False
-    """Whether each pass has collectives, so that all ranks run the same number: those that have fewer samples repeat
-    a batch with zero weight."""
-    shards: bool = False
-    """Whether the optimizer of each rank holds a part of what is trained, rather than all of it."""
-    divides_weights: bool = False
-    """Whether each rank holds a part of the weights, so that `model_state` gives pieces."""
-    replaces_parameters: bool = False
-    """Whether `setup` puts other parameters into the model, so that the optimizer has to be made after it."""
+    """Whether all ranks run the same number of passes, because passes contain collectives.
 
-    # --- set up ---------------------------------------------------------------------------------------------------
+    A rank with fewer samples repeats a batch with zero weight.
+    """
+    shards: bool = False
+    """Whether each rank's optimizer holds only a part of the trained parameters."""
+    divides_weights: bool = False
+    """Whether each rank holds only a part of the weights, so that `model_state` returns pieces."""
+    replaces_parameters: bool = False
+    """Whether `setup` replaces the model's parameters, so that the optimizer must be created after it."""
+
+    # --- Setup --------------------------------------------------------------------------------------------------------
 
     def check(self, model: nn.Module) -> None:
-        """Raise `ConfigError` for a model that cannot be spread this way. Not a collective."""
+        """Raise `ConfigError` for a model that the strategy cannot distribute. Not a collective."""
         for name, module in model.named_modules():
             wrapper = next((each.__name__ for each in type(module).__mro__ if each.__name__ in _WRAPPERS), None)
             if wrapper is not None:
@@ -263,7 +276,7 @@ class Strategy(ABC):
             )
 
     def check_recoverable(self) -> None:
-        """Raise `ConfigError` where a step cannot be repeated after a rank ran out of memory. Not a collective."""
+        """Raise `ConfigError` if a step cannot be repeated after a rank ran out of memory. Not a collective."""
         if any(isinstance(module, nn.SyncBatchNorm) for module in self.model.modules()):
             raise ConfigError(
                 "micro_batch_size='auto' is not supported with SyncBatchNorm, which runs a collective in every pass",
@@ -271,18 +284,18 @@ class Strategy(ABC):
             )
 
     def use(self, parallelize: Parallelize) -> None:  # noqa: ARG002
-        """Let the user's own function spread the model in `setup`. Not a collective."""
+        """Let `setup` distribute the model with the user's own function. Not a collective."""
         raise ConfigError(
             f"parallelize=... is for FSDP and tensor parallelism, but parallel.strategy is {self.config.strategy!r}",
             "set the sizes of the mesh that the function gets, such as parallel={'shard': 4, 'tensor': 2}",
         )
 
     def offload_parameters(self) -> None:
-        """Before `setup`: weights that are sharded are to be in host memory between uses. Not a collective."""
+        """Keep sharded weights in host memory between uses. Called before `setup`. Not a collective."""
 
     @property
     def parameters_on_host(self) -> bool:
-        """Whether they are: known after `setup`."""
+        """Whether sharded weights are in host memory; known after `setup`."""
         return False
 
     def setup(self, model: nn.Module) -> None:
@@ -299,12 +312,12 @@ class Strategy(ABC):
         """Undo what `setup` built around the model, after a failed step. Not a collective."""
 
     def setup_optimizer(self, optimizer: Optimizer) -> None:
-        """Let the optimizer hold what this rank updates. After `setup`, before the optimizer has any state."""
+        """Let the optimizer hold what this rank updates. Called after `setup`, before the optimizer has any state."""
 
     def divided(self, parameters: Sequence[Sequence[nn.Parameter]]) -> "list[Self]":  # noqa: ARG002
-        """For several updates per step, with a loss each: one strategy per update, of the parameters that it trains.
+        """One strategy per update of a step, for several updates that each have a loss and parameters of their own.
 
-        To be used instead of this one for the steps. After `setup`.
+        They are used instead of this one in steps. Called after `setup`.
         """
         raise ConfigError(
             f"several updates per step are not supported with parallel.strategy={self.config.strategy!r}",
@@ -325,24 +338,24 @@ class Strategy(ABC):
         """The memory of the parameters that this rank holds, trained or not, detached."""
         return [each.detach() for each in self.model.parameters()]
 
-    # --- an optimizer step ----------------------------------------------------------------------------------------
+    # --- Optimizer step -----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def begin_step(self) -> None:
-        """Before a step's first pass: buffers become the same on all ranks that hold them."""
+        """Synchronize buffers over the ranks that hold them, before the first pass of a step."""
 
     @abstractmethod
     def run_passes(self, passes: Passes) -> None:
         """Run this rank's passes and reduce the gradients over the ranks, once.
 
-        Afterwards each `.grad` is the sum over all ranks' passes divided by `divisor`. A rank without passes takes
-        part in the reductions with zeros; a parameter that no rank's passes used has no gradient.
+        Afterwards each `.grad` is the sum over the passes of all ranks, divided by `divisor`. A rank without passes
+        contributes zeros to the reductions; a parameter that no pass of any rank used has no gradient.
         """
 
     def accumulate(self, passes: Passes, prepare: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Run this rank's passes, whose gradients add up on it. For `run_passes`. Not a collective.
+        """Run this rank's passes and accumulate their gradients, for `run_passes`. Not a collective.
 
-        `prepare`: gets the last loss, and returns the one whose backward pass reduces the gradients, where it does.
+        `prepare`: gets the last loss, and returns one whose backward pass also reduces the gradients.
         """
         for number in range(passes.count):
             loss = passes.forward(number)
@@ -353,95 +366,95 @@ class Strategy(ABC):
             passes.after_backward()
 
     def finish_failed_passes(self) -> None:
-        """After `run_passes` raised on this rank: take part, with zeros, in the reductions it did not come to.
+        """Contribute zeros to the reductions that this rank has not started, after `run_passes` raised on it.
 
-        Called only where the strategy is `recoverable`; then the other ranks' `run_passes` returns, and all ranks
-        repeat the step.
+        Called only if the strategy is `recoverable`; `run_passes` then returns on the other ranks, and all ranks repeat
+        the step.
         """
 
     def check_gradients(self) -> None:
         """Raise `LossError` if a step did not use parameters that the strategy needs. Not a collective."""
 
     def end_step(self) -> None:
-        """After the update; gradients are None. Raises `LossError` for what the reduction found out late."""
+        """End a step, after the update, when gradients are None. Raises `LossError` for errors of the reduction."""
 
     def forward_context(self) -> AbstractContextManager[object]:
         """The context in which a compiled loss function runs. Not a collective."""
         return nullcontext()
 
     def call(self, function: Callable[[nn.Module, T], Any], batch: T) -> Any:
-        """What a function of the model and a batch returns, such as the loss function.
+        """Call a function of the model and a batch, such as the loss function, and return its value.
 
-        Raises `PassedOn` on a rank where the model does not end.
+        Raises `PassedOn` on pipeline stages other than the last.
         """
         return function(self.model, batch)
 
-    # --- gradients, once they are reduced ---------------------------------------------------------------------------
+    # --- Reduced gradients --------------------------------------------------------------------------------------------
 
     @property
     def updated(self) -> Sequence[nn.Parameter]:
-        """What the optimizer of this rank updates; the methods below are about the gradients of these."""
+        """The parameters that this rank's optimizer updates; the methods below use their gradients."""
         return self.parameters
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply all gradients by a scalar on the device. Nothing waits for its value."""
+        """Multiply all gradients by a scalar on the device, without waiting for its value."""
         scale_gradients(self.updated, factor)
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of all gradients together, the same scalar on all ranks."""
         norm = nn.utils.get_total_norm([_values(each.grad) for each in self.updated if each.grad is not None])
-        return norm.to(self.world.device)  # it is where the first gradient is
+        return norm.to(self.world.device)  # torch returns it on the device of the first gradient
 
     def clip_grad_norm(self, limit: float, norm: Tensor) -> None:
-        """Scale the gradients down to the norm `limit`. `norm`: what `grad_norm` gave."""
+        """Scale the gradients down to the norm `limit`. `norm`: the result of `grad_norm`."""
         nn.utils.clip_grads_with_norm_(self.updated, limit, norm)
 
     def clip_grad_value(self, limit: float) -> None:
-        """Limit each value of the gradients to -limit ... limit."""
+        """Clamp each value of the gradients to [-limit, limit]."""
         nn.utils.clip_grad_value_(self.updated, limit)
 
-    # --- evaluation and prediction ----------------------------------------------------------------------------------
+    # --- Evaluation and prediction ------------------------------------------------------------------------------------
 
     @abstractmethod
     def sync_buffers(self) -> None:
         """Make buffers, such as BatchNorm's statistics, the same on all ranks that hold them."""
 
     def evaluation(self, batches: Iterable[tuple[int, T]], spare: Callable[[], T]) -> Iterator[tuple[int, T]]:  # noqa: ARG002
-        """This rank's batches with the number of their samples, of which ranks may have different numbers.
+        """Yield (number of samples, batch) for this rank's batches, of which ranks may have different numbers.
 
-        Each is followed by one forward pass. Where passes are equal, batches of 0 samples follow: their results do not
-        count. `spare`: gives a batch for a rank that has none.
+        The caller runs one forward pass per batch. With `equal_passes`, batches with 0 samples, whose results do not
+        count, make the number of batches equal on all ranks. `spare`: returns a batch for a rank that has none.
         """
         yield from batches
 
-    # --- state ------------------------------------------------------------------------------------------------------
+    # --- State --------------------------------------------------------------------------------------------------------
 
     def model_state(self) -> dict[str, Any]:
-        """The model's state_dict, with a `Piece` for each tensor of which this rank holds a part."""
+        """The model's state_dict, with a `Piece` in place of each tensor that this rank holds only a part of."""
         return self.model.state_dict()
 
     def load_model_state(self, state: dict[str, Any]) -> None:
-        """Load what `model_state` gave, or whole tensors in place of pieces."""
+        """Load the result of `model_state`; whole tensors may replace pieces."""
         self.model.load_state_dict(state)
 
     def held_names(self) -> dict[int, str]:
-        """The names of the parameters that the optimizer holds, by their id."""
+        """Names of the parameters that the optimizer holds, by their id."""
         return {id(parameter): name for name, parameter in self.model.named_parameters()}
 
     def piece_of(self, parameter: Tensor) -> Piece | None:  # noqa: ARG002
-        """Where a parameter that the optimizer holds belongs in the one of the model; None: it is the model's own."""
+        """The piece of a model's parameter that an optimizer's parameter is; None: it is the model's own parameter."""
         return None
 
     def optimizer_form(self, optimizer: Optimizer) -> Any:  # noqa: ARG002
-        """What other ranks have to know of this rank's part of an optimizer's state, to save theirs. JSON."""
+        """A description of this rank's part of an optimizer's state that other ranks need to save theirs. JSON."""
         return None
 
     def optimizer_state(self, state: dict[int, Any], forms: Sequence[Any]) -> dict[int, Any]:  # noqa: ARG002
-        """An optimizer's state with entries for what other ranks hold. `forms`: of all ranks."""
+        """An optimizer's state with entries for the parts of other ranks. `forms`: `optimizer_form` of all ranks."""
         return state
 
     def own_optimizer_state(self, state: dict[int, Any]) -> dict[int, Any]:
-        """Those entries of a saved state that this rank needs."""
+        """The entries of a saved optimizer state that this rank needs."""
         return state
 
     def state_dict(self) -> dict[str, Any]:
@@ -449,7 +462,7 @@ class Strategy(ABC):
         return {}
 
     def load_state_dict(self, state: dict[str, Any], steps: int) -> None:
-        """Restore what `state_dict` gave. `steps`: optimizer steps done so far. Raises `ValueError`."""
+        """Restore a `state_dict`. `steps`: the number of completed optimizer steps. Raises `ValueError`."""
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
@@ -464,11 +477,11 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    """What a norm is computed of: torch has none for sparse gradients, such as those of nn.Embedding(sparse=True)."""
+    """The values of a gradient, for norms: torch has no norm of sparse ones, such as of nn.Embedding(sparse=True)."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-# --- One rank: no communication ---------------------------------------------------------------------------------------
+# --- Single rank ------------------------------------------------------------------------------------------------------
 
 
 class SingleRank(Strategy):

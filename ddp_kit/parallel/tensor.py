@@ -1,4 +1,4 @@
-"""Which layers tensor parallel splits, and along which dimension, as the configuration or the model says."""
+"""Tensor parallelism: the plan of the layers to split, from the configuration or the model, and the split itself."""
 
 import fnmatch
 from collections.abc import Mapping, Set
@@ -19,14 +19,14 @@ from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.errors import ConfigError, nearest, some
 
 _KINDS = {"colwise": "column", "rowwise": "row", "sequence_parallel": "sequence"}
-"""What the plans that models of the transformers library bring along call the kinds."""
+"""The name of each kind in the plans of transformers models -> our name."""
 
 
 def tensor_plan(model: nn.Module, config: ParallelConfig) -> dict[str, str]:
-    """Module names and their kinds, as the configuration or the model itself says. Raises `ConfigError`."""
+    """The kind of each layer to split, by module name, from the configuration or the model. Raises `ConfigError`."""
     modules = dict(model.named_modules())
     patterns = _own_plan(model) if config.tensor_plan == "auto" else config.tensor_plan
-    plan: dict[str, str] = {}  # of module names
+    plan: dict[str, str] = {}  # module name -> kind
     for pattern, kind in patterns.items():
         found = fnmatch.filter(modules, pattern)
         if not found:
@@ -42,7 +42,7 @@ def tensor_plan(model: nn.Module, config: ParallelConfig) -> dict[str, str]:
     for name, kind in plan.items():
         _check_layer(name, modules[name], kind, config.tensor)
         tied = {other for each in modules[name].parameters(recurse=False) for other in users[each]} - {name}
-        if tied:  # they would be two weights from then on
+        if tied:  # splitting would untie them
             raise ConfigError(
                 f"parallel.tensor_plan names {name}, which shares a weight with {some(sorted(tied))}",
                 "leave them out of parallel.tensor_plan, or give each a weight of its own",
@@ -51,7 +51,7 @@ def tensor_plan(model: nn.Module, config: ParallelConfig) -> dict[str, str]:
 
 
 def _own_plan(model: nn.Module) -> Mapping[str, str]:
-    """The plan that a model brings along, as those of the transformers library do."""
+    """The plan that the model itself defines, as models of the transformers library do."""
     for attribute in ("tp_plan", "_tp_plan", "base_model_tp_plan"):
         plan = getattr(model, attribute, None)
         if isinstance(plan, Mapping) and plan:
@@ -108,7 +108,9 @@ def split_dimensions(model: nn.Module, config: ParallelConfig) -> dict[nn.Parame
     return found
 
 
-# --- Tensor parallelism: splits layers over the ranks of a group, which use the same samples --------------------------
+# --- Split of the layers ----------------------------------------------------------------------------------------------
+# The ranks of a group use the same samples.
+#
 #     kind       layer                               each rank holds       communication
 #     column     Linear, Embedding                   some of the outputs   none, or a gather of the outputs
 #     row        Linear, Embedding                   some of the inputs    a sum of the outputs

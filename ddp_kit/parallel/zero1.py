@@ -25,7 +25,7 @@ class _Flat:
     """The parameters of one dtype, concatenated."""
 
     values: Tensor
-    """Padded to a multiple of the number of ranks."""
+    """All values, padded to a multiple of the number of ranks."""
     own: Tensor
     """This rank's range, a view of `values`."""
 

@@ -1,4 +1,4 @@
-"""Decides when a run writes a checkpoint, and from which one it resumes."""
+"""Checkpoints of a run: when it saves, which checkpoint it resumes from, and the exclusive use of their folder."""
 
 import json
 import secrets
@@ -52,11 +52,11 @@ from ddp_kit.trainer.saved_parts import (
 )
 from ddp_kit.trainer.step import OptimizerStep
 
-# --- Exclusive use of a checkpoint folder by one run, agreed on by all ranks ------------------------------------------
+# --- Exclusive use of the checkpoint folder ---------------------------------------------------------------------------
 
 
 class FolderUse:
-    """Locks the folder on one rank per folder; if a rank cannot lock it, all ranks raise the error."""
+    """Exclusive use of a checkpoint folder by one run: one rank per folder locks it; if it cannot, all ranks raise."""
 
     def __init__(self, world: World, folder: Path | None, lock: FolderLock | None) -> None:
         self._world = world
@@ -108,7 +108,7 @@ class FolderUse:
             raise problem
 
 
-# --- A Saver that survives transient errors, for long runs ------------------------------------------------------------
+# --- Saver that tolerates transient errors ----------------------------------------------------------------------------
 
 
 class RetryingSaver(Saver):
@@ -163,7 +163,7 @@ def copy_finisher(saver: Saver) -> Callable[..., None]:
     return before_optimizer_step
 
 
-# --- Decides when a run writes a checkpoint, and from which one it resumes --------------------------------------------
+# --- Saving and resuming ----------------------------------------------------------------------------------------------
 
 
 _COMPARED = 32  # how many of the newest checkpoints nodes with separate folders compare, to find a common one
@@ -229,16 +229,16 @@ class Checkpoints:
             ConfigPart(parts.config),
             StrategyPart(parts.strategy, position),
         ]
-        self._newest_kept: int | None = None  # the next save sets aside checkpoints after this step; None: none
+        self._newest_kept: int | None = None  # the next save moves checkpoints after this step away; None: none
         self.saved_at = time.monotonic()
-        """When the last save started, as `time.monotonic`; before the first save, when this run started."""
+        """Start of the last save, as `time.monotonic`; before the first save, the start of this run."""
         self.save_seconds: float | None = None
-        """Seconds from the start of the last save until it was on disk, to within a step; None: there was no save."""
+        """Seconds from the start of the last save until it was on disk, to within a step; None: none has ended yet."""
         self._saving, self._save_began = False, 0.0
         self.save_requested = False
         """Whether a save is requested for the end of this step, because the state is inconsistent until then."""
         self._memory_reserved = self._checked_storable = False  # whether memory was reserved, and the state was checked
-        self._writers: list[int] = []  # the ranks that write checkpoints together with this one, which is included
+        self._writers: list[int] = []  # the ranks with the same checkpoint folder, this rank included
         lock: FolderLock | None = None
         if self._folder is not None:
             self._writers = self._ranks_with_same_folder(self._folder)
@@ -261,7 +261,7 @@ class Checkpoints:
                 parts.optimizer.register_step_pre_hook(copy_finisher(self._saver))
         self._folder_use = FolderUse(parts.world, self._folder, lock)
 
-    # --- saving -------------------------------------------------------------------------------------------------
+    # --- Saving -------------------------------------------------------------------------------------------------------
 
     def after_step(self) -> None:
         """Save if a save is due. Raises the error of an earlier background save."""
@@ -406,7 +406,7 @@ class Checkpoints:
         return part is not None and part.replicated and part.is_replicated(tensor)
 
     def _set_aside(self, folder: Path) -> None:
-        """After a resume from an earlier step, move later checkpoints away, which would be taken for the newest."""
+        """After a resume from an earlier step, move later checkpoints away: a restart would resume from them."""
         if self._newest_kept is None:
             return
         moved = set_aside(folder, self._newest_kept)
@@ -429,7 +429,7 @@ class Checkpoints:
         return state
 
     def _ranks_with_same_folder(self, folder: Path) -> list[int]:
-        """The ranks that see the same folder as this rank: those that see rank 0's, or those of the same node."""
+        """The ranks that share this rank's folder: those that see the folder of rank 0, or those of the same node."""
         world = self._parts.world
         names = gathered_bytes(uuid.uuid4().hex.encode() if world.rank == 0 else b"", world)
         mark = folder / f"{_MARK}{names[0].decode()}"
@@ -444,7 +444,7 @@ class Checkpoints:
             mark.unlink(missing_ok=True)
         return [rank for rank, other in enumerate(firsts) if other == first]
 
-    # --- resuming -----------------------------------------------------------------------------------------------
+    # --- Resuming -----------------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
         """Resume from the checkpoint that the configuration names, if any."""
@@ -486,7 +486,7 @@ class Checkpoints:
         return self._parts.world.device if found is None else found
 
     def _begin_lineage(self, lineage: Lineage, kept: int) -> None:
-        """Start a lineage. The next save first sets aside the checkpoints of steps after `kept`."""
+        """Start a lineage. The next save first moves the checkpoints of steps after `kept` away."""
         self._lineage.lineage, self._newest_kept = lineage, kept
 
     def _load_parts(self, path: Path, state: dict[str, Any]) -> None:
@@ -567,7 +567,7 @@ class Checkpoints:
 
 
 def _lineage(path: Path | None, job: str) -> Lineage:
-    """The lineage of a run that `job` started from the checkpoint `path`; None: from step 0."""
+    """The lineage of a run that `job` started from the checkpoint `path`, or, if None, from step 0."""
     return {"from": None if path is None else str(path.resolve()), "job": job}
 
 
@@ -592,7 +592,7 @@ def _make_mark(mark: Path) -> None:
         ) from None
 
 
-# --- Does a save that is due even if the body of a loop over `Trainer.steps` leaves the loop --------------------------
+# --- Saves when a loop is left ----------------------------------------------------------------------------------------
 
 
 _SECONDS = 10.0

@@ -1,4 +1,4 @@
-"""Checks that all ranks were given the same: model, data, settings and state."""
+"""Checks that all ranks have the same model, data, settings and state."""
 
 import time
 import weakref
@@ -33,7 +33,8 @@ from ddp_kit.parallel import Strategy
 from ddp_kit.torch_internals import pytree
 from ddp_kit.trainer.parts import Parts
 
-# --- Checksums of weights and optimizer state, to check that they are bitwise identical on all ranks ------------------
+# --- Checksums of weights and optimizer state -------------------------------------------------------------------------
+# Compared between ranks, to check that replicas are bitwise identical.
 
 
 _SMALL = 1 << 14
@@ -126,7 +127,7 @@ def facts_of_optimizer(parts: Parts) -> dict[str, int | str]:
     named, own = ([each for group in one.param_groups for each in group["params"]] for one in optimizers)
     held = {
         names_held[id(each)]: (kept, parts.optimizer.state.get(kept, {}))
-        for each, kept in zip(named, own, strict=False)  # lengths differ if the user added a group: a step refuses that
+        for each, kept in zip(named, own, strict=False)  # lengths differ if the user added a group; then a step raises
     }
     numbers = _stacked([_state_bits(*each) for each in held.values()], parts.world.device).tolist()
     return {
@@ -198,7 +199,7 @@ def _on_host(value: Any) -> bool:
 
 
 def row(parts: Parts) -> Tensor:
-    """The checksums that ranks compare at a log point: float64 [n] on the device, for `differing`. Does not wait."""
+    """The checksums that ranks compare at a log point: float64 [n], for `differing`. Does not wait for the device."""
     device = parts.world.device
     own = [torch.tensor(rates(parts.optimizer), device=device)]
     if parts.config.verify_ranks != "off":
@@ -227,9 +228,9 @@ def differing(rows: Sequence[Sequence[float]], strategy: Strategy) -> str | None
     return None
 
 
-# --- Checks that all ranks use the same data and settings before they train or evaluate together ----------------------
-# Every rank runs the whole script. If one rank built different data or settings, the replicas would silently diverge,
-# or the ranks would wait for each other forever.
+# --- Agreement on data and settings -----------------------------------------------------------------------------------
+# Checked before ranks train or evaluate together. Every rank runs the whole script: if one built different data or
+# settings, the replicas would silently diverge, or the ranks would wait for each other forever.
 
 
 Facts = dict[str, int | str]
@@ -289,7 +290,7 @@ def first_difference(
 
 
 def minority(values: Mapping[int, Hashable]) -> tuple[int, ...]:
-    """The ranks without the value that more than half of the ranks have; empty: there is no such value.
+    """The ranks that differ from the majority, which is more than half of the ranks; empty if there is no majority.
 
     `values`: rank -> value, in rank order.
     """
@@ -298,7 +299,7 @@ def minority(values: Mapping[int, Hashable]) -> tuple[int, ...]:
 
 
 def which_differ(values: Mapping[int, Hashable]) -> str:
-    """`rank 2 differs from ranks 0, 1`: a minority from the others, else all from the first one."""
+    """Text such as `rank 2 differs from ranks 0, 1`. Without a majority, ranks are compared with the first one."""
     first = next(iter(values))
     few = minority(values) or [rank for rank, value in values.items() if value != values[first]]
     others = [rank for rank in values if rank not in few] if minority(values) else [first]
@@ -306,7 +307,7 @@ def which_differ(values: Mapping[int, Hashable]) -> str:
 
 
 def _numbers(values: Mapping[int, int]) -> str:
-    """`9 on rank 2; 8 on ranks 0, 1`, or the numbers in rank order if there is no majority."""
+    """Text such as `9 on rank 2; 8 on ranks 0, 1`; without a majority, the numbers in rank order."""
     few = minority(values)
     if not few:
         return f"{', '.join(map(str, values.values()))} on {_ranks([*values])}"
@@ -353,9 +354,10 @@ def digest_of(content: bytes) -> int:
     return int.from_bytes(blake2b(content, digest_size=7).digest())
 
 
-# --- Checks that all ranks have built the same data: its length, type and batching, and a few of its samples ----------
-# Each rank uses its share of the same indices. If datasets differed in their order or in the split between training and
-# evaluation, samples would silently be skipped, trained on twice, or used for both training and evaluation.
+# --- Agreement on datasets and their samples --------------------------------------------------------------------------
+# Length, type, batching and a few samples are compared. Each rank uses its share of the same indices: if datasets
+# differed in their order or in the split between training and evaluation, samples would silently be skipped, trained on
+# twice, or used for both training and evaluation.
 
 
 _PLAIN_SAMPLES = 16
@@ -559,7 +561,7 @@ def _differ(digests: Iterator[int]) -> bool:
 
 
 def _in_memory(dataset: Any) -> bool:
-    """Whether samples come from memory, without running user code."""
+    """Whether samples are in memory, so that reading them runs no user code."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return type(dataset) in (TensorDataset, Tensor, list, tuple)

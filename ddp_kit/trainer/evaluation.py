@@ -179,7 +179,7 @@ def evaluate(
     stops: Callable[[], bool] | None = None,
     label: str = "evaluation",
 ) -> dict[str, float] | None:
-    """The mean loss and all metrics over all ranks' samples, by name, with values logged meanwhile. A collective.
+    """Mean loss, metrics and values that user code logs, over the samples of all ranks, by name. A collective.
 
     `stops()`: called between batches; whether to interrupt the evaluation. `label`: of the progress bar. Returns None
     if any rank was interrupted.

@@ -1,4 +1,4 @@
-"""Training data as steps: which samples, loaded and copied to the device."""
+"""Batches on the device, for training (divided into optimizer steps), evaluation and prediction."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -48,7 +48,8 @@ from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.position import RANKS, Facts
 from ddp_kit.trainer.setup import check_sync_batch_norm
 
-# --- Training data, one optimizer step at a time, from a dataset with a length or from a stream -----------------------
+# --- Feeds ------------------------------------------------------------------------------------------------------------
+# Training data, one optimizer step at a time, from a dataset with a length or from a stream.
 
 
 Mover = Callable[[Iterable[Any]], Iterator[Any]]
@@ -123,9 +124,10 @@ class MapFeed:
         check: Callable[[], None],
         spare: Callable[[], Any] | None = None,
     ) -> None:
-        """`batches`: at the start of the first epoch. `facts()`: those of the present epoch.
+        """`batches`: at the start of the first epoch. `facts()`: the facts of the current epoch.
 
-        `check()`: raises an error if the present epoch, unless it is the first, is not fit for training. A collective.
+        `check()`: raises an error if the run cannot train on the current epoch; not called for the first one. A
+        collective.
         """
         self._dataset_epoch = dataset_epoch
         self._check = check
@@ -155,7 +157,7 @@ class MapFeed:
         self._dataset_epoch.set(epoch)
         self._batches.set_position(epoch, first_step)
 
-    def begin(self, epoch: int, first_step: int, place: StreamPosition = ()) -> None:  # noqa: ARG002 - the step says it
+    def begin(self, epoch: int, first_step: int, place: StreamPosition = ()) -> None:  # noqa: ARG002 - for streams
         self._go_to(epoch, first_step)
         if epoch != self._checked:
             self._checked = epoch
@@ -193,7 +195,7 @@ class StreamFeed:
 
     Each rank fetches the batches of the next step in advance, and an all-reduce adds up the ranks' sample counts. So
     the weights of a step are known when it starts, and all ranks end the epoch together, when no rank has samples left.
-    A rank that runs out earlier takes part without samples. The all-reduce is on host memory, does not wait for the
+    A rank that runs out earlier takes part with no samples. The all-reduce is on host memory, does not wait for the
     device, and overlaps with the previous step.
     `at_least`: the minimum number of samples in a step; a smaller one is skipped and ends the epoch.
     """
@@ -240,7 +242,7 @@ class StreamFeed:
             )
             for _ in range(first_step):
                 self._fetch()
-        self._begun_at: int | None = first_step  # None once a step of the epoch has been asked for
+        self._begun_at: int | None = first_step  # None once a step of the epoch was requested
 
     def _fetch(self) -> list[tuple[int, Any]]:
         fetched = list(islice(self._arriving, self._passes))
@@ -329,11 +331,12 @@ class StreamFeed:
 
 
 def _readable(leaf: Any) -> bool:
-    """Whether numpy can represent it."""
+    """Whether NumPy can represent a tensor of its layout and dtype."""
     return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.dtype != torch.bfloat16
 
 
-# --- Turns the user's data into feeds for training and batches for evaluation -----------------------------------------
+# --- Feed builder -----------------------------------------------------------------------------------------------------
+# Turns the user's data into feeds for training and batches for evaluation.
 
 
 @dataclass(frozen=True)
@@ -345,7 +348,7 @@ class EvaluationData:
     spare: Callable[[], Any]
     """Returns a batch for a rank that has none of its own. Raises `DataError` if there is none."""
     first: Callable[[], list[tuple[int, Any]]] | None = None
-    """Returns a list of this rank's first batch, or an empty one, read without workers; None for a stream."""
+    """Returns a list with this rank's first batch, if it has one, read without workers; None for a stream."""
     count: Callable[[], int] | None = None
     """Returns the number of this rank's batches; None for a stream."""
 
@@ -428,7 +431,7 @@ class FeedBuilder:
         return MapFeed(loader, batches, self._move, epoch_facts, dataset_epoch, check, spare)
 
     def _map_facts(self, dataset: Any, own: Batching | None, batches: TrainBatches | UserTrainBatches) -> Facts:
-        """Facts that determine the samples of each step of the present epoch."""
+        """Facts that determine the samples of each step of the current epoch."""
         config = self.parts.config
         facts: Facts = {
             "the setting seed": config.seed,
@@ -464,7 +467,7 @@ class FeedBuilder:
         return facts
 
     def trial_batches(self, data: Data, samples: int) -> list[Any]:
-        """A batch of the first `samples` samples on the device, and as many more as are prefetched, to measure memory.
+        """Equal batches of the first `samples` samples on the device, one more than are prefetched, to measure memory.
 
         Does not change the state of the run. Raises `ConfigError` if the data determines its batch size itself.
         """
@@ -477,7 +480,7 @@ class FeedBuilder:
             )
         keys = [number % len(dataset) for number in range(samples)]
         config, world = self.parts.config.data, self.parts.world
-        # With a DataLoader worker if training uses workers, which must not inherit files that the dataset opens here.
+        # In a DataLoader worker if training uses workers, which must not inherit files that the dataset opens here.
         settings = config.model_copy(update={"num_workers": 1 if config.num_workers else 0, "seed_samples": False})
         ahead = config.prefetch_batches if world.device.type == "cuda" else 0
         batches = [keys] * (1 + ahead)

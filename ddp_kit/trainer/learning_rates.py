@@ -1,4 +1,4 @@
-"""Learning rates: scaling, warm-up, and when schedulers are stepped."""
+"""Learning rates: scaling with the batch size, warm-up, and how often and when schedulers are stepped."""
 
 import math
 from bisect import bisect_right
@@ -35,7 +35,8 @@ from ddp_kit.torch_internals import inner_schedulers, milestones
 from ddp_kit.trainer.feed import loader_batch_size
 from ddp_kit.trainer.parts import SchedulerInterval
 
-# --- Drives torch's ReduceLROnPlateau, which lowers the learning rate when a metric stops improving -------------------
+# --- ReduceLROnPlateau ------------------------------------------------------------------------------------------------
+# torch's scheduler that lowers the learning rate when a metric stops improving.
 
 
 _COUNTS = ("num_bad_epochs", "cooldown_counter", "last_epoch")
@@ -76,11 +77,11 @@ class Plateau(Callback):
             setattr(self._scheduler, name, whole_number(state[name], name))
 
 
-# --- Learning rates: scaling with the batch size, warm-up, schedulers that count steps or epochs ----------------------
+# --- Scaling, warm-up and schedulers ----------------------------------------------------------------------------------
 
 
 _ZERO = 1e-2
-"""A rate has practically reached zero if it is this share of the highest rate before."""
+"""A rate below this share of the highest rate so far counts as zero."""
 
 
 def scale_learning_rate(
@@ -119,12 +120,12 @@ def scale_learning_rate(
 def warmed_up(
     optimizer: Optimizer, scheduler: LRScheduler | None, steps: int, every: SchedulerInterval = "step"
 ) -> LRScheduler | None:
-    """A scheduler with a linear warm-up of `steps` steps to the current rates, followed by `scheduler`.
+    """Return a scheduler with a linear warm-up of `steps` steps to the current rates, followed by `scheduler`.
 
     Step k, counted from 0, uses (k + 1) / (steps + 1) of the full rate, so no step has a rate of 0, and the first step
-    with the full rate is step `steps`. `scheduler`: None: the rate is constant after the warm-up. `every`: after what
-    `scheduler` is stepped; an `EveryEpoch` for epochs. If `steps` is 0 and it is stepped after each step, returns
-    `scheduler`.
+    with the full rate is step `steps`. `scheduler`: None for a constant rate after the warm-up. `every`: when
+    `scheduler` is stepped; for "epoch", returns an `EveryEpoch`. If `steps` is 0 and `scheduler` is stepped after each
+    step, returns `scheduler`.
     """
     if scheduler is not None and every == "epoch":
         return EveryEpoch(optimizer, scheduler, steps)
@@ -204,7 +205,7 @@ class EveryEpoch(WarmUp):
 
 @contextmanager
 def explained_ticks(scheduler: LRScheduler, step: int) -> Iterator[None]:
-    """A context that converts a scheduler's ValueError, which it raises after its last step, to `ConfigError`."""
+    """A context that converts the ValueError that a scheduler raises after its last step to `ConfigError`."""
     try:
         yield
     except ValueError as error:
@@ -220,7 +221,7 @@ class DecayWatch:
 
     Such a scheduler was probably made for one step per epoch. Schedulers that are stepped at the end of epochs, and
     those that are periodic by design, are not watched. Reads only rates that are on the host.
-    `schedulers`: by the name of the update, "" for the only one.
+    `schedulers`: by update name; "" if there is only one.
     """
 
     def __init__(self, schedulers: dict[str, LRScheduler]) -> None:
@@ -232,7 +233,7 @@ class DecayWatch:
         self._epochs = 0
 
     def begin(self, epochs: int | None) -> None:
-        """Begin a loop that ends this number of epochs; None: unknown."""
+        """Begin a loop that completes this number of epochs; None: unknown."""
         self._epochs = epochs or 0
 
     def after_step(self, step: int, epoch: int) -> None:
@@ -281,10 +282,10 @@ def _has_ended(scheduler: LRScheduler) -> bool:
 
 
 def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int, epochs: int | None) -> None:
-    """Raise `ConfigError` if the scheduler cannot be stepped until the end: OneCycleLR raises after its total_steps.
+    """Raise `ConfigError` if the scheduler ends before the run does: OneCycleLR raises after its total_steps.
 
     `total`: the optimizer steps of the run; None: unknown. `done`: optimizer steps done. `epochs`: epochs that the run
-    will still end, without those within the warm-up; None: unknown.
+    will still complete, without those within the warm-up; None: unknown.
     """
     if isinstance(scheduler, EveryEpoch):
         left = _ticks_left(scheduler.scheduler)
@@ -311,9 +312,9 @@ def check_ticks(scheduler: LRScheduler | None, total: int | None, done: int, epo
 
 
 def check_new_length(scheduler: LRScheduler | None, total: int, before: int, done: int, epoch: int) -> None:
-    """Warn if the length of a run changes when an epoch begins, for which its scheduler was not created.
+    """Warn that the length of the run changed at the start of an epoch, so that its scheduler may not fit.
 
-    Raises `ConfigError` if the scheduler cannot be stepped until the end. `total`, `before`: the optimizer steps of the
+    Raises `ConfigError` if the scheduler ends before the run does. `total`, `before`: the optimizer steps of the
     run with and without the change. `done`: optimizer steps done.
     """
     counts_epochs = isinstance(scheduler, EveryEpoch)
@@ -327,7 +328,7 @@ def check_new_length(scheduler: LRScheduler | None, total: int, before: int, don
 
 
 def _ticks_left(scheduler: LRScheduler) -> float:
-    """How often a scheduler can still be stepped; infinity for most. In torch 2.10 to 2.15, only OneCycleLR ends."""
+    """Number of steps that a scheduler still allows; infinity for most. In torch 2.10 to 2.15, only OneCycleLR ends."""
     if isinstance(scheduler, WarmUp):
         within = math.inf if scheduler.scheduler is None else _ticks_left(scheduler.scheduler)
         return max(0, scheduler.steps - scheduler.last_epoch) + within
@@ -359,7 +360,8 @@ def _put(group: dict[str, Any], name: str, rate: "float | Tensor") -> None:
         group[name] = rate
 
 
-# --- The number of scheduler steps in a run, for creating a scheduler before the Trainer ------------------------------
+# --- Number of scheduler steps ----------------------------------------------------------------------------------------
+# Needed to create a scheduler before the Trainer.
 
 
 def scheduler_steps(config: TrainerConfig, train_data: Data) -> int:
@@ -370,8 +372,8 @@ def scheduler_steps(config: TrainerConfig, train_data: Data) -> int:
         scheduler=lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=scheduler_steps(config, train_data))
 
     `train_data`: as for `Trainer.fit`. The result depends on the number of ranks of this job. A sampler whose length
-    changes with `set_epoch` is asked for that of every epoch; a dataset is counted with its present length. Raises
-    `ConfigError` for a stream without `max_steps`, and if the run has no step after the warm-up.
+    changes with `set_epoch` is queried for every epoch; a dataset counts with its current length. Raises `ConfigError`
+    for a stream without `max_steps`, and if the run has no step after the warm-up.
     """
     epochs = config.last_epoch
     total = config.max_steps

@@ -1,4 +1,4 @@
-"""Log points: what is measured between them, the rows that result, and advice."""
+"""Log points: the losses and times measured between them, the rows made of these, and advice about slow steps."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +23,8 @@ from ddp_kit.trainer import consistency
 from ddp_kit.trainer.consistency import Difference, first_difference
 from ddp_kit.trainer.parts import LoggedValues, Parts, as_table, over_all_ranks
 
-# --- Advice about the slowest part of a step: at most one line per interval, and none if nothing stands out -----------
+# --- Advice about slow steps ------------------------------------------------------------------------------------------
+# At most one line per interval; none if nothing stands out.
 
 
 # There is advice about a phase if it takes more than this share of a step.
@@ -40,14 +41,14 @@ LEAST_SECONDS = 0.001
 
 # There is advice about host-device synchronisation if the GPU ran out of work in this share of the steps.
 IDLE_SHARE = 0.9
-# That costs about a millisecond per step, so it does not matter in steps longer than this.
+# Synchronisation costs about a millisecond per step, so it does not matter in steps longer than this.
 SHORT_STEP_SECONDS = 0.1
 # There is advice about recompilation if torch.compile recompiled in this many intervals after the first. Two are
 # normal: the smaller batch at the end of an epoch and the first evaluation need graphs of their own.
 COMPILED_AGAIN = 3
 
 WATCHED_SECONDS = 1.0
-"""The training time that is averaged before there is advice; shorter averages are too noisy."""
+"""Seconds of training that are averaged before there is advice; shorter averages are too noisy."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,15 @@ class Watched:
     """The measurements of one interval."""
 
     step: int
-    """Its last optimizer step."""
+    """The last optimizer step of the interval."""
     steps: int
-    """Its number of optimizer steps."""
+    """The number of optimizer steps in the interval."""
     times: Sequence[StepTimes]
     """The times of each rank."""
     graphs: int = 0
     """The number of graphs that torch.compile has compiled so far in this process."""
     idle: float = 0.0
-    """The share of its steps in which the GPU ran out of work: see `StepClock.idle`."""
+    """The share of the steps in which the GPU ran out of work: see `StepClock.idle`."""
 
 
 class Adviser:
@@ -189,7 +190,8 @@ def _remedies(num_workers: int | str, compressed: bool, fused: bool) -> tuple[tu
     )
 
 
-# --- Losses and times between two log points, reduced by one collective and checked for NaN once per interval ---------
+# --- Interval measurements --------------------------------------------------------------------------------------------
+# Losses and times between two log points, reduced by one collective and checked for NaN once per interval.
 
 
 _LOSS, WEIGHT = 0, 1  # the columns of an interval's [n, 2] tensors
@@ -319,7 +321,7 @@ class Values:
     loss: float
     """The weighted sum of the losses."""
     weight: float
-    """The sum of their weights."""
+    """The sum of the weights of the losses."""
     norm: float
     """The gradient norm at the last step that measured it; 0 if none did."""
     logged: dict[str, float]
@@ -329,11 +331,11 @@ class Values:
     memory: tuple[int, ...]
     """As in `LogRow.rank_memory`."""
     facts: tuple[tuple[float, ...], ...]
-    """The facts of each rank; empty if none were given."""
+    """The `facts` that each rank gave to `Interval.close`; empty if none did."""
 
 
 class Reading:
-    """An interval's sums over all ranks, on their way to the host: on a GPU, they are copied while later steps run."""
+    """An interval's sums over all ranks. On a GPU, the copy to the host is overlapped with later steps."""
 
     def __init__(
         self,
@@ -388,7 +390,7 @@ class Reading:
 
 
 def _to_pinned(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory, which is complete when the device has reached it."""
+    """A copy in pinned memory, which is complete once the device has executed it."""
     copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return copied.copy_(tensor, non_blocking=True)
 
@@ -400,7 +402,8 @@ def _first_non_finite(world: World, own: Tensor, step_of: list[int]) -> tuple[in
     return (min(steps), steps.index(min(steps))) if min(steps) < never else None
 
 
-# --- Log points: turn an interval's figures into a row, and end the run if a loss is not finite -----------------------
+# --- Log points -------------------------------------------------------------------------------------------------------
+# The measurements of an interval become a row; a loss that is not finite ends the run.
 
 
 _HINT = (
@@ -418,9 +421,9 @@ class _Point:
     learning_rates: tuple[float, ...]
     reading: Reading
     graphs: int
-    """What torch.compile has compiled so far."""
+    """The number of graphs that torch.compile has compiled so far."""
     idle: float
-    """See `StepClock.idle`."""
+    """The share of the steps in which the GPU ran out of work: see `StepClock.idle`."""
 
 
 class LogPoints:
@@ -460,7 +463,7 @@ class LogPoints:
         self.interval = Interval(self._parts.world, first_step, self._parts.logged)
 
     def note_rates(self) -> None:
-        """Note the learning rates of the step that begins: its scheduler changes them before the log point."""
+        """Record the learning rates of the step that begins: its scheduler changes them before the log point."""
         rates = (group.get("lr", float("nan")) for group in self._parts.optimizer.param_groups)
         self._rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
@@ -479,7 +482,7 @@ class LogPoints:
         return [self._row(point) for point in ready]
 
     def rest(self) -> list[LogRow]:
-        """The rows that are not read yet, at the end of a run that was stopped right after a log point."""
+        """The rows that have not been read, at the end of a run that was stopped right after a log point."""
         late, self._late = self._late, []
         return [self._row(point) for point in late]
 
@@ -527,7 +530,7 @@ class LogPoints:
         self._refuse(self.interval.first_non_finite())
 
     def refuse_weights(self, step: int, weights: Sequence[Tensor]) -> None:
-        """Raise a `LossError` if `weights`, as of after `step`, are not finite. Waits for the device."""
+        """Raise `LossError` if the weights after `step` are not finite. Waits for the device."""
         if self._parts.config.non_finite == "skip" or not weights:
             return
         # Sums propagate NaN and infinity, and take an eighth of the time of a maximum.
@@ -586,7 +589,7 @@ def _waits(config: TrainerConfig) -> bool:
     )
 
 
-# --- When rows are made ---------------------------------------------------------------------------------------------
+# --- Log schedule -----------------------------------------------------------------------------------------------------
 
 
 class LogSchedule:

@@ -1,4 +1,4 @@
-"""The floating-point operations of a model, and the share of a GPU's peak that a run reaches (MFU)."""
+"""Floating-point operations (FLOPs) of a model, and the share of the GPUs' peak rate that a run reaches (MFU)."""
 
 import copy
 import re
@@ -21,17 +21,18 @@ from ddp_kit.torch_internals import FakeTensors, FlopCount, NotCountedError, is_
 from ddp_kit.trainer.feed import Share
 from ddp_kit.trainer.parts import Parts
 
-# --- The peak rates of GPUs, as their makers state them: dense matrix products, without sparsity, at boost clock ------
+# --- Peak rates of GPUs -----------------------------------------------------------------------------------------------
+# As stated by their makers: dense matrix products, without sparsity, at boost clock.
 
 
 @dataclass(frozen=True)
 class PeakRates:
-    """One kind of GPU."""
+    """Peak rates of one kind of GPU."""
 
     name: str
     """A regular expression for the whole name that torch gives the device, without "NVIDIA "."""
     teraflops: Mapping[str, float]
-    """By type of the products: fp32, tf32, bf16, fp16, fp8. A type that the device does not support is left out."""
+    """TFLOP/s by data type of the products: fp32, tf32, bf16, fp16, fp8. Types that the device lacks are left out."""
     source: str
 
 
@@ -91,17 +92,19 @@ TABLE: tuple[PeakRates, ...] = (
 
 
 def peak_rates(device_name: str) -> Mapping[str, float]:
-    """FLOP per second of one device by type; empty for a device that is not in the table, such as a part of a GPU."""
+    """FLOP per second of one device by data type; empty if the table lacks the device, such as a part of a GPU."""
     name = device_name.removeprefix("NVIDIA ")
     found = next((each.teraflops for each in TABLE if re.fullmatch(each.name, name)), {})
     return {kind: rate * 1e12 for kind, rate in found.items()}
 
 
-# --- MFU, model FLOPs utilisation: the FLOPs per second that the model needs, divided by the peak rate of the devices.
-# Trainer(...)              copies the user's model to fake tensors, before it is compiled or spread over ranks
-# the first step            notes the shapes of its first batch
-# after the first step      runs loss_fn(copy, batch).backward() on fake tensors, and counts FLOPs
-# each log point            samples/s x FLOPs per sample / (devices x peak rate)
+# --- Model FLOPs utilisation (MFU) ------------------------------------------------------------------------------------
+# The FLOPs per second that the model needs, divided by the peak rate of the devices.
+#
+#     Trainer(...)              copies the user's model to fake tensors, before it is compiled or distributed over ranks
+#     the first step            records the shapes of its first batch
+#     after the first step      runs loss_fn(copy, batch).backward() on fake tensors, and counts FLOPs
+#     each log point            samples/s x FLOPs per sample / (devices x peak rate)
 #
 # Source: Chowdhery et al., PaLM, 2022, appendix B. Causal attention counts in full; recomputed activations do not
 # count.
@@ -114,7 +117,7 @@ class ModelFlops:
     """Counts the FLOPs of one sample, and computes the MFU from the samples per second."""
 
     def __init__(self, model: nn.Module, config: TrainerConfig, world: World, precision: Precision) -> None:
-        """Copies the model where `config.mfu` asks for it. To be called before anything changes the model."""
+        """Copy the model if `config.mfu` is set. Must be called before anything changes the model."""
         self._world = world
         self._precision = config.precision
         self._devices = world.world_size
@@ -122,7 +125,7 @@ class ModelFlops:
             self._devices *= max(1, len(world.gpus))
         self._copy: nn.Module | None = None
         self._batch: Any = None
-        self._samples = 0  # of the batch; 0: none was seen
+        self._samples = 0  # of the batch; 0: no batch seen yet
         self._seconds_per_sample: float | None = None  # of one device at its peak rate
         if not config.mfu:
             return
@@ -141,7 +144,7 @@ class ModelFlops:
         return self._copy is not None and self._samples > 0
 
     def watched(self, fetch: Callable[[], Any], share: Share) -> Callable[[], Any]:
-        """`fetch`, which returns the next batch; before FLOPs are counted, a function that also notes its shapes."""
+        """Wrap `fetch`, which returns the next batch, to record the shapes; `fetch` itself once FLOPs are counted."""
         if self._copy is None or not share.passes or not share.passes[0]:
             return fetch
 
@@ -154,13 +157,13 @@ class ModelFlops:
         return first
 
     def utilisation(self, samples_per_second: float) -> float | None:
-        """The MFU at this rate over all ranks, from 0 to 1; None: not known."""
+        """The MFU at this rate over all ranks, from 0 to 1; None: unknown."""
         if self._seconds_per_sample is None:
             return None
         return samples_per_second * self._seconds_per_sample / self._devices
 
     def count(self, parts: Parts, *, once_per_step: bool) -> None:
-        """Count, once. `once_per_step`: whether a step evaluates one loss, once for each batch."""
+        """Count the FLOPs of a sample, once. `once_per_step`: whether a step evaluates one loss, once per batch."""
         model, self._copy = self._copy, None
         batch, self._batch = self._batch, None
         assert model is not None, "it is ready"
@@ -242,7 +245,7 @@ class ModelFlops:
             )
 
     def _kind(self, dtype: torch.dtype) -> str:
-        """The type of most products, as in the table of peak rates."""
+        """Data type of most products, as named in the table of peak rates."""
         if self._precision in ("fp8", "tf32") and dtype in (torch.float32, torch.bfloat16):
             return self._precision
         return _KINDS.get(dtype, str(dtype).removeprefix("torch."))

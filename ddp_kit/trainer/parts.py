@@ -1,4 +1,4 @@
-"""Values that user code logs, averaged exactly over ranks, micro-batches and steps, without waiting for the device."""
+"""The objects that a Trainer trains with, and the values that user code logs."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +21,10 @@ from ddp_kit.parallel.activations import Activations
 from ddp_kit.precision import Precision
 from ddp_kit.progress import Heartbeat
 from ddp_kit.records import LogRow
+
+# --- Logged values ----------------------------------------------------------------------------------------------------
+# Averaged exactly over ranks, micro-batches and steps, without waiting for the device.
+
 
 Logged = Tensor | float | Loss
 
@@ -66,7 +70,7 @@ class LoggedValues:
             self._samples = before
 
     def end_step(self) -> None:
-        """Keep the values of the current step, which is complete."""
+        """Keep the values of the current step: it is complete."""
         if self._pending:
             for entry in self._pending:
                 self._put(*entry)
@@ -82,7 +86,7 @@ class LoggedValues:
         del self._pending[keep:]
 
     def take(self) -> "dict[str, Mean]":
-        """This rank's means of all values since the last call, by name."""
+        """Return this rank's means of all values since the last call, by name."""
         means, self._means = self._means, {}
         return means
 
@@ -108,9 +112,9 @@ def as_table(means: Mapping[str, Mean], device: torch.device) -> Tensor:
 
 
 def over_all_ranks(world: World, names: "list[str]", table: "list[list[float]]") -> dict[str, float]:
-    """The means over all ranks, by name; ranks may have different names. A collective on host memory.
+    """Compute the means over all ranks, by name; ranks may have different names. A collective on host memory.
 
-    `table`: this rank's (sum, weight) for each of `names`. The result is in the order of the first rank with each name.
+    `table`: this rank's (sum, weight) for each of `names`. Names are in the order of the first rank that has them.
     """
     own = json.dumps(dict(zip(names, table, strict=True)))
     sums: dict[str, list[float]] = {}
@@ -145,14 +149,14 @@ def _detached(name: str, value: object) -> Tensor | Loss:
     )
 
 
-# --- The objects that a Trainer trains with ---------------------------------------------------------------------------
+# --- Parts of a Trainer -----------------------------------------------------------------------------------------------
 
 
 LossFunction = Callable[[Any, Any], "Tensor | Loss"]
 """(model, batch) -> loss. The model's type is Any, so that a function may be annotated with its own model class."""
 MetricFunction = Callable[[Any, Any], "Tensor | Loss"]
 SchedulerInterval = Literal["step", "epoch"]
-"""After what a scheduler is stepped."""
+"""Whether a scheduler is stepped after each optimizer step, or at the end of each epoch."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,7 @@ class Parts:
     optimizer: Optimizer
     """The user's optimizer. With `memory.offload_optimizer`, its parameters are copies of the weights on the host."""
     device_optimizer: Optimizer
-    """The optimizer whose parameters are the model's, and whose `step` does the update: the same one, or an
+    """The optimizer that holds the model's parameters and whose `step` does the update: `optimizer` itself, or an
     `OffloadedOptimizer` around it."""
     scheduler: LRScheduler | None
     loss_fn: LossFunction

@@ -23,7 +23,7 @@ from ddp_kit.uncaught import show_without_traceback
 
 
 class _WithoutMemory:
-    """A parameter registration hook that replaces parameters by fake ones, without memory."""
+    """A parameter registration hook that replaces parameters by fake tensors, which have no memory."""
 
     def __init__(self) -> None:
         self._fakes = FakeTensors()

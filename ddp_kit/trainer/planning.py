@@ -1,6 +1,7 @@
-"""Measures the memory of a run without allocating it, for `ddp_kit.parallel.memory`.
+"""Memory planning: measures the memory of a run without allocating it, checks that it fits, and logs the actual peak.
 
-The model is copied to fake tensors, or was built from them: see `plan_script.py`. Then
+The arithmetic is in `ddp_kit.parallel.memory`. The model is copied to fake tensors, or was built from them: see
+`plan_script.py`. Then
 
     optimizer.step() once, with gradients of the weights' shapes      -> optimizer state of each parameter
     loss_fn(model, batch).backward() once, with a real first batch    -> activations, the peak, the share of each block
@@ -50,10 +51,13 @@ from ddp_kit.torch_internals import FakeTensors, LiveBytes, is_fake, pytree
 from ddp_kit.trainer.parts import Parts
 
 _TRIED_VALUES = 8
-_WORTH_IT = 0.98  # of the bytes of the placement that ran out of memory, at most
+# A suggested placement needs at most this share of the bytes of the one that ran out of memory.
+_WORTH_IT = 0.98
 _EXACT = ("ddp", "zero1", "fsdp", "tensor")  # for other strategies the memory per device is not known in advance
-_RANKS_PER_NODE = 8  # which `ddpkit plan` does not know
+_RANKS_PER_NODE = 8  # assumed, because `ddpkit plan` does not know it
 _COUNTED = "Counted are weights, gradients and optimizer state; the rest of the memory is for activations"
+
+# --- Plans and checks -------------------------------------------------------------------------------------------------
 
 
 class PlanPrinted(SystemExit):  # a normal exit of the script, not an error
@@ -61,7 +65,7 @@ class PlanPrinted(SystemExit):  # a normal exit of the script, not an error
 
 
 def config_to_plan(config: TrainerConfig) -> TrainerConfig:
-    """The same run in one process, without checkpoints, compilation, or a search for the micro-batch size.
+    """Return the configuration of the same run in one process, without checkpoints, compilation or micro-batch search.
 
     fp8 is planned as bf16, which needs no GPU: weights are the same, and there are no copies in 8 bits.
     """
@@ -77,10 +81,10 @@ def config_to_plan(config: TrainerConfig) -> TrainerConfig:
 
 
 def first_that_fits(config: TrainerConfig, model: nn.Module, world: World) -> TrainerConfig:
-    """The configuration; for ``parallel="auto"`` with the settings of the first candidate that fits. A collective.
+    """Replace ``parallel="auto"`` with the settings of the first candidate that fits. A collective.
 
-    See `ddp_kit.parallel.memory`. Two values of optimizer state are counted for each weight, as in Adam. Raises
-    `ConfigError` if none fits.
+    Other configurations are returned unchanged. For the candidates, see `ddp_kit.parallel.memory`. Two values of
+    optimizer state are counted for each weight, as in Adam. Raises `ConfigError` if none fits.
     """
     if config.parallel.strategy != AUTO:
         return config
@@ -103,9 +107,9 @@ def _chosen(
 
 
 def _whole(model: nn.Module, config: TrainerConfig, optimizer: Optimizer | None = None) -> ModelMemory:
-    """A model as it is before it is placed, without activations; for what `auto` and an out-of-memory error say.
+    """Memory of the whole model without activations, for `auto` and for the hint of an out-of-memory error.
 
-    `optimizer`: its state counts where it has any; otherwise two values for each weight, as in Adam.
+    `optimizer`: its state is counted if it has any; otherwise two values for each weight, as in Adam.
     """
     kept = 2.0 if optimizer is None else _values_kept(optimizer)
     splits, _ = _splits(model, config.parallel)
@@ -114,13 +118,13 @@ def _whole(model: nn.Module, config: TrainerConfig, optimizer: Optimizer | None 
 
 
 def _counted(rows: Iterable[ParameterRow], buffers: int, kept: float = 2.0) -> ModelMemory:
-    """Parameters with so many values of optimizer state for each of their values, and no activations."""
+    """Memory of parameters with `kept` values of optimizer state for each of their values, without activations."""
     counted = (replace(row, state_per_value=round(kept * row.itemsize)) if row.trained else row for row in rows)
     return ModelMemory(tuple(counted), buffers, PassMemory(0, 0, 0), copies_weights=False, accumulates=False)
 
 
 def _values_kept(optimizer: Optimizer) -> float:
-    """Values of state for each value of a parameter, of the parameter with the most; 2 before the first step."""
+    """Largest ratio of state values to parameter values of any parameter; 2 before the first step."""
     found = [
         sum(_bytes(each) for each in state.values() if isinstance(each, Tensor) and each.shape == parameter.shape)
         / max(1, _bytes(parameter))
@@ -133,7 +137,7 @@ def _values_kept(optimizer: Optimizer) -> float:
 def measured(parts: Parts, batch: Any, parallel: ParallelConfig, *, accumulates: bool) -> ModelMemory:
     """Measure this model, optimizer and micro-batch for a plan. Changes nothing, and allocates little.
 
-    `parallel`: the placement that is planned, which the parts may not have.
+    `parallel`: the settings to plan for, which may differ from those of `parts`.
     """
     model, optimizer = parts.model, parts.optimizer
     if not any(is_fake(each) for each in model.parameters()):
@@ -187,8 +191,8 @@ def measured(parts: Parts, batch: Any, parallel: ParallelConfig, *, accumulates:
 
 
 def planned(model: ModelMemory, config: TrainerConfig, ranks: int, device_memory: int | None) -> MemoryPlan:
-    """The plan of a configuration; for ``parallel="auto"`` that of its choice, for which `device_memory` is needed."""
-    checkpointing = 0.0  # of the blocks, what the measured pass did not recompute
+    """Plan a configuration. For ``parallel="auto"``, plan the choice that it makes, which needs `device_memory`."""
+    checkpointing = 0.0  # share of the blocks to recompute that the measured pass did not recompute
     if config.parallel.strategy == AUTO and device_memory is not None:
         before = config.memory.checkpointing
         config, _ = _with_auto(model, config, ranks, device_memory)
@@ -212,7 +216,7 @@ def planned(model: ModelMemory, config: TrainerConfig, ranks: int, device_memory
 def _with_auto(
     model: ModelMemory, config: TrainerConfig, ranks: int, device_memory: int
 ) -> tuple[TrainerConfig, list[str]]:
-    """The configuration with the choice of ``parallel="auto"``, or its last candidate; and lines about the choice."""
+    """Return the choice of ``parallel="auto"``, or its last candidate if none fits; and lines about the choice."""
     counted = _counted(model.rows, model.buffers)
     chosen, refused = _chosen(counted, config, ranks, device_memory, _RANKS_PER_NODE)
     last = chosen or refused[-1]
@@ -236,9 +240,9 @@ def described(model: ModelMemory, config: TrainerConfig, asked: PlanRequest, mic
 
 
 def refuse_start(parts: Parts) -> int | None:
-    """Bytes of this rank's weights, gradients and optimizer state; None where these are not known, and on the CPU.
+    """Raise `ConfigError` if weights, gradients and optimizer state alone exceed the memory of this rank's GPU.
 
-    Raises `ConfigError` if they alone exceed the memory of its GPU.
+    Returns their bytes on this rank; None on the CPU, and if they are not known.
     """
     memory = device_memory(parts.world.device)
     if memory is None or parts.config.parallel.strategy not in _EXACT:
@@ -257,7 +261,7 @@ def refuse_start(parts: Parts) -> int | None:
 
 
 def refuse_model(model: nn.Module, strategy: Strategy) -> None:
-    """Before a whole model is moved to a GPU, raise `ConfigError` if weights and gradients exceed its memory."""
+    """Raise `ConfigError` if weights and gradients exceed the memory of the GPU to which the model is to be moved."""
     memory = device_memory(strategy.world.device)
     if memory is not None and strategy.config.strategy in _EXACT and not strategy.replaces_parameters:
         trained = [each for each in model.parameters() if each.requires_grad]
@@ -265,9 +269,9 @@ def refuse_model(model: nn.Module, strategy: Strategy) -> None:
 
 
 def what_fits(parts: Parts) -> str:
-    """After an out-of-memory error: which placement needs less and fits, by arithmetic; "" where none does.
+    """Describe a placement that, by arithmetic, needs less memory and fits, after an out-of-memory error; "" if none.
 
-    Not a collective, and asks nothing of the device: its error may have left it in any state.
+    Not a collective. Does not query the device, because the error may have left it in any state.
     """
     config, world = parts.config, parts.world
     if config.parallel.strategy == "device_map" or world.world_size == 1:
@@ -285,18 +289,18 @@ def what_fits(parts: Parts) -> str:
 
 
 def _memory_of_rank(world: World) -> int:
-    """Bytes of its GPU, or its share of the memory of the host."""
+    """Bytes of memory of the rank's GPU; on the CPU, its share of the host's memory."""
     return device_memory(world.device) or int(psutil.virtual_memory().total) // world.local_world_size
 
 
-@cache  # so that it is known after an error, without asking the device
+@cache  # so that it is known after an error, without querying the device
 def device_memory(device: torch.device) -> int | None:
-    """Bytes of a GPU; None for the CPU."""
+    """Bytes of memory of a GPU; None for the CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def _state_to_come(optimizer: Optimizer) -> int:
-    """Bytes of the state that a torch.optim optimizer will have; 0 for others. Fast: runs at every start."""
+    """Bytes of the state that a torch.optim optimizer will allocate; 0 for others. Fast: runs at every start."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         return 0
     total = 0
@@ -319,7 +323,7 @@ def _state_per_value(kind: Any, group: dict[str, Any], dtype: torch.dtype) -> in
     return sum(each.element_size() for each in state if each.shape == parameter.shape)
 
 
-# --- measuring ------------------------------------------------------------------------------------------------------
+# --- Measurement on fake tensors --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -426,7 +430,7 @@ def _states(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
 
 
 def _splits(model: nn.Module, parallel: ParallelConfig) -> tuple[dict[nn.Parameter, int], str]:
-    """The dimension along which tensor parallel divides each parameter, and why that is not known."""
+    """Dimension along which tensor parallelism splits each parameter, and the reason if it is not known."""
     try:
         return split_dimensions(model, parallel), ""
     except ConfigError as error:
@@ -436,8 +440,8 @@ def _splits(model: nn.Module, parallel: ParallelConfig) -> tuple[dict[nn.Paramet
 def _stages(
     parts: Parts, parallel: ParallelConfig, batch: Any
 ) -> tuple[tuple[frozenset[str], ...], dict[nn.Parameter, str]]:
-    """The names of the parameters that each rank of a pipeline holds; and the blocks of those that it can shard."""
-    # Imports torch.distributed.pipelining.
+    """Names of the parameters on each rank of the pipeline, and the block of each parameter that can be sharded."""
+    # A local import, because the module imports torch.distributed.pipelining.
     from ddp_kit.parallel.stages import chain_of, holders_after_first_pass, sharded_parameters
 
     model = parts.model
@@ -487,7 +491,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-# --- The measured peak ----------------------------------------------------------------------------------------------
+# --- Measured peak ----------------------------------------------------------------------------------------------------
 
 
 _STEPS_TO_PEAK = 3
@@ -510,7 +514,7 @@ class PeakMemory:
 
     @property
     def planned(self) -> int | None:
-        """Planned bytes per device; None: there is no plan."""
+        """Planned bytes per device; None without a plan."""
         return None if self._predicted is None else self._predicted.total
 
     def after_step(self) -> None:
@@ -521,7 +525,7 @@ class PeakMemory:
             return
         peak = torch.cuda.max_memory_allocated(self._world.device)
         if self._predicted is not None:
-            predicted = self._predicted.total - self._predicted.fixed  # which torch's allocator does not count
+            predicted = self._predicted.total - self._predicted.fixed  # torch's allocator does not count `fixed`
             logger.info("memory: planned {}, measured peak {}", size_text(predicted), size_text(peak))
         elif self._counted is not None:
             logger.info(

@@ -1,4 +1,4 @@
-"""The position of a run, and the state of its loop."""
+"""The position of a run (steps, epochs and samples done), and the state of its loop."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,12 +10,12 @@ from ddp_kit.errors import DataError
 from ddp_kit.log import logger
 from ddp_kit.state_values import flag, whole_number
 
-# --- The position of a run: the steps, epochs and samples done --------------------------------------------------------
+# --- Position ---------------------------------------------------------------------------------------------------------
 
 
 Facts = dict[str, int | str]
 RANKS = "the number of ranks"
-"""The name of a fact about streams, which each rank reads separately; a change of it is a warning, not an error."""
+"""The name of a fact about streams, which each rank reads separately; if it changes, a warning is logged."""
 PER_RANK = ("the micro-batch", "data.num_workers")
 """Facts about streams that do not matter if the number of ranks changes."""
 
@@ -57,9 +57,10 @@ class Position:
     def advance(
         self, samples: int, epoch_length: int | None, place: tuple[ReaderState, ...] = (), *, ends_epoch: bool
     ) -> None:
-        """Note that a step is done.
+        """Record that a step is done.
 
-        `samples`: over all ranks. `epoch_length`: steps of its epoch, if known. `place`: this rank's place in a stream.
+        `samples`: over all ranks. `epoch_length`: steps of its epoch, if known. `place`: position in this rank's
+        stream.
         """
         self.owes_evaluation = self.was_stopping = False
         self.step += 1
@@ -101,12 +102,12 @@ class Position:
             )
 
     def owe_evaluation(self, owes: bool, stopping: bool) -> None:
-        """Note whether the evaluation after this step was interrupted. `stopping`: whether the run ends after it."""
+        """Record whether the evaluation after this step was interrupted. `stopping`: whether the run ends after it."""
         self.owes_evaluation = owes
         self.was_stopping = self.was_stopping or (owes and stopping)
 
     def take_pending_stop(self) -> bool:
-        """Whether the run must end now: it was to end after the interrupted evaluation, which is now done."""
+        """Return and clear whether the run must end now, because the interrupted evaluation before its end is done."""
         ends = self.was_stopping and not self.owes_evaluation
         self.was_stopping = self.was_stopping and self.owes_evaluation
         return ends
@@ -126,10 +127,10 @@ class Position:
     def epochs_left(
         self, config: TrainerConfig, last: int | None, steps_per_epoch: int | None, after: int = 0
     ) -> int | None:
-        """The number of epochs that the run will still end; None if only the data determines it.
+        """The number of epochs that the run has yet to complete; None if only the data determines it.
 
-        `last`: the number of optimizer steps in the whole run; None: unknown. `steps_per_epoch`: of the current epoch,
-        taken for the others too. `after`: epochs that end at this optimizer step or earlier are not counted.
+        `last`: the number of optimizer steps in the whole run; None: unknown. `steps_per_epoch`: those of the current
+        epoch, assumed for the others too. `after`: epochs that end at this optimizer step or earlier are not counted.
         """
         if steps_per_epoch is None or last is None:
             epochs = config.last_epoch
@@ -166,7 +167,7 @@ class Position:
         vars(self).update(state)
 
 
-# --- The state of a Trainer's loop, which determines what the user's calls do -----------------------------------------
+# --- Loop state -------------------------------------------------------------------------------------------------------
 
 
 class RunState:
@@ -197,7 +198,7 @@ class RunState:
 
     @property
     def may_save(self) -> bool:
-        """Whether the state is that after a complete step, and no loop is running, which would save it itself."""
+        """Whether to save at once: no step is incomplete, and no loop is running that would save itself."""
         return not self._in_loop and not self._callback_depth
 
     @property
@@ -219,7 +220,7 @@ class RunState:
             )
 
     def resumed(self) -> None:
-        """Note that a checkpoint was loaded: a loop that is still open may not continue."""
+        """Record that a checkpoint was loaded: a loop that is still open may not continue."""
         self.seeded, self._loop = False, None
 
     @contextmanager

@@ -189,7 +189,7 @@ def _spec_of(speaker: int, own: Any, world: World) -> Any:
     return found
 
 
-# --- named tuples and dataclasses -------------------------------------------------------------------------------
+# --- Named tuples and dataclasses -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class _Record:
 
     kind: type
     values: dict[str, Any]
-    """The fields' values, None included."""
+    """Values of the fields, None included."""
 
 
 def _is_record(value: Any) -> bool:
@@ -238,7 +238,7 @@ def _plain(value: Any) -> Any:
 
 
 _Context = tuple[type, tuple[str, ...], tuple[str, ...]]
-"""The class, the names of fields that are not None, and of those that are."""
+"""The class, the names of the fields that are not None, and the names of those that are None."""
 
 
 def _flatten(record: _Record) -> tuple[list[Any], _Context]:

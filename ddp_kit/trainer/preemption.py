@@ -39,7 +39,7 @@ _UNTOUCHED = (signal.SIG_DFL, signal.default_int_handler)
 class StopSignals:
     """A context in which SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C set a flag instead of ending the process.
 
-    A second Ctrl-C interrupts as usual. Signals that have a handler of the user's are left alone; outside the main
+    A second Ctrl-C interrupts as usual. Signals for which the user has set a handler are left alone; outside the main
     thread nothing changes. Several Trainers may enter the context; the last one that exits restores the handlers.
     """
 
@@ -75,7 +75,7 @@ class StopSignals:
         self.heard = signal.Signals(number)
 
 
-_signals = StopSignals()  # one per process: signals stop all its Trainers
+_signals = StopSignals()  # one per process, because a signal stops all its Trainers
 
 
 class Requests:
@@ -156,7 +156,7 @@ class Preemption:
             _signals.__exit__()
 
     def hearing(self) -> AbstractContextManager[object]:
-        """A context in which a signal stops the run after its next step, also if no step has begun."""
+        """A context in which a signal stops the run after its next step, even if no step has begun yet."""
         return nullcontext() if self._folder is None else _signals
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""What a run says when it starts and ends, and the record that it leaves."""
+"""The log lines at the start and the end of a run, and the run record, which `ddpkit report` reads."""
 
 import platform
 import subprocess
@@ -36,16 +36,16 @@ from ddp_kit.masking import masked_env, masked_words
 from ddp_kit.records import FitResult, LogRow
 from ddp_kit.torch_internals import compilations
 
-# --- The lines that a run prints at its start and at its end ----------------------------------------------------------
+# --- Log lines at the start and the end -------------------------------------------------------------------------------
 
 
 _WORTH_SAYING = 0.05
-"""Shares of the time below this are left out."""
+"""Phases with a smaller share of the time are left out."""
 _UNITS = ((1e9, "billion"), (1e6, "million"))
 
 
 def described_model(model: nn.Module) -> str:
-    """Class, parameters, how many of them are trained, bytes: of a model that is not spread over ranks yet."""
+    """Class, number of parameters, share that is trained, and size of a model that is not distributed yet, as text."""
     every = list(model.parameters())
     total, trained = (sum(each.numel() for each in some) for some in (every, [p for p in every if p.requires_grad]))
     share = "" if trained == total else f", {_count(trained)} of them trained ({100 * trained / total:.3g}%)"
@@ -64,10 +64,10 @@ def announce(
     model: str = "",
     planned: int | None = None,
 ) -> None:
-    """Log what is about to be trained: from step `done` to step `total`, None if the data determines the end.
+    """Log what the run will train, from step `done` to step `total`; None if the data determines the end.
 
     `division`: how a step divides into batches, if not as `plan` says. `model`: see `described_model`.
-    `planned`: bytes per device by the memory plan, None without one.
+    `planned`: bytes per device by the memory plan; None without one.
     """
     if total == done:
         logger.warning("nothing left to train: all {} steps are done; raise epochs or max_steps", total)
@@ -102,7 +102,7 @@ def _placement(config: TrainerConfig, world: World) -> str:
 
 
 def _device(world: World) -> str:
-    """`cpu`, or the kind and the name of the device of this rank."""
+    """The type of this rank's device, with the name of a GPU."""
     if world.device.type != "cuda":
         return world.device.type
     return f"cuda ({torch.cuda.get_device_name(world.device)})"
@@ -116,9 +116,9 @@ def conclude(
     saved: Path | None = None,
     advice: Sequence[str] = (),
 ) -> None:
-    """Log how long the run took, where this rank's time went, what came out, and once more what was advised.
+    """Log the duration of the run, this rank's time by phase, the results, and the advice once more.
 
-    `began`: the step before its first. `best`: a metric and its best value. `saved`: the newest checkpoint.
+    `began`: steps done before the run. `best`: a metric and its best value. `saved`: the newest checkpoint.
     """
     if result.steps == began:
         return
@@ -161,7 +161,7 @@ _PHASES = ("data", "transfer", "forward", "backward", "waiting for ranks", "opti
 
 
 def _lengths(rows: Sequence[LogRow], began: int) -> list[tuple[int, LogRow]]:
-    """Each row with the number of its steps."""
+    """(number of steps, row) for each row."""
     ends = [began, *(row.step for row in rows)]
     return [(row.step - before, row) for before, row in zip(ends, rows, strict=False)]
 
@@ -190,13 +190,15 @@ def _duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min" if minutes >= 120 else f"{minutes} min"
 
 
-# --- Writes the record of a run, which `ddpkit report` reads: JSON Lines files. Their format is in docs/run-record.md.
+# --- Run record -------------------------------------------------------------------------------------------------------
+# JSON Lines files, whose format is in docs/run-record.md:
+#
 #     begin()          a line in attempts.jsonl: model, configuration and first step; removes rows of later steps
 #     on_log()         a line in rows.jsonl per log point; on_evaluate(): one per evaluation
 #     advise()         a line in attempts.jsonl per line of advice
 #     on_fit_end()     a line in attempts.jsonl with the result
 #
-# The launcher adds how each attempt ended, and the machine's utilisation (launcher/record_keeper.py).
+# The launcher adds how each attempt ended, and samples of the machine's utilisation (launcher/record.py).
 
 
 FORMAT = 1
@@ -225,7 +227,7 @@ class RunRecord(Callback):
             note_record_folder(self._folder)
 
     def begin(self, step: int, total: int | None, planned_memory: int | None) -> None:
-        """Note that training begins or continues after `step`.
+        """Record that training begins or continues after `step`.
 
         `total`: the optimizer steps of the run, if known. `planned_memory`: bytes per device, if there is a plan.
         """
@@ -253,7 +255,7 @@ class RunRecord(Callback):
         self._add_row("eval", trainer.step, metrics, {})
 
     def advise(self, line: str) -> None:
-        """Note a line of advice; it is written with the next row."""
+        """Keep a line of advice, which is written with the next row."""
         self._advised.append(line)
 
     def on_fit_end(self, trainer: Any, result: FitResult) -> None:  # noqa: ARG002

@@ -1,4 +1,4 @@
-"""The parts of a checkpoint."""
+"""The parts of a run's state that a checkpoint stores: what each one saves, and how it is checked and loaded."""
 
 import base64
 import json
@@ -49,7 +49,7 @@ from ddp_kit.trainer.snapshots import in_pieces, load_optimizer_state, of_pieces
 from ddp_kit.trainer.step import OptimizerStep
 from ddp_kit.trainer.updates import JointScheduler, optimizer_kind
 
-# --- Errors for checkpoints that do not fit this run ------------------------------------------------------------------
+# --- Load errors ------------------------------------------------------------------------------------------------------
 
 
 _LONGEST_TEXT = 300
@@ -61,7 +61,7 @@ class StateMismatchError(Exception):
 
 @contextmanager
 def explained_load_errors(path: Path) -> Iterator[None]:
-    """A context that converts any error raised while using a checkpoint's content into a `CheckpointError`."""
+    """Convert any error raised while a checkpoint's content is used into a `CheckpointError`."""
     try:
         yield
     except DdpKitError:
@@ -85,7 +85,8 @@ def mismatch_error(path: Path, what: str) -> CheckpointError:
     )
 
 
-# --- The states of callbacks in a checkpoint: rank 0's, or every rank's for callbacks that set `state_per_rank` -------
+# --- Callback states --------------------------------------------------------------------------------------------------
+# A checkpoint holds rank 0's state, or every rank's for callbacks that set `state_per_rank`.
 
 
 _OWN = "ddp_kit."
@@ -108,9 +109,9 @@ def callback_states(callbacks: Sequence[Callback], of_ranks: Sequence[Sequence[s
 
 
 def load_callbacks(path: Path, callbacks: Sequence[Callback], saved: list[Any], rank: int, ranks: int) -> None:
-    """Load saved states into callbacks of the same class, in order; log a warning about those without a counterpart.
+    """Load saved states into callbacks of the same class, in order; warn about those without a counterpart.
 
-    `path`: of the checkpoint, for messages. `saved`: what `callback_states` returned. Raises `CheckpointError`, and
+    `path`: the checkpoint, for messages. `saved`: what `callback_states` returned. Raises `CheckpointError`, and
     whatever a user's callback raises.
     """
     there: dict[str, deque[Any]] = defaultdict(deque)
@@ -164,7 +165,7 @@ def as_text(state: Any) -> str:
 
 
 def from_text(text: str) -> Any:
-    """The inverse of `as_text`. Other text may raise any error."""
+    """The inverse of `as_text`. Invalid text may raise any error."""
     saved = json.loads(text)
     tensors = safetensors.torch.load(base64.b64decode(saved["tensors"]))
     if not all(tensor.dtype in DTYPES and not _is_odd(tensor) for tensor in tensors.values()):
@@ -173,11 +174,11 @@ def from_text(text: str) -> Any:
 
 
 def _is_odd(tensor: torch.Tensor) -> bool:
-    """Whether it is a bool tensor with bytes other than 0 and 1, which is undefined behaviour in torch."""
+    """Whether a tensor is of dtype bool with bytes other than 0 and 1, which is undefined behaviour in torch."""
     return tensor.dtype == torch.bool and bool(tensor.numel()) and bool(tensor.view(torch.uint8).max() > 1)
 
 
-# --- The position of each rank's stream, as stored in a checkpoint ----------------------------------------------------
+# --- Stream positions -------------------------------------------------------------------------------------------------
 
 
 def place_as_text(place: Sequence[ReaderState]) -> str | None:
@@ -190,12 +191,12 @@ def place_as_text(place: Sequence[ReaderState]) -> str | None:
 def place_of(texts: Sequence[str | None], rank: int, ranks: int) -> tuple[ReaderState, ...]:
     """This rank's position from the texts of all ranks; empty if the number of ranks has changed.
 
-    Other text may raise any error.
+    Invalid text may raise any error.
     """
     text = texts[rank] if len(texts) == ranks else None
     if text is None:
         return ()
-    with random_states_kept():  # the states are set once, to find those that the generators do not accept
+    with random_states_kept():  # the states are set once to validate them
         return tuple(
             ReaderState(
                 whole_number(reader, "a reader"), whole_number(number, "a batch"), _set(random), from_text(state)
@@ -210,7 +211,8 @@ def _set(text: str) -> RandomStates:
     return states
 
 
-# --- The frozen weights of a run, which `checkpoint.trainable_only` leaves out of checkpoints -------------------------
+# --- Frozen weights ---------------------------------------------------------------------------------------------------
+# `checkpoint.trainable_only` leaves them out of checkpoints, which then hold only their fingerprints.
 
 
 class FrozenWeights:
@@ -229,7 +231,7 @@ class FrozenWeights:
         self._entries = None
 
     def unchanged(self) -> str | None:
-        """The name of a weight that has changed on this rank since its fingerprint was computed; None: none has."""
+        """The name of a weight that has changed on this rank since its fingerprint was computed; None if none has."""
         if self._entries is None:
             self.entries()
             return None
@@ -254,7 +256,7 @@ class FrozenWeights:
         return self._entries
 
     def compare(self, saved: Mapping[str, Any]) -> None:
-        """Raise `CheckpointError` unless the weights that a checkpoint left out are here, with the same values."""
+        """Raise `CheckpointError` unless this run has the weights that a checkpoint left out, with the same values."""
         own = self.entries()
         if others := [name for name, entry in saved.items() if own.get(name) != entry]:
             raise frozen_weights_differ(others)
@@ -272,9 +274,9 @@ class FrozenWeights:
         return found
 
 
-# --- The parts of a run's state: what a checkpoint stores for each, and how it is loaded ------------------------------
-# To add a part, write a subclass of `SavedPart` and add it to the list in `Checkpoints`, which saves and loads all
-# parts.
+# --- Saved parts ------------------------------------------------------------------------------------------------------
+# What a checkpoint stores of a run, and how it is loaded. To add a part, write a subclass of `SavedPart` and add it to
+# the list in `Checkpoints` (checkpoints.py), which saves and loads all parts.
 
 
 _SHOWN = 8
@@ -335,7 +337,7 @@ class SavedPart(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Any, path: Path) -> None:
-        """Load what `state_dict` returned. `path`: of the checkpoint, for messages. May raise any error."""
+        """Load what `state_dict` returned. `path`: the checkpoint, for messages. May raise any error."""
 
 
 class ModelPart(SavedPart):
@@ -395,7 +397,8 @@ class ModelPart(SavedPart):
     def check(self, state: Any) -> str | None:
         own, decides = self._model.state_dict(), loaded_by_own_code(self._model)
         left_out = {name: value for name, value in state.items() if is_entry(value)}
-        # A module's own code may load buffers with other shapes and names. Parameters stay as the optimizer holds them.
+        # A module's own loading code may accept buffers with other names and shapes, but not other parameters: the
+        # optimizer holds those of this run.
         compared = {name for name in (*own, *state) if name in self._parameters or not decides(name)}
         problems = [f"{name} is missing in the checkpoint" for name in own if name not in state and name in compared]
         problems += [f"{name} is not in the model" for name in state if name not in own and name in compared]
@@ -675,7 +678,7 @@ class RandomPart(SavedPart):
         return [*ranks]
 
     def check(self, state: Any) -> str | None:
-        """Set the states once and restore the previous ones: a later error would not name the checkpoint."""
+        """Validate the states by setting them once, because a later error would not name the checkpoint."""
         if not isinstance(state, list):
             raise ValueError("the random states are not a list")
         saved = [decoded(text) for text in state]
@@ -821,10 +824,10 @@ class ConfigPart(SavedPart):
         pass
 
 
-# --- older versions -------------------------------------------------------------------------------------------------
+# --- Checkpoints of older versions ------------------------------------------------------------------------------------
 
 VERSIONS = "versions"
-"""The key of the parts' versions in a checkpoint; format 1 has none."""
+"""The key under which a checkpoint stores the version of each part; format 1 has none."""
 
 
 def as_parts(path: Path, state: Mapping[str, Any], parts: Sequence[SavedPart]) -> dict[str, Any]:

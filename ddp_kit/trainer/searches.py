@@ -1,4 +1,4 @@
-"""Searches: the largest micro-batch that fits in memory, and the learning rate."""
+"""Searches for the largest micro-batch that fits and for the learning rate; recovery from out-of-memory errors."""
 
 import gc
 import math
@@ -26,7 +26,7 @@ from ddp_kit.trainer.planning import what_fits
 from ddp_kit.trainer.snapshots import RunSnapshot, StepSnapshot
 from ddp_kit.trainer.step import OptimizerStep, StepPasses
 
-# --- The search for the largest micro-batch that fits in memory, and recovery if a later step runs out of memory ------
+# --- Out-of-memory errors ---------------------------------------------------------------------------------------------
 
 
 _OUT_OF_MEMORY_MESSAGES = (
@@ -44,7 +44,7 @@ _FITS, _TOO_SMALL, _TOO_LARGE = range(3)  # in order of severity
 
 
 class OutOfMemory(Exception):  # noqa: N818  # never shown: the loop catches it
-    """A step ran out of memory on some rank, and was rolled back on all ranks."""
+    """Raised on all ranks after a step ran out of memory on one of them and was rolled back."""
 
     def __init__(self, error: BaseException | None) -> None:
         super().__init__(error)
@@ -52,7 +52,7 @@ class OutOfMemory(Exception):  # noqa: N818  # never shown: the loop catches it
         """This rank's error; None if another rank ran out of memory."""
 
     def error_to_raise(self, parts: Parts) -> BaseException:
-        """The error to raise if there is no smaller micro-batch; other ranks get one that is not printed."""
+        """Return the error to raise if there is no smaller micro-batch; on other ranks, one that is not printed."""
         if self.error is not None:
             return with_hint(self.error, parts)
         silent = LossError("another rank is out of memory with a micro-batch of 1", "see the error of that rank")
@@ -91,11 +91,11 @@ def with_hint(error: BaseException, parts: Parts) -> BaseException:
     return error
 
 
-# --- before the first step ----------------------------------------------------------------------------------------
+# --- Micro-batch search -----------------------------------------------------------------------------------------------
 
 
 def largest_micro_batch(parts: Parts, batches_of: Callable[[int], list[Any]], plan: BatchPlan) -> int:
-    """The largest micro-batch for which a step fits in memory on every rank. A collective.
+    """Find the largest micro-batch for which a step fits in memory on every rank. A collective.
 
     Tries 1, 2, 4, ... samples up to a rank's whole share of the global batch. A trial runs two passes with an optimizer
     step between them, which allocates the optimizer state; then the state of the run is restored.
@@ -124,7 +124,7 @@ def largest_micro_batch(parts: Parts, batches_of: Callable[[int], list[Any]], pl
 def _tried(
     parts: Parts, batches_of: Callable[[int], list[Any]], size: int, *, last: bool
 ) -> tuple[int, BaseException | None]:
-    """The outcome of a trial, and its out-of-memory error if there was one.
+    """Try a micro-batch of `size` samples. Returns the outcome, and the out-of-memory error if there was one.
 
     `last`: the micro-batch is the rank's whole share, so training does not accumulate gradients.
     """
@@ -175,7 +175,7 @@ def _release_cached_memory() -> None:
         torch.cuda.empty_cache()
 
 
-# --- in the middle of training --------------------------------------------------------------------------------------
+# --- Recovery during training -----------------------------------------------------------------------------------------
 
 
 class RecoverableStep(OptimizerStep):
@@ -230,14 +230,15 @@ class RecoverableStep(OptimizerStep):
 
 
 def new_step(parts: Parts, clock: StepClock) -> OptimizerStep:
-    """The object that does the optimizer steps; a `RecoverableStep` if the strategy can recover from failed ones."""
+    """Create the object that runs optimizer steps; a `RecoverableStep` if the strategy can recover from failed ones."""
     return RecoverableStep(parts, clock) if parts.strategy.recoverable else OptimizerStep(parts, clock)
 
 
-# --- The learning-rate range test, which finds the rate at which the loss falls fastest -------------------------------
+# --- Learning-rate range test -----------------------------------------------------------------------------------------
+# Finds the rate at which the loss falls fastest.
 
 
-_SMOOTHING = 0.9  # of the exponential moving average of the losses, which is bias-corrected
+_SMOOTHING = 0.9  # decay rate of the exponential moving average of the losses, which is bias-corrected
 _DIVERGED = 4.0  # the loss has diverged if it is this many times the best smoothed loss
 
 
@@ -298,7 +299,7 @@ def find(parts: Parts, step: OptimizerStep, feed: Feed, clock: StepClock, rates:
 
 
 def _shares(feed: Feed) -> Iterator[Share]:
-    """The steps of one epoch after another, without end."""
+    """Iterate over the steps of successive epochs, without end."""
     epoch = 0
     while True:
         feed.begin(epoch, 0)

@@ -34,14 +34,14 @@ def check_main() -> None:
 
 
 def use_deterministic_algorithms() -> None:
-    """Let torch, cuBLAS and cuDNN use only deterministic algorithms."""
+    """Make torch, cuBLAS and cuDNN use only deterministic algorithms."""
     make_cublas_deterministic()
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
 
 def checked_config(config: object) -> TrainerConfig:
-    """The configuration; the default one for None."""
+    """Return the configuration; for None, the default one. Raises `ConfigError` for other types."""
     if config is None:
         return TrainerConfig()
     if not isinstance(config, TrainerConfig):
@@ -89,7 +89,7 @@ def checked_loss(loss_fn: Any, name: str = "loss_fn") -> Any:
 
 
 def checked_model(model: object) -> None:
-    """Raise `ConfigError` if it is not a Module, or has parameters or buffers without values."""
+    """Raise `ConfigError` if the model is not a Module, or has parameters or buffers without values."""
     if not isinstance(model, nn.Module):
         raise ConfigError(*_no_module(model))
     tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -108,7 +108,7 @@ def checked_model(model: object) -> None:
 
 
 def _no_module(model: object) -> tuple[str, str]:
-    """The message and the hint for a model that is not a Module."""
+    """Message and hint for a model that is not a Module."""
     name = kind_of(model)
     if isinstance(model, Mapping) and model and all(isinstance(each, torch.Tensor) for each in model.values()):
         return f"model is a state_dict ({name})", "create the model, and call model.load_state_dict(...) on it"
@@ -129,7 +129,7 @@ def optimizer_for(
     optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] | None,
     strategy: Strategy,
 ) -> Optimizer:
-    """The optimizer, created if a function was given. Raises `ConfigError` unless its parameters are the model's."""
+    """Return or create the optimizer. Raises `ConfigError` unless its parameters are the model's."""
     made: object = optimizer
     if strategy.replaces_parameters and isinstance(optimizer, Optimizer):
         kind, name = type(optimizer).__name__, strategy.config.strategy
@@ -181,9 +181,9 @@ def scheduler_for(
     scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None,
     every: SchedulerInterval = "step",
 ) -> LRScheduler | None:
-    """The scheduler, created if a function was given. Raises `ConfigError` unless it belongs to this optimizer.
+    """Return the scheduler, created if a function was given. Raises `ConfigError` unless it belongs to this optimizer.
 
-    `every`: after what it is stepped. Raises `ConfigError` if that is not possible.
+    `every`: when it is stepped. Raises `ConfigError` if that is not possible.
     """
     made: object = scheduler
     if every not in get_args(SchedulerInterval):
@@ -230,7 +230,7 @@ def check_sync_batch_norm(model: nn.Module, batches: TrainBatches | UserTrainBat
 
 
 def checked_metrics(metrics: object) -> dict[str, MetricFunction | MetricObject]:
-    """The metrics by name. Raises `ConfigError` for metrics that cannot be called, and for the name "loss"."""
+    """Return the metrics by name. Raises `ConfigError` for metrics that cannot be called, and for the name "loss"."""
     if not isinstance(metrics, Mapping):
         raise ConfigError(f"metrics is {kind_of(metrics)}, not a dict", 'pass metrics={"accuracy": accuracy}')
     if "loss" in metrics:
@@ -250,7 +250,7 @@ def _checked_metric(name: str, metric: Any) -> MetricFunction | MetricObject:
 
 
 def checked_callbacks(callbacks: object) -> tuple[Callback, ...]:
-    """The callbacks as a tuple. Raises `ConfigError` if one is not a `Callback`."""
+    """Return the callbacks as a tuple. Raises `ConfigError` if one is not a `Callback`."""
     if callbacks is None:
         raise ConfigError("callbacks is None", "leave it out, or pass a list: callbacks=[]")
     given = callbacks if isinstance(callbacks, list | tuple) else [callbacks]

@@ -1,4 +1,4 @@
-"""Copies of a model's buffers, for restoring them."""
+"""Snapshots of buffers and of the state of a run, to roll back steps; loading of optimizer state."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +15,8 @@ from ddp_kit.parallel.strategy import stored
 from ddp_kit.pieces import Piece, whole_shape
 from ddp_kit.torch_internals import pytree
 from ddp_kit.trainer.parts import Parts
+
+# --- Buffers ----------------------------------------------------------------------------------------------------------
 
 
 class BufferCopies:
@@ -47,9 +49,9 @@ class BufferCopies:
 
 @contextmanager
 def buffers_exchanged(model: nn.Module) -> Iterator[None]:
-    """Around a forward pass that must not change the model's buffers: it uses copies of them.
+    """Context of a forward pass that must not change the model's buffers: the pass uses copies of them.
 
-    The buffers are exchanged, not written to: autograd may have saved them for a backward pass that comes later.
+    The buffers themselves are never written to: autograd may have saved them for a later backward pass.
     """
     before = [(module, dict(module._buffers)) for module in model.modules()]
     copies: dict[int, Tensor] = {}  # a buffer may have several names
@@ -70,7 +72,8 @@ def _copied(buffer: Tensor) -> Tensor:
     return copied if copied.shape == buffer.shape else copied.expand(buffer.shape)
 
 
-# --- Loads optimizer state with its dtypes; torch's own `load_state_dict` casts it to the dtype of the parameters -----
+# --- Optimizer state --------------------------------------------------------------------------------------------------
+# Loaded with its own dtypes; torch's `load_state_dict` casts it to the dtype of the parameters.
 
 
 def load_optimizer_state(
@@ -79,7 +82,7 @@ def load_optimizer_state(
     """Load `saved`, the `state_dict()` of an optimizer with the same parameters.
 
     `keep_types`, `keep_devices`: tensors keep the dtype and device that they have in `saved`, because an optimizer may
-    hold float32 copies of bfloat16 weights, or scalars on the CPU. Otherwise torch uses those of the parameter.
+    hold float32 copies of bfloat16 weights, or scalars on the CPU. Otherwise they get those of the parameter.
     State tensors with the shape of their parameter also get its strides.
     Raises `ValueError`, and whatever the optimizer raises.
     """
@@ -98,7 +101,7 @@ def load_optimizer_state(
 
 
 def in_pieces(state: Mapping[int, Any], optimizer: Optimizer, strategy: Strategy) -> dict[int, Any]:
-    """The optimizer state with each tensor that has the shape of a sharded parameter as a `Piece`."""
+    """Return the optimizer state with each tensor that has the shape of a sharded parameter converted to a `Piece`."""
 
     def piece(parameter: nn.Parameter, value: Any) -> Any:
         place = strategy.piece_of(parameter)
@@ -110,7 +113,7 @@ def in_pieces(state: Mapping[int, Any], optimizer: Optimizer, strategy: Strategy
 
 
 def of_pieces(state: Mapping[int, Any], optimizer: Optimizer, strategy: Strategy) -> dict[int, Any]:
-    """The inverse of `in_pieces`: this rank's shards of the saved tensors, which may be whole or pieces.
+    """Return this rank's shards of the saved tensors, which may be whole or pieces: the inverse of `in_pieces`.
 
     Raises `ValueError` for pieces of another shape or position.
     """
@@ -137,7 +140,7 @@ def _mapped(
 
 
 def _check_fused(states: Sequence[tuple[nn.Parameter, Any]]) -> None:
-    """Raise `ValueError` for states of another shape: fused kernels would read past the end of smaller ones."""
+    """Raise `ValueError` for states of the wrong shape: fused kernels would read past the end of smaller ones."""
     for parameter, state in states:
         for name, value in state.items() if isinstance(state, dict) else ():
             shape = torch.Size() if name == "step" else parameter.shape
@@ -153,11 +156,11 @@ def _lay_out_as_parameters(optimizer: Optimizer) -> None:
                 kept[name] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
-# --- Snapshots of a run's state, for rolling back steps ---------------------------------------------------------------
+# --- Snapshots --------------------------------------------------------------------------------------------------------
 
 
 class StepSnapshot:
-    """A snapshot of what the passes of a step change, apart from gradients: buffers and random states."""
+    """Snapshot of the state that the passes of a step change, apart from gradients: buffers and random states."""
 
     def __init__(self, parts: Parts) -> None:
         self._buffers = BufferCopies(parts.model, Tensor.clone)
@@ -171,7 +174,7 @@ class StepSnapshot:
 
 @contextmanager
 def without_trace(parts: Parts) -> Iterator[None]:
-    """The context of a forward pass that leaves buffers and random states as they were."""
+    """Context of a forward pass that leaves buffers and random states unchanged."""
     random = random_states(parts.world)
     try:
         with buffers_exchanged(parts.model):
@@ -181,9 +184,9 @@ def without_trace(parts: Parts) -> Iterator[None]:
 
 
 class RunSnapshot:
-    """A snapshot of what optimizer steps change: weights, buffers, optimizer, scheduler, scaler, random states.
+    """Snapshot of the state that optimizer steps change: weights, buffers, optimizer, scheduler, scaler, random states.
 
-    It is in host memory, so that it does not reduce the device memory for trial steps.
+    It is kept in host memory, so that it does not reduce the device memory for trial steps.
     """
 
     def __init__(self, parts: Parts) -> None:

@@ -1,4 +1,4 @@
-"""An optimizer step: the exact gradient of the global batch, then the update."""
+"""An optimizer step: calls of the loss function, the exact gradient of the global batch, and the update."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -25,14 +25,15 @@ from ddp_kit.trainer.learning_rates import EveryEpoch, explained_ticks
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.snapshots import BufferCopies, StepSnapshot, without_trace
 
-# --- The parameters of a run. The Trainer fixes which ones there are, and which require gradients, when it is created.
+# --- Parameters of a run ----------------------------------------------------------------------------------------------
+# The Trainer fixes which ones there are, and which require gradients, when it is created.
 
 
 class RunParameters:
-    """The parameters of the model and the optimizer when the Trainer was created, to detect changes.
+    """Parameters of the model and the optimizer when the Trainer was created, kept to detect changes.
 
-    Strategies reduce only the gradients of parameters that required gradients then: a parameter unfrozen later would be
-    trained on each rank separately.
+    Strategies reduce only the gradients of parameters that required gradients at that time: each rank would train a
+    parameter unfrozen later separately.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, device_optimizer: Optimizer) -> None:
@@ -69,7 +70,7 @@ class RunParameters:
         )
 
     def check(self) -> None:
-        """Like `check_frozen`, and also raise `ConfigError` if parameters were added or replaced. Walks all modules."""
+        """Run `check_frozen`; also raise `ConfigError` if parameters were added or replaced. Walks all modules."""
         self.check_frozen()
         for what, now, before in (
             ("the model", [*self._model.parameters()], self._own),
@@ -87,7 +88,8 @@ def _parameters_of(optimizer: Optimizer) -> tuple[nn.Parameter, ...]:
     return tuple(parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-# --- Calls the user's loss function, checks its result, and checks that all ranks get the same kind of loss -----------
+# --- Loss function calls ----------------------------------------------------------------------------------------------
+# These check the result of the loss function, and that all ranks get the same kind of loss.
 
 
 _UNKNOWN, _PLAIN, _WEIGHTED = range(3)
@@ -97,8 +99,8 @@ _IGNORED = -100  # the default ignore_index of torch's cross_entropy
 class LossCalls:
     """Calls the loss function for the passes of a Trainer's steps.
 
-    Before the first backward pass, the ranks exchange which kind of loss they have, because a step's reductions depend
-    on it, or what is wrong with it. The host waits for the device there, once.
+    Before the first backward pass, the ranks exchange the kind of their loss, on which the reductions of a step depend,
+    or their error. The host waits for the device once, during this exchange.
     """
 
     def __init__(self, parts: Parts, parameters: RunParameters) -> None:
@@ -106,7 +108,7 @@ class LossCalls:
         self._parameters = parameters
         self._kind = _UNKNOWN
         self.most_passes = 0
-        """The largest number of passes on any rank in the first step."""
+        """Largest number of passes on any rank in the first step."""
 
     @property
     def agreed(self) -> bool:
@@ -115,11 +117,11 @@ class LossCalls:
 
     @property
     def weighted(self) -> bool:
-        """Whether it returns a `Loss`, whose weight is known only after the passes."""
+        """Whether the loss function returns a `Loss`, whose weight is known only after the passes."""
         return self._kind == _WEIGHTED
 
     def call(self, batch: object, step: int, passes: int) -> "Tensor | Loss":
-        """The loss of a batch. `passes`: this rank's number of passes in the step. Raises `LossError`.
+        """Compute the loss of a batch. `passes`: this rank's number of passes in the step. Raises `LossError`.
 
         The first call is a collective; see `agree`.
         """
@@ -136,8 +138,8 @@ class LossCalls:
     def agree(self, found: "Tensor | Loss | LossError | None" = None, passes: int = 0) -> None:
         """Agree with the other ranks on the kind of loss. A collective: each rank calls it once, before any reduction.
 
-        `found`: this rank's first loss, or its error; None: it has no samples. `passes`: its passes in the first step.
-        Raises `LossError` if the ranks have different kinds of loss, or any of them has an error.
+        `found`: this rank's first loss, or its error; None if the rank has no samples. `passes`: its number of passes
+        in the first step. Raises `LossError` if the ranks have different kinds of loss, or any of them has an error.
         """
         own = _UNKNOWN if found is None else _WEIGHTED if isinstance(found, Loss) else _PLAIN
         problem = found if isinstance(found, LossError) else None
@@ -184,7 +186,7 @@ class LossCalls:
         return value
 
     def _advise(self, value: "Tensor | Loss", batch: object, passes: int) -> None:
-        """Log advice if the loss is probably a mean over tokens, whose average depends on the division of samples."""
+        """Log advice if the loss is probably a mean over tokens: its average depends on how the samples are divided."""
         parts = self._parts
         divided = passes > 1 or parts.strategy.data_ranks > 1
         if divided and parts.world.is_main and not isinstance(value, Loss) and (counts := _token_counts(batch)):
@@ -215,7 +217,7 @@ def backward_called() -> LossError:
 
 
 def _token_counts(batch: object) -> tuple[int, int] | None:
-    """The smallest and largest number of tokens in a sample, if the batch looks like tokens and they differ."""
+    """Smallest and largest number of tokens in a sample, if the batch looks like tokens and the numbers differ."""
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.dtype == torch.int64:
             counts = (leaf != _IGNORED).sum(dim=1)
@@ -225,11 +227,11 @@ def _token_counts(batch: object) -> tuple[int, int] | None:
     return None
 
 
-# --- One optimizer step: the exact gradient of the global batch, then the update --------------------------------------
+# --- The optimizer step -----------------------------------------------------------------------------------------------
 
 
 class StepRecord(Protocol):
-    """Where a step records its losses and gradient norm: an `Interval`, or a part of one."""
+    """Records the losses and the gradient norm of a step, as `Interval` does."""
 
     @property
     def step(self) -> int:
@@ -246,7 +248,7 @@ class StepRecord(Protocol):
 
 
 class OptimizerStep:
-    """Does optimizer steps.
+    """Runs optimizer steps.
 
     set gradients to None, broadcast rank 0's buffers
     for each of this rank's passes:
@@ -270,10 +272,10 @@ class OptimizerStep:
         self._skipped = 0
 
     def run(self, share: Share, batch: Callable[[], Any], interval: StepRecord, *, measure_norm: bool) -> None:
-        """Do one step.
+        """Run one step.
 
-        `share`: the number of samples of each pass. `batch()`: returns the next pass's batch. `interval`: where losses
-        are recorded. `measure_norm`: also record the gradient norm.
+        `share`: the number of samples of each pass. `batch()`: returns the batch of the next pass. `interval`: records
+        the losses. `measure_norm`: also record the gradient norm.
         """
         parts, strategy = self._parts, self._strategy
         self._begin()
@@ -297,11 +299,11 @@ class OptimizerStep:
 
     def _begin(self) -> None:
         self._parts.heartbeat.mark(Phase.DATA)
-        self.clear()  # of another Trainer, or from user code
+        self.clear()  # gradients from another Trainer, or from user code
         self._strategy.begin_step()
 
     def _gradient(self, passes: "StepPasses", *, measure_norm: bool) -> None:
-        """Compute the gradient of the global batch, before clipping, in the parameters' `grad`."""
+        """Compute the gradient of the global batch in the parameters' `grad`, without clipping."""
         parts, strategy = self._parts, self._strategy
         self._run_passes(passes)
         if measure_norm:  # only at log points, because it walks over all modules
@@ -376,7 +378,7 @@ class OptimizerStep:
                 scheduler.end_epoch()
 
     def _skip(self, interval: StepRecord, before: BufferCopies | None, passes: "StepPasses") -> None:
-        """Skip a step with a non-finite gradient: restore what its passes have changed."""
+        """Skip a step with a non-finite gradient: restore the state that its passes changed."""
         if self._parts.config.non_finite == "skip":
             if self._losses.weighted and not bool(torch.isfinite(passes.weight())):
                 raise bad_weight(interval.step)
@@ -405,7 +407,7 @@ class StepPasses:
         self._batch = batch
         self._interval = interval
         self._rehearsed: list[Any] = []  # the first batch, if a rehearsal has fetched it
-        self._kept: dict[int, tuple[Any, int]] = {}  # pass -> its batch, if it is used again, and its uses so far
+        self._kept: dict[int, tuple[Any, int]] = {}  # pass -> a batch that is used again, and its uses so far
         self._own_weight: Tensor | float = 0.0
         self._total: Callable[[], Tensor] | None = None
         self._phase = BACKWARD
@@ -507,10 +509,10 @@ class StepPasses:
         self._total = _over_all_ranks(self._own_weight, self._parts.world)
 
     def _objective(self, value: Tensor | Loss, samples: int) -> Tensor:
-        """The loss to backpropagate: this pass's term of the global batch's loss, times the strategy's divisor.
+        """The loss to backpropagate: this pass's term in the loss of the global batch, times the strategy's divisor.
 
-        A plain mean is weighted by its samples, which are known in advance without communication. A `Loss` is divided
-        by the samples of the step at first; `_gradient` corrects the gradients once the sum of all weights is known.
+        A plain mean is weighted by its samples, which are known in advance without communication. A `Loss` is first
+        divided by the samples of the step; `_gradient` corrects the gradients once the sum of all weights is known.
         """
         divisor, all_samples = self._parts.strategy.divisor, self._share.samples
         if isinstance(value, Loss):
@@ -542,7 +544,7 @@ def _ratio(samples: int, weight: Tensor) -> Tensor:
     return torch.where(weight.isfinite(), ratio, torch.nan)
 
 
-# --- Batches of a step that are used several times --------------------------------------------------------------------
+# --- Reused batches ---------------------------------------------------------------------------------------------------
 
 
 class StepBatches:
@@ -553,7 +555,7 @@ class StepBatches:
         self._kept: list[Any] = []
 
     def again(self) -> Callable[[], Any]:
-        """A function that returns the step's batches one by one, from the first."""
+        """Return a function that returns the batches of the step in order, from the first."""
         kept = iter(self._from_the_first())
         return lambda: with_copied_containers(next(kept))
 
@@ -566,11 +568,12 @@ class StepBatches:
             number += 1
 
 
-# --- Steps of optimizers that evaluate the loss several times per step, such as LBFGS or sharpness-aware minimisation.
+# --- Closure steps ----------------------------------------------------------------------------------------------------
+# For optimizers that evaluate the loss several times per step, such as LBFGS or sharpness-aware minimisation (SAM).
 
 
 class ClosureStep(OptimizerStep):
-    """Does steps of an optimizer that takes a closure.
+    """Runs steps of an optimizer whose `step` takes a closure.
 
     def closure():
         compute the gradient of the global batch, clipped, as in `OptimizerStep`

@@ -1,4 +1,4 @@
-"""Adapters that present the optimizers and schedulers of several updates as one, to save, load and compare state."""
+"""Several updates per step, each with its own loss function, optimizer and scheduler, as for a GAN."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,11 +20,14 @@ from ddp_kit.trainer.searches import new_step
 from ddp_kit.trainer.setup import checked_loss
 from ddp_kit.trainer.step import ClosureStep, OptimizerStep, StepBatches, StepRecord
 
+# --- Joint optimizer and scheduler ------------------------------------------------------------------------------------
+# Adapters to save, load and compare the state of several updates.
+
 
 class JointOptimizer(Optimizer):
     """Presents the optimizers of several updates as one optimizer, with the groups and state of all of them.
 
-    `optimizers`: by the name of the update. It is never stepped; each update steps its own optimizer.
+    `optimizers`: by update name. A `JointOptimizer` is never stepped; each update steps its own optimizer.
     """
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
@@ -33,7 +36,7 @@ class JointOptimizer(Optimizer):
 
     @property
     def kind(self) -> str:
-        """The name of each update and the class of its optimizer, as text."""
+        """Name of each update and class of its optimizer, as text."""
         return ", ".join(f"{name}: {type(each).__name__}" for name, each in self.optimizers.items())
 
     @property
@@ -45,7 +48,7 @@ class JointOptimizer(Optimizer):
         return {key: value for each in self.optimizers.values() for key, value in each.state.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as if one optimizer held all groups: parameters are numbered consecutively."""
+        """State in the format of a single optimizer with all groups: parameters are numbered consecutively."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for each in self.optimizers.values():
@@ -90,7 +93,7 @@ class JointOptimizer(Optimizer):
 
 
 def joint_scheduler(schedulers: Mapping[str, LRScheduler]) -> "JointScheduler | None":
-    """The schedulers as one; None if there are none. `schedulers`: by the name of the update."""
+    """Combine schedulers into one; None if there are none. `schedulers`: by update name."""
     return JointScheduler(schedulers) if schedulers else None
 
 
@@ -108,11 +111,11 @@ class JointScheduler(LRScheduler):
 
     @property
     def by_update(self) -> dict[str, LRScheduler]:
-        """The schedulers by the names of their updates."""
+        """Schedulers by update name."""
         return dict(zip(self._names, self.schedulers, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each scheduler, by the name of its update."""
+        """State of each scheduler, by update name."""
         return {name: each.state_dict() for name, each in self.by_update.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -121,7 +124,7 @@ class JointScheduler(LRScheduler):
             each.load_state_dict(state_dict[name])
 
 
-# --- Several updates per step, each with its own loss and optimizer, as for a GAN -------------------------------------
+# --- Updates ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -162,10 +165,10 @@ class Update:
 def checked_updates(
     model: nn.Module, updates: Sequence[Update], others: Sequence[object], config: TrainerConfig
 ) -> tuple[Update, ...]:
-    """The updates as a tuple, empty without any. Raises `ConfigError` for invalid updates or shared parameters.
+    """Check the updates and return them as a tuple. Raises `ConfigError` for invalid updates or shared parameters.
 
-    `others`: the Trainer's optimizer, loss function, scheduler and interval of it, which are only allowed without
-    updates.
+    `others`: the Trainer's optimizer, loss function, scheduler and scheduler interval, which are only allowed if there
+    are no updates.
     """
     if not updates:
         checked_loss(others[1])
@@ -225,7 +228,7 @@ def _check_settings(config: TrainerConfig) -> None:
 
 
 def loss_to_evaluate(updates: Sequence[Update], logged: LoggedValues) -> LossFunction:
-    """A loss function for evaluation: returns the first update's loss, and logs those of all updates."""
+    """Create the loss function for evaluation: it returns the loss of the first update, and logs the losses of all."""
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor | Loss:
         values = [update.loss_fn(model, with_copied_containers(batch)) for update in updates]
@@ -236,7 +239,7 @@ def loss_to_evaluate(updates: Sequence[Update], logged: LoggedValues) -> LossFun
 
 
 class JointStep(OptimizerStep):
-    """Does optimizer steps that consist of several updates.
+    """Runs optimizer steps that consist of several updates.
 
     for each update that is due, in order:
         run its own `OptimizerStep`, with its loss function and optimizer, on the step's batches
@@ -273,7 +276,7 @@ class JointStep(OptimizerStep):
 
 
 class _UpdateRecord:
-    """Records one update of a step: its loss under its name, and the first update's also as the loss of the row."""
+    """Records the loss of one update under its name; that of the first update also as the loss of the log row."""
 
     def __init__(self, step: StepRecord, logged: LoggedValues, name: str, *, first: bool) -> None:
         self._step = step
@@ -302,7 +305,7 @@ class _UpdateRecord:
 
 
 def optimizer_step_for(parts: Parts, clock: StepClock, *, closure: bool = False) -> OptimizerStep:
-    """The object that does the steps of one optimizer. `closure`: its `step` takes a closure. Raises `ConfigError`."""
+    """Create the object that runs one optimizer's steps. `closure`: `step` takes a closure. Raises `ConfigError`."""
     if closure or isinstance(parts.optimizer, torch.optim.LBFGS):
         check_closure(parts)
         return ClosureStep(parts, clock)
@@ -329,7 +332,7 @@ def check_closure(parts: Parts) -> None:
 def joint_step(
     parts: Parts, clock: StepClock, updates: Sequence[Update], schedulers: Mapping[str, LRScheduler]
 ) -> JointStep:
-    """The object that does steps with several updates. A collective: the strategy sets up a reduction for each."""
+    """Create the object that runs steps of several updates. A collective: the strategy sets up a reduction for each."""
     own = [[p for group in update.optimizer.param_groups for p in group["params"]] for update in updates]
     steps = {}
     for update, strategy in zip(updates, parts.strategy.divided(own), strict=True):

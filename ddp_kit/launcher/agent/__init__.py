@@ -4,7 +4,7 @@ This is the only launcher folder that imports torch.
 
     run.py       a plan -> the link to the job -> the agent -> an outcome
     loop.py      the agent: orders of the job in, reports to it out
-    inbox.py     the queue of events that the loop waits for: from sockets, other nodes, and while it waits for nodes
+    inbox.py     the queue of events that the loop reads; sockets; messages while a node waits for others
     workers.py   the worker processes of one round
     hangs.py     detects workers that hang; stacks.py reads their stacks
     logs.py      where their output goes: torch's log settings and file names, and ddpkit's streams

@@ -1,4 +1,4 @@
-"""Hangs: the rule that recognises one, and the monitor that applies it."""
+"""Detection of hung workers: the rule that recognises a hang, and the monitor that applies it."""
 
 import os
 import re
@@ -17,8 +17,9 @@ from ddp_kit.launcher.verdict import rank_list
 from ddp_kit.launcher.warm.cleanup import is_stopped
 from ddp_kit.masking import masked
 
-# --- The rule that decides whether the ranks of this node hang. Pure: it uses neither files nor a clock ---------------
-# each check compares the heartbeats of all running ranks with those of the previous check:
+# --- Hang rule --------------------------------------------------------------------------------------------------------
+# Decides whether the ranks of this node hang. Pure: it uses neither files nor a clock. Each check compares the
+# heartbeats of all running ranks with those of the previous check:
 #     one has changed                       that rank is alive; the limit grows to twice its longest pause
 #     none has changed for the limit        a hang: once one rank is stuck, all others soon wait for it
 #
@@ -27,7 +28,7 @@ from ddp_kit.masking import masked
 
 
 DEFAULT_SECONDS = 300.0
-"""The limit of a run without longer pauses."""
+"""Seconds without progress that count as a hang, in a run without longer pauses."""
 _MAX_CHECK_SECONDS = 1.0
 _PAUSE_FACTOR = 2  # times the longest pause so far: a later evaluation may take longer, for example to compile again
 _FIRST_STEPS = 2
@@ -40,14 +41,14 @@ _DEBUGGER = re.compile(r"(^|/)(i?pdb|bdb|pudb/\w+|debugpy/.*|pydevd\w*)\.py$")
 
 @dataclass(frozen=True)
 class NoProgress:
-    """No rank of this node has made progress."""
+    """A period in which no rank of this node made progress, in seconds, and the limit that it exceeded."""
 
     seconds: float
     limit: float
 
     @property
     def past_other_nodes_limit(self) -> bool:
-        """Whether it has lasted so long that a node with the cause would have reported the hang by now."""
+        """Whether another node would have reported the hang by now, if the cause were there."""
         return self.seconds >= _OTHER_NODES_FACTOR * self.limit
 
 
@@ -58,13 +59,13 @@ class _Rank:
     in_native_code: float = 0.0
     """Seconds without a sign that its main thread executes Python code."""
     uncounted: float = 0.0
-    """Seconds since its collectives were last counted, which they are unless it holds the interpreter lock."""
+    """Seconds since its collectives were last counted; the count only stops while it holds the interpreter lock."""
     collectives: int = 0
-    """Those of the default group, or of the last one if it has been destroyed."""
+    """Number of collectives of the default group, or of the last default group if it has been destroyed."""
 
 
 class HangRule:
-    """The rule for one round on this node.
+    """Hang rule for one round on this node.
 
     `floor`: the minimum limit in seconds. `any_script`: whether it also applies to scripts without a Trainer.
     """
@@ -112,7 +113,7 @@ class HangRule:
 
     @property
     def limit(self) -> float:
-        """How many seconds without progress count as a hang at this point of the run."""
+        """Seconds without progress that count as a hang at this point of the run."""
         return max(self._floor * (1 if self._settled else _STARTUP_FACTOR), _PAUSE_FACTOR * self._pause)
 
     @property
@@ -144,17 +145,18 @@ class HangRule:
     def _progress_expected(self) -> bool:
         """Whether any rank should make progress.
 
-        It is in the Trainer, or in a collective that others did not reach, or all ranks are stuck in native code.
+        True if a rank is in the Trainer or in a collective that others did not reach, or if all ranks are stuck in
+        native code.
         """
         every = [rank.heartbeat for rank in self._ranks.values()]
         apart = self._any_script and len({each.collectives for each in every}) > 1
         return apart or any(map(self._in_trainer, every)) or all(map(self._is_in_native_code, self._ranks.values()))
 
     def _is_in_native_code(self, rank: _Rank) -> bool:
-        """Whether its main thread has executed no Python code for the limit.
+        """Whether its main thread has executed no Python code for as long as the limit.
 
-        A script without collectives may do so, for example while it waits for another program, if it does not hold the
-        interpreter lock.
+        In a script without collectives, this counts only if the interpreter lock is held: otherwise, the script may be
+        waiting for another program.
         """
         if not self._any_script or not rank.heartbeat.python_at or rank.in_native_code < self.limit:
             return False
@@ -189,11 +191,12 @@ def may_take_long(heartbeat: Heartbeat) -> bool:
 
 
 def is_debugged(stacks: Iterable[Stack]) -> bool:
-    """Whether a debugger runs in one of them."""
+    """Whether a debugger runs in one of these processes."""
     return any(_DEBUGGER.search(frame.file) for stack in stacks for frame in stack.frames)
 
 
-# --- Detect that this node's workers hang, from their heartbeat files, and report it with the stacks of all ranks -----
+# --- Hang monitor -----------------------------------------------------------------------------------------------------
+# Detects hung workers of this node from their heartbeat files, and reports them with the stacks of all ranks.
 
 
 _RAISE_LIMIT = "if it is just slow, raise the limit with --hang-timeout SECONDS, or set it to 0 for no limit"
@@ -242,11 +245,11 @@ class HangMonitor:
         )
         """Seconds between two counts of a worker's collectives, the heartbeat without a Trainer; 0: never."""
         self.found: dict[int, Hung] = {}
-        """By local rank; at most one."""
+        """Hung workers by local rank; at most one."""
         self.others: tuple[str, ...] = ()
         """What the running ranks were doing when a collective timed out on another rank, in lines of text."""
         self.stacks: dict[int, str] = {}
-        """By global rank."""
+        """Stacks by global rank."""
 
     def next_check(self) -> float | None:
         """Seconds until the next call of `check`; None: never."""

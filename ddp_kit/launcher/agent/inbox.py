@@ -1,4 +1,4 @@
-"""The queue that the agent's loop reads: orders of the job, signals, and the loss of the connection."""
+"""Queue of events that the agent's loop reads, listening sockets, and the messages of a node that waits for others."""
 
 import errno
 import ipaddress
@@ -21,6 +21,9 @@ from ddp_kit.errors import LaunchError
 from ddp_kit.launcher.clusters.request import JobPlace
 from ddp_kit.launcher.job import Limits, Order, RankAssignment
 from ddp_kit.launcher.rendezvous import holder
+
+# --- Event queue ------------------------------------------------------------------------------------------------------
+# Events are orders of the job, signals, and the loss of the connection.
 
 
 @dataclass(frozen=True)
@@ -87,17 +90,17 @@ class Inbox:
         self._read_end, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def fileno(self) -> int:
-        """Readable when the queue is not empty."""
+        """The descriptor for `poll`: readable when the queue is not empty."""
         return self._read_end
 
     def put(self, item: Item) -> None:
-        """Add at the end; never blocks."""
+        """Append an item; never blocks."""
         self._items.append(item)
         with suppress(BlockingIOError):  # the pipe is full, which also wakes the reader
             os.write(self._write_end, b"!")
 
     def take(self) -> Item | None:
-        """The oldest item, or None."""
+        """Remove and return the oldest item, or None."""
         if not self._items:
             with suppress(BlockingIOError):
                 os.read(self._read_end, _WAKE_UPS)
@@ -127,11 +130,12 @@ class Inbox:
         self.put(StopSignal(signal.Signals(number)))
 
     def on_worker_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Handler of signals to forward to the workers."""
+        """Signal handler: enqueue a signal to forward to the workers."""
         self.put(WorkerSignal(signal.Signals(number)))
 
 
-# --- Listening sockets, on loopback for single-node jobs, and checks for addresses of this machine --------------------
+# --- Listening sockets ------------------------------------------------------------------------------------------------
+# On loopback for single-node jobs; and checks for addresses of this machine.
 
 
 _BACKLOG = 4096  # nodes that may connect at the same moment
@@ -140,7 +144,7 @@ _MAX_CONNECTIONS = 1 << 20  # the kernel's own limit, fs.nr_open
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on `port` (0: any free one), only on loopback if `address` is a loopback address.
+    """Open a socket that listens on `port` (0: any free one), only on loopback if `address` is a loopback address.
 
     Raises `LaunchError` if the port is in use, and names the process that uses it.
     """
@@ -209,7 +213,8 @@ def resolve(host: str) -> list[tuple[int, int, int, str, tuple[str, int]]]:
         ) from None
 
 
-# --- Messages while a node waits for others: how many have joined, at which endpoint, and what to type on the others.
+# --- Messages while a node waits for others ---------------------------------------------------------------------------
+# How many nodes have joined, at which endpoint, and what to type on the others.
 
 
 _FIRST_SECONDS = 3.0
@@ -236,7 +241,7 @@ class Reminder:
 
 @dataclass(frozen=True)
 class Commands:
-    """The command line for the other nodes of a job: this node's, with different flags where they must differ."""
+    """Command lines for the other nodes of a job: that of this node, with other flags where they must differ."""
 
     flags: Sequence[str]
     """The launcher's flags as they were typed here."""

@@ -1,4 +1,4 @@
-"""Where each worker's output goes: torch's log settings and file names, and ddpkit's streams."""
+"""Destinations of each worker's output: torch's log settings and file names, and ddpkit's streams."""
 
 import os
 import socket
@@ -88,7 +88,7 @@ class RoundLogs:
 
 
 class _Filtered:
-    """A file with the lines, from the files of all ranks, that contain one of these words."""
+    """A file with those lines of all ranks' files that contain one of the given words."""
 
     def __init__(self, role: str, files: dict[int, str], path: str, words: Collection[str]) -> None:
         with private_files():

@@ -1,4 +1,4 @@
-"""Describe a failed worker from its exit code, final output, error file, heartbeat, and the kernel's counters."""
+"""The agent, one per node: it executes the orders of the job and reports the state of its workers."""
 
 import json
 import logging
@@ -50,11 +50,15 @@ from ddp_kit.launcher.verdict import Failure, Outcome
 from ddp_kit.launcher.warm.client import WarmServer
 from ddp_kit.masking import masked
 
+# --- Description of a failure -----------------------------------------------------------------------------------------
+# From the exit code, final output, error file and heartbeat of a worker, and the kernel's counters.
+
+
 _SERVER_LOST = "the process that forks the workers was killed, and the workers with it"
 
 
 def failure_of(workers: Workers, rank: int, failure: ProcessFailure, host: str) -> Failure:
-    """The `Failure` of the worker with global rank `rank`."""
+    """Build the `Failure` of the worker with global rank `rank`."""
     code = failure.exitcode
     after, terminated = workers.end_of(failure.local_rank)
     output, note = workers.final_output(failure.local_rank), note_of(failure)
@@ -109,17 +113,18 @@ def _hung(found: Failure, hung: Hung) -> Failure:
 
 
 def steps_of(error_files: Iterable[str]) -> Steps | None:
-    """The range of steps of these workers; None: none has begun a step."""
+    """Range of steps of these workers; None: none has begun a step."""
     heartbeats = [read_heartbeat(error_file) for error_file in error_files]
     found = [(each.began, each.step) for each in heartbeats if each.began is not None and each.step is not None]
     return Steps(max(began for began, _ in found), max(reached for _, reached in found)) if found else None
 
 
-# --- Event records for --event-log-handler, with the names and fields of torch's agent --------------------------------
+# --- Event records ----------------------------------------------------------------------------------------------------
+# For --event-log-handler, with the names and fields of torch's agent.
 
 
 class EventRecords:
-    """The records of one node. Source: `SimpleElasticAgent._construct_event` of torch 2.13."""
+    """Event records of one node. Source: `SimpleElasticAgent._construct_event` of torch 2.13."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -128,11 +133,11 @@ class EventRecords:
         self._workers: Workers | None = None
 
     def wait_begins(self) -> None:
-        """The wait for the next round begins."""
+        """Note the start of the wait for the next round."""
         self._waits_since = time.monotonic()
 
     def round_began(self, workers: Workers) -> None:
-        """The node got its rank assignment and has started its workers."""
+        """Record that the node got its rank assignment and started its workers."""
         self._workers = workers
         self._record("RENDEZVOUS", duration_ms=(time.monotonic() - self._waits_since) * 1000)
         self._record("ASSIGN_WORKER_RANKS", duration_ms=0.0)  # they came with the assignment
@@ -140,7 +145,7 @@ class EventRecords:
             self._record("START", local_rank)
 
     def timer(self, name: str, request: Any = None) -> None:
-        """An event of the server for the workers' timers."""
+        """Record an event of the timer server."""
         inner = {"watchdog_event": name}
         if request is not None:
             fields = ("worker_pid", "scope_id", "expiration_time", "signal")
@@ -208,14 +213,15 @@ class EventRecords:
         return found | {"metadata": json.dumps(inner)}
 
 
-# --- Serve the workers' timers (torch.distributed.elastic.timer) if an environment variable asks for it ---------------
+# --- Timer server -----------------------------------------------------------------------------------------------------
+# Serves the workers' timers (torch.distributed.elastic.timer), if an environment variable asks for it.
 
 
 _INTERVAL_SECONDS = 0.1  # as in torch's agent
 
 
 def serve(run_id: str, log_event: Callable[[str, Any], None]) -> FileTimerServer | None:
-    """Start the timer server of a round, which kills workers that time out. They find its path in their environment."""
+    """Start the timer server of a round, which kills workers that time out; its path is in their environment."""
     if os.environ.get(FILE_TIMER) != "1":
         return None
     path = str(Path(tempfile.gettempdir(), f"watchdog_timer_{uuid.uuid4()}"))
@@ -225,7 +231,7 @@ def serve(run_id: str, log_event: Callable[[str, Any], None]) -> FileTimerServer
     return server
 
 
-# --- The agent, one per node: it executes the job's orders and reports the state of its workers -----------------------
+# --- Agent ------------------------------------------------------------------------------------------------------------
 
 
 _CONNECTIONS = 2  # per worker, to its store
@@ -233,7 +239,7 @@ _POLL_SECONDS = 0.1  # on systems other than Linux, where nothing wakes the agen
 
 
 class Agent:
-    """One node's part of a job.
+    """The agent of one node.
 
     join the job
     loop:
@@ -315,7 +321,7 @@ class Agent:
         self._inbox.wait(min((seconds for seconds in timeouts if seconds is not None), default=None), watched)
         self._link.check()
 
-    # A round -----------------------------------------------------------------------------------------------------
+    # Rounds -----------------------------------------------------------------------------------------------------------
 
     def _start_round(self, order: StartRound) -> None:
         if order.why:
@@ -424,7 +430,7 @@ class Agent:
         if self._workers is not None and self._round != self._latest_reported:
             self._workers.record_end(verdict.record(self._outcome))
 
-    # Results -----------------------------------------------------------------------------------------------------
+    # Results ----------------------------------------------------------------------------------------------------------
 
     @property
     def _round(self) -> int:

@@ -1,4 +1,4 @@
-"""The nodes of a job: how launchers agree on each change of its state."""
+"""Links between a node and the state machine of its job, `job.Job`: in this process, or over a TCPStore."""
 
 import json
 import queue
@@ -35,11 +35,12 @@ from ddp_kit.launcher.job import End, Go, Job, Limits, Node, Order, Pause, RankA
 from ddp_kit.launcher.rendezvous import Rendezvous, holder
 from ddp_kit.launcher.verdict import Failure, Outcome
 
-# --- The link to a single-node job, whose state machine runs in this process. It listens on loopback only -------------
+# --- Single node ------------------------------------------------------------------------------------------------------
+# The state machine runs in this process, which listens on loopback only.
 
 
 class SingleNodeLink:
-    """The counterpart of `multi_node.MultiNodeLink` for one node."""
+    """Link to a job of one node, with the same methods as `MultiNodeLink`."""
 
     def __init__(self, node: Node, limits: Limits, inbox: Inbox) -> None:
         self._node, self.number = node, node.number
@@ -92,22 +93,26 @@ class SingleNodeLink:
             self._inbox.put(StartRound(order.assignments[self.number], order.why) if isinstance(order, Go) else order)
 
 
-# --- Run the state machine `job.Job` for several nodes, in two threads on the node that hosts the rendezvous ----------
+# --- Coordinator of several nodes -------------------------------------------------------------------------------------
+# Runs the state machine in two threads, on the node that hosts the rendezvous.
 
 
-# The store's keys.
+# Keys in the store.
 NODES = "ddpkit/nodes"
 EVENTS = "ddpkit/events"
 ORDERS = "ddpkit/orders"
 ORDER = "ddpkit/order/{number}"
 ASSIGNMENT = "ddpkit/assignment/{round}/{node}"
 BEAT = "ddpkit/beat/{node}"
-# In place of an assignment, for a node that the job has removed. A node that waits for a later round gets null.
+# Replaces the assignment of a node that the job has removed. A node that waits for a later round gets null.
 LOST = "lost"
 
 
 class Coordinator:
-    """Reads events and heartbeats, writes orders. `store`: a TCPStore whose timeout is longer than any job."""
+    """Coordinator of a job of several nodes: reads events and heartbeats, writes orders.
+
+    `store`: a TCPStore whose timeout is longer than any job.
+    """
 
     def __init__(self, store: Any, limits: Limits, beat_seconds: float) -> None:
         self._store = store
@@ -129,7 +134,7 @@ class Coordinator:
 
     @property
     def nodes_joined(self) -> int:
-        """How many nodes have joined and are not lost."""
+        """Number of nodes that have joined and are not lost."""
         with self._lock:
             return len(self._job.alive)
 
@@ -205,7 +210,7 @@ class Coordinator:
 
 
 def read_outcome(fields: dict[str, Any]) -> Outcome:
-    """An outcome from its JSON form."""
+    """Parse an outcome from its JSON form."""
     return Outcome(**_read(fields))
 
 
@@ -220,8 +225,10 @@ def _read(fields: dict[str, Any]) -> dict[str, Any]:
     return {**fields, "failures": failures, "ended_well": tuple(fields["ended_well"])}
 
 
-# --- The link of a node to a multi-node job: messages over the TCPStore of the node that hosts the rendezvous ---------
-#     node                                         host of the rendezvous (`coordinator.py`)
+# --- Link to a multi-node job -----------------------------------------------------------------------------------------
+# Messages over the TCPStore of the node that hosts the rendezvous:
+#
+#     node                                         host of the rendezvous (`Coordinator`)
 #     adds itself, pushes "joined"           -->   pops events, feeds them to `job.Job`
 #     waits for the next order               <--   sets an assignment for each node, then one order for all
 #     increments its heartbeat               -->   reads all heartbeats, by its own monotonic clock
@@ -242,7 +249,7 @@ _CLOSE_SECONDS = 30.0
 
 
 class MultiNodeLink:
-    """The link of one node to a job of several nodes."""
+    """Link of one node to a job of several nodes."""
 
     def __init__(
         self,
@@ -281,7 +288,7 @@ class MultiNodeLink:
         self._is_over = False
         self._sender = threading.Thread(target=self._run, args=[self._send], name="ddpkit-send", daemon=True)
 
-    # Connecting --------------------------------------------------------------------------------------------------
+    # Connecting -------------------------------------------------------------------------------------------------------
 
     def _register(self, node: Node, run_id: str) -> Node:
         """Get a node number, and a port for the workers' store."""
@@ -378,14 +385,14 @@ class MultiNodeLink:
         return f"; the port is held{who}" if is_local(self._host) and (who := holder(self._port)) else ""
 
     def _own_address(self, node: Node) -> str:
-        """--local-addr, or else the local address of the connection to the rendezvous."""
+        """The value of --local-addr, or else the local address of the connection to the rendezvous."""
         if node.address != self._host:
             return node.address
         with socket.create_connection((self._host, self._port), timeout=_HANDSHAKE.total_seconds()) as probe:
             address: str = probe.getsockname()[0]
         return "127.0.0.1" if is_loopback(address) else address
 
-    # The agent's side --------------------------------------------------------------------------------------------
+    # Methods for the agent --------------------------------------------------------------------------------------------
 
     def join(self) -> None:
         """Send the join request."""
@@ -400,7 +407,7 @@ class MultiNodeLink:
         self._outgoing.put({"report": asdict(report) | {"state": report.state.name}})
 
     def take_listening(self) -> socket.socket | None:
-        """The socket for the workers' store of the next round; None: they use the store of the rendezvous."""
+        """Return the socket for the workers' store of the next round; None: they use the store of the rendezvous."""
         listening, self._listening = self._listening, None
         return listening
 
@@ -418,7 +425,7 @@ class MultiNodeLink:
         return f"joined the job at {self._host}:{self._port}; waiting for the other nodes"
 
     def close(self) -> None:
-        """Leave; the host waits until every other node knows the outcome."""
+        """Leave the job; the host waits until every other node knows the outcome."""
         self._is_over = True
         self._outgoing.put({"bye": self.number})
         self._outgoing.put(None)
@@ -436,7 +443,7 @@ class MultiNodeLink:
         if self._listening is not None:
             self._listening.close()
 
-    # The threads -------------------------------------------------------------------------------------------------
+    # Threads ----------------------------------------------------------------------------------------------------------
 
     def _run(self, work: Callable[[], None]) -> None:
         try:

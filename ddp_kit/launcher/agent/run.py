@@ -172,7 +172,7 @@ def _hand_on_error_file(script: str, failures: dict[int, ProcessFailure]) -> Non
             get_error_handler().dump_error_file(first.error_file, first.exitcode)
 
 
-# The run folder ------------------------------------------------------------------------------------------------------
+# --- Run folder -------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

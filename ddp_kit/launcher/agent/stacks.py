@@ -47,7 +47,7 @@ class Frame:
 
     @property
     def where(self) -> str:
-        """`train.py:10 in main`."""
+        """Location, as in `train.py:10 in main`."""
         return f"{Path(self.file).name}:{self.line} in {self.name}"
 
     @property
@@ -108,7 +108,7 @@ class Stack:
         return any(frame.file.endswith(_LOADER) for frame in self.python)
 
     def doing(self, phase: Phase) -> str:
-        """What it is doing, as in `in all_reduce (train.py:10 in main)`. `phase`: from its heartbeat."""
+        """Describe what it is doing, as in `in all_reduce (train.py:10 in main)`. `phase`: from its heartbeat."""
         what = self.waits_for_ranks
         if not what:
             what = "data" if self.waits_for_data and phase.in_user_code else phase.description

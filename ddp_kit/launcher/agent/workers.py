@@ -92,7 +92,7 @@ class Workers:
         """The process ids of all started workers, by local rank."""
         return {rank: process.pid for rank, process in self._processes.items()}
 
-    # Starting ----------------------------------------------------------------------------------------------------
+    # Starting ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start all workers. Raises `LaunchError` if that fails, `UsageError` if --numa-binding is not available."""
@@ -101,6 +101,7 @@ class Workers:
         if self._warm is None:
             for rank in self._envs:
                 self._processes[rank] = self._start_here(rank)
+                self._running.add(rank)  # to be killed if a later one cannot be started
         else:
             self._processes = self._start_warm(self._warm)
         self._running = set(self._processes)
@@ -133,7 +134,7 @@ class Workers:
         )
 
     def _note_shutdown_timeout(self) -> None:
-        """Write it to a file for the workers, because their environment is the same as torchrun's."""
+        """Write the shutdown timeout to a file for the workers: their environment is the same as under torchrun."""
         if self._folder is not None:
             noted = self._folder / GRACE_FILE
             noted.touch(mode=0o600)
@@ -211,7 +212,7 @@ class Workers:
         path = self.error_files[local_rank]
         return "" if path == os.devnull else str(Path(path).with_name(name))
 
-    # Watching ----------------------------------------------------------------------------------------------------
+    # Watching ---------------------------------------------------------------------------------------------------------
 
     def watched(self) -> list[Any]:
         """Objects that become readable when a worker ends."""
@@ -253,7 +254,7 @@ class Workers:
         return {rank: self._processes[rank].pid for rank in sorted(self._running)}
 
     def _asleep_too_long(self) -> int | None:
-        """A local rank found in uninterruptible sleep at every check for too long, which counts as a hang."""
+        """Return a local rank in uninterruptible sleep at every check for too long, which counts as a hang."""
         allowed, now, pids = self._plan.uninterruptible_state_timeout, time.monotonic(), self._pids_running()
         if not allowed:
             return None
@@ -293,7 +294,7 @@ class Workers:
     def _exit_code(self, local_rank: int) -> int | None:
         return self._processes[local_rank].poll()
 
-    # How they ended ----------------------------------------------------------------------------------------------
+    # Results ----------------------------------------------------------------------------------------------------------
 
     def failures(self) -> dict[int, ProcessFailure]:
         """The workers that ended with an exit code other than 0, by rank, in the order in which they ended."""
@@ -306,12 +307,12 @@ class Workers:
         }
 
     def _process_failure(self, local_rank: int, pid: int, code: int) -> ProcessFailure:
-        """torch's record of how a worker ended, with its error file if torch can read that."""
+        """Describe how a worker ended as torch's `ProcessFailure`, with its error file if torch can read it."""
         path = self.error_files[local_rank]
         return ProcessFailure(local_rank, pid, code, path if _is_error_file(path) else "")
 
     def end_of(self, local_rank: int) -> tuple[float, bool]:
-        """Seconds from the start of the workers to this one's end, and whether the launcher had terminated it."""
+        """Seconds from the start of the workers to the end of this one, and whether the launcher had terminated it."""
         return self._after.get(local_rank, 0.0), local_rank in self._terminated
 
     def ended_well(self) -> tuple[int, ...]:
@@ -336,7 +337,7 @@ class Workers:
         """Whether this worker died because the warm server died."""
         return bool(getattr(self._processes[local_rank], "lost", False))
 
-    # Signals and stopping ----------------------------------------------------------------------------------------
+    # Signals and stopping ---------------------------------------------------------------------------------------------
 
     def forward_signal(self, number: signal.Signals) -> None:
         """Send a signal to every worker that has a handler for it; it would kill the others."""
@@ -421,7 +422,7 @@ class Workers:
         return self._interrupted or Path(self.error_files[local_rank]).is_file()
 
     def _signal_workers(self, number: signal.Signals) -> None:
-        """Signal only the ranks, which need their DataLoader workers to save; but the whole group of a wrapper."""
+        """Signal only the ranks, which need their DataLoader workers to save; of a wrapper, signal the whole group."""
         self._terminated |= self._running - self.hang_monitor.found.keys()
         self._interrupted |= number == signal.SIGINT
         for rank in self._running:

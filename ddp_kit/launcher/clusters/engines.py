@@ -1,4 +1,4 @@
-"""The engines that `ddpkit submit --on` knows."""
+"""The engines that `ddpkit submit --on` accepts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from ddp_kit.launcher.clusters.request import Request
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine: the text that it takes, and the command that takes it."""
+    """An engine: its job file, and the command that submits it."""
 
     job_file: Callable[[Request], str]
     """A pure function, from a request to the job file."""
@@ -18,14 +18,14 @@ class Engine:
     flags: frozenset[str]
     """The flags of `ddpkit submit` that the engine supports, in addition to --nodes, --gpus and --name."""
     suffix: str
-    """Of the job file."""
+    """File name suffix of the job file."""
     install: str
-    """What to do where its program is missing."""
+    """Hint for when its program is missing."""
     script_needed: bool = True
     """Whether there is no job file without a script."""
     image_needed: bool = False
     run: Callable[[Request, Callable[[str], None]], int] | None = None
-    """Runs the job itself, where no program of the engine's takes a job file."""
+    """Function that runs the job, for an engine without a program that takes a job file."""
 
 
 _OF_PODS = frozenset({"cpus", "image", "queue", "retries", "grace"})

@@ -1,4 +1,4 @@
-"""JobSet: an Indexed Job that is started again as a whole. Source: JobSet 0.12, `jobset.x-k8s.io/v1alpha2`.
+"""JobSet: an Indexed Job that is restarted as a whole. Source: JobSet 0.12, `jobset.x-k8s.io/v1alpha2`.
 
 Its variables are those of the Indexed Job within it: kubernetes.py reads them.
 """
@@ -16,7 +16,10 @@ _NAME = {
 
 
 def job_set(request: Request, env: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The specification, without its API version. `env`: of the container; `metadata`: of the Job."""
+    """The specification of a JobSet, without its API version.
+
+    `env`: variables of the container; `metadata`: metadata of the Job.
+    """
     # The first failure that counts fails the Job, and the JobSet counts.
     spec = {"backoffLimit": 0, **job_spec(request, env)}
     return {

@@ -1,4 +1,4 @@
-"""What the manifests of Kubernetes, JobSet and Kubeflow have in common: containers, exit codes, YAML."""
+"""Kubernetes: Indexed Jobs, and the parts that manifests of Kubernetes, JobSet and Kubeflow share."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,9 @@ from ddp_kit.env import GRACE, MASTER_ADDR, NODES_DEFAULT
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher.clusters.request import AGAIN, COUNTED, PORT, SIGNALLED, JobPlace, Request, check_rank, number
 
+# --- Shared parts of manifests ----------------------------------------------------------------------------------------
+# Containers, exit codes, YAML.
+
 _KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
 _CODES = 256
 _EXPLAINED = """\
@@ -20,7 +23,7 @@ _EXPLAINED = """\
 
 
 def manifest(request: Request, *objects: Mapping[str, Any]) -> str:
-    """The objects as YAML, after the command that made them."""
+    """The objects as YAML, preceded by the command that made them."""
     texts = [yaml.safe_dump(each, sort_keys=False, default_flow_style=None, width=120) for each in objects]
     return _EXPLAINED.format(command=request.command) + "---\n".join(texts)
 
@@ -40,13 +43,13 @@ def container(request: Request, env: Sequence[Mapping[str, Any]] = ()) -> dict[s
     }
     if resources(request):
         found["resources"] = resources(request)
-    # DataLoader workers and NCCL share memory there; the default of 64 MiB is soon too little.
+    # DataLoader workers and NCCL share memory there; the default of 64 MiB is too small.
     found["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]  # noqa: S108
     return found
 
 
 def resources(request: Request) -> dict[str, Any]:
-    """GPUs are limits, which are requests too; cores are requests alone, so that a pod may use what is free."""
+    """Resources of a pod. GPUs are limits, which imply requests; cores are only requests: a pod may use idle ones."""
     found: dict[str, Any] = {}
     if request.cpus_per_node is not None:
         found["requests"] = {"cpu": str(request.cpus_per_node)}
@@ -56,7 +59,7 @@ def resources(request: Request) -> dict[str, Any]:
 
 
 def node_count(request: Request) -> dict[str, str]:
-    """The variable that says how many pods there are: Kubernetes has none for it."""
+    """The variable with the number of pods, which Kubernetes itself does not set."""
     return {"name": NODES_DEFAULT, "value": str(request.nodes)}
 
 
@@ -82,7 +85,7 @@ def job_spec(request: Request, env: Sequence[Mapping[str, Any]] = (), **pod: Any
 
 
 def _rules() -> list[dict[str, Any]]:
-    """The first rule that matches decides."""
+    """Rules of the pod failure policy; the first match applies."""
 
     def on_codes(action: str, operator: str, codes: Sequence[int]) -> dict[str, Any]:
         return {"action": action, "onExitCodes": {"operator": operator, "values": list(codes)}}
@@ -95,23 +98,24 @@ def _rules() -> list[dict[str, Any]]:
     ]
 
 
-# --- Kubernetes: an Indexed Job, or one in a JobSet; both number their pods by JOB_COMPLETION_INDEX -------------------
-# Kubernetes says neither how many pods there are nor the name of the first. The manifests of `ddpkit submit` set
-# PET_NNODES, and a headless service with the job's name makes pod 0 known as `<job>-0.<job>`. For other manifests
-# MASTER_ADDR is the name of pod 0.
+# --- Indexed Job ------------------------------------------------------------------------------------------------------
+# Alone or in a JobSet; both number their pods by JOB_COMPLETION_INDEX.
+# Kubernetes sets no variable for the number of pods or the name of the first one. The manifests of `ddpkit submit` set
+# PET_NNODES, and a headless service with the job's name makes pod 0 known as `<job>-0.<job>`. Other manifests may set
+# MASTER_ADDR to the name of pod 0.
 # Source: Kubernetes documentation, "Indexed Job" and "Job with Pod-to-Pod Communication"; JobSet 0.12.
 
 
 _INDEX = "JOB_COMPLETION_INDEX"
 _POD = "HOSTNAME"
 _REPLACEMENT_SECONDS = 300.0
-"""For a pod that the Job creates in place of a lost one: to notice, schedule, pull and start."""
+"""Time for the Job to replace a lost pod: to notice the loss, schedule, pull and start."""
 JOBSET = "JOBSET_NAME"
-"""Set by the manifest, from the label of the same meaning."""
+"""Name of the JobSet; the manifest sets it from a label."""
 
 
 def read(env: Mapping[str, str]) -> JobPlace | None:
-    """This pod's place; None outside of an Indexed Job, and in one without PET_NNODES, as one of independent pods."""
+    """This pod's place; None outside of an Indexed Job, and without PET_NNODES (independent pods)."""
     if _INDEX not in env or NODES_DEFAULT not in env:
         return None
     name = "a JobSet of Kubernetes" if JOBSET in env else "an Indexed Job of Kubernetes"
@@ -167,7 +171,7 @@ def job_file(request: Request) -> str:
         "kind": "Job",
         "metadata": {"name": request.name, **labels(request)},
         "spec": {
-            "backoffLimit": request.retries * request.nodes,  # each failure of the job is one of every pod
+            "backoffLimit": request.retries * request.nodes,  # when the job fails, every pod fails
             **job_spec(request, [node_count(request)], subdomain=request.name),
         },
     }

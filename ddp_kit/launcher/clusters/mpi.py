@@ -1,4 +1,4 @@
-"""mpirun, of Open MPI and of the MPICH family: variables of one process. MASTER_ADDR has to be passed on by the user.
+"""mpirun of Open MPI and of the MPICH family: variables of one process. The user has to pass MASTER_ADDR.
 
 Source: Open MPI documentation, "Environment variables defined by Open MPI"; MPICH, "Hydra process management".
 """
@@ -25,7 +25,7 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
     nodes, node_rank = number(env, size, name, 1), number(env, rank, name)
     if env[local_size] != "1":
         if node_rank:
-            raise SystemExit(2)  # process 0 says it for all
+            raise SystemExit(2)  # only process 0 reports the error
         raise UsageError(
             f"mpirun started {env[local_size]} processes on this node; `ddpkit launch` is started once per node, and "
             "starts the processes",

@@ -1,4 +1,4 @@
-"""Ray: a job whose driver holds a node per launcher. See ray_driver.py, which runs in Ray."""
+"""Ray: a job whose driver runs one launcher per node. See ray_driver.py, which runs in Ray."""
 
 import shlex
 
@@ -6,7 +6,7 @@ from ddp_kit.launcher.clusters.request import Request
 
 
 def command(request: Request) -> tuple[str, ...]:
-    """The command that submits the job. The working folder goes with it; ddpkit has to be on all nodes."""
+    """The command that submits the job. Ray uploads the working folder; all nodes need ddpkit."""
     flags = ["--nodes", str(request.nodes), "--retries", str(request.retries)]
     flags += [] if request.gpus is None else ["--gpus", str(request.gpus)]
     flags += [] if request.cpus_per_node is None else ["--cpus", str(request.cpus_per_node)]

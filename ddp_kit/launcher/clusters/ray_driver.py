@@ -2,9 +2,9 @@
 
     python -m ddp_kit.launcher.clusters.ray_driver --nodes 3 --gpus 8 -- train.py --lr 0.1
 
-Ray starts the actor of a lost node again on another one, where its launcher joins those that are left: they keep their
-processes. Where node 0 is lost, which hosts the rendezvous, or no other node is there in time, all launchers end with
-exit code 4, and the driver starts them all again.
+Ray restarts the actor of a lost node on another node, where its launcher joins the remaining ones, which keep their
+processes. If node 0, which hosts the rendezvous, is lost, or no replacement is there in time, all launchers end with
+exit code 4, and the driver restarts them all.
 """
 
 import argparse
@@ -25,26 +25,26 @@ from ddp_kit.launcher.clusters.request import AGAIN, COUNTED, PORT, SIGNALLED
 
 _REMINDER_SECONDS = 30.0
 _REPLACEMENT_SECONDS = 120  # for Ray to notice a loss, and to start an actor on another node
-_OTHERS_SECONDS = 10.0  # for the launchers of other nodes, once one has ended: all end alike
+_OTHERS_SECONDS = 10.0  # for the other launchers to end after the first that failed
 
 
 class Host:
-    """One node of the job: an actor of Ray's."""
+    """One node of the job: a Ray actor."""
 
     def address(self) -> str:
         """The address of its node."""
         return str(ray.util.get_node_ip_address())
 
     def run(self, launch: Sequence[str]) -> int:
-        """Run the launcher; it is told to stop once this actor is gone."""
+        """Run the launcher, and return its exit code. The launcher is stopped when this actor ends."""
         with subprocess.Popen(ssh.script(launch), stdin=subprocess.PIPE) as process:
             return process.wait() % 256
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the job until it ends; again where its exit code says so. Returns the exit code.
+    """Run the job until it ends, and restart it after retryable exit codes. Returns the exit code.
 
-    `words`: own flags, `--`, and the words after `ddpkit launch`.
+    `words`: the flags of this driver, `--`, and the words after `ddpkit launch`.
     """
     parser = argparse.ArgumentParser(prog="ray_driver", allow_abbrev=False)
     parser.add_argument("--nodes", type=int, required=True)
@@ -66,7 +66,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _attempt(nodes: int, bundle: dict[str, int], words: Sequence[str]) -> int:
-    """One job on all nodes; its exit code."""
+    """Run the job once on all nodes, and return its exit code."""
     group = placement_group([bundle] * nodes, strategy="STRICT_SPREAD")
     while not group.wait(_REMINDER_SECONDS):
         alive = [each for each in ray.nodes() if each["Alive"]]
@@ -102,7 +102,7 @@ def _place(nodes: int, rank: int, address: str) -> tuple[str, ...]:
 
 
 def _outcome(runs: Sequence[Any]) -> int:
-    """The exit code of all launchers: that of the first to fail, after which the others have a while to end."""
+    """The exit code of the first launcher to fail, after which the others have 10 s to end; 0 if none fails."""
     codes: list[int] = []
     left, deadline = list(runs), None
     while left:

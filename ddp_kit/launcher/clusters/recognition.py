@@ -1,4 +1,4 @@
-"""Find the cluster this launcher runs in, and complete the command line with what its variables say."""
+"""Find the cluster this launcher runs in, and complete the command line from its variables."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,7 +9,7 @@ from ddp_kit.launcher.clusters import aws_batch, azure_ml, kubeflow, kubernetes,
 from ddp_kit.launcher.clusters.request import JobPlace
 from ddp_kit.launcher.spec import LaunchSpec
 
-# What starts a process comes before what holds its nodes: mpirun within Slurm, SkyPilot and Kubeflow on Kubernetes.
+# What starts processes comes before what allocates nodes: mpirun before Slurm, SkyPilot and Kubeflow before Kubernetes.
 _ALL = (kubeflow, skypilot, azure_ml, aws_batch, mpi, slurm, kubernetes, pytorch_job)
 _RENDEZVOUS = {"rdzv_backend", "rdzv_endpoint"}
 
@@ -17,7 +17,7 @@ _RENDEZVOUS = {"rdzv_backend", "rdzv_endpoint"}
 def completed(spec: LaunchSpec, env: Mapping[str, str]) -> LaunchSpec:
     """The spec with this node's place in the job, unless the command line says that it runs on this machine alone.
 
-    Every value that a flag gives stays. Raises `UsageError` if variables are missing or contradict each other.
+    Values given by flags are kept. Raises `UsageError` if variables are missing or contradict each other.
     """
     if spec.torchrun["standalone"] or ("nnodes" in spec.typed and _is_one(spec.torchrun)):
         return spec

@@ -1,4 +1,4 @@
-"""What a cluster's variables say about this node: its rank, and where the nodes of its job meet."""
+"""The place of this node in a job, from a cluster's variables, and the request for a job that `ddpkit submit` makes."""
 
 import re
 from collections.abc import Mapping
@@ -8,8 +8,10 @@ from pathlib import Path, PurePosixPath
 from ddp_kit.errors import UsageError
 from ddp_kit.exit_codes import ExitCode
 
+# --- Place in a job ---------------------------------------------------------------------------------------------------
+
 PORT = 29400
-"""Where the nodes meet, in environments where a node runs one job at a time. torch's default for c10d."""
+"""Rendezvous port in environments where a node runs one job at a time; torch's default for c10d."""
 
 
 @dataclass(frozen=True)
@@ -24,17 +26,17 @@ class JobPlace:
     """A name or address of node 0, which hosts the rendezvous."""
     port: int
     run_id: str
-    """The same on all nodes; another job at this port is refused by it."""
+    """The same on all nodes; a job with another id is refused at this port."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """The variable that each value comes from: `nodes`, `node rank`, `host` and others, for --dry-run."""
     gpus: int | None = None
-    """How many GPUs the environment gives this node; None: it does not say."""
+    """Number of GPUs that the environment gives this node; None: not known."""
     end_time: float | None = None
-    """When the environment ends the job, as `time.time`; None: it does not say."""
+    """When the environment ends the job, as `time.time`; None: not known."""
     replacement: float | None = None
-    """Seconds in which the environment replaces a lost node; None: the launcher's default."""
+    """Seconds that the environment needs to replace a lost node; None: the launcher's default."""
     waits_for: str = ""
-    """What to check while other nodes do not come."""
+    """How to check why other nodes have not joined, for messages."""
 
 
 def number(env: Mapping[str, str], name: str, environment: str, least: int = 0) -> int:
@@ -57,7 +59,7 @@ def optional_number(env: Mapping[str, str], name: str) -> int | None:
 
 
 def check_rank(place: JobPlace) -> JobPlace:
-    """The place itself. Raises `UsageError` if its node rank and its number of nodes contradict each other."""
+    """Return the place itself. Raises `UsageError` if its node rank and its number of nodes contradict each other."""
     if place.node_rank < place.nodes:
         return place
     rank, nodes = place.sources["node rank"], place.sources["nodes"]
@@ -69,16 +71,16 @@ def check_rank(place: JobPlace) -> JobPlace:
 
 
 def derived_port(text: str) -> int:
-    """A port for a job that shares its nodes with others, from its id; Linux hands out none of these by itself."""
+    """A port derived from a job's id, for jobs that share nodes; outside Linux's range of ephemeral ports."""
     digits = "".join(letter for letter in text if letter.isdecimal())
     return 10_000 + int(digits or "0") % 20_000
 
 
-# --- The value of --hosts ---------------------------------------------------------------------------------------------
+# --- Value of --hosts -------------------------------------------------------------------------------------------------
 
 
 def hosts_of(text: str | None) -> tuple[str, ...]:
-    """Names from `a,b`, or from a file with one per line. Raises `UsageError`."""
+    """Host names from `a,b`, or from a file with one per line. Raises `UsageError`."""
     if text is None:
         return ()
     path = Path(text)
@@ -93,15 +95,16 @@ def hosts_of(text: str | None) -> tuple[str, ...]:
     return hosts
 
 
-# --- What `ddpkit submit` asks of an engine ---------------------------------------------------------------------------
+# --- Job request ------------------------------------------------------------------------------------------------------
+# What `ddpkit submit` passes to an engine.
 
 
 AGAIN = (int(ExitCode.NODE_LOST), int(ExitCode.REQUEUE))
-"""Exit codes after which the job is started again, however often: a node was lost, or the workers have saved."""
+"""Exit codes after which the job is restarted without a limit: a node was lost, or the workers have saved."""
 COUNTED = (int(ExitCode.LAUNCH_FAILED), int(ExitCode.HUNG))
-"""Exit codes after which it is started again at most `Request.retries` times; so it is after those above 128."""
+"""Exit codes after which the job is restarted at most `Request.retries` times, as after those above 128."""
 SIGNALLED = 129
-"""The least exit code of a process ended by a signal. All other codes end the job: ddpkit has restarted already."""
+"""Smallest exit code of a process ended by a signal. Other codes end the job: ddpkit has restarted workers already."""
 
 _CPUS_PER_GPU = 8
 
@@ -117,11 +120,11 @@ class Request:
     command: str = ""
     """The command line that made this request, for the first lines of the job file."""
     gpus: int | None = None
-    """Per node."""
+    """GPUs per node."""
     gpu_type: str | None = None
-    """Such as `H100`, in the engine's words."""
+    """Such as `H100`, as the engine spells it."""
     cpus: int | None = None
-    """Per node."""
+    """CPU cores per node."""
     seconds: int | None = None
     """The time limit."""
     image: str | None = None
@@ -130,10 +133,10 @@ class Request:
     hosts: tuple[str, ...] = ()
     array: str | None = None
     requeue: bool = False
-    """Whether the engine starts the job again by itself after it has preempted it."""
+    """Whether the engine itself restarts the job after preempting it."""
     retries: int = 3
     grace: int = 120
-    """Seconds from SIGTERM to SIGKILL that the engine leaves the job."""
+    """Seconds from SIGTERM to SIGKILL when the engine stops the job."""
     folder: PurePosixPath = field(default_factory=PurePosixPath)
     """The folder that the command runs in."""
     programs: str = ""
@@ -162,7 +165,7 @@ def seconds_of(text: str) -> int:
 
 
 def clock(seconds: int) -> str:
-    """`1-12:00:00` for a day and a half."""
+    """A duration in Slurm's format: `1-12:00:00` for a day and a half."""
     minutes, second = divmod(seconds, 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

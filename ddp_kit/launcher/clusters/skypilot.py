@@ -49,7 +49,7 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
     )  # fmt: skip
 
 
-# The job file --------------------------------------------------------------------------------------------------------
+# --- Job file ---------------------------------------------------------------------------------------------------------
 
 _EXPLAINED = """\
 # Made by: {command}
@@ -89,7 +89,7 @@ def job_file(request: Request) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text of several lines as such."""
+    """A YAML dumper that writes multi-line strings as blocks."""
 
 
 def _block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

@@ -45,7 +45,7 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
     nodes, tasks = number(env, _NODES, _NAME, 1), number(env, _TASKS, _NAME, 1)
     if tasks != nodes:
         if number(env, _TASK, _NAME):
-            raise SystemExit(2)  # task 0 says it for all
+            raise SystemExit(2)  # only task 0 reports the error
         raise UsageError(
             _SEVERAL_TASKS.format(tasks=tasks, nodes=nodes), "add --ntasks-per-node=1 to the srun (or sbatch) command"
         )
@@ -69,7 +69,7 @@ def read(env: Mapping[str, str]) -> JobPlace | None:
 
 
 def _outside_steps(env: Mapping[str, str]) -> JobPlace:
-    """In a batch script or an salloc shell, which run on one node."""
+    """The place in a batch script or an salloc shell, which run on one node."""
     nodes = number(env, _JOB_NODES, _NAME, 1) if _JOB_NODES in env else 1
     if nodes > 1:
         raise UsageError(
@@ -85,7 +85,7 @@ def _outside_steps(env: Mapping[str, str]) -> JobPlace:
 def first_host(node_list: str) -> str:
     """The first host of a compressed list such as `gpu-[003-005,9],login`.
 
-    Raises `UsageError` for what is no list.
+    Raises `UsageError` if it is not a list.
     """
     found = re.match(r"(?:[^\[\],]+|\[[^\]]+\])+", node_list)
     if found is None:
@@ -93,7 +93,7 @@ def first_host(node_list: str) -> str:
     return re.sub(r"\[([^-,\]]+)[^\]]*\]", r"\1", found[0])
 
 
-# The job file --------------------------------------------------------------------------------------------------------
+# --- Job file ---------------------------------------------------------------------------------------------------------
 
 _WARNING_SECONDS = 120
 
@@ -156,7 +156,7 @@ _HOW_TO = {
 
 
 def _cases() -> str:
-    """What becomes of the job after each exit code."""
+    """Cases of the batch script: after which exit codes the job is requeued."""
     again, counted = "|".join(map(str, AGAIN)), "|".join(map(str, COUNTED))
     return f"""\
     {again}) again ;;  # a node was lost, or the workers have saved

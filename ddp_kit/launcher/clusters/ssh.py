@@ -1,8 +1,4 @@
-"""A shell script that runs a launcher on another host, and stops it once its standard input ends.
-
-The input is a connection or a pipe of whoever started it: it ends with that process, however that ends, and with the
-connection.
-"""
+"""Jobs on plain hosts over ssh: the script that runs a launcher on a host, and the session that runs one on each."""
 
 import shlex
 import signal
@@ -17,7 +13,11 @@ from typing import IO, TextIO
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.clusters.request import AGAIN, COUNTED, SIGNALLED, Request, derived_port
 
-# Descriptor 3 is the input: a command in the background would get /dev/null instead.
+# --- Remote script ----------------------------------------------------------------------------------------------------
+# A shell script that runs a launcher on another host, and stops it when the script's standard input ends. The input is
+# a connection or a pipe to the process that started the script: it ends when that process or the connection ends.
+
+# Descriptor 3 is a copy of standard input, because a background command reads from /dev/null instead.
 _SCRIPT = """\
 exec 3<&0
 {start}{launch} </dev/null 3<&- &
@@ -33,21 +33,22 @@ exit "$code"
 
 
 def found_first(command: Sequence[str], programs: str) -> str:
-    """The words of a command for a shell, which looks for it in the folder `programs` first."""
+    """The shell command line that looks for `command` in the folder `programs` first."""
     return f'PATH={shlex.quote(programs)}:"$PATH" {shlex.join(command)}'
 
 
 def script(launch: Sequence[str], folder: str = "", programs: str = "") -> tuple[str, ...]:
     """The command `sh -c ...` that runs `launch`; its exit code is the launcher's.
 
-    `folder`: where it runs; `programs`: a folder in which programs are looked for first. Empty: as they are.
+    `folder`: its working folder; `programs`: a folder to put first in PATH. Empty: unchanged.
     """
     start = f"cd {shlex.quote(folder)} || exit 2\n" if folder else ""
     start += f'PATH={shlex.quote(programs)}:"$PATH"\n' if programs else ""
     return "sh", "-c", _SCRIPT.format(start=start, launch=shlex.join(launch))
 
 
-# --- Plain hosts over ssh: one launcher per host, which stops when the connection ends --------------------------------
+# --- Commands ---------------------------------------------------------------------------------------------------------
+# One launcher per host, which stops when the connection ends.
 
 
 def commands(request: Request) -> dict[str, tuple[str, ...]]:
@@ -67,12 +68,13 @@ def commands(request: Request) -> dict[str, tuple[str, ...]]:
 
 
 def job_file(request: Request) -> str:
-    """The commands as a shell script, for people: `ddpkit submit` runs them itself."""
+    """The commands as a shell script for --dry-run; `ddpkit submit` runs the commands itself."""
     lines = (f"{shlex.join(command)} &" for command in commands(request).values())
     return f"#!/usr/bin/env bash\n# Made by: {request.command}\n" + "\n".join(lines) + "\nwait\n"
 
 
-# --- Run a job on several hosts over ssh: their output here, one exit code, and nothing left behind on them -----------
+# --- Session ----------------------------------------------------------------------------------------------------------
+# Runs a job on all hosts: prints their output here, returns one exit code, and leaves no process behind on them.
 
 
 _SSH_FAILED = 255  # ssh's own exit code
@@ -86,9 +88,9 @@ Write = Callable[[str], None]
 
 
 def run(commands: Mapping[str, Sequence[str]], retries: int, write: Write) -> int:
-    """Run the commands, by host, until the job ends; again where its exit code says so. Returns the exit code.
+    """Run the commands, by host, until the job ends, and restart it after retryable exit codes. Returns the exit code.
 
-    `retries`: how often it is started again where that is counted, as after a host that ssh does not reach.
+    `retries`: the maximum number of counted restarts, such as those after ssh could not reach a host.
     """
     while True:
         session = _Session(commands, write)
@@ -107,7 +109,7 @@ def run(commands: Mapping[str, Sequence[str]], retries: int, write: Write) -> in
 
 
 class _Session:
-    """One attempt on all hosts."""
+    """One attempt to run the job on all hosts."""
 
     def __init__(self, commands: Mapping[str, Sequence[str]], write: Write) -> None:
         self._commands = commands
@@ -122,11 +124,11 @@ class _Session:
         """The hosts without ddpkit."""
 
     def run(self) -> int:
-        """The exit code of the first host whose launcher failed, which is that of all."""
+        """Run all launchers. Returns the exit code of the first that failed, or NODE_LOST if ssh lost a host."""
         before = {number: signal.signal(number, self._stop) for number in _STOP}
         try:
             for host, command in self._commands.items():
-                # Its own session: Ctrl-C stops the launchers through us, so that their last lines arrive.
+                # In a new session: Ctrl-C stops the launchers through this process, so that their last lines arrive.
                 self._running[host] = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                     text=True, errors="backslashreplace", start_new_session=True,
@@ -151,7 +153,7 @@ class _Session:
         return next((code for code in codes.values() if code), 0)
 
     def _wait(self) -> dict[str, int]:
-        """The exit codes by host, in the order in which they ended. Where ssh itself fails, all are stopped."""
+        """The exit codes by host, in the order in which they ended. If ssh itself fails, all are stopped."""
         codes: dict[str, int] = {}
         while len(codes) < len(self._running):
             for host, process in self._running.items():
@@ -163,7 +165,7 @@ class _Session:
         return codes
 
     def _copy(self, host: str, source: IO[str], target: TextIO) -> None:
-        """Copy a host's output, with its name before each line; what the launchers of all hosts say is printed once."""
+        """Copy a host's output, with its name before each line; equal lines of several launchers are printed once."""
         for line in source:
             if not line.startswith(_OURS):
                 text = f"{host}: {line}" if len(self._commands) > 1 else line
@@ -188,7 +190,7 @@ class _Session:
                 self._write(f"{_OURS}error: ssh could not reach {host}, or lost it\n  hint: try `ssh {host} true`\n")
 
     def _stop(self, _number: int, _frame: object) -> None:
-        """The first signal tells the launchers to stop, which takes as long as a save; the second ends ssh."""
+        """Handle a signal: the first stops the launchers, which may take as long as a save; the second kills ssh."""
         if self.stopped:
             for process in self._running.values():
                 process.kill()

@@ -28,7 +28,7 @@ exit codes:
   {ExitCode.BROKEN:<2d} at least one is damaged
 """
 _BEST = "whole, the best when it was saved"
-_SHOWN = 60  # characters of a value
+_SHOWN = 60  # maximum characters of a value
 _MISSING = object()
 
 
@@ -87,7 +87,7 @@ def _of_step(step: int, found: Sequence[Found]) -> Found:
     raise UsageError(f"there is no checkpoint of step {step}", f"the folder has checkpoints of steps {steps}")
 
 
-# The table -----------------------------------------------------------------------------------------------------------
+# --- Table ------------------------------------------------------------------------------------------------------------
 
 
 def _table(found: Sequence[Found]) -> Iterator[str]:
@@ -132,7 +132,7 @@ def _size(count: float) -> str:
     return f"{count:.3g} GiB" if count < 1000 else f"{count:,.0f} GiB"
 
 
-# What differs --------------------------------------------------------------------------------------------------------
+# --- Differences ------------------------------------------------------------------------------------------------------
 
 
 def _differences(old: Found, new: Found) -> Iterator[str]:
@@ -159,7 +159,7 @@ def _shown(value: Any) -> str:
 
 
 def _tensors(found: Found) -> dict[str, str]:
-    """`model: layer.weight` -> its type and shape."""
+    """Type and shape of each tensor, by name, such as `model: layer.weight`."""
     tensors: dict[str, str] = {}
     for file in found.manifest.files if found.manifest else ():
         if (part := part_of(file.name)) is not None:
@@ -172,7 +172,7 @@ def _tensors(found: Found) -> dict[str, str]:
 
 
 def _values(found: Found) -> dict[str, Any]:
-    """`optimizer.param_groups[0].lr` -> its value, without references to tensors."""
+    """Values by path, such as `optimizer.param_groups[0].lr`, without references to tensors."""
     try:
         content = read_state(found)
     except (OSError, ValueError) as error:

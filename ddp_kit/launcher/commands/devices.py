@@ -1,4 +1,4 @@
-"""The output of `ddpkit devices`."""
+"""`ddpkit devices`: list the GPUs of this machine, and the processes and launches that use them."""
 
 from collections.abc import Iterator, Mapping
 from itertools import groupby
@@ -78,6 +78,6 @@ def _links(table: Mapping[int, Mapping[int, str]]) -> Iterator[str]:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Compact notation: `0, 2-7`."""
+    """Numbers in compact notation, such as `0, 2-7`."""
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

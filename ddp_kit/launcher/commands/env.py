@@ -91,8 +91,8 @@ def _cluster(env: Mapping[str, str]) -> str:
         place = recognition.read(env)
     except DdpKitError as error:
         return error.message
-    except SystemExit:  # not the first Slurm task of this node: only that one launches
-        return "Slurm, with several tasks on this node"
+    except SystemExit:  # process 0 alone reports an error in the variables
+        return "its variables cannot be used; `ddpkit env` in process 0 says why"
     return "none recognised" if place is None else place.environment
 
 

@@ -68,7 +68,7 @@ def parser() -> Parser:
 
 
 def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
-    """Write the files, print_text which, and return the exit code. Raises `UsageError` and `CheckpointError`."""
+    """Write the files, print their paths, and return the exit code. Raises `UsageError` and `CheckpointError`."""
     args = parser().parse_args(argv)
     target: Path = args.target.absolute()
     if target.suffix != TENSORS:
@@ -117,7 +117,7 @@ def _checkpoint(source: Path, wants_best: bool, print_text: Callable[[str], None
     return choice.found
 
 
-# What is exported ----------------------------------------------------------------------------------------------------
+# --- Export -----------------------------------------------------------------------------------------------------------
 
 
 def _export(found: Found, target: Path, most: float, ema: bool, print_text: Callable[[str], None]) -> None:
@@ -160,7 +160,7 @@ def _export(found: Found, target: Path, most: float, ema: bool, print_text: Call
 
 
 def _names(stored: StoredWeights) -> tuple[dict[str, Key], dict[str, str]]:
-    """The model's weights: name -> where the tensor is; and other names of the same tensor -> that name."""
+    """The model's weights, as name -> key of the tensor; and for tied weights, other name -> first name."""
     names: dict[str, Key] = {}
     tied: dict[str, str] = {}
     first: dict[Key, str] = {}
@@ -201,7 +201,7 @@ def _index(weights: Weights, paths: Sequence[Path], shards: Sequence[Weights]) -
     return json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2).encode()
 
 
-# Files ---------------------------------------------------------------------------------------------------------------
+# --- New files --------------------------------------------------------------------------------------------------------
 
 
 def _refuse_to_overwrite(paths: Sequence[Path]) -> None:
@@ -211,7 +211,7 @@ def _refuse_to_overwrite(paths: Sequence[Path]) -> None:
 
 
 class _NewFile:
-    """A file that is renamed to its final name once it is completely on the disk; otherwise nothing is left of it."""
+    """A file that gets its final name only when it is completely on the disk, and is removed otherwise."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -42,7 +42,7 @@ def parser() -> Parser:
 
 
 def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
-    """Write the page, print_text what stands out, and return the exit code. Raises `UsageError`."""
+    """Write the page, print the findings, and return the exit code. Raises `UsageError`."""
     args = parser().parse_args(argv)
     runs = read_runs(args.runs)
     try:
@@ -71,7 +71,7 @@ def _print_findings(run: RunHistory, profiles: Sequence[Profile], print_text: Ca
 
 
 def _check(out: Path) -> None:
-    """Raise `UsageError` rather than replace a file that is no report."""
+    """Raise `UsageError` rather than replace a file that is not a report."""
     if out.is_dir():
         raise UsageError(f"--out {out} is a folder", f"type --out {out / 'report.html'}")
     if out.exists() and MARK not in out.read_text(encoding="utf-8", errors="replace")[:1000]:

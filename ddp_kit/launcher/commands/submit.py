@@ -34,12 +34,12 @@ exit codes of the job, on every engine:
   others           the end: ddpkit has restarted the workers as --max-restarts says
 """
 _COPY_THE_FOLDER = ("skypilot", "ray")
-_NAME_LENGTH = 40  # Kubernetes appends to it, and has 63 letters for all
+_NAME_LENGTH = 40  # Kubernetes appends a suffix, and allows 63 characters in total
 _DNS_LABEL = rf"[a-z](?:[a-z0-9-]{{0,{_NAME_LENGTH - 2}}}[a-z0-9])?"
 
 
 def run(words: Sequence[str], write: Callable[[str], None], print_text: Callable[[str], None]) -> int:
-    """Print the job file, or hand it to the engine. `write`: to standard error. Raises `UsageError`."""
+    """Print the job file, or hand it to the engine. `write`: writes to standard error. Raises `UsageError`."""
     known = parser()
     own, launch = _split(words, known)
     flags = vars(known.parse_args(own))
@@ -99,7 +99,7 @@ def _count(text: str) -> int:
 
 
 def _gpus(text: str) -> tuple[str | None, int]:
-    """The type, if there is one, and the number."""
+    """The type of GPU (None: not given), and the number of GPUs."""
     kind, colon, number = text.rpartition(":")
     if not number.isdecimal() or int(number) < 1 or (colon and not kind):
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number of GPUs nor TYPE:NUMBER")
@@ -113,7 +113,7 @@ def _number(text: str) -> int:
 
 
 def _split(words: Sequence[str], known: Parser) -> tuple[list[str], list[str]]:
-    """Our own words, and those for `ddpkit launch`, which begin with the first that is no flag of ours."""
+    """Split the words at the first that is not a flag of `ddpkit submit`; the rest belongs to `ddpkit launch`."""
     actions = {flag: action for action in known.actions for flag in action.option_strings}
     position = 0
     while position < len(words) and (action := actions.get(words[position].partition("=")[0])) is not None:
@@ -132,7 +132,7 @@ def _split(words: Sequence[str], known: Parser) -> tuple[list[str], list[str]]:
 
 
 def _check_flags(name: str, engine: Engine, flags: dict[str, Any], known: Parser) -> None:
-    """Raise `UsageError` for a flag that the engine has no answer to."""
+    """Raise `UsageError` for a flag that the engine does not support."""
     spelled = {action.dest: action.option_strings[0] for action in known.actions if action.option_strings}
     spelled["gpu_type"] = "a type in --gpus"
     for flag in flags.keys() - engine.flags - {"nodes", "gpus", "name"}:
@@ -169,12 +169,12 @@ def _job_name(launch: Sequence[str]) -> str:
     words = [PurePosixPath(word).stem for word in launch if word.endswith(".py")] or module
     stem = words[0] if words else "train"
     name = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in stem.lower()).strip("-")
-    name = name if name[:1].isalpha() else f"train-{name}"  # as Kubernetes wants it
+    name = name if name[:1].isalpha() else f"train-{name}"  # Kubernetes requires a letter first
     return name[:_NAME_LENGTH].strip("-")
 
 
 def _check(name: str, engine: Engine, request: Request) -> None:
-    """Raise `UsageError` for what is missing."""
+    """Raise `UsageError` if the request is incomplete or invalid for the engine."""
     if not request.words and engine.script_needed:
         raise UsageError("there is no script to run", "type it last, with its arguments")
     script = next((word for word in request.words if word.endswith(".py")), None)

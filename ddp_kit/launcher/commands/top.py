@@ -67,7 +67,7 @@ def parser() -> Parser:
 
 
 def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
-    """Show the jobs until a key ends it, or once."""
+    """Show the jobs once, or until the user quits."""
     args = parser().parse_args(argv)
     if args.json and not args.once:
         raise UsageError("--json needs --once", "type: ddpkit top --once --json")
@@ -107,7 +107,7 @@ def _watch(interval: float, read: Callable[[], HostReadings]) -> None:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yield a function that returns the key pressed within so many seconds, or an empty string."""
+    """Yield a function that returns the key pressed within a number of seconds, or an empty string."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     try:
@@ -126,7 +126,7 @@ def _keys() -> Iterator[Callable[[float], str]]:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
-# The picture ---------------------------------------------------------------------------------------------------------
+# --- Rendering --------------------------------------------------------------------------------------------------------
 
 
 def render(found: HostReadings, width: int) -> RenderableType:

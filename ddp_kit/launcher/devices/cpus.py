@@ -1,7 +1,6 @@
-"""The limits of control groups for this process, in a container or in a scheduler's job.
+"""Limits of this process, for example in a container: memory and CPU limits of control groups, usable CPU cores.
 
-`root` is where /proc and /sys are. Source: the kernel's documentation of cgroup-v2 (memory.max, cpu.max), of the memory
-resource controller (memory.limit_in_bytes, memory.oom_control) and of the CFS bandwidth control (cpu.cfs_quota_us).
+`root` is the folder of /proc and /sys.
 """
 
 import os
@@ -11,9 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from types import MappingProxyType
 
+# --- Control groups ---------------------------------------------------------------------------------------------------
+# Source: the kernel's documentation of cgroup-v2 (memory.max, cpu.max), of the memory resource controller
+# (memory.limit_in_bytes, memory.oom_control) and of the CFS bandwidth control (cpu.cfs_quota_us).
+
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """Bytes; None: no limit."""
+    """The memory limit in bytes; None: no limit."""
     limit = _least(root, "memory", _memory_limit)
     return None if limit is None else int(limit)
 
@@ -24,7 +27,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """Out-of-memory kills by the kernel: in this process's control group, else on the whole machine."""
+    """The number of out-of-memory kills by the kernel: in this process's control group, else on the whole machine."""
     groups = _groups(root, "memory")
     counters = [group / name for group in groups for name in ("memory.events", "memory.oom_control")]
     for counter in (*counters, root / "proc/vmstat"):
@@ -40,7 +43,7 @@ def _least(root: Path, controller: str, limit: Callable[[Path], float | None]) -
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of all control groups of this process, for cgroup v1 and v2."""
+    """Yield the folders of all control groups of this process, for cgroup v1 and v2."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -69,7 +72,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-# --- The CPU cores that this process may use, and how several processes share them ------------------------------------
+# --- CPU cores --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ def here(root: Path = Path("/")) -> Cpus:
 
 
 def threads_each(cpus: Cpus, bound: Sequence[tuple[int, ...]]) -> int:
-    """The number of threads per process that gives all processes together one per physical core; at least 1.
+    """Threads per process, so that all processes together have one thread per physical core; at least 1.
 
     `bound`: the cores that each process is bound to; empty: not bound.
     """

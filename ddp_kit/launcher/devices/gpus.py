@@ -1,4 +1,4 @@
-"""Query NVML; every query may fail."""
+"""The GPUs of this machine, through NVML without torch or a CUDA context: state, processes, usage and links."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +12,9 @@ import pynvml
 from ddp_kit.env import VISIBLE_GPUS
 from ddp_kit.errors import GIB
 from ddp_kit.masking import masked
+
+# --- NVML queries -----------------------------------------------------------------------------------------------------
+# Every query may fail.
 
 
 @contextmanager
@@ -33,7 +36,7 @@ def handles() -> Iterator[tuple[tuple[int, Any], ...]]:
 
 
 def query(function: Callable[..., Any], *arguments: Any) -> Any:
-    """NVML's answer; None: not supported, for example on GPUs that share the host's memory or hide their processes."""
+    """Result of an NVML query; None: not supported, as on GPUs that share the host's memory or hide processes."""
     try:
         return function(*arguments)
     except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError):  # the second: the driver is too old for the query
@@ -45,7 +48,8 @@ def bits(words: Any) -> tuple[int, ...]:
     return tuple(64 * place + bit for place, word in enumerate(words or ()) for bit in range(64) if word >> bit & 1)
 
 
-# --- Processes of other users, as far as this process may see them ----------------------------------------------------
+# --- Processes --------------------------------------------------------------------------------------------------------
+# Processes of other users are described as far as this process may see them.
 
 
 _COMMAND_LENGTH = 100
@@ -83,17 +87,17 @@ def process_info(pid: int) -> Process:
 
 
 def _shown(command: str) -> str:
-    """On one line, without secrets and control characters."""
+    """A command on one line, without secrets and control characters."""
     line = "".join(letter if letter.isprintable() else " " for letter in masked(command)).strip()
     return line if len(line) <= _COMMAND_LENGTH else f"{line[: _COMMAND_LENGTH - 3]}..."
 
 
-# --- The GPUs of this machine, through NVML: no torch, no CUDA context ------------------------------------------------
+# --- GPUs -------------------------------------------------------------------------------------------------------------
 
 
 _MASK_WORDS = 32  # room for the numbers of 2048 CPU cores
 _SHOWN_PROCESSES = 3
-# The driver itself uses some memory. If more is used, there is a process, which may be invisible in a container.
+# The driver itself uses some memory. If more is used, a process uses the GPU, perhaps invisibly to this container.
 _IDLE_MEMORY_SHARE = 0.1
 
 
@@ -245,12 +249,12 @@ def _gpu(index: int, handle: Any) -> Gpu | None:
     )
 
 
-# --- The load, memory, power and temperature of each GPU at this moment -----------------------------------------------
+# --- GPU usage --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class GpuUsage:
-    """One GPU; None: the driver does not report it."""
+    """Current usage of one GPU; None: the driver does not report the value."""
 
     index: int
     uuid: str
@@ -304,7 +308,8 @@ def _text(value: str | bytes | None) -> str:
     return value.decode() if isinstance(value, bytes) else value or ""
 
 
-# --- The connections between the GPUs of this machine, in the abbreviations of `nvidia-smi topo -m` -------------------
+# --- Links between GPUs -----------------------------------------------------------------------------------------------
+# In the abbreviations of `nvidia-smi topo -m`.
 
 
 MEANING = {
@@ -329,7 +334,7 @@ _TO_SWITCH = pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
 
 
 def links() -> Mapping[int, Mapping[int, str]]:
-    """GPU number -> other GPU's number -> `NV18`, `SYS` and so on; without pairs that NVML does not report.
+    """Links, as GPU number -> other GPU's number -> `NV18`, `SYS` and so on; without pairs that NVML does not report.
 
     NVLinks between two GPUs are added up, including those through NVSwitches.
     """

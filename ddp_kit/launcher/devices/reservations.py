@@ -2,7 +2,7 @@
 
 A launcher holds a GPU by binding an abstract Unix socket with the GPU's UUID in its name (unix(7)). Binding is atomic
 and visible to all users, and the kernel removes the socket when the process ends. The name of a second socket contains
-the launcher's process id, so that others need not ask the launcher, which may be stopped.
+the launcher's process id, so that others need not ask the launcher, which may be suspended.
 Linux only, and within one network namespace: containers with their own network do not see each other's reservations.
 """
 
@@ -76,9 +76,9 @@ def _hold(gpu: Gpu, ours: ExitStack) -> None:
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Wait for other launches to finish choosing, but at most 10 s, because one may be stopped.
+    """Wait for other launches to finish choosing, but at most 10 s, because one may be suspended.
 
-    After that, too, no GPU is reserved twice.
+    Even after that, no GPU is reserved twice.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lock:
         deadline = time.monotonic() + _TIMEOUT_SECONDS

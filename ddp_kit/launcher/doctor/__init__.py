@@ -1,6 +1,6 @@
 """`ddpkit doctor`: check whether this machine can train. Each check is a function `Machine -> CheckResult`.
 
-    machine.py     the input of the checks: what the driver says, and what test programs say
+    machine.py     the input of the checks: the state of the driver, and the results of probe processes
     checks.py      the checks and their results
 
 Nothing here imports torch, because a broken torch must not break the doctor.
@@ -75,7 +75,7 @@ def parser() -> Parser:
 
 
 def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Check this machine, print each result at once, and return the exit code."""
+    """Check this machine, print each result as soon as it is known, and return the exit code."""
     args = parser().parse_args(argv)
     colour = not env.get(NO_COLOR) and sys.stdout is not None and sys.stdout.isatty()
     results = []
@@ -97,7 +97,7 @@ def run_checks(env: Mapping[str, str], checkpoints: Path) -> Iterator[CheckResul
     nvidia = detect()
     try:
         tempfile.TemporaryFile().close()
-    except OSError as error:  # jobs need them too
+    except OSError as error:  # jobs need temporary files too
         yield fail("temporary files", f"cannot create a temporary file: {error}", "export TMPDIR=FOLDER")
         return
     with started(env, socket.gethostname(), nvidia.visible(env)) as running:

@@ -1,4 +1,4 @@
-"""The checks of `ddpkit doctor`."""
+"""The checks of `ddpkit doctor`: functions `Machine -> CheckResult`, or None if a check does not apply."""
 
 import os
 import pwd
@@ -20,7 +20,7 @@ from ddp_kit.launcher.doctor.machine import Machine, Version
 from ddp_kit.launcher.rendezvous import holder
 from ddp_kit.masking import masked
 
-# --- The result of a check --------------------------------------------------------------------------------------------
+# --- Check results ----------------------------------------------------------------------------------------------------
 
 
 class Status(StrEnum):
@@ -45,28 +45,29 @@ class CheckResult:
 
 
 def ok(name: str, found: str) -> CheckResult:
-    """A check that passed."""
+    """Result of a check that passed."""
     return CheckResult(name, Status.OK, found)
 
 
 def warn(name: str, found: str, fix: str) -> CheckResult:
-    """A possible problem."""
+    """Result that warns of a possible problem."""
     return CheckResult(name, Status.WARN, found, fix)
 
 
 def fail(name: str, found: str, fix: str) -> CheckResult:
-    """A check that failed."""
+    """Result of a check that failed."""
     return CheckResult(name, Status.FAIL, found, fix)
 
 
-# --- Checks of the system's limits for a process: memory, cores, open files, shared memory ----------------------------
+# --- Process limits ---------------------------------------------------------------------------------------------------
+# Memory, cores, open files, locked memory, shared memory.
 
 
 _MIN_MEMORY = 2 * GIB
 _MIN_SHARED_MEMORY = GIB
 _MIN_OPEN_FILES = 4096
 _PROPOSED_OPEN_FILES = 65536
-_MIN_LOCKED_MEMORY = 8 * 1024**2  # the kernel's own default
+_MIN_LOCKED_MEMORY = 8 * 1024**2  # the kernel's default
 
 
 def memory(machine: Machine) -> CheckResult:
@@ -99,7 +100,7 @@ def cpu(machine: Machine) -> CheckResult:
 
 
 def open_files(machine: Machine) -> CheckResult:
-    """The limit of open files: DataLoader workers need one per tensor in transit, and each connection needs one."""
+    """The limit on open files: DataLoader workers need one per tensor in transit, and each connection needs one."""
     soft, hard = machine.open_files
     if soft < 0 or soft >= _MIN_OPEN_FILES:
         return ok("open files", f"open files: {'no limit' if soft < 0 else f'{soft:,}'}")
@@ -111,7 +112,7 @@ def open_files(machine: Machine) -> CheckResult:
 
 
 def locked_memory(machine: Machine) -> CheckResult:
-    """The limit of locked memory, which also applies to InfiniBand's buffers."""
+    """The limit on locked memory, which also applies to InfiniBand's buffers."""
     soft, _ = machine.locked_memory
     if soft < 0:
         return ok("locked memory", "locked memory: no limit")
@@ -125,7 +126,7 @@ def locked_memory(machine: Machine) -> CheckResult:
 
 
 def shared_memory(machine: Machine) -> CheckResult:
-    """The size of the shared memory, used by DataLoader workers and by NCCL between GPUs without peer access."""
+    """The size of shared memory, used by DataLoader workers and by NCCL between GPUs without peer access."""
     shm = machine.root / "dev/shm"
     larger = "docker run --shm-size=8g ...  # or --ipc=host; else: sudo mount -o remount,size=8G /dev/shm"
     if not shm.is_dir():
@@ -150,7 +151,7 @@ def _machine_memory(machine: Machine) -> int:
     raise ValueError("/proc/meminfo has no line MemTotal")
 
 
-# --- Checks of Python, the clock, the network and the checkpoint folder -----------------------------------------------
+# --- Python, clock, network and checkpoint folder ---------------------------------------------------------------------
 
 
 _OLDEST_PYTHON = (3, 11)
@@ -205,7 +206,7 @@ def loopback(_machine: Machine) -> CheckResult:
 
 
 def ports(_machine: Machine, wanted: Sequence[int] = _TORCH_PORTS) -> CheckResult:
-    """Whether torch's default ports are free, which the nodes of a job use to meet."""
+    """Whether torch's default rendezvous ports are free."""
     taken = [port for port in wanted if not _is_free(port)]
     if taken:
         found = "; ".join(f"port {port} is in use{holder(port)}" for port in taken)
@@ -235,7 +236,7 @@ def checkpoints(machine: Machine) -> CheckResult:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that has just been closed is free
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed counts as free
         try:
             tried.bind(("", port))
         except OSError:
@@ -243,16 +244,17 @@ def _is_free(port: int) -> bool:
     return True
 
 
-# --- Checks of GPUs without torch. On a machine without GPUs, one line says so and the other checks do not apply ------
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+# These checks do not use torch. Without a GPU, `driver` says so in one line, and the others do not apply.
 
 
 _NVIDIA = "0x10de"
-_DISPLAY_CLASS = "0x03"  # in PCI's list of classes; sound and bridges are other ones
+_DISPLAY_CLASS = "0x03"  # PCI base class; audio devices and bridges have other ones
 _INIT_PID = 1
 
 
 def driver(machine: Machine) -> CheckResult:
-    """The NVIDIA driver and its GPUs, or that there are none."""
+    """The NVIDIA driver and its GPUs; also says if there is no GPU."""
     found = machine.driver
     if found.cards:
         cuda = ".".join(map(str, found.cuda or ())) or "unknown"
@@ -270,7 +272,7 @@ def driver(machine: Machine) -> CheckResult:
 
 
 def visible_gpus(machine: Machine) -> CheckResult | None:
-    """Which GPUs CUDA_VISIBLE_DEVICES shows."""
+    """GPUs that CUDA_VISIBLE_DEVICES makes visible."""
     cards, mask = machine.driver.cards, machine.env.get(VISIBLE_GPUS)
     if not cards:
         return None
@@ -280,7 +282,7 @@ def visible_gpus(machine: Machine) -> CheckResult | None:
     asked = [word.strip() for word in mask.split(",")]
     if asked in ([""], ["-1"]):
         return warn("visible GPUs", f"{VISIBLE_GPUS}={mask!r} hides all GPUs: training runs on the CPU", fix)
-    # One by one: CUDA shows the GPUs before an unknown one, and none at all if one is listed twice.
+    # One at a time: CUDA shows the GPUs before an unknown one, and none at all if one is listed twice.
     seen = list(takewhile(bool, (machine.driver.visible({VISIBLE_GPUS: word}) for word in asked)))
     setting = f"{VISIBLE_GPUS}={mask}"
     if len(set(seen)) < len(seen):
@@ -350,7 +352,7 @@ def _driver_fix(machine: Machine) -> str:
 
 
 def _is_orphan(proc: Path, pid: int) -> bool:
-    """Whether its parent is init. In a container, process 1 may be a launcher, whose children are not orphans."""
+    """Whether init is the parent. In a container, process 1 may be a launcher, whose children are not orphans."""
     after_name = _text(proc / str(pid) / "stat").rpartition(")")[2].split()
     return after_name[1:2] == [str(_INIT_PID)] and not any("python" in word for word in _words(proc, _INIT_PID)[:1])
 
@@ -374,7 +376,8 @@ def _text(file: Path) -> str:
         return ""
 
 
-# --- Checks of torch: its build, NCCL, and small computations ---------------------------------------------------------
+# --- torch ------------------------------------------------------------------------------------------------------------
+# Its build, NCCL, and small computations.
 
 
 _PIP = f"{sys.executable} -m pip install"
@@ -443,7 +446,7 @@ def nccl(machine: Machine) -> CheckResult | None:
 
 
 def all_reduce(machine: Machine) -> CheckResult | None:
-    """An all-reduce of two processes on the CPU."""
+    """Whether an all-reduce of two processes on the CPU works."""
     if _facts(machine) is None:
         return None
     result = machine.probes.gloo()
@@ -454,7 +457,7 @@ def all_reduce(machine: Machine) -> CheckResult | None:
 
 
 def all_reduce_of_gpus(machine: Machine) -> CheckResult | None:
-    """An all-reduce of two GPUs with NCCL."""
+    """Whether an all-reduce of two GPUs with NCCL works."""
     facts = _facts(machine)
     if machine.probes.nccl is None or facts is None or not facts["nccl"]:
         return None
@@ -512,7 +515,7 @@ def _runs_on(built_for: Sequence[str], capability: Version) -> bool:
 
 
 def _number(architecture: str) -> int:
-    """90 of `sm_90a`."""
+    """The number of an architecture: 90 for `sm_90a`."""
     return int("".join(letter for letter in architecture if letter.isdecimal()))
 
 

@@ -1,4 +1,4 @@
-"""The NVIDIA driver as reported by NVML. Nothing here raises: a broken driver is a result."""
+"""The input of the checks of `ddpkit doctor`: the NVIDIA driver, probe processes, and the machine."""
 
 import ctypes
 import json
@@ -25,6 +25,9 @@ from ddp_kit.launcher.devices import gpus as devices
 from ddp_kit.launcher.devices.gpus import Gpu, query
 from ddp_kit.launcher.warm.cleanup import die_with_parent
 
+# --- NVIDIA driver ----------------------------------------------------------------------------------------------------
+# As reported by NVML. Nothing here raises: a broken driver is a result.
+
 Version = tuple[int, int]
 
 _NO_ANSWER = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)  # the second: the driver is too old for the query
@@ -32,11 +35,11 @@ _NO_ANSWER = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)  # the second: 
 
 @dataclass(frozen=True)
 class Card:
-    """Further properties of one GPU for the checks."""
+    """One GPU, with further properties for the checks."""
 
     gpu: Gpu
     ecc_errors: int | None = None
-    """Uncorrected memory errors since its last reset; None: it does not count errors."""
+    """Uncorrected memory errors since its last reset; None: the GPU does not count errors."""
     capability: Version | None = None
     """Its compute capability, such as (9, 0)."""
     processes: tuple[int, ...] = ()
@@ -95,7 +98,8 @@ def _card(gpu: Gpu) -> Card:
     )
 
 
-# --- Run probe.py in separate processes, because torch may be broken, and host names may take long to resolve ---------
+# --- Probes -----------------------------------------------------------------------------------------------------------
+# probe.py runs in separate processes, because torch may be broken, and resolving a host name may take long.
 
 
 _LOOPBACK = "127.0.0.1"
@@ -108,11 +112,11 @@ class ProbeResult:
 
     facts: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""
-    """Why it failed: the last line of the process that failed first."""
+    """Why it failed: the last output line of the process that failed first."""
 
 
 Probe = Callable[[], ProbeResult]
-"""Waits for a probe and returns its result."""
+"""A function that waits for a probe and returns its result."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ class Probes:
     nccl: Probe | None
     """None with fewer than two GPUs."""
     products: Mapping[str, Probe]
-    """By the GPU's UUID."""
+    """Matrix product probes by GPU UUID."""
 
 
 @contextmanager
@@ -161,7 +165,7 @@ def started(env: Mapping[str, str], host: str, gpus: Sequence[Gpu], limit_second
 
 
 def torch_facts(env: Mapping[str, str], limit_seconds: float = 60) -> ProbeResult:
-    """torch's version and build options alone; see `facts` in probe.py."""
+    """Run only the probe for torch's version and build options; see `facts` in probe.py."""
     with tempfile.TemporaryFile() as output:
         probe = _RunningProbe([("facts",)], env, (), [output], limit_seconds)
         try:
@@ -207,7 +211,7 @@ class _RunningProbe:
         return self._result
 
     def end(self) -> None:
-        """Kill what still runs."""
+        """Kill the processes that are still running."""
         for process in self._processes:
             process.kill()
             with suppress(TimeoutExpired):  # SIGKILL does not end a process in a driver that hangs
@@ -238,12 +242,12 @@ def _start(
     )
 
 
-# --- The input of the checks, in one record ---------------------------------------------------------------------------
+# --- Machine ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine, or a made-up one in a test."""
+    """Everything that the checks know about this machine, or about a fake one in a test."""
 
     env: Mapping[str, str]
     checkpoints: Path
@@ -262,7 +266,7 @@ class Machine:
     clock_synchronised: bool | None
     """None: not known."""
     space: Callable[[Path], tuple[int, int]]
-    """Total and free bytes of the file system of a folder."""
+    """Function that returns the total and free bytes of a folder's file system."""
     root: Path = Path("/")
     """The folder of /proc, /sys and /dev."""
 

@@ -1,4 +1,4 @@
-"""What is drawn of runs: pure functions from what was recorded to lines of at most some hundred points."""
+"""The charts of a report: their data as pure functions of the recorded runs, and pictures of them by matplotlib."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,13 +11,15 @@ from statistics import median
 from ddp_kit.errors import GIB, UsageError
 from ddp_kit.launcher.report.run_history import Line, RunHistory
 
+# --- Chart data -------------------------------------------------------------------------------------------------------
+
 _POINTS = 600
-"""Per line of a chart: more are not seen."""
+"""Maximum points per line of a chart; more would not be visible."""
 _POINTS_OF_CHART = 2000
-"""Of all lines together, so that the page stays small."""
+"""Maximum points of all lines of a chart together, to keep the page small."""
 _LEAST_POINTS = 100
 _MOST_LINES = 16
-"""Of ranks or GPUs: above, the lowest, the median and the highest are drawn."""
+"""Maximum lines for ranks or GPUs. If there are more, only the lowest, the median and the highest are drawn."""
 _ROW_FIELDS = {
     "event", "step", "attempt", "time", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second",
     "step_seconds", "slowest_rank", "slowest_factor", "rank_seconds", "rank_memory", "compilations",
@@ -43,7 +45,7 @@ class Curve:
     label: str
     values: Values
     low: Values | None = None
-    """With `high`: the range of the values that a point stands for."""
+    """With `high`: the range of the recorded values that each point averages."""
     high: Values | None = None
 
 
@@ -58,14 +60,14 @@ class Curves:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart; of one run, or of several that are compared."""
+    """A chart of one run, or of several runs to compare."""
 
     name: str
-    """For a file's name, such as seconds-per-rank."""
+    """Part of file names, such as seconds-per-rank."""
     title: str
     unit: str
     x: str
-    """What the points are: "step" or "minutes"."""
+    """Unit of the x axis: "step" or "minutes"."""
     groups: tuple[Curves, ...]
     stacked: bool = False
 
@@ -76,7 +78,7 @@ class Chart:
 
 
 def comparing_charts(runs: Sequence[RunHistory]) -> list[Chart]:
-    """What runs have in common, all runs in each chart."""
+    """Charts that compare runs: each chart shows all runs."""
     builder = _Builder(runs)
     charts = [builder.losses()]
     charts += [builder.of_evaluations(name) for name in _names(run.evaluations for run in runs) if name != "eval_loss"]
@@ -93,7 +95,7 @@ def comparing_charts(runs: Sequence[RunHistory]) -> list[Chart]:
 
 
 def charts_of_run(runs: Sequence[RunHistory], number: int) -> list[Chart]:
-    """What is told of run `number` alone."""
+    """Charts of run `number` alone."""
     builder = _Builder(runs)
     charts = [builder.phases(number), builder.ranks(number), builder.memory(number), *builder.machine(number)]
     return _with_values(charts)
@@ -169,7 +171,7 @@ class _Builder:
     def _curves(
         self, run: int, lines: Sequence[Line], values: "Mapping[str, _Value]", *, x: str = "step", ranges: bool = False
     ) -> Curves:
-        """A point per bucket of neighbouring lines: the means of the values, at the last line's place."""
+        """Average the lines in buckets of neighbours: one point per bucket, at the x of its last line."""
         wanted = min(_POINTS // len(self._runs), _POINTS_OF_CHART // max(len(values), 1))
         count = min(max(wanted, _LEAST_POINTS), len(lines))
         edges = [len(lines) * i // count for i in range(count + 1)] if count else [0]
@@ -219,7 +221,7 @@ def _share(part: str, whole: str) -> _Value:
 
 
 def _each_or_range(what: str, count: int, value_of: Callable[[int], _Value]) -> dict[str, _Value]:
-    """A value for each rank or GPU; for many, the lowest, the median and the highest of them."""
+    """A value for each rank or GPU; if there are many, the lowest, the median and the highest of them."""
     if count <= _MOST_LINES:
         return {f"{what} {index}": value_of(index) for index in range(count)}
     values = [value_of(index) for index in range(count)]
@@ -235,7 +237,7 @@ def _each_or_range(what: str, count: int, value_of: Callable[[int], _Value]) -> 
 
 
 def _number(value: object, scale: float = 1.0) -> float | None:
-    """None for what is no finite number: NaN is `null` in the record."""
+    """The scaled value; None if it is not a finite number (NaN is `null` in the record)."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return value * scale
@@ -251,13 +253,13 @@ def _names(lines_of_runs: Iterable[Sequence[Line]]) -> list[str]:
 
 
 def _own_values(runs: Sequence[RunHistory]) -> list[str]:
-    """What was given to `trainer.log`, and the learning rates of further parameter groups."""
+    """Names of the values given to `trainer.log`, and of the learning rates of further parameter groups."""
     names = {name: None for run in runs for row in run.rows for name in row}
     return [name for name in names if name not in _ROW_FIELDS and not name.startswith("times.")]
 
 
 def _with_values(charts: Iterable[Chart]) -> list[Chart]:
-    """The charts that have any, without the lines that have none."""
+    """The charts that have values, without their empty lines."""
     found = []
     for chart in charts:
         groups = (
@@ -283,7 +285,7 @@ def _in_words(curve: Curve, unit: str) -> str:
     return f"{curve.label}: from {first} to {last}{unit}, lowest {low}, highest {high}"
 
 
-# --- The charts of a report as pictures, by matplotlib ----------------------------------------------------------------
+# --- Pictures ---------------------------------------------------------------------------------------------------------
 
 
 _STYLES = ("-", "--", ":", "-.")
@@ -291,7 +293,7 @@ _INCHES = (8.0, 4.5)
 
 
 def write_pictures(runs: Sequence[RunHistory], folder: Path) -> list[Path]:
-    """An SVG file per chart, such as loss.svg. Raises `UsageError` without matplotlib."""
+    """Write one SVG file per chart, such as loss.svg, and return the paths. Raises `UsageError` without matplotlib."""
     if find_spec("matplotlib") is None:
         raise UsageError("--images needs matplotlib, which is not installed", "pip install 'ddpkit[images]'")
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What is shown of the profiles of a run: traces, and the largest allocations."""
+"""The findings of a report, in words: about the profiles of a run, and about the run itself."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,22 +11,25 @@ from ddp_kit.launcher.trace.analysis import lines, read_trace
 from ddp_kit.launcher.trace.memory_file import read_memory
 from ddp_kit.launcher.trace.records import LineMemory, MemorySummary, Operation, TraceSummary
 
+# --- Profiles ---------------------------------------------------------------------------------------------------------
+# Traces, and the largest allocations on GPUs.
+
 _MOST_LINES_IN_WORDS = 3
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One file in words, and a table of it."""
+    """One profile file: its findings in words, and its table."""
 
     title: str
     lines: tuple[str, ...]
     operations: tuple[Operation, ...] = ()
-    """Of a trace: what its time went to."""
+    """Most expensive operations, for a trace."""
     memory: MemorySummary | None = None
 
 
 def profiles_of(run: RunHistory) -> tuple[Profile, ...]:
-    """One for each file; for one that cannot be read, the reason."""
+    """One profile per file; for a file that cannot be read, its line states the reason."""
     return (*map(_profile, run.traces), *map(_memory_profile, run.memory))
 
 
@@ -67,36 +70,37 @@ def _memory_lines(summary: MemorySummary) -> Iterator[str]:
 
 
 def place_of(line: LineMemory) -> str:
-    """Function, file and line."""
+    """Function, file and line that allocated the memory."""
     return "no Python code, such as the backward pass" if line.place is None else str(line.place)
 
 
-# --- What stands out in a run, in words: how it ended, the advice it was given, and what only the whole run shows -----
+# --- Findings about a run ---------------------------------------------------------------------------------------------
+# How it ended, the advice given during it, and what only the whole run shows.
 
 
 _ENOUGH_ROWS = 8
-"""Fewer tell nothing about a trend."""
+"""Minimum rows to judge a trend by."""
 _RISEN = 1.05
-"""Times the lowest evaluation loss."""
+"""Multiple of the lowest evaluation loss above which it has risen."""
 _SLOWER = 0.8
-"""Of the earlier throughput."""
+"""Fraction of the earlier throughput below which training has slowed down."""
 _OFF_PLAN = 0.10
 _IDLE_GPU = 0.5
 _COMPILED_AGAIN = 3
-"""Graphs; a smaller last batch and the first evaluation have one each."""
+"""Graphs compiled late that count as a problem; a smaller last batch and the first evaluation need one each."""
 _FULL_HOST = 0.95
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence, and whether something is wrong."""
+    """One finding, and whether it is a problem."""
 
     text: str
     is_problem: bool
 
 
 def findings(run: RunHistory) -> list[Finding]:
-    """The most important first."""
+    """Findings about a run, the most important first."""
     return [
         *_endings(run),
         *_advice(run),
@@ -110,7 +114,7 @@ def findings(run: RunHistory) -> list[Finding]:
 
 
 def state(run: RunHistory) -> str:
-    """How far the run is, in a few words."""
+    """Progress or outcome of a run in a few words."""
     total = run.last.begin.get("total_steps")
     of_total = f" of {total:,}" if isinstance(total, int) and total >= run.steps else ""
     steps = f"{run.steps:,}{of_total} steps in {duration(run.seconds)}"
@@ -122,7 +126,7 @@ def state(run: RunHistory) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Such as 3 h 12 min, 4 min 10 s or 2.4 s."""
+    """A duration as text, such as 3 h 12 min, 4 min 10 s or 2.4 s."""
     if seconds < 60:
         return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, left = divmod(round(seconds), 60)
@@ -158,14 +162,14 @@ def _which(run: RunHistory, attempt: Attempt) -> str:
 
 
 def _last_save(before: Attempt, after: Attempt, run: RunHistory) -> float:
-    """When the failed attempt had reached the step from which the next one continued, as far as rows tell."""
+    """Time at which the failed attempt reached the step that the next one resumed from, according to its rows."""
     step = after.begin["step"]
     reached = [row["time"] for row in run.rows if row.get("attempt") == before.name and row["step"] <= step]
     return float(max(reached, default=before.begin["time"]))
 
 
 def _advice(run: RunHistory) -> Iterator[Finding]:
-    """What the run was told while it ran; of the last attempt that was told anything."""
+    """Advice given during the run, from the last attempt that has any."""
     for attempt in reversed(run.attempts):
         if attempt.advice:
             for line in attempt.advice:
@@ -247,7 +251,7 @@ def _machine(run: RunHistory) -> Iterator[Finding]:
         where = f"node {node}" if len(run.samples) > 1 else "the machine"
         used = [loads for loads in _loads(samples) if loads and max(loads) > 0]
         ranks, nodes = (run.last.begin.get(name) or 1 for name in ("ranks", "nodes"))
-        shared = len(used) > ranks // nodes  # with other jobs: whose load it is, is not known
+        shared = len(used) > ranks // nodes  # with other jobs, so that the load may not be ours
         busy = fmean(load for loads in used for load in loads) if used else 1.0
         if busy < _IDLE_GPU and not shared:
             yield Finding(

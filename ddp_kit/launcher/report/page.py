@@ -1,4 +1,4 @@
-"""What is set differently in runs."""
+"""The report as one HTML file, with the settings that differ between runs."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +15,8 @@ from ddp_kit.launcher.report.findings import Finding, Profile, duration, finding
 from ddp_kit.launcher.report.run_history import Attempt, RunHistory
 from ddp_kit.launcher.trace.records import MemorySummary
 
+# --- Settings ---------------------------------------------------------------------------------------------------------
+
 _PARTS = ("command", "model", "devices", "ranks", "nodes", "host", "config", "versions", "git", "environment")
 _OF_EACH_RUN = (
     "TORCHELASTIC_",
@@ -28,11 +30,11 @@ _OF_EACH_RUN = (
     LOCAL_RANK,
     WORLD_SIZE,
 )
-"""Variables that the launcher or an engine sets, and that differ anyway."""
+"""Prefixes of variables that the launcher or a cluster engine sets; they differ between any two runs."""
 
 
 def settings(run: RunHistory) -> dict[str, str]:
-    """All that the last attempt was started with, by name."""
+    """The settings that the last attempt was started with, by name."""
     found: dict[str, str] = {}
     for part in _PARTS:
         found.update(_flat(part, run.last.begin.get(part)))
@@ -40,7 +42,7 @@ def settings(run: RunHistory) -> dict[str, str]:
 
 
 def differences(runs: Sequence[RunHistory]) -> list[tuple[str, tuple[str, ...]]]:
-    """The names of what differs, and the value in each run; an empty text where a run has none."""
+    """The settings that differ: name, and value in each run (empty if a run does not have the setting)."""
     all_settings = [settings(run) for run in runs]
     names = dict.fromkeys(name for each in all_settings for name in each)
     table = [(name, tuple(each.get(name, "") for each in all_settings)) for name in names]
@@ -62,19 +64,20 @@ def _differs_anyway(name: str) -> bool:
     return name.startswith(tuple(f"environment.{prefix}" for prefix in _OF_EACH_RUN))
 
 
-# --- The report as one HTML file: what it needs is in it, and it asks the network for nothing -------------------------
+# --- HTML page --------------------------------------------------------------------------------------------------------
+# Self-contained: it loads nothing from the network.
 
 
 MARK = '<meta name="generator" content="ddpkit report'
-"""What a file begins with that was made here."""
+"""Tag by which `ddpkit report` recognises its own files."""
 _MIB = 1 << 20
 _UPLOT = "uplot-1.6.32.min"
 _LONGEST_NAME = 100
-"""Letters of a kernel's name; templates of C++ fill a screen."""
+"""Maximum characters shown of a kernel's name; C++ templates can fill a screen."""
 
 
 def page(runs: Sequence[RunHistory], profiles: Mapping[str, Sequence[Profile]]) -> str:
-    """The HTML. `profiles`: of each run, by its name."""
+    """The HTML text. `profiles`: the profiles of each run, by run name."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     charts: list[Chart] = []
     body = "".join(_body(runs, profiles, charts))
@@ -154,7 +157,7 @@ def _differences(runs: Sequence[RunHistory]) -> str:
 
 
 def _figures(own: Sequence[Chart], charts: list[Chart], run: int | None = None) -> str:
-    """The figures, whose charts are added to those of the page."""
+    """The figures of `own`. Appends its charts to `charts`, those of the whole page."""
     figures = []
     for chart in own:
         unit = f"<p class=quiet>{escape(chart.unit)}</p>" if chart.unit else ""
@@ -188,7 +191,7 @@ def _profile(profile: Profile) -> str:
 
 
 def _allocations(memory: MemorySummary) -> str:
-    """What was allocated at the peak, by line of code."""
+    """Table of the memory allocated at the peak, by line of code."""
     parts = [(place_of(each), f"{each.count:,}", each.bytes) for each in memory.lines]
     parts += [("other lines", "", memory.other)] if memory.other else []
     parts.append(("allocated before the recording", "", memory.earlier))
@@ -239,7 +242,7 @@ def _settings(run: RunHistory) -> str:
 
 
 def _table(label: str, rows: Sequence[str], columns: Sequence[str]) -> str:
-    """A table that scrolls by itself where it is too wide."""
+    """A table that scrolls separately if it is too wide."""
     head = "".join(f"<th scope=col>{escape(name)}</th>" for name in columns)
     return (
         f'<div class=wide tabindex=0 role=group aria-label="{label}"><table><tr>{head}</tr>\n'
@@ -276,7 +279,7 @@ def _curve_data(curve: Curve) -> dict[str, Any]:
 
 
 def _json(data: object) -> str:
-    """JSON that ends no script element early."""
+    """JSON that cannot close the script element that contains it."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 

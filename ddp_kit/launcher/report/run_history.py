@@ -1,4 +1,4 @@
-"""Reads the record of a run (docs/run-record.md). A run may still write to it."""
+"""Reads the record of a run (docs/run-record.md). The run may still be writing it."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Attempt:
-    """From one start of the workers to their end."""
+    """One attempt of a run: from one start of the workers to their end."""
 
     name: str
     """The job's id and the number of its restarts."""
@@ -32,23 +32,23 @@ class Attempt:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """All that is known of one run."""
+    """Everything recorded about one run."""
 
     name: str
-    """Its folder's, such as runs/7; the runs of one report have different names."""
+    """The name of its folder, such as runs/7; unique within a report."""
     attempts: tuple[Attempt, ...]
     """At least one."""
     rows: tuple[Line, ...]
     """A line per log point."""
     evaluations: tuple[Line, ...]
     samples: Mapping[str, tuple[Line, ...]]
-    """By the number of the node."""
+    """Samples of the machine's load, by node number."""
     traces: tuple[Path, ...]
-    """Files of torch.profiler."""
+    """Trace files of torch.profiler."""
     memory: tuple[Path, ...]
     """Files with the largest allocations on GPUs."""
     unreadable: int
-    """Lines that cannot be read, without an incomplete last one of each file."""
+    """Number of lines that cannot be read, not counting an incomplete last line of a file."""
 
     @property
     def last(self) -> Attempt:
@@ -57,7 +57,7 @@ class RunHistory:
 
     @property
     def seconds(self) -> float:
-        """From the first attempt's begin to the last thing that was recorded."""
+        """Seconds from the start of the first attempt to the last recorded event."""
         lines = [self.last.begin, *self.last.ends, *self.rows[-1:], *self.evaluations[-1:]]
         return float(max(line["time"] for line in lines) - self.attempts[0].begin["time"])
 
@@ -69,7 +69,7 @@ class RunHistory:
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[RunHistory, ...]:
-    """The runs in these folders: of checkpoints, of logs, or records themselves.
+    """Read the runs in these folders, which may be checkpoint folders, log folders or records.
 
     Raises `UsageError` for a folder without a record, and for a record that this version cannot read.
     """
@@ -90,7 +90,7 @@ def _records(folder: Path) -> list[Path]:
 
 
 def _names(records: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as tell the runs apart."""
+    """Names for runs: the last parts of their paths, as many as make the names unique."""
     runs = [each.parent if each.name == RECORD_FOLDER else each for each in records]
     for parts in range(1, max((len(run.parts) for run in runs), default=1)):
         names = ["/".join(run.parts[-parts:]) for run in runs]
@@ -120,7 +120,7 @@ def _read(record: Path, name: str) -> RunHistory:
 
 
 class _Reader:
-    """Reads JSON lines, and counts those that are none."""
+    """Reads JSON lines, and counts the invalid ones."""
 
     def __init__(self) -> None:
         self.unreadable = 0
@@ -176,7 +176,7 @@ def _attempt(begin: Line, lines: Sequence[Line]) -> Attempt:
 
 
 def _recorded(attempts: Sequence[Attempt], pattern: str) -> tuple[Path, ...]:
-    """The files of `profile` that are where the run wrote them, of the latest attempt that recorded steps."""
+    """Profile files of the latest attempt with `profile.steps`, if they are still where it wrote them."""
     for attempt in reversed(attempts):
         profile = attempt.begin.get("config", {}).get("profile", {})
         if profile.get("steps") is not None:

@@ -1,1 +1,1 @@
-"""A trace of torch.profiler -> TraceSummary -> findings in words."""
+"""Analysis of torch.profiler traces: trace -> TraceSummary -> findings in words."""

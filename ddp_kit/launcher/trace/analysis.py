@@ -1,4 +1,7 @@
-"""Where the host waits for the GPU, from a trace; on a CPU, where it would wait."""
+"""Analysis of a trace that `Trainer(profile=...)` recorded: where the time of its steps went, and what to do about it.
+
+`read_trace` returns a `TraceSummary`; `lines` states its findings.
+"""
 
 import re
 from bisect import bisect_right
@@ -23,14 +26,17 @@ from ddp_kit.launcher.trace.recording import (
 )
 from ddp_kit.launcher.trace.records import GpuTime, MatrixProduct, Operation, Place, Synchronisation, TraceSummary
 
-# The functions of CUDA and HIP that return when the GPU is done. Source: CUDA Runtime API, "API synchronization
-# behavior". torch calls one of the first three after each copy that blocks.
+# --- Host-device synchronisations -------------------------------------------------------------------------------------
+# Where the host waits for the GPU; on a CPU, where it would wait.
+
+# CUDA and HIP functions that return when the GPU is done. Source: CUDA Runtime API, "API synchronization behavior".
+# torch calls one of the first three after each blocking copy.
 _WAITS = re.compile(r"(cuda|hip)(Stream|Device|Event)Synchronize$|cuCtxSynchronize$|cudaMemcpy$|hipMemcpyWithStream$")
 _OPERATORS = {"aten::item", "aten::_local_scalar_dense", "aten::nonzero"}
 
 
 def synchronisations(recording: Recording, steps: int | None) -> tuple[Synchronisation, ...]:
-    """By operator and place, the most frequent first. Without a GPU: operators that would wait for one."""
+    """Synchronisations by operator and place, the most frequent first. Without a GPU: those that would wait for one."""
     spent: dict[tuple[str, Place | None], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for index, event in waits_of_the_host(recording) if recording.gpu else _would_wait(recording):
         inner = recording.calls.operator[index] if recording.gpu else index
@@ -45,7 +51,7 @@ def synchronisations(recording: Recording, steps: int | None) -> tuple[Synchroni
 
 
 def waits_of_the_host(recording: Recording) -> Iterator[tuple[int, Event]]:
-    """Calls of CUDA that return when the GPU is done, with their index; not the profiler's own."""
+    """Yield index and event of each CUDA call that returns when the GPU is done, except the profiler's own calls."""
     for index, event in recording.host("cuda_runtime", "cuda_driver"):
         if _WAITS.match(event.name) and not recording.profiles(index):
             yield index, event
@@ -63,7 +69,7 @@ def _would_wait(recording: Recording) -> Iterator[tuple[int, Event]]:
 
 
 def _counts_steps(recording: Recording, index: int) -> bool:
-    """Whether torch's optimizer itself reads a value: its count of steps, which is on the host for a GPU too."""
+    """Whether torch's optimizer reads its own step count, a tensor that is on the host even when training on a GPU."""
     place = recording.calls.place(index)
     for outer in recording.calls.callers(index):
         event = recording.calls.events[outer]
@@ -75,17 +81,18 @@ def _counts_steps(recording: Recording, index: int) -> bool:
 
 
 def _name(recording: Recording, index: int) -> str:
-    """The outermost of torch's operators, else the call itself."""
+    """The name of the outermost `aten::` operator around a call, or else of the call itself."""
     own = recording.calls.events[index].name
     names = [recording.calls.events[outer].name for outer in recording.calls.operators(index)]
     return [own, *(name for name in names if name.startswith("aten::"))][-1]
 
 
-# --- Where the time of a GPU went, from a trace: computing, communicating, copying, idle and why ----------------------
+# --- GPU time ---------------------------------------------------------------------------------------------------------
+# Computing, communicating, copying, and idle by cause.
 
 
 def gpu_time(recording: Recording) -> GpuTime | None:
-    """The time of the GPU whose kernels took longest; None: there are no kernels."""
+    """Time breakdown of the busiest GPU in the trace; None: there are no kernels."""
     device = _busiest_device(recording.gpu)
     kernels = [event for event in recording.gpu if event.kind == "kernel" and event.thread[0] == device]
     if not kernels:
@@ -112,7 +119,7 @@ def gpu_time(recording: Recording) -> GpuTime | None:
 
 
 def is_communication(kernel: Event) -> bool:
-    """Whether a kernel is NCCL's, or RCCL's, which has the same names."""
+    """Whether a kernel belongs to NCCL, or to RCCL, which uses the same names."""
     return "nccl" in kernel.name.lower()
 
 
@@ -129,10 +136,10 @@ def _spans(events: Iterable[Event]) -> Spans:
 
 
 def _causes(recording: Recording, idle: Spans, work: list[Event]) -> dict[str, float]:
-    """Seconds of idle time, by cause.
+    """Seconds of idle time by cause.
 
-    A GPU that runs dry while the host waits for it stays idle until the host has launched something again, which is
-    mostly after the wait: all of that time is due to the wait.
+    A GPU that runs out of work while the host waits for it stays idle until the host launches the next kernel, mostly
+    after the wait. All of that time is attributed to the wait.
     """
     causes: dict[str, float] = defaultdict(float)
     data = recording.waits_for_data()
@@ -155,11 +162,12 @@ def _cause(recording: Recording, start: float, following: Event, waits: Spans) -
     return "queued" if launched_in_time else "host"
 
 
-# --- Matrix products and convolutions of a trace, and which of them miss the tensor cores -----------------------------
+# --- Matrix products and convolutions ---------------------------------------------------------------------------------
+# Finds those that do not use the tensor cores, or not at full speed.
 # Source: NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements": from cuBLAS 11 on, tensor
-# cores can be used at any size, and are most efficient if M, N and K are multiples of 16 bytes. The same is said here
-# of the channels of a convolution and the dimension of an attention head. float32 uses tensor cores as TF32 only;
-# float64 on few GPUs, and many times slower than 16 bits.
+# cores can be used at any size, and are most efficient if M, N and K are multiples of 16 bytes. This module applies the
+# same rule to the channels of a convolution and to the head dimension of attention. float32 uses tensor cores only as
+# TF32; float64 uses them on few GPUs, many times slower than 16-bit types.
 
 
 ALIGNED_BYTES = 16
@@ -179,8 +187,8 @@ _FIRST_MATRIX = {
     "aten::addbmm": 1,
 }
 _ATTENTION = re.compile(r"aten::(scaled_dot_product_attention|_scaled_dot_product_\w+_backward)$")
-# Names of cuBLAS, cuDNN and CUTLASS: `ampere_sgemm_128x64_tn` has no tensor cores,
-# `cutlass_80_tensorop_s1688gemm_64x64`, `ampere_bf16_s16816gemm`, `sm90_xmma_gemm` and `nvjet_hsh_128x64` have.
+# Kernel names of cuBLAS, cuDNN and CUTLASS: `ampere_sgemm_128x64_tn` does not use tensor cores;
+# `cutlass_80_tensorop_s1688gemm_64x64`, `ampere_bf16_s16816gemm`, `sm90_xmma_gemm` and `nvjet_hsh_128x64` do.
 _WITHOUT_TENSOR_CORES = re.compile(r"(?<![a-z0-9])[sd]gemm|simt|gemv|scudnn")
 _WITH_TENSOR_CORES = re.compile(r"tensorop|\d884|1688|16816|xmma|wgmma|gmma|hmma|nvjet|flash|fmha|cutlass3x", re.I)
 
@@ -197,7 +205,7 @@ class _Key:
 
 
 def matrix_products(recording: Recording, *, tf32: bool | None) -> tuple[MatrixProduct, ...]:
-    """By operator, type and shape, those that took longest first.
+    """Matrix products and convolutions by operator, type and shape, those with the longest total time first.
 
     `tf32`: whether float32 may use tensor cores; None: not known.
     """
@@ -213,7 +221,7 @@ def matrix_products(recording: Recording, *, tf32: bool | None) -> tuple[MatrixP
 
 
 def _kernels(recording: Recording) -> dict[int, list[Event]]:
-    """The kernels that each operator launched, itself or by operators that it called."""
+    """Kernels by the index of each operator that launched them, directly or through operators that it called."""
     found = defaultdict(list)
     for event in recording.gpu:
         launch = recording.launch(event)
@@ -263,12 +271,12 @@ def _problem(key: _Key, kernel: str | None, tf32: bool | None) -> tuple[str, tup
 
 
 def _tells_and_seconds(kernel: Event) -> tuple[bool, float]:
-    """A product may begin with a copy, and that may take longer."""
+    """Sort key that ranks kernels of known kind first: a product may begin with a copy, which may take longer."""
     return _uses_tensor_cores(kernel.name) is not None, kernel.end - kernel.start
 
 
 def _uses_tensor_cores(kernel: str | None) -> bool | None:
-    """By the name of a kernel; None: the name does not tell."""
+    """Whether a kernel uses tensor cores, judged by its name; None: not known."""
     if kernel is None:
         return None
     if _WITH_TENSOR_CORES.search(kernel):
@@ -295,7 +303,7 @@ def _type(name: str) -> tuple[str, int] | None:
 
 
 def _shape(operator: str, shapes: list[Any]) -> Shape | None:
-    """How an operator's shapes are written, and the sizes that matter."""
+    """An operator's shapes as text, and the named sizes that affect the use of tensor cores."""
     if operator in _FIRST_MATRIX:
         first = _FIRST_MATRIX[operator]
         (*batch, m, k), (*_, n) = shapes[first], shapes[first + 1]
@@ -313,21 +321,21 @@ def _shape(operator: str, shapes: list[Any]) -> Shape | None:
 
 
 def _convolution(weight: list[int]) -> Shape:
-    """Few input channels, such as the 3 of a picture, have kernels of their own."""
+    """The shape of a convolution. Sizes up to 4 are omitted: few channels, as in an image, have special kernels."""
     outputs, inputs, *window = weight
     sizes = (("input channels", inputs), ("output channels", outputs))
     size = "x".join(map(str, window))
     return f"{inputs} to {outputs} channels, {size}", tuple(pair for pair in sizes if pair[1] > 4)
 
 
-# --- What the time of a trace went to, by operator and by kernel ------------------------------------------------------
+# --- Most expensive operations ----------------------------------------------------------------------------------------
 
 
 MOST = 10
 
 
 def operations(recording: Recording) -> tuple[Operation, ...]:
-    """The most expensive ones: kernels and copies if there are any, else operators by the time of their own."""
+    """The most expensive operations: kernels and copies if there are any, else operators by self time."""
     spent = _on_gpu(recording) if recording.gpu else _on_cpu(recording)
     wall = recording.end - recording.start
     found = [
@@ -370,19 +378,20 @@ def _on_cpu(recording: Recording) -> dict[tuple[str, str | None], list[float]]:
     return spent
 
 
-# --- The findings of a trace in words: one line each, with what to do, the most important first -----------------------
+# --- Findings ---------------------------------------------------------------------------------------------------------
+# One line each, with what to do, the most important first.
 
 
-# Below these shares of the time there is little to gain.
+# Shares of the time below which there is little to gain.
 _IDLE, _ALONE, _PRODUCTS, _DATA, _OUTSIDE, _LARGE = 0.05, 0.05, 0.01, 0.10, 0.30, 0.10
 _MOST_EACH = 3
 
 Finding = tuple[float, str]
-"""A weight, mostly a share of the recorded time, and the line."""
+"""Weight, mostly a share of the recorded time, and text."""
 
 
 def lines(summary: TraceSummary) -> list[str]:
-    """What stands out, one line each, the most important first; empty if nothing does."""
+    """Findings, one line each, the most important first; empty if nothing stands out."""
     found: list[Finding] = []
     for part in (_gpu, _synchronisations, _products, _host, _operations):
         found.extend(part(summary))
@@ -432,7 +441,7 @@ _CAUSES = {  # by field of GpuTime
 
 
 def _synchronisations(summary: TraceSummary) -> Iterator[Finding]:
-    """Each counts more than its seconds: behind it, the GPU has nothing to do. The user's before ddpkit's own."""
+    """Findings about synchronisations outside ddpkit. Their weight is at least 5 %: the GPU also idles afterwards."""
     theirs = [one for one in summary.synchronisations if not (one.place and one.place.library == "ddpkit")]
     for one in theirs[:_MOST_EACH]:
         weight = 1.0 if summary.device == "cpu" else max(one.seconds / summary.wall, 0.05)
@@ -485,7 +494,7 @@ def _padding(product: MatrixProduct) -> str:
 
 
 def _host(summary: TraceSummary) -> Iterator[Finding]:
-    """Of a CPU: for a GPU, idle time says it."""
+    """Findings about the host, for CPU traces only: for a GPU, its idle time shows them."""
     if summary.device == "gpu" or not summary.wall:
         return
     data, outside = summary.waited_for_data / summary.wall, summary.outside / summary.wall
@@ -507,7 +516,7 @@ def _operations(summary: TraceSummary) -> Iterator[Finding]:
         yield 0.0, f"{first.share:.0%} of the time went to {name}{by}, {first.calls} calls: start there"
 
 
-# --- Reads a trace that `Trainer(profile=...)` recorded: what the time of these steps went to, and what to do about it.
+# --- Reading a trace --------------------------------------------------------------------------------------------------
 
 
 __all__ = ["lines", "read_trace"]
@@ -516,7 +525,7 @@ _FILE = re.compile(r"rank(\d+)_steps(\d+)-(\d+)\.json")
 
 
 def read_trace(path: Path) -> TraceSummary:
-    """Read one trace of torch.profiler, as `profile.dir` has them.
+    """Summarise one torch.profiler trace, such as a file in `profile.dir`.
 
     Raises `UsageError` if the file cannot be read, is cut off, or is not a trace of torch.profiler.
     """
@@ -545,7 +554,7 @@ def read_trace(path: Path) -> TraceSummary:
 
 
 def _rank_and_steps(trace: TraceFile, recording: Recording) -> tuple[int | None, tuple[int, int] | None]:
-    """The trace's own word first: files are renamed."""
+    """Rank and steps as recorded in the trace, or else from the file name, which may have been changed."""
     named = _FILE.match(trace.path.name)
     world = trace.facts.get("distributedInfo")
     rank = world.get("rank") if isinstance(world, dict) else None

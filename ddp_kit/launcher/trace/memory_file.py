@@ -12,9 +12,9 @@ from ddp_kit.launcher.trace.records import LineMemory, MemorySummary, Place
 
 _FORMAT = 1
 _MOST_BYTES = 1 << 20
-"""Of a file; those that are written have a few kB."""
+"""Maximum size of a file; ddpkit writes a few kB."""
 _MOST_LINES = 100
-"""Those that are written have 20."""
+"""Maximum number of lines read; ddpkit writes 20."""
 
 
 def read_memory(path: Path) -> MemorySummary:
@@ -27,7 +27,7 @@ def read_memory(path: Path) -> MemorySummary:
 
 
 class _UnexpectedError(Exception):
-    """What is wrong with a value."""
+    """A value in the file is invalid; the message says how."""
 
 
 def _json(path: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Sets of times: sorted spans (start, end) that do not overlap, in any one unit."""
+"""Reading a torch.profiler trace: the file, the tree of its calls, and the `Recording` that the analysis uses."""
 
 import gc
 import gzip
@@ -16,11 +16,14 @@ from typing import Any, NamedTuple
 from ddp_kit.errors import UsageError, kind_of
 from ddp_kit.launcher.trace.records import Place
 
+# --- Time spans -------------------------------------------------------------------------------------------------------
+
 Spans = list[tuple[float, float]]
+"""Sorted pairs (start, end) that do not overlap, in any one unit."""
 
 
 def merged(spans: Iterable[tuple[float, float]]) -> Spans:
-    """The union of spans in any order."""
+    """The union of spans, given in any order."""
     found: Spans = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:
@@ -32,7 +35,7 @@ def merged(spans: Iterable[tuple[float, float]]) -> Spans:
 
 
 def common(one: Spans, other: Spans) -> Spans:
-    """The times in both."""
+    """The intersection of two lists of spans."""
     found: Spans = []
     i = j = 0
     while i < len(one) and j < len(other):
@@ -57,12 +60,13 @@ def gaps(spans: Spans, start: float, end: float) -> Spans:
 
 
 def total(spans: Spans) -> float:
-    """How long they are together."""
+    """The total length of the spans."""
     return sum(end - start for start, end in spans)
 
 
-# --- Reads the file of a trace: the Chrome trace format, as torch.profiler (Kineto) writes it -------------------------
-# Source of the format: torch/profiler/_chrome_trace_export.py and Kineto's output_json.cpp.
+# --- Trace files ------------------------------------------------------------------------------------------------------
+# The Chrome trace format as torch.profiler (Kineto) writes it.
+# Source: torch/profiler/_chrome_trace_export.py and Kineto's output_json.cpp.
 
 
 HOST = {"cpu_op", "user_annotation", "python_function", "cuda_runtime", "cuda_driver"}
@@ -71,7 +75,7 @@ _NO_ARGUMENTS: Mapping[str, Any] = {}
 
 
 class Event(NamedTuple):
-    """One operator, Python function, call of CUDA or kernel. `thread` is a stream for the GPU's. Seconds."""
+    """One operator, Python function, CUDA call or kernel. `thread`: for GPU events, the stream. Times in seconds."""
 
     kind: str
     name: str
@@ -83,7 +87,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class TraceFile:
-    """The events of HOST and GPU in a file, in its order, and everything else that it says of the recording."""
+    """A trace file: its HOST and GPU events in file order, and all its other fields in `facts`."""
 
     path: Path
     facts: Mapping[str, Any]
@@ -95,7 +99,7 @@ def load(path: Path) -> TraceFile:
 
     Raises `UsageError` if the file cannot be read, is cut off, or is not a trace of torch.profiler.
     """
-    with _no_garbage_collection():  # it would look through all objects again and again, and find none
+    with _no_garbage_collection():  # it would scan all objects repeatedly, and free none
         return _loaded(path)
 
 
@@ -105,7 +109,7 @@ def _loaded(path: Path) -> TraceFile:
     if not isinstance(listed, list):
         what = f"its keys are {sorted(found)[:5]}" if isinstance(found, dict) else f"it has {kind_of(found)}"
         raise _not_a_trace(path, f"is JSON, but no trace of torch.profiler: {what}")
-    origin = next((entry["ts"] for entry in listed if _is_event(entry)), 0)  # of large numbers, digits are lost
+    origin = next((entry["ts"] for entry in listed if _is_event(entry)), 0)  # large timestamps lose digits
     events = [_event(entry, origin) for entry in listed if _is_event(entry)]
     if not events:
         raise _not_a_trace(path, f"has no operators or kernels among its {len(listed)} entries")
@@ -135,7 +139,7 @@ def _text(path: Path) -> str:
         raise _not_a_trace(path, f"is a damaged gzip file: {error}") from None
     except OSError as error:
         raise _not_a_trace(path, f"cannot be read: {error.strerror or error}") from None
-    # Names of functions may be damaged: github.com/pytorch/pytorch/issues/121219
+    # Function names may be damaged: github.com/pytorch/pytorch/issues/121219
     return raw.decode(errors="replace")
 
 
@@ -188,7 +192,7 @@ def _not_a_trace(path: Path, what: str) -> UsageError:
     )
 
 
-# --- Who called whom in a trace: the events of each thread as a tree --------------------------------------------------
+# --- Call tree --------------------------------------------------------------------------------------------------------
 
 
 _OUTERMOST_FIRST = {"python_function": 0, "user_annotation": 1, "cpu_op": 2, "cuda_runtime": 3, "cuda_driver": 3}
@@ -199,14 +203,14 @@ _BACKWARD = "autograd::engine::evaluate_function"
 
 
 class CallTree:
-    """The host's events, sorted by start; `caller[i]`: the index of what called event i, -1 for none."""
+    """Host events sorted by start, as a tree per thread. `caller[i]`: index of the caller of event i, -1 for none."""
 
     def __init__(self, events: list[Event]) -> None:
         host = (event for event in events if event.kind in HOST)
         self.events = sorted(host, key=lambda event: (event.start, -event.end, _OUTERMOST_FIRST[event.kind]))
         self.caller = [-1] * len(self.events)
         self.operator = [-1] * len(self.events)
-        """The operator within which event i ran, -1 for none."""
+        """`operator[i]`: index of the innermost operator around event i, -1 for none."""
         self._nest()
         self._forward = self._forward_operators()
 
@@ -223,7 +227,7 @@ class CallTree:
             stack.append(index)
 
     def callers(self, index: int) -> Iterator[int]:
-        """What event `index` ran within, from the inside out."""
+        """Yield the indices of the events around event `index`, innermost first."""
         start, outer = self.events[index].start, self.caller[index]
         while outer >= 0:
             # An annotation begins within the function that makes it, and outlives it.
@@ -232,16 +236,17 @@ class CallTree:
             outer = self.caller[outer]
 
     def operators(self, index: int) -> Iterator[int]:
-        """The operators among `callers`."""
+        """Yield the operators among `callers`."""
         outer = self.operator[index]
         while outer >= 0:
             yield outer
             outer = self.operator[outer]
 
     def place(self, index: int) -> Place | None:
-        """The innermost function of Python that is neither torch's nor Python's own, of a backward pass the forward's.
+        """The innermost Python function around an event, without those of torch and the standard library.
 
-        Functions of ddpkit count: what they do is not what the user's own code does.
+        In a backward pass: the function around the forward operator. Functions of ddpkit count, to tell them apart
+        from the user's code.
         """
         for outer in self.callers(self._source(index)):
             found = _place(self.events[outer])
@@ -250,7 +255,10 @@ class CallTree:
         return None
 
     def module(self, index: int) -> str | None:
-        """The innermost module, such as `Linear_3`: the fourth Linear that was called; of a backward pass likewise."""
+        """The innermost module around an event, such as `Linear_3`: the fourth Linear called.
+
+        In a backward pass: the module around the forward operator.
+        """
         for outer in self.callers(self._source(index)):
             name = self.events[outer].name
             if name.startswith(_MODULE):
@@ -258,11 +266,11 @@ class CallTree:
         return None
 
     def within(self, index: int, folders: tuple[str, ...]) -> bool:
-        """Whether event `index` ran within a function of one of these folders, such as `torch/profiler/`."""
+        """Whether event `index` ran inside a function from one of these folders, such as `torch/profiler/`."""
         return any(in_folder(self.events[outer], folders) for outer in self.callers(index))
 
     def _source(self, index: int) -> int:
-        """The event itself; in a backward pass the operator of the forward pass to which it belongs."""
+        """The event itself; in a backward pass, the forward operator that it belongs to."""
         for outer in self.operators(index):
             event = self.events[outer]
             if event.name.startswith(_BACKWARD):
@@ -270,7 +278,7 @@ class CallTree:
         return index
 
     def _forward_operators(self) -> dict[object, int]:
-        """By sequence number: the last operator with it is the one that the backward pass is of."""
+        """Forward operators by sequence number. If several share one, the backward pass belongs to the last."""
         found = {}
         for index, event in enumerate(self.events):
             number = event.args.get("Sequence number")
@@ -280,7 +288,7 @@ class CallTree:
 
 
 def in_folder(event: Event, folders: tuple[str, ...]) -> bool:
-    """Whether an event is a function of Python from one of these folders."""
+    """Whether an event is a Python function from one of these folders."""
     if event.kind != "python_function" or event.name.startswith("<"):
         return False
     return _inside_packages(event.name).startswith(folders)
@@ -306,11 +314,11 @@ def _library(file: str) -> str:
 
 
 def _inside_packages(file: str) -> str:
-    """A file as seen from the folder of its package; torch itself cuts off only what is in `sys.path`."""
+    """A file's path relative to its site-packages folder; torch itself strips only folders that are in `sys.path`."""
     return _PACKAGES.sub("", file)
 
 
-# --- A trace as the parts of a summary need it: its calls, its kernels, and the time that it covers -------------------
+# --- Recording --------------------------------------------------------------------------------------------------------
 
 
 _STEP = re.compile(r"ProfilerStep#(\d+)$")
@@ -320,12 +328,15 @@ _PROFILERS = ("ddp_kit/profile.py", "torch/profiler/")
 
 @dataclass(frozen=True)
 class Recording:
-    """One trace. `start` to `host_end`: what the host did; `end`: when the GPU was done with it as well. Seconds."""
+    """One trace as the analysis needs it: its calls, its GPU events, and the time that it covers.
+
+    Times in seconds: the host worked from `start` to `host_end`; the GPU had finished that work at `end`.
+    """
 
     calls: CallTree
     gpu: tuple[Event, ...]
     launches: dict[object, int]
-    """By correlation number: the call of CUDA, as an index into the calls, that launched a kernel or a copy."""
+    """Correlation number of a kernel or copy -> index in `calls` of the CUDA call that launched it."""
     steps: tuple[int, int] | None
     main: object
     start: float
@@ -333,17 +344,17 @@ class Recording:
     end: float
 
     def host(self, *kinds: str) -> Iterator[tuple[int, Event]]:
-        """Events of these kinds that began in the recorded time, with their index."""
+        """Yield index and event of each host event of these kinds that began between `start` and `host_end`."""
         for index, event in enumerate(self.calls.events):
             if event.kind in kinds and self.start <= event.start < self.host_end:
                 yield index, event
 
     def launch(self, event: Event) -> int:
-        """What launched a kernel or a copy: an index into the calls; -1: not recorded."""
+        """Index in `calls` of the CUDA call that launched a kernel or a copy; -1: not recorded."""
         return self.launches.get(event.args.get("correlation"), -1)
 
     def waits_for_data(self) -> Spans:
-        """When the main thread was in a DataLoader or fetched a batch."""
+        """Spans in which the main thread was in a DataLoader or fetched a batch."""
         return self._within(
             event
             for event in self.calls.events
@@ -351,7 +362,7 @@ class Recording:
         )
 
     def in_operators(self) -> Spans:
-        """When the main thread was in an operator of torch."""
+        """Spans in which the main thread was in an operator of torch."""
         return self._within(event for _, event in self.host("cpu_op") if event.thread == self.main)
 
     def loads_data(self, index: int) -> bool:
@@ -367,10 +378,11 @@ class Recording:
 
 
 def recording_of(trace: TraceFile) -> Recording:
-    """Order the events of a file."""
+    """Build a recording from the events of a file."""
     calls = CallTree(trace.events)
     marks = [(int(found[1]), event) for event in calls.events if (found := _STEP.match(event.name))]
-    # Without marks: from the first operator to the last, as functions that were running seem to begin with the trace.
+    # Without step marks: from the first operator to the last, because Python functions that were already running appear
+    # to begin with the trace.
     bounds = [mark for _, mark in marks] or [e for e in calls.events if e.kind in ("cpu_op", "user_annotation")]
     gpu = tuple(event for event in trace.events if event.kind in GPU)
     bounds = bounds or list(gpu) or trace.events

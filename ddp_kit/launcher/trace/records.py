@@ -1,14 +1,14 @@
-"""What a profile tells, as records. All times are in seconds, all shares are of `TraceSummary.wall`."""
+"""Records of what a profile shows. All times are in seconds; all shares are fractions of `TraceSummary.wall`."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Place:
-    """A function of Python.
+    """A Python function.
 
-    `line` is the one on which the function begins: that is what torch.profiler records. Of a function that was running
-    when recording began, it is the line that ran then. `library`: "ddpkit", "torch" or "" for any other code.
+    `line`: the line on which the function begins, as torch.profiler records it; for a function that was already running
+    when recording began, the line that was executing. `library`: "ddpkit", "torch" or "" for any other code.
     """
 
     function: str
@@ -22,10 +22,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Operation:
-    """What the recorded time went to.
+    """One operation and its share of the recorded time.
 
-    On a GPU, `name` is a kernel and `operator` what launched it; `seconds` is the time of the kernel. On a CPU, `name`
-    is an operator of torch, without the operators that it calls.
+    On a GPU, `name` is a kernel, `operator` is what launched it, and `seconds` is the time of the kernel. On a CPU,
+    `name` is an operator of torch, and `seconds` is its self time, without the operators that it calls.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class GpuTime:
-    """Where the time of the busiest GPU went, between its first and its last kernel.
+    """Time breakdown of the busiest GPU, from its first to its last kernel.
 
     These add up to `recorded`: `computing`, `communication_alone`, `copying` (no kernel ran, but a copy or memset) and
     the idle times: after the host waited for the GPU, while it waited for data, while it had not launched the next
@@ -56,12 +56,12 @@ class GpuTime:
 
     @property
     def idle(self) -> float:
-        """Seconds in which no kernel ran, nor a copy."""
+        """Seconds in which neither a kernel nor a copy ran."""
         return self.idle_synchronisation + self.idle_data + self.idle_host + self.idle_queued
 
     @property
     def overlapped(self) -> float:
-        """Seconds of communication during which the GPU computed, too."""
+        """Seconds of communication overlapped with computation."""
         return self.communication - self.communication_alone
 
 
@@ -69,7 +69,7 @@ class GpuTime:
 class Synchronisation:
     """A place where the host waits for the GPU; on a CPU, where it would.
 
-    `operation` is the operator of torch, or else the function of CUDA. `place` is None without recorded stacks and in
+    `operation` is the torch operator, or else the CUDA function. `place` is None without recorded stacks and in
     threads without Python.
     """
 
@@ -84,9 +84,9 @@ class Synchronisation:
 class MatrixProduct:
     """Matrix products or convolutions of one type and shape.
 
-    `kernel`: the slowest of their kernels, None on a CPU. `problem`: "" if nothing is known to keep them from the
-    tensor cores at full speed, else "float32", "float64", "kernel" (a kernel without tensor cores, in spite of the
-    type) or "alignment": `pad` then has the dimensions to change, such as ("N", 50257, 50264).
+    `kernel`: the slowest of their kernels, None on a CPU. `problem`: "" if they use the tensor cores at full speed as
+    far as is known, else "float32", "float64", "kernel" (a kernel without tensor cores, although the type has them) or
+    "alignment"; `pad` then lists the dimensions to change, such as ("N", 50257, 50264).
 
     Source: NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements": from cuBLAS 11 on, tensor
     cores can be used at any size, and are most efficient if M, N and K are multiples of 16 bytes.
@@ -106,10 +106,10 @@ class MatrixProduct:
 
 @dataclass(frozen=True)
 class TraceSummary:
-    """What one trace tells. `steps`: the first and the last optimizer step in it; None: not known.
+    """Summary of one trace. `steps`: the first and the last optimizer step in it; None: not known.
 
-    `device`: "gpu" if there are kernels in it, else "cpu". `waited_for_data`: seconds of the main thread. `outside`:
-    seconds in which it neither waited for data nor was in an operator of torch.
+    `device`: "gpu" if there are kernels in it, else "cpu". `waited_for_data`: seconds in which the main thread
+    waited for data. `outside`: seconds in which it neither waited for data nor was in an operator of torch.
     """
 
     rank: int | None
@@ -128,7 +128,7 @@ class TraceSummary:
 
 @dataclass(frozen=True)
 class LineMemory:
-    """What one line of the user's code had allocated on the GPU at the peak. `count`: of tensors.
+    """GPU memory that one line of the user's code held at the peak. `count`: number of tensors.
 
     `place` is None for allocations without Python code on the stack, such as those of the backward pass.
     """
@@ -155,5 +155,5 @@ class MemorySummary:
 
     @property
     def other(self) -> int:
-        """Bytes of lines that are not among `lines`."""
+        """Bytes allocated by lines that are not in `lines`."""
         return max(0, self.bytes - self.earlier - sum(each.bytes for each in self.lines))

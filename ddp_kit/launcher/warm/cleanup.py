@@ -17,8 +17,8 @@ _LIBC = ctypes.CDLL(None)
 
 # Helper processes that remove shared memory once their clients have ended, and then exit on their own.
 _CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
-# They are waited for because only they know the names of the memory. torch_shm_manager exits two seconds after its
-# last client, or later on a busy machine.
+# The server waits for them because only they know the names of the memory. torch_shm_manager exits two seconds after
+# its last client, or later on a busy machine.
 _CLEANERS_SECONDS = 5.0
 _TERM_SECONDS = 0.2
 _POLL_SECONDS = 0.01

@@ -54,7 +54,7 @@ class WarmServer:
         print_message: Callable[[str], None] = lambda _: None,
         preload: Sequence[str] = (),
     ) -> None:
-        """Start it. `argv`: the launcher's arguments; workers later overwrite them in memory with their own, for `ps`.
+        """Start the server. `argv`: the launcher's arguments; workers overwrite them in memory with theirs, for `ps`.
 
         `warm`: whether it imports torch. `print_message`: called with the message if the server was stopped by a
         signal. `preload`: modules to import in addition to torch.
@@ -84,7 +84,7 @@ class WarmServer:
 
     @property
     def pid(self) -> int:
-        """The server's process."""
+        """Process id of the server."""
         return self._process.pid
 
     def fileno(self) -> int:

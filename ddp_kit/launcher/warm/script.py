@@ -1,4 +1,4 @@
-"""Scan a script's source before it runs: what it will import, and which variables it sets too late."""
+"""Run the user's script in a forked process, after a scan of its source that decides whether a fork is possible."""
 
 import ast
 import builtins
@@ -21,6 +21,10 @@ from ddp_kit.errors import DdpKitError
 from ddp_kit.launcher import verdict
 from ddp_kit.launcher.warm.messages import Program
 from ddp_kit.uncaught import folded_traceback, leave_note
+
+# --- Source scan ------------------------------------------------------------------------------------------------------
+# What the script will import, and which variables it sets too late.
+
 
 _IMPORTS_TORCH = re.compile(r"from torch\b|import (.*, )?torch\b")
 _SETTING = re.compile(
@@ -89,10 +93,11 @@ def _sets(text: str) -> list[tuple[str, bool, str]]:
     ]
 
 
-# --- Run the user's script in a forked process as `python -u script.py` would -----------------------------------------
+# --- Run the script ---------------------------------------------------------------------------------------------------
+# In a forked process, as `python -u script.py` would.
 
 
-# Files of the frames below the script's: the `python -c` of client.py, and what that calls.
+# Files of the frames that call the script: the `python -c` code of client.py, server.py, and this file.
 _BELOW_THE_SCRIPT = ("<string>", str(Path(__file__).with_name("server.py")), __file__)
 _NAMES_EXCEPTION = re.compile(r"[\w.]+(:|$)", re.MULTILINE)
 

@@ -1,8 +1,4 @@
-"""Forward signals that a rank sends to its parent, as preemption handlers do: `os.kill(os.getppid(), SIGTERM)`.
-
-The rank means the launcher, but its parent is the warm server, which blocks these signals. A signal to the whole job,
-as from `scancel`, is not forwarded: it reaches the launcher anyway, and a second one would make it kill the ranks.
-"""
+"""The warm server: imports torch, starts the workers, and ends leftover processes of the job."""
 
 import ctypes
 import gc
@@ -47,12 +43,18 @@ from ddp_kit.launcher.warm.messages import (
 from ddp_kit.launcher.warm.script import later_imports
 from ddp_kit.masking import masked
 
+# --- Signals from ranks -----------------------------------------------------------------------------------------------
+# A preemption handler in a rank may signal its parent: `os.kill(os.getppid(), SIGTERM)`. The handler means the
+# launcher, but the parent is the warm server, which blocks these signals and forwards them. A signal to the whole job,
+# as from `scancel`, is not forwarded: it reaches the launcher anyway, and a second one would make it kill the ranks.
+
+
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _SIGSET_BYTES = 128  # sizeof(sigset_t) of glibc and musl
 
 
 class ParentSignals:
-    """Forwards to the launcher the first of these signals that a descendant of this process sends."""
+    """Forwards to the launcher the first stop signal that a descendant of this process sends."""
 
     def __init__(self, launcher: int) -> None:
         """`launcher`: its process id. The signals must be blocked."""
@@ -85,7 +87,7 @@ def _is_descendant(pid: int) -> bool:
     return False
 
 
-# --- The warm server: imports torch, starts a worker for each `Start`, and ends leftover processes of the job ---------
+# --- Server -----------------------------------------------------------------------------------------------------------
 #     import torch                     (not with --cold: it then only starts workers, watches them and cleans up)
 #     loop:
 #         Start         fork a worker, or execute it if a fork would differ from a new interpreter
@@ -258,7 +260,7 @@ class _Server:
             self._folders.append(message.folder)
         return None
 
-    # Starting ----------------------------------------------------------------------------------------------------
+    # Starting ---------------------------------------------------------------------------------------------------------
 
     def _start(self, start: Start) -> Program | None:
         """Start a worker; in a forked one, returns its program."""
@@ -316,7 +318,7 @@ class _Server:
                 return f"its {name} differs from the launcher's, and imports read it"
         return script.reason_for_cold_start(start.program, start.env, self._modules)
 
-    # Ending ------------------------------------------------------------------------------------------------------
+    # Ending -----------------------------------------------------------------------------------------------------------
 
     def _reap(self) -> None:
         """Wait for children that have ended, report workers, and kill what failed workers left in their sessions."""

@@ -1,4 +1,4 @@
-"""What a forked worker does besides running its script, so that the launcher can monitor it."""
+"""Set up a worker process: a forked one like a new Python process, with monitoring, or another program."""
 
 import _thread
 import atexit
@@ -23,6 +23,10 @@ from ddp_kit.heartbeat import HeartbeatField, heartbeat_memory
 from ddp_kit.launcher.warm import script
 from ddp_kit.launcher.warm.messages import Start
 
+# --- Monitoring -------------------------------------------------------------------------------------------------------
+# What a forked worker does besides running its script, so that the launcher can monitor it.
+
+
 _SET_PTRACER = 0x59616D61  # prctl's PR_SET_PTRACER
 _LIBC = ctypes.CDLL(None)
 _LAST_COUNT_SECONDS = 1.0
@@ -45,7 +49,7 @@ def write_stacks_on_signal(path: str) -> None:
 
 
 def count_collectives(every: float) -> None:
-    """Record in a daemon thread, every so many seconds, how many collectives have been started.
+    """Record in a daemon thread, every `every` seconds, how many collectives have been started.
 
     Also record whether the main thread has executed Python code since the last time. If it has not, it is in one call
     of native code, which may hold the interpreter lock: then this thread cannot run either.
@@ -125,7 +129,7 @@ def _collectives_started(group: object) -> int:
     return total
 
 
-# --- Set up a forked worker like a new Python process, or execute another program -------------------------------------
+# --- Set-up of a worker -----------------------------------------------------------------------------------------------
 
 
 _CANNOT_EXECUTE = 127  # as in a shell
@@ -139,10 +143,10 @@ class Inherited:
     mask: set[signal.Signals | int]
     child_ended: Any
     descriptors: tuple[int, ...]
-    """The server's descriptors for the ends of children and for signals."""
+    """Descriptors through which the server learns of ended children and signals."""
 
     def restore(self) -> None:
-        """Restore it; pending signals are delivered now."""
+        """Restore the signal state and close the descriptors; pending signals are delivered now."""
         signal.set_wakeup_fd(-1)
         for descriptor in self.descriptors:
             os.close(descriptor)
