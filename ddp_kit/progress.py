@@ -147,7 +147,7 @@ class Heartbeat:
         self._memory[_BEATS] = self._beats
         self._memory[_CHANGED_AT] = monotonic_ns()
 
-    def stand(self, step: int) -> None:
+    def set_step(self, step: int) -> None:
         """Set the number of optimizer steps done before this process started."""
         self._memory[_STEP] = step + 1
 
@@ -190,7 +190,7 @@ class Heartbeat:
     @contextmanager
     def follow(self, step: int) -> Iterator[None]:
         """A context for training: records the initial step, and after a `LossError` the last step before the error."""
-        self.stand(step)
+        self.set_step(step)
         self._stepped_at = 0
         if not self._memory[_BEGAN]:
             self._memory[_BEGAN] = step + 1
@@ -198,7 +198,7 @@ class Heartbeat:
             yield
         except LossError as error:
             if error.step is not None:
-                self.stand(error.step - 1)
+                self.set_step(error.step - 1)
             raise
 
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import ddp_kit
 from ddp_kit import ConfigError, Trainer, TrainerConfig
-from ddp_kit.config import messages
-from ddp_kit.config.messages import equivalent
+from ddp_kit.config import other_frameworks
+from ddp_kit.config.other_frameworks import equivalent
 from ddp_kit.config.settings import _setting_names
 from ddp_kit.launcher import agent, cli
 from ddp_kit.launcher.spec import parse
@@ -164,7 +164,7 @@ def test_unknown_arguments_of_the_trainer_are_listed_once_with_what_works() -> N
 
 # What the answers name ------------------------------------------------------------------------------------------------
 
-TABLES = {"any": messages._ANY, **messages._BY_FRAMEWORK}
+TABLES = {"any": other_frameworks._ANY, **other_frameworks._BY_FRAMEWORK}
 CODE = sorted(
     {
         code

@@ -910,7 +910,7 @@ def named_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 def _nearest_argument(name: str, value: object, known: list[str]) -> str:
     """What to use instead of an unknown keyword argument. `known`: the arguments that exist."""
-    from ddp_kit.config.messages import equivalent  # only if a name is unknown
+    from ddp_kit.config.other_frameworks import equivalent  # only if a name is unknown
 
     if name in TrainerConfig.model_fields:
         return f"it is a setting: TrainerConfig({name}={_shown(value)})"
@@ -920,7 +920,7 @@ def _nearest_argument(name: str, value: object, known: list[str]) -> str:
 
 def _nearest_setting(path: tuple[str, ...]) -> str:
     """What to use instead of an unknown setting: the most similar name, first by its full path, then in any part."""
-    from ddp_kit.config.messages import equivalent  # only if a name is unknown
+    from ddp_kit.config.other_frameworks import equivalent  # only if a name is unknown
 
     if (known := equivalent(path[-1])) is not None:
         return known

@@ -298,7 +298,7 @@ class TrainBatches(_Steps):
         """The number of samples in each of this rank's passes in step `step`; empty if it has none."""
         return self._full_passes if step < self._full_steps else tuple(map(len, self._ranges(self.samples(step))))
 
-    def most_passes(self, step: int) -> int:
+    def max_passes(self, step: int) -> int:
         """The largest number of passes on any rank in step `step`."""
         return len(self._plan.micro_batches(0, self.samples(step)))
 
@@ -379,7 +379,7 @@ class UserTrainBatches(_Steps):
         """The number of samples in each of this rank's passes in step `step`; empty if it has none."""
         return self._drawn.passes[step]
 
-    def most_passes(self, step: int) -> int:
+    def max_passes(self, step: int) -> int:
         """The largest number of passes on any rank in step `step`."""
         batches = min(self.per_step, self._drawn.batches - step * self.per_step)
         return len(split(batches, self._world_size, 0))

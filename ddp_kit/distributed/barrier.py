@@ -257,9 +257,9 @@ class _Wait:
     def _ask(self, now: float) -> None:
         locations = {rank: self._answer(rank) for rank in self._missing}
         self._store.add(f"{_PREFIX}/asked", 1)
-        speaker = min(rank for rank in range(self._world.world_size) if rank not in self._missing)
+        source_rank = min(rank for rank in range(self._world.world_size) if rank not in self._missing)
         due = self._next_line if None not in locations.values() else self._next_line + SILENT_SECONDS
-        if now >= due and self._world.rank == speaker:
+        if now >= due and self._world.rank == source_rank:
             self._next_line = now + REPEAT_SECONDS
             shown = "; ".join(f"rank {rank} {_shown(location)}" for rank, location in locations.items())
             logger.warning("rank {} is at {} and waits: {}", self._world.rank, self._own.words, shown)

@@ -258,12 +258,12 @@ class DdpStrategy(Strategy):
         self._learns_graph = False
         self._wrap()  # so that DDP has seen no earlier backward pass
         done = 0
-        while done == 0 or done < passes.most:
+        while done == 0 or done < passes.max_passes:
             # A rank without samples starts with zeros for all parameters, so DDP learns to expect all of them.
             own = done < passes.count
             loss = self._ddp.reduced(passes.forward(done)) if own else self._zero_loss()
             done += 1
-            self._backward(loss, passes, reduces=done == passes.most)
+            self._backward(loss, passes, reduces=done == passes.max_passes)
             if done == passes.count:
                 self._note_unused()
 
@@ -284,7 +284,7 @@ class DdpStrategy(Strategy):
                 self.end_step()
                 # The uninterrupted run had a second reduction if the first step had several passes, which are each
                 # reduced (see `_learn_graph`), or if it did a second step.
-                again = self._learns_graph and (passes.most > 1 or self._rehearses_after > 1)
+                again = self._learns_graph and (passes.max_passes > 1 or self._rehearses_after > 1)
                 self._learns_graph, self._rehearses_after = False, int(again)
 
     def _note_unused(self) -> None:

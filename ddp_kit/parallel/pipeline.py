@@ -50,7 +50,7 @@ from ddp_kit.parallel.stages import (
     places_of_stages,
     sharded_parameters,
 )
-from ddp_kit.parallel.strategy import PassedOn, Passes, Strategy, broadcast, sizes_of
+from ddp_kit.parallel.strategy import Passes, StageBoundary, Strategy, broadcast, sizes_of
 from ddp_kit.parallel.tensor import split_layers, tensor_plan
 from ddp_kit.pieces import Piece
 from ddp_kit.torch_internals import memory_of, version_of
@@ -68,10 +68,10 @@ class _StageRoot(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, call: Callable[[], Any]) -> Any:
-        """Run `call`, and return its result or its `PassedOn`: FSDP must see that the forward pass has returned."""
+        """Run `call`. Returns its result or its `StageBoundary`: FSDP must see that the forward pass has returned."""
         try:
             return call()
-        except PassedOn as passed:
+        except StageBoundary as passed:
             return passed
 
 
@@ -453,7 +453,7 @@ class PipelineStrategy(Strategy):
         self._running, self._came, self._pass_seed = stage, came, (self._step_seed, number)
         try:
             return self._passes.forward(number), -1
-        except PassedOn as passed:
+        except StageBoundary as passed:
             return passed.tensor, passed.items
         finally:
             self._came = None
@@ -493,7 +493,7 @@ class PipelineStrategy(Strategy):
             found = self._roots[stage](call) if stage in self._roots else call()
         finally:  # stages draw different amounts, which must not affect the random numbers of data
             set_random_states(states)
-        if isinstance(found, PassedOn):
+        if isinstance(found, StageBoundary):
             raise found
         return found
 
@@ -510,8 +510,8 @@ class PipelineStrategy(Strategy):
             try:
                 own = batch if stage == self._stages[-1] else copy.deepcopy(batch)  # the function may modify it
                 return self._run_stage(stage, function, own, came)
-            except PassedOn as passed:
-                sent = PassedOn(passed.tensor.detach(), passed.items)
+            except StageBoundary as passed:
+                sent = StageBoundary(passed.tensor.detach(), passed.items)
             if stage + 1 in self._stages:
                 came = Received(sent.tensor, sent.items)
                 continue

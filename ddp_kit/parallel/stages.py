@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.errors import ConfigError, LossError, nearest, some
-from ddp_kit.parallel.strategy import PassedOn
+from ddp_kit.parallel.strategy import StageBoundary
 from ddp_kit.structures import repeated_blocks, split_chain, work_of
 
 # --- Split backward pass ----------------------------------------------------------------------------------------------
@@ -481,7 +481,7 @@ def _named_chain(model: nn.Module, names: Sequence[str], stages: int) -> Chain:
     return Chain(next(iter(prefixes)), tuple(keys), tuple(map(range, edges, edges[1:])))
 
 
-class _StandIn(nn.Module):
+class _Placeholder(nn.Module):
     """A placeholder for a block during a forward pass.
 
     It has the block's weights and attributes, so that code that iterates over the model's weights finds all of them.
@@ -508,7 +508,7 @@ class StageModel:
     code outside of the blocks         runs on every stage: masks and positions are computed from the real batch
     blocks of earlier stages           return NaN of the right shape, which nothing may use;
                                        the last of them returns the activation that the previous stage sent
-    first block of the next stage      raises `PassedOn` with its first argument, which is then sent
+    first block of the next stage      raises `StageBoundary` with its first argument, which is then sent
     """
 
     def __init__(self, model: nn.Module, chain: Chain, stage: int) -> None:
@@ -517,8 +517,8 @@ class StageModel:
         self._parent = model.get_submodule(chain.prefix)
         self._names = chain.names
         self._blocks = dict(zip(chain.keys, chain.blocks(model), strict=True))
-        self._stand_ins = {
-            key: _StandIn(block, self._standing_in(number, block))
+        self._placeholders = {
+            key: _Placeholder(block, self._placeholder_call(number, block))
             for number, (key, block) in enumerate(self._blocks.items())
         }
         self._active = False
@@ -535,7 +535,7 @@ class StageModel:
         came: Received | None = None,
         before_blocks: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Call `function(model, batch)`. Returns its value on the last stage; other stages raise `PassedOn`.
+        """Call `function(model, batch)`. Returns its value on the last stage; other stages raise `StageBoundary`.
 
         `came`: the activation from the previous stage; None on the first. `before_blocks`: called before the first
         block of this stage.
@@ -543,7 +543,7 @@ class StageModel:
         self._before_blocks = before_blocks
         self._next, self._items = 0, -1
         self._received, self._received_items = (None, -1) if came is None else (came.tensor, came.items)
-        with self._standing():
+        with self._placeholders_in_place():
             value = function(self.model, batch)
         if self._next != len(self._names):
             raise LossError(
@@ -553,9 +553,9 @@ class StageModel:
         return value
 
     @contextmanager
-    def _standing(self) -> Iterator[None]:
+    def _placeholders_in_place(self) -> Iterator[None]:
         modules = self._parent._modules
-        modules.update(self._stand_ins)
+        modules.update(self._placeholders)
         self._active = True
         try:
             yield
@@ -564,13 +564,13 @@ class StageModel:
             modules.update(self._blocks)
             self._received = None
 
-    def _standing_in(self, number: int, block: nn.Module) -> Callable[..., Any]:
+    def _placeholder_call(self, number: int, block: nn.Module) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not self._active:  # activation checkpointing recomputes the block in the backward pass
                 return block(*args, **kwargs)
             self._check(number, args)
             if number == self._own.stop:
-                raise PassedOn(args[0], self._items)
+                raise StageBoundary(args[0], self._items)
             self._next += 1
             if number == self._own.start:
                 self._before_blocks()
@@ -684,7 +684,7 @@ def holders_after_first_pass(
         try:
             value = StageModel(model, chain, stage).call(function, copy.deepcopy(batch), came)
             end = getattr(value, "loss", value)
-        except PassedOn as passed:
+        except StageBoundary as passed:
             end = passed.tensor
             came = Received(end.detach().requires_grad_(end.requires_grad), passed.items)
         for each in users.keys() & leaves_of(end):

@@ -138,7 +138,7 @@ Parallelize = Callable[[nn.Module, DeviceMesh], None]
 """Spreads a model in place over a mesh with the dimensions replicate, shard and tensor."""
 
 
-class PassedOn(BaseException):
+class StageBoundary(BaseException):
     """Ends a call of the user's function at the end of a pipeline stage; the next stage continues with `tensor`.
 
     Not an `Exception`, so that the model's own code does not handle it as an error.
@@ -158,13 +158,13 @@ class Passes(Protocol):
     """The number of passes, including those of zero weight if passes are equal; 0: no samples in this step."""
 
     @property
-    def most(self) -> int:
+    def max_passes(self) -> int:
         """The largest number of passes on any rank in the first step; known after the first forward pass."""
 
     def forward(self, number: int) -> Tensor:
         """The loss of pass `number`, a scalar. Passes begin in order, and each is called `calls_per_pass` times.
 
-        Raises `PassedOn` on pipeline stages other than the last.
+        Raises `StageBoundary` on pipeline stages other than the last.
         """
 
     def without_loss(self) -> None:
@@ -385,7 +385,7 @@ class Strategy(ABC):
     def call(self, function: Callable[[nn.Module, T], Any], batch: T) -> Any:
         """Call a function of the model and a batch, such as the loss function, and return its value.
 
-        Raises `PassedOn` on pipeline stages other than the last.
+        Raises `StageBoundary` on pipeline stages other than the last.
         """
         return function(self.model, batch)
 

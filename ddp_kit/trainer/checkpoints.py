@@ -102,9 +102,9 @@ class FolderUse:
         if any(said):
             if self._lock is not None:
                 self._lock.release()
-            speaker = next(rank for rank, text in enumerate(said) if text)
-            problem = CheckpointError(*said[speaker].decode().rsplit("\n", 1))
-            problem.reported_elsewhere = self._world.rank != speaker
+            source_rank = next(rank for rank, text in enumerate(said) if text)
+            problem = CheckpointError(*said[source_rank].decode().rsplit("\n", 1))
+            problem.reported_elsewhere = self._world.rank != source_rank
             raise problem
 
 
@@ -371,9 +371,9 @@ class Checkpoints:
     def _save(self, folder: Path) -> None:
         self.saved_at, self.save_requested = time.monotonic(), False
         step = self._position.step
-        self._log_points.refuse_non_finite()
+        self._log_points.check_finite()
         weights = [each for each in self._parts.strategy.local_parameters() if each.is_floating_point()]
-        self._log_points.refuse_weights(step, weights)
+        self._log_points.check_weights(step, weights)
         self.restore_random()
         assert self._saver is not None, "there is a folder"
         self._note_save_end(self._saver.check(wait=True))  # on all ranks, before any starts the next save

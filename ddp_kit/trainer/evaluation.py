@@ -15,7 +15,7 @@ from ddp_kit.errors import DdpKitError, LossError
 from ddp_kit.heartbeat import Phase
 from ddp_kit.log import logger
 from ddp_kit.metrics import Mean, MetricObject, checked, reduced
-from ddp_kit.parallel import PassedOn
+from ddp_kit.parallel import StageBoundary
 from ddp_kit.progress import with_bar
 from ddp_kit.records import Step
 from ddp_kit.torch_internals import collectives_of_all_groups
@@ -161,7 +161,7 @@ class FitEvaluations:
         position = self._position
         told_before = position.evaluated == position.step
         found = self._evaluator.run(self._data, None if whole else self._stops, watched=not told_before)
-        position.owe_evaluation(found is None, self._stopping())
+        position.set_evaluation_pending(found is None, self._stopping())
         if found is not None:
             position.evaluated = position.step
         self.metrics, self.step = found or {}, position.step
@@ -202,7 +202,7 @@ def evaluate(
                 counted = samples if parts.strategy.contributes else 0
                 with parts.precision.forward(), parts.logged.batch(counted):
                     value = checked(parts.strategy.call(parts.loss_fn, batch), "the loss function")
-            except PassedOn:  # the loss is on another rank
+            except StageBoundary:  # the loss is on another rank
                 continue
             if not samples or not parts.strategy.contributes:
                 outputs.clear()

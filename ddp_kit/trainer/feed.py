@@ -174,7 +174,7 @@ class MapFeed:
         passes = self._batches.passes(number)
         if self._spare is not None:
             self._left = len(passes)
-            passes += (0,) * (self._batches.most_passes(number) - self._left)
+            passes += (0,) * (self._batches.max_passes(number) - self._left)
         return Share(self._batches.samples(number), passes)
 
     def batch(self) -> Any:

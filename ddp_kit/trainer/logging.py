@@ -520,7 +520,7 @@ class LogPoints:
             mfu=mfu,
         )
 
-    def refuse_non_finite(self) -> None:
+    def check_finite(self) -> None:
         """Before a save, raise the `LossError` that the next log point would raise. A collective."""
         if self._parts.config.non_finite == "skip":
             return
@@ -529,7 +529,7 @@ class LogPoints:
         self._refuse_weight(self.interval.first_non_finite(WEIGHT))
         self._refuse(self.interval.first_non_finite())
 
-    def refuse_weights(self, step: int, weights: Sequence[Tensor]) -> None:
+    def check_weights(self, step: int, weights: Sequence[Tensor]) -> None:
         """Raise `LossError` if the weights after `step` are not finite. Waits for the device."""
         if self._parts.config.non_finite == "skip" or not weights:
             return

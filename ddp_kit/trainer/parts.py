@@ -108,7 +108,11 @@ class LoggedValues:
 
 def as_table(means: Mapping[str, Mean], device: torch.device) -> Tensor:
     """(sum, weight) of each mean, as a float64 tensor [n, 2] on the device."""
-    return torch.stack([mean.pair() for mean in means.values()]) if means else torch.zeros(0, 2, device=device)
+    return (
+        torch.stack([mean.pair() for mean in means.values()])
+        if means
+        else torch.zeros(0, 2, dtype=torch.float64, device=device)
+    )
 
 
 def over_all_ranks(world: World, names: "list[str]", table: "list[list[float]]") -> dict[str, float]:

@@ -239,7 +239,7 @@ def described(model: ModelMemory, config: TrainerConfig, asked: PlanRequest, mic
     return "\n".join([*lines, report(model, plan, asked.ranks, asked.memory, title=title)])
 
 
-def refuse_start(parts: Parts) -> int | None:
+def check_fits(parts: Parts) -> int | None:
     """Raise `ConfigError` if weights, gradients and optimizer state alone exceed the memory of this rank's GPU.
 
     Returns their bytes on this rank; None on the CPU, and if they are not known.
@@ -260,7 +260,7 @@ def refuse_start(parts: Parts) -> int | None:
     return plan.exact
 
 
-def refuse_model(model: nn.Module, strategy: Strategy) -> None:
+def check_weights_fit(model: nn.Module, strategy: Strategy) -> None:
     """Raise `ConfigError` if weights and gradients exceed the memory of the GPU to which the model is to be moved."""
     memory = device_memory(strategy.world.device)
     if memory is not None and strategy.config.strategy in _EXACT and not strategy.replaces_parameters:

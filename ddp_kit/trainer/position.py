@@ -41,7 +41,7 @@ class Position:
         """Samples trained on, over all ranks."""
         self.micro_batches: dict[str, int] = {}
         """Number of ranks -> the micro-batch that "auto" has chosen; a resumed run uses the same."""
-        self.owes_evaluation = False
+        self.evaluation_pending = False
         """Whether the evaluation after this step was interrupted; a resumed run starts with it."""
         self.was_stopping = False
         """Whether the run was to end after that evaluation."""
@@ -62,7 +62,7 @@ class Position:
         `samples`: over all ranks. `epoch_length`: steps of its epoch, if known. `place`: position in this rank's
         stream.
         """
-        self.owes_evaluation = self.was_stopping = False
+        self.evaluation_pending = self.was_stopping = False
         self.step += 1
         self.samples += samples
         self.steps_in_epoch += 1
@@ -101,15 +101,15 @@ class Position:
                 "use another checkpoint.dir, checkpoint.resume=None, or a new Trainer",
             )
 
-    def owe_evaluation(self, owes: bool, stopping: bool) -> None:
+    def set_evaluation_pending(self, pending: bool, stopping: bool) -> None:
         """Record whether the evaluation after this step was interrupted. `stopping`: whether the run ends after it."""
-        self.owes_evaluation = owes
-        self.was_stopping = self.was_stopping or (owes and stopping)
+        self.evaluation_pending = pending
+        self.was_stopping = self.was_stopping or (pending and stopping)
 
     def take_pending_stop(self) -> bool:
         """Return and clear whether the run must end now, because the interrupted evaluation before its end is done."""
-        ends = self.was_stopping and not self.owes_evaluation
-        self.was_stopping = self.was_stopping and self.owes_evaluation
+        ends = self.was_stopping and not self.evaluation_pending
+        self.was_stopping = self.was_stopping and self.evaluation_pending
         return ends
 
     def last_step(self, config: TrainerConfig, steps_in: Callable[[range], int | None]) -> int | None:
@@ -154,7 +154,7 @@ class Position:
         whole_number(state.get("evaluated", -1), "evaluated", -1)
         if state.get("epoch_length") is not None:
             whole_number(state["epoch_length"], "epoch_length", 1)
-        for name in ("owes_evaluation", "was_stopping"):
+        for name in ("evaluation_pending", "was_stopping"):
             flag(state.get(name, False), name)
         for ranks, size in state.get("micro_batches", {}).items():
             whole_number(size, f"the micro-batch of {ranks} ranks", 1)

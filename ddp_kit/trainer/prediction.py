@@ -13,7 +13,7 @@ from torch import Tensor
 from ddp_kit.distributed.world import World, gathered, gathered_bytes
 from ddp_kit.errors import LossError, kind_of
 from ddp_kit.heartbeat import Phase
-from ddp_kit.parallel import PassedOn
+from ddp_kit.parallel import StageBoundary
 from ddp_kit.progress import with_bar
 from ddp_kit.torch_internals import pytree
 from ddp_kit.trainer.evaluation import evaluating
@@ -38,7 +38,7 @@ def predict(parts: Parts, function: PredictFunction | None, data: EvaluationData
             try:
                 with parts.precision.forward():
                     found = _predicted(parts, function, batch, outputs)
-            except PassedOn:  # the output is on another rank
+            except StageBoundary:  # the output is on another rank
                 continue
             if not samples or not parts.strategy.contributes:
                 outputs.clear()
@@ -131,21 +131,21 @@ def _gather(own: dict[str, Tensor], spec: Any, world: World) -> tuple[dict[str, 
     Exchanges tensors and JSON; nothing is pickled. Raises `LossError` if the ranks' predictions do not match.
     """
     counts = [count for (count,) in gathered(world, [len(next(iter(own.values()))) if own else 0])]
-    speaker = next((rank for rank, count in enumerate(counts) if count), None)
-    if speaker is None:
+    source_rank = next((rank for rank, count in enumerate(counts) if count), None)
+    if source_rank is None:
         return own, spec
     form = {name: [str(leaf.dtype).removeprefix("torch."), leaf.shape[1:]] for name, leaf in own.items()}
     forms = [json.loads(text) for text in gathered_bytes(json.dumps(form).encode(), world)]
     with_samples = [form for form, count in zip(forms, counts, strict=True) if count]
     for other in with_samples:
-        if other.keys() != forms[speaker].keys():
-            raise _other_names(forms[speaker], other)
-        if other != forms[speaker]:
-            raise _different({_shown(forms[speaker]), _shown(other)})
+        if other.keys() != forms[source_rank].keys():
+            raise _other_names(forms[source_rank], other)
+        if other != forms[source_rank]:
+            raise _different({_shown(forms[source_rank]), _shown(other)})
     if 0 in counts:  # a rank without samples has no tree spec
-        spec = _spec_of(speaker, spec, world)
+        spec = _spec_of(source_rank, spec, world)
     joined = {}
-    for name, (kind, shape) in forms[speaker].items():
+    for name, (kind, shape) in forms[source_rank].items():
         whole = torch.empty(sum(counts), *shape, dtype=getattr(torch, kind), device=world.device)
         start = 0
         for rank, count in enumerate(counts):
@@ -164,15 +164,15 @@ def _shown(form: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {kind} {tuple(shape)}".strip() for name, (kind, shape) in form.items())
 
 
-def _spec_of(speaker: int, own: Any, world: World) -> Any:
-    """This rank's tree spec, or that of rank `speaker` if this rank has none. A collective."""
+def _spec_of(source_rank: int, own: Any, world: World) -> Any:
+    """This rank's tree spec, or that of rank `source_rank` if this rank has none. A collective."""
     text, problem = "", ""
-    if world.rank == speaker:
+    if world.rank == source_rank:
         try:
             text = pytree.treespec_dumps(own)
         except (NotImplementedError, TypeError, ValueError) as error:
             problem = str(error).splitlines()[0]
-    said = json.loads(gathered_bytes(json.dumps([text, problem]).encode(), world)[speaker])
+    said = json.loads(gathered_bytes(json.dumps([text, problem]).encode(), world)[source_rank])
     found, why = own, said[1]
     if own is None and not why:
         try:

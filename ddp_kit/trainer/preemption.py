@@ -177,9 +177,9 @@ class Preemption:
         position = self._position
         if self._grace is not None and self._checkpoints.save_seconds is not None:
             self._compare_with_grace(self._checkpoints.save_seconds, self._grace)
-        if self._folder is None or (finished and not position.owes_evaluation):
+        if self._folder is None or (finished and not position.evaluation_pending):
             return
-        request, stops = self._consensus.due(), position.owes_evaluation
+        request, stops = self._consensus.due(), position.evaluation_pending
         while stops and self._consensus.hears and (request is None or request.purpose is not Purpose.STOP):
             time.sleep(_POLL_SECONDS)  # a rank has requested a stop, which interrupted the evaluation
             request = self._consensus.due()

@@ -486,10 +486,10 @@ class OptimizerPart(SavedPart):
     def check(self, state: Any) -> str | None:
         own, saved = self._own, {**self._own, **state}
         if saved["kind"] != own["kind"]:
-            return f"its optimizer is {saved['kind']}, but this run's is {own['kind']}"
+            return f"its optimizer is {saved['kind']}, but this run uses {own['kind']}"
         there, here = len(saved["names"]), len(own["names"])
         if there != here:
-            return f"its optimizer has {there} groups of parameters, but this run's has {here}"
+            return f"its optimizer has {there} groups of parameters, but this run has {here}"
         for number, (theirs, ours) in enumerate(zip(saved["names"], own["names"], strict=True)):
             if theirs != ours:
                 differ = sorted(set(theirs) ^ set(ours)) or ["their order"]
@@ -548,7 +548,7 @@ class SchedulerPart(SavedPart):
         own = "none" if self._scheduler is None else _kind(self._scheduler)
         saved = "none" if state is None else state.get("kind", own)
         if saved != own:
-            return f"its scheduler is {saved}, but this run's is {own}"
+            return f"its scheduler is {saved}, but this run uses {own}"
         if isinstance(self._scheduler, JointScheduler):
             for update, scheduler in self._scheduler.by_update.items():
                 _check_values(state["state"][update], scheduler)
@@ -620,6 +620,10 @@ class ProgressPart(SavedPart):
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
         return self._position.state()
+
+    def migrate(self, state: Any, version: int) -> Any:  # noqa: ARG002
+        renamed = {"owes_evaluation": "evaluation_pending"}
+        return {renamed.get(name, name): value for name, value in state.items()}
 
     def check(self, state: Any) -> str | None:
         Position.check_state(state)

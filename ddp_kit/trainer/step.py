@@ -107,7 +107,7 @@ class LossCalls:
         self._parts = parts
         self._parameters = parameters
         self._kind = _UNKNOWN
-        self.most_passes = 0
+        self.max_passes = 0
         """Largest number of passes on any rank in the first step."""
 
     @property
@@ -151,7 +151,7 @@ class LossCalls:
                 "return the same type on every rank: it determines how the ranks reduce the loss",
             )
         self._kind = max(kinds)
-        self.most_passes = max(passes for _, passes in everyone)
+        self.max_passes = max(passes for _, passes in everyone)
 
     def _called(self, batch: object, step: int) -> "Tensor | Loss":
         parts = self._parts
@@ -414,8 +414,8 @@ class StepPasses:
         self.count = len(share.passes)
 
     @property
-    def most(self) -> int:
-        return self._losses.most_passes
+    def max_passes(self) -> int:
+        return self._losses.max_passes
 
     @property
     def samples(self) -> int:

@@ -65,14 +65,14 @@ from ddp_kit.trainer.parts import Logged, LoggedValues, LossFunction, MetricFunc
 from ddp_kit.trainer.planning import (
     PeakMemory,
     PlanPrinted,
+    check_fits,
+    check_weights_fit,
     config_to_plan,
     described,
     device_memory,
     first_that_fits,
     measured,
     planned,
-    refuse_model,
-    refuse_start,
 )
 from ddp_kit.trainer.position import Position, RunState
 from ddp_kit.trainer.prediction import PredictFunction, predict
@@ -197,11 +197,11 @@ class Trainer:
             settings,
             logged,
         )
-        counted = refuse_start(self._parts)
+        counted = check_fits(self._parts)
         self._prepare_loop(settings, schedulers, counted)
         barrier.watch(self.world, self._heartbeat)
         self._checkpoints.resume()
-        self._heartbeat.stand(self.step)
+        self._heartbeat.set_step(self.step)
 
     def _choose_placement(self, model: nn.Module, parallelize: Parallelize | None) -> tuple[TrainerConfig, Strategy]:
         """The settings, with "auto" resolved, and the strategy; also sets the batch plan. A collective."""
@@ -238,7 +238,7 @@ class Trainer:
         if settings.compile is not None:
             compile_in_place(model, settings.compile)
         activations = Activations(model, settings.memory, compiled=settings.compile is not None)
-        refuse_model(model, strategy)
+        check_weights_fit(model, strategy)
         if settings.memory.offload_parameters:
             strategy.offload_parameters()
         strategy.setup(model)
@@ -428,7 +428,7 @@ class Trainer:
             return
         self._wait_for_all("resume()")
         self._checkpoints.load(absolute(path))
-        self._heartbeat.stand(self.step)
+        self._heartbeat.set_step(self.step)
         self._state.resumed()
 
     def log(self, values: Mapping[str, Logged]) -> None:
@@ -694,7 +694,7 @@ class Trainer:
 
     def _repeat_interrupted_evaluation(self, evaluations: FitEvaluations | None) -> None:
         """Repeat the evaluation that was interrupted when the run was stopped, if any."""
-        if evaluations is not None and self._position.owes_evaluation:
+        if evaluations is not None and self._position.evaluation_pending:
             evaluations.run()
             self._state.stopping |= self._position.take_pending_stop()
             self._checkpoints.save_again()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ddp_kit import ConfigError, LossError, TrainerConfig
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.world import World
-from ddp_kit.parallel import PassedOn
+from ddp_kit.parallel import StageBoundary
 from ddp_kit.parallel.pipeline import PipelineStrategy
 from ddp_kit.parallel.stages import Received, StageModel, chain_of, places_of_stages, sharded_parameters
 
@@ -57,7 +57,7 @@ def config(**settings: Any) -> ParallelConfig:
 def in_stages(model: nn.Module, function: Any = mean, **settings: Any) -> tuple[Tensor, Tensor]:
     """The loss on the last of two stages, and what was sent to it."""
     chain, batch = chain_of(model, config(**settings)), torch.linspace(-1, 2, 10).reshape(5, 2)
-    with pytest.raises(PassedOn) as passed:
+    with pytest.raises(StageBoundary) as passed:
         StageModel(model, chain, 0).call(function, batch)
     sent = passed.value.tensor
     received = sent.detach().requires_grad_()

@@ -23,7 +23,7 @@ class Passes:
 
     def __init__(self, model: nn.Linear, count: int) -> None:
         self._model = model
-        self.count = self.most = count
+        self.count = self.max_passes = count
         self.called: list[str] = []
 
     def forward(self, number: int) -> Tensor:

@@ -87,7 +87,7 @@ def test_a_rank_whose_process_ends_is_named_at_once(ranks: Ranks) -> None:
 def test_a_rank_that_is_past_this_place_is_an_error_that_says_where_it_is(ranks: Ranks) -> None:
     ranks.collectives = [7, 8]
     assert ranks.barriers[1].heartbeat is not None
-    ranks.barriers[1].heartbeat.stand(3)
+    ranks.barriers[1].heartbeat.set_step(3)
     ranks.barriers[1].heartbeat.mark(Phase.BACKWARD)
     ranks.serve(1)
     with pytest.raises(

@@ -239,10 +239,10 @@ def test_another_optimizer_scheduler_or_grouping_is_refused_by_name(tmp_path: Pa
 
     trainer_for(tmp_path, max_steps=1, scheduler=cosine).fit(data())
     for settings, match in [
-        ({"optimizer": lambda parameters: torch.optim.SGD(parameters), "scheduler": cosine}, "is Adam, .* is SGD"),
-        ({}, "scheduler is CosineAnnealingLR, but this run's is none"),
+        ({"optimizer": lambda parameters: torch.optim.SGD(parameters), "scheduler": cosine}, "is Adam, .* uses SGD"),
+        ({}, "scheduler is CosineAnnealingLR, but this run uses none"),
         ({"scheduler": cosine, "warmup_steps": 2}, r"this run's is WarmUp\(CosineAnnealingLR\)"),
-        ({"optimizer": halves, "scheduler": cosine}, "1 groups of parameters, but this run's has 2"),
+        ({"optimizer": halves, "scheduler": cosine}, "1 groups of parameters, but this run has 2"),
         ({"optimizer": backwards, "scheduler": cosine}, "group 0 .*: their order"),
     ]:
         with pytest.raises(CheckpointError, match=match):

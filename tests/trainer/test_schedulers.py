@@ -230,7 +230,7 @@ def test_what_a_scheduler_counts_is_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a ReduceLROnPlateau is stepped at each evaluation"):
         trainer_for(config, plateau, scheduler_every="epoch")
     trainer_for(config, halving).fit(DATA)
-    with pytest.raises(CheckpointError, match=r"its scheduler is StepLR, but this run's is EveryEpoch\(StepLR\)"):
+    with pytest.raises(CheckpointError, match=r"its scheduler is StepLR, but this run uses EveryEpoch\(StepLR\)"):
         trainer_for(config, halving, scheduler_every="epoch")
 
 
