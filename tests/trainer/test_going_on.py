@@ -241,7 +241,7 @@ def test_another_optimizer_scheduler_or_grouping_is_refused_by_name(tmp_path: Pa
     for settings, match in [
         ({"optimizer": lambda parameters: torch.optim.SGD(parameters), "scheduler": cosine}, "is Adam, .* uses SGD"),
         ({}, "scheduler is CosineAnnealingLR, but this run uses none"),
-        ({"scheduler": cosine, "warmup_steps": 2}, r"this run's is WarmUp\(CosineAnnealingLR\)"),
+        ({"scheduler": cosine, "warmup_steps": 2}, r"this run uses WarmUp\(CosineAnnealingLR\)"),
         ({"optimizer": halves, "scheduler": cosine}, "1 groups of parameters, but this run has 2"),
         ({"optimizer": backwards, "scheduler": cosine}, "group 0 .*: their order"),
     ]:
