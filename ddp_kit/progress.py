@@ -126,7 +126,7 @@ _AVERAGED = 8
 """A new step has the weight 1 / `_AVERAGED` in the moving average of the time per step."""
 
 
-class Heartbeat:
+class HeartbeatWriter:
     """The heartbeat of this process, in memory that the launcher may read at any time. Updates need no system call."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from ddp_kit.env import ERROR_FILE
 from ddp_kit.heartbeat import ADVICE_WORDS, Phase, read_heartbeat
-from ddp_kit.progress import Heartbeat
+from ddp_kit.progress import HeartbeatWriter
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_phase_lasts_as_long_as_what_it_is_about(error_file: str) -> None:
-    heartbeat = Heartbeat()
+    heartbeat = HeartbeatWriter()
     with heartbeat.during(Phase.DATA):
         with heartbeat.during(Phase.EVALUATION):
             assert read_heartbeat(error_file).phase is Phase.EVALUATION
@@ -25,7 +25,7 @@ def test_a_phase_lasts_as_long_as_what_it_is_about(error_file: str) -> None:
 
 
 def test_an_exception_that_leaves_the_trainer_is_seen_until_it_does_something_again(error_file: str) -> None:
-    heartbeat = Heartbeat()
+    heartbeat = HeartbeatWriter()
     with pytest.raises(RuntimeError), heartbeat.during(Phase.BACKWARD):
         raise RuntimeError("lost its peer")
     assert read_heartbeat(error_file).phase is Phase.FAILED
@@ -35,21 +35,21 @@ def test_an_exception_that_leaves_the_trainer_is_seen_until_it_does_something_ag
 
 
 def test_a_loop_that_is_left_has_not_failed(error_file: str) -> None:
-    with pytest.raises(SystemExit), Heartbeat().during(Phase.DATA):
+    with pytest.raises(SystemExit), HeartbeatWriter().during(Phase.DATA):
         raise SystemExit(75)
     assert read_heartbeat(error_file).phase is Phase.OUTSIDE
 
 
 def test_the_shares_of_the_last_log_point_are_seen(error_file: str) -> None:
-    Heartbeat().shares(0.25, 0.5, 0.4321)
+    HeartbeatWriter().shares(0.25, 0.5, 0.4321)
     read = read_heartbeat(error_file)
     assert (read.data_share, read.communication_share, read.mfu) == (0.25, 0.5, 0.432)
-    Heartbeat().shares(0.25, 0.5)
+    HeartbeatWriter().shares(0.25, 0.5)
     assert read_heartbeat(error_file).mfu == 0.0
 
 
 def test_the_last_line_of_advice_is_seen_whole_and_a_long_one_is_cut(error_file: str) -> None:
-    heartbeat = Heartbeat()
+    heartbeat = HeartbeatWriter()
     assert read_heartbeat(error_file).advice == ""
     for line in ("data 31%: raise data.num_workers (2)", "rank 1"):
         heartbeat.advise(line)
@@ -61,4 +61,4 @@ def test_the_last_line_of_advice_is_seen_whole_and_a_long_one_is_cut(error_file:
 
 def test_without_a_launcher_advice_is_nobody_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ERROR_FILE, raising=False)
-    Heartbeat().advise("rank 1")
+    HeartbeatWriter().advise("rank 1")

@@ -52,7 +52,7 @@ class Stored(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorOffset:
     """The position of a tensor in the buffer."""
 
     number: int
@@ -68,7 +68,7 @@ class Layout:
     files: tuple[Region, ...]
     headers: Mapping[int, bytes]
     """Offset in the buffer -> the file header at that offset."""
-    places: tuple[Place, ...]
+    places: tuple[TensorOffset, ...]
     bytes: int
     """The size of the buffer, including padding between files."""
 
@@ -89,7 +89,7 @@ def lay_out(tensors: Sequence[Stored], aliases: Mapping[str, Mapping[str, str]],
         sizes = [stored.tensor.nbytes for stored in found]
         headers[begin] = _header(found, aliases.get(part, {}))
         begins = [*accumulate(sizes, initial=begin + len(headers[begin]))]
-        places += [Place(*place) for place in zip(numbers, begins[:-1], sizes, strict=True)]
+        places += [TensorOffset(*place) for place in zip(numbers, begins[:-1], sizes, strict=True)]
         files.append(Region(f"{part}{suffix}{TENSORS}", begin, begins[-1] - begin))
         begin += -(-files[-1].bytes // _PAGE) * _PAGE
     return Layout(tuple(files), headers, tuple(places), begin)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ddp_kit.checkpoint.format import ITEM_BYTES, Found, checked_shape, checkpoints, examine, read_state
 from ddp_kit.checkpoint.packing import DEEPEST, DTYPE_OF, DTYPES, FACTORIES
-from ddp_kit.checkpoint.weight_files import Key, Place, TensorFiles, Whole, keys_in
+from ddp_kit.checkpoint.weight_files import Destination, Key, TensorFiles, Whole, keys_in
 from ddp_kit.errors import CheckpointError
 from ddp_kit.pieces import Piece
 
@@ -262,7 +262,7 @@ def load_entries(found: Found, entries: Mapping[str, Any]) -> dict[str, Any]:
     return read
 
 
-def _memory(whole: Whole, piece: Piece | None) -> tuple[Tensor | Piece, list[Place]]:
+def _memory(whole: Whole, piece: Piece | None) -> tuple[Tensor | Piece, list[Destination]]:
     """Memory for a tensor or a piece of it, and the places to read into that memory."""
     shape = whole.shape if piece is None else tuple(piece.tensor.shape)
     content = torch.empty(math.prod(shape) * ITEM_BYTES[whole.dtype], dtype=torch.uint8)

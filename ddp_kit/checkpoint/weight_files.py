@@ -43,7 +43,7 @@ Key = tuple[str, str]
 """The name of a part of the state, and the name of a tensor in it."""
 
 
-class Place(NamedTuple):
+class Destination(NamedTuple):
     """The destination of a box of a tensor."""
 
     box: Box
@@ -62,12 +62,12 @@ class Whole(NamedTuple):
         """The size of the tensor."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
-    def places(self, memory: Array, shape: Shape, offsets: Shape, *, flat: bool = False) -> list[Place]:
+    def places(self, memory: Array, shape: Shape, offsets: Shape, *, flat: bool = False) -> list[Destination]:
         """Destinations of a piece's boxes. `memory`: a byte array of the piece's size; the rest as in `boxes_of`."""
         values, found, at = memory.view(f"u{ITEM_BYTES[self.dtype]}"), [], 0
         for box in boxes_of(self.shape, shape, offsets, flat=flat):
             count = math.prod(box.shape)
-            found.append(Place(box, values[at : at + count].reshape(box.shape)))
+            found.append(Destination(box, values[at : at + count].reshape(box.shape)))
             at += count
         return found
 
@@ -106,7 +106,7 @@ class TensorFiles:
             except ValueError:  # not written by a Saver
                 raise ValueError(wrong_hash(record.name)) from None
 
-    def read(self, wanted: Mapping[Key, Sequence[Place]]) -> None:
+    def read(self, wanted: Mapping[Key, Sequence[Destination]]) -> None:
         """Copy the wanted boxes from all files that contain them, and verify the hashes of these files.
 
         Raises `OSError`, and `ValueError` if a file is damaged; values that were copied are then invalid.
@@ -115,7 +115,7 @@ class TensorFiles:
             for _ in pool.map(lambda file: self._read(file, wanted), filter(_needed(wanted), self._files)):
                 pass
 
-    def _read(self, file: _File, wanted: Mapping[Key, Sequence[Place]]) -> None:
+    def _read(self, file: _File, wanted: Mapping[Key, Sequence[Destination]]) -> None:
         hasher = file.record.hasher()
         hasher.update(file.header)
         with open_file(self._found.path / file.record.name) as opened:
@@ -126,7 +126,7 @@ class TensorFiles:
             raise ValueError(wrong_hash(file.record.name))
 
 
-def _needed(wanted: Mapping[Key, Sequence[Place]]) -> Any:
+def _needed(wanted: Mapping[Key, Sequence[Destination]]) -> Any:
     """A predicate: whether a file has to be read. A file without values is also read, to verify its hash."""
 
     def needed(file: _File) -> bool:
@@ -137,7 +137,7 @@ def _needed(wanted: Mapping[Key, Sequence[Place]]) -> Any:
     return needed
 
 
-def _copy(record: TensorRecord, places: Sequence[Place], file: BufferedReader, hasher: Hasher) -> None:
+def _copy(record: TensorRecord, places: Sequence[Destination], file: BufferedReader, hasher: Hasher) -> None:
     size = ITEM_BYTES[record.dtype]
     for block in (each for box in record.boxes for each in split_box(box, _CHUNK // size)):
         parts = [*_parts(block, places)]
@@ -153,7 +153,7 @@ def _copy(record: TensorRecord, places: Sequence[Place], file: BufferedReader, h
                 memory[...] = content.view(f"u{size}").reshape(block.shape)[at]
 
 
-def _parts(block: Box, places: Iterable[Place]) -> Iterator[tuple[Array, tuple[Any, ...] | None]]:
+def _parts(block: Box, places: Iterable[Destination]) -> Iterator[tuple[Array, tuple[Any, ...] | None]]:
     """Destination and index of each requested part of a block; index None: the whole block, into contiguous memory."""
     for place in places:
         common = block.intersection(place.box)

@@ -29,7 +29,7 @@ from ddp_kit import log
 from ddp_kit.distributed.world import World, join
 from ddp_kit.errors import WorldError
 from ddp_kit.log import logger
-from ddp_kit.progress import Heartbeat
+from ddp_kit.progress import HeartbeatWriter
 from ddp_kit.torch_internals import collectives_of_default_group, default_store
 
 TIMEOUT_SECONDS = 600.0
@@ -83,7 +83,7 @@ class _Barriers:
     """The number of barriers so far."""
     collectives: list[int] = field(default_factory=list)
     """The number of collectives that each rank had started at the last barrier."""
-    heartbeat: Heartbeat | None = None
+    heartbeat: HeartbeatWriter | None = None
     """The heartbeat of the newest Trainer."""
     owner: int = field(default_factory=os.getpid)
     closed: threading.Event = field(default_factory=threading.Event)
@@ -172,7 +172,7 @@ def _warned_when_late(place: str, rank: int, world_size: int) -> Iterator[None]:
         timer.cancel()
 
 
-def watch(world: World, heartbeat: Heartbeat) -> None:
+def watch(world: World, heartbeat: HeartbeatWriter) -> None:
     """Tell other ranks on request where this rank is, from its heartbeat, and when its process has ended."""
     if world.world_size > 1:
         _barriers(world).heartbeat = heartbeat

@@ -27,7 +27,7 @@ class Purpose(Enum):
 
 
 @dataclass(frozen=True)
-class Request:
+class StepRequest:
     """One rank's request to save or stop."""
 
     purpose: Purpose
@@ -49,18 +49,18 @@ class StepConsensus:
     """
 
     def __init__(
-        self, rank: int, ranks: int, open_store: Callable[[int], Store] | None, poll: Callable[[], Request | None]
+        self, rank: int, ranks: int, open_store: Callable[[int], Store] | None, poll: Callable[[], StepRequest | None]
     ) -> None:
         self._rank = rank
         self._ranks = ranks
         self._open_store = open_store
         self._poll = poll
-        self.hears = True
+        self.running = True
         """Whether requests can still be granted: the thread is running, and the store is open."""
         self._known = threading.Condition()
         self._begun = 1  # the loop's current step
         self._hold: int | None = None  # the step at which the loop waits for the other ranks' answers
-        self._agreed: tuple[int, Request] | None = None
+        self._agreed: tuple[int, StepRequest] | None = None
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._times = 0
@@ -70,7 +70,7 @@ class StepConsensus:
         if self._open_store is not None and self._thread is None:
             self._closed = threading.Event()
             self._hold = self._agreed = None
-            self.hears = True
+            self.running = True
             store, self._times = self._open_store(self._times), self._times + 1
             self._thread = threading.Thread(
                 target=self._serve, args=[store, self._closed], name="step_consensus", daemon=True
@@ -79,7 +79,7 @@ class StepConsensus:
             # A thread that the interpreter stops inside torch's store would abort the process, so end it before.
             atexit.register(self.close)
 
-    def due(self) -> Request | None:
+    def due(self) -> StepRequest | None:
         """The request that is granted after this step, if any. All ranks call it after the same steps."""
         if self._open_store is None:
             return self._poll()
@@ -100,7 +100,7 @@ class StepConsensus:
         agreed, requests = self._agreed, [self._poll()]
         if agreed is not None and self._begun >= agreed[0]:
             requests.append(agreed[1])
-        return self.hears and any(request is not None and request.purpose is Purpose.STOP for request in requests)
+        return self.running and any(request is not None and request.purpose is Purpose.STOP for request in requests)
 
     def close(self) -> None:
         """Stop listening, until `begin` is called again."""
@@ -120,12 +120,12 @@ class StepConsensus:
                 if request is not None:
                     self._settle(store, str(number), request, closed)
                     number += 1
-        self.hears = False
+        self.running = False
         with self._known:
             self._hold = None
             self._known.notify_all()
 
-    def _proposed(self, store: Store, key: str) -> Request | None:
+    def _proposed(self, store: Store, key: str) -> StepRequest | None:
         """The request that a rank was the first to write, possibly this one; None: there is none."""
         request = self._poll()
         if request is not None:
@@ -135,9 +135,9 @@ class StepConsensus:
         else:
             return None
         purpose, _, why = found.decode().partition(" ")
-        return Request(Purpose(purpose), why)
+        return StepRequest(Purpose(purpose), why)
 
-    def _settle(self, store: Store, key: str, request: Request, closed: threading.Event) -> None:
+    def _settle(self, store: Store, key: str, request: StepRequest, closed: threading.Event) -> None:
         with self._known:
             self._hold = self._begun
         answers = [f"{key}/{rank}" for rank in range(self._ranks)]

@@ -19,7 +19,7 @@ from ddp_kit.metrics import Loss, Mean
 from ddp_kit.parallel import Strategy
 from ddp_kit.parallel.activations import Activations
 from ddp_kit.precision import Precision
-from ddp_kit.progress import Heartbeat
+from ddp_kit.progress import HeartbeatWriter
 from ddp_kit.records import LogRow
 
 # --- Logged values ----------------------------------------------------------------------------------------------------
@@ -182,4 +182,4 @@ class Parts:
     world: World
     config: TrainerConfig
     logged: LoggedValues
-    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    heartbeat: HeartbeatWriter = field(default_factory=HeartbeatWriter)

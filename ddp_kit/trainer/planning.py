@@ -465,7 +465,7 @@ def _rows(
     splits: dict[nn.Parameter, int],
 ) -> Iterator[ParameterRow]:
     for name, each in model.named_parameters():
-        per_value, besides = states.get(each, (0, 0))
+        per_value, extra = states.get(each, (0, 0))
         yield ParameterRow(
             name,
             tuple(each.shape),
@@ -473,7 +473,7 @@ def _rows(
             each.requires_grad,
             units.get(each, ""),
             per_value,
-            besides,
+            extra,
             splits.get(each),
         )
 

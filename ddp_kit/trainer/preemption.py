@@ -15,7 +15,7 @@ import psutil
 import torch.distributed as dist
 
 from ddp_kit.config.settings import TrainerConfig
-from ddp_kit.distributed.consensus import Purpose, Request, StepConsensus
+from ddp_kit.distributed.consensus import Purpose, StepConsensus, StepRequest
 from ddp_kit.distributed.world import World, gathered_bytes
 from ddp_kit.env import job_end_time, job_start_time, shutdown_timeout
 from ddp_kit.errors import DdpKitError
@@ -44,7 +44,7 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self.heard: signal.Signals | None = None
+        self.received: signal.Signals | None = None
         """The signal that was received last; None: none."""
         self._before: dict[signal.Signals, Any] = {}
         self._entered = 0
@@ -70,9 +70,9 @@ class StopSignals:
                 signal.signal(number, before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.heard is not None:
+        if number == signal.SIGINT and self.received is not None:
             signal.default_int_handler(number, frame)
-        self.heard = signal.Signals(number)
+        self.received = signal.Signals(number)
 
 
 _signals = StopSignals()  # one per process, because a signal stops all its Trainers
@@ -97,22 +97,22 @@ class Requests:
         """Whether to also request saves. Off during an evaluation: a granted save blocks later stop requests."""
         self._checkpoints = weakref.ref(checkpoints)  # the polling thread must not keep them alive
 
-    def latest(self) -> Request | None:
+    def latest(self) -> StepRequest | None:
         """The request that is due now; None: none."""
-        heard, now = _signals.heard, time.monotonic()
-        if heard is not None:
-            return Request(Purpose.STOP, heard.name)
+        received, now = _signals.received, time.monotonic()
+        if received is not None:
+            return StepRequest(Purpose.STOP, received.name)
         if not self._tells_time:
             return None
         if self._stop_at is not None and now >= self._stop_at:
-            return Request(Purpose.STOP, "max_seconds")
+            return StepRequest(Purpose.STOP, "max_seconds")
         checkpoints = self._checkpoints()
         if self._end_time is not None and time.time() >= self._end_time - self._reserved(checkpoints):
-            return Request(Purpose.STOP, "the approaching end of the job")
+            return StepRequest(Purpose.STOP, "the approaching end of the job")
         if not self.saves or self._save_every is None or checkpoints is None:
             return None
         if now - checkpoints.saved_at >= self._save_every:
-            return Request(Purpose.SAVE, "every_seconds")
+            return StepRequest(Purpose.SAVE, "every_seconds")
         return None
 
     def _reserved(self, checkpoints: Checkpoints | None) -> float:
@@ -155,7 +155,7 @@ class Preemption:
             self._consensus.close()
             _signals.__exit__()
 
-    def hearing(self) -> AbstractContextManager[object]:
+    def handling_signals(self) -> AbstractContextManager[object]:
         """A context in which a signal stops the run after its next step, even if no step has begun yet."""
         return nullcontext() if self._folder is None else _signals
 
@@ -180,7 +180,7 @@ class Preemption:
         if self._folder is None or (finished and not position.evaluation_pending):
             return
         request, stops = self._consensus.due(), position.evaluation_pending
-        while stops and self._consensus.hears and (request is None or request.purpose is not Purpose.STOP):
+        while stops and self._consensus.running and (request is None or request.purpose is not Purpose.STOP):
             time.sleep(_POLL_SECONDS)  # a rank has requested a stop, which interrupted the evaluation
             request = self._consensus.due()
         self._requests.saves = True
@@ -194,7 +194,7 @@ class Preemption:
             self._checkpoints.finish()
             _save_others(self, self._world)
         finally:
-            _signals.heard = None  # until here, a second Ctrl-C interrupts
+            _signals.received = None  # until here, a second Ctrl-C interrupts
         # The launcher sends SIGTERM when another node has left, and that must not replace the exit code REQUEUE.
         _signals.outlast = self._launched
         again = "the same command" if self._auto else 'with checkpoint.resume="auto" the command'

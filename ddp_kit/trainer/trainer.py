@@ -349,7 +349,7 @@ class Trainer:
         """
         self._print_plan_instead(train_data)
         self._check_ranks_agree("fit()", train_data=train_data, eval_data=eval_data)
-        with self._preemption.hearing():
+        with self._preemption.handling_signals():
             return self._fit(train_data, eval_data)
 
     def _fit(self, train_data: Data, eval_data: Data | None) -> FitResult:

@@ -12,7 +12,7 @@ from ddp_kit.launcher.commands.report import run as report
 from ddp_kit.launcher.report.findings import profiles_of
 from ddp_kit.launcher.report.run_history import read_runs
 from ddp_kit.launcher.trace.memory_file import read_memory
-from ddp_kit.launcher.trace.records import LineMemory, MemorySummary, Place
+from ddp_kit.launcher.trace.records import CodeLocation, LineMemory, MemorySummary
 
 from recorded_run import begin, write_record  # isort: skip
 
@@ -31,7 +31,7 @@ def written(folder: Path, found: Any, name: str = "memory_rank1_steps10-12.json"
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:
-    lines = (LineMemory(Place("forward", "model.py", 12), 3 << 30, 24), LineMemory(None, 1 << 29, 1))
+    lines = (LineMemory(CodeLocation("forward", "model.py", 12), 3 << 30, 24), LineMemory(None, 1 << 29, 1))
     summary = read_memory(written(tmp_path, FOUND))
     assert summary == MemorySummary(1, (10, 12), 8 << 30, 4 << 30, complete=True, lines=lines)
     assert summary.other == 1 << 29

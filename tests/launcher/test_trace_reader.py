@@ -20,7 +20,7 @@ from ddp_kit.config.settings import ProfileConfig
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher.trace.analysis import lines, read_trace
 from ddp_kit.launcher.trace.recording import common, gaps, merged
-from ddp_kit.launcher.trace.records import MatrixProduct, Place, Synchronisation, TraceSummary
+from ddp_kit.launcher.trace.records import CodeLocation, MatrixProduct, Synchronisation, TraceSummary
 from ddp_kit.profile import Recorder
 
 
@@ -384,7 +384,7 @@ def test_synchronisations_of_a_gpu_are_counted_once_for_each_operator(tmp_path: 
     trace.host("cuda_runtime", "cudaDeviceSynchronize", 1800, 1850)  # the profiler's own
     summary = trace.read(tmp_path)
     (found,) = summary.synchronisations
-    place = Place("loss_fn", "train.py", 42)
+    place = CodeLocation("loss_fn", "train.py", 42)
     assert found == Synchronisation("aten::item", place, 2, 1.0, pytest.approx(140e-6))
     told = next(line for line in lines(summary) if "synchronisation:" in line)
     assert "aten::item in loss_fn (train.py:42), 1 per step, 0.00014 s in all" in told

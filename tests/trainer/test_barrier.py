@@ -15,7 +15,7 @@ from ddp_kit import WorldError
 from ddp_kit.distributed import barrier
 from ddp_kit.distributed.world import World
 from ddp_kit.heartbeat import Phase
-from ddp_kit.progress import Heartbeat
+from ddp_kit.progress import HeartbeatWriter
 
 
 class Ranks:
@@ -28,7 +28,7 @@ class Ranks:
         self.worlds = [World(rank, 2, rank, 2, 0, torch.device("cpu")) for rank in range(2)]
         self.barriers = [barrier._Barriers(store, store, rank) for rank in range(2)]
         for each in self.barriers:
-            each.heartbeat = Heartbeat()
+            each.heartbeat = HeartbeatWriter()
         monkeypatch.setattr(barrier, "_barriers", lambda world: self.barriers[world.rank])
         monkeypatch.setattr(barrier, "collectives_of_default_group", lambda: self.collectives[self.own.rank])
 

@@ -8,17 +8,17 @@ import pytest
 from launching import seconds, wait_until
 from torch.distributed import HashStore
 
-from ddp_kit.distributed.consensus import Purpose, Request, StepConsensus
+from ddp_kit.distributed.consensus import Purpose, StepConsensus, StepRequest
 
 RANKS = 4
-SAVE = Request(Purpose.SAVE, "every_seconds")
-STOP = Request(Purpose.STOP, "SIGTERM heard")
+SAVE = StepRequest(Purpose.SAVE, "every_seconds")
+STOP = StepRequest(Purpose.STOP, "SIGTERM heard")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wishing", [{0}, {3}, {1, 2}, {0, 1, 2, 3}])
 def test_all_ranks_act_after_the_same_step_whoever_wishes(wishing: set[int]) -> None:
-    store, acted = HashStore(), Queue[tuple[int, int, Request]]()
+    store, acted = HashStore(), Queue[tuple[int, int, StepRequest]]()
 
     def run(rank: int) -> None:
         chance = random.Random(rank)
@@ -41,7 +41,7 @@ def test_all_ranks_act_after_the_same_step_whoever_wishes(wishing: set[int]) -> 
     for thread in threads:
         thread.join(seconds(60))
         assert not thread.is_alive()
-    by_rank: dict[int, list[tuple[int, Request]]] = {rank: [] for rank in range(RANKS)}
+    by_rank: dict[int, list[tuple[int, StepRequest]]] = {rank: [] for rank in range(RANKS)}
     while not acted.empty():
         rank, step, request = acted.get()
         by_rank[rank].append((step, request))

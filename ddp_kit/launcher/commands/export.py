@@ -26,8 +26,8 @@ from ddp_kit.checkpoint.format import (
     read_state,
 )
 from ddp_kit.checkpoint.weight_files import (
+    Destination,
     Key,
-    Place,
     StoredWeights,
     TensorFiles,
     Whole,
@@ -139,7 +139,7 @@ def _export(found: Found, target: Path, most: float, ema: bool, print_text: Call
     index = target.with_name(f"{stem}{INDEX}")
     _refuse_to_overwrite([*paths, *([index] if len(shards) > 1 else [])])
     with ExitStack() as stack:
-        made, places = [], dict[Key, list[Place]]()
+        made, places = [], dict[Key, list[Destination]]()
         for path, shard in zip(paths, shards, strict=True):
             here = {alias: name for alias, name in tied.items() if name in shard}
             made.append(stack.enter_context(_NewFile(path)))
@@ -218,7 +218,7 @@ class _NewFile:
         self._unnamed = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         self._file = os.open(self._unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
-    def lay_out(self, weights: Weights, tied: Mapping[str, str]) -> dict[str, list[Place]]:
+    def lay_out(self, weights: Weights, tied: Mapping[str, str]) -> dict[str, list[Destination]]:
         """Write the header, and return the places of all tensors in a memory map of the file."""
         # Larger element sizes first, so that every tensor is aligned without padding.
         order = sorted(weights, key=lambda name: -ITEM_BYTES[weights[name].dtype])

@@ -24,7 +24,14 @@ from ddp_kit.launcher.trace.recording import (
     recording_of,
     total,
 )
-from ddp_kit.launcher.trace.records import GpuTime, MatrixProduct, Operation, Place, Synchronisation, TraceSummary
+from ddp_kit.launcher.trace.records import (
+    CodeLocation,
+    GpuTime,
+    MatrixProduct,
+    Operation,
+    Synchronisation,
+    TraceSummary,
+)
 
 # --- Host-device synchronisations -------------------------------------------------------------------------------------
 # Where the host waits for the GPU; on a CPU, where it would wait.
@@ -37,7 +44,7 @@ _OPERATORS = {"aten::item", "aten::_local_scalar_dense", "aten::nonzero"}
 
 def synchronisations(recording: Recording, steps: int | None) -> tuple[Synchronisation, ...]:
     """Synchronisations by operator and place, the most frequent first. Without a GPU: those that would wait for one."""
-    spent: dict[tuple[str, Place | None], dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    spent: dict[tuple[str, CodeLocation | None], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for index, event in waits_of_the_host(recording) if recording.gpu else _would_wait(recording):
         inner = recording.calls.operator[index] if recording.gpu else index
         # One operator may copy, then wait: that is one synchronisation.

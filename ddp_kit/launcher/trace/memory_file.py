@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_kit.errors import UsageError, kind_of
-from ddp_kit.launcher.trace.records import LineMemory, MemorySummary, Place
+from ddp_kit.launcher.trace.records import CodeLocation, LineMemory, MemorySummary
 
 _FORMAT = 1
 _MOST_BYTES = 1 << 20
@@ -70,7 +70,7 @@ def _line(found: Any) -> LineMemory:
     if not isinstance(found, dict):
         raise _UnexpectedError(f"one of `lines` is {kind_of(found)}")
     file, function = _text(found, "file"), _text(found, "function")
-    place = Place(function, file, _number(found, "line")) if file else None
+    place = CodeLocation(function, file, _number(found, "line")) if file else None
     return LineMemory(place, _number(found, "bytes"), _number(found, "count"))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddp_kit.errors import UsageError, kind_of
-from ddp_kit.launcher.trace.records import Place
+from ddp_kit.launcher.trace.records import CodeLocation
 
 # --- Time spans -------------------------------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class CallTree:
             yield outer
             outer = self.operator[outer]
 
-    def place(self, index: int) -> Place | None:
+    def place(self, index: int) -> CodeLocation | None:
         """The innermost Python function around an event, without those of torch and the standard library.
 
         In a backward pass: the function around the forward operator. Functions of ddpkit count, to tell them apart
@@ -294,13 +294,13 @@ def in_folder(event: Event, folders: tuple[str, ...]) -> bool:
     return _inside_packages(event.name).startswith(folders)
 
 
-def _place(event: Event) -> Place | None:
+def _place(event: Event) -> CodeLocation | None:
     if event.kind != "python_function":
         return None
     parts = _FRAME.match(event.name)
     if parts is None:
         return None
-    return Place(parts[3], parts[1], int(parts[2]), _library(parts[1]))
+    return CodeLocation(parts[3], parts[1], int(parts[2]), _library(parts[1]))
 
 
 def _library(file: str) -> str:

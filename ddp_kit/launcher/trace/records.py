@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Place:
+class CodeLocation:
     """A Python function.
 
     `line`: the line on which the function begins, as torch.profiler records it; for a function that was already running
@@ -74,7 +74,7 @@ class Synchronisation:
     """
 
     operation: str
-    place: Place | None
+    place: CodeLocation | None
     calls: int
     per_step: float | None
     seconds: float
@@ -133,7 +133,7 @@ class LineMemory:
     `place` is None for allocations without Python code on the stack, such as those of the backward pass.
     """
 
-    place: Place | None
+    place: CodeLocation | None
     bytes: int
     count: int
 
