@@ -24,16 +24,10 @@ from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.world import World, host_group
 from ddp_kit.errors import ConfigError, LossError, nearest, some
 from ddp_kit.log import logger
-from ddp_kit.parallel.shards import (
-    Shards,
-    check_dense_gradients,
-    is_divided,
-    is_dtensor,
-    piece_of_dtensor,
-    reduced_part,
-)
+from ddp_kit.parallel.shards import Shards, check_dense_gradients
 from ddp_kit.parallel.strategy import Parallelize, Passes, Strategy, broadcast, sizes_of, whole_gradients_fit
-from ddp_kit.parallel.tensor import split_layers, tensor_plan
+from ddp_kit.parallel.tensor import is_divided, is_dtensor, piece_of_dtensor, reduced_part, split_layers
+from ddp_kit.parallel.tensor_plan import tensor_plan
 from ddp_kit.pieces import Piece
 from ddp_kit.structures import repeated_blocks, with_copied_containers
 from ddp_kit.torch_internals import default_store

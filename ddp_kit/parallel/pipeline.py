@@ -35,7 +35,7 @@ from ddp_kit.parallel.fsdp import (
     fit_whole_on_all_ranks,
     shard_unit,
 )
-from ddp_kit.parallel.shards import Shards, is_divided, local_part, piece_of_dtensor, reduced_part
+from ddp_kit.parallel.shards import Shards
 from ddp_kit.parallel.stages import (
     Chain,
     Links,
@@ -51,7 +51,8 @@ from ddp_kit.parallel.stages import (
     sharded_parameters,
 )
 from ddp_kit.parallel.strategy import Passes, StageBoundary, Strategy, broadcast, sizes_of
-from ddp_kit.parallel.tensor import split_layers, tensor_plan
+from ddp_kit.parallel.tensor import is_divided, local_part, piece_of_dtensor, reduced_part, split_layers
+from ddp_kit.parallel.tensor_plan import tensor_plan
 from ddp_kit.pieces import Piece
 from ddp_kit.torch_internals import memory_of, version_of
 

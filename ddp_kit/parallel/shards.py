@@ -1,75 +1,22 @@
-"""Parts of sharded tensors: DTensors, and optimizers that update only a part of each parameter."""
+"""Shards of parameters, for optimizers that update only a part of each.
+
+An optimizer gets this rank's shards in place of the model's parameters. A shard is a plain parameter that shares
+memory with the model's parameter, so the optimizer's kernels run on plain tensors. That is exact for elementwise
+optimizers, which update each value independently; `check_elementwise` rejects others.
+"""
 
 from collections.abc import Mapping
 from copy import deepcopy
 from inspect import signature
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ddp_kit.distributed.world import random_states, set_random_states
 from ddp_kit.errors import ConfigError, some
 from ddp_kit.pieces import Piece
-
-# --- DTensors ---------------------------------------------------------------------------------------------------------
-
-
-def is_dtensor(value: Any) -> TypeGuard[DTensor]:
-    """Whether a value is a DTensor, for values whose static type does not tell, such as parameters."""
-    return isinstance(value, DTensor)
-
-
-def is_divided(value: Any, dimension: str) -> bool:
-    """Whether a value is a DTensor of which the ranks along this mesh dimension hold different parts."""
-    if not isinstance(value, DTensor):
-        return False
-    names = value.device_mesh.mesh_dim_names or ()
-    return dimension in names and hasattr(value.placements[names.index(dimension)], "dim")
-
-
-@torch.no_grad()
-def local_part(value: Any) -> Tensor:
-    """This rank's part of a DTensor, sharing its memory; any other tensor itself."""
-    found: Tensor = value.to_local() if isinstance(value, DTensor) else value
-    return found
-
-
-def reduced_part(gradient: Any, parameter: Any) -> Tensor:
-    """This rank's part of a gradient, after the reduction that tensor parallelism may have left to do.
-
-    A collective of the ranks that share the DTensor.
-    """
-    if is_dtensor(gradient) and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(placements=parameter.placements)
-    return local_part(gradient)
-
-
-def piece_of_dtensor(value: Any) -> Piece | None:
-    """The part of a DTensor that this rank holds; None for anything else."""
-    if not isinstance(value, DTensor):
-        return None
-    mesh, offsets, sizes = value.device_mesh, [0] * value.ndim, list(value.shape)
-    # Tensor parallelism divided the tensor first, and FSDP then divided each rank's part, both as torch.chunk does.
-    for number in reversed(range(mesh.ndim)):
-        dimension = getattr(value.placements[number], "dim", None)
-        if dimension is not None:
-            share = -(-sizes[dimension] // mesh.size(number))
-            begin = min(share * mesh.get_local_rank(number), sizes[dimension])
-            offsets[dimension] += begin
-            sizes[dimension] = min(share, sizes[dimension] - begin)
-    local = local_part(value.detach())
-    assert list(local.shape) == sizes, f"{value.placements} is not divided as expected"
-    return Piece(local, tuple(value.shape), tuple(offsets))
-
-
-# --- Sharded optimizers -----------------------------------------------------------------------------------------------
-# An optimizer gets this rank's shards in place of the model's parameters. A shard is a plain parameter that shares
-# memory with the model's parameter, so the optimizer's kernels run on plain tensors. That is exact for elementwise
-# optimizers, which update each value independently; `check_elementwise` rejects others.
-
 
 # For the trial in `check_elementwise`:
 _VALUES, _SHAPES = 24, ((4, 6), (24,), (2, 3, 2, 2))
@@ -108,6 +55,7 @@ class Shards:
 
     def _part_of_state(self, optimizer: Optimizer, whole: nn.Parameter) -> dict[str, Any]:
         """This rank's part of state tensors that have the shape of the parameter; scalars unchanged."""
+        from ddp_kit.parallel.tensor import is_dtensor, local_part  # only needed here, and slow to import
 
         piece, part = self.pieces[id(self.of[whole])], {}
         for name, value in optimizer.state[whole].items():

@@ -45,7 +45,7 @@ from ddp_kit.parallel.memory import (
     report,
 )
 from ddp_kit.parallel.shards import settings_of
-from ddp_kit.parallel.tensor import split_dimensions
+from ddp_kit.parallel.tensor_plan import split_dimensions
 from ddp_kit.structures import repeated_blocks
 from ddp_kit.torch_internals import FakeTensors, LiveBytes, is_fake, pytree
 from ddp_kit.trainer.parts import Parts

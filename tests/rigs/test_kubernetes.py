@@ -9,6 +9,8 @@ from hosts import Host, user_environment
 from kubelet import Kubelet
 from launching import seconds
 
+from ddp_kit.launcher.commands.submit import run as submit_job
+
 pytestmark = pytest.mark.slow
 
 Hosts = Callable[..., list[Host]]
@@ -24,7 +26,7 @@ def cluster(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
     def submit(*words: str, kind: str = "kubernetes", retries: int = 1) -> Kubelet:
         printed: list[str] = []
         flags = ["--on", kind, "--nodes", "2", "--image", "any", "--grace", str(GRACE), "--retries", str(retries)]
-        submit.run([*flags, "--dry-run", "--nproc-per-node", "1", *words], print, printed.append)
+        submit_job([*flags, "--dry-run", "--nproc-per-node", "1", *words], print, printed.append)
         return Kubelet(printed[0], hosts(2), tmp_path, user_environment())
 
     return submit

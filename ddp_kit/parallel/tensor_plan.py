@@ -1,0 +1,98 @@
+"""Which layers tensor parallelism splits, from the configuration or the model. Does not import DTensors."""
+
+import fnmatch
+from collections.abc import Mapping
+
+from torch import nn
+
+from ddp_kit.config.settings import ParallelConfig
+from ddp_kit.errors import ConfigError, nearest, some
+
+_KINDS = {"colwise": "column", "rowwise": "row", "sequence_parallel": "sequence"}
+"""The name of each kind in the plans of transformers models -> our name."""
+
+
+def tensor_plan(model: nn.Module, config: ParallelConfig) -> dict[str, str]:
+    """The kind of each layer to split, by module name, from the configuration or the model. Raises `ConfigError`."""
+    modules = dict(model.named_modules())
+    patterns = _own_plan(model) if config.tensor_plan == "auto" else config.tensor_plan
+    plan: dict[str, str] = {}  # module name -> kind
+    for pattern, kind in patterns.items():
+        found = fnmatch.filter(modules, pattern)
+        if not found:
+            raise ConfigError(
+                f"parallel.tensor_plan names {pattern!r}, but the model {type(model).__name__} has no such module",
+                f"nearest: {nearest(pattern, [*modules]) or some([*modules][1:])}",
+            )
+        plan |= dict.fromkeys(found, kind)
+    users: dict[nn.Parameter, list[str]] = {}
+    for name, module in modules.items():
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(parameter, []).append(name)
+    for name, kind in plan.items():
+        _check_layer(name, modules[name], kind, config.tensor)
+        tied = {other for each in modules[name].parameters(recurse=False) for other in users[each]} - {name}
+        if tied:  # splitting would untie them
+            raise ConfigError(
+                f"parallel.tensor_plan names {name}, which shares a weight with {some(sorted(tied))}",
+                "leave them out of parallel.tensor_plan, or give each a weight of its own",
+            )
+    return plan
+
+
+def _own_plan(model: nn.Module) -> Mapping[str, str]:
+    """The plan that the model itself defines, as models of the transformers library do."""
+    for attribute in ("tp_plan", "_tp_plan", "base_model_tp_plan"):
+        plan = getattr(model, attribute, None)
+        if isinstance(plan, Mapping) and plan:
+            unknown = {name: kind for name, kind in plan.items() if kind not in _KINDS}
+            if not unknown:
+                return {name: _KINDS[kind] for name, kind in plan.items()}
+            raise ConfigError(
+                f"the tensor-parallel plan of {type(model).__name__} has unsupported kinds: {unknown}",
+                "set parallel.tensor_plan",
+            )
+    raise ConfigError(
+        f"parallel.tensor needs a plan of the layers to split, but {type(model).__name__} does not define one",
+        'set parallel.tensor_plan, such as {"blocks.*.qkv": "column", "blocks.*.proj": "row"}',
+    )
+
+
+def _check_layer(name: str, layer: nn.Module, kind: str, ranks: int) -> None:
+    if kind == "sequence":
+        return
+    if isinstance(layer, nn.Linear):
+        width, what = (layer.out_features, "outputs") if kind == "column" else (layer.in_features, "inputs")
+    elif isinstance(layer, nn.Embedding):
+        width, what = (layer.embedding_dim, "columns") if kind == "column" else (layer.num_embeddings, "rows")
+    else:
+        raise ConfigError(
+            f"parallel.tensor_plan makes {name} a {kind} layer, but it is a {type(layer).__name__}",
+            "name Linear and Embedding modules",
+        )
+    if width % ranks:
+        raise ConfigError(
+            f"{name} has {width} {what}, which parallel.tensor={ranks} does not divide",
+            f"use {width - width % ranks} or {width + ranks - width % ranks} {what}, another number of ranks, or leave "
+            "the layer out of parallel.tensor_plan",
+        )
+
+
+def split_dimensions(model: nn.Module, config: ParallelConfig) -> dict[nn.Parameter, int]:
+    """The dimension along which each parameter of the plan is split; the others stay whole on each rank of a group.
+
+    Raises `ConfigError` like `tensor_plan`.
+    """
+    modules, found = dict(model.named_modules()), {}
+    for name, kind in tensor_plan(model, config).items():
+        if kind == "sequence":
+            continue
+        layer = modules[name]
+        # A Linear's weight is [outputs, inputs], an Embedding's [rows, columns].
+        first = (kind == "column") == isinstance(layer, nn.Linear)
+        for own, parameter in layer.named_parameters(recurse=False):
+            if own == "weight":
+                found[parameter] = 0 if first else 1
+            elif first:  # a bias belongs to the outputs
+                found[parameter] = 0
+    return found
