@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import repeat
+from operator import getitem
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -90,8 +92,7 @@ def fetch_samples(dataset: Any, keys: list[Any]) -> list[Any]:
             raise
     samples: list[Any] = []
     try:
-        for key in keys:
-            samples.append(dataset[key])
+        samples.extend(map(getitem, repeat(dataset), keys))  # on an error, it holds the samples before
     except Exception as error:
         error.add_note(f"while reading {_sample(keys[len(samples)], subsets, inner)}")
         raise

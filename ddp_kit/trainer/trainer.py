@@ -579,7 +579,6 @@ class Trainer:
                 share = self._begin_epoch(feed)
                 while share is not None and not self._is_finished():
                     self._profiler.before_step(self.step + 1)
-                    self._clock.start()
                     feed, done = self._run_step(feed, share, train_data)  # repeats a step that runs out of memory
                     share = self._next_share(feed)  # while the device is busy with the step
                     step = self._advance(feed, done.samples, ends_epoch=share is None)
@@ -631,6 +630,7 @@ class Trainer:
         number = self.step + 1
         logged = number % self.config.log_every == 0 or number == self.total_steps
         while True:
+            self._clock.start()
             self._log_points.note_rates()
             batch = self._flops.watched(feed.batch, share)
             try:
