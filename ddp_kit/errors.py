@@ -93,6 +93,11 @@ def nearest(name: str, known: list[str]) -> str | None:
     return found[0] if found else None
 
 
+def first_line(error: Exception) -> str:
+    """The class of an error, and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
 def kind_of(value: object) -> str:
     """A value by its type, for a message: `None`, `the class Linear`, `a list` or `an OrderedDict`."""
     if value is None:

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.distributed.world import World, random_states, set_random_states
+from ddp_kit.errors import first_line
 from ddp_kit.log import logger
 from ddp_kit.metrics import Loss, checked
 from ddp_kit.precision import Precision
@@ -175,7 +176,7 @@ class ModelFlops:
         except NotCountedError as error:
             self._not_known(f"the FLOPs of {error} are not known")
         except Exception as error:
-            self._not_known(f"the loss function cannot run without values: {_in_a_line(error)}")
+            self._not_known(f"the loss function cannot run without values: {first_line(error)}")
         else:
             self._settle(flops)
 
@@ -191,14 +192,14 @@ class ModelFlops:
             with _CopiesWithoutMemory(self._fakes):
                 self._copy = copy.deepcopy(model, memo)
         except Exception as error:
-            self._not_known(f"{type(model).__name__} cannot be copied: {_in_a_line(error)}")
+            self._not_known(f"{type(model).__name__} cannot be copied: {first_line(error)}")
 
     def _note(self, batch: Any, samples: int) -> None:
         try:
             self._batch, self._samples = each_leaf(self._shape, batch), samples
         except Exception as error:
             self._copy = None
-            self._not_known(f"a batch of {type(batch).__name__} cannot be copied: {_in_a_line(error)}")
+            self._not_known(f"a batch of {type(batch).__name__} cannot be copied: {first_line(error)}")
 
     def _shape(self, leaf: Any) -> Any:
         return self._fakes.like(leaf) if isinstance(leaf, Tensor) and leaf.layout == torch.strided else leaf
@@ -284,10 +285,6 @@ def _leaves(loss: Tensor) -> list[Tensor]:
             found.append(leaf)
         waiting.extend(each for each, _ in node.next_functions)
     return found
-
-
-def _in_a_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def device_name(world: World) -> str:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from ddp_kit.config.settings import AUTO, CheckpointConfig, ParallelConfig, TrainerConfig
 from ddp_kit.distributed.world import World, gathered
 from ddp_kit.env import PlanRequest
-from ddp_kit.errors import ConfigError, DdpKitError, size_text
+from ddp_kit.errors import ConfigError, DdpKitError, first_line, size_text
 from ddp_kit.log import logger
 from ddp_kit.metrics import Loss, checked
 from ddp_kit.parallel import Strategy
@@ -168,7 +168,7 @@ def measured(parts: Parts, batch: Any, parallel: ParallelConfig, *, accumulates:
         passed = _pass(copied, list(blocks.values()), batch)
     except (RuntimeError, TypeError, ValueError, DdpKitError) as error:
         passed = PassMemory(0, 0, 0)
-        problems.append(f"activations: the loss function cannot run without values: {_first_line(error)}")
+        problems.append(f"activations: the loss function cannot run without values: {first_line(error)}")
     splits, problem = _splits(model, parallel)
     if parallel.tensor > 1 and problem:
         problems.append(f"which layers are split: {problem}")
@@ -178,7 +178,7 @@ def measured(parts: Parts, batch: Any, parallel: ParallelConfig, *, accumulates:
         try:
             stages, units = _stages(replace(parts, model=model), parallel, batch)
         except (RuntimeError, TypeError, ValueError, DdpKitError) as error:
-            problems.append(f"what each stage holds: {_first_line(error)}")
+            problems.append(f"what each stage holds: {first_line(error)}")
     return ModelMemory(
         rows=tuple(_rows(model, units, states, splits)),
         buffers=sum(map(_bytes, model.buffers())),
@@ -485,10 +485,6 @@ def _is_foreach(group: dict[str, Any]) -> bool:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 # --- Measured peak ----------------------------------------------------------------------------------------------------
