@@ -181,7 +181,7 @@ def ddpkit(run: Run) -> None:
 
     folder, saved = run.folder / "ddpkit", [""]
     config = TrainerConfig(
-        max_steps=10**6, global_batch_size=BATCH, log_every=10**6, checkpoint={"dir": folder, "keep_last": 1}
+        max_steps=10**6, global_batch_size=BATCH, log_every_steps=10**6, checkpoint={"dir": folder, "keep_last": 1}
     )
     trainer = Trainer(run.model, run.optimizer, lambda _, batch: run.loss(batch), config)
     steps = trainer.steps(run.dataset)

@@ -86,7 +86,7 @@ def with_trainer(name: str) -> Iterator[None]:
     """Steps of the Trainer."""
     parallel = PLACEMENTS[name]
     config = TrainerConfig(
-        max_steps=STEPS, micro_batch_size=SAMPLES, log_every=STEPS, parallel=parallel, verify_ranks="off"
+        max_steps=STEPS, micro_batch_size=SAMPLES, log_every_steps=STEPS, parallel=parallel, verify_ranks="off"
     )
     trainer = Trainer(Model(), adamw, by_samples, config)
     for _ in trainer.steps(data()):

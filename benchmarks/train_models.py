@@ -174,7 +174,7 @@ class Run:
     steps: int
     """Optimizer steps measured."""
     folder: Path
-    log_every: int
+    log_every_steps: int
     watch: Callable[..., None] = field(default=lambda *_: None)
     """Told of each optimizer step, by the optimizer itself: at the same price for every peer."""
 

@@ -48,9 +48,9 @@ def by_hand(run: Run) -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
-        if step % run.log_every == 0:
+        if step % run.log_every_steps == 0:
             if dist.get_rank() == 0:
-                print(f"step {step}  loss {total.item() / run.log_every / run.accumulation:.4g}")
+                print(f"step {step}  loss {total.item() / run.log_every_steps / run.accumulation:.4g}")
             total.zero_()
         if step == run.total:
             break
@@ -65,7 +65,7 @@ def ddpkit(run: Run) -> None:
         accumulation_steps=run.accumulation,
         max_grad_norm=run.case.clip,
         precision="bf16" if run.case.bf16 else "fp32",
-        log_every=run.log_every,
+        log_every_steps=run.log_every_steps,
     )
     data: Any = run.dataset
     if run.collate:
@@ -100,7 +100,7 @@ def lightning(run: Run) -> None:
         accumulate_grad_batches=run.accumulation,
         gradient_clip_val=run.case.clip,
         logger=CSVLogger(run.folder),
-        log_every_n_steps=run.log_every,
+        log_every_n_steps=run.log_every_steps,
         limit_val_batches=0,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -136,8 +136,8 @@ def fabric(run: Run) -> None:
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        if step % run.log_every == 0:
-            fabric.print(f"step {step}  loss {total.item() / run.log_every / run.accumulation:.4g}")
+        if step % run.log_every_steps == 0:
+            fabric.print(f"step {step}  loss {total.item() / run.log_every_steps / run.accumulation:.4g}")
             total.zero_()
         if step == run.total:
             break
@@ -168,8 +168,8 @@ def accelerate(run: Run) -> None:
         if not accelerator.sync_gradients:
             continue
         step += 1
-        if step % run.log_every == 0:
-            accelerator.print(f"step {step}  loss {total.item() / run.log_every / run.accumulation:.4g}")
+        if step % run.log_every_steps == 0:
+            accelerator.print(f"step {step}  loss {total.item() / run.log_every_steps / run.accumulation:.4g}")
             total.zero_()
         if step == run.total:
             break
@@ -191,7 +191,7 @@ def transformers(run: Run) -> None:
         max_grad_norm=run.case.clip or 0.0,
         lr_scheduler_type="constant",
         bf16=run.case.bf16,
-        logging_steps=run.log_every,
+        logging_steps=run.log_every_steps,
         logging_nan_inf_filter=False,
         use_cpu=not CUDA,
         ddp_backend=None if CUDA else "gloo",
@@ -216,7 +216,7 @@ def main() -> None:
     ranks, each = int(os.environ["WORLD_SIZE"]), max(1, int(steps) // BLOCKS)
     run = Run(CASES[case], ranks, int(accumulation), each * BLOCKS, Path(folder), each)
     if what != "time":
-        run.log_every = 10 * run.total  # at a log point the host may wait for the device
+        run.log_every_steps = 10 * run.total  # at a log point the host may wait for the device
     run.watch = watch = {"time": Stopwatch, "observe": Observed}[what](each)
     globals()[peer](run)
     found = watch.found()

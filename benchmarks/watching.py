@@ -48,7 +48,7 @@ clock = Clock()
 loggers = []
 if sys.argv[1] == "loggers":
     loggers = [CSVLogger("run.csv"), JSONLinesLogger("run.jsonl"), TensorBoardLogger("tensorboard")]
-config = TrainerConfig(max_steps={STEPS}, micro_batch_size=8, log_every=50)
+config = TrainerConfig(max_steps={STEPS}, micro_batch_size=8, log_every_steps=50)
 loss_fn = lambda m, batch: F.mse_loss(m(batch[0]), batch[1])
 trainer = Trainer(model, optimizer, loss_fn, config, callbacks=[clock, *loggers])
 trainer.fit(data)

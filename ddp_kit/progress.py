@@ -142,10 +142,10 @@ class HeartbeatWriter:
 
     def mark(self, phase: Phase) -> None:
         """Set the phase."""
-        self._memory[_PHASE] = phase
-        self._beats += 1
-        self._memory[_BEATS] = self._beats
-        self._memory[_CHANGED_AT] = monotonic_ns()
+        memory = self._memory
+        memory[_PHASE] = phase
+        memory[_BEATS] = self._beats = self._beats + 1
+        memory[_CHANGED_AT] = monotonic_ns()
 
     def set_step(self, step: int) -> None:
         """Set the number of optimizer steps done before this process started."""
@@ -153,12 +153,13 @@ class HeartbeatWriter:
 
     def step(self, step: int) -> None:
         """Record a completed optimizer step."""
-        self._memory[_STEP] = step + 1
-        self._memory[_STEPS] += 1
-        now = monotonic_ns()
+        memory, now = self._memory, monotonic_ns()
+        memory[_STEP] = step + 1
+        memory[_STEPS] += 1
         if self._stepped_at:
-            average = self._memory[_STEP_NANOSECONDS] or now - self._stepped_at
-            self._memory[_STEP_NANOSECONDS] = average + (now - self._stepped_at - average) // _AVERAGED
+            taken = now - self._stepped_at
+            average = memory[_STEP_NANOSECONDS] or taken
+            memory[_STEP_NANOSECONDS] = average + (taken - average) // _AVERAGED
         self._stepped_at = now
 
     def shares(self, data: float, communication: float, mfu: float = 0.0) -> None:

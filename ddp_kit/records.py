@@ -134,7 +134,7 @@ class FitResult:
     history: tuple[LogRow, ...]
     """One row per log point."""
     skipped: int
-    """Steps skipped because a gradient was not finite: by fp16 loss scaling, or by `non_finite="skip"`."""
+    """Steps skipped because a gradient was not finite: by fp16 loss scaling, or by `non_finite_gradients="skip"`."""
     metrics: dict[str, float]
     """The loss and metrics of the last evaluation; empty without one."""
 

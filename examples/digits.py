@@ -53,7 +53,7 @@ def main() -> None:
         model,
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         loss_fn,
-        TrainerConfig(epochs=15, global_batch_size=64, log_every=50),
+        TrainerConfig(epochs=15, global_batch_size=64, log_every_steps=50),
         metrics={"accuracy": accuracy},
     )
     result = trainer.fit(train_data, test_data)

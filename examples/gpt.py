@@ -130,7 +130,7 @@ def main() -> None:
         precision="bf16" if bf16 else "fp32",
         max_grad_norm=1.0,
         parallel=arguments.parallel,
-        log_every=25,
+        log_every_steps=25,
     )
     trainer = Trainer(
         Gpt(data.vocabulary, data.length),

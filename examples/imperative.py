@@ -27,7 +27,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 1))
     data = make_data()
-    config = TrainerConfig(global_batch_size=100, epochs=100, log_every=20)
+    config = TrainerConfig(global_batch_size=100, epochs=100, log_every_steps=20)
     trainer = Trainer(model, lambda parameters: torch.optim.Adam(parameters, lr=0.01), loss_fn, config)
 
     before = float("inf")

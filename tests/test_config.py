@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ddp_kit import ConfigError, DataConfig, ParallelConfig, TrainerConfig
-from ddp_kit.config.settings import AUTO, STRATEGIES, StrategyName
+from ddp_kit.config.settings import _RENAMED, AUTO, STRATEGIES, StrategyName
 
 
 def problems_of(**values: object) -> tuple[str, ...]:
@@ -21,13 +21,17 @@ def problems_of(**values: object) -> tuple[str, ...]:
 
 def test_five_mistakes_give_one_error_that_lists_five_with_what_would_work() -> None:
     problems = problems_of(
-        global_batch_sz=64, precision="bf15", log_every=0, data={"num_worker": 2}, checkpoint={"keep_last": "many"}
+        global_batch_sz=64,
+        precision="bf15",
+        log_every_steps=0,
+        data={"num_worker": 2},
+        checkpoint={"keep_last": "many"},
     )
     assert sorted(problems) == [
         "checkpoint.keep_last = 'many': allowed is a whole number; nearest: 2",
         "data.num_worker = 2: there is no such setting; nearest: data.num_workers",
         "global_batch_sz = 64: there is no such setting; nearest: global_batch_size",
-        "log_every = 0: allowed is at least 1; nearest: 1",
+        "log_every_steps = 0: allowed is at least 1; nearest: 1",
         'precision = \'bf15\': allowed is "fp32", "tf32", "bf16", "fp16", "bf16-true" or "fp8"; nearest: \'bf16\'',
     ]
 
@@ -153,6 +157,16 @@ def test_whatever_is_given_it_is_accepted_or_every_problem_is_said(values: dict[
             )
 
 
+@pytest.mark.parametrize("old", _RENAMED)
+def test_the_earlier_name_of_a_setting_is_refused_with_the_present_one(old: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainerConfig.from_command_line([f"{old}=3"])
+    assert caught.value.problems == (f"{old} = 3: there is no such setting; it is now called {_RENAMED[old]}",)
+    part, _, name = _RENAMED[old].rpartition(".")
+    owner = TrainerConfig.model_fields[part].annotation if part else TrainerConfig
+    assert name in owner.model_fields  # type: ignore[union-attr]
+
+
 def test_overlap_without_a_writer_in_the_background_is_refused() -> None:
     with pytest.raises(ConfigError, match="overlap = True needs background = True"):
         TrainerConfig(checkpoint={"dir": "run", "overlap": True, "background": False})
@@ -160,13 +174,13 @@ def test_overlap_without_a_writer_in_the_background_is_refused() -> None:
 
 def test_the_command_line_wins_over_the_file_and_the_file_over_the_script(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("epochs: 3\nlog_every: 7\ndata:\n  num_workers: 2\n")
+    file.write_text("epochs: 3\nlog_every_steps: 7\ndata:\n  num_workers: 2\n")
     words = ["data.num_workers=4", "--config", str(file), "epochs=5", "max_grad_norm=1e-4"]
     config = TrainerConfig.from_command_line(
-        words, data=DataConfig(num_workers=1, shuffle=False), epochs=1, log_every=1, seed=8
+        words, data=DataConfig(num_workers=1, shuffle=False), epochs=1, log_every_steps=1, seed=8
     )
     assert config == TrainerConfig(
-        epochs=5, log_every=7, seed=8, max_grad_norm=1e-4, data=DataConfig(num_workers=4, shuffle=False)
+        epochs=5, log_every_steps=7, seed=8, max_grad_norm=1e-4, data=DataConfig(num_workers=4, shuffle=False)
     )
 
 
@@ -181,7 +195,7 @@ def test_without_words_the_command_line_of_the_process_is_read(monkeypatch: pyte
         ("checkpoint.dir=2026-01-02", "checkpoint", Path("2026-01-02")),
         ("checkpoint.dir=None", "checkpoint", None),
         ("verify_ranks=off", "verify_ranks", "off"),
-        ("parallel.units=[encoder, decoder]", "parallel", ("encoder", "decoder")),
+        ("parallel.fsdp_units=[encoder, decoder]", "parallel", ("encoder", "decoder")),
         ("parallel.tensor_plan={blocks.*.up: column}", "parallel", {"blocks.*.up": "column"}),
     ],
 )

@@ -170,7 +170,11 @@ def off(found: Tensor, expected: Tensor) -> float:
 def test_gradients_are_those_of_float8_and_recomputing_does_not_change_them() -> None:
     whole, fp8 = gradients("fp32"), gradients("fp8")
     assert off(gradients("bf16"), whole) < 0.01 < off(fp8, whole) < 0.1
-    for setting in ({"checkpointing": "blocks"}, {"checkpointing": "ops"}, {"offload_activations": True}):
+    for setting in (
+        {"activation_checkpointing": "blocks"},
+        {"activation_checkpointing": "ops"},
+        {"offload_activations": True},
+    ):
         assert torch.equal(gradients("fp8", memory=MemoryConfig(**setting)), fp8), setting
 
 

@@ -93,7 +93,7 @@ def test_the_host_does_not_wait_for_the_device_between_log_points(precision: str
         loss,
         accumulation_steps=2,
         max_grad_norm=1.0,
-        log_every=50,
+        log_every_steps=50,
         precision=precision,
         callbacks=[EMA()],
         make=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
@@ -109,7 +109,7 @@ def test_the_host_does_not_wait_for_the_device_between_log_points(precision: str
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_nor_does_it_with_a_scheduler(precision: str) -> None:
     trainer = trainer_for(
-        log_every=50, precision=precision, scheduler=lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=100)
+        log_every_steps=50, precision=precision, scheduler=lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=100)
     )
     steps = trainer.steps(data())
     for _ in range(3):
@@ -148,7 +148,7 @@ def test_counting_flops_changes_nothing(precision: str, monkeypatch: pytest.Monk
     ends = []
     for asked in (False, True):
         torch.manual_seed(0)
-        trainer = trainer_for(model=Attending(), precision=precision, mfu=asked, max_steps=6, log_every=2)
+        trainer = trainer_for(model=Attending(), precision=precision, mfu=asked, max_steps=6, log_every_steps=2)
         result = trainer.fit(data())
         ends.append({**trainer.model.state_dict(), "random": torch.cuda.get_rng_state()})
         found = [None if row.mfu is None else round(row.mfu * 1e12 / row.samples_per_second) for row in result.history]
@@ -187,7 +187,7 @@ def test_fp8_learns_and_its_gradients_are_near(layers: Any, monkeypatch: pytest.
             fp8_layers="auto" if precision == "fp32" else layers,
             max_steps=60,
             max_grad_norm=1e6,
-            log_every=1,
+            log_every_steps=1,
         ).fit(data())
         rows[precision] = result.history
         norms[precision] = result.history[0].grad_norm
@@ -203,7 +203,7 @@ def test_copying_ahead_changes_nothing() -> None:
 
 
 def test_nor_at_log_points_and_no_row_is_lost() -> None:
-    trainer = trainer_for(log_every=5, max_steps=40)
+    trainer = trainer_for(log_every_steps=5, max_steps=40)
     seen = []
     steps = trainer.steps(data())
     for _ in range(6):
@@ -213,11 +213,11 @@ def test_nor_at_log_points_and_no_row_is_lost() -> None:
             seen.append(next(steps))
     seen.extend(steps)
     assert [step.log.step for step in seen if step.log is not None] == [5, 10, 15, 20, 25, 30, 40]
-    assert trainer_for(log_every=5, max_steps=40).fit(data()).history[-2].step == 35
+    assert trainer_for(log_every_steps=5, max_steps=40).fit(data()).history[-2].step == 35
 
 
 def test_the_phases_are_measured_on_the_device() -> None:
-    times = trainer_for(log_every=10, epochs=2).fit(data()).history[-1].times
+    times = trainer_for(log_every_steps=10, epochs=2).fit(data()).history[-1].times
     assert times.forward > 0
     assert times.backward > 0
     assert times.optimizer > 0
@@ -366,7 +366,7 @@ def test_an_evaluation_and_predictions_are_those_of_the_cpu() -> None:
 
 
 def test_batches_are_copied_from_pinned_memory_on_a_stream_of_their_own(tmp_path: Path) -> None:
-    trainer = trainer_for(log_every=50)
+    trainer = trainer_for(log_every_steps=50)
     steps = trainer.steps(data())
     for _ in range(3):
         next(steps)

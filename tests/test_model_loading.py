@@ -65,7 +65,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def train(folder: Path, *callbacks: Callback, model: nn.Module | None = None, **checkpoint: Any) -> Trainer:
     """Six steps, evaluated after every second; the best is the first by default."""
     torch.manual_seed(0)
-    best = {"every_steps": 1, "keep_last": 9, "keep_best": "loss", "best_mode": "max"}
+    best = {"every_steps": 1, "keep_last": 9, "best_metric": "loss", "best_mode": "max"}
     trainer = Trainer(
         model or Net(),
         lambda parameters: torch.optim.SGD(parameters, lr=0.3),
@@ -73,7 +73,7 @@ def train(folder: Path, *callbacks: Callback, model: nn.Module | None = None, **
         TrainerConfig(
             max_steps=6,
             global_batch_size=8,
-            eval_every=2,
+            eval_every_steps=2,
             checkpoint={"dir": folder, "background": False, **best, **checkpoint},  # type: ignore[arg-type]
         ),
         callbacks=[*callbacks],
@@ -277,7 +277,7 @@ def test_the_average_is_loaded_and_exported(tmp_path: Path, said: list[str]) -> 
 
 @pytest.mark.parametrize("averaged", [False, True])
 def test_the_best_is_the_same_on_the_disk_and_in_memory(averaged: bool, tmp_path: Path) -> None:
-    best = BestModel()  # by what checkpoint.keep_best names
+    best = BestModel()  # by what checkpoint.best_metric names
     trainer = train(tmp_path, *([EMA(0.5)] if averaged else []), best)
     best.restore()
     model = Net()
@@ -287,7 +287,7 @@ def test_the_best_is_the_same_on_the_disk_and_in_memory(averaged: bool, tmp_path
 
 
 def test_a_run_has_one_best(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"BestModel monitors 'loss' \(min\), but .*keep_best 'loss' \(max\)"):
+    with pytest.raises(ConfigError, match=r"BestModel monitors 'loss' \(min\), but .*best_metric 'loss' \(max\)"):
         train(tmp_path / "one", BestModel("loss", "min"))
     train(tmp_path / "two", best := BestModel("loss", "min"), best_mode="min")
     assert best.step == 6

@@ -123,14 +123,14 @@ def test_each_argument_of_another_framework_is_a_setting_or_has_an_answer() -> N
     [
         ("per_device_train_batch_size", "nearest: micro_batch_size (samples per rank and pass); global_batch_size"),
         ("lr_scheduler_type", "it is an argument of the Trainer: `Trainer(..., scheduler=...)`"),
-        ("eval_strategy", "nearest: eval_every (optimizer steps) or eval_every_epochs"),
-        ("eval_steps", "nearest: eval_every"),
+        ("eval_strategy", "nearest: eval_every_steps (optimizer steps) or eval_every_epochs"),
+        ("eval_steps", "nearest: eval_every_steps"),
         ("optim", "it belongs to the optimizer that you pass to the Trainer"),
-        ("val_check_interval", "nearest: eval_every"),
+        ("val_check_interval", "nearest: eval_every_steps"),
         ("enable_checkpointing", 'nearest: checkpoint={"dir": "run"}'),
         ("split_batches", "not needed: `global_batch_size` counts the samples of all ranks"),
         ("num_train_epochs", "nearest: epochs"),
-        ("logging_steps", "nearest: log_every"),
+        ("logging_steps", "nearest: log_every_steps"),
         ("accumulate_grad_batches", "nearest: accumulation_steps"),
         (
             "num_processes",

@@ -112,7 +112,7 @@ def test_a_step_is_that_of_the_whole_global_batch(
 
 
 def test_the_result_counts_steps_and_samples_and_logs_every_interval() -> None:
-    trainer = Trainer(network(), sgd, mean_loss, TrainerConfig(epochs=2, global_batch_size=8, log_every=4))
+    trainer = Trainer(network(), sgd, mean_loss, TrainerConfig(epochs=2, global_batch_size=8, log_every_steps=4))
     result = trainer.fit(regression(21))
     assert (result.steps, result.samples, trainer.step, trainer.epoch) == (6, 42, 6, 2)
     assert [row.step for row in result.history] == [4, 6]
@@ -123,7 +123,7 @@ def test_the_result_counts_steps_and_samples_and_logs_every_interval() -> None:
 
 def test_the_logged_loss_is_the_mean_over_the_samples_of_the_interval() -> None:
     data = regression(10)
-    config = TrainerConfig(global_batch_size=4, log_every=3, data=DataConfig(shuffle=False))
+    config = TrainerConfig(global_batch_size=4, log_every_steps=3, data=DataConfig(shuffle=False))
     trainer = Trainer(network(), lambda p: torch.optim.SGD(p, lr=0.0), mean_loss, config)
     expected = mean_loss(network(), data[:]).item()
     assert trainer.fit(data).loss == pytest.approx(expected, abs=1e-15)
@@ -139,7 +139,7 @@ def test_a_run_ends_at_what_comes_first(limits: dict[str, int], steps: int) -> N
 
 def test_steps_can_be_left_and_taken_up_again_where_they_were_left() -> None:
     data = regression(23)
-    config = TrainerConfig(epochs=3, global_batch_size=5, log_every=2)
+    config = TrainerConfig(epochs=3, global_batch_size=5, log_every_steps=2)
     whole = trained(config, data)
     parts = Trainer(network(), sgd, mean_loss, config)
     while parts.epoch < 3:
@@ -152,7 +152,7 @@ def test_steps_can_be_left_and_taken_up_again_where_they_were_left() -> None:
 
 
 def test_steps_say_what_they_were() -> None:
-    trainer = Trainer(network(), sgd, mean_loss, TrainerConfig(epochs=2, global_batch_size=4, log_every=2))
+    trainer = Trainer(network(), sgd, mean_loss, TrainerConfig(epochs=2, global_batch_size=4, log_every_steps=2))
     steps = list(trainer.steps(regression(6)))
     assert [(step.number, step.epoch, step.samples, step.ends_epoch) for step in steps] == [
         (1, 0, 4, False),
@@ -170,7 +170,7 @@ def test_the_scheduler_ticks_once_per_step() -> None:
         def on_log(self, trainer: Trainer, row: LogRow) -> None:
             rates.append(row.learning_rate)
 
-    config = TrainerConfig(max_steps=3, global_batch_size=8, accumulation_steps=4, log_every=1)
+    config = TrainerConfig(max_steps=3, global_batch_size=8, accumulation_steps=4, log_every_steps=1)
     trained(config, regression(24), scheduler=lambda o: LambdaLR(o, lambda tick: 1 / (1 + tick)), callbacks=[Watch()])
     assert rates == pytest.approx([0.01, 0.01 / 2, 0.01 / 3])
 
@@ -212,7 +212,7 @@ def test_callbacks_hear_every_event_in_order() -> None:
             heard.append(f"end {result.steps}")
 
     trainer = Trainer(
-        network(), sgd, mean_loss, TrainerConfig(global_batch_size=4, log_every=2), callbacks=[Listener()]
+        network(), sgd, mean_loss, TrainerConfig(global_batch_size=4, log_every_steps=2), callbacks=[Listener()]
     )
     trainer.fit(regression(8), regression(4))
     assert heard == ["start", "step", "step", "log 2", "evaluate ['loss']", "end 2"]
@@ -225,7 +225,7 @@ def test_evaluation_happens_when_it_is_due_and_always_at_the_end() -> None:
         def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
             due.append(trainer.step)
 
-    config = TrainerConfig(epochs=2, global_batch_size=4, eval_every=3)
+    config = TrainerConfig(epochs=2, global_batch_size=4, eval_every_steps=3)
     Trainer(network(), sgd, mean_loss, config, callbacks=[Watch()]).fit(regression(14), regression(3))
     assert due == [3, 6, 8]
 
@@ -416,7 +416,7 @@ def test_callbacks_see_the_step_counted_that_was_just_done() -> None:
         def on_log(self, trainer: Trainer, row: LogRow) -> None:
             seen.append(("log", row.step))
 
-    trained(TrainerConfig(max_steps=2, global_batch_size=4, log_every=1), regression(8), callbacks=[Watch()])
+    trained(TrainerConfig(max_steps=2, global_batch_size=4, log_every_steps=1), regression(8), callbacks=[Watch()])
     assert seen == [("step", 1), ("log", 1), ("step", 2), ("log", 2)]
 
 
@@ -471,7 +471,11 @@ def test_a_step_that_is_not_finite_can_be_left_out(precision: str) -> None:
 
     data = TensorDataset(*(tensor.float() for tensor in regression(20).tensors))
     config = TrainerConfig(
-        global_batch_size=4, log_every=5, non_finite="skip", precision=precision, data=DataConfig(shuffle=False)
+        global_batch_size=4,
+        log_every_steps=5,
+        non_finite_gradients="skip",
+        precision=precision,
+        data=DataConfig(shuffle=False),
     )
     trainer = Trainer(network().float(), lambda p: torch.optim.SGD(p, lr=0.0), sometimes_nan, config)
     result = trainer.fit(data)
@@ -487,7 +491,7 @@ def test_what_an_evaluation_waits_for_does_not_count_as_the_steps_own() -> None:
         def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
             return torch.randn(300, 300).mm(torch.randn(300, 300))[0, :3].double(), torch.zeros(1).double()
 
-    config = TrainerConfig(epochs=2, global_batch_size=8, log_every=1)
+    config = TrainerConfig(epochs=2, global_batch_size=8, log_every_steps=1)
     history = Trainer(network(), sgd, mean_loss, config).fit(regression(8), Slow()).history
     assert all(row.data_seconds <= row.step_seconds for row in history)
 
@@ -511,7 +515,7 @@ def test_sparse_gradients_are_measured_weighted_and_clipped_like_dense_ones(weig
         errors = (model(batch[0]) - batch[1]) ** 2
         return Loss(errors.sum(), weight=2 * len(errors)) if weighted else errors.mean()
 
-    config = TrainerConfig(global_batch_size=4, accumulation_steps=2, max_grad_norm=0.1, log_every=1)
+    config = TrainerConfig(global_batch_size=4, accumulation_steps=2, max_grad_norm=0.1, log_every_steps=1)
     found = []
     for sparse in (True, False):
         trainer = Trainer(Words(sparse), lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss_fn, config)
@@ -525,7 +529,7 @@ def test_a_run_that_is_stopped_at_a_log_point_has_all_its_rows() -> None:
         def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
             trainer.stop()
 
-    config = TrainerConfig(global_batch_size=4, log_every=2, eval_every=4, epochs=3)
+    config = TrainerConfig(global_batch_size=4, log_every_steps=2, eval_every_steps=4, epochs=3)
     trainer = Trainer(network(), sgd, mean_loss, config, callbacks=[StopAt()])
     trainer._log_points._reads_late = True  # as on a GPU
     result = trainer.fit(regression(40), regression(8))

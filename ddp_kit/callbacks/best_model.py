@@ -21,11 +21,11 @@ _NAME = "BestModel"
 class BestModel(Callback):
     """Keeps a copy of the weights and buffers of the best evaluation in host memory, to restore them after training.
 
-    To keep the best weights on disk instead, set `checkpoint.keep_best` and load them with
+    To keep the best weights on disk instead, set `checkpoint.best_metric` and load them with
     `ddp_kit.load_model(dir, model, which="best")`.
 
     `metric`: "loss" or the name of one of the Trainer's metrics. `mode`: "min" or "max", whether lower or higher is
-    better. By default, those of `checkpoint.keep_best` and `best_mode`, or else the lowest loss; if `keep_best` is
+    better. By default, those of `checkpoint.best_metric` and `best_mode`, or else the lowest loss; if `best_metric` is
     set, they must agree with it.
     `path`: a file that the main rank replaces atomically at each improvement. Read it with
     `safetensors.torch.load_model(model, path)`, which also restores tied weights.
@@ -67,7 +67,7 @@ class BestModel(Callback):
         """Load the best value, its step and the weights."""
         metric, mode = state["watched"]["metric"], state["watched"]["mode"]
         if not self._given and isinstance(metric, str) and mode in ("min", "max"):
-            self._best_value = BestValue(_NAME, metric, mode)  # `_use_keep_best` compares it with the run's own
+            self._best_value = BestValue(_NAME, metric, mode)  # `_use_best_metric` compares it with the run's own
         if self._best_value.load_state_dict(state["watched"]):
             self.step = None if state["step"] is None else whole_number(state["step"], "step")
             self._state = {plain_name(name): value for name, value in state["weights"].items()}
@@ -93,7 +93,7 @@ class BestModel(Callback):
         if self._path is not None and any(isinstance(value, Piece) for value in self._state.values()):
             raise ConfigError(
                 "BestModel(path=...) writes a whole model, but the weights of this run are sharded",
-                "leave out path; set checkpoint.keep_best, and run `ddpkit export` on that checkpoint",
+                "leave out path; set checkpoint.best_metric, and run `ddpkit export` on that checkpoint",
             )
         if self._path is not None and trainer.world.is_main:
             _write(trainer.model, self._path)
@@ -113,18 +113,18 @@ class BestModel(Callback):
             )
         self._load(self._state)
 
-    def _use_keep_best(self, trainer: Any) -> None:
-        """Use the metric and mode of `checkpoint.keep_best`, if it is set: a run has only one best checkpoint."""
+    def _use_best_metric(self, trainer: Any) -> None:
+        """Use the metric and mode of `checkpoint.best_metric`, if it is set: a run has only one best checkpoint."""
         settings = trainer.config.checkpoint
-        if settings.keep_best is None:
+        if settings.best_metric is None:
             return
-        own, run = (self._best_value.metric, self._best_value.mode), (settings.keep_best, settings.best_mode)
+        own, run = (self._best_value.metric, self._best_value.mode), (settings.best_metric, settings.best_mode)
         if own == run:
             return
         if self._given:
             raise ConfigError(
-                f"BestModel monitors {own[0]!r} ({own[1]}), but checkpoint.keep_best {run[0]!r} ({run[1]})",
-                "leave out metric and mode of BestModel: it then uses those of keep_best",
+                f"BestModel monitors {own[0]!r} ({own[1]}), but checkpoint.best_metric {run[0]!r} ({run[1]})",
+                "leave out metric and mode of BestModel: it then uses those of best_metric",
             )
         if self._best_value.best is not None:
             logger.warning(
@@ -135,7 +135,7 @@ class BestModel(Callback):
 
     def _after_resume(self, trainer: Any) -> None:
         """Rewrite the file with the best weights of a loaded checkpoint, once after each load."""
-        self._use_keep_best(trainer)
+        self._use_best_metric(trainer)
         if not self._resumed:
             return
         self._resumed = False

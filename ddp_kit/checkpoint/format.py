@@ -187,7 +187,8 @@ def best(folder: Path) -> Found:
             return found
     raise CheckpointError(
         f"no checkpoint in {folder} is marked as the best",
-        'set checkpoint={"keep_best": "loss"} (or a metric) in the run; `ddpkit checkpoints DIR` lists its checkpoints',
+        'set checkpoint={"best_metric": "loss"} (or a metric) in the run; `ddpkit checkpoints DIR` lists its '
+        "checkpoints",
     )
 
 

@@ -138,7 +138,7 @@ def load_model(
     `path`: a run's checkpoint folder, one checkpoint, or a file written by `ddpkit export` (if it is sharded, its
     `.safetensors.index.json`). The checkpoint may be from any parallel strategy and number of ranks.
     `model`: an ordinary module with whole weights, on any device; loaded values are converted to its dtypes.
-    `which`: for a run's folder, load the newest complete checkpoint, or the best one by `checkpoint.keep_best`.
+    `which`: for a run's folder, load the newest complete checkpoint, or the best one by `checkpoint.best_metric`.
     `ema`: load the weights averaged by the `EMA` callback, which evaluations used.
     `strict`: raise an error unless names and shapes match. If False, the model keeps values that do not match, and the
     result lists their names.

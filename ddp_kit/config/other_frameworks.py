@@ -13,7 +13,7 @@ _LAUNCHER = "the launcher starts the processes: `ddpkit launch --gpus 2 train.py
 _CPU = "not needed: training runs on the CPU where no GPU is visible, as with CUDA_VISIBLE_DEVICES=''"
 _FOLDER = '`checkpoint={"dir": "run"}`'
 _COMPILE = '`compile="model"`, with the default backend and mode of torch'
-_RECOMPUTE = '`memory={"checkpointing": "blocks"}`'
+_RECOMPUTE = '`memory={"activation_checkpointing": "blocks"}`'
 _MOVED = '`parallel="fsdp"`, or the sizes of `parallel`: replicate, shard, tensor and pipeline'
 _BF16 = '`precision="bf16"`'
 _FP16 = '`precision="fp16"`; it always uses autocast and a gradient scaler of torch'
@@ -29,7 +29,7 @@ _SCHEDULER = "it is an argument of the Trainer: `Trainer(..., scheduler=...)`; w
 _EPOCHS = (
     '`Trainer(..., scheduler_every="epoch")` for a scheduler that counts epochs; otherwise it counts optimizer steps'
 )
-_BEST = '`checkpoint.keep_best`, then `load_model(dir, model, which="best")` after the run'
+_BEST = '`checkpoint.best_metric`, then `load_model(dir, model, which="best")` after the run'
 _EXPORT = "not needed: checkpoints hold the whole state; `ddpkit export` writes the weights alone"
 _DATA = "pass the data to `trainer.fit(train_data, eval_data)`"
 _OWN_LOADER = "it belongs to your own DataLoader, which you pass to `trainer.fit(train_data, eval_data)`"
@@ -43,7 +43,7 @@ _FOLDED = "not supported: use " + _MOVED + "; `memory` has offload"
 _ANOMALY = "not built in: call `torch.autograd.set_detect_anomaly(True)` in the script"
 _MICRO = "`micro_batch_size` (samples per rank and pass); `global_batch_size` counts those of all ranks and passes"
 _EVAL_BATCH = "evaluations use `micro_batch_size`, or the batch size of a DataLoader that you pass as eval_data"
-_WHEN_TO_EVALUATE = "`eval_every` (optimizer steps) or `eval_every_epochs`; default: after each epoch"
+_WHEN_TO_EVALUATE = "`eval_every_steps` (optimizer steps) or `eval_every_epochs`; default: after each epoch"
 _TOKENS = "`Loss(sum, weight=tokens)`, returned by the loss function; it is averaged over the tokens of all ranks"
 _SMOOTHING = "it belongs in the loss function: `torch.nn.functional.cross_entropy(..., label_smoothing=0.1)`"
 _RANK_0 = "not needed: ddpkit logs on rank 0; `ddpkit launch --local-ranks-filter 0 train.py` hides other ranks' output"
@@ -97,9 +97,9 @@ _HUGGING_FACE = _table(
         '`checkpoint={"dir": "run", "resume": None}` starts from step 0': "overwrite_output_dir",
         "call `trainer.fit`, `trainer.evaluate` or `trainer.predict`": "do_train do_eval do_predict",
         _WHEN_TO_EVALUATE: "eval_strategy evaluation_strategy evaluate_during_training",
-        "`eval_every` (optimizer steps)": "eval_steps",
+        "`eval_every_steps` (optimizer steps)": "eval_steps",
         "not built in: call `trainer.evaluate` in a loop over `trainer.steps`": "eval_delay",
-        "`sanity` evaluates one batch before the first step; for all, call `trainer.evaluate`": "eval_on_start",
+        "`sanity_check` evaluates one batch before the first step; for all, call `trainer.evaluate`": "eval_on_start",
         _MICRO: "per_device_train_batch_size per_gpu_train_batch_size",
         _EVAL_BATCH: "per_device_eval_batch_size per_gpu_eval_batch_size",
         '`micro_batch_size="auto"`': "auto_find_batch_size",
@@ -122,8 +122,8 @@ _HUGGING_FACE = _table(
         "it changes the model: apply it before you create the Trainer": "use_liger_kernel liger_kernel_config "
         "neftune_noise_alpha use_cache",
         "not built in: call `torch.cuda.empty_cache()` in a `Callback`": "torch_empty_cache_steps",
-        "`log_every` (optimizer steps)": "logging_strategy logging_steps logging_first_step",
-        "`non_finite`, which stops the run or skips the step": "logging_nan_inf_filter",
+        "`log_every_steps` (optimizer steps)": "logging_strategy logging_steps logging_first_step",
+        "`non_finite_gradients`, which stops the run or skips the step": "logging_nan_inf_filter",
         _RANK_0: "log_on_each_node log_level log_level_replica",
         "not built in: count them with `trainer.log` in the loss function": "include_num_input_tokens_seen "
         "include_tokens_per_second",
@@ -139,7 +139,7 @@ _HUGGING_FACE = _table(
         "not needed: a run with `checkpoint.dir` saves when it gets SIGTERM, and ends": "enable_jit_checkpoint",
         "`checkpoint.resume`": "resume_from_checkpoint",
         _BEST: "load_best_model_at_end",
-        "`checkpoint.keep_best`": "metric_for_best_model",
+        "`checkpoint.best_metric`": "metric_for_best_model",
         '`checkpoint.best_mode`: "min" or "max"': "greater_is_better",
         "not supported: a resumed run continues at its position in the data": "ignore_data_skip",
         _CALLBACK_STATE: "restore_callback_states_from_checkpoint",
@@ -149,7 +149,7 @@ _HUGGING_FACE = _table(
         "`seed`, also that of the data order": "data_seed",
         _CPU: "use_cpu no_cuda use_mps_device",
         _MOVED: "fsdp fsdp_config fsdp_min_num_params accelerator_config parallelism_config sharded_ddp",
-        "`parallel.units`": "fsdp_transformer_layer_cls_to_wrap",
+        "`parallel.fsdp_units`": "fsdp_transformer_layer_cls_to_wrap",
         _FOLDED: "deepspeed",
         "`data.drop_last`": "dataloader_drop_last",
         "`data.num_workers`": "dataloader_num_workers",
@@ -188,16 +188,16 @@ _LIGHTNING = _table(
         "`ddpkit launch --gpus free:2 train.py`": "auto_select_gpus",
         "not supported: ddpkit trains on GPUs and on the CPU": "tpu_cores ipus hpus",
         _LOGGERS: "logger",
-        "`max_steps`; `sanity` evaluates one batch before the first step in any case": "fast_dev_run",
+        "`max_steps`; `sanity_check` evaluates one batch before the first step in any case": "fast_dev_run",
         "`epochs`": "max_epochs",
         "not supported: a run ends at `epochs` or `max_steps`, or after `trainer.stop`": "min_epochs min_steps",
         "`max_seconds`, a number": "max_time",
         "`max_steps`; or " + _PART: "limit_train_batches",
         _PART: "limit_val_batches limit_test_batches limit_predict_batches overfit_batches",
-        "`eval_every` (optimizer steps)": "val_check_interval",
+        "`eval_every_steps` (optimizer steps)": "val_check_interval",
         "`eval_every_epochs`": "check_val_every_n_epoch",
-        '`sanity`: "auto" or "off"': "num_sanity_val_steps",
-        "`log_every` (optimizer steps)": "log_every_n_steps row_log_interval",
+        '`sanity_check`: "auto" or "off"': "num_sanity_val_steps",
+        "`log_every_steps` (optimizer steps)": "log_every_n_steps row_log_interval",
         _FOLDER: "enable_checkpointing checkpoint_callback default_root_dir weights_save_path dirpath",
         _PROGRESS: "enable_progress_bar progress_bar_refresh_rate process_position",
         "not needed: the first log line describes the model": "enable_model_summary weights_summary",
@@ -219,7 +219,7 @@ _LIGHTNING = _table(
         "`trainer.find_learning_rate(train_data)`": "auto_lr_find",
         "not needed: each log row has the gradient norm": "track_grad_norm",
         "not needed: each log row has the peak memory of the GPUs": "log_gpu_memory",
-        "`non_finite`, which stops the run or skips the step": "terminate_on_nan",
+        "`non_finite_gradients`, which stops the run or skips the step": "terminate_on_nan",
         "`EMA`, in the Trainer's callbacks": "stochastic_weight_avg",
         _OF_LOGGER: "flush_logs_every_n_steps",
         "`checkpoint.resume`": "resume_from_checkpoint ckpt_path",
@@ -228,8 +228,8 @@ _LIGHTNING = _table(
         _EPOCHS: "interval frequency",
         _EXPORT: "weights_only save_weights_only",
         "not supported: the folder of a checkpoint is named by its step": "filename",
-        "`checkpoint.keep_best`": "monitor",
-        "`checkpoint.keep_last` counts the newest ones; `checkpoint.keep_best` keeps the best one too": "save_top_k",
+        "`checkpoint.best_metric`": "monitor",
+        "`checkpoint.keep_last` counts the newest ones; `checkpoint.best_metric` keeps the best one too": "save_top_k",
         '`checkpoint.best_mode`: "min" or "max"': "mode",
         "not needed: the newest checkpoint is always kept": "save_last",
         "`checkpoint.every_steps`": "every_n_train_steps",

@@ -216,13 +216,13 @@ class CheckpointConfig(_Part):
         default=None, description="Seconds between saves, by the clock of rank 0."
     )
     keep_last: Count = Field(default=2, description="Number of complete checkpoints to keep.")
-    keep_best: str | None = Field(
+    best_metric: str | None = Field(
         default=None,
         description='Name of a metric, or "loss": save after each evaluation that is the best so far, and keep the '
         "best checkpoint in addition to the last ones.",
     )
     best_mode: Literal["min", "max"] = Field(
-        default="min", description="Whether lower or higher values of keep_best are better."
+        default="min", description="Whether lower or higher values of best_metric are better."
     )
     trainable_only: bool = Field(
         default=False,
@@ -248,9 +248,9 @@ class CheckpointConfig(_Part):
         return self
 
     @model_validator(mode="after")
-    def _best_mode_needs_keep_best(self) -> Self:
-        if self.best_mode != "min" and self.keep_best is None:
-            raise ValueError(f"best_mode = {self.best_mode!r} needs keep_best, which is not set")
+    def _best_mode_needs_best_metric(self) -> Self:
+        if self.best_mode != "min" and self.best_metric is None:
+            raise ValueError(f"best_mode = {self.best_mode!r} needs best_metric, which is not set")
         return self
 
 
@@ -258,7 +258,7 @@ _IMPLIED: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
     "pipeline": lambda values: values.get("pipeline", 1) != 1,
     "tensor": lambda values: values.get("tensor", 1) != 1,
     "fsdp": lambda values: values.get("shard", 1) != 1,
-    "zero1": lambda values: values.get("optimizer", "whole") == "sharded",
+    "zero1": lambda values: values.get("shard_optimizer", False) is True,
     "device_map": lambda values: values.get("device_map") is not None,
 }
 """Strategies that other settings imply; the first match counts."""
@@ -290,22 +290,22 @@ class ParallelConfig(_Part):
         default=1, description="Ranks over which each layer of `tensor_plan` is split (tensor parallelism)."
     )
     pipeline: Count = Field(default=1, description="Ranks over which the model's blocks are split (pipeline stages).")
-    stages: Literal["auto"] | tuple[str, ...] = Field(
+    pipeline_stages: Literal["auto"] | tuple[str, ...] = Field(
         default="auto",
         description='Names of the modules at which stages begin; "auto": the repeated blocks, balanced by bytes.',
     )
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"] = Field(
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"] = Field(
         default="1f1b",
         description="The order of a step's passes: gpipe: all forward, then all backward; 1f1b: backward as soon as "
         "possible, which keeps fewer activations; interleaved: 1f1b with two stages per rank, with less idle time and "
         "more communication; zbv: zero bubble, with two stages per rank in V order and backward passes that send the "
         "gradient of the input before they compute those of the weights.",
     )
-    optimizer: Literal["whole", "sharded"] = Field(
-        default="whole",
-        description="sharded: each rank holds and updates an equal share of the optimizer state (ZeRO-1).",
+    shard_optimizer: bool = Field(
+        default=False,
+        description="Each rank holds and updates an equal share of the optimizer state (ZeRO-1).",
     )
-    units: Literal["auto"] | tuple[str, ...] = Field(
+    fsdp_units: Literal["auto"] | tuple[str, ...] = Field(
         default="auto",
         description='FSDP: names of the modules whose weights are gathered together; "auto": the repeated blocks.',
     )
@@ -314,7 +314,7 @@ class ParallelConfig(_Part):
         description='How layers are split for `tensor`: names or patterns such as {"blocks.*.up": "column", '
         '"blocks.*.down": "row"}; "auto": the plan that the model defines.',
     )
-    reshard: Literal["auto"] | bool = Field(
+    reshard_after_forward: Literal["auto"] | bool = Field(
         default="auto",
         description='FSDP: free gathered weights after the forward pass; "auto": yes, except those of the root module '
         "and, in a pipeline, those of blocks that take at most an eighth of the memory.",
@@ -363,7 +363,7 @@ class ParallelConfig(_Part):
         if values.get("strategy") == "device_map" and values.get("device_map") is None:
             values["device_map"] = "auto"
         if named == "zero1":
-            values.setdefault("optimizer", "sharded")
+            values.setdefault("shard_optimizer", True)
         return values
 
     @model_validator(mode="after")
@@ -413,7 +413,7 @@ class MemoryConfig(_Part):
 
         def __init__(self, **settings: Unpack[MemorySettings]) -> None: ...
 
-    checkpointing: Literal["blocks", "ops"] | Fraction | None = Field(
+    activation_checkpointing: Literal["blocks", "ops"] | Fraction | None = Field(
         default=None,
         description="Activation checkpointing; results are the same. blocks: the backward pass recomputes each "
         "repeated block from its input; a number from 0 to 1: that fraction of the blocks; ops: keep the outputs of "
@@ -516,7 +516,7 @@ class TrainerConfig(_Part):
     max_grad_value: PositiveFloat | None = Field(
         default=None, description="Clip each gradient value to this absolute value; None: off."
     )
-    non_finite: Literal["stop", "skip"] = Field(
+    non_finite_gradients: Literal["stop", "skip"] = Field(
         default="stop",
         description="If a loss or gradient is NaN or infinite: stop the run with an error, or skip the step.",
     )
@@ -540,21 +540,23 @@ class TrainerConfig(_Part):
     deterministic: bool = Field(
         default=False, description="Use only algorithms with bitwise reproducible results; may be slower."
     )
-    log_every: Count = Field(
-        default=10, description="Optimizer steps between log points, at which the host waits for the device."
+    log_every_steps: Count = Field(
+        default=10,
+        description="Optimizer steps between log points. On a GPU, the values of a log point are read at the next one, "
+        "so that the host does not wait for the device.",
     )
     mfu: bool = Field(
         default=False,
         description="Log the model FLOPs utilisation, on GPUs whose peak rate is known. After the first step the loss "
         "function is called once more, with tensors that have shapes but no values.",
     )
-    eval_every: Count | None = Field(
+    eval_every_steps: Count | None = Field(
         default=None, description="Optimizer steps between evaluations; None: after each epoch."
     )
     eval_every_epochs: Count | None = Field(
-        default=None, description="Epochs between evaluations, instead of eval_every."
+        default=None, description="Epochs between evaluations, instead of eval_every_steps."
     )
-    sanity: Literal["auto", "off"] = Field(
+    sanity_check: Literal["auto", "off"] = Field(
         default="auto",
         description="auto: evaluate one batch before the first step, if the dataset has a length, so that a mistake in "
         "the loss or the metrics is found at once.",
@@ -577,10 +579,10 @@ class TrainerConfig(_Part):
                 f"learning_rate_scaling = {self.learning_rate_scaling!r} and reference_batch_size = "
                 f"{self.reference_batch_size!r}: set both or neither"
             )
-        if self.eval_every is not None and self.eval_every_epochs is not None:
+        if self.eval_every_steps is not None and self.eval_every_epochs is not None:
             raise ValueError(
-                f"eval_every = {self.eval_every} counts steps, eval_every_epochs = {self.eval_every_epochs} epochs: "
-                "set only one of the two"
+                f"eval_every_steps = {self.eval_every_steps} and eval_every_epochs = {self.eval_every_epochs}: set "
+                "one of the two"
             )
         if self.max_seconds is not None and self.checkpoint.dir is None:
             raise ValueError(
@@ -619,11 +621,13 @@ class TrainerConfig(_Part):
                 f"precision = 'fp8' is not supported with parallel.tensor = {self.parallel.tensor}, which splits the "
                 "layers that fp8 converts: use precision = 'bf16', or parallel.shard"
             )
-        if self.parallel.schedule == "zbv" and (self.compile is not None or self.memory.checkpointing is not None):
+        if self.parallel.pipeline_schedule == "zbv" and (
+            self.compile is not None or self.memory.activation_checkpointing is not None
+        ):
             raise ValueError(
-                "parallel.schedule = 'zbv' splits each backward pass in two, which is impossible for compiled models "
-                "and would recompute checkpointed blocks once per weight: use '1f1b' or 'interleaved', or leave out "
-                "compile and memory.checkpointing"
+                "parallel.pipeline_schedule = 'zbv' splits each backward pass in two, which is impossible for compiled "
+                "models and would recompute checkpointed blocks once per weight: use '1f1b' or 'interleaved', or leave "
+                "out compile and memory.activation_checkpointing"
             )
         if self.micro_batch_size == "auto" and self.accumulation_steps is not None:
             raise ValueError(
@@ -637,7 +641,7 @@ class TrainerConfig(_Part):
     def _empty_part(cls, value: Any) -> Any:
         return {} if value is None else value  # a YAML file may have `data:` with nothing below it
 
-    @field_validator("verify_ranks", "sanity", mode="before")
+    @field_validator("verify_ranks", "sanity_check", mode="before")
     @classmethod
     def _off_in_yaml(cls, value: Any) -> Any:
         return "off" if value is False else value  # YAML reads `off` as false
@@ -841,7 +845,7 @@ def _sentence(owner: type[BaseModel], path: tuple[str, ...], errors: list[ErrorD
     if not path:  # by a validator of several settings together
         return str(raised[0]["ctx"]["error"])
     if errors[0]["type"] == "extra_forbidden":
-        return f"{name} = {value!r}: there is no such setting; {_nearest_setting(path)}"
+        return f"{name} = {value!r}: there is no such setting; {_nearest_setting(owner, path)}"
     if raised:
         return f"{name} = {value!r}: {raised[0]['ctx']['error']}"
     if _is_part(_field(owner, path)):
@@ -879,8 +883,22 @@ _EXAMPLES = {
     "DataConfig": "num_workers=4",
     "CheckpointConfig": 'dir="run"',
     "ParallelConfig": 'strategy="fsdp"',
-    "MemoryConfig": 'checkpointing="blocks"',
+    "MemoryConfig": 'activation_checkpointing="blocks"',
     "ProfileConfig": "steps=(10, 12)",
+}
+# Settings that had another name up to version 0.1.
+_RENAMED = {
+    "checkpoint.keep_best": "checkpoint.best_metric",
+    "memory.checkpointing": "memory.activation_checkpointing",
+    "parallel.optimizer": "parallel.shard_optimizer",
+    "parallel.stages": "parallel.pipeline_stages",
+    "parallel.schedule": "parallel.pipeline_schedule",
+    "parallel.units": "parallel.fsdp_units",
+    "parallel.reshard": "parallel.reshard_after_forward",
+    "eval_every": "eval_every_steps",
+    "log_every": "log_every_steps",
+    "sanity": "sanity_check",
+    "non_finite": "non_finite_gradients",
 }
 _LONGEST_VALUE = 80
 
@@ -915,17 +933,20 @@ def _nearest_argument(name: str, value: object, known: list[str]) -> str:
     if name in TrainerConfig.model_fields:
         return f"it is a setting: TrainerConfig({name}={_shown(value)})"
     close = nearest(name, known) if equivalent(name) is None else None
-    return f"nearest: {close}" if close else _nearest_setting((name,))
+    return f"nearest: {close}" if close else _nearest_setting(TrainerConfig, (name,))
 
 
-def _nearest_setting(path: tuple[str, ...]) -> str:
+def _nearest_setting(owner: type[BaseModel], path: tuple[str, ...]) -> str:
     """What to use instead of an unknown setting: the most similar name, first by its full path, then in any part."""
     from ddp_kit.config.other_frameworks import equivalent  # only if a name is unknown
 
+    typed = ".".join(path)
+    within = [f"{name}." for name, field in TrainerConfig.model_fields.items() if field.annotation is owner]
+    if (renamed := _RENAMED.get("".join(within) + typed)) is not None:
+        return f"it is now called {renamed}"
     if (known := equivalent(path[-1])) is not None:
         return known
     names = list(_setting_names(TrainerConfig))
-    typed = ".".join(path)
     close = nearest(typed, names)
     if close is None:
         by_last = {name.rsplit(".", 1)[-1]: name for name in reversed(names)}

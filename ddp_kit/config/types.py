@@ -50,10 +50,10 @@ class CheckpointSettings(TypedDict, total=False):
     """Seconds between saves, by the clock of rank 0."""
     keep_last: int
     """Number of complete checkpoints to keep."""
-    keep_best: str | None
+    best_metric: str | None
     """Name of a metric, or "loss": save after each evaluation that is the best so far, and keep the best checkpoint in addition to the last ones."""
     best_mode: Literal["min", "max"]
-    """Whether lower or higher values of keep_best are better."""
+    """Whether lower or higher values of best_metric are better."""
     trainable_only: bool
     """Save only buffers and the parameters that require gradients. On resume, frozen parameters come from the script's model; it is an error if they differ from those at the start of the run."""
     background: bool
@@ -77,17 +77,17 @@ class ParallelSettings(TypedDict, total=False):
     """Ranks over which each layer of `tensor_plan` is split (tensor parallelism)."""
     pipeline: int
     """Ranks over which the model's blocks are split (pipeline stages)."""
-    stages: Literal["auto"] | tuple[str, ...] | list[str]
+    pipeline_stages: Literal["auto"] | tuple[str, ...] | list[str]
     """Names of the modules at which stages begin; "auto": the repeated blocks, balanced by bytes."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"]
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"]
     """The order of a step's passes: gpipe: all forward, then all backward; 1f1b: backward as soon as possible, which keeps fewer activations; interleaved: 1f1b with two stages per rank, with less idle time and more communication; zbv: zero bubble, with two stages per rank in V order and backward passes that send the gradient of the input before they compute those of the weights."""
-    optimizer: Literal["whole", "sharded"]
-    """sharded: each rank holds and updates an equal share of the optimizer state (ZeRO-1)."""
-    units: Literal["auto"] | tuple[str, ...] | list[str]
+    shard_optimizer: bool
+    """Each rank holds and updates an equal share of the optimizer state (ZeRO-1)."""
+    fsdp_units: Literal["auto"] | tuple[str, ...] | list[str]
     """FSDP: names of the modules whose weights are gathered together; "auto": the repeated blocks."""
     tensor_plan: Literal["auto"] | Mapping[str, str]
     """How layers are split for `tensor`: names or patterns such as {"blocks.*.up": "column", "blocks.*.down": "row"}; "auto": the plan that the model defines."""
-    reshard: Literal["auto"] | bool
+    reshard_after_forward: Literal["auto"] | bool
     """FSDP: free gathered weights after the forward pass; "auto": yes, except those of the root module and, in a pipeline, those of blocks that take at most an eighth of the memory."""
     device_map: Literal["auto"] | Mapping[str, int] | None
     """Devices for the layers of one model: module names, or ranges such as `blocks.0-11`, each with the number of one of the rank's devices; "auto": repeated blocks, balanced by bytes; None: off."""
@@ -106,7 +106,7 @@ class ParallelSettings(TypedDict, total=False):
 class MemorySettings(TypedDict, total=False):
     """The settings of `MemoryConfig`."""
 
-    checkpointing: Literal["blocks", "ops"] | float | None
+    activation_checkpointing: Literal["blocks", "ops"] | float | None
     """Activation checkpointing; results are the same. blocks: the backward pass recomputes each repeated block from its input; a number from 0 to 1: that fraction of the blocks; ops: keep the outputs of attention and of every second matrix product of a block, and recompute the rest; None: off."""
     offload_activations: bool
     """Keep activations of 1 MiB or more in pinned host memory until the backward pass; results are the same. On the CPU they are only copied."""
@@ -156,7 +156,7 @@ class TrainerSettings(TypedDict, total=False):
     """Clip the global gradient norm to this value; None: off."""
     max_grad_value: float | None
     """Clip each gradient value to this absolute value; None: off."""
-    non_finite: Literal["stop", "skip"]
+    non_finite_gradients: Literal["stop", "skip"]
     """If a loss or gradient is NaN or infinite: stop the run with an error, or skip the step."""
     warmup_steps: int
     """Optimizer steps in which the learning rate rises linearly to the scheduler's initial rate."""
@@ -170,15 +170,15 @@ class TrainerSettings(TypedDict, total=False):
     """Seed of the data order and all random states."""
     deterministic: bool
     """Use only algorithms with bitwise reproducible results; may be slower."""
-    log_every: int
-    """Optimizer steps between log points, at which the host waits for the device."""
+    log_every_steps: int
+    """Optimizer steps between log points. On a GPU, the values of a log point are read at the next one, so that the host does not wait for the device."""
     mfu: bool
     """Log the model FLOPs utilisation, on GPUs whose peak rate is known. After the first step the loss function is called once more, with tensors that have shapes but no values."""
-    eval_every: int | None
+    eval_every_steps: int | None
     """Optimizer steps between evaluations; None: after each epoch."""
     eval_every_epochs: int | None
-    """Epochs between evaluations, instead of eval_every."""
-    sanity: Literal["auto", "off"]
+    """Epochs between evaluations, instead of eval_every_steps."""
+    sanity_check: Literal["auto", "off"]
     """auto: evaluate one batch before the first step, if the dataset has a length, so that a mistake in the loss or the metrics is found at once."""
     verify_ranks: Literal["weights", "all", "off"]
     """Compare over the ranks at log points: weights; all: weights and optimizer state. Each comparison reads that memory once, without an additional collective. Learning rates are always compared."""

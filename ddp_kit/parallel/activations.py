@@ -56,7 +56,7 @@ class Activations:
         blocks = _recomputed(model, config)
         self._called: set[nn.Module] = set()  # the blocks called in this forward pass
         self._forwards = [
-            (block, _recomputing(block, config.checkpointing == "ops", None if compiled else self._called))
+            (block, _recomputing(block, config.activation_checkpointing == "ops", None if compiled else self._called))
             for block in blocks
         ]
         self._changes_saved = config.offload_activations or config.activation_bits is not None
@@ -84,14 +84,14 @@ class Activations:
 
 def _recomputed(model: nn.Module, config: MemoryConfig) -> list[nn.Module]:
     """The blocks that are recomputed; for a fraction, they are evenly spaced."""
-    asked = config.checkpointing
+    asked = config.activation_checkpointing
     if asked is None or asked == 0:
         return []
     blocks = repeated_blocks(model)
     if not blocks:
         raise ConfigError(
-            f"memory.checkpointing = {asked!r} needs repeated blocks, but {type(model).__name__} has no ModuleList or "
-            "Sequential with several children of one class that have submodules",
+            f"memory.activation_checkpointing = {asked!r} needs repeated blocks, but {type(model).__name__} has no "
+            "ModuleList or Sequential with several children of one class that have submodules",
             "put the repeated blocks into an nn.ModuleList, or call torch.utils.checkpoint.checkpoint in the model",
         )
     count = len(blocks)

@@ -442,15 +442,15 @@ class FsdpStrategy(Strategy):
         """The units by name, inner ones first; the remaining parameters belong to the root."""
         modules = dict(model.named_modules())
         modules.pop("")
-        if self.config.units == "auto":
+        if self.config.fsdp_units == "auto":
             chosen = repeated_blocks(model)
         else:
             chosen = {}
-            for pattern in self.config.units:
+            for pattern in self.config.fsdp_units:
                 found = fnmatch.filter(modules, pattern)
                 if not found:
                     raise ConfigError(
-                        f"parallel.units names {pattern!r}, and the model {type(model).__name__} has no such module",
+                        f"parallel.fsdp_units names {pattern!r}, but {type(model).__name__} has no such module",
                         f"nearest: {nearest(pattern, [*modules]) or some([*modules])}",
                     )
                 chosen |= {name: modules[name] for name in found}
@@ -468,9 +468,9 @@ class FsdpStrategy(Strategy):
         broadcast([*(each.detach() for each in whole), *unit.buffers()])
 
     def _shard_unit(self, name: str, unit: nn.Module) -> None:
-        reshard = None if self.config.reshard == "auto" else self.config.reshard
-        hint = "name other modules in parallel.units, or use parallel='ddp'"
-        check_dtypes(name, unit, "name {} in parallel.units, besides the blocks, or use parallel='ddp'")
+        reshard = None if self.config.reshard_after_forward == "auto" else self.config.reshard_after_forward
+        hint = "name other modules in parallel.fsdp_units, or use parallel='ddp'"
+        check_dtypes(name, unit, "name {} in parallel.fsdp_units, besides the blocks, or use parallel='ddp'")
         settings = {"reshard_after_forward": reshard, "offload_policy": self._offload}
         self._sharded.append(shard_unit(name, unit, self._mesh, hint, **settings))
 
@@ -597,7 +597,7 @@ def _check_shared(model: nn.Module, units: dict[str, nn.Module]) -> None:
             if other != name and not (other.startswith(f"{name}.") or name.startswith(f"{other}.")):
                 raise ConfigError(
                     f"the units {other} and {name} share a parameter, which FSDP cannot gather twice",
-                    "name other modules in parallel.units, such as one that contains both",
+                    "name other modules in parallel.fsdp_units, such as one that contains both",
                 )
     inside = set(owners)
     for name, module in model.named_modules():
@@ -607,7 +607,7 @@ def _check_shared(model: nn.Module, units: dict[str, nn.Module]) -> None:
             if parameter in inside:
                 raise ConfigError(
                     f"{name or 'the model'} shares a parameter with the unit {owners[parameter]}",
-                    "name other modules in parallel.units: tied weights have to be in one unit, or outside of all",
+                    "name other modules in parallel.fsdp_units: tied weights have to be in one unit, or outside of all",
                 )
 
 

@@ -199,7 +199,7 @@ def plan_memory(
     sharded = [row for row in staged if row.unit or sizes.pipeline == 1]
     state = sum(row.numel * row.state_per_value + row.state_besides for row in local)
     copies = gradients if model.copies_weights else 0
-    if parallel.optimizer == "sharded" and ranks > 1:
+    if parallel.shard_optimizer and ranks > 1:
         state, padding = _flat_state(rows, sizes.data)
         weights, copies = weights + padding, -(-copies // sizes.data)
     keeps_whole = (
@@ -212,7 +212,7 @@ def plan_memory(
     if offload_parameters and sizes.data > 1:
         on_device, host = _OnDevice(0, whole if keeps_whole else 0, 0, 0), weights + gradients + state
     elif offload_optimizer or offload_parameters:
-        updated = -(-gradients // sizes.data) if parallel.optimizer == "sharded" else gradients
+        updated = -(-gradients // sizes.data) if parallel.shard_optimizer else gradients
         on_device, host = replace(on_device, state=0, copies=0), 2 * updated + state
     return MemoryPlan(
         weights=on_device.weights + model.buffers,
@@ -317,7 +317,7 @@ def _communication(
 ) -> int:
     """Bytes for communication. DDP's buckets share memory with gradients; FSDP gathers a unit while it uses another.
 
-    `gathered`: whether all units stay gathered with `reshard="auto"`.
+    `gathered`: whether all units stay gathered with `reshard_after_forward="auto"`.
     """
     if sizes.shard == 1:
         half = int(parallel.bucket_mb * MIB) if parallel.compression in ("bf16", "fp16") else 0
@@ -330,7 +330,7 @@ def _communication(
     root, blocks = weights.pop(""), sorted(weights.values())
     if sizes.pipeline > 1:  # weights outside of the blocks are not sharded
         root, trained[""] = 0, 0
-    stay = gathered if parallel.reshard == "auto" else not parallel.reshard
+    stay = gathered if parallel.reshard_after_forward == "auto" else not parallel.reshard_after_forward
     held = root + (sum(blocks) if stay else sum(blocks[-2:]))
     return held + 2 * max(trained.values())  # whole gradients of one unit, and the send buffer
 
@@ -371,12 +371,12 @@ def settings(model: ModelMemory, ranks: int, device_memory: int, ranks_per_node:
         yield setting('parallel="zero1"', model, zero1)
         yield setting('parallel="fsdp"', model, fsdp)
     # From here on the optimizer's copies are no longer the reason.
-    blocks = 'memory={"checkpointing": "blocks"}'
+    blocks = 'memory={"activation_checkpointing": "blocks"}'
     placed, name = (fsdp, 'parallel="fsdp", ') if ranks > 1 else (ddp, "")
     if model.passed.blocks:
         recomputed = "blocks are computed twice: a third more time"
         yield setting(name + blocks, model, placed, recomputed, ckpt=True)
-        both = 'memory={"checkpointing": "blocks", "offload_activations": True}'
+        both = 'memory={"activation_checkpointing": "blocks", "offload_activations": True}'
         yield setting(name + both, model, placed, "activations travel to host memory and back", ckpt=True, off=True)
     yield setting(
         f'{name}{blocks}, precision="bf16-true"' if model.passed.blocks else f'{name}precision="bf16-true"',
@@ -397,7 +397,7 @@ def settings(model: ModelMemory, ranks: int, device_memory: int, ranks_per_node:
             "" if known else "needs a tensor_plan; estimate",
             ckpt=checkpointing,
         )
-    recompute = '"checkpointing": "blocks", ' if model.passed.blocks else ""
+    recompute = '"activation_checkpointing": "blocks", ' if model.passed.blocks else ""
     for moved in ("offload_optimizer", "offload_parameters") if ranks > 1 else ("offload_optimizer",):
         plan = plan_memory(
             model,
@@ -482,9 +482,9 @@ STEPS: tuple[tuple[StrategyName, dict[str, Any]], ...] = (
     ("ddp", {}),
     ("zero1", {}),
     ("fsdp", {}),
-    ("fsdp", {"checkpointing": "blocks"}),
-    ("fsdp", {"checkpointing": "blocks", "offload_optimizer": True}),
-    ("tensor", {"checkpointing": "blocks"}),
+    ("fsdp", {"activation_checkpointing": "blocks"}),
+    ("fsdp", {"activation_checkpointing": "blocks", "offload_optimizer": True}),
+    ("tensor", {"activation_checkpointing": "blocks"}),
 )
 """(strategy, changes to `memory`); settings of the user are kept."""
 
@@ -535,7 +535,7 @@ def candidates(
         changes = {
             name: value
             for name, value in wanted.items()
-            if name not in memory.model_fields_set and (name != "checkpointing" or has_blocks)
+            if name not in memory.model_fields_set and (name != "activation_checkpointing" or has_blocks)
         }
         placement: StrategyName = "ddp" if ranks == 1 else strategy
         step = placement, changes
@@ -573,7 +573,7 @@ def candidate_for(
         offload_optimizer=memory.offload_optimizer,
         offload_parameters=memory.offload_parameters,
     )
-    share = COUNTED_SHARE_RECOMPUTED if memory.checkpointing == "blocks" else COUNTED_SHARE
+    share = COUNTED_SHARE_RECOMPUTED if memory.activation_checkpointing == "blocks" else COUNTED_SHARE
     text = f"parallel={_text(parallel)}" + (f", memory={_table(changes)}" if changes else "")
     return Candidate(text, parallel, memory, plan.exact + plan.communication, int(share * device_memory))
 
@@ -584,7 +584,7 @@ def _placed(parallel: ParallelConfig, strategy: StrategyName, ranks: int, tensor
         sizes = ParallelConfig(shard=ranks // tensor, tensor=tensor)
     else:
         sizes = ParallelConfig(strategy=strategy)
-    fields = ("strategy", "replicate", "shard", "tensor", "optimizer")
+    fields = ("strategy", "replicate", "shard", "tensor", "shard_optimizer")
     return parallel.model_copy(update={field: getattr(sizes, field) for field in fields})
 
 

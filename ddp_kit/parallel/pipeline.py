@@ -213,20 +213,21 @@ class PipelineStrategy(Strategy):
             raise ConfigError(
                 "parallel.strategy is 'pipeline', and parallel.pipeline is 1", "set pipeline to the number of stages"
             )
-        if config.optimizer != "whole":
+        if config.shard_optimizer:
             raise ConfigError(
-                "parallel.optimizer = 'sharded' is not supported with a pipeline",
+                "parallel.shard_optimizer = True is not supported with a pipeline",
                 "leave it out, or set shard, which shards weights, gradients and optimizer state",
             )
-        if sizes.shard > 1 and config.schedule == "zbv":
+        if sizes.shard > 1 and config.pipeline_schedule == "zbv":
             raise ConfigError(
-                "parallel.schedule = 'zbv' splits each backward pass in two, which FSDP cannot, and parallel.shard is "
-                f"{sizes.shard}",
+                "parallel.pipeline_schedule = 'zbv' splits each backward pass in two, which FSDP cannot, and "
+                f"parallel.shard is {sizes.shard}",
                 "use the schedule '1f1b', 'interleaved' or 'gpipe'",
             )
-        if sizes.shard > 1 and config.units != "auto":
+        if sizes.shard > 1 and config.fsdp_units != "auto":
             raise ConfigError(
-                f"parallel.units = {config.units} is not supported with a pipeline, in which each block is a unit",
+                f"parallel.fsdp_units = {config.fsdp_units} is not supported with a pipeline, in which each block is a "
+                "unit",
                 "leave it out",
             )
         if config.share_gpus and self.world.device.type == "cuda":
@@ -290,7 +291,7 @@ class PipelineStrategy(Strategy):
 
     def _unite_stages(self, blocks: list[Any], unsharded: set[nn.Parameter]) -> None:
         held = [each for each in self.model.parameters() if is_divided(each, "shard")]
-        reshard = self.config.reshard
+        reshard = self.config.reshard_after_forward
         gathered = fit_whole_on_all_ranks(held, self.world) if reshard == "auto" else not reshard
         whole_gradients = fit_whole_on_all_ranks([each for each in held if each.requires_grad], self.world)
         for stage in self._stages:
@@ -423,7 +424,7 @@ class PipelineStrategy(Strategy):
     def _run_schedule(self, count: int, first: int) -> None:
         if count not in self._schedules:
             stages = self._new_stages()
-            kind, several = _schedule_for(self.config.schedule, count, self.sizes.pipeline)
+            kind, several = _schedule_for(self.config.pipeline_schedule, count, self.sizes.pipeline)
             schedule = kind(stages if several else stages[0], count, loss_fn=_the_loss_itself, scale_grads=False)
             self._schedules[count] = stages, schedule
         stages, schedule = self._schedules[count]

@@ -404,8 +404,8 @@ class Chain:
 def chain_of(model: nn.Module, config: ParallelConfig) -> Chain:
     """Divide the model's blocks into stages. Raises `ConfigError` if that is not possible."""
     stages = config.pipeline * stages_per_rank(config)
-    if config.stages != "auto":
-        return _named_chain(model, config.stages, stages)
+    if config.pipeline_stages != "auto":
+        return _named_chain(model, config.pipeline_stages, stages)
     names = [*repeated_blocks(model)]
     prefixes = {name.rpartition(".")[0] for name in names}
     if len(prefixes) != 1:
@@ -413,7 +413,7 @@ def chain_of(model: nn.Module, config: ParallelConfig) -> Chain:
         raise ConfigError(
             f"the model {type(model).__name__} cannot be cut into stages: it has {what}",
             "put the layers that follow one another into one nn.ModuleList or nn.Sequential, or name in "
-            "parallel.stages the modules of one at which new stages begin",
+            "parallel.pipeline_stages the modules of one at which new stages begin",
         )
     (prefix,) = prefixes
     parent = model.get_submodule(prefix)
@@ -422,8 +422,9 @@ def chain_of(model: nn.Module, config: ParallelConfig) -> Chain:
     chosen = keys[places[0] : places[-1] + 1]
     if len(chosen) < stages:
         raise ConfigError(
-            f"parallel.pipeline = {config.pipeline} with schedule = {config.schedule!r} makes {stages} stages, and the "
-            f"model {type(model).__name__} has {len(chosen)} repeated blocks, in {prefix or 'its root'}",
+            f"parallel.pipeline = {config.pipeline} with pipeline_schedule = {config.pipeline_schedule!r} makes "
+            f"{stages} stages, and the model {type(model).__name__} has {len(chosen)} repeated blocks, in "
+            f"{prefix or 'its root'}",
             "set pipeline to fewer stages than that" if stages == config.pipeline else "use the schedule '1f1b'",
         )
     sizes = [work_of(parent.get_submodule(key)) for key in chosen]
@@ -432,49 +433,49 @@ def chain_of(model: nn.Module, config: ParallelConfig) -> Chain:
 
 def stages_per_rank(config: ParallelConfig) -> int:
     """The number of stages on each rank; interleaved schedules have several, from different parts of the model."""
-    if config.schedule == "zbv":
+    if config.pipeline_schedule == "zbv":
         return 2
-    if config.schedule != "interleaved":
+    if config.pipeline_schedule != "interleaved":
         return 1
-    return 2 if config.stages == "auto" else max(1, (len(config.stages) + 1) // config.pipeline)
+    return 2 if config.pipeline_stages == "auto" else max(1, (len(config.pipeline_stages) + 1) // config.pipeline)
 
 
 def places_of_stages(config: ParallelConfig) -> tuple[int, ...]:
     """The place of each stage among the ranks of a pipeline: round-robin, or forth and back (V-shaped) for "zbv"."""
     places = tuple(range(config.pipeline))
-    return (*places, *reversed(places)) if config.schedule == "zbv" else places * stages_per_rank(config)
+    return (*places, *reversed(places)) if config.pipeline_schedule == "zbv" else places * stages_per_rank(config)
 
 
 def _named_chain(model: nn.Module, names: Sequence[str], stages: int) -> Chain:
     if len(names) != stages - 1:
         raise ConfigError(
-            f"parallel.stages names {len(names)} modules, and {stages} stages need {stages - 1}",
+            f"parallel.pipeline_stages names {len(names)} modules, and {stages} stages need {stages - 1}",
             "name one module for each stage but the first: the one at which it begins",
         )
     known = dict(model.named_modules())
     for name in names:
         if name not in known:
             raise ConfigError(
-                f"parallel.stages names {name!r}, and the model {type(model).__name__} has no such module",
+                f"parallel.pipeline_stages names {name!r}, and the model {type(model).__name__} has no such module",
                 f"nearest: {nearest(name, [*known]) or some([*known])}",
             )
     prefixes = {name.rpartition(".")[0] for name in names}
     parent = known.get(next(iter(prefixes)))
     if len(prefixes) > 1 or not isinstance(parent, nn.ModuleList | nn.Sequential):
         raise ConfigError(
-            f"parallel.stages = {tuple(names)} are not modules of one nn.ModuleList or nn.Sequential",
+            f"parallel.pipeline_stages = {tuple(names)} are not modules of one nn.ModuleList or nn.Sequential",
             "name modules of the one that holds the layers which follow one another",
         )
     keys = [key for key, _ in parent.named_children()]
     begins = [keys.index(name.rpartition(".")[2]) for name in names]
     if sorted(set(begins)) != begins:
         raise ConfigError(
-            f"parallel.stages = {tuple(names)} are not in the order in which the modules follow one another",
+            f"parallel.pipeline_stages = {tuple(names)} are not in the order in which the modules follow one another",
             "name each once, in that order",
         )
     if begins[0] == 0:
         raise ConfigError(
-            f"parallel.stages names {names[0]}, the first of the blocks, where the first stage begins in any case",
+            f"parallel.pipeline_stages names {names[0]}, the first of the blocks, where the first stage begins anyway",
             "name the modules at which the stages after the first begin",
         )
     edges = [0, *begins, len(keys)]
@@ -601,7 +602,7 @@ class StageModel:
             raise LossError(
                 f"the model changes what {self._names[number - 1]} returns before {name} gets it, where a new stage "
                 "begins",
-                "move that into one of the two blocks, or name in parallel.stages another block to begin with",
+                "move that into one of the two blocks, or name in parallel.pipeline_stages another block to begin with",
             )
 
     def _returned(self, *, is_sent: bool) -> Any:

@@ -295,7 +295,7 @@ class Checkpoints:
 
     @property
     def best(self) -> tuple[str, float] | None:
-        """The metric of `checkpoint.keep_best` and its best value so far; None if there is none."""
+        """The metric of `checkpoint.best_metric` and its best value so far; None if there is none."""
         return self._best.value
 
     def save_once(self) -> None:

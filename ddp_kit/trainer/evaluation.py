@@ -30,8 +30,8 @@ _SHOWN = 32
 
 def evaluation_due(config: TrainerConfig, step: Step) -> bool:
     """Whether `fit` evaluates after this step."""
-    if config.eval_every is not None:
-        return step.number % config.eval_every == 0
+    if config.eval_every_steps is not None:
+        return step.number % config.eval_every_steps == 0
     return step.ends_epoch and (step.epoch + 1) % (config.eval_every_epochs or 1) == 0
 
 
@@ -61,7 +61,7 @@ class Evaluator:
             self._watched_data = _dataset(eval_data)
 
     def watches(self, data: object) -> bool:
-        """Whether callbacks and `checkpoint.keep_best` get the metrics of `data`."""
+        """Whether callbacks and `checkpoint.best_metric` get the metrics of `data`."""
         return self._watched_data is None or _dataset(data) is self._watched_data
 
     def rehearse(self, data: EvaluationData) -> dict[str, float]:
@@ -80,7 +80,9 @@ class Evaluator:
                 raise
             raise backward_called() from None
         except DdpKitError as error:
-            error.add_note('found by evaluating one batch of eval_data before training; sanity="off" skips this check')
+            error.add_note(
+                'found by evaluating one batch of eval_data before training; sanity_check="off" skips this check'
+            )
             raise
         finally:
             set_random_states(before)
@@ -90,17 +92,17 @@ class Evaluator:
         data: EvaluationData,
         stops: Callable[[], bool] | None = None,
         *,
-        watched: bool = True,
+        notify_callbacks: bool = True,
         name: str = "evaluation",
     ) -> dict[str, float] | None:
         """Evaluate, call the callbacks' events, and return all metrics; None if `stops` interrupted the evaluation.
 
-        An interrupted evaluation restores the random states. `watched`: whether callbacks and `checkpoint.keep_best`
-        get the metrics. `name`: begins the log line. A collective.
+        An interrupted evaluation restores the random states. `notify_callbacks`: whether callbacks and
+        `checkpoint.best_metric` get the metrics. `name`: begins the log line. A collective.
         """
         parts, step = self._parts, self._position.step
         random = None if stops is None else random_states(parts.world)
-        with self._run_state.in_callbacks():
+        with self._run_state.callbacks:
             try:
                 self._call_callbacks("on_evaluate_start")
                 with parts.heartbeat.during(Phase.EVALUATION):
@@ -108,12 +110,12 @@ class Evaluator:
                     values = evaluate(parts, self._metrics, data, stops, name)
                 if values is not None:
                     logger.info("{} at step {}: {}", name, step, _shown(values))
-                    if watched:
+                    if notify_callbacks:
                         self._call_callbacks("on_evaluate", values)
             finally:  # also after an error: callbacks undo what they changed for the evaluation
                 self._call_callbacks("on_evaluate_end")
         if values is not None:
-            if watched:
+            if notify_callbacks:
                 self._checkpoints.after_evaluation(values)
         elif random is not None:
             set_random_states(random)
@@ -160,7 +162,7 @@ class FitEvaluations:
         """
         position = self._position
         told_before = position.evaluated == position.step
-        found = self._evaluator.run(self._data, None if whole else self._stops, watched=not told_before)
+        found = self._evaluator.run(self._data, None if whole else self._stops, notify_callbacks=not told_before)
         position.set_evaluation_pending(found is None, self._stopping())
         if found is not None:
             position.evaluated = position.step

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from math import isfinite
+from math import isfinite, nan
 from statistics import fmean, median
 
 import torch
@@ -408,7 +408,7 @@ def _first_non_finite(world: World, own: Tensor, step_of: list[int]) -> tuple[in
 
 _HINT = (
     "lower the learning rate, clip the gradients (max_grad_norm), look at that step's inputs, "
-    'or leave such steps out with non_finite="skip"'
+    'or leave such steps out with non_finite_gradients="skip"'
 )
 
 
@@ -464,8 +464,10 @@ class LogPoints:
 
     def note_rates(self) -> None:
         """Record the learning rates of the step that begins: its scheduler changes them before the log point."""
-        rates = (group.get("lr", float("nan")) for group in self._parts.optimizer.param_groups)
-        self._rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
+        self._rates = [
+            rate.clone() if isinstance(rate := group.get("lr", nan), Tensor) else rate
+            for group in self._parts.optimizer.param_groups
+        ]
 
     def close(self, step: int, epoch: int, *, last: bool) -> list[LogRow]:
         """End the interval after this step. Returns the rows that are ready. A collective.
@@ -522,7 +524,7 @@ class LogPoints:
 
     def check_finite(self) -> None:
         """Before a save, raise the `LossError` that the next log point would raise. A collective."""
-        if self._parts.config.non_finite == "skip":
+        if self._parts.config.non_finite_gradients == "skip":
             return
         for point in self._late:
             self._check(point, point.reading.values())
@@ -531,7 +533,7 @@ class LogPoints:
 
     def check_weights(self, step: int, weights: Sequence[Tensor]) -> None:
         """Raise `LossError` if the weights after `step` are not finite. Waits for the device."""
-        if self._parts.config.non_finite == "skip" or not weights:
+        if self._parts.config.non_finite_gradients == "skip" or not weights:
             return
         # Sums propagate NaN and infinity, and take an eighth of the time of a maximum.
         if not torch.isfinite(torch.stack([each.sum(dtype=torch.float32) for each in weights])).all():
@@ -541,7 +543,7 @@ class LogPoints:
         """Raise `LossError` for non-finite figures. All ranks have the same figures, so all raise or none does."""
         if not isfinite(values.weight):
             self._refuse_weight(point.reading.first_non_finite(WEIGHT))
-        if self._parts.config.non_finite == "skip" or (isfinite(values.loss) and isfinite(values.norm)):
+        if self._parts.config.non_finite_gradients == "skip" or (isfinite(values.loss) and isfinite(values.norm)):
             return
         self._refuse(point.reading.first_non_finite())
         if not isfinite(values.norm) and not self._parts.precision.scales:
@@ -581,7 +583,7 @@ def _waits(config: TrainerConfig) -> bool:
     """Whether settings may make the host wait for the device in each step."""
     memory = config.memory
     return (
-        config.non_finite == "skip"
+        config.non_finite_gradients == "skip"
         or config.precision == "fp16"
         or config.parallel.share_gpus
         or memory.offload_optimizer
@@ -593,7 +595,7 @@ def _waits(config: TrainerConfig) -> bool:
 
 
 class LogSchedule:
-    """Closes an interval every `log_every` steps and at the end."""
+    """Closes an interval every `log_every_steps` steps and at the end."""
 
     def __init__(self, points: LogPoints, every: int, call_callbacks: Callable[..., None]) -> None:
         """`call_callbacks`: called with the event `on_log` and its row."""

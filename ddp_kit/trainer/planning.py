@@ -194,9 +194,9 @@ def planned(model: ModelMemory, config: TrainerConfig, ranks: int, device_memory
     """Plan a configuration. For ``parallel="auto"``, plan the choice that it makes, which needs `device_memory`."""
     checkpointing = 0.0  # share of the blocks to recompute that the measured pass did not recompute
     if config.parallel.strategy == AUTO and device_memory is not None:
-        before = config.memory.checkpointing
+        before = config.memory.activation_checkpointing
         config, _ = _with_auto(model, config, ranks, device_memory)
-        checkpointing = float(config.memory.checkpointing != before)
+        checkpointing = float(config.memory.activation_checkpointing != before)
     plan = plan_memory(
         model,
         config.parallel,

@@ -769,14 +769,14 @@ class CallbacksPart(SavedPart):
 
 
 class BestPart(SavedPart):
-    """The best evaluation so far, by the metric that `checkpoint.keep_best` names."""
+    """The best evaluation so far, by the metric that `checkpoint.best_metric` names."""
 
     name = "best"
     required = False
 
     def __init__(self, config: CheckpointConfig, position: Position) -> None:
-        best = config.keep_best
-        self._best_value = None if best is None else BestValue("checkpoint.keep_best", best, config.best_mode)
+        best = config.best_metric
+        self._best_value = None if best is None else BestValue("checkpoint.best_metric", best, config.best_mode)
         self._position = position
         self._step = -1
 

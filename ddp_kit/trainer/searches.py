@@ -75,11 +75,15 @@ def with_hint(error: BaseException, parts: Parts) -> BaseException:
         return error
     config = parts.config
     path = save_memory_snapshot(config.profile.dir, parts.world.rank)
-    recompute = "" if config.memory.checkpointing else 'set memory={"checkpointing": "blocks"} in the TrainerConfig, '
+    recompute = (
+        ""
+        if config.memory.activation_checkpointing
+        else 'set memory={"activation_checkpointing": "blocks"} in the TrainerConfig, '
+    )
     if config.micro_batch_size == "auto":
         hint = f"there is no smaller micro-batch: {recompute}use a lower precision, or an optimizer with less state"
     else:
-        also = ', or memory={"checkpointing": "blocks"}' if recompute else ""
+        also = ', or memory={"activation_checkpointing": "blocks"}' if recompute else ""
         hint = (
             f'set micro_batch_size="auto" in the TrainerConfig, or a smaller number{also}; the global batch stays as '
             "it is"

@@ -199,7 +199,7 @@ class LossCalls:
 
     def _check_finite(self, value: "Tensor | Loss") -> None:
         total = value.loss if isinstance(value, Loss) else value
-        lenient = self._parts.config.non_finite == "skip" or self._parts.precision.scales
+        lenient = self._parts.config.non_finite_gradients == "skip" or self._parts.precision.scales
         if not lenient and not bool(torch.isfinite(total)):
             raise LossError(
                 f"the loss is {total.item():g} in the first step of this run, on rank {self._parts.world.rank}",
@@ -267,8 +267,13 @@ class OptimizerStep:
         self._clock = clock
         self._parameters = RunParameters(parts.model, parts.optimizer, parts.device_optimizer)
         self._losses = LossCalls(parts, self._parameters)
-        may_skip = parts.config.non_finite == "skip" or parts.precision.scales
+        may_skip = parts.config.non_finite_gradients == "skip" or parts.precision.scales
         self._keeps_buffers = may_skip and any(True for _ in parts.model.buffers())
+        # Wait to know whether a step was skipped only if something on the host depends on it.
+        ticks = parts.scheduler is not None and not (
+            isinstance(parts.scheduler, EveryEpoch) and parts.scheduler.steps == 0
+        )
+        self._waits = ticks or parts.config.non_finite_gradients == "skip"
         self._skipped = 0
 
     def run(self, share: Share, batch: Callable[[], Any], interval: StepRecord, *, measure_norm: bool) -> None:
@@ -282,12 +287,7 @@ class OptimizerStep:
         before = BufferCopies(parts.model) if self._keeps_buffers else None
         passes = StepPasses(parts, self._losses, self._clock, share, batch, interval)
         self._gradient(passes, measure_norm=measure_norm)
-        # Wait to know whether the step was skipped only if something on the host depends on it.
-        ticks = parts.scheduler is not None and not (
-            isinstance(parts.scheduler, EveryEpoch) and parts.scheduler.steps == 0
-        )
-        wait = ticks or parts.config.non_finite == "skip"
-        if self._clip(interval, measure_norm) and parts.precision.apply(parts.device_optimizer, wait=wait):
+        if self._clip(interval, measure_norm) and parts.precision.apply(parts.device_optimizer, wait=self._waits):
             if before is not None and parts.precision.overflowed is not None:
                 before.restore_where(parts.precision.overflowed)
             self._tick(interval.step)
@@ -351,7 +351,9 @@ class OptimizerStep:
     def _clip(self, interval: StepRecord, measure_norm: bool) -> bool:
         """Clip by the global norm, then by value. Returns False if the step must be skipped."""
         config = self._parts.config
-        skipping = config.non_finite == "skip" and not self._parts.precision.scales  # fp16's scaler does it itself
+        skipping = (
+            config.non_finite_gradients == "skip" and not self._parts.precision.scales
+        )  # fp16's scaler does it itself
         if config.max_grad_norm is not None or measure_norm or skipping:
             norm = self._strategy.grad_norm()
             if skipping and not bool(torch.isfinite(norm)):  # equal on all ranks; waits for the device in each step
@@ -379,7 +381,7 @@ class OptimizerStep:
 
     def _skip(self, interval: StepRecord, before: BufferCopies | None, passes: "StepPasses") -> None:
         """Skip a step with a non-finite gradient: restore the state that its passes changed."""
-        if self._parts.config.non_finite == "skip":
+        if self._parts.config.non_finite_gradients == "skip":
             if self._losses.weighted and not bool(torch.isfinite(passes.weight())):
                 raise bad_weight(interval.step)
             interval.drop_step()

@@ -118,8 +118,8 @@ class Trainer:
             for each of this rank's micro-batches:               # gradients are reduced with the last one only
                 loss_fn(model, batch).backward()                 # weighted by its share of the global batch
             clip the gradients, step the optimizer, step the scheduler
-            every log_every steps: reduce the loss, report       # on a GPU one interval late, so that nothing waits
-        evaluate every eval_every steps, or after each epoch; and at the end
+            every log_every_steps: reduce the loss, report       # on a GPU one interval late, so that nothing waits
+        evaluate every eval_every_steps, or after each epoch; and at the end
 
     `model`: any Module; if `torch.compile` returned it, the module inside is used, compiled in place.
     `optimizer`: an Optimizer, or a callable `parameters -> Optimizer`.
@@ -127,7 +127,7 @@ class Trainer:
     `updates`: instead of `optimizer`, `loss_fn` and `scheduler`: several `Update`s that have their own, as for a GAN.
     `scheduler`: an LRScheduler, or a callable `optimizer -> LRScheduler`. It is stepped after each optimizer step that
     is not skipped; see `scheduler_steps`. A ReduceLROnPlateau is stepped at each evaluation, with the loss or the
-    metric of `checkpoint.keep_best`.
+    metric of `checkpoint.best_metric`.
     `scheduler_every`: "epoch": step the scheduler at the end of each epoch instead.
     `metrics`: name -> metric. A metric is a function `fn(output, batch)` that returns what a loss function may return
     and is averaged exactly over all ranks; `output` is what the model last returned inside `loss_fn`. Or it is an
@@ -265,7 +265,7 @@ class Trainer:
         ]
         self._run_record = RunRecord(self.config, self.world, self._model_described)
         self._log_points = LogPoints(parts, self._clock, self._run_record.advise, self._flops.utilisation)
-        self._log_schedule = LogSchedule(self._log_points, settings.log_every, self._call_callbacks)
+        self._log_schedule = LogSchedule(self._log_points, settings.log_every_steps, self._call_callbacks)
         self._checkpoints = Checkpoints(
             parts, self._position, self._optimizer_step, self._callbacks, self._log_points, self._state
         )
@@ -329,7 +329,7 @@ class Trainer:
                 scale_learning_rate(optimizer, rule, self.batch_plan.global_batch, reference, own)
             made = scheduler_for(optimizer, own, when)
             if isinstance(made, ReduceLROnPlateau):
-                best, mode = settings.checkpoint.keep_best, settings.checkpoint.best_mode
+                best, mode = settings.checkpoint.best_metric, settings.checkpoint.best_mode
                 plateau = Plateau(made, best or "loss", mode if best else None, settings.warmup_steps)
                 self._callbacks, made = (plateau, *self._callbacks), None
             made = warmed_up(optimizer, made, settings.warmup_steps, when)
@@ -359,7 +359,7 @@ class Trainer:
         if eval_data is not None:
             batches, stopping = self._feeds.evaluation_data(eval_data, "eval_data"), lambda: self._state.stopping
             evaluations = FitEvaluations(self._evaluator, self._position, batches, stopping, self._preemption.stops)
-            if self.config.sanity == "auto" and self.step == 0 and batches.first is not None:
+            if self.config.sanity_check == "auto" and self.step == 0 and batches.first is not None:
                 self._check_metrics(self._evaluator.rehearse(batches))
         elif self.step == 0:
             self._warn_about_metrics()
@@ -447,19 +447,22 @@ class Trainer:
         self._state.stopping = True
 
     @named_arguments
-    def evaluate(self, data: Data, *, name: str = "evaluation", watched: bool | None = None) -> dict[str, float]:
+    def evaluate(
+        self, data: Data, *, name: str = "evaluation", notify_callbacks: bool | None = None
+    ) -> dict[str, float]:
         """The mean loss and all metrics over `data`, by name; each sample counts once. A collective: all ranks call it.
 
         `name`: begins the log line, such as "test at step 300: loss 0.1".
-        `watched`: whether callbacks (`BestModel`, `EarlyStopping`, loggers) and `checkpoint.keep_best` get the values.
-        None: yes, unless `fit` was given other eval_data, so that a test set does not determine which weights are best.
+        `notify_callbacks`: whether callbacks (`BestModel`, `EarlyStopping`, loggers) and `checkpoint.best_metric` get
+        the values. None: yes, unless `fit` was given other eval_data, so that a test set does not determine which
+        weights are best.
         Raises `DataError` and `LossError`.
         """
         if self._plan_request is not None:  # under `ddpkit plan` the model has no values
             return dict.fromkeys(("loss", *self._metrics), math.nan)
         self._check_ranks_agree("evaluate()", eval_data=data)
-        watched = self._evaluator.watches(data) if watched is None else watched
-        found = self._evaluator.run(self._feeds.evaluation_data(data, "eval_data"), watched=watched, name=name)
+        notify = self._evaluator.watches(data) if notify_callbacks is None else notify_callbacks
+        found = self._evaluator.run(self._feeds.evaluation_data(data, "eval_data"), notify_callbacks=notify, name=name)
         return found or {}
 
     @named_arguments
@@ -542,10 +545,10 @@ class Trainer:
             raise PlanPrinted(0)
 
     def _metrics_needed(self) -> list[tuple[str, str]]:
-        """(owner, metric) of each metric that a callback or `checkpoint.keep_best` reads from evaluations."""
+        """(owner, metric) of each metric that a callback or `checkpoint.best_metric` reads from evaluations."""
         needed = [(type(each).__name__, name) for each in self._callbacks for name in each.metrics_needed]
-        best = self.config.checkpoint.keep_best
-        return needed if best is None else [*needed, ("checkpoint.keep_best", best)]
+        best = self.config.checkpoint.best_metric
+        return needed if best is None else [*needed, ("checkpoint.best_metric", best)]
 
     def _check_metrics(self, metrics: Mapping[str, float]) -> None:
         for owner, name in self._metrics_needed():
@@ -628,7 +631,7 @@ class Trainer:
         Returns the feed and the share of the step that succeeded.
         """
         number = self.step + 1
-        logged = number % self.config.log_every == 0 or number == self.total_steps
+        logged = number % self.config.log_every_steps == 0 or number == self.total_steps
         while True:
             self._clock.start()
             self._log_points.note_rates()
@@ -774,10 +777,10 @@ class Trainer:
         return self._state.stopping or self._is_complete()
 
     def _is_complete(self) -> bool:
-        return self.step >= self._max_steps or self.epoch >= self._max_epochs
+        return self._position.step >= self._max_steps or self._position.epoch >= self._max_epochs
 
     def _call_callbacks(self, event: str, *values: Any) -> None:
-        with self._state.in_callbacks():
+        with self._state.callbacks:
             for callback in (*self._callbacks, self._run_record):
                 getattr(callback, event)(self, *values)
 

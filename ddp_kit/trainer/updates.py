@@ -317,7 +317,7 @@ def check_closure(parts: Parts) -> None:
     optimizer, config = type(parts.optimizer).__name__, parts.config
     for setting, asked in {
         "precision='fp16'": config.precision == "fp16",
-        "non_finite='skip'": config.non_finite == "skip",
+        "non_finite_gradients='skip'": config.non_finite_gradients == "skip",
         "memory.offload_optimizer": config.memory.offload_optimizer,
         "micro_batch_size='auto'": config.micro_batch_size == "auto",
         f"parallel.strategy={config.parallel.strategy!r}": config.parallel.strategy != "ddp",

@@ -51,7 +51,7 @@ def loss_fn(model, batch):
     return model(batch[0]).square().mean()
 
 model = torch.nn.Linear(8, 1)
-config = TrainerConfig(global_batch_size=32, log_every=20, max_steps=10**6)
+config = TrainerConfig(global_batch_size=32, log_every_steps=20, max_steps=10**6)
 trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), loss_fn, config)
 trainer.fit(TensorDataset(torch.ones(1024, 8)))
 """

@@ -74,7 +74,7 @@ def main() -> None:
         accumulation_steps=2,
         max_grad_norm=1.0,
         warmup_steps=10,
-        log_every=25,
+        log_every_steps=25,
     )
     trainer = Trainer(
         build(), lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.01), loss_fn, config

@@ -77,7 +77,7 @@ def main() -> None:
         max_steps=200,
         global_batch_size=64,
         data={"drop_last": True},  # every rank has rows in every step
-        log_every=50,
+        log_every_steps=50,
     )
 
     def loss_fn(model: TwoTowers, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -81,7 +81,9 @@ def recall(output: Tensor, batch: Batch) -> Loss:
 
 
 def main() -> None:
-    config = TrainerConfig.from_command_line(epochs=5, global_batch_size=24, log_every=25, data={"collate_fn": collate})
+    config = TrainerConfig.from_command_line(
+        epochs=5, global_batch_size=24, log_every_steps=25, data={"collate_fn": collate}
+    )
     trainer = Trainer(
         build(),
         lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),

@@ -71,7 +71,7 @@ def main() -> None:
     config = TrainerConfig.from_command_line(
         max_steps=80,
         global_batch_size=32,
-        log_every=20,
+        log_every_steps=20,
         checkpoint={"dir": "lora", "every_steps": 20, "trainable_only": True},
     )
     model = build()

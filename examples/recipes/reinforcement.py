@@ -67,7 +67,7 @@ def build() -> nn.Module:
 def main() -> None:
     config = TrainerConfig.from_command_line(
         global_batch_size=16,  # episodes
-        log_every=10,
+        log_every_steps=10,
         max_grad_norm=1.0,
         data={"prefetch_batches": 0, "shuffle": False},  # each episode is played with the weights of its own step
     )

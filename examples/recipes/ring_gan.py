@@ -55,7 +55,7 @@ def main() -> None:
         max_steps=600,
         global_batch_size=64,
         data={"seed_samples": True},  # the noise of a sample is the same at any number of ranks
-        log_every=50,
+        log_every_steps=50,
     )
     model = build()
     critic = torch.optim.Adam(model["critic"].parameters(), lr=4e-3, betas=(0.0, 0.9))

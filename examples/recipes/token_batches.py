@@ -59,7 +59,7 @@ def loss_fn(model: nn.Module, batch: Sample) -> Loss:
 
 def main() -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    config = TrainerConfig.from_command_line(epochs=6, accumulation_steps=max(1, PASSES // ranks), log_every=25)
+    config = TrainerConfig.from_command_line(epochs=6, accumulation_steps=max(1, PASSES // ranks), log_every_steps=25)
     torch.manual_seed(0)
     trainer = Trainer(Tagger(), lambda parameters: torch.optim.AdamW(parameters, lr=0.01), loss_fn, config)
     train_data, test_data = Sums(2000), Sums(300, seed=1)

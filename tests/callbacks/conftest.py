@@ -46,7 +46,7 @@ def build(model: nn.Module) -> Build:
     """A Trainer with these callbacks: 2 epochs of 4 steps, a log point every 2 steps."""
 
     def make(*callbacks: Callback, network: nn.Module = model, loss: Any = _loss, **settings: Any) -> Trainer:
-        config = TrainerConfig(**{"epochs": 2, "global_batch_size": 4, "log_every": 2, **settings})
+        config = TrainerConfig(**{"epochs": 2, "global_batch_size": 4, "log_every_steps": 2, **settings})
         return Trainer(
             network,
             lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),

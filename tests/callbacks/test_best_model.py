@@ -34,7 +34,7 @@ def assert_state(model: nn.Module, state: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_it_keeps_the_best_and_restores_it(build: Build, train_data: Any, eval_data: Any, mode: Any) -> None:
     best, states = BestModel(mode=mode), States()
-    trainer = build(best, states, eval_every=1)
+    trainer = build(best, states, eval_every_steps=1)
     trainer.fit(train_data, eval_data)
     step = (min if mode == "min" else max)(states.seen, key=lambda step: states.seen[step][0])
     assert (best.step, best.value) == (step, states.seen[step][0])
@@ -47,7 +47,7 @@ def test_it_keeps_the_best_and_restores_it(build: Build, train_data: Any, eval_d
 
 def test_a_run_can_end_with_the_best(build: Build, train_data: Any, eval_data: Any) -> None:
     best, states = BestModel(mode="max", restore_at_end=True), States()
-    trainer = build(best, states, eval_every=2)
+    trainer = build(best, states, eval_every_steps=2)
     trainer.fit(train_data, eval_data)
     assert best.step == 2
     assert_state(trainer.model, states.seen[2][1])
@@ -71,7 +71,7 @@ def test_the_file_has_the_best_weights_of_a_model_with_tied_ones(
 ) -> None:
     path = tmp_path / "deeper" / "best.safetensors"
     best, states = BestModel(mode="max", path=path), States()
-    trainer = build(best, states, network=Tied(), eval_every=2)
+    trainer = build(best, states, network=Tied(), eval_every_steps=2)
     trainer.fit(train_data, eval_data)
     fresh = Tied()
     load_model(fresh, path)

@@ -26,7 +26,7 @@ trainer = Trainer(
     model,
     torch.optim.SGD(model.parameters(), lr=0.05),
     lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
-    TrainerConfig(epochs=20, global_batch_size=6, log_every=4),
+    TrainerConfig(epochs=20, global_batch_size=6, log_every_steps=4),
     callbacks=callbacks,
 )
 result = trainer.fit(data, data)

@@ -62,7 +62,7 @@ def test_a_new_fit_has_its_patience_anew() -> None:
 
 def test_a_real_run_ends_early(build: Build, train_data: Any, eval_data: Any) -> None:
     stopping = EarlyStopping(metric="absolute", patience=3, mode="max", min_delta=1e9)  # nothing is ever better
-    result = build(stopping, epochs=50, eval_every=2).fit(train_data, eval_data)
+    result = build(stopping, epochs=50, eval_every_steps=2).fit(train_data, eval_data)
     assert result.steps == 8
     assert stopping.best is not None
 

@@ -52,7 +52,7 @@ def test_the_average_is_that_of_torch(build: Build, train_data: TensorDataset) -
 def test_training_does_not_notice(build: Build, model: nn.Module, train_data: Any, eval_data: Any) -> None:
     plain = build(network=copy.deepcopy(model))
     plain.fit(train_data, eval_data)
-    watched = build(EMA(decay=0.5), eval_every=1)
+    watched = build(EMA(decay=0.5), eval_every_steps=1)
     addresses = [parameter.data_ptr() for parameter in watched.model.parameters()]
     watched.fit(train_data, eval_data)
     assert_same(watched.model.parameters(), plain.model.parameters())

@@ -26,7 +26,7 @@ trainer = Trainer(
     model,
     torch.optim.SGD(model.parameters(), lr=0.01),
     lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
-    TrainerConfig(global_batch_size=4, log_every=2, max_steps=int(sys.argv[1]), checkpoint={"dir": "saved"}),
+    TrainerConfig(global_batch_size=4, log_every_steps=2, max_steps=int(sys.argv[1]), checkpoint={"dir": "saved"}),
     callbacks=[
         MLflowLogger("ours", tracking_uri="file:./mlruns", run_name="first"),
         TrackioLogger("ours", config={"note": "by hand"}, auto_log_cpu=False),

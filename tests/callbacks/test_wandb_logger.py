@@ -24,7 +24,7 @@ trainer = Trainer(
     model,
     torch.optim.SGD(model.parameters(), lr=0.01),
     lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
-    TrainerConfig(global_batch_size=4, log_every=2),
+    TrainerConfig(global_batch_size=4, log_every_steps=2),
     callbacks=[WandbLogger("ours", mode="offline", dir=".", config={"note": "by hand"})],
 )
 trainer.fit(data, data)

@@ -210,7 +210,7 @@ def network() -> torch.nn.Module:
 def trainer(folder: Path, trainable_only: bool = False) -> Trainer:
     model = network()
     model[0].requires_grad_(not trainable_only)  # type: ignore[index]
-    checkpoint = {"dir": folder, "keep_best": "loss", "trainable_only": trainable_only}
+    checkpoint = {"dir": folder, "best_metric": "loss", "trainable_only": trainable_only}
     return Trainer(
         model,
         lambda parameters: torch.optim.Adam([each for each in parameters if each.requires_grad], lr=0.1),

@@ -17,10 +17,10 @@ from ddp_kit.parallel.activations import Activations
 module.OFFLOADED_BYTES = 256
 SETTINGS: list[dict[str, object]] = [
     {},
-    {"checkpointing": "blocks"},
-    {"checkpointing": "ops"},
+    {"activation_checkpointing": "blocks"},
+    {"activation_checkpointing": "ops"},
     {"offload_activations": True},
-    {"checkpointing": 0.5, "offload_activations": True},
+    {"activation_checkpointing": 0.5, "offload_activations": True},
 ]
 RUNS: dict[str, dict[str, object]] = {
     "ddp": {},
@@ -28,7 +28,7 @@ RUNS: dict[str, dict[str, object]] = {
     "auto": {"micro_batch_size": "auto", "accumulation_steps": None},
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16"},
-    "skip": {"non_finite": "skip"},
+    "skip": {"non_finite_gradients": "skip"},
 }
 
 

@@ -289,7 +289,7 @@ def a_step_that_is_left_out() -> list[float]:
     x, y = numbers(18)
     x[7] = torch.nan
     # at every number of ranks another part of the batch is normalised: only that all is finite can be compared
-    trainer = made(Norm, config=config(global_batch_size=6, non_finite="skip", epochs=1))
+    trainer = made(Norm, config=config(global_batch_size=6, non_finite_gradients="skip", epochs=1))
     result = trainer.fit(TensorDataset(x, y))
     finite = all(each.isfinite().all() for each in trainer.model.state_dict().values())
     return [result.skipped, float(finite), float(trainer.model.norm.num_batches_tracked)]
@@ -345,14 +345,14 @@ class Changes(Callback):
 
 
 def changed(change: Callable[[Trainer], None], **settings: Any) -> list[float]:
-    return trained(plain_network, config=config(log_every=2, **settings), callbacks=[Changes(3, change)])
+    return trained(plain_network, config=config(log_every_steps=2, **settings), callbacks=[Changes(3, change)])
 
 
 def other_learning_rates() -> list[float]:
     def schedule(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda tick: 1.0 + RANK * (tick > 2))
 
-    return trained(plain_network, config=config(log_every=2), scheduler=schedule)
+    return trained(plain_network, config=config(log_every_steps=2), scheduler=schedule)
 
 
 def other_schedulers() -> list[float]:

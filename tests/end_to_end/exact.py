@@ -91,8 +91,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         max_grad_norm=case["max_grad_norm"],
         max_grad_value=case["max_grad_value"],
         warmup_steps=case["warmup"],
-        non_finite=case["non_finite"],
-        log_every=case["log_every"],
+        non_finite_gradients=case["non_finite_gradients"],
+        log_every_steps=case["log_every_steps"],
         data=DataConfig(num_workers=case["workers"], shuffle=case["shuffle"], drop_last=case["drop_last"]),
         parallel=case["parallel"],
     )

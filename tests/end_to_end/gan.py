@@ -89,7 +89,7 @@ def trainer(folder: str | None) -> Trainer:
         epochs=EPOCHS,
         global_batch_size=BATCH,
         accumulation_steps=2,
-        log_every=1,
+        log_every_steps=1,
         data={"shuffle": False},
         checkpoint={"dir": folder, "every_steps": 3, "resume": "auto"} if folder else {},
     )

@@ -61,7 +61,7 @@ def trainer_for(folder: Path, parallel: str, dies_after: int, **settings: Any) -
             global_batch_size=12,
             accumulation_steps=2,
             max_grad_norm=0.5,
-            log_every=1,
+            log_every_steps=1,
             parallel=parallel,
             checkpoint={"dir": folder, "every_steps": 2},
             **settings,

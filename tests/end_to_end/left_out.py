@@ -82,8 +82,8 @@ def apart(case: Case) -> float:
         accumulation_steps=case.accumulation,
         precision=case.precision,
         max_grad_norm=case.max_grad_norm,
-        non_finite="stop" if case.half else "skip",
-        log_every=1,
+        non_finite_gradients="stop" if case.half else "skip",
+        log_every_steps=1,
         data=DataConfig(shuffle=False),
     )
     trainer = Trainer(

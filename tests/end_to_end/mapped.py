@@ -67,7 +67,7 @@ trainer = Trainer(
         accumulation_steps=2,
         max_grad_norm=0.3,
         verify_ranks="all",
-        log_every=2,
+        log_every_steps=2,
         parallel={} if device_map is None else {"device_map": device_map},
         checkpoint=checkpoint,
     ),

@@ -82,7 +82,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     config = TrainerConfig(
         epochs=2,
         global_batch_size=24,
-        log_every=3,
+        log_every_steps=3,
         micro_batch_size="auto" if case["auto"] else None,
         parallel={"bucket_mb": 0.001, "strategy": case.get("strategy", "ddp")},
         memory={"offload_optimizer": case.get("offload", False)},

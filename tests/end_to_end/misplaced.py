@@ -120,13 +120,13 @@ def main() -> None:
     tried("sizes", model(), {"shard": 3})
     tried("static", model(), {"strategy": "fsdp", "static_graph": True})
     tried("scalar", Scaled(), "fsdp")
-    tried("tied", Tied(), {"strategy": "fsdp", "units": ["one"]})
+    tried("tied", Tied(), {"strategy": "fsdp", "fsdp_units": ["one"]})
     tried("width", model(3), {"tensor": 2, "tensor_plan": {"up": "column", "down": "row"}})
     tried("pattern", model(), {"tensor": 2, "tensor_plan": {"upp": "column"}})
     tried("plan", model(), {"tensor": 2})
     tried("kind", model(), {"tensor": 2, "tensor_plan": {"act": "column"}})
     tried("tied layers", Tied(), {"tensor": 2, "tensor_plan": {"one": "column"}})
-    tried("outside", model(), {"strategy": "fsdp", "units": ["up"]}, loss_fn=with_penalty)
+    tried("outside", model(), {"strategy": "fsdp", "fsdp_units": ["up"]}, loss_fn=with_penalty)
     tried("unused", WithSpare(), "fsdp")
     plan = {"tensor": 2, "tensor_plan": {"up": "column", "down": "row"}}
     tried("streams", model(), plan, data=Stream())
@@ -137,7 +137,7 @@ def main() -> None:
     blocks = nn.Sequential(MixedBlock(), MixedBlock())
     tried("mixed blocks", copy.deepcopy(blocks), "fsdp")
     tried("mixed blocks by hand", copy.deepcopy(blocks), "fsdp", parallelize=shard_blocks)
-    tried("mixed blocks in units", blocks, {"strategy": "fsdp", "units": ["*", "*.norm"]})
+    tried("mixed blocks in units", blocks, {"strategy": "fsdp", "fsdp_units": ["*", "*.norm"]})
 
 
 if __name__ == "__main__":

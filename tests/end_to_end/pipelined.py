@@ -115,7 +115,7 @@ def made(case: dict[str, Any], parallel: Any, checkpoint: Any) -> Trainer:
             max_steps=case.get("max_steps"),
             **case["sizes"],
             max_grad_norm=case.get("max_grad_norm"),
-            log_every=1,
+            log_every_steps=1,
             parallel=parallel,
             checkpoint=checkpoint,
         ),

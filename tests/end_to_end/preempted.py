@@ -3,7 +3,8 @@
 preempted.py FOLDER WHO SIGNAL SETTINGS: WHO is nobody, saver, launcher, rank, sanity (the last rank gets it while fit
 evaluates one batch before the first step), end (in on_fit_end), or evaluation: then it is sent to the
 launcher in the second evaluation of the process, which from then on takes longer than anyone waits. With saver each
-save takes a second. SETTINGS is JSON for the TrainerConfig; with eval_every each evaluation changes the learning rate.
+save takes a second. SETTINGS is JSON for the TrainerConfig; with eval_every_steps each evaluation changes the learning
+rate.
 """
 
 import json
@@ -104,7 +105,7 @@ def main(folder: str, who: str, name: str, settings: str) -> None:
         return F.mse_loss(model(batch[0]), batch[1])
 
     trainer = Trainer(model, optimizer, loss_fn, TrainerConfig(**config), callbacks=[disturbs])
-    result = trainer.fit(Noisy(), Evaluated(disturbs, trainer.world) if "eval_every" in config else None)
+    result = trainer.fit(Noisy(), Evaluated(disturbs, trainer.world) if "eval_every_steps" in config else None)
     if trainer.world.is_main:
         bits = [value.flatten() for value in model.state_dict().values()]
         print("ended", result.steps, result.samples, torch.cat(bits).numpy().tobytes().hex())

@@ -54,7 +54,7 @@ def main(folder: Path, kills: bool, *names: str) -> None:
     for name in [name for name in names if not (folder / f"{name}.pt").exists()]:
         Watched.callbacks = (Dies(folder / f"{name}.killed"),) if kills else ()
         checkpoint = (f"checkpoint.dir={folder / name}", "checkpoint.every_steps=2")
-        sys.argv = [name, f"max_steps={STEPS}", "log_every=2", *checkpoint]
+        sys.argv = [name, f"max_steps={STEPS}", "log_every_steps=2", *checkpoint]
         printed = io.StringIO()
         with redirect_stdout(printed):
             runpy.run_path(str(RECIPES / f"{name}.py"), run_name="__main__")

@@ -41,7 +41,7 @@ trainer = Trainer(
     TrainerConfig(
         max_steps=12,
         global_batch_size=4,
-        log_every=1,
+        log_every_steps=1,
         checkpoint={"dir": FOLDER, "every_steps": 1, "background": False},
     ),
     callbacks=[Fails()],

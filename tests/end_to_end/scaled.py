@@ -23,7 +23,7 @@ def train(name: str, parallel: str, *offload: str) -> None:
             max_steps=10,
             global_batch_size=8,
             max_grad_norm=0.1,
-            log_every=1,
+            log_every_steps=1,
             precision="fp16",
             parallel=parallel,
             memory=dict.fromkeys(offload, True),

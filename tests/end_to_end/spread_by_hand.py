@@ -29,7 +29,7 @@ def made(**settings: object) -> Trainer:
             max_steps=6,
             global_batch_size=10,
             max_grad_norm=0.1,
-            log_every=1,
+            log_every_steps=1,
             parallel={"shard": 2, "tensor": 2} if RANKS == 4 else "auto",
         ),
         **settings,

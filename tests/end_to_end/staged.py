@@ -73,7 +73,7 @@ def trained(model: Net, parallel: Any, folder: Path | None = None, *, loss: Any 
     callbacks = settings.pop("callbacks", [])
     if folder is not None:
         settings["checkpoint"] = {"dir": folder, "every_steps": 3, "keep_last": 9}
-    sizes = {"max_steps": 6, "global_batch_size": 8, "accumulation_steps": 2, "log_every": 1}
+    sizes = {"max_steps": 6, "global_batch_size": 8, "accumulation_steps": 2, "log_every_steps": 1}
     config = TrainerConfig(**{**sizes, **settings}, parallel=parallel)
     make = lambda parameters: torch.optim.Adam(parameters, lr=0.05)  # noqa: E731
     trainer = Trainer(model, make, loss, config, callbacks=callbacks)
@@ -89,7 +89,7 @@ def main(folder: Path) -> None:
         trained(model, {"pipeline": 2})
     found: dict[str, Any] = {}
     for schedule in ("gpipe", "1f1b", "interleaved", "zbv"):
-        pipeline = {"pipeline": 2, "schedule": schedule}
+        pipeline = {"pipeline": 2, "pipeline_schedule": schedule}
         found[schedule], _ = trained(Net(), pipeline, loss=denoising)
         model = Net(0.5)
         whole, trainer = trained(model, pipeline, folder / schedule, loss=denoising)

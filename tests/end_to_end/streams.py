@@ -63,7 +63,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         global_batch_size=case["global_batch"],
         accumulation_steps=case["accumulation"],
         max_grad_norm=0.5,
-        log_every=2,
+        log_every_steps=2,
         data=DataConfig(num_workers=case["workers"]),
     )
     trainer = Trainer(model, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), loss_fn, config)

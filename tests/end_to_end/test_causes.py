@@ -86,7 +86,7 @@ if CAUSE == "synchronisation":
 model = Model()
 config = TrainerConfig(
     global_batch_size=4,
-    log_every=2 if CAUSE == "compile" else 10,
+    log_every_steps=2 if CAUSE == "compile" else 10,
     max_steps=10**6,
     compile="model" if CAUSE == "compile" else None,
     checkpoint={"dir": "run"},

@@ -46,13 +46,13 @@ def case(draw: Random) -> dict[str, Any]:
         "scheduler": draw.random() < 0.5,
         "warmup": draw.choice([0, 0, 1, 4]),
         "parallel": draw.choice([{}, {"static_graph": True}, {"find_unused_parameters": True}, {"bucket_mb": 1e-5}]),
-        "non_finite": draw.choice(["stop", "stop", "skip"]),
+        "non_finite_gradients": draw.choice(["stop", "stop", "skip"]),
         "buffers": draw.random() < 0.5,
         "workers": int(draw.random() < 0.05),  # each costs a process per rank
         "shuffle": draw.random() < 0.5,
         "drop_last": steps > 1 and draw.random() < 0.5,
         "data": draw.choice(["tensors", "list", "loader"]),
-        "log_every": draw.randint(1, 4),
+        "log_every_steps": draw.randint(1, 4),
     }
 
 
@@ -84,7 +84,7 @@ def by_hand(one: dict[str, Any]) -> dict[str, Any]:
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
-    every = one["log_every"]
+    every = one["log_every_steps"]
     intervals = [noted[first : first + every] for first in range(0, len(noted), every)]
     with torch.no_grad():
         error = (model(x) - y).abs().mean().item()
@@ -217,7 +217,7 @@ def train(data, **settings):
     def loss_fn(model, batch):
         seen[trainer.epoch] = seen.get(trainer.epoch, 0) + len(batch)
         return model(batch).square().mean()
-    config = TrainerConfig(epochs=3, log_every=1, **settings)
+    config = TrainerConfig(epochs=3, log_every_steps=1, **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     def schedule(optimizer):
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=scheduler_steps(config, data))

@@ -30,7 +30,7 @@ def collectives(logs):
             trainer.log({"mean": loss.detach()})
         return loss
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = TrainerConfig(max_steps=12, global_batch_size=4, log_every=4)
+    config = TrainerConfig(max_steps=12, global_batch_size=4, log_every_steps=4)
     trainer = Trainer(model, optimizer, loss_fn, config, callbacks=[count])
     result = trainer.fit(torch.ones(48, 2))
     assert [bool(row.values) for row in result.history] == [logs] * 3

@@ -14,7 +14,7 @@ Script = Callable[[str], Path]
 
 FIVE_MISTAKES = """
 from ddp_kit import TrainerConfig
-TrainerConfig(global_batch_sz=64, precision="bf15", log_every=0, num_workers=2, max_steps=-5)
+TrainerConfig(global_batch_sz=64, precision="bf15", log_every_steps=0, num_workers=2, max_steps=-5)
 """
 
 ONE_RANK_FAILS = """
@@ -85,7 +85,7 @@ def test_five_mistakes_in_a_configuration_are_listed_once(
     for line in (
         "global_batch_sz = 64: there is no such setting; nearest: global_batch_size",
         "nearest: 'bf16'",
-        "log_every = 0: allowed is at least 1; nearest: 1",
+        "log_every_steps = 0: allowed is at least 1; nearest: 1",
         "num_workers = 2: there is no such setting; nearest: data.num_workers",
         "max_steps = -5: allowed is at least 1; nearest: 1",
     ):
@@ -113,7 +113,7 @@ if os.environ["RANK"] == "1":
     atexit.register(lambda: (printed.touch(), time.sleep(600)))
 while os.environ["RANK"] == "0" and not printed.exists():
     time.sleep(0.01)
-TrainerConfig(log_every=0)
+TrainerConfig(log_every_steps=0)
 """
 
 
@@ -154,7 +154,7 @@ def loss_fn(wrapped, batch):
 
 model, data, settings, predict = Net(), torch.randn(40, 2), {{}}, None
 {change}
-settings = dict(max_steps=4, global_batch_size=8, log_every=2) | settings
+settings = dict(max_steps=4, global_batch_size=8, log_every_steps=2) | settings
 trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, TrainerConfig(**settings))
 if predict:
     trainer.predict(data, predict)

@@ -22,7 +22,7 @@ from torch import nn
 from ddp_kit import Trainer, TrainerConfig
 
 model = nn.Linear(2, 1)
-config = TrainerConfig(global_batch_size=4, log_every=5)
+config = TrainerConfig(global_batch_size=4, log_every_steps=5)
 trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, batch: m(batch).square().mean(), config)
 trainer.fit(torch.ones(80, 2))
 logger.info("of the user's own")

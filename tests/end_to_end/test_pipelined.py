@@ -13,7 +13,7 @@ Start = Callable[..., "subprocess.CompletedProcess[str]"]
 SCRIPT = Path(__file__).with_name("pipelined.py")
 SMALL = {"global_batch_size": 8, "micro_batch_size": 2}
 CASES: dict[str, dict[str, Any]] = {
-    "gpipe, a short last batch": {"samples": 13, "parallel": {"schedule": "gpipe"}},
+    "gpipe, a short last batch": {"samples": 13, "parallel": {"pipeline_schedule": "gpipe"}},
     # At 4 ranks the first step has 2 passes in one pipeline and 1 in the other.
     "1f1b, token weights, clipped, uneven passes": {
         "samples": 13,
@@ -26,20 +26,20 @@ CASES: dict[str, dict[str, Any]] = {
     "two stages per rank, interleaved": {
         "samples": 25,
         "sizes": {"global_batch_size": 12, "micro_batch_size": 2},
-        "parallel": {"schedule": "interleaved"},
+        "parallel": {"pipeline_schedule": "interleaved"},
         "weighted": True,
         "model": {"tied": True},
     },
     "two stages per rank, uneven passes": {
         "samples": 15,
         "sizes": {"global_batch_size": 13, "micro_batch_size": 2},
-        "parallel": {"schedule": "interleaved", "stages": ["blocks.1", "blocks.2", "blocks.4"]},
+        "parallel": {"pipeline_schedule": "interleaved", "pipeline_stages": ["blocks.1", "blocks.2", "blocks.4"]},
         "model": {"checkpointed": True},
     },
     "zero bubble": {
         "samples": 25,
         "sizes": {"global_batch_size": 12, "micro_batch_size": 2},
-        "parallel": {"schedule": "zbv"},
+        "parallel": {"pipeline_schedule": "zbv"},
         "weighted": True,
         "model": {"tied": True},
         "max_grad_norm": 0.2,
@@ -47,14 +47,14 @@ CASES: dict[str, dict[str, Any]] = {
     "zero bubble, tuples, nothing is trained on the first stage": {
         "samples": 15,
         "sizes": {"global_batch_size": 13, "micro_batch_size": 2},
-        "parallel": {"schedule": "zbv", "stages": ["blocks.1", "blocks.2", "blocks.4"]},
+        "parallel": {"pipeline_schedule": "zbv", "pipeline_stages": ["blocks.1", "blocks.2", "blocks.4"]},
         "frozen": ["words", "tone", "blocks.0"],
         "model": {"tuples": True},
     },
     "activation checkpoints": {"samples": 9, "model": {"checkpointed": True}, "weighted": True},
     "nothing is trained on the first stage": {
         "samples": 9,
-        "parallel": {"stages": ["blocks.1"]},
+        "parallel": {"pipeline_stages": ["blocks.1"]},
         "frozen": ["words", "tone", "blocks.0"],
     },
     "fewer samples than pipelines": {"samples": 5, "sizes": {"global_batch_size": 1, "micro_batch_size": 2}},
@@ -88,14 +88,14 @@ COMBINED: dict[str, dict[str, Any]] = {
         "epochs": 1,
         "samples": 25,
         "sizes": {"global_batch_size": 12, "micro_batch_size": 2},
-        "parallel": {"schedule": "interleaved", **TENSOR},
+        "parallel": {"pipeline_schedule": "interleaved", **TENSOR},
         "model": {"tied": True, "checkpointed": True},
     },
     "tensor: zero bubble": {
         "epochs": 1,
         "samples": 25,
         "sizes": {"global_batch_size": 12, "micro_batch_size": 2},
-        "parallel": {"schedule": "zbv", **TENSOR},
+        "parallel": {"pipeline_schedule": "zbv", **TENSOR},
         "model": {"tied": True},
         "weighted": True,
         "max_grad_norm": 0.2,
@@ -114,7 +114,7 @@ COMBINED: dict[str, dict[str, Any]] = {
         "epochs": 1,
         "samples": 17,
         "sizes": {"global_batch_size": 6, "micro_batch_size": 2},
-        "parallel": {"shard": 2, "schedule": "gpipe"},
+        "parallel": {"shard": 2, "pipeline_schedule": "gpipe"},
         "model": {"tied": True, "checkpointed": True},
         "optimizer": "adam",
     },
@@ -122,7 +122,11 @@ COMBINED: dict[str, dict[str, Any]] = {
         "epochs": 1,
         "samples": 25,
         "sizes": {"global_batch_size": 12, "micro_batch_size": 2},
-        "parallel": {"shard": 2, "schedule": "interleaved", "stages": ["blocks.1", "blocks.2", "blocks.4"]},
+        "parallel": {
+            "shard": 2,
+            "pipeline_schedule": "interleaved",
+            "pipeline_stages": ["blocks.1", "blocks.2", "blocks.4"],
+        },
         "frozen": ["words", "tone", "blocks.0"],
         "model": {"tuples": True},
     },

@@ -73,7 +73,7 @@ from ddp_kit import EMA, Trainer, TrainerConfig
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 1)).double()
-config = TrainerConfig(max_steps=4, global_batch_size=4, eval_every=1, parallel=sys.argv[1])
+config = TrainerConfig(max_steps=4, global_batch_size=4, eval_every_steps=1, parallel=sys.argv[1])
 trainer = Trainer(
     model,
     lambda parameters: torch.optim.SGD(parameters, lr=0.5),
@@ -111,7 +111,7 @@ for parallel in ("ddp", "zero1", "fsdp"):
     model = model.to(memory_format=torch.channels_last)
     adagrad = lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.1)
     loss = lambda model, x: model(x).square().mean()
-    config = TrainerConfig(max_steps=5, global_batch_size=4, log_every=1, parallel=parallel)
+    config = TrainerConfig(max_steps=5, global_batch_size=4, log_every_steps=1, parallel=parallel)
     trainer = Trainer(model, adagrad, loss, config)
     found[parallel] = [row.loss for row in trainer.fit(torch.randn(16, 2, 2, 2, dtype=torch.float64)).history]
 if trainer.world.is_main:
@@ -178,7 +178,7 @@ def test_what_cannot_be_placed_is_refused_in_words(ddpkit: Ddpkit, tmp_path: Pat
         "sparse zero1": "does not shard sparse gradients, such as those of words | leave out sparse=True",
         "sparse fsdp": "does not shard sparse gradients, such as those of words | leave out sparse=True",
         "dtypes": "torch.float64 in head.weight, head.bias | convert them to one",
-        "mixed blocks": "torch.float32 in 0.norm.weight, 0.norm.bias | name 0.norm in parallel.units",
+        "mixed blocks": "torch.float32 in 0.norm.weight, 0.norm.bias | name 0.norm in parallel.fsdp_units",
         "mixed blocks by hand": "torch.float32 in 0.norm.weight, 0.norm.bias | call fully_shard on 0.norm first",
         "mixed blocks in units": "nothing was wrong",
     }

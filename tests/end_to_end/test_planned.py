@@ -79,7 +79,7 @@ def test_ranks_train_with_what_auto_has_chosen(start: Any, monkeypatch: pytest.M
     memory = int(counted / 0.8)  # of which it takes more than 70 % and less than 85 %
     run = start("ddpkit", 2, SCRIPT, '"auto"', str(memory))
     assert run.returncode == 0, run.stderr
-    chosen = 'parallel="auto": parallel="fsdp", memory={"checkpointing": "blocks"} needs'
+    chosen = 'parallel="auto": parallel="fsdp", memory={"activation_checkpointing": "blocks"} needs'
     (needed, most) = re.findall(rf"{re.escape(chosen)} ([\d.]+) KiB of ([\d.]+) KiB;", run.stderr)[0]
     assert float(needed) == pytest.approx(counted / 1024, rel=0.01)
     assert float(most) == pytest.approx(0.85 * memory / 1024, rel=0.01)

@@ -108,7 +108,7 @@ def test_saves_by_the_clock_are_of_the_same_step_on_all_ranks(tmp_path: Path) ->
 @pytest.mark.parametrize("steps", [25, 20])
 def test_an_evaluation_that_would_take_too_long_is_left_to_the_run_that_goes_on(steps: int, tmp_path: Path) -> None:
     # 20: it is the last one of the run.
-    settings = f'{{"eval_every": 10, "max_steps": {steps}}}'
+    settings = f'{{"eval_every_steps": 10, "max_steps": {steps}}}'
     whole = ended(train(LAUNCH, tmp_path / "undisturbed", settings=settings))
     folder = tmp_path / "run"
     assert stopped(train(LAUNCH, folder, "evaluation", "SIGTERM", settings), folder, "SIGTERM") == 20
@@ -116,7 +116,7 @@ def test_an_evaluation_that_would_take_too_long_is_left_to_the_run_that_goes_on(
     assert last_state(folder) == last_state(tmp_path / "undisturbed")
 
 
-EVALUATED = '{"eval_every": 20}'
+EVALUATED = '{"eval_every_steps": 20}'
 
 
 def test_a_run_that_is_stopped_before_its_first_step_asks_to_be_started_again(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_run_that_is_stopped_before_its_first_step_asks_to_be_started_again(tm
 
 
 def test_one_rank_is_enough_to_stop_a_run_before_its_first_step(tmp_path: Path) -> None:
-    settings = json.dumps({"eval_every": 20, "max_steps": MOST})
+    settings = json.dumps({"eval_every_steps": 20, "max_steps": MOST})
     assert stopped(train(LAUNCH, tmp_path, "sanity", "SIGTERM", settings), tmp_path, "SIGTERM") < MOST
 
 

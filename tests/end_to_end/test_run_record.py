@@ -24,7 +24,7 @@ class Trouble(Callback):
 
 saves = {"dir": "run", "every_steps": 5} if "save" in sys.argv else {}
 model = nn.Linear(2, 1)
-config = TrainerConfig(max_steps=20, global_batch_size=4, log_every=2, eval_every=10, checkpoint=saves)
+config = TrainerConfig(max_steps=20, global_batch_size=4, log_every_steps=2, eval_every_steps=10, checkpoint=saves)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 trainer = Trainer(model, optimizer, lambda m, batch: m(batch).square().mean(), config, callbacks=[Trouble()])
 trainer.fit(torch.ones(80, 2), torch.ones(8, 2))

@@ -44,7 +44,7 @@ def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
 def trained(name: str, *, mfu: bool) -> tuple[float | None, float]:
     x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1))
     config = TrainerConfig(
-        global_batch_size=8, max_steps=4, log_every=2, mfu=mfu, parallel=STRATEGIES[name], micro_batch_size=2
+        global_batch_size=8, max_steps=4, log_every_steps=2, mfu=mfu, parallel=STRATEGIES[name], micro_batch_size=2
     )
     trainer = Trainer(network(), lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss_fn, config)
     row = trainer.fit(TensorDataset(x, x[:, :1])).history[-1]

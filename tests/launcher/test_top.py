@@ -30,7 +30,7 @@ def loss_fn(model, batch):
     return model(batch[0]).square().mean()
 
 model = torch.nn.Linear(3, 1)
-config = TrainerConfig(global_batch_size=4, log_every=5, max_steps=10**6)
+config = TrainerConfig(global_batch_size=4, log_every_steps=5, max_steps=10**6)
 trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), loss_fn, config)
 for step in trainer.steps(TensorDataset(torch.ones(64, 3))):
     if step.number % 5 == 0 and Path(sys.argv[1]).exists():

@@ -17,12 +17,12 @@ from ddp_kit.parallel import activations
 from ddp_kit.parallel.activations import Activations, SavedTensors, compressed, decompressed
 
 EXACT: list[dict[str, Any]] = [
-    {"checkpointing": "blocks"},
-    {"checkpointing": 0.5},
-    {"checkpointing": "ops"},
+    {"activation_checkpointing": "blocks"},
+    {"activation_checkpointing": 0.5},
+    {"activation_checkpointing": "ops"},
     {"offload_activations": True},
-    {"checkpointing": "ops", "offload_activations": True},
-    {"checkpointing": "blocks", "offload_activations": True},
+    {"activation_checkpointing": "ops", "offload_activations": True},
+    {"activation_checkpointing": "blocks", "offload_activations": True},
 ]
 WIDTH, VOCABULARY = 32, 64
 
@@ -114,7 +114,9 @@ def test_loss_and_gradients_are_the_same_on_a_gpu(config: dict[str, Any], autoca
     torch.testing.assert_close(gradients, plain, rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.parametrize("config", [{"checkpointing": "blocks"}, {"checkpointing": "ops"}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{"activation_checkpointing": "blocks"}, {"activation_checkpointing": "ops"}], ids=str
+)
 def test_buffers_are_updated_once(config: dict[str, Any]) -> None:
     def trained(config: dict[str, Any]) -> nn.Module:
         torch.manual_seed(0)
@@ -151,9 +153,9 @@ def held_bytes(config: dict[str, Any]) -> int:
 
 def test_less_is_kept_for_the_backward_pass() -> None:
     plain = held_bytes({})
-    assert held_bytes({"checkpointing": "blocks"}) < 0.25 * plain
-    assert held_bytes({"checkpointing": "ops"}) < 0.7 * plain
-    assert held_bytes({"checkpointing": 0.5}) < 0.7 * plain
+    assert held_bytes({"activation_checkpointing": "blocks"}) < 0.25 * plain
+    assert held_bytes({"activation_checkpointing": "ops"}) < 0.7 * plain
+    assert held_bytes({"activation_checkpointing": 0.5}) < 0.7 * plain
     assert held_bytes({"activation_bits": 8}) < 0.5 * plain
 
 
@@ -220,7 +222,7 @@ def test_the_model_is_its_own_again_after_the_forward_pass() -> None:
     model = Gpt()
     names = list(model.state_dict())
     before = [dict(vars(module)) for module in model.modules()]
-    memory = Activations(model, MemoryConfig(checkpointing="blocks"))
+    memory = Activations(model, MemoryConfig(activation_checkpointing="blocks"))
     with memory.forward_context():
         assert list(model.state_dict()) == names
     assert copy.deepcopy(model.blocks[0]).forward.__func__ is Block.forward  # type: ignore[operator,union-attr]
@@ -243,7 +245,7 @@ def test_a_fraction_of_the_blocks_is_spread_evenly(fraction: float, expected: li
             return self.linear(x).tanh()  # type: ignore[no-any-return]
 
     model = nn.Sequential(*(Counted(number) for number in range(5)))
-    with Activations(model, MemoryConfig(checkpointing=fraction)).forward_context():
+    with Activations(model, MemoryConfig(activation_checkpointing=fraction)).forward_context():
         loss = model(torch.randn(2, 4)).sum()
     del calls[:]
     loss.backward()
@@ -251,11 +253,13 @@ def test_a_fraction_of_the_blocks_is_spread_evenly(fraction: float, expected: li
 
 
 def test_a_model_without_repeated_blocks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="memory.checkpointing = 'blocks' needs repeated blocks, but Linear has"):
-        Activations(nn.Linear(4, 4), MemoryConfig(checkpointing="blocks"))
+    with pytest.raises(
+        ConfigError, match="memory.activation_checkpointing = 'blocks' needs repeated blocks, but Linear has"
+    ):
+        Activations(nn.Linear(4, 4), MemoryConfig(activation_checkpointing="blocks"))
 
 
 @pytest.mark.parametrize("value", [True, 1.5, -0.1, "block"])
 def test_what_checkpointing_takes(value: Any) -> None:
     with pytest.raises(ConfigError, match="allowed is"):
-        MemoryConfig(checkpointing=value)
+        MemoryConfig(activation_checkpointing=value)

@@ -15,9 +15,9 @@ NAMES = (
     'parallel="ddp"',
     'parallel="zero1"',
     'parallel="fsdp"',
-    'parallel="fsdp", memory={"checkpointing": "blocks"}',
-    'parallel="fsdp", memory={"checkpointing": "blocks", "offload_optimizer": True}',
-    'parallel={"shard": 2, "tensor": 8}, memory={"checkpointing": "blocks"}',
+    'parallel="fsdp", memory={"activation_checkpointing": "blocks"}',
+    'parallel="fsdp", memory={"activation_checkpointing": "blocks", "offload_optimizer": True}',
+    'parallel={"shard": 2, "tensor": 8}, memory={"activation_checkpointing": "blocks"}',
 )
 OFFLOADED = 'parallel="fsdp", memory={"offload_optimizer": True}'
 
@@ -54,7 +54,7 @@ def test_the_first_that_fits_is_chosen(of: ModelMemory, number: int) -> None:
     assert [each.text for each in refused] == [*NAMES[:number]]
     assert all(each.needed > each.available for each in refused)
     assert chosen.parallel.bucket_mb == 7
-    assert chosen.memory.checkpointing == ("blocks" if number > 2 else None)
+    assert chosen.memory.activation_checkpointing == ("blocks" if number > 2 else None)
 
 
 def test_the_settings_of_a_candidate_are_those_of_its_text() -> None:
@@ -69,21 +69,21 @@ def test_the_settings_of_a_candidate_are_those_of_its_text() -> None:
     ("ranks", "memory", "names"),
     [
         (1, {}, [NAMES[0], *(each.replace("fsdp", "ddp") for each in NAMES[3:5])]),
-        (16, {"checkpointing": None}, [*NAMES[:3], OFFLOADED, 'parallel={"shard": 2, "tensor": 8}']),
-        (16, {"checkpointing": "ops"}, [*NAMES[:3], OFFLOADED, 'parallel={"shard": 2, "tensor": 8}']),
-        (12, {}, [*NAMES[:5], 'parallel={"shard": 3, "tensor": 4}, memory={"checkpointing": "blocks"}']),
+        (16, {"activation_checkpointing": None}, [*NAMES[:3], OFFLOADED, 'parallel={"shard": 2, "tensor": 8}']),
+        (16, {"activation_checkpointing": "ops"}, [*NAMES[:3], OFFLOADED, 'parallel={"shard": 2, "tensor": 8}']),
+        (12, {}, [*NAMES[:5], 'parallel={"shard": 3, "tensor": 4}, memory={"activation_checkpointing": "blocks"}']),
     ],
 )
 def test_what_the_user_has_set_stays(ranks: int, memory: dict[str, str], names: list[str]) -> None:
     found = tried(model(1), ranks, MemoryConfig(**memory))  # type: ignore[arg-type]
     assert [each.text for each in found] == names
     if memory:
-        assert {each.memory.checkpointing for each in found} == {memory["checkpointing"]}
+        assert {each.memory.activation_checkpointing for each in found} == {memory["activation_checkpointing"]}
 
 
 def test_blocks_that_are_recomputed_already_leave_more_of_the_memory() -> None:
     of = model(16)
-    first, *_ = tried(of, memory=MemoryConfig(checkpointing="blocks"))
+    first, *_ = tried(of, memory=MemoryConfig(activation_checkpointing="blocks"))
     assert (first.text, first.needed, first.fits) == ('parallel="ddp"', 64 * GIB, True)
     assert not tried(of)[0].fits
 

@@ -120,7 +120,7 @@ def test_a_map_may_override_that_of_a_file(tmp_path: Path) -> None:
 
 def test_the_configuration_takes_a_map_by_itself_and_no_other_strategy_with_it() -> None:
     assert ParallelConfig(device_map="auto") == ParallelConfig(strategy="device_map")
-    for others in ({"strategy": "ddp"}, {"tensor": 2}, {"optimizer": "sharded"}):
+    for others in ({"strategy": "ddp"}, {"tensor": 2}, {"shard_optimizer": True}):
         with pytest.raises(ConfigError, match="device_map"):
             ParallelConfig(device_map="auto", **others)
     several = World(0, 2, 0, 2, 0, torch.device("cpu"))

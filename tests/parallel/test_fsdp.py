@@ -39,7 +39,7 @@ class Sent(TorchDispatchMode):
 torch.manual_seed(0)
 blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
 model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(4, 1))
-config = TrainerConfig(global_batch_size=24, accumulation_steps=3, max_steps=3, log_every=99, parallel=parallel)
+config = TrainerConfig(global_batch_size=24, accumulation_steps=3, max_steps=3, log_every_steps=99, parallel=parallel)
 sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
 trainer = Trainer(model, sgd, lambda model, x: model(x).square().mean(), config)
 counts = []
@@ -86,7 +86,7 @@ def test_a_step_sends_what_fsdp_needs_and_nothing_else(
 def test_a_pipeline_gathers_and_reduces_each_block_once_per_step_where_they_fit(
     start: Start, script: Callable[[str], Path], fits: str, gathered: int, reduced: int
 ) -> None:
-    run = start("ddpkit", 4, script(COUNTED), '{"pipeline": 2, "shard": 2, "stages": ["0.1"]}', fits)
+    run = start("ddpkit", 4, script(COUNTED), '{"pipeline": 2, "shard": 2, "pipeline_stages": ["0.1"]}', fits)
     assert run.returncode == 0, run.stderr
     counts, loss = (line.removeprefix("[rank 0] ") for line in run.stdout.splitlines())
     found = ast.literal_eval(counts)
@@ -240,8 +240,8 @@ class Net(nn.Module):
 
 torch.manual_seed(0)
 x = torch.randn(48, 4, dtype=torch.float64)
-config = TrainerConfig(global_batch_size=24, accumulation_steps=3, max_steps=4, log_every=1, data={"shuffle": False},
-                       parallel=parallel)
+config = TrainerConfig(global_batch_size=24, accumulation_steps=3, max_steps=4, log_every_steps=1,
+                       data={"shuffle": False}, parallel=parallel)
 sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
 trainer = Trainer(Net().double(), sgd, lambda model, x: model(x).square().mean(), config)
 history = trainer.fit(x).history

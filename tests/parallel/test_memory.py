@@ -94,8 +94,8 @@ def test_a_pipeline_shards_its_blocks_alone_and_keeps_them_gathered_where_they_f
     assert (fits.weights, less.weights) == ((60 + 3 * 24) * 4 + 16,) * 2
     assert (fits.gradients, less.gradients) == ((60 + 3 * 42) * 4, (60 + 3 * 24) * 4)
     assert (fits.communication, less.communication) == ((3 + 2) * 42 * 4, (2 + 2) * 42 * 4)
-    assert planned(reshard=True).communication == less.communication
-    assert planned(short=1, reshard=False).communication == fits.communication
+    assert planned(reshard_after_forward=True).communication == less.communication
+    assert planned(short=1, reshard_after_forward=False).communication == fits.communication
     assert planned(tensor=5).weights == (2 * 6 + 3 * 6) * 4 + 16
 
 
@@ -176,7 +176,7 @@ def large(gib: int) -> ModelMemory:
         (4, 'parallel="ddp"'),
         (20, 'parallel="zero1"'),
         (40, 'parallel="fsdp"'),
-        (120, 'parallel="fsdp", memory={"checkpointing": "blocks"}'),
+        (120, 'parallel="fsdp", memory={"activation_checkpointing": "blocks"}'),
     ],
 )
 def test_settings_come_in_the_order_of_their_cost(gib: int, text: str) -> None:

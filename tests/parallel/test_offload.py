@@ -197,7 +197,7 @@ def test_a_gpu_has_no_optimizer_state(precision: str) -> None:
         before = torch.cuda.memory_allocated()
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)), nn.Linear(1024, 3))
-        config = TrainerConfig(max_steps=5, global_batch_size=8, log_every=1, precision=precision, memory=memory)
+        config = TrainerConfig(max_steps=5, global_batch_size=8, log_every_steps=1, precision=precision, memory=memory)
         data = [(torch.randn(1024), torch.tensor(number % 3)) for number in range(40)]
         trainer = Trainer(model, lambda each: torch.optim.AdamW(each, lr=1e-4, fused=True), loss_fn, config)
         result = trainer.fit(data)

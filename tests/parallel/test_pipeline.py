@@ -114,12 +114,12 @@ def test_stages_have_about_the_same_bytes() -> None:
 
 
 def test_stages_can_be_named() -> None:
-    assert chain_of(Model(), config(pipeline=3, stages=("blocks.1", "blocks.3"))).stages == (
+    assert chain_of(Model(), config(pipeline=3, pipeline_stages=("blocks.1", "blocks.3"))).stages == (
         range(1),
         range(1, 3),
         range(3, 4),
     )
-    assert chain_of(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), config(stages=("1",))).prefix == ""
+    assert chain_of(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), config(pipeline_stages=("1",))).prefix == ""
 
 
 @pytest.mark.parametrize(
@@ -128,19 +128,19 @@ def test_stages_can_be_named() -> None:
         (nn.Linear(2, 2), {}, "no repeated blocks"),
         (nn.ModuleDict({"a": Model(), "b": Model()}), {}, "several places: a.blocks, b.blocks"),
         (Model(), {"pipeline": 5}, "makes 5 stages, and the model Model has 4 repeated"),
-        (Model(), {"stages": ()}, "names 0 modules"),
-        (Model(), {"stages": ("blocks.9",)}, "no such module"),
-        (Model(), {"stages": ("head",)}, "not modules of one nn.ModuleList"),
-        (Model(), {"stages": ("blocks.0",)}, "where the first stage begins"),
-        (Model(), {"pipeline": 3, "stages": ("blocks.2", "blocks.1")}, "not in the order"),
+        (Model(), {"pipeline_stages": ()}, "names 0 modules"),
+        (Model(), {"pipeline_stages": ("blocks.9",)}, "no such module"),
+        (Model(), {"pipeline_stages": ("head",)}, "not modules of one nn.ModuleList"),
+        (Model(), {"pipeline_stages": ("blocks.0",)}, "where the first stage begins"),
+        (Model(), {"pipeline": 3, "pipeline_stages": ("blocks.2", "blocks.1")}, "not in the order"),
         (nn.Sequential(Block(), Block(), nn.BatchNorm1d(3)), {}, "BatchNorm.*: 2\n.*use LayerNorm"),
         (nn.Sequential(nn.Embedding(3, 3, sparse=True), Block(), Block()), {}, "sparse"),
-        (Model(), {"schedule": "zbv", "pipeline": 3}, "makes 6 stages, and the model Model has 4 repeated"),
+        (Model(), {"pipeline_schedule": "zbv", "pipeline": 3}, "makes 6 stages, and the model Model has 4 repeated"),
         (Model(), {"compression": "bf16"}, "a setting of DDP"),
         (Model(), {"strategy": "pipeline", "pipeline": 1}, "parallel.pipeline is 1"),
-        (Model(), {"optimizer": "sharded"}, "'sharded' is not supported with a pipeline\n.*or set shard"),
-        (Model(), {"shard": 2, "schedule": "zbv"}, "which FSDP cannot.*\n.*'1f1b', 'interleaved' or 'gpipe'"),
-        (Model(), {"shard": 2, "units": ("blocks.*",)}, "in which each block is a unit\n.*leave it out"),
+        (Model(), {"shard_optimizer": True}, "shard_optimizer = True is not supported with a pipeline\n.*or set shard"),
+        (Model(), {"shard": 2, "pipeline_schedule": "zbv"}, "which FSDP cannot.*\n.*'1f1b', 'interleaved' or 'gpipe'"),
+        (Model(), {"shard": 2, "fsdp_units": ("blocks.*",)}, "in which each block is a unit\n.*leave it out"),
     ],
 )
 def test_what_cannot_be_a_pipeline_is_refused(model: nn.Module, settings: dict[str, Any], found: str) -> None:
@@ -151,14 +151,14 @@ def test_what_cannot_be_a_pipeline_is_refused(model: nn.Module, settings: dict[s
 
 
 def test_zero_bubble_puts_the_first_and_the_last_stage_on_the_first_rank() -> None:
-    assert places_of_stages(config(pipeline=3, schedule="zbv")) == (0, 1, 2, 2, 1, 0)
-    assert places_of_stages(config(pipeline=3, schedule="interleaved")) == (0, 1, 2, 0, 1, 2)
+    assert places_of_stages(config(pipeline=3, pipeline_schedule="zbv")) == (0, 1, 2, 2, 1, 0)
+    assert places_of_stages(config(pipeline=3, pipeline_schedule="interleaved")) == (0, 1, 2, 0, 1, 2)
 
 
-@pytest.mark.parametrize("setting", [{"compile": "blocks"}, {"memory": {"checkpointing": "blocks"}}])
+@pytest.mark.parametrize("setting", [{"compile": "blocks"}, {"memory": {"activation_checkpointing": "blocks"}}])
 def test_zero_bubble_is_refused_where_a_backward_pass_cannot_be_divided(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="use '1f1b' or 'interleaved'"):
-        TrainerConfig(global_batch_size=4, max_steps=1, parallel={"pipeline": 2, "schedule": "zbv"}, **setting)
+        TrainerConfig(global_batch_size=4, max_steps=1, parallel={"pipeline": 2, "pipeline_schedule": "zbv"}, **setting)
 
 
 def test_all_ranks_of_a_pipeline_share_samples_and_the_last_one_has_the_losses() -> None:

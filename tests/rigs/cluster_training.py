@@ -28,7 +28,9 @@ class Notes(Callback):
 (folder,) = sys.argv[1:]
 torch.set_num_threads(1)  # more of them sum in another order; ssh does not hand OMP_NUM_THREADS on
 """
-_SAVED = {"log_every=50),": 'log_every=50, checkpoint={"dir": folder, "every_steps": 1}), callbacks=[Notes()],'}
+_SAVED = {
+    "log_every_steps=50),": 'log_every_steps=50, checkpoint={"dir": folder, "every_steps": 1}), callbacks=[Notes()],'
+}
 _EVERY_DIGIT = {"result.loss:.8f": "result.loss!r"}
 
 

@@ -42,7 +42,7 @@ torch.manual_seed(0)  # every rank has to build the same data
 model = nn.Linear(100, 100)  # 80 kB with its momentum
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 config = TrainerConfig(
-    global_batch_size=4, max_steps=10, log_every=1, checkpoint={"dir": disk / "run", "every_steps": 2}
+    global_batch_size=4, max_steps=10, log_every_steps=1, checkpoint={"dir": disk / "run", "every_steps": 2}
 )
 try:
     Trainer(model, optimizer, loss, config, callbacks=[Fills()]).fit(TensorDataset(torch.randn(64, 100)))

@@ -69,7 +69,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Any:
 )
 def test_it_is_the_first_that_fits(chosen: Any, memory: int, plan: Any, strategy: str, checkpointing: Any) -> None:
     found = chosen(memory * MIB, plan)
-    assert (found.parallel.strategy, found.memory.checkpointing) == (strategy, checkpointing)
+    assert (found.parallel.strategy, found.memory.activation_checkpointing) == (strategy, checkpointing)
     assert found.parallel.bucket_mb == 7
 
 
@@ -77,7 +77,7 @@ def test_the_choice_and_what_is_refused_are_printed_with_their_numbers(chosen: A
     chosen(45 * MIB)
     (line,) = lines
     assert line.startswith(
-        'parallel="auto": parallel="fsdp", memory={"checkpointing": "blocks"} needs 32.00 MiB of 38.25 MiB; '
+        'parallel="auto": parallel="fsdp", memory={"activation_checkpointing": "blocks"} needs 32.00 MiB of 38.25 MiB; '
         'parallel="ddp" needs 64.00 MiB of 31.50 MiB; parallel="zero1" needs 40.00 MiB of 31.50 MiB; parallel="fsdp" '
         "needs 32.00 MiB of 31.50 MiB"
     )

@@ -73,7 +73,7 @@ class Run:
         model = nn.Linear(2, 1)
         self.config = TrainerConfig(
             **({"epochs": 3, "accumulation_steps": 2} | settings),
-            log_every=1,
+            log_every_steps=1,
             checkpoint={"dir": folder, "background": False},
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)

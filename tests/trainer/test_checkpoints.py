@@ -82,7 +82,7 @@ def test_what_comes_of_a_loss_that_is_not_finite_is_not_saved(tmp_path: Path) ->
     model = nn.Linear(3, 1)
     config = TrainerConfig(
         max_steps=9,
-        log_every=9,
+        log_every_steps=9,
         global_batch_size=8,
         checkpoint={"dir": tmp_path, "every_steps": 2, "keep_last": 9, "background": False},
     )

@@ -118,7 +118,7 @@ def test_a_sample_is_transformed_alike_in_any_batch(workers: int) -> None:
 
 def test_evaluation_has_a_transform_of_its_own() -> None:
     data = {"device_transform": noisy, "eval_device_transform": lambda batch: [-batch[0]], "shuffle": False}
-    run = Run(max_steps=1, data=data, sanity="off")
+    run = Run(max_steps=1, data=data, sanity_check="off")
     run.trainer.fit(TensorDataset(VALUES))
     assert run.trainer.predict(TensorDataset(VALUES), lambda model, batch: batch[0]).tolist() == (-VALUES).tolist()
     run.batches.clear()

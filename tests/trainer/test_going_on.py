@@ -57,7 +57,7 @@ def trainer_for(
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4, 1))
     asked = {"dir": folder, "background": False, **(checkpoint or {})}
-    config = TrainerConfig(**{"global_batch_size": 8, "log_every": 2, **settings}, checkpoint=asked)
+    config = TrainerConfig(**{"global_batch_size": 8, "log_every_steps": 2, **settings}, checkpoint=asked)
     return Trainer(model, optimizer, loss, config, scheduler=scheduler, callbacks=callbacks)
 
 
@@ -106,7 +106,7 @@ def test_all_callbacks_end_as_those_of_an_undisturbed_run(tmp_path: Path) -> Non
         lines = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
         return [read, [(line["event"], line["step"], line.get("loss"), line.get("eval_loss")) for line in lines]]
 
-    settings: dict[str, Any] = {"max_steps": 40, "eval_every": 2}
+    settings: dict[str, Any] = {"max_steps": 40, "eval_every_steps": 2}
     every = {"every_steps": 4}
     whole = callbacks("whole")
     trainer_for(tmp_path / "a", *whole, checkpoint=every, **settings).fit(data(), data())
@@ -152,19 +152,19 @@ def test_other_callbacks_than_saved_are_named_and_nothing_goes_astray(tmp_path: 
 
 
 def test_the_best_checkpoint_is_kept_and_stays_the_best_after_a_resume(tmp_path: Path) -> None:
-    best = {"every_steps": 2, "keep_last": 1, "keep_best": "loss", "best_mode": "max"}  # at the first evaluation
-    first = trainer_for(tmp_path, checkpoint=best, max_steps=6, eval_every=3)
+    best = {"every_steps": 2, "keep_last": 1, "best_metric": "loss", "best_mode": "max"}  # at the first evaluation
+    first = trainer_for(tmp_path, checkpoint=best, max_steps=6, eval_every_steps=3)
     first.fit(data(), data())
     assert [(found.step, found.manifest and found.manifest.best) for found in checkpoints(tmp_path)] == [
         (6, False),
         (3, True),
     ]
-    trainer_for(tmp_path, checkpoint=best, max_steps=9, eval_every=3).fit(data(), data())
+    trainer_for(tmp_path, checkpoint=best, max_steps=9, eval_every_steps=3).fit(data(), data())
     assert steps(tmp_path) == [9, 3]
 
 
 def test_the_best_of_the_last_evaluation_is_marked_too(tmp_path: Path) -> None:
-    trainer_for(tmp_path, checkpoint={"keep_best": "loss"}, max_steps=4, eval_every=3).fit(data(), data())
+    trainer_for(tmp_path, checkpoint={"best_metric": "loss"}, max_steps=4, eval_every_steps=3).fit(data(), data())
     newest = checkpoints(tmp_path)[0]
     assert newest.step == 4
     assert newest.manifest is not None
@@ -172,9 +172,9 @@ def test_the_best_of_the_last_evaluation_is_marked_too(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_is_none_and_a_mode_of_nothing_are_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)checkpoint.keep_best monitors 'los', .*did you mean 'loss'"):
-        trainer_for(tmp_path, checkpoint={"keep_best": "los"}, max_steps=1).fit(data(), data())
-    with pytest.raises(ConfigError, match="needs keep_best, which is not set"):
+    with pytest.raises(ConfigError, match=r"(?s)checkpoint.best_metric monitors 'los', .*did you mean 'loss'"):
+        trainer_for(tmp_path, checkpoint={"best_metric": "los"}, max_steps=1).fit(data(), data())
+    with pytest.raises(ConfigError, match="needs best_metric, which is not set"):
         TrainerConfig(checkpoint={"best_mode": "max"})  # type: ignore[arg-type]
 
 
@@ -394,7 +394,7 @@ class Saves(Callback):
 
 @pytest.mark.parametrize("event", ["on_step", "on_evaluate"])
 def test_a_save_that_a_callback_asks_for_is_of_the_whole_step(event: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"max_steps": 6, "eval_every": 2}
+    settings: dict[str, Any] = {"max_steps": 6, "eval_every_steps": 2}
     ema = EMA(0.5)
     whole = trainer_for(None, ema, **settings)
     whole.fit(data(), data())
@@ -412,7 +412,9 @@ def test_a_save_that_a_callback_asks_for_is_of_the_whole_step(event: str, tmp_pa
 
 
 def test_the_best_of_a_loop_in_ones_own_hands_is_saved_with_what_the_body_did(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, max_steps=4, checkpoint={"keep_best": "loss", "best_mode": "min", "every_steps": 2})
+    trainer = trainer_for(
+        tmp_path, max_steps=4, checkpoint={"best_metric": "loss", "best_mode": "min", "every_steps": 2}
+    )
     for step in trainer.steps(data()):
         if step.number == 2:
             trainer.evaluate(data())
@@ -436,7 +438,7 @@ def test_what_is_drawn_before_the_first_step_is_the_same_in_a_run_that_goes_on(t
 
 
 def test_weights_that_a_gradient_has_spoilt_are_not_saved(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, max_steps=8, log_every=8, checkpoint={"every_steps": 3})
+    trainer = trainer_for(tmp_path, max_steps=8, log_every_steps=8, checkpoint={"every_steps": 3})
     weight = next(trainer.model.parameters())
     for step in (steps := trainer.steps(data())):
         if step.number == 5:
@@ -487,9 +489,9 @@ def test_an_optimizer_s_state_is_laid_out_as_its_weights_are(tmp_path: Path) -> 
 
 def test_the_last_evaluation_belongs_to_the_last_checkpoint(tmp_path: Path) -> None:
     first = BestModel("loss", path=tmp_path / "best.safetensors")
-    trainer_for(tmp_path / "run", first, max_steps=5, eval_every=4).fit(data(), data())
+    trainer_for(tmp_path / "run", first, max_steps=5, eval_every_steps=4).fit(data(), data())
     second = BestModel("loss", path=tmp_path / "best.safetensors")
-    trainer_for(tmp_path / "run", second, max_steps=5, eval_every=4)
+    trainer_for(tmp_path / "run", second, max_steps=5, eval_every_steps=4)
     assert str(second.state_dict()) == str(first.state_dict())
 
 

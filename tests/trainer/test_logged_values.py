@@ -22,7 +22,7 @@ def made(log: Any, **settings: Any) -> Trainer:
         return loss
 
     config = TrainerConfig(
-        **{"epochs": 2, "global_batch_size": 4, "micro_batch_size": 2, "log_every": 3, "data": {"shuffle": False}}
+        **{"epochs": 2, "global_batch_size": 4, "micro_batch_size": 2, "log_every_steps": 3, "data": {"shuffle": False}}
         | settings
     )
     trainer = Trainer(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss_fn, config)
@@ -63,7 +63,7 @@ def test_a_repeated_or_skipped_step_does_not_count() -> None:
 
     data = X.clone()
     data[5] = float("nan")
-    rows = made(log, non_finite="skip").fit(TensorDataset(data)).history
+    rows = made(log, non_finite_gradients="skip").fit(TensorDataset(data)).history
     assert [row.values["mean"] for row in rows] == pytest.approx([(0 + 1 + 2 + 3 + 8 + 9) / 6] * 2)
 
 
@@ -92,7 +92,7 @@ def test_the_rates_of_all_groups() -> None:
 
     model = nn.Linear(1, 1).double()
     optimizer = torch.optim.SGD([{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.2}])
-    config = TrainerConfig(max_steps=1, log_every=1)
+    config = TrainerConfig(max_steps=1, log_every_steps=1)
     Trainer(model, optimizer, lambda model, batch: model(batch[0]).mean(), config, callbacks=[Keeps()]).fit(
         TensorDataset(X)
     )

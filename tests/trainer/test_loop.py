@@ -86,7 +86,7 @@ def test_an_evaluation_that_fails_within_fit_saves_nothing(tmp_path: Path) -> No
             raise ValueError
 
     with pytest.raises(ValueError):  # noqa: PT011
-        trainer_for(tmp_path, Fails(), eval_every=3, checkpoint={"every_steps": 3}).fit(data(), data())
+        trainer_for(tmp_path, Fails(), eval_every_steps=3, checkpoint={"every_steps": 3}).fit(data(), data())
     assert saved(tmp_path) == []
 
 
@@ -161,7 +161,7 @@ def test_other_data_than_that_of_fit_does_not_decide_what_is_best(tmp_path: Path
     assert (best.value, (tmp_path / "log.csv").read_text()) == (value, lines)
     trainer.evaluate(DataLoader(validation, batch_size=4))
     assert (tmp_path / "log.csv").read_text() != lines
-    trainer.evaluate(test, watched=True)
+    trainer.evaluate(test, notify_callbacks=True)
     assert best.value < value
 
 
@@ -195,7 +195,7 @@ def test_a_stream_s_first_row_has_no_time_from_before_the_run() -> None:
         def __iter__(self) -> Iterator[Tensor]:
             return iter(data())
 
-    for row in trainer_for(None, epochs=2, log_every=1).fit(Stream()).history:
+    for row in trainer_for(None, epochs=2, log_every_steps=1).fit(Stream()).history:
         assert row.data_seconds <= row.step_seconds + 1
 
 

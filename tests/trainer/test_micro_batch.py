@@ -50,7 +50,7 @@ def full() -> torch.OutOfMemoryError:
 
 
 def trainer_for(loss: Loss = mean_loss, model: nn.Module | None = None, **settings: Any) -> Trainer:
-    config = TrainerConfig(**{"global_batch_size": 16, "micro_batch_size": "auto", "log_every": 1} | settings)
+    config = TrainerConfig(**{"global_batch_size": 16, "micro_batch_size": "auto", "log_every_steps": 1} | settings)
     return Trainer(model or Net(), lambda parameters: torch.optim.Adam(parameters, lr=0.01), loss, config)
 
 
@@ -175,12 +175,17 @@ def test_an_error_that_ends_the_run_names_the_placement_that_fits(monkeypatch: p
     for strategy, expected in (
         ("ddp", 'parallel="zero1" needs 36.00 MiB of 55.00 MiB on each rank'),  # 36 MiB are less than 70 % of 55
         ("zero1", 'parallel="fsdp" needs 28.00 MiB of 55.00 MiB on each rank'),
-        ("fsdp", 'parallel="fsdp", memory={"checkpointing": "blocks", "offload_optimizer": True} needs 24.00 MiB'),
+        (
+            "fsdp",
+            'parallel="fsdp", memory={"activation_checkpointing": "blocks", "offload_optimizer": True} needs 24.00 MiB',
+        ),
         ("fsdp offloaded", ""),
     ):
         config = TrainerConfig(parallel=strategy.split()[0])  # type: ignore[arg-type]
         if strategy == "fsdp offloaded":
-            config = config.model_copy(update={"memory": MemoryConfig(checkpointing="blocks", offload_optimizer=True)})
+            config = config.model_copy(
+                update={"memory": MemoryConfig(activation_checkpointing="blocks", offload_optimizer=True)}
+            )
         parts = replace(trainer._parts, world=world, config=config)  # type: ignore[arg-type]
         error = with_hint(torch.OutOfMemoryError("CUDA out of memory, in so many words"), parts)
         assert str(error) == "CUDA out of memory, in so many words"

@@ -46,7 +46,7 @@ def fitted(
     optimizer: Any = lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
     **settings: Any,
 ) -> tuple[Trainer, FitResult]:
-    settings = {"global_batch_size": SAMPLES, "max_steps": 4, "log_every": 1, "mfu": True} | settings
+    settings = {"global_batch_size": SAMPLES, "max_steps": 4, "log_every_steps": 1, "mfu": True} | settings
     trainer = Trainer(model, optimizer, loss_fn, TrainerConfig(**settings))
     return trainer, trainer.fit(TensorDataset(torch.randn(16, WIDTH)) if data is None else data)
 
@@ -103,7 +103,7 @@ def test_a_gpt_costs_six_flops_per_weight_and_token_and_its_attention(checkpoint
         return Loss(loss, weight=batch[0].numel())
 
     weights = sum(each.weight.numel() for each in model.modules() if isinstance(each, nn.Linear))
-    _, result = fitted(model, loss_fn, TensorDataset(tokens), memory={"checkpointing": checkpointing})
+    _, result = fitted(model, loss_fn, TensorDataset(tokens), memory={"activation_checkpointing": checkpointing})
     assert weights == layers * 12 * width**2 + width * vocabulary
     # PaLM, appendix B: 6 N + 12 L H Q T per token.
     assert per_sample(result) == length * (6 * weights + 12 * layers * width * length)
@@ -368,7 +368,7 @@ def test_a_step_of_several_updates_has_no_mfu(said: list[str]) -> None:
         Update(name, lambda m, b, n=name: m[n](b[0]).square().mean(), torch.optim.SGD(model[name].parameters(), lr=0.1))
         for name in ("a", "b")
     ]
-    config = TrainerConfig(global_batch_size=SAMPLES, max_steps=2, log_every=1, mfu=True)
+    config = TrainerConfig(global_batch_size=SAMPLES, max_steps=2, log_every_steps=1, mfu=True)
     result = Trainer(model, updates=updates, config=config).fit(TensorDataset(torch.randn(16, WIDTH)))
     assert [row.mfu for row in result.history] == [None] * 2
     assert line(said).startswith("mfu: not known: a step has several updates")
@@ -403,7 +403,7 @@ class Hiding(nn.Module):
 
 def test_the_copy_of_a_model_takes_no_memory() -> None:
     model = Hiding()
-    config = TrainerConfig(global_batch_size=SAMPLES, max_steps=4, log_every=1, mfu=True)
+    config = TrainerConfig(global_batch_size=SAMPLES, max_steps=4, log_every_steps=1, mfu=True)
     trainer = Trainer(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), squares, config)
     copied: Any = trainer._flops._copy
     held = (*copied.parameters(), copied.hidden[0].weight, copied.hidden[0].bias, copied.table, copied.computed)

@@ -147,7 +147,9 @@ def test_autocast_and_half_weights_are_measured() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_checkpointing_is_estimated_as_it_is_measured(precision: str) -> None:
     plain = of(trainer(precision=precision, global_batch_size=256), data(256)).passed
-    less = of(trainer(precision=precision, global_batch_size=256, memory={"checkpointing": "blocks"}), data(256)).passed
+    less = of(
+        trainer(precision=precision, global_batch_size=256, memory={"activation_checkpointing": "blocks"}), data(256)
+    ).passed
     estimated = plain.with_less(checkpointing=1.0, offload=False)
     assert less.kept < 0.6 * plain.kept
     assert estimated.kept == pytest.approx(less.kept, rel=0.01)

@@ -25,7 +25,7 @@ def trainer_for(optimizer: Any = torch.optim.SGD, **options: Any) -> Trainer:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.mse_loss(model(batch[0]), batch[1])
 
-    config = TrainerConfig(global_batch_size=16, epochs=3, log_every=1)
+    config = TrainerConfig(global_batch_size=16, epochs=3, log_every_steps=1)
     return Trainer(model, lambda parameters: optimizer(parameters, lr=0.01), loss, config, **options)
 
 

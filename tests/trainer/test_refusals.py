@@ -44,7 +44,7 @@ def network() -> nn.Module:
 def trainer_for(
     loss: Any = squares, model: Any = None, config: dict[str, Any] | None = None, **options: Any
 ) -> Trainer:
-    settings = {"global_batch_size": 4, "epochs": 2, "log_every": 2, "data": {"shuffle": False}} | (config or {})
+    settings = {"global_batch_size": 4, "epochs": 2, "log_every_steps": 2, "data": {"shuffle": False}} | (config or {})
     return Trainer(model or network(), options.pop("optimizer", sgd), loss, TrainerConfig(**settings), **options)
 
 
@@ -150,7 +150,7 @@ def test_gradients_that_are_left_between_steps_do_not_enter_the_next_one() -> No
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("config", [{"non_finite": "skip"}, {"precision": "fp16"}])
+@pytest.mark.parametrize("config", [{"non_finite_gradients": "skip"}, {"precision": "fp16"}])
 def test_a_step_that_is_left_out_leaves_the_buffers_as_they_were(config: dict[str, Any]) -> None:
 
     def small(model: nn.Module, batch: Any) -> Tensor:
@@ -161,7 +161,7 @@ def test_a_step_that_is_left_out_leaves_the_buffers_as_they_were(config: dict[st
     bad[5] = torch.nan  # in the second step
     runs = []
     for samples in (bad, torch.cat((x[:4], x[8:]))):
-        trainer = trainer_for(small, config=config | {"epochs": 1, "non_finite": "skip"})
+        trainer = trainer_for(small, config=config | {"epochs": 1, "non_finite_gradients": "skip"})
         skipped = trainer.fit(TensorDataset(samples, y if len(samples) == 12 else torch.cat((y[:4], y[8:])))).skipped
         runs.append((skipped, trainer.model.state_dict()))
     assert [skipped for skipped, _ in runs] == [1, 0]

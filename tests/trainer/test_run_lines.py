@@ -23,7 +23,7 @@ def test_a_run_says_what_it_trains_and_what_came_of_it(said: list[str]) -> None:
         model,
         lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         lambda model, batch: model(batch[0]).square().mean(),
-        TrainerConfig(global_batch_size=8, epochs=2, log_every=3),
+        TrainerConfig(global_batch_size=8, epochs=2, log_every_steps=3),
     )
     result = trainer.fit(data, data)
     assert said[0].startswith(
@@ -38,7 +38,7 @@ def test_a_run_says_what_it_trains_and_what_came_of_it(said: list[str]) -> None:
 
 
 def test_a_run_ends_with_its_best_value_its_checkpoint_and_all_advice(said: list[str], tmp_path: Path) -> None:
-    model, run = nn.Linear(3, 1), {"dir": tmp_path / "run", "keep_best": "loss"}
+    model, run = nn.Linear(3, 1), {"dir": tmp_path / "run", "best_metric": "loss"}
     trainer = Trainer(
         model,
         torch.optim.SGD(model.parameters(), lr=0.01),

@@ -13,7 +13,7 @@ from ddp_kit import Trainer, TrainerConfig
 def _trained(folder: Path, steps: int) -> Trainer:
     model = nn.Linear(2, 1)
     checkpoint = {"dir": folder, "every_steps": 4}
-    config = TrainerConfig(max_steps=steps, global_batch_size=4, log_every=2, checkpoint=checkpoint)
+    config = TrainerConfig(max_steps=steps, global_batch_size=4, log_every_steps=2, checkpoint=checkpoint)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = Trainer(model, optimizer, lambda m, batch: m(batch).square().mean(), config)
     trainer.fit(torch.ones(80, 2))

@@ -67,8 +67,8 @@ def trained(folder: Path, place: str, calls: tuple[str, ...]) -> tuple[Trainer, 
     config = TrainerConfig(
         global_batch_size=8,
         max_steps=6,
-        log_every=1,
-        eval_every=AT,
+        log_every_steps=1,
+        eval_every_steps=AT,
         checkpoint={"dir": folder, "keep_last": 99, "background": False},
     )
     model = nn.Linear(3, 1)

@@ -64,15 +64,15 @@ def test_a_mistake_in_a_metric_shows_before_the_first_step() -> None:
     with pytest.raises(LossError) as caught:
         trained(lambda output, batch: output, [Counts()])
     assert "metric 'error' returned a tensor of shape (4, 1)" in str(caught.value)
-    assert 'sanity="off" skips this check' in caught.value.__notes__[0]
+    assert 'sanity_check="off" skips this check' in caught.value.__notes__[0]
     assert not steps
     with pytest.raises(DdpKitError):
-        trained(lambda output, batch: output, [Counts()], sanity="off")
+        trained(lambda output, batch: output, [Counts()], sanity_check="off")
     assert steps == [1, 2]
 
 
 def test_it_reads_one_batch_and_leaves_the_run_as_it_is() -> None:
-    (with_check, data), (without, other) = trained(), trained(sanity="off")
+    (with_check, data), (without, other) = trained(), trained(sanity_check="off")
     assert (data.read, other.read) == (44, 40)
     for one, two in zip(with_check.model.parameters(), without.model.parameters(), strict=True):
         assert torch.equal(one, two)
@@ -83,7 +83,7 @@ def test_it_reads_one_batch_and_leaves_the_run_as_it_is() -> None:
     [
         ({"callbacks": [EarlyStopping("eror")]}, "EarlyStopping monitors 'eror'"),
         ({"callbacks": [BestModel("eror")]}, "BestModel monitors 'eror'"),
-        ({"checkpoint": {"keep_best": "eror"}}, "checkpoint.keep_best monitors 'eror'"),
+        ({"checkpoint": {"best_metric": "eror"}}, "checkpoint.best_metric monitors 'eror'"),
     ],
 )
 def test_a_metric_that_there_is_not_is_named_before_the_first_step(settings: Any, words: str) -> None:

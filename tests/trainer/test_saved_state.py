@@ -183,7 +183,9 @@ def test_a_callback_may_change_the_weights_at_the_end_of_a_run_that_is_left(tmp_
     assert torch.equal(load(tmp_path / name_of(4))["model"]["net.2.weight"], weight)
 
 
-@pytest.mark.parametrize("settings", [{"precision": "fp16"}, {"non_finite": "skip"}], ids=["scaled", "left out"])
+@pytest.mark.parametrize(
+    "settings", [{"precision": "fp16"}, {"non_finite_gradients": "skip"}], ids=["scaled", "left out"]
+)
 def test_a_step_that_is_left_out_spoils_no_checkpoint(settings: dict[str, Any], tmp_path: Path) -> None:
     def spoil(model: Model) -> None:
         if model.passes == 4:

@@ -66,7 +66,7 @@ def test_a_schedule_as_long_as_the_run_ends_with_it(settings: dict[str, Any], da
 
 def test_a_row_has_the_learning_rates_of_its_last_step() -> None:
     trainer = trainer_for(
-        TrainerConfig(global_batch_size=10, log_every=2, max_steps=5), lambda optimizer: StepLR(optimizer, 1, 0.5)
+        TrainerConfig(global_batch_size=10, log_every_steps=2, max_steps=5), lambda optimizer: StepLR(optimizer, 1, 0.5)
     )
     assert [row.learning_rate for row in trainer.fit(DATA).history] == [0.5, 0.125, 0.0625]
 
@@ -99,9 +99,9 @@ def run(folder: Path, steps: int, warmup: int = 0) -> list[float]:
     config = TrainerConfig(
         max_steps=steps,
         global_batch_size=8,
-        eval_every=1,
+        eval_every_steps=1,
         warmup_steps=warmup,
-        checkpoint={"dir": folder, "keep_best": "constant", "best_mode": "max"},
+        checkpoint={"dir": folder, "best_metric": "constant", "best_mode": "max"},
     )
     constant = {"constant": lambda output, batch: torch.ones(())}
     trainer_for(config, plateau, metrics=constant, callbacks=[rates]).fit(DATA, DATA)
@@ -128,7 +128,7 @@ def test_a_plateau_counts_from_the_end_of_the_warm_up(tmp_path: Path) -> None:
 
 
 def test_a_plateau_in_the_other_direction_is_refused(tmp_path: Path) -> None:
-    config = TrainerConfig(checkpoint={"dir": tmp_path, "keep_best": "loss"})
+    config = TrainerConfig(checkpoint={"dir": tmp_path, "best_metric": "loss"})
     with pytest.raises(ConfigError, match=r"mode='max', but checkpoint.best_mode is 'min' for 'loss'"):
         trainer_for(config, plateau)
 

@@ -49,7 +49,7 @@ def trainer_for(
         TrainerConfig(
             max_steps=steps,
             global_batch_size=8,
-            eval_every=1,
+            eval_every_steps=1,
             checkpoint={"dir": folder, "every_steps": 2, "trainable_only": only, "background": False},  # type: ignore[arg-type]
         ),
         callbacks=[*callbacks],

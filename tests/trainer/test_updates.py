@@ -72,7 +72,7 @@ def test_a_step_that_one_update_skips_counts_for_the_others() -> None:
         return both(model, batch) * float("nan")
 
     updates = [Update("a", both, sgd(model["first"])), Update("b", bad, sgd(model["second"]))]
-    config = TrainerConfig(max_steps=2, global_batch_size=4, log_every=2, non_finite="skip")
+    config = TrainerConfig(max_steps=2, global_batch_size=4, log_every_steps=2, non_finite_gradients="skip")
     before = [each.detach().clone() for each in model.parameters()]
     result = Trainer(model, updates=updates, config=config).fit(DATA)
     changed = [not torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True)]
@@ -98,9 +98,9 @@ def test_a_step_that_one_update_skips_counts_for_the_others() -> None:
         (
             lambda m: {
                 "updates": [Update("a", both, torch.optim.LBFGS(m.parameters()))],
-                "config": TrainerConfig(non_finite="skip"),
+                "config": TrainerConfig(non_finite_gradients="skip"),
             },
-            "non_finite='skip' is not supported with LBFGS, which evaluates the loss several times per step",
+            "non_finite_gradients='skip' is not supported with LBFGS, which evaluates the loss several times per step",
         ),
     ],
 )

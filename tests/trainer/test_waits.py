@@ -27,7 +27,9 @@ def weighted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
 def steps_of(loss: Any = mean, scheduler: Any = None, **settings: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1))
-    config = TrainerConfig(global_batch_size=8, accumulation_steps=2, max_grad_norm=1.0, log_every=100, **settings)
+    config = TrainerConfig(
+        global_batch_size=8, accumulation_steps=2, max_grad_norm=1.0, log_every_steps=100, **settings
+    )
     adamw = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     trainer = Trainer(model, adamw, loss, config, scheduler=scheduler, callbacks=[EMA()])
     return trainer.steps(TensorDataset(torch.randn(400, 4), torch.randn(400, 1)))

@@ -61,7 +61,9 @@ def parser() -> Parser:
         "gets a file of its own",
     )
     flags.add_argument(
-        "--best", action="store_true", help="the best checkpoint of a folder (see checkpoint.keep_best), not the newest"
+        "--best",
+        action="store_true",
+        help="the best checkpoint of a folder (see checkpoint.best_metric), not the newest",
     )
     flags.add_argument("--ema", action="store_true", help="the average of the weights that the EMA callback kept")
     return flags

@@ -192,7 +192,7 @@ def _loss(run: RunHistory) -> Iterator[Finding]:
         if lowest > 0 and last > _RISEN * lowest:
             yield Finding(
                 f"The evaluation loss was lowest at step {step:,} ({lowest:.4g}) and has risen to {last:.4g}: "
-                'it may overfit; checkpoint={"keep_best": "loss"} keeps the best one',
+                'it may overfit; checkpoint={"best_metric": "loss"} keeps the best one',
                 is_problem=True,
             )
 
