@@ -25,6 +25,7 @@ from torch.utils.data import IterableDataset
 from ddp_kit.callbacks.callback import Callback
 from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.data import Data, DatasetEpoch, batching, open_data
+from ddp_kit.data.feed import loader_batch_size
 from ddp_kit.data.sampler import lengths_in, plan_batches
 from ddp_kit.env import from_env
 from ddp_kit.errors import ConfigError
@@ -32,7 +33,6 @@ from ddp_kit.log import logger
 from ddp_kit.parallel.strategy import sizes_of
 from ddp_kit.state_values import real_number, whole_number
 from ddp_kit.torch_internals import inner_schedulers, milestones
-from ddp_kit.trainer.feed import loader_batch_size
 from ddp_kit.trainer.parts import SchedulerInterval
 
 # --- ReduceLROnPlateau ------------------------------------------------------------------------------------------------

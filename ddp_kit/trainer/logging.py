@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_kit.config.settings import TrainerConfig
+from ddp_kit.distributed import consistency
+from ddp_kit.distributed.consistency import Difference, first_difference
 from ddp_kit.distributed.world import World, gathered
 from ddp_kit.errors import LossError
 from ddp_kit.log import logger
@@ -19,8 +21,6 @@ from ddp_kit.metrics import Loss, bad_weight, exact_weight
 from ddp_kit.records import LogRow, Step, StepTimes
 from ddp_kit.timing import COLUMNS, StepClock, by_rank, table_of
 from ddp_kit.torch_internals import compilations
-from ddp_kit.trainer import consistency
-from ddp_kit.trainer.consistency import Difference, first_difference
 from ddp_kit.trainer.parts import LoggedValues, Parts, as_table, over_all_ranks
 
 # --- Advice about slow steps ------------------------------------------------------------------------------------------
@@ -475,13 +475,20 @@ class LogPoints:
         Raises `LossError` on all ranks if a loss or the gradient was not finite.
         """
         rates = tuple(map(float, self._rates))
-        facts = consistency.row(self._parts) if self._parts.world.world_size > 1 else None
-        reading = self.interval.close(self._clock, facts)
+        reading = self.interval.close(self._clock, self._checksums())
         self._late.append(_Point(step, epoch, rates, reading, compilations(), self._clock.idle))
         self.begin(step + 1)
         ready = self._late[:-1] if self._reads_late and not last else self._late
         self._late = self._late[len(ready) :]
         return [self._row(point) for point in ready]
+
+    def _checksums(self) -> Tensor | None:
+        """The checksums that ranks compare; None: there is one rank."""
+        parts, world = self._parts, self._parts.world
+        if world.world_size == 1:
+            return None
+        held = parts.strategy.local_parameters()
+        return consistency.row(parts.config.verify_ranks, parts.optimizer, held, world.device)
 
     def rest(self) -> list[LogRow]:
         """The rows that have not been read, at the end of a run that was stopped right after a log point."""
@@ -551,18 +558,22 @@ class LogPoints:
 
     def _compare(self, step: int, values: Values) -> None:
         """Raise `DataError` if ranks differ. All ranks have the same figures, so all raise or none does."""
-        parts = self._parts
-        what = consistency.differing(values.facts, parts.strategy)
+        parts, strategy, world = self._parts, self._parts.strategy, self._parts.world
+        what = consistency.differing(values.facts, strategy.replicas, strategy.optimizer_replicas)
         if what is None:
             return
-        found = (
-            first_difference(parts.world, {what: consistency.settings_of(parts.optimizer)})
-            or first_difference(parts.world, consistency.facts_of_weights(parts), parts.strategy.replicas)
-            or first_difference(parts.world, consistency.facts_of_optimizer(parts), parts.strategy.optimizer_replicas)
+        weights = consistency.facts_of_weights(parts.model, strategy.local_parameters(), world)
+        optimizer = consistency.facts_of_optimizer(
+            strategy.held_names(), parts.device_optimizer, parts.optimizer, world
         )
-        found = found or Difference(what)
+        found = (
+            first_difference(world, {what: consistency.settings_of(parts.optimizer)})
+            or first_difference(world, weights, strategy.replicas)
+            or first_difference(world, optimizer, strategy.optimizer_replicas)
+            or Difference(what)
+        )
         raise found.error(
-            parts.world,
+            world,
             f"after step {step} the ranks do not agree on {found.description}",
             "callbacks, schedulers and your own code must change weights and optimizers equally on all ranks; "
             'verify_ranks="off" turns the comparison of weights off',

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from ddp_kit.config.settings import TrainerConfig
+from ddp_kit.data.feed import Share
 from ddp_kit.distributed.world import World, random_states, set_random_states
 from ddp_kit.errors import first_line
 from ddp_kit.log import logger
@@ -19,7 +20,6 @@ from ddp_kit.metrics import Loss, checked
 from ddp_kit.precision import Precision
 from ddp_kit.structures import each_leaf
 from ddp_kit.torch_internals import FakeTensors, FlopCount, NotCountedError, is_fake
-from ddp_kit.trainer.feed import Share
 from ddp_kit.trainer.parts import Parts
 
 # --- Peak rates of GPUs -----------------------------------------------------------------------------------------------

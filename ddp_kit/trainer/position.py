@@ -6,18 +6,13 @@ from typing import Any
 
 from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.data import ReaderState
+from ddp_kit.data.feed import PER_RANK, RANKS
+from ddp_kit.distributed.consistency import Facts
 from ddp_kit.errors import DataError
 from ddp_kit.log import logger
 from ddp_kit.state_values import flag, whole_number
 
 # --- Position ---------------------------------------------------------------------------------------------------------
-
-
-Facts = dict[str, int | str]
-RANKS = "the number of ranks"
-"""The name of a fact about streams, which each rank reads separately; if it changes, a warning is logged."""
-PER_RANK = ("the micro-batch", "data.num_workers")
-"""Facts about streams that do not matter if the number of ranks changes."""
 
 
 class Position:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_kit.data.feed import EvaluationData
 from ddp_kit.distributed.world import World, gathered, gathered_bytes
 from ddp_kit.errors import LossError, kind_of
 from ddp_kit.heartbeat import Phase
@@ -17,7 +18,6 @@ from ddp_kit.parallel import StageBoundary
 from ddp_kit.progress import with_bar
 from ddp_kit.torch_internals import pytree
 from ddp_kit.trainer.evaluation import evaluating
-from ddp_kit.trainer.feed import EvaluationData
 from ddp_kit.trainer.parts import Parts
 
 PredictFunction = Callable[[Any, Any], Any]

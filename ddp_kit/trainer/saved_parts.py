@@ -25,6 +25,7 @@ from ddp_kit.checkpoint.reader import unpack
 from ddp_kit.checkpoint.weight_files import plain_name
 from ddp_kit.config.settings import CheckpointConfig, TrainerConfig
 from ddp_kit.data import ReaderState
+from ddp_kit.distributed.consistency import bits
 from ddp_kit.distributed.world import (
     RandomStates,
     decoded,
@@ -42,7 +43,6 @@ from ddp_kit.parallel import Strategy
 from ddp_kit.pieces import Piece, whole_shape
 from ddp_kit.state_values import check_same_kind, real_number, whole_number
 from ddp_kit.torch_internals import loaded_by_own_code
-from ddp_kit.trainer.consistency import bits
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.position import Position
 from ddp_kit.trainer.snapshots import in_pieces, load_optimizer_state, of_pieces

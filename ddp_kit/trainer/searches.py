@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_kit.data.feed import Feed, Share
 from ddp_kit.data.sampler import BatchPlan
 from ddp_kit.distributed.world import gathered, host_group
 from ddp_kit.errors import ConfigError, DataError, LossError
@@ -19,7 +20,6 @@ from ddp_kit.metrics import Loss, checked
 from ddp_kit.profile import save_memory_snapshot
 from ddp_kit.records import LearningRateSearch
 from ddp_kit.timing import StepClock
-from ddp_kit.trainer.feed import Feed, Share
 from ddp_kit.trainer.logging import Interval
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.planning import what_fits

@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ddp_kit.callbacks import Callback
 from ddp_kit.config.settings import TrainerConfig
-from ddp_kit.data.sampler import TrainBatches, UserTrainBatches
 from ddp_kit.env import make_cublas_deterministic
 from ddp_kit.errors import ConfigError, kind_of, nearest, some
 from ddp_kit.metrics import MetricObject, is_metric_object
@@ -214,19 +213,6 @@ def scheduler_for(
             "leave out scheduler_every: by default, fit evaluates its eval_data after each epoch",
         )
     return made
-
-
-def check_sync_batch_norm(model: nn.Module, batches: TrainBatches | UserTrainBatches | None, world_size: int) -> None:
-    """Raise `ConfigError` if the model has SyncBatchNorm and ranks may have different numbers of passes or samples.
-
-    SyncBatchNorm runs a collective in every pass. `batches`: None for a stream of unknown length.
-    """
-    uneven = batches is None or any(batches.samples(step) % world_size for step in (0, batches.steps - 1))
-    if world_size > 1 and uneven and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        raise ConfigError(
-            f"the model has SyncBatchNorm, but some global batches cannot be divided equally among {world_size} ranks",
-            f"set data.drop_last=True and a global_batch_size that is a multiple of {world_size}",
-        )
 
 
 def checked_metrics(metrics: object) -> dict[str, MetricFunction | MetricObject]:

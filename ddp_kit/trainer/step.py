@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddp_kit.data.feed import Share
+from ddp_kit.distributed.consistency import first_losses
 from ddp_kit.distributed.world import World
 from ddp_kit.errors import ConfigError, LossError, some
 from ddp_kit.heartbeat import Phase
@@ -19,8 +21,6 @@ from ddp_kit.metrics import Loss, Mean, bad_weight, checked, exact_weight, reduc
 from ddp_kit.structures import with_copied_containers
 from ddp_kit.timing import BACKWARD, FORWARD, OPTIMIZER, StepClock
 from ddp_kit.torch_internals import pytree
-from ddp_kit.trainer.consistency import first_losses
-from ddp_kit.trainer.feed import Share
 from ddp_kit.trainer.learning_rates import EveryEpoch, explained_ticks
 from ddp_kit.trainer.parts import Parts
 from ddp_kit.trainer.snapshots import BufferCopies, StepSnapshot, without_trace

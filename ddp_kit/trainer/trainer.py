@@ -21,8 +21,10 @@ from ddp_kit.callbacks.callback import check_metric
 from ddp_kit.compilation import compile_in_place, without_wrappers
 from ddp_kit.config.settings import TrainerConfig, absolute, named_arguments
 from ddp_kit.data import Data
+from ddp_kit.data.comparison import SampleComparison, facts_of_data
+from ddp_kit.data.feed import DataRank, Feed, FeedBuilder, Share, loader_batch_size
 from ddp_kit.data.sampler import BatchPlan, plan_batches
-from ddp_kit.distributed import barrier
+from ddp_kit.distributed import barrier, consistency
 from ddp_kit.distributed.world import random_states_kept, seed_everything
 from ddp_kit.env import plan_request, rank_for_messages
 from ddp_kit.errors import ConfigError
@@ -37,19 +39,9 @@ from ddp_kit.precision import Precision
 from ddp_kit.profile import Recorder
 from ddp_kit.progress import ProgressReport
 from ddp_kit.records import FitResult, LearningRateSearch, Step
-from ddp_kit.timing import DATA, step_clock
-from ddp_kit.trainer import consistency
+from ddp_kit.timing import DATA, TRANSFER, step_clock
 from ddp_kit.trainer.checkpoints import Checkpoints, Loop, save_when_left
-from ddp_kit.trainer.consistency import (
-    SampleComparison,
-    facts_of_data,
-    facts_of_model,
-    facts_of_optimizer,
-    facts_of_progress,
-    facts_of_weights,
-)
 from ddp_kit.trainer.evaluation import Evaluator, FitEvaluations, evaluation_due
-from ddp_kit.trainer.feed import Feed, FeedBuilder, Share, loader_batch_size
 from ddp_kit.trainer.learning_rates import (
     DecayWatch,
     Plateau,
@@ -215,7 +207,7 @@ class Trainer:
             data_ranks = sizes_of(self.config.parallel, self._plan_request.ranks).data
         self.batch_plan = plan_batches(settings.global_batch_size, micro_batch, settings.accumulation_steps, data_ranks)
         strategy.check(model)
-        facts = facts_of_model(model) | {"the setting parallel": repr(settings.parallel)}
+        facts = consistency.facts_of_model(model) | {"the setting parallel": repr(settings.parallel)}
         consistency.check_agreement(self.world, facts)
         return settings, strategy
 
@@ -254,7 +246,7 @@ class Trainer:
         self._max_steps = math.inf if settings.max_steps is None else settings.max_steps
         self._max_epochs = math.inf if settings.last_epoch is None else settings.last_epoch
         self._clock = step_clock(self.world.device)
-        self._feeds = FeedBuilder(parts, self.batch_plan, self._clock)
+        self._feeds = self._feed_builder(self.batch_plan)
         if self._updates:
             self._optimizer_step: OptimizerStep = joint_step(parts, self._clock, self._updates, schedulers)
         else:
@@ -528,7 +520,7 @@ class Trainer:
         """The model's memory as measured with fake tensors, and the samples per micro-batch."""
         ranks = self._parts.strategy.data_ranks
         size = loader_batch_size(data, self.config) or self.batch_plan.micro_batch
-        feeds = FeedBuilder(self._parts, BatchPlan(size * ranks, size, 1, ranks), self._clock)
+        feeds = self._feed_builder(BatchPlan(size * ranks, size, 1, ranks))
         with random_states_kept(), self._parts.logged.set_aside():
             feed = feeds.train_feed(data, 0, self._epoch_to_train)
             feed.begin(self._epoch_to_train, 0)
@@ -720,6 +712,26 @@ class Trainer:
         self._total_steps = self._position.last_step(config, feed.steps_in)
         return feed
 
+    def _feed_builder(self, plan: BatchPlan) -> FeedBuilder:
+        """Create what opens data for steps that are divided as in `plan`."""
+
+        def fetched() -> None:
+            self._clock.mark(DATA)
+            self._heartbeat.mark(Phase.TRANSFER)
+
+        strategy, precision = self._parts.strategy, self._parts.precision
+        return FeedBuilder(
+            self._parts.config,
+            self.world,
+            DataRank(strategy.data_rank, strategy.data_ranks, strategy.contributes, strategy.equal_passes),
+            plan,
+            precision.batch_dtype,
+            precision.check_batch,
+            needs_equal_samples=any(isinstance(module, nn.SyncBatchNorm) for module in self.model.modules()),
+            fetched=fetched,
+            moved=partial(self._clock.mark, TRANSFER),
+        )
+
     @property
     def _epoch_to_train(self) -> int:
         """The epoch of the next step; the last one if the run is finished, because samplers may have no other."""
@@ -729,7 +741,7 @@ class Trainer:
     def _set_batch_plan(self, global_batch: int | None, micro_batch: int, accumulation: int | None = None) -> None:
         """Set the batch plan of the following steps."""
         self.batch_plan = plan_batches(global_batch, micro_batch, accumulation, self._parts.strategy.data_ranks)
-        self._feeds = FeedBuilder(self._parts, self.batch_plan, self._clock)
+        self._feeds = self._feed_builder(self.batch_plan)
         if self.config.micro_batch_size == "auto":
             self._position.micro_batches[str(self.world.world_size)] = micro_batch
 
@@ -801,10 +813,18 @@ class Trainer:
         facts = facts_of_data(data) | consistency.facts_of_run(self.config, self.optimizer, self._metrics)
         consistency.check_agreement(self.world, facts)
         if self.step == 0 or "train_data" in data:
-            strategy = self._parts.strategy
-            consistency.check_agreement(self.world, facts_of_weights(self._parts), strategy.replicas)
-            consistency.check_agreement(self.world, facts_of_optimizer(self._parts), strategy.optimizer_replicas)
-            consistency.check_agreement(self.world, facts_of_progress(self._parts))
+            parts, strategy = self._parts, self._parts.strategy
+            weights = consistency.facts_of_weights(self.model, strategy.local_parameters(), self.world)
+            consistency.check_agreement(self.world, weights, strategy.replicas)
+            optimizer = consistency.facts_of_optimizer(
+                strategy.held_names(), parts.device_optimizer, self.optimizer, self.world
+            )
+            consistency.check_agreement(self.world, optimizer, strategy.optimizer_replicas)
+            progress: consistency.Facts = {
+                "the scheduler and its state": consistency.schedule(self.scheduler),
+                "the state of the gradient scaling": repr(parts.precision.state()),
+            }
+            consistency.check_agreement(self.world, progress)
         self._sample_comparison.compare(data)
 
 

@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_kit.config.settings import TrainerConfig
+from ddp_kit.data.feed import Share
 from ddp_kit.errors import ConfigError, kind_of
 from ddp_kit.metrics import Loss
 from ddp_kit.structures import with_copied_containers
 from ddp_kit.timing import StepClock
-from ddp_kit.trainer.feed import Share
 from ddp_kit.trainer.parts import LoggedValues, LossFunction, Parts, SchedulerInterval
 from ddp_kit.trainer.searches import new_step
 from ddp_kit.trainer.setup import checked_loss

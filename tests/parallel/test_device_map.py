@@ -20,10 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ddp_kit import ConfigError, Trainer, TrainerConfig
 from ddp_kit.checkpoint.reader import _Fetch
 from ddp_kit.config.settings import ParallelConfig
+from ddp_kit.distributed.consistency import bits
 from ddp_kit.distributed.world import World
 from ddp_kit.parallel import device_map, strategy_for
 from ddp_kit.parallel.device_map import DeviceMapStrategy, SingleRankDeviceMap, automatic_map, expanded, indices_of
-from ddp_kit.trainer.consistency import bits
 from ddp_kit.trainer.saved_parts import ModelPart, OptimizerPart
 
 TWO = (torch.device("cpu", 0), torch.device("cpu", 1))

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_kit import Trainer, TrainerConfig
+from ddp_kit.data.feed import EvaluationData
 from ddp_kit.trainer.evaluation import evaluate
-from ddp_kit.trainer.feed import EvaluationData
 
 BATCHES = [(2, torch.ones(2, 3))] * 3
 

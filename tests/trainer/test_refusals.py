@@ -12,11 +12,11 @@ from torch.utils.data import TensorDataset
 
 from ddp_kit import Callback, ConfigError, Loss, LossError, Trainer, TrainerConfig
 from ddp_kit.config.settings import ParallelConfig
+from ddp_kit.distributed.consistency import bits, differing, rates, settings_of
 from ddp_kit.distributed.world import World
 from ddp_kit.metrics import exact_weight
 from ddp_kit.parallel.ddp import DdpStrategy
 from ddp_kit.parallel.strategy import scale_gradients
-from ddp_kit.trainer.consistency import bits, differing, rates, settings_of
 from ddp_kit.trainer.logging import WEIGHT, Interval
 from ddp_kit.trainer.step import _ratio
 
@@ -273,7 +273,8 @@ def test_settings_are_compared_with_all_digits_and_without_addresses() -> None:
 
 def test_what_differs_is_named() -> None:
     strategy = DdpStrategy(World(0, 2, 0, 2, 0, torch.device("cpu")), ParallelConfig())
-    assert differing([(1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 4.0)], strategy) is None
-    assert differing([(1.0, 2.0), (1.0, 3.0)], strategy) == "the learning rates"
-    assert differing([(1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 5.0)], strategy) == "the weights of the model"
-    assert differing([], strategy) is None
+    groups = strategy.replicas, strategy.optimizer_replicas
+    assert differing([(1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 4.0)], *groups) is None
+    assert differing([(1.0, 2.0), (1.0, 3.0)], *groups) == "the learning rates"
+    assert differing([(1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 5.0)], *groups) == "the weights of the model"
+    assert differing([], *groups) is None

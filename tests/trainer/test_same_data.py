@@ -11,9 +11,10 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from ddp_kit import DataConfig, DataError
+from ddp_kit.data import comparison as comparing
+from ddp_kit.data.comparison import SampleComparison, digest_of_sample
+from ddp_kit.distributed import consistency
 from ddp_kit.distributed.world import World
-from ddp_kit.trainer import consistency
-from ddp_kit.trainer.consistency import SampleComparison, digest_of_sample
 
 Pair = namedtuple("Pair", "x y")
 
@@ -101,7 +102,7 @@ def test_ranks_that_differ_are_told_unless_their_samples_differ_from_themselves(
         flag = numbers in ([True], [False])
         return [numbers, numbers] if flag else [numbers, [number + 1 for number in numbers]]
 
-    monkeypatch.setattr(consistency, "gathered", gathered)
+    monkeypatch.setattr(comparing, "gathered", gathered)
     comparison = SampleComparison(world(), DataConfig(), 0)
     with pytest.raises(DataError, match="do not agree on sample 0 of train_data"):
         comparison.compare({"train_data": Fetched()})
@@ -116,7 +117,7 @@ def test_ranks_that_differ_are_told_unless_their_samples_differ_from_themselves(
 
 
 def test_a_dataset_that_takes_long_is_not_asked_for_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consistency, "_MAX_SECONDS", 0.0)
+    monkeypatch.setattr(comparing, "_MAX_SECONDS", 0.0)
     data = Fetched()
     SampleComparison(world(), DataConfig(), 0).compare({"train_data": data})
     assert data.asked == [0]

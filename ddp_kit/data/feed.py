@@ -12,20 +12,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_kit.config.settings import TrainerConfig
-from ddp_kit.data import (
-    Batching,
-    Data,
-    DatasetEpoch,
-    DeviceTransform,
-    ReaderState,
-    Stream,
-    batching,
-    build_loader,
-    build_stream,
-    check_batch_size,
-    on_device,
-    open_data,
-)
+from ddp_kit.data.collate import DeviceTransform
+from ddp_kit.data.comparison import subset_indices
+from ddp_kit.data.device import on_device
+from ddp_kit.data.loading import build_loader
 from ddp_kit.data.sampler import (
     BatchPlan,
     EvalBatches,
@@ -35,22 +25,23 @@ from ddp_kit.data.sampler import (
     UserTrainBatches,
     split,
 )
+from ddp_kit.data.source import Batching, Data, DatasetEpoch, batching, check_batch_size, open_data
+from ddp_kit.data.stream import ReaderState, Stream, build_stream
+from ddp_kit.distributed.consistency import Facts, check_agreement, digest_of
 from ddp_kit.distributed.world import World, gathered, host_group, mixed_seed
 from ddp_kit.errors import ConfigError, DataError
-from ddp_kit.heartbeat import Phase
 from ddp_kit.log import logger
-from ddp_kit.parallel import Strategy
 from ddp_kit.structures import with_copied_containers
-from ddp_kit.timing import DATA, TRANSFER, StepClock
 from ddp_kit.torch_internals import pytree
-from ddp_kit.trainer.consistency import check_agreement, digest_of, subset_indices
-from ddp_kit.trainer.parts import Parts
-from ddp_kit.trainer.position import RANKS, Facts
-from ddp_kit.trainer.setup import check_sync_batch_norm
 
 # --- Feeds ------------------------------------------------------------------------------------------------------------
 # Training data, one optimizer step at a time, from a dataset with a length or from a stream.
 
+
+RANKS = "the number of ranks"
+"""The name of a fact about streams, which each rank reads separately; if it changes, a warning is logged."""
+PER_RANK = ("the micro-batch", "data.num_workers")
+"""Facts about streams that do not matter if the number of ranks changes."""
 
 Mover = Callable[[Iterable[Any]], Iterator[Any]]
 """Moves a loader's batches to the device."""
@@ -58,6 +49,20 @@ EpochMover = Callable[[int, int], Mover]
 """`(epoch, number)` -> the mover of this rank's batches in an epoch, starting with batch `number`."""
 StreamPosition = tuple[ReaderState, ...]
 """The positions of the processes that read a rank's stream, the most recent last; () for other data."""
+
+
+@dataclass(frozen=True)
+class DataRank:
+    """The part of the data that this rank reads. Ranks that share one replica of the model read the same samples."""
+
+    rank: int
+    """The number of this part."""
+    ranks: int
+    """The number of parts into which the data is divided."""
+    contributes: bool
+    """Whether this rank's samples count: true for one of the ranks that share samples."""
+    equal_passes: bool
+    """Whether all ranks run the same number of passes: a rank with fewer batches repeats one with zero weight."""
 
 
 class Share(NamedTuple):
@@ -210,10 +215,10 @@ class StreamFeed:
         world: World,
         move: EpochMover,
         facts: Facts,
-        strategy: Strategy,
+        part: DataRank,
         at_least: int | None = None,
     ) -> None:
-        self._strategy = strategy
+        self._part = part
         self._last: list[Any] = []  # a copy of the last batch, for passes with zero weight
         self._facts = facts
         self._at_least = at_least or 1
@@ -255,8 +260,8 @@ class StreamFeed:
         self.place = self._reached
         fetched = self._fetch()
         passes, batches = tuple(samples for samples, _ in fetched), [batch for _, batch in fetched]
-        samples = self._over_all_ranks(sum(passes) if self._strategy.contributes else 0, dist.ReduceOp.SUM)
-        if self._strategy.equal_passes and samples:
+        samples = self._over_all_ranks(sum(passes) if self._part.contributes else 0, dist.ReduceOp.SUM)
+        if self._part.equal_passes and samples:
             passes, batches = self._padded(passes, batches)
         self._waiting = iter(batches)
         if samples < self._at_least and self._begun_at is not None:
@@ -308,7 +313,7 @@ class StreamFeed:
         """
         bits = b"".join(leaf.cpu().numpy().tobytes() for leaf in pytree.tree_leaves(batches) if _readable(leaf))
         digests: dict[int, set[int]] = {}
-        for data_rank, digest in gathered(self._world, [self._strategy.data_rank, digest_of(bits)]):
+        for data_rank, digest in gathered(self._world, [self._part.rank, digest_of(bits)]):
             digests.setdefault(data_rank, set()).add(digest)
         if any(len(found) > 1 for found in digests.values()):
             raise DataError(
@@ -369,25 +374,28 @@ def loader_batch_size(data: Data, config: TrainerConfig) -> int | None:
 
 @dataclass(frozen=True)
 class FeedBuilder:
-    """Opens data for one Trainer: `plan` divides its steps, `clock` measures the time spent waiting for data."""
+    """Opens data for one Trainer."""
 
-    parts: Parts
+    config: TrainerConfig
+    world: World
+    part: DataRank
     plan: BatchPlan
-    clock: StepClock
+    """Divides the steps of training."""
+    dtype: torch.dtype | None
+    """The dtype to which floating-point tensors of a batch are converted; None: they are not converted."""
+    check_first: Callable[[Any], None]
+    """Called with the first batch of each epoch and evaluation, on the host."""
+    needs_equal_samples: bool
+    """Whether all ranks must have as many samples in each pass, because the model has SyncBatchNorm."""
+    fetched: Callable[[], None]
+    """Called when a training batch has arrived on the host."""
+    moved: Callable[[], None]
+    """Called when a training batch is on the device."""
 
     @property
     def _reader(self) -> World:
         """The world with data ranks in place of ranks: ranks with the same samples draw the same random numbers."""
-        return replace(self.parts.world, rank=self._rank, world_size=self._ranks)
-
-    @property
-    def _rank(self) -> int:
-        return self.parts.strategy.data_rank
-
-    @property
-    def _ranks(self) -> int:
-        """The number of parts into which the data is divided."""
-        return self.parts.strategy.data_ranks
+        return replace(self.world, rank=self.part.rank, world_size=self.part.ranks)
 
     def train_feed(self, data: Data, step: int, epoch: int) -> Feed:
         """The feed of training data, at the start of an epoch.
@@ -396,19 +404,19 @@ class FeedBuilder:
         for data that does not fit the configuration.
         """
         dataset, template = open_data(data, "train_data")
-        own, config, world = batching(template), self.parts.config, self.parts.world
+        own, config, world = batching(template), self.config, self.world
         asked = config.global_batch_size is not None or config.micro_batch_size is not None
         check_batch_size(own, self.plan.micro_batch, asked=asked)
         seed = mixed_seed(config.seed, step)
         if isinstance(dataset, IterableDataset):
             self._check_stream()
-            share = split(self.plan.global_batch, self._ranks, self._rank)
+            share = split(self.plan.global_batch, self.part.ranks, self.part.rank)
             passes = -(-len(share) // self.plan.micro_batch)
             sizes = [len(split(len(share), passes, number)) for number in range(passes)]
             stream = build_stream(dataset, sizes, config.data, self._reader, config.seed, template, record_states=True)
             full = self.plan.global_batch if config.data.drop_last else None
             facts = self._stream_facts(template)
-            return StreamFeed(stream, len(sizes), world, self._move, facts, self.parts.strategy, at_least=full)
+            return StreamFeed(stream, len(sizes), world, self._move, facts, self.part, at_least=full)
         dataset_epoch = DatasetEpoch(dataset, config.seed)
         dataset_epoch.set(epoch)
         batches = self._train_batches(dataset, own, epoch)
@@ -425,14 +433,13 @@ class FeedBuilder:
         loader = build_loader(
             dataset, batches, config.data, self._reader, seed, template, keyed=keyed, dataset_epoch=dataset_epoch
         )
-        spares = self.parts.strategy.equal_passes
-        spare = partial(self._read_spare, dataset, batches, template, transform) if spares else None
+        spare = partial(self._read_spare, dataset, batches, template, transform) if self.part.equal_passes else None
         check = partial(self._check_epoch, batches, epoch_facts, on_host=True)  # the device is still computing steps
         return MapFeed(loader, batches, self._move, epoch_facts, dataset_epoch, check, spare)
 
     def _map_facts(self, dataset: Any, own: Batching | None, batches: TrainBatches | UserTrainBatches) -> Facts:
         """Facts that determine the samples of each step of the current epoch."""
-        config = self.parts.config
+        config = self.config
         facts: Facts = {
             "the setting seed": config.seed,
             "the number of samples": len(dataset),
@@ -453,13 +460,13 @@ class FeedBuilder:
 
     def _stream_facts(self, template: DataLoader[Any] | None) -> Facts:
         """Facts that determine the samples of a stream's steps; equal on all ranks, as a checkpoint holds one copy."""
-        config = self.parts.config
+        config = self.config
         workers = config.data.num_workers if template is None else template.num_workers
         facts: Facts = {
             "the setting seed": config.seed,
             "the global batch": self.plan.global_batch,
             "drop_last": config.data.drop_last or (template is not None and template.drop_last),
-            RANKS: self._ranks,
+            RANKS: self.part.ranks,
             "data.num_workers": workers or 1,  # the same order without workers and with one
         }
         if workers not in (0, 1) or (template is not None and template.batch_size is None):
@@ -479,25 +486,25 @@ class FeedBuilder:
                 "use a dataset with __getitem__ and __len__, or set micro_batch_size to a number",
             )
         keys = [number % len(dataset) for number in range(samples)]
-        config, world = self.parts.config.data, self.parts.world
+        config, world = self.config.data, self.world
         # In a DataLoader worker if training uses workers, which must not inherit files that the dataset opens here.
         settings = config.model_copy(update={"num_workers": 1 if config.num_workers else 0, "seed_samples": False})
         ahead = config.prefetch_batches if world.device.type == "cuda" else 0
         batches = [keys] * (1 + ahead)
-        loader = build_loader(dataset, batches, settings, world, self.parts.config.seed)
+        loader = build_loader(dataset, batches, settings, world, self.config.seed)
         return list(self._on_device(loader, self._transform(config.device_transform)))
 
     def evaluation_data(self, data: Data, role: str) -> EvaluationData:
         """Batches for evaluation or prediction: each sample once, in the dataset's order. `role`: for messages."""
         dataset, template = open_data(data, role)
-        own, config = batching(template), self.parts.config
+        own, config = batching(template), self.config
         size = own.size if own and own.size else self.plan.micro_batch
         if isinstance(dataset, IterableDataset):
             stream = build_stream(dataset, [size], config.data, self._reader, config.seed, template)
             return EvaluationData(lambda: counted(stream, self._move_to_evaluate), _no_spare)
         batches: EvalBatches | UserEvalBatches
         if own is not None and own.batches is not None:
-            batches = UserEvalBatches(own.batches, self._rank, self._ranks, seed=config.seed)
+            batches = UserEvalBatches(own.batches, self.part.rank, self.part.ranks, seed=config.seed)
         else:
             batches = EvalBatches(self._sampler(dataset, own, shuffle=False), size)
         transform = config.data.eval_device_transform
@@ -524,65 +531,73 @@ class FeedBuilder:
         transform: Callable[[Any], Any] | None,
     ) -> Any:
         """One batch of these samples, without DataLoader workers."""
-        settings = self.parts.config.data.model_copy(update={"num_workers": 0, "seed_samples": False})
-        loader = build_loader(dataset, [indices], settings, self.parts.world, self.parts.config.seed, template)
+        settings = self.config.data.model_copy(update={"num_workers": 0, "seed_samples": False})
+        loader = build_loader(dataset, [indices], settings, self.world, self.config.seed, template)
         return next(iter(self._on_device(loader, self._transform(transform))))
 
     def _train_batches(self, dataset: Any, own: Batching | None, epoch: int) -> TrainBatches | UserTrainBatches:
-        config = self.parts.config
+        config = self.config
         drop_last, seed = config.data.drop_last or bool(own and own.drop_last), config.seed
         if own is not None and own.batches is not None:
             passes = config.accumulation_steps or 1
             return UserTrainBatches(
-                own.batches, self._rank, self._ranks, passes, drop_last=drop_last, seed=seed, epoch=epoch
+                own.batches, self.part.rank, self.part.ranks, passes, drop_last=drop_last, seed=seed, epoch=epoch
             )
         sampler = self._sampler(dataset, own, shuffle=own.shuffle if own else config.data.shuffle)
         sampler.set_epoch(epoch)
         return TrainBatches(sampler, self.plan, drop_last=drop_last)
 
     def _sampler(self, dataset: Any, own: Batching | None, *, shuffle: bool) -> ExactDistributedSampler:
-        seed, order = self.parts.config.seed, own.sampler if own else None
-        return ExactDistributedSampler(dataset, self._rank, self._ranks, shuffle=shuffle, seed=seed, own=order)
+        seed, order = self.config.seed, own.sampler if own else None
+        return ExactDistributedSampler(dataset, self.part.rank, self.part.ranks, shuffle=shuffle, seed=seed, own=order)
 
     def _check_epoch(
         self, batches: TrainBatches | UserTrainBatches, facts: Callable[[], Facts], *, on_host: bool = False
     ) -> None:
         """Raise an error if the ranks' samples of an epoch differ, or the model cannot train on them. A collective."""
-        if self.parts.world.world_size > 1:
-            check_agreement(self.parts.world, facts(), on_host=on_host)
-        check_sync_batch_norm(self.parts.model, batches, self._ranks)
+        if self.world.world_size > 1:
+            check_agreement(self.world, facts(), on_host=on_host)
+        self._check_equal_samples(batches)
 
     def _check_stream(self) -> None:
         """Raise `ConfigError` for settings that do not work with a stream."""
-        if self.plan.global_batch < self._ranks:
+        if self.plan.global_batch < self.part.ranks:
             raise ConfigError(
-                f"a global batch of {self.plan.global_batch} cannot be divided among {self._ranks} ranks, each "
+                f"a global batch of {self.plan.global_batch} cannot be divided among {self.part.ranks} ranks, each "
                 "of which reads its own stream",
-                f"set global_batch_size to {self._ranks} or more",
+                f"set global_batch_size to {self.part.ranks} or more",
             )
-        check_sync_batch_norm(self.parts.model, None, self._ranks)
+        self._check_equal_samples(None)
+
+    def _check_equal_samples(self, batches: TrainBatches | UserTrainBatches | None) -> None:
+        """Raise `ConfigError` if SyncBatchNorm, which runs a collective in every pass, would get unequal passes.
+
+        `batches`: None for a stream, whose length is unknown.
+        """
+        ranks = self.part.ranks
+        uneven = batches is None or any(batches.samples(step) % ranks for step in (0, batches.steps - 1))
+        if self.needs_equal_samples and ranks > 1 and uneven:
+            raise ConfigError(
+                f"the model has SyncBatchNorm, but some global batches cannot be divided equally among {ranks} ranks",
+                f"set data.drop_last=True and a global_batch_size that is a multiple of {ranks}",
+            )
 
     def _move(self, epoch: int, number: int) -> Mover:
         """A function that moves training batches to the device, and measures waiting and transfer times."""
 
-        def fetched() -> None:
-            self.clock.mark(DATA)
-            self.parts.heartbeat.mark(Phase.TRANSFER)
-
-        transform = self._transform(self.parts.config.data.device_transform, epoch, number)
-        return lambda loader: self._on_device(loader, transform, fetched, partial(self.clock.mark, TRANSFER))
+        transform = self._transform(self.config.data.device_transform, epoch, number)
+        return lambda loader: self._on_device(loader, transform, self.fetched, self.moved)
 
     def _move_to_evaluate(self, loader: Iterable[Any]) -> Iterator[Any]:
-        return self._on_device(loader, self._transform(self.parts.config.data.eval_device_transform))
+        return self._on_device(loader, self._transform(self.config.data.eval_device_transform))
 
     def _transform(
         self, function: Callable[[Any], Any] | None, epoch: int = 0, number: int = 0
     ) -> DeviceTransform | None:
-        return function and DeviceTransform(function, self.parts.config.seed, epoch, self._rank, number)
+        return function and DeviceTransform(function, self.config.seed, epoch, self.part.rank, number)
 
     def _on_device(
         self, loader: Iterable[Any], transform: DeviceTransform | None, *marks: Callable[[], None]
     ) -> Iterator[Any]:
-        precision, ahead = self.parts.precision, self.parts.config.data.prefetch_batches
-        dtype, check = precision.batch_dtype, precision.check_batch
-        return on_device(loader, self.parts.world.device, dtype, ahead, transform, *marks, check_first=check)
+        ahead, check = self.config.data.prefetch_batches, self.check_first
+        return on_device(loader, self.world.device, self.dtype, ahead, transform, *marks, check_first=check)

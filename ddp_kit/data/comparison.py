@@ -1,0 +1,236 @@
+"""Comparison of the ranks' datasets: facts about them, and a few of their samples."""
+
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
+
+from ddp_kit.config.settings import DataConfig
+from ddp_kit.data.collate import checked_batches, identity_collate
+from ddp_kit.data.loading import ExposeUserDataset, loader_options
+from ddp_kit.distributed.consistency import Difference, Facts, minority, which_differ
+from ddp_kit.distributed.world import World, gathered, mixed_seed, random_states, seed_generators, set_random_states
+
+# Length, type, batching and a few samples are compared. Each rank uses its share of the same indices: if datasets
+# differed in their order or in the split between training and evaluation, samples would silently be skipped, trained on
+# twice, or used for both training and evaluation.
+
+
+_PLAIN_SAMPLES = 16
+"""The number of samples to compare if they are tensors or lists in memory, which are cheap to read."""
+_MAX_SECONDS = 2.0
+"""The time limit for fetching a dataset's samples; the remaining ones are not compared."""
+_UNKNOWN = -1
+_REPEATS = 2
+"""How often a sample that differs is fetched again, to find out whether it is just nondeterministic."""
+
+
+def facts_of_data(data: Mapping[str, object]) -> Facts:
+    """Facts about data that must be the same on all ranks. `data`: role, such as "train_data" -> data."""
+    facts: Facts = {}
+    for role, given in data.items():
+        loader = given if isinstance(given, DataLoader) else None
+        dataset = given if loader is None else loader.dataset
+        facts[f"the kind of {role}"] = f"{type(given).__name__} {_dataset_kind(dataset)}"
+        facts[f"the number of samples in {role}"] = _length(dataset)
+        facts[f"the samples that {role} is a subset of"] = repr(subset_indices(dataset))
+        batches = getattr(loader, "batch_sampler", None)
+        shuffling = type(getattr(batches, "sampler", None)).__name__
+        facts[f"the batches of {role}"] = f"{getattr(batches, 'batch_size', '')} {getattr(batches, 'drop_last', '')}"
+        facts[f"the shuffling of {role}"] = shuffling
+    return facts
+
+
+def subset_indices(dataset: object) -> list[list[Any]]:
+    """The indices of a Subset and of the subsets inside it, outermost first; empty for other datasets."""
+    found = []
+    while isinstance(dataset, Subset):
+        found.append([*dataset.indices])
+        dataset = dataset.dataset
+    return found
+
+
+class SampleComparison:
+    """Compares a few samples of a Trainer's data between ranks, as many as `data.compare_items`.
+
+    for each of the samples, spread over the dataset:
+        digest = hash of the sample, fetched with a random seed of its own
+    gather the digests; fetch samples that differ again: `DataError` if each rank gets the same digests as before
+    """
+
+    def __init__(self, world: World, config: DataConfig, seed: int) -> None:
+        self._world = world
+        self._config = config
+        self._seed = seed
+        self._known: dict[int, tuple[Any, list[int]]] = {}  # dataset id -> (weak reference, digests)
+
+    def compare(self, data: Mapping[str, object]) -> None:
+        """Raise `DataError` if the ranks' samples differ. A collective: all ranks call it with the same roles."""
+        for role, given in data.items():
+            loader = given if isinstance(given, DataLoader) else None
+            dataset = given if loader is None else loader.dataset
+            keys = self._keys(dataset)
+            if not keys:
+                continue
+            table = gathered(self._world, self._digests(dataset, keys, loader))
+            differ = [number for number in range(len(keys)) if _differ(row[number] for row in table)]
+            if differ and self._repeat(dataset, [keys[number] for number in differ], table, differ, loader):
+                first = {rank: row[differ[0]] for rank, row in enumerate(table) if row[differ[0]] != _UNKNOWN}
+                found = Difference(f"sample {keys[differ[0]]} of {role}: {which_differ(first)}", minority(first))
+                raise found.error(
+                    self._world,
+                    f"the ranks do not agree on {found.description}"
+                    f" ({len(differ)} of {len(keys)} samples that were compared differ)",
+                    "every rank must build the same dataset in the same order: sort file listings, set the random seed "
+                    "before splitting or shuffling, and let the Trainer divide the dataset over the ranks. If samples "
+                    "differ on purpose, set data.compare_items=0",
+                )
+
+    def _keys(self, dataset: object) -> list[int]:
+        """Indices evenly spread over the dataset, including the first and the last."""
+        asked = self._config.compare_items
+        wanted = _PLAIN_SAMPLES if asked and _in_memory(dataset) else asked
+        length = _length(dataset)
+        count = min(wanted, length)
+        return [number * (length - 1) // max(1, count - 1) for number in range(count)]
+
+    def _digests(self, dataset: Any, keys: Sequence[int], loader: "DataLoader[Any] | None") -> list[int]:
+        reference, digests = self._known.get(id(dataset), (None, []))
+        if reference is not None and reference() is dataset and len(digests) == len(keys):
+            return digests
+        digests = self._fetch(dataset, keys, loader)
+        with suppress(TypeError):  # a list has no weak references, and is cheap to read again
+            self._known[id(dataset)] = (weakref.ref(dataset), digests)
+        return digests
+
+    def _repeat(
+        self,
+        dataset: Any,
+        keys: Sequence[int],
+        table: list[list[int]],
+        numbers: Sequence[int],
+        loader: "DataLoader[Any] | None",
+    ) -> bool:
+        """Whether every rank gets the same samples as before when it fetches them again. A collective."""
+        own = [table[self._world.rank][number] for number in numbers]
+        # In one call, so in one process: a new DataLoader worker may repeat the random numbers of the last one.
+        again = self._fetch(dataset, [*keys] * _REPEATS, loader)
+        repeatable = all(one in (_UNKNOWN, other) for one, other in zip(again, own * _REPEATS, strict=True))
+        return all(each for (each,) in gathered(self._world, [repeatable]))
+
+    def _fetch(self, dataset: Any, keys: Sequence[int], loader: "DataLoader[Any] | None") -> list[int]:
+        """A digest of each sample; `_UNKNOWN` for samples that have none, and after the time limit."""
+        digests = [_UNKNOWN] * len(keys)
+        began = time.perf_counter()
+        for number, digest in enumerate(self._arriving(_Digests(dataset, self._seed), keys, loader)):
+            digests[number] = digest
+            if time.perf_counter() - began > _MAX_SECONDS:
+                break
+        return digests
+
+    def _arriving(self, digests: "_Digests", keys: Sequence[int], loader: "DataLoader[Any] | None") -> Iterator[int]:
+        options = loader_options(self._config, self._world, self._seed, loader)
+        if not keys or not options["num_workers"] or _in_memory(digests.dataset):
+            with _states_kept(self._world):
+                yield from map(digests.__getitem__, keys)
+            return
+        # In a DataLoader worker, because training's workers must not inherit files that the dataset opens here.
+        options |= {"num_workers": 1, "pin_memory": False, "persistent_workers": False, "generator": torch.Generator()}
+        options["worker_init_fn"] = ExposeUserDataset(options.get("worker_init_fn"))
+        loader = DataLoader(digests, sampler=keys, batch_size=None, collate_fn=identity_collate, **options)
+        yield from checked_batches(loader)
+
+
+class _Digests(Dataset[int]):
+    """A dataset of sample hashes, with random states that depend only on the seed and the sample."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self._seed = seed
+
+    def __getitem__(self, key: int) -> int:
+        seed_generators(mixed_seed(self._seed, key))
+        try:
+            several = getattr(self.dataset, "__getitems__", None)
+            return digest_of_sample(several([key])[0] if callable(several) else self.dataset[key])
+        except Exception:  # the dataset has other keys, or training will raise the same error
+            return _UNKNOWN
+
+
+@contextmanager
+def _states_kept(world: World) -> Iterator[None]:
+    states = random_states(world) if get_worker_info() is None else None
+    try:
+        yield
+    finally:
+        if states is not None:
+            set_random_states(states)
+
+
+def digest_of_sample(sample: object) -> int:
+    """A hash of a sample's tensors, arrays, numbers and strings; `_UNKNOWN` if it has none of them."""
+    found = blake2b(digest_size=7)
+    known = 0
+    for piece in _pieces(sample):
+        found.update(piece)
+        known += 1
+    return int.from_bytes(found.digest()) if known else _UNKNOWN
+
+
+def _pieces(value: Any) -> Iterator[bytes]:
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided and not value.is_quantized:
+            dense = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            yield f"{dense.dtype} {tuple(dense.shape)}".encode()
+            yield dense.reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, str | bytes | int | float | complex):
+        yield repr(value).encode()
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield repr(key).encode()
+            yield from _pieces(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _pieces(each)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for each in fields(value):
+            yield from _pieces(getattr(value, each.name, None))
+    elif hasattr(value, "__array_interface__"):  # numpy arrays and PIL images
+        yield from _array(value)
+
+
+def _array(value: Any) -> Iterator[bytes]:
+    import numpy as np
+
+    array = np.asarray(value)
+    if not array.dtype.hasobject:  # object arrays contain addresses
+        yield f"{array.dtype} {array.shape}".encode()
+        yield array.tobytes()
+
+
+def _differ(digests: Iterator[int]) -> bool:
+    return len({digest for digest in digests if digest != _UNKNOWN}) > 1
+
+
+def _in_memory(dataset: Any) -> bool:
+    """Whether samples are in memory, so that reading them runs no user code."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return type(dataset) in (TensorDataset, Tensor, list, tuple)
+
+
+def _dataset_kind(dataset: object) -> str:
+    inner = f" of {_dataset_kind(dataset.dataset)}" if isinstance(dataset, Subset) else ""
+    return type(dataset).__name__ + inner
+
+
+def _length(dataset: object) -> int:
+    """The length of a dataset; 0 for a stream, whose length may differ between ranks."""
+    return len(dataset) if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset) else 0

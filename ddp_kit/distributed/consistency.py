@@ -1,0 +1,340 @@
+"""Checks that all ranks have the same model, settings and state."""
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ddp_kit.config.settings import TrainerConfig
+from ddp_kit.distributed.world import World, gathered, host_group
+from ddp_kit.errors import DataError, DdpKitError, LossError
+from ddp_kit.torch_internals import pytree
+
+# --- Checksums of weights and optimizer state -------------------------------------------------------------------------
+# Compared between ranks, to check that replicas are bitwise identical.
+
+
+_SMALL = 1 << 14
+"""Tensors with fewer elements are concatenated before they are summed, to launch fewer kernels."""
+_RATES = ("lr", "initial_lr", "momentum", "betas", "weight_decay")
+
+
+def bits(tensors: Iterable[Tensor]) -> Tensor:
+    """A checksum of tensors: an int64 scalar on the device of the first one. Does not wait for the device.
+
+    Bytes are summed as integers, so the result does not depend on the order of summation.
+    """
+    small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    sums: list[Tensor] = []
+    for tensor in tensors:
+        for part in _dense(tensor.detach()):
+            if part.numel() < _SMALL:
+                small.setdefault((part.dtype, part.device), []).append(part.reshape(-1))
+            else:
+                sums += [numbers.sum() for numbers in _whole(part.reshape(-1))]
+    for group in small.values():
+        sums += [_spread(numbers) for numbers in _whole(torch.cat(group))]
+    return _spread(_stacked(sums, sums[0].device)) if sums else torch.zeros((), dtype=torch.int64)
+
+
+def _stacked(scalars: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.stack([each.to(device, non_blocking=device.type != "cpu") for each in scalars])
+
+
+def _spread(numbers: Tensor) -> Tensor:
+    """A weighted sum with a different factor for each position, so that a permutation changes it."""
+    return (numbers * torch.arange(1, 2 * len(numbers), 2, device=numbers.device)).sum()
+
+
+def _dense(tensor: Tensor) -> tuple[Tensor, ...]:
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return tensor.indices(), tensor.values()
+    if tensor.layout != torch.strided:
+        return (tensor.to_dense(),)
+    return (tensor,)
+
+
+def _whole(flat: Tensor) -> list[Tensor]:
+    """The bytes as int64 numbers, padded with zeros, because summing eight bytes at a time is fastest."""
+    flat, size = flat.contiguous(), flat.element_size()
+    rest = flat.numel() * size % 8 // size
+    head, parts = flat[: flat.numel() - rest], []
+    if head.numel():
+        parts.append((head.clone() if head.storage_offset() * size % 8 else head).view(torch.int64))
+    if rest:
+        parts.append(torch.cat((flat[-rest:], flat.new_zeros(8 // size - rest))).view(torch.int64))
+    return parts
+
+
+def facts_of_model(model: nn.Module) -> dict[str, int | str]:
+    """Facts that must be equal on all ranks before the model is distributed: names, shapes and dtypes, not values."""
+    sparse = [each for each in model.buffers() if each.layout != torch.strided]
+    return {
+        "the parameters of the model (names, shapes, types, which require gradients)": repr(
+            [(name, *_tensor_kind(each), each.requires_grad) for name, each in model.named_parameters()]
+        ),
+        "the buffers of the model (names, shapes, types)": repr(
+            [(name, *_tensor_kind(each)) for name, each in model.named_buffers()]
+        ),
+        "the sparse buffers of the model": repr([bits([each]).item() for each in sparse]),
+    }
+
+
+def _tensor_kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.layout
+
+
+def facts_of_weights(model: nn.Module, held: Iterable[Tensor], world: World) -> dict[str, int | str]:
+    """A checksum of each parameter, to compare between ranks that hold the same weights. Waits for the device.
+
+    `held`: what this rank holds of the parameters of `model`.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    numbers = _stacked([bits([each]) for each in held], world.device).tolist()
+    return {
+        f"the weights of the model, first in {name}": repr(number) for name, number in zip(names, numbers, strict=True)
+    }
+
+
+def facts_of_optimizer(
+    names: Mapping[int, str], device_optimizer: Optimizer, optimizer: Optimizer, world: World
+) -> dict[str, int | str]:
+    """The optimizer state of each parameter as text, to compare between ranks that hold the same state.
+
+    Tensors are replaced by checksums. Waits for the device. `names`: of the parameters that `device_optimizer` holds,
+    by their id. `optimizer`: the user's, which holds the state of the same parameters in the same order.
+    """
+    optimizers = device_optimizer, optimizer
+    named, own = ([each for group in one.param_groups for each in group["params"]] for one in optimizers)
+    held = {
+        names[id(each)]: (kept, optimizer.state.get(kept, {}))
+        for each, kept in zip(named, own, strict=False)  # lengths differ if the user added a group; then a step raises
+    }
+    numbers = _stacked([_state_bits(*each) for each in held.values()], world.device).tolist()
+    return {
+        f"the state of the optimizer, first in that of {name}": f"{number} {_plain(state)}"
+        for (name, (_, state)), number in zip(held.items(), numbers, strict=True)
+    }
+
+
+def _state_bits(parameter: Tensor, state: Any) -> Tensor:
+    tensors = [value for value in pytree.tree_leaves(state) if isinstance(value, Tensor)]
+    zero = torch.zeros((), dtype=torch.int64, device=parameter.device)
+    return sum((bits([each]).to(parameter.device) for each in tensors), zero)
+
+
+def _plain(value: Any) -> str:
+    """A text representation that is the same in every process: without addresses, with full precision."""
+    if isinstance(value, Tensor):
+        return f"tensor {tuple(value.shape)} {value.dtype}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_plain(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_plain, value)) + "]"
+    if value is None or isinstance(value, int | float | complex | str | bytes):
+        return repr(value)
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def settings_of(optimizer: Optimizer) -> str:
+    """An optimizer's class and the options of its groups, as text that is the same in every process."""
+    groups = [
+        {name: _number(value) for name, value in group.items() if name != "params"} | {"params": len(group["params"])}
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__} {_plain(groups)}"
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def schedule(scheduler: LRScheduler | None) -> str:
+    """A scheduler's class and state, including the schedulers inside it, as text."""
+    if scheduler is None:
+        return "none"
+    return f"{type(scheduler).__name__} {_plain(scheduler.state_dict())}"
+
+
+def rates(optimizer: Optimizer) -> int:
+    """A hash of learning rates and other values that schedulers change, below 2**56. Device tensors are skipped."""
+    values = [
+        tuple(
+            value.item() if isinstance(value, Tensor) else value for value in map(group.get, _RATES) if _on_host(value)
+        )
+        for group in optimizer.param_groups
+    ]
+    return int.from_bytes(blake2b(repr(values).encode(), digest_size=7).digest())
+
+
+def _on_host(value: Any) -> bool:
+    return not isinstance(value, Tensor) or value.is_cpu
+
+
+def row(verify: str, optimizer: Optimizer, held: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The checksums that ranks compare at a log point: float64 [n], for `differing`. Does not wait for the device.
+
+    `verify`: the setting `verify_ranks`. `held`: the weights that this rank holds.
+    """
+    own = [torch.tensor(rates(optimizer), device=device)]
+    if verify != "off":
+        own.append(bits(held))
+    if verify == "all":
+        tensors = [each for each in pytree.tree_leaves([*optimizer.state.values()]) if isinstance(each, Tensor)]
+        own.append(bits(each.to(device) if each.is_cpu else each for each in tensors))
+    whole = _stacked(own, device)
+    return torch.stack((whole >> 32, whole & 0xFFFFFFFF), dim=1).double().flatten()  # float64 holds 53 bits exactly
+
+
+def differing(
+    rows: Sequence[Sequence[float]], replicas: Sequence[Sequence[int]], optimizer_replicas: Sequence[Sequence[int]]
+) -> str | None:
+    """The name of the first checksum that differs between ranks that must agree; None: all agree.
+
+    `rows`: what `row` returned on each rank. `replicas`, `optimizer_replicas`: groups of ranks that hold the same
+    weights, and the same optimizer state.
+    """
+    names = {
+        "the learning rates": [range(len(rows))],
+        "the weights of the model": replicas,
+        "the state of the optimizer": optimizer_replicas,
+    }
+    for number, (name, groups) in enumerate(islice(names.items(), len(rows[0]) // 2 if rows else 0)):
+        for group in groups:
+            if len({tuple(rows[rank][2 * number : 2 * number + 2]) for rank in group}) > 1:
+                return name
+    return None
+
+
+# --- Agreement on facts -----------------------------------------------------------------------------------------------
+# Checked before ranks train or evaluate together. Every rank runs the whole script: if one built different data or
+# settings, the replicas would silently diverge, or the ranks would wait for each other forever.
+
+
+Facts = dict[str, int | str]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A fact that is not the same on all ranks."""
+
+    description: str
+    """The name of the fact, and the ranks that differ."""
+    minority: tuple[int, ...] = ()
+    """See `minority`."""
+
+    def error(self, world: World, message: str, hint: str) -> DataError:
+        """The error that all ranks raise. If a minority differs, its lowest rank reports it: the cause is there."""
+        error = DataError(message, hint)
+        error.reported_elsewhere = bool(self.minority) and world.rank != self.minority[0]
+        return error
+
+
+_MAY_DIFFER = {"num_workers", "pin_memory", "prefetch_batches"}  # these do not change which batches are fetched
+
+
+def check_agreement(world: World, facts: Facts, groups: Sequence[Sequence[int]] = (), *, on_host: bool = False) -> None:
+    """Raise `DataError` if the ranks' facts differ. A collective: all ranks call it with the same fact names.
+
+    `facts`: name -> value; integers are exchanged as they are, strings as digests. `groups`, `on_host`: see
+    `first_difference`.
+    """
+    found = first_difference(world, facts, groups, on_host=on_host)
+    if found is not None:
+        raise found.error(
+            world,
+            f"the ranks do not agree on {found.description}",
+            "every rank runs the whole script and must build the same data, model and settings: set the random seed "
+            "before building them, load weights before creating the Trainer, and let the Trainer divide the data",
+        )
+
+
+def first_difference(
+    world: World, facts: Facts, groups: Sequence[Sequence[int]] = (), *, on_host: bool = False
+) -> Difference | None:
+    """The first fact that differs between ranks; None: all are equal. A collective.
+
+    `groups`: compare ranks only within each group; empty: compare all ranks. `on_host`: do not wait for the device.
+    """
+    numbers = [fact if isinstance(fact, int) else digest_of(fact.encode()) for fact in facts.values()]
+    table = zip(*gathered(world, numbers, host_group(world) if on_host else None), strict=True)
+    for (name, fact), values in zip(facts.items(), table, strict=True):
+        for group in groups or [range(world.world_size)]:
+            if len({values[rank] for rank in group}) > 1:
+                own = {rank: values[rank] for rank in group}
+                shown = _numbers(own) if isinstance(fact, int) else which_differ(own)
+                return Difference(f"{name}: {shown}", minority(own))
+    return None
+
+
+def minority(values: Mapping[int, Hashable]) -> tuple[int, ...]:
+    """The ranks that differ from the majority, which is more than half of the ranks; empty if there is no majority.
+
+    `values`: rank -> value, in rank order.
+    """
+    ((most_common, count),) = Counter(values.values()).most_common(1)
+    return tuple(rank for rank, value in values.items() if value != most_common) if 2 * count > len(values) else ()
+
+
+def which_differ(values: Mapping[int, Hashable]) -> str:
+    """Text such as `rank 2 differs from ranks 0, 1`. Without a majority, ranks are compared with the first one."""
+    first = next(iter(values))
+    few = minority(values) or [rank for rank, value in values.items() if value != values[first]]
+    others = [rank for rank in values if rank not in few] if minority(values) else [first]
+    return f"{_ranks(few)} {'differs' if len(few) == 1 else 'differ'} from {_ranks(others)}"
+
+
+def _numbers(values: Mapping[int, int]) -> str:
+    """Text such as `9 on rank 2; 8 on ranks 0, 1`; without a majority, the numbers in rank order."""
+    few = minority(values)
+    if not few:
+        return f"{', '.join(map(str, values.values()))} on {_ranks([*values])}"
+    others = [rank for rank in values if rank not in few]
+    return f"{', '.join(str(values[rank]) for rank in few)} on {_ranks(few)}; {values[others[0]]} on {_ranks(others)}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) > 2 and [*ranks] == [*range(ranks[0], ranks[-1] + 1)]:
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def first_losses(world: World, facts: tuple[int, int], problem: DdpKitError | None) -> list[tuple[int, int]]:
+    """Exchange facts about each rank's first loss; returns them in rank order. A collective: all ranks call it once.
+
+    If any rank has a problem, all ranks raise an error; only the lowest rank with a problem reports its own.
+    """
+    everyone = gathered(world, [*facts, problem is not None])
+    troubled = [rank for rank, (*_, trouble) in enumerate(everyone) if trouble]
+    if problem is not None:
+        problem.reported_elsewhere = world.rank != troubled[0]
+        raise problem
+    if troubled:
+        error = LossError(f"rank {troubled[0]} cannot continue", f"fix the error that rank {troubled[0]} reports")
+        error.reported_elsewhere = True
+        raise error
+    return [(first, second) for first, second, _ in everyone]
+
+
+def facts_of_run(config: TrainerConfig, optimizer: Optimizer, metrics: Iterable[str]) -> Facts:
+    """Facts about configuration, optimizer and metrics that must be the same on all ranks."""
+    settings = config.model_dump(mode="json", exclude={"data": _MAY_DIFFER})
+    facts: Facts = {f"the setting {name}": repr(value) for name, value in settings.items()}
+    return facts | {
+        "the optimizer and its settings": settings_of(optimizer),
+        "the names of the metrics": repr(list(metrics)),
+    }
+
+
+def digest_of(content: bytes) -> int:
+    """A hash of `content`, below 2**63."""
+    return int.from_bytes(blake2b(content, digest_size=7).digest())
